@@ -1,0 +1,82 @@
+# tahq: everything runs from .venv, which the first target that needs it creates.
+#
+#   make demo                      four workers train a model on this machine
+#   make check                     what CI runs
+#   make TORCH_PIP_FLAGS="--index-url https://download.pytorch.org/whl/cpu" demo
+#                                  take the small wheel of torch on a machine without a GPU
+
+PYTHON          ?= python3
+VENV            ?= .venv
+TORCH_PIP_FLAGS ?=
+TEST_PROCESSES  ?= $(shell n=$$(nproc); echo $$(( n < 8 ? n : 8 )))
+TEST_FLAGS      ?= -q
+DEMO_NAME       ?= demo-$(shell date +%Y%m%d-%H%M%S)
+DEMO_FLAGS      ?=
+
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+CODE  := tahq launch netem tests benchmarks
+
+.PHONY: help setup demo test test-parallel test-serial check lint types imports format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY)  ## create .venv with the pinned versions
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "tahq needs Python 3.11 or newer; try: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory debian-venv
+	$(PYTHON) -m venv $(VENV)
+
+# Debian leaves ensurepip out of python3: without it `python3 -m venv` cannot install pip.
+.PHONY: debian-venv
+debian-venv:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends python3-venv; \
+	else \
+		echo "python3 has no ensurepip; install it with: sudo apt-get install python3-venv" >&2; exit 2; \
+	fi
+
+$(READY): constraints.txt pyproject.toml | $(BIN)/python
+	$(PIP) install -q -c constraints.txt $(TORCH_PIP_FLAGS) torch
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## train the demo on this machine: four workers, TAH on the wire
+	$(BIN)/tahq-launch launch/examples/demo.yaml --set run.name=$(DEMO_NAME) $(DEMO_FLAGS)
+
+# Two calls: tests marked serial measure time or use every core, so nothing runs beside them.
+test: test-parallel test-serial  ## run the tests
+
+test-parallel: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile -m 'not serial'
+
+test-serial: $(READY) test-parallel
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS) -m serial
+
+check: lint types imports test  ## format, lint, types, import order, tests: what CI runs
+
+lint: $(READY)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+format: $(READY)  ## rewrite the code in the house format
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+bench: $(READY)  ## run every benchmark; results go to benchmarks/results
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

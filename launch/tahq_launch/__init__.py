@@ -1,0 +1,1 @@
+"""From cluster.yaml to running processes: the command line, the launcher, the dry run."""
