@@ -1,0 +1,109 @@
+"""Every error that tahq raises on purpose, and the exit status each one ends a process with.
+
+::
+
+    TahqError                        1   our fault, or a peer's
+    ├── UserError                    2   the user can mend it; shown as one line
+    │   ├── ConfigError              2   cluster.yaml, --set or a codec spec
+    │   ├── DataError                2   text, tokens or tokenizer
+    │   ├── ModelError               2   a model that cannot be built, cut or loaded
+    │   ├── SnapshotError            2   a snapshot that is missing, damaged or does not fit
+    │   └── RefusedError             2   the coordinator refused this worker, and said why
+    ├── CodecError                   1   bytes that are not a valid stream, or a tensor no stream holds
+    ├── ScheduleError                1   a schedule that deadlocks or is incomplete
+    ├── LocalProtocolError           1   we broke the protocol
+    ├── RemoteProtocolError          3   a peer broke the protocol; the message names it
+    ├── PeerLostError                3   a peer is gone; the run can be resumed
+    ├── OutOfMemoryError             4   a stage does not fit
+    ├── NonFiniteError               5   halted on NaN or infinity
+    ├── RunAbortedError           any   the coordinator ended the run; its message, its status
+    └── InterruptedRunError        130   stopped by SIGINT (130) or SIGTERM (143)
+
+A message says what was got, what was expected, where, and what to do next.
+"""
+
+
+class TahqError(Exception):
+    """Root of tahq's errors; `exit_status` is what a tahq process ends with."""
+
+    exit_status = 1
+
+
+class UserError(TahqError):
+    """Something the user gave is wrong; reported as one line, without a traceback."""
+
+    exit_status = 2
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be read or does not make sense."""
+
+
+class DataError(UserError):
+    """Text, tokens or a tokenizer that cannot be used."""
+
+
+class ModelError(UserError):
+    """A model that cannot be built, divided or loaded."""
+
+
+class SnapshotError(UserError):
+    """A snapshot that is missing, damaged, or does not fit the configuration."""
+
+
+class RefusedError(UserError):
+    """The coordinator refused this worker."""
+
+
+class CodecError(TahqError):
+    """Bytes that are not a valid stream of the codec asked to decode them, or a tensor that no stream holds."""
+
+
+class ScheduleError(TahqError):
+    """A schedule that is incomplete, out of order or deadlocks."""
+
+
+class LocalProtocolError(TahqError):
+    """This process tried to do what the protocol does not allow."""
+
+
+class RemoteProtocolError(TahqError):
+    """A peer sent what the protocol does not allow; the message names the peer."""
+
+    exit_status = 3
+
+
+class PeerLostError(TahqError):
+    """A peer has gone; what was committed is safe and the run can be resumed."""
+
+    exit_status = 3
+
+
+class OutOfMemoryError(TahqError):
+    """A stage does not fit into its device's memory."""
+
+    exit_status = 4
+
+
+class NonFiniteError(TahqError):
+    """Training was halted because of NaN or infinity."""
+
+    exit_status = 5
+
+
+class RunAbortedError(TahqError):
+    """The coordinator ended the run; message and exit status are the coordinator's."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+class InterruptedRunError(TahqError):
+    """The run was stopped by a signal, in order."""
+
+    exit_status = 130
+
+    def __init__(self, message: str, signal_number: int = 2) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + signal_number

@@ -1,0 +1,190 @@
+"""Quantities as people write them (``100mbit``, ``20ms``, ``64KiB``) and as the code holds them.
+
+Rates are bits per second, decimal (1 mbit = 10**6 bit/s), as tc and every ISP count them;
+durations are seconds; sizes are bytes, decimal (kB, MB) or binary (KiB, MiB). Units are read without
+regard to case. ``write_*`` is the exact inverse of ``parse_*``: what it writes reads back to the same
+float.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationInfo,
+    field_validator,
+)
+
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
+_RATES: Final = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_DURATIONS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SIZES: Final = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+
+WRITTEN_BY_HAND: Final = {"units": "written"}
+"""Validation and serialisation context for YAML, where a quantity carries its unit as text."""
+
+
+def _parse(text: object, table: Mapping[str, float], what: str, example: str) -> float:
+    if isinstance(text, bool) or not isinstance(text, str):
+        raise ValueError(f"{what} needs a unit, such as {example}; got {text!r}")
+    match = _NUMBER.fullmatch(text)
+    unit = match.group(2).lower().removesuffix("/s") if match else ""
+    if match is None or unit not in table:
+        raise ValueError(f"{what} must be like {example} (units: {', '.join(table)}); got {text!r}")
+    return float(match.group(1)) * table[unit]
+
+
+def parse_rate(text: object) -> float:
+    """Bits per second from ``100mbit``, ``1.5gbit``, ``300 Mbit/s``; a float passes unchanged.
+
+    Raises:
+        ValueError: it is no rate, or not above zero.
+    """
+    rate = text if isinstance(text, float) else _parse(text, _RATES, "a rate", "100mbit")
+    if not 0 < rate < math.inf:
+        raise ValueError(f"a rate must be above zero and finite; got {text!r}")
+    return rate
+
+
+def parse_duration(text: object) -> float:
+    """Seconds from ``20ms``, ``1.5s``, ``2min``; a float, or a plain 0, passes unchanged.
+
+    Raises:
+        ValueError: it is no duration, or below zero.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text == 0:
+        return 0.0
+    duration = text if isinstance(text, float) else _parse(text, _DURATIONS, "a duration", "20ms")
+    if not 0 <= duration < math.inf:
+        raise ValueError(f"a duration must be zero or more, and finite; got {text!r}")
+    return duration
+
+
+def parse_size(text: object) -> int:
+    """Bytes from ``64KiB``, ``1MB``; an int passes unchanged.
+
+    Raises:
+        ValueError: it is no size, below zero, or not a whole number of bytes.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        size: float = text
+    else:
+        size = _parse(text, _SIZES, "a size", "64KiB")
+    if size < 0 or size != int(size):
+        raise ValueError(f"a size must be a whole number of bytes, zero or more; got {text!r}")
+    return int(size)
+
+
+def write_rate(bits_per_s: float) -> str:
+    """``100mbit``: the shortest text that `parse_rate` reads back to the same float."""
+    return _write(bits_per_s, _RATES, "bit")
+
+
+def write_duration(seconds: float) -> str:
+    """``20ms``: the shortest text that `parse_duration` reads back to the same float."""
+    return _write(seconds, _DURATIONS, "s")
+
+
+def write_size(nbytes: int) -> str:
+    """``256kib``: the shortest text that `parse_size` reads back to the same number."""
+    return _write(nbytes, _SIZES, "b")
+
+
+def _write(value: float, table: Mapping[str, float], base: str) -> str:
+    if value == 0:
+        return f"0{base}"
+    numbers = {unit: _plain(value / factor) for unit, factor in table.items()}
+    exact = [f"{number}{unit}" for unit, number in numbers.items() if float(number) * table[unit] == value]
+    return min(exact, key=len)
+
+
+def _plain(number: float) -> str:
+    return repr(number).removesuffix(".0")
+
+
+def _is_by_hand(context: Any) -> bool:
+    return isinstance(context, Mapping) and context.get("units") == "written"
+
+
+def _validate_rate(value: object, info: ValidationInfo) -> float:
+    return parse_rate(_with_unit(value, info))
+
+
+def _validate_duration(value: object, info: ValidationInfo) -> float:
+    return parse_duration(_with_unit(value, info))
+
+
+def _with_unit(value: object, info: ValidationInfo) -> object:
+    """Refuse a bare float in YAML, as a bare integer is: `rate: 1.5` could be anything."""
+    if isinstance(value, float) and value != 0 and _is_by_hand(info.context):
+        raise ValueError(f"a quantity needs a unit, such as 100mbit or 20ms; got {value!r}")
+    return value
+
+
+def _serialize_rate(value: float, info: SerializationInfo) -> float | str:
+    return write_rate(value) if _is_by_hand(info.context) else value
+
+
+def _serialize_duration(value: float, info: SerializationInfo) -> float | str:
+    return write_duration(value) if _is_by_hand(info.context) else value
+
+
+def _serialize_size(value: int, info: SerializationInfo) -> int | str:
+    return write_size(value) if _is_by_hand(info.context) else value
+
+
+Rate = Annotated[float, BeforeValidator(_validate_rate), PlainSerializer(_serialize_rate)]
+"""A pydantic field holding bits per second; a float from Python or JSON passes unchanged."""
+
+Duration = Annotated[float, BeforeValidator(_validate_duration), PlainSerializer(_serialize_duration)]
+"""A pydantic field holding seconds; a float from Python or JSON passes unchanged."""
+
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_serialize_size)]
+"""A pydantic field holding bytes; an int passes unchanged."""
+
+
+def format_size(nbytes: float) -> str:
+    """``1.25 MB``: decimal units, three significant digits."""
+    return _format(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
+
+
+def format_rate(bits_per_s: float) -> str:
+    """``95.6 Mbit/s``: decimal units, three significant digits."""
+    return _format(bits_per_s, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)), "bit/s")
+
+
+def _format(value: float, units: tuple[tuple[str, float], ...], base: str) -> str:
+    for unit, factor in units:
+        if value >= factor:
+            return f"{_three_digits(value / factor)} {unit}"
+    return f"{value:.0f} {base}"
+
+
+def _three_digits(value: float) -> str:
+    # %g would write 1000 and more with an exponent.
+    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+class Section(BaseModel):
+    """A part of cluster.yaml: frozen, and closed to keys that it does not know.
+
+    Frozen means that fields cannot be assigned. Lists and dicts inside are shared, not copied: read
+    them, never change them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        # Python counts True as 1, and pydantic follows; `steps: true` is still a mistake.
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError(f"{str(value).lower()} is for switches, and this key is none")
+        return value
