@@ -1,0 +1,41 @@
+"""The contract of a codec: a tensor to bytes and back, knowing no network."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from tahq.quant.spec import CodecSpec
+
+
+class Codec(ABC):
+    """Packs a tensor `[..., C]` (the first dimension being the sample) into uint8 and back.
+
+    Encoding is a pure function of (x, key, the codec's state), runs on the caller's CUDA stream and
+    never synchronises the device. `key` is a 64-bit number both ends derive from the logical id
+    and the run's seed; deterministic codecs ignore it.
+    """
+
+    spec: CodecSpec
+
+    @abstractmethod
+    def encoded_nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes that a tensor of this shape takes: exact for fixed-length codecs, else a maximum."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
+        """uint8, 1-D, contiguous, on x's device; x is fp32, bf16 or fp16, any strides."""
+
+    @abstractmethod
+    def decode(
+        self, buf: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, key: int = 0
+    ) -> torch.Tensor:
+        """A fresh, contiguous tensor of `shape` and `dtype` on buf's device.
+
+        Raises:
+            CodecError: a wrong length, or metadata out of range. Nothing in `buf` is trusted.
+        """
+
+    @abstractmethod
+    def has_non_finite(self, buf: torch.Tensor) -> bool:
+        """Whether the encoder met NaN or infinity (reads the stream's own flag; CPU buffers only)."""

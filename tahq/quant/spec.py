@@ -1,0 +1,156 @@
+"""What a user writes for a codec, ``name:key=value,…``, as typed values with one canonical text.
+
+Invariants: a spec that exists is valid; `CodecSpec.parse(str(spec)) == spec`; two texts that mean the
+same codec parse to equal specs, whatever was left to its default and in whatever order it was given.
+Nothing here needs torch.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import ClassVar
+
+from tahq.errors import ConfigError
+
+MIN_GROUP = 8
+MAX_GROUP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpec:
+    """One codec with all of its parameters; the subclasses below are what there is to choose from."""
+
+    name: ClassVar[str] = ""
+
+    @staticmethod
+    def parse(text: str) -> "CodecSpec":
+        """Read ``tah``, ``tah:group=32,tau=inf``, ``fixed:bits=6``; parameters left out take their defaults.
+
+        Raises:
+            ConfigError: an unknown codec or parameter, or a value out of range.
+        """
+        name, colon, rest = text.strip().partition(":")
+        spec = _SPECS.get(name)
+        if spec is None:
+            raise ConfigError(f"codec spec {text!r}: no codec {name!r}{_nearest(name, list(_SPECS))}")
+        return spec(**_parameters(text, spec, rest.split(",") if colon else []))
+
+    def __str__(self) -> str:
+        values = ",".join(f"{field.name}={_write(getattr(self, field.name))}" for field in fields(self))
+        return f"{self.name}:{values}"
+
+    def _require(self, holds: bool, parameter: str, expected: str) -> None:
+        if not holds:
+            got = _write(getattr(self, parameter))
+            raise ConfigError(f"codec {self.name}: {parameter} must be {expected}; got {got}")
+
+    def _require_group(self, group: int) -> None:
+        is_power = group > 0 and group & (group - 1) == 0
+        self._require(is_power and MIN_GROUP <= group <= MAX_GROUP, "group", "a power of two from 8 to 256")
+
+
+@dataclass(frozen=True, slots=True)
+class RawSpec(CodecSpec):
+    """Values as they are, in another floating-point type at most."""
+
+    name: ClassVar[str] = "raw"
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        self._require(self.dtype in ("fp32", "fp16", "bf16"), "dtype", "fp32, fp16 or bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSpec(CodecSpec):
+    """Fixed point: `bits` an element and one fp16 scale for every `group` channels."""
+
+    name: ClassVar[str] = "fixed"
+    bits: int = 8
+    group: int = 64
+    round: str = "nearest"
+
+    def __post_init__(self) -> None:
+        self._require(2 <= self.bits <= 16, "bits", "a whole number from 2 to 16")
+        self._require_group(self.group)
+        self._require(self.round in ("nearest", "stochastic"), "round", "nearest or stochastic")
+
+
+@dataclass(frozen=True, slots=True)
+class TahSpec(CodecSpec):
+    """TAH-Quant: `high` bits for the share `int4` of each sample's tiles, `low` bits for the others.
+
+    `int4` is exact (0.8 is 4/5), so that a stream's length is. A tile whose largest magnitude exceeds
+    `tau` times its second largest is transformed: 0 transforms every tile that is not zero, inf none.
+    """
+
+    name: ClassVar[str] = "tah"
+    group: int = 64
+    int4: Fraction = Fraction(4, 5)
+    tau: float = 2.0
+    low: int = 3
+    high: int = 4
+
+    def __post_init__(self) -> None:
+        self._require_group(self.group)
+        self._require(0 <= self.int4 <= 1, "int4", "a share from 0 to 1")
+        self._require(self.tau >= 0, "tau", "0 or above, or inf")
+        self._require(2 <= self.low <= 8, "low", "a whole number from 2 to 8")
+        self._require(self.low <= self.high <= 8, "high", f"a whole number from low ({self.low}) to 8")
+
+
+_SPECS: dict[str, type[CodecSpec]] = {"raw": RawSpec, "fixed": FixedSpec, "tah": TahSpec}
+
+
+def _parameters(text: str, spec: type[CodecSpec], items: list[str]) -> dict[str, object]:
+    types = {field.name: field.type for field in fields(spec)}
+    given: dict[str, object] = {}
+    for item in items:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ConfigError(f"codec spec {text!r}: {item!r} is not key=value, as in {spec()}")
+        if key not in types:
+            raise ConfigError(f"codec spec {text!r}: no parameter {key!r}{_nearest(key, list(types))}")
+        if key in given:
+            raise ConfigError(f"codec spec {text!r}: {key} is given twice; leave one")
+        given[key] = _read(text, key, value, types[key])
+    return given
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+
+
+def _read(text: str, key: str, value: str, wanted: object) -> object:
+    pattern, convert, what = _READERS[wanted]
+    if re.fullmatch(pattern, value, re.ASCII) is None:
+        raise ConfigError(f"codec spec {text!r}: {key} must be {what}; got {value!r}")
+    try:
+        return convert(value)
+    except ZeroDivisionError:
+        raise ConfigError(f"codec spec {text!r}: {key} divides by zero; got {value!r}") from None
+
+
+# No pattern lets through an exponent: Fraction("1e999999999") would compute for minutes.
+_READERS: dict[object, tuple[str, Callable[[str], object], str]] = {
+    int: (r"[0-9]{1,9}", int, "a whole number"),
+    str: (r"[a-z0-9_]{1,32}", str, "a word"),
+    float: (r"[0-9]{1,400}(\.[0-9]{1,400})?|inf", float, "a number or inf"),
+    Fraction: (r"[0-9]{1,400}(\.[0-9]{1,400})?|[0-9]{1,400}/[0-9]{1,400}", Fraction, "a share such as 0.8 or 4/5"),
+}
+
+
+def _write(value: object) -> str:
+    """Shortest text that reads back as the same value: 4/5 as 0.8, 1/3 as 1/3, 2.0 as 2."""
+    if isinstance(value, Fraction):
+        decimal = _decimal(float(value))
+        return decimal if Fraction(decimal) == value else str(value)
+    return _decimal(value) if isinstance(value, float) else str(value)
+
+
+def _decimal(value: float) -> str:
+    return f"{Decimal(repr(value)):f}".removesuffix(".0") if math.isfinite(value) else str(value)

@@ -1,0 +1,49 @@
+"""Unbiased rounding with a counter-based draw: one for each (element, key), the same on every device.
+
+Integer arithmetic only, so that no device's random generator takes part: the draw for an element is a
+32-bit hash of its index and of the 64-bit key. Both halves of the key enter, one before each round of
+mixing, so that two keys give unrelated draws.
+"""
+
+import torch
+
+# Multipliers of MurmurHash3's 32-bit finaliser, as signed numbers.
+_FIRST, _SECOND = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
+_DRAW_BITS = 24
+
+
+def round_stochastic_(y: torch.Tensor, key: int) -> torch.Tensor:
+    """Round each y, in place, down or up with probability 1 − f and f, f being its fraction.
+
+    ⌊y⌋ + [u < y − ⌊y⌋] with u uniform on multiples of 2^−24 in [0, 1). The mean over keys is y to
+    within 2^−24. (Adding u to y and rounding down would lose bits of u where y is large.)
+
+    Args:
+        y: fp32, contiguous.
+        key: 64 bits; equal keys give equal draws.
+    """
+    floor = y.floor()
+    return y.sub_(floor).gt_(draws(y.numel(), key, y.device).view(y.shape)).add_(floor)
+
+
+def draws(count: int, key: int, device: torch.device) -> torch.Tensor:
+    """fp32 [count] in [0, 1): element i's is a function of i (modulo 2^32) and key alone."""
+    bits = torch.arange(count, device=device).to(torch.int32)
+    for word in (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF):
+        _mix_(bits.bitwise_xor_(_signed(word)))
+    return _shift_right(bits, 32 - _DRAW_BITS).to(torch.float32).mul_(2.0**-_DRAW_BITS)
+
+
+def _mix_(bits: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit words in which every bit of the input moves half of the output's."""
+    bits.bitwise_xor_(_shift_right(bits, 16)).mul_(_FIRST)
+    bits.bitwise_xor_(_shift_right(bits, 13)).mul_(_SECOND)
+    return bits.bitwise_xor_(_shift_right(bits, 16))
+
+
+def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
+    return (bits >> places).bitwise_and_(2 ** (32 - places) - 1)  # >> alone would copy the sign
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,147 @@
+"""What all framed streams share: a header of 16 bytes, then sections that start at multiples of 16.
+
+`Sections` are computed from the shape alone, so both ends know every offset beforehand. Reading trusts
+nothing: the buffer's length is compared before a byte is looked at, then the header, then the filling
+behind every section, which must be zeros. Multi-byte numbers are little-endian.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tahq.errors import CodecError
+
+HEADER_NBYTES = 16
+ALIGNMENT = 16
+NON_FINITE = 1
+"""Bit 0 of the header's second byte: the encoder met NaN or infinity."""
+CANONICAL_NAN = 0x7E00
+"""The fp16 NaN that encoders write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Bytes `start` to `stop` of a stream; `end` is where its filling ends."""
+
+    start: int
+    stop: int
+
+    @property
+    def end(self) -> int:
+        """The next multiple of 16."""
+        return -(-self.stop // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Where the sections of a stream lie, in order."""
+
+    by_name: Mapping[str, Section]
+    nbytes: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> "Sections":
+        """Lay sections of these sizes (bytes) behind the header."""
+        sections: dict[str, Section] = {}
+        end = HEADER_NBYTES
+        for name, size in sizes.items():
+            sections[name] = Section(end, end + size)
+            end = sections[name].end
+        return cls(sections, end)
+
+    def view(self, buf: torch.Tensor, name: str) -> torch.Tensor:
+        """The bytes of one section, without its filling."""
+        section = self.by_name[name]
+        return buf[section.start : section.stop]
+
+    def has_dirty_filling(self, buf: torch.Tensor) -> torch.Tensor:
+        """Bool without dimensions: is any byte behind a section not zero?"""
+        gaps = [buf[section.stop : section.end] for section in self.by_name.values()]
+        return torch.cat(gaps).any()
+
+
+def new_stream(nbytes: int, header: Sequence[int | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A buffer of zeros that starts with these header bytes (a negative one in two's complement).
+
+    Each byte is filled in on the device: a copy from host memory would synchronise.
+    """
+    buf = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    for place, value in enumerate(header):
+        byte = buf[place]
+        if isinstance(value, torch.Tensor):
+            byte.copy_(value.bitwise_and(0xFF))
+        else:
+            byte.fill_(value & 0xFF)
+    return buf
+
+
+def accept(buf: torch.Tensor, nbytes: int, codec: object) -> torch.Tensor:
+    """The buffer, contiguous and aligned for any view, if it is as long as the codec says.
+
+    Raises:
+        CodecError: not uint8, not one-dimensional, or of another length.
+    """
+    if buf.dtype != torch.uint8 or buf.dim() != 1:
+        raise CodecError(f"{codec}: a stream is a 1-D uint8 tensor; got {buf.dtype} with shape {list(buf.shape)}")
+    if buf.numel() != nbytes:
+        raise CodecError(
+            f"{codec}: got a stream of {buf.numel()} bytes, the shape needs {nbytes}; do both ends use this codec?"
+        )
+    unaligned = buf.storage_offset() % ALIGNMENT or buf.data_ptr() % ALIGNMENT
+    return buf.clone() if unaligned else buf.contiguous()
+
+
+def read_header(buf: torch.Tensor, expected: Sequence[tuple[str, int]], codec: object) -> tuple[bool, int]:
+    """Check a header [version, flags, …, e, 0 …] and return what varies: the non-finite flag and e.
+
+    Args:
+        buf: an accepted stream.
+        expected: the bytes before e, with their names; `flags` may have its bit 0 set.
+        codec: named in messages.
+
+    Raises:
+        CodecError: any byte that differs, or an exponent that no encoder writes.
+    """
+    header = buf[:HEADER_NBYTES].tolist()
+    flagged = bool(header[1] & NON_FINITE)
+    for place, (name, value) in enumerate(expected):
+        got = header[place] & ~NON_FINITE if name == "flags" else header[place]
+        if got != value:
+            raise CodecError(
+                f"{codec}: header byte {place} ({name}) is {header[place]}, expected {value}; "
+                "do both ends use the same tahq and the same spec?"
+            )
+    if any(header[len(expected) + 1 :]):
+        raise CodecError(f"{codec}: header bytes {len(expected) + 1} to 15 must be zero; got {header}")
+    unsigned = header[len(expected)]
+    return flagged, unsigned - 256 if unsigned > 127 else unsigned
+
+
+def refuse(problems: Mapping[str, torch.Tensor], codec: object) -> None:
+    """Raise for the first problem whose flag (bool without dimensions) is set; one transfer from the device.
+
+    Raises:
+        CodecError: naming the problem.
+    """
+    flags = torch.stack([flag.to(torch.bool) for flag in problems.values()]).tolist()
+    for problem, is_set in zip(problems, flags, strict=True):
+        if is_set:
+            raise CodecError(f"{codec}: damaged stream: {problem}")
+
+
+def fp16_bytes(values: torch.Tensor) -> torch.Tensor:
+    """fp16 values [N] as 2·N bytes; every NaN as 0x7E00."""
+    bits = torch.where(values.isnan(), CANONICAL_NAN, values.view(torch.int16))
+    return bits.view(torch.uint8)
+
+
+def is_flagged(buf: torch.Tensor) -> bool:
+    """Bit 0 of the flags of a framed stream (a CPU buffer; on another device this waits for it).
+
+    Raises:
+        CodecError: a buffer too short to have a header.
+    """
+    if buf.numel() < HEADER_NBYTES:
+        raise CodecError(f"a stream has a header of {HEADER_NBYTES} bytes; got {buf.numel()} bytes")
+    return bool(int(buf[1]) & NON_FINITE)

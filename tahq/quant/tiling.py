@@ -1,0 +1,124 @@
+"""How a tensor [..., C] is cut into tiles of G consecutive channels, and put together again.
+
+Shape letters: B samples, S tokens a sample, C channels, M tiles a token, G channels a tile,
+T = B·S·M tiles in all. A tile never spans two tokens; where no allowed G divides C, every token's
+last tile is filled up with zeros.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from tahq.errors import CodecError
+from tahq.quant.spec import MIN_GROUP
+
+ENCODABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The tiles of one shape. A tensor of one dimension is one sample of one token."""
+
+    shape: tuple[int, ...]
+    group: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], group: int) -> "Tiling":
+        """Tiles of `shape` with at most `group` channels each.
+
+        G is the largest power of two from 8 to `group` that divides C, else `group`.
+
+        Raises:
+            CodecError: a shape without dimensions, or with a negative one.
+        """
+        checked = check_shape(shape)
+        dividing = math.gcd(checked[-1], group)
+        return cls(checked, dividing if dividing >= MIN_GROUP else group)
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """S."""
+        return math.prod(self.shape[1:-1])
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return self.shape[-1]
+
+    @property
+    def tiles_per_token(self) -> int:
+        """M."""
+        return -(-self.channels // self.group)
+
+    @property
+    def tiles_per_sample(self) -> int:
+        """S·M."""
+        return self.tokens_per_sample * self.tiles_per_token
+
+    @property
+    def num_tiles(self) -> int:
+        """T."""
+        return self.num_samples * self.tiles_per_sample
+
+    @property
+    def padding(self) -> int:
+        """Zeros behind the channels of every token, in its last tile."""
+        return self.tiles_per_token * self.group - self.channels
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """Tiles [B, S, M, G] of x in fp32; they may share x's memory, so they are not to be written."""
+        tokens = x.reshape(self.num_samples, self.tokens_per_sample, self.channels).to(torch.float32)
+        padded = functional.pad(tokens, (0, self.padding)) if self.padding else tokens
+        return padded.reshape(self.num_samples, self.tokens_per_sample, self.tiles_per_token, self.group)
+
+    def join(self, tiles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of `shape` and `dtype` from fp32 tiles [B, S, M, G], which may be overwritten.
+
+        A finite value beyond the largest of `dtype` becomes that largest, so that rounding never
+        makes an infinity out of what was finite; NaN stays NaN.
+        """
+        largest = torch.finfo(dtype).max
+        padded = tiles.reshape(self.num_samples, self.tokens_per_sample, self.tiles_per_token * self.group)
+        tokens = padded.clamp_(-largest, largest)[..., : self.channels]
+        return tokens.to(dtype).reshape(self.shape).contiguous()
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple.
+
+    Raises:
+        CodecError: a shape without dimensions, or with a negative one.
+    """
+    checked = tuple(int(size) for size in shape)
+    if not checked or min(checked) < 0:
+        raise CodecError(f"a codec takes tensors [..., C] of one dimension or more; got shape {list(checked)}")
+    return checked
+
+
+def check_encodable(x: torch.Tensor) -> None:
+    """Refuse what no stream can hold.
+
+    Raises:
+        CodecError: a dtype other than fp32, bf16, fp16, or a tensor without dimensions.
+    """
+    if x.dtype not in ENCODABLE:
+        raise CodecError(f"a codec takes fp32, bf16 or fp16; got {x.dtype}: convert it first")
+    check_shape(x.shape)
+
+
+def check_decodable(dtype: torch.dtype) -> None:
+    """Refuse a dtype that no codec decodes to.
+
+    Raises:
+        CodecError: a dtype other than fp32, bf16, fp16.
+    """
+    if dtype not in ENCODABLE:
+        raise CodecError(f"a codec decodes to fp32, bf16 or fp16; got {dtype}: decode to one of them and convert")

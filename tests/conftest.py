@@ -1,0 +1,49 @@
+"""What every test may use: golden files, and hypothesis without deadlines (the machine may be busy)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+GOLDEN_FOLDER = Path(__file__).parent / "golden"
+
+settings.register_profile("tahq", deadline=None)
+settings.load_profile("tahq")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite-golden",
+        action="store_true",
+        help="write what the tests produce to tests/golden instead of comparing; look at the diff before committing",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch  # only where a GPU test was collected
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """golden(name, text): text must be what tests/golden/<name> holds; with --rewrite-golden it becomes that."""
+    rewrite = request.config.getoption("--rewrite-golden")
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN_FOLDER / name
+        if rewrite:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no golden file {path}; write it with pytest --rewrite-golden"
+        assert text == path.read_text(encoding="utf-8"), f"differs from {path}"
+
+    return compare

@@ -1,0 +1,92 @@
+"""The figures that the design quotes for the paper's TAH, on boundary tensors of a trained GPT-2 small."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tahq.quant import get_codec, tah_reference
+from tahq.quant.spec import TahSpec
+from tahq.quant.tah_stream import TahLayout, unpack
+
+FOLDER = Path(os.environ.get("TAHQ_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
+FIXTURE = FOLDER / "gpt2small_boundary.safetensors"
+
+needs_fixture = pytest.mark.skipif(
+    not FIXTURE.exists(), reason="no gpt2small_boundary.safetensors; set TAHQ_SHARED_DATA"
+)
+
+
+@pytest.fixture(scope="module")
+def boundary():
+    from safetensors.torch import load_file
+
+    return load_file(FIXTURE)
+
+
+def relative_error(back, x):
+    return ((back.float() - x.float()).norm() / x.float().norm()).item()
+
+
+def codec_error(x, spec="tah"):
+    codec = get_codec(spec)
+    return relative_error(codec.decode(codec.encode(x), x.shape), x)
+
+
+@needs_fixture
+@pytest.mark.parametrize(("block", "error"), [(2, 0.148), (5, 0.136), (8, 0.129)])
+def test_activation_error_is_the_quoted_one(boundary, block, error):
+    assert round(codec_error(boundary[f"act_after_block_{block}"]), 3) == error
+
+
+@needs_fixture
+@pytest.mark.parametrize(("block", "error"), [(2, 0.132), (5, 0.124), (8, 0.121)])
+def test_gradient_error_is_at_most_the_quoted_one(boundary, block, error):
+    assert round(codec_error(boundary[f"grad_after_block_{block}"]), 3) == error
+
+
+def error_without_power_of_two(x):
+    """fp16 metadata of x as it is, mostly subnormal on gradients, and codes from the values before rounding."""
+    tiles = x.float().view(2, 512, -1, 64).clone()
+    high = tah_reference.select_high(tah_reference.entropy_(tiles.abs()), tiles[0, ..., 0].numel() // 5)
+    transformed = tah_reference.outlier_ratio(tiles.abs()) > 2
+    pivot = tah_reference.transform_(tiles, transformed)
+    levels = torch.where(high, 15.0, 7.0)
+    low = tiles.amin(-1)
+    scale = (tiles.amax(-1) - low) / levels
+    codes = ((tiles - low.unsqueeze(-1)) / scale.unsqueeze(-1)).round().to(torch.uint8)
+    e = torch.zeros((), dtype=torch.int32)
+    sent = tah_reference.TahTiles(e, high, scale.half(), transformed, low.half(), pivot, codes)
+    return relative_error(tah_reference.decode(sent).view(x.shape), x)
+
+
+@needs_fixture
+@pytest.mark.parametrize(("block", "error"), [(2, 0.132), (5, 0.125), (8, 0.122)])
+def test_quoted_gradient_errors_are_those_without_the_power_of_two(boundary, block, error):
+    """The design quotes 0.132, 0.125, 0.122: what fp16 metadata of the unscaled gradients gives."""
+    assert error_without_power_of_two(boundary[f"grad_after_block_{block}"]) == pytest.approx(error, abs=6e-4)
+
+
+@needs_fixture
+def test_bits_outliers_and_code_entropy_are_the_quoted_ones(boundary):
+    shares, entropies = [], []
+    for name, x in boundary.items():
+        buf = get_codec("tah").encode(x)
+        assert buf.numel() * 8 / x.numel() == pytest.approx(4.41, abs=0.005)
+        tiles = unpack(TahLayout.of(TahSpec(), x.shape), buf)
+        entropies.append(0.8 * code_entropy(tiles.codes[tiles.high]) + 0.2 * code_entropy(tiles.codes[~tiles.high]))
+        if name.startswith("act"):
+            shares.append(tiles.transformed.float().mean().item())
+    assert 0.01 < min(shares) < 0.02 < max(shares) < 0.025  # about one tile in fifty
+    assert (round(min(entropies), 2), round(max(entropies), 2)) == (3.47, 3.54)
+
+
+def code_entropy(codes):
+    share = torch.bincount(codes.flatten().long(), minlength=16) / codes.numel()
+    return -torch.special.xlogy(share, share).sum().item() / torch.log(torch.tensor(2.0)).item()
+
+
+@needs_fixture
+def test_transforming_every_tile_lowers_the_squared_error(boundary):
+    assert round(codec_error(boundary["act_after_block_2"], "tah:tau=0"), 3) == 0.111

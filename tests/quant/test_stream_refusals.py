@@ -1,0 +1,142 @@
+"""One damage at a time, each refused with its own reason; and what a decoder takes as it comes."""
+
+import pytest
+import torch
+
+from tahq.errors import CodecError
+from tahq.quant import get_codec
+from tahq.quant.fixed_stream import FixedLayout
+from tahq.quant.tah_stream import TahLayout
+
+SHAPE = (2, 3, 100)  # 6 tokens of 2 tiles of 64, the second with 28 channels of filling
+
+
+def values():
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def set_half(buf, start, pattern):
+    buf[start], buf[start + 1] = pattern & 0xFF, pattern >> 8
+
+
+TAH = get_codec("tah:int4=0.5")
+TAH_AT = {name: section.start for name, section in TahLayout.of(TAH.spec, SHAPE).sections.by_name.items()}
+TAH_END = {name: section.stop for name, section in TahLayout.of(TAH.spec, SHAPE).sections.by_name.items()}
+FIXED = get_codec("fixed:bits=10")
+FIXED_AT = {name: section.start for name, section in FixedLayout.of(FIXED.spec, SHAPE).sections.by_name.items()}
+FIXED_END = {name: section.stop for name, section in FixedLayout.of(FIXED.spec, SHAPE).sections.by_name.items()}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 0, r"byte 0 \(version\) is 0, expected 1"),
+        (0, 2, r"byte 0 \(version\) is 2, expected 1"),
+        (1, 2, r"byte 1 \(flags\) is 2, expected 0"),
+        (1, 1, "flag for non-finite values does not agree"),
+        (2, 5, r"byte 2 \(log2 G\) is 5, expected 6"),
+        (3, 2, r"byte 3 \(L\) is 2, expected 3"),
+        (4, 5, r"byte 4 \(H\) is 5, expected 4"),
+        (5, 0x80, r"\(e\) is -128, no encoder writes one below -117"),
+        (5, 0x8A, r"\(e\) is -118"),
+        (6, 1, "bytes 6 to 15 must be zero"),
+        (15, 1, "bytes 6 to 15 must be zero"),
+        (TAH_AT["bit map"], 0xFF, "must give H bits to 3 tiles of every sample"),
+        (TAH_AT["bit map"], 0x00, "must give H bits to 3 tiles of every sample"),
+        (TAH_AT["bit map"] + 1, 0xF0, "bits behind the bit map or the pivots"),
+        (TAH_END["bit map"], 1, "filling behind a section is not zero"),
+        (TAH_END["scale"], 1, "filling behind a section is not zero"),
+        (TAH_END["pivot"], 0x80, "filling behind a section is not zero"),
+    ],
+)
+def test_damaged_tah_byte_is_refused(place, value, message):
+    buf = TAH.encode(values())
+    assert buf[place] != value
+    buf[place] = value
+    with pytest.raises(CodecError, match=message):
+        TAH.decode(buf, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("section", "pattern", "message"),
+    [
+        ("scale", 0x7C00, "a scale is not finite"),
+        ("scale", 0xFC00, "a scale is not finite"),
+        ("scale", 0x7E00, "a scale is not finite"),
+        ("zero-point", 0x7C00, "a zero-point is infinite"),
+        ("zero-point", 0xFC00, "a zero-point is infinite"),
+        ("zero-point", 0x7E00, r"a zero-point is NaN where the scale is not \+0"),
+    ],
+)
+def test_metadata_that_is_not_finite_is_refused(section, pattern, message):
+    buf = TAH.encode(values())
+    set_half(buf, TAH_AT[section] + 4, pattern)
+    with pytest.raises(CodecError, match=message):
+        TAH.decode(buf, SHAPE)
+
+
+def test_mark_of_a_non_finite_tile_needs_the_flag_and_scale_plus_0():
+    buf = TAH.encode(values())
+    set_half(buf, TAH_AT["scale"], 0x0000)
+    set_half(buf, TAH_AT["zero-point"], 0x7E00)
+    with pytest.raises(CodecError, match="flag for non-finite values does not agree"):
+        TAH.decode(buf, SHAPE)
+    buf[1] = 1
+    assert TAH.decode(buf, SHAPE)[0, 0, :64].isnan().all()
+    set_half(buf, TAH_AT["scale"], 0x8000)
+    with pytest.raises(CodecError, match=r"scale is not \+0"):
+        TAH.decode(buf, SHAPE)
+
+
+def test_decoder_takes_what_changes_no_value():
+    """Pivots of tiles that are not transformed, codes of filling, zero-points of −0, other NaN patterns."""
+    codec, x = get_codec("tah:int4=0.5,tau=inf"), values()
+    x[1, 1] = 0.0
+    x[1, 2, 99] = torch.nan
+    buf = codec.encode(x)
+    expected = codec.decode(buf, SHAPE)
+    odd = buf.clone()
+    odd[TAH_AT["pivot"] : TAH_END["pivot"]] = 0xFF
+    set_half(odd, TAH_AT["zero-point"] + 2 * 8, 0x8000)
+    set_half(odd, TAH_AT["zero-point"] + 2 * 11, 0xFF01)
+    odd[TAH_AT["low planes"] : TAH_END["low planes"]].view(12, 3, 8)[1::2, :, 5:] = 0xFF  # channels 104 to 127
+    assert not torch.equal(odd, buf)
+    assert torch.equal(codec.decode(odd, SHAPE).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 2, r"byte 0 \(version\)"),
+        (1, 0x80, r"byte 1 \(flags\)"),
+        (1, 1, "flag for non-finite values does not agree"),
+        (2, 7, r"byte 2 \(log2 G\) is 7, expected 6"),
+        (3, 8, r"byte 3 \(bits\) is 8, expected 10"),
+        (4, 0x8E, r"\(e\) is -114, no encoder writes one below -113"),
+        (5, 9, "bytes 5 to 15 must be zero"),
+        (FIXED_AT["scale"] + 1, 0x7C, "flag for non-finite values|a scale is infinite"),
+        (FIXED_AT["scale"] + 1, 0xC0, "a scale is negative"),
+        (FIXED_END["scale"], 1, "filling behind a section is not zero"),
+    ],
+)
+def test_damaged_fixed_byte_is_refused(place, value, message):
+    buf = FIXED.encode(values())
+    assert buf[place] != value
+    buf[place] = value
+    with pytest.raises(CodecError, match=message):
+        FIXED.decode(buf, SHAPE)
+
+
+def test_largest_scale_in_the_largest_tensor_decodes_to_finite_values():
+    codec = get_codec("fixed:bits=2")
+    buf = codec.encode(torch.tensor([[3.0e38, 0.0] * 32]))
+    set_half(buf, 16, 0x7BFF)  # 65,504·2^113 exceeds fp32
+    assert torch.equal(codec.decode(buf, (1, 64)), torch.tensor([[torch.finfo(torch.float32).max, 0.0] * 32]))
+
+
+def test_has_non_finite_refuses_what_has_no_header():
+    for codec in (TAH, FIXED):
+        with pytest.raises(CodecError, match="header of 16 bytes"):
+            codec.has_non_finite(torch.zeros(15, dtype=torch.uint8))
+    with pytest.raises(CodecError, match="no whole number of values"):
+        get_codec("raw").has_non_finite(torch.zeros(6, dtype=torch.uint8))

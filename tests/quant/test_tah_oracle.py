@@ -1,0 +1,283 @@
+"""`tah` against a second, slow implementation: one tile at a time, written from docs/wire-format.md.
+
+The oracle shares no code with tahq and does its arithmetic in numpy scalars of fp32. Streams must be
+equal byte for byte and decoded values bit for bit; only which tiles get H bits may differ, and only
+where entropies (the oracle's in fp64) lie within 1e-5 of each other.
+"""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tahq.quant import get_codec
+
+F = np.float32
+
+
+def geometry(shape, group):
+    channels = shape[-1]
+    g = next((g for g in (256, 128, 64, 32, 16, 8) if g <= group and channels % g == 0), group)
+    samples = shape[0] if len(shape) > 1 else 1
+    tokens = math.prod(shape[1:-1])
+    return g, samples, tokens, -(-channels // g)
+
+
+def oracle_exponent(x):
+    """e, from the tiles that are finite."""
+    largest = max((abs(float(v)) for tile in x for v in tile if np.isfinite(tile).all()), default=0.0)
+    return min(10 - (math.frexp(largest)[1] - 1), 127) if largest else 0
+
+
+def oracle_entropy(y):
+    total = sum(abs(float(v)) for v in y) + 1e-12
+    shares = [abs(float(v)) / total for v in y]
+    return -sum(p * math.log(p + 1e-12) for p in shares)
+
+
+def butterflies(y):
+    y, h = [F(v) for v in y], 1
+    while h < len(y):
+        for start in range(0, len(y), 2 * h):
+            for i in range(start, start + h):
+                y[i], y[i + h] = F(y[i] + y[i + h]), F(y[i] - y[i + h])
+        h *= 2
+    return [F(v * F(1 / math.sqrt(len(y)))) for v in y]
+
+
+def oracle_tile(y, bits, tau, num_real):
+    """(scale field, zero-point field, pivot, codes) of one finite tile."""
+    size = [F(abs(v)) for v in y]
+    first = max(range(len(y)), key=lambda i: (size[i], -i))
+    second = max(size[i] for i in range(len(y)) if i != first)
+    transformed = F(size[first] / F(second + F(1e-12))) > F(tau)
+    pivot = 0
+    if transformed:
+        pivot, y, num_real = first, list(y), len(y)
+        y[0], y[pivot] = y[pivot], y[0]
+        y = butterflies(y)
+    low, high, levels = min(y[:num_real]), max(y[:num_real]), 2**bits - 1
+    scale, zero = np.float16(F(F(high - low) / F(levels))), np.float16(low)
+    codes = [0] * len(y)
+    for i in range(num_real):
+        if scale != 0:
+            codes[i] = int(np.clip(np.rint(F(F(y[i] - F(zero)) / F(scale))), 0, levels))
+    scale_field = int(abs(scale).view(np.uint16)) | (0x8000 if transformed else 0)
+    zero_field = int(zero.view(np.uint16)) if zero != 0 else 0
+    return scale_field, zero_field, pivot, codes
+
+
+def put_bits(out, numbers, width):
+    """Numbers of `width` bits, one after the other, least significant bit first."""
+    place = 0
+    for number in numbers:
+        for k in range(width):
+            if place % 8 == 0:
+                out.append(0)
+            out[-1] |= (number >> k & 1) << place % 8
+            place += 1
+
+
+def pad16(out):
+    out.extend(bytes(-len(out) % 16))
+
+
+def put_planes(out, codes, first, last):
+    for k in range(first, last):
+        put_bits(out, [code >> k & 1 for code in codes], 1)
+
+
+def oracle_encode(x, group, int4, tau, low, high, bit_map_of):
+    """The stream of x; `bit_map_of(entropies of a sample, num_low)` resolves what the oracle leaves open."""
+    g, samples, tokens, per_token = geometry(x.shape, group)
+    rows = x.reshape(samples * tokens, x.shape[-1])
+    padding = per_token * g - x.shape[-1]
+    tiles = np.pad(rows, ((0, 0), (0, padding))).reshape(-1, g)
+    finite = [bool(np.isfinite(tile).all()) for tile in tiles]
+    e = oracle_exponent(tiles)
+    scaled = [tile * F(2.0**e) if ok else tile * 0 for tile, ok in zip(np.nan_to_num(tiles), finite, strict=True)]
+    n = tokens * per_token
+    num_low = int((1 - int4) * n)
+    entropies = [oracle_entropy(y) for y in scaled]
+    is_high = []
+    for b in range(samples):
+        is_high += bit_map_of(b, entropies[b * n : (b + 1) * n], num_low)
+    coded = []
+    for t, y in enumerate(scaled):
+        num_real = g - padding if t % per_token == per_token - 1 else g
+        fields = oracle_tile(y, high if is_high[t] else low, tau, num_real)
+        coded.append(fields if finite[t] else (0, 0x7E00, 0, [0] * g))
+    return oracle_pack(coded, is_high, all(finite), e, g, low, high)
+
+
+def oracle_pack(coded, is_high, all_finite, e, g, low, high):
+    log2_g = g.bit_length() - 1
+    out = bytearray([1, 0 if all_finite else 1, log2_g, low, high, e & 0xFF, *bytes(10)])
+    put_bits(out, [int(flag) for flag in is_high], 1)
+    pad16(out)
+    for field, width in ((0, 16), (1, 16), (2, log2_g)):
+        put_bits(out, [tile[field] for tile in coded], width)
+        pad16(out)
+    for *_, codes in coded:
+        put_planes(out, codes, 0, low)
+    pad16(out)
+    for (*_, codes), flag in zip(coded, is_high, strict=True):
+        if flag:
+            put_planes(out, codes, low, high)
+    pad16(out)
+    return bytes(out)
+
+
+class Reader:
+    """Reads sections of a stream bit by bit."""
+
+    def __init__(self, stream):
+        self.stream, self.start = stream, 16
+
+    def section(self, count, width):
+        numbers = []
+        for index in range(count):
+            places = [8 * self.start + index * width + k for k in range(width)]
+            numbers.append(sum((self.stream[p // 8] >> p % 8 & 1) << k for k, p in enumerate(places)))
+        self.start += -(-count * width // 8)
+        self.start += -self.start % 16
+        return numbers
+
+
+def half(field):
+    return F(np.uint16(field).view(np.float16))
+
+
+def oracle_decode(stream, shape, group, low, high):
+    g, samples, tokens, per_token = geometry(shape, group)
+    num_tiles = samples * tokens * per_token
+    e = stream[5] - 256 if stream[5] > 127 else stream[5]
+    reader = Reader(stream)
+    is_high = reader.section(num_tiles, 1)
+    scales, zeros = reader.section(num_tiles, 16), reader.section(num_tiles, 16)
+    pivots = reader.section(num_tiles, g.bit_length() - 1)
+    low_planes = reader.section(num_tiles * low, g)
+    high_planes = iter(reader.section(sum(is_high) * (high - low), g))
+    out = []
+    for t in range(num_tiles):
+        planes = low_planes[t * low : (t + 1) * low]
+        if is_high[t]:
+            planes = planes + [next(high_planes) for _ in range(high - low)]
+        codes = [sum((plane >> i & 1) << k for k, plane in enumerate(planes)) for i in range(g)]
+        y = [F(F(F(q) * half(scales[t] & 0x7FFF)) + half(zeros[t])) for q in codes]
+        if scales[t] & 0x8000:
+            y = butterflies(y)
+            y[0], y[pivots[t]] = y[pivots[t]], y[0]
+        out.append([F(v * F(2.0**-e)) for v in y])
+    rows = np.array(out, dtype=F).reshape(samples * tokens, per_token * g)
+    return rows[:, : shape[-1]].reshape(shape)
+
+
+def bit_map_reader(stream, n):
+    """Resolves the selection: the oracle's own where entropies are apart, else the stream's if consistent."""
+
+    def bit_map_of(sample, entropies, num_low):
+        ranked = sorted(range(n), key=lambda i: entropies[i])
+        own = [rank >= num_low for _, rank in sorted(zip(ranked, range(n), strict=True))]
+        place = 16 * 8 + sample * n
+        sent = [bool(stream[p // 8] >> p % 8 & 1) for p in range(place, place + n)]
+        if 0 < num_low < n and entropies[ranked[num_low]] - entropies[ranked[num_low - 1]] < 1e-5:
+            border = entropies[ranked[num_low]]
+            assert all(s == o for s, o, h in zip(sent, own, entropies, strict=True) if abs(h - border) > 1e-5)
+            return sent
+        return own
+
+    return bit_map_of
+
+
+def check_against_oracle(x, *, group=64, int4="0.8", tau="2", low=3, high=4):
+    codec = get_codec(f"tah:group={group},int4={int4},tau={tau},low={low},high={high}")
+    got = bytes(codec.encode(torch.from_numpy(x)).tolist())
+    _, _, tokens, per_token = geometry(x.shape, group)
+    with np.errstate(all="ignore"):
+        expected = oracle_encode(
+            x, group, Fraction(int4), float(tau), low, high, bit_map_reader(got, tokens * per_token)
+        )
+        assert got.hex() == expected.hex()
+        values = oracle_decode(got, x.shape, group, low, high)
+    back = codec.decode(torch.frombuffer(bytearray(got), dtype=torch.uint8), x.shape).numpy()
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(back))
+    finite = np.isfinite(values)  # where the oracle overflows, the codec saturates
+    np.testing.assert_array_equal(values[finite].view(np.uint32), back[finite].view(np.uint32))
+    assert (np.abs(back[np.isinf(values)]) == np.finfo(F).max).all()
+
+
+def awkward(shape, seed):
+    """Values with outliers, constant stretches, zeros of both signs and six orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 1, (*shape[:-1], 1))
+    x[rng.random(shape) < 0.02] *= 50
+    flat = x.reshape(-1)
+    flat[: flat.size // 8] = 0.0
+    flat[: flat.size // 16 : 3] = -0.0
+    flat[-(flat.size // 8) :] = flat[-1]
+    return x.astype(F)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1,), (2, 1), (3, 100), (1, 2, 1001), (2, 3, 64), (2, 2, 72), (2, 1, 2, 320)], ids=str
+)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"tau": "0"},
+        {"tau": "inf", "int4": "1/3"},
+        {"group": 8, "int4": "0.5"},
+        {"group": 32, "tau": "1.25"},
+        {"group": 256, "low": 2, "high": 8, "tau": "0"},
+        {"low": 2, "high": 3, "int4": "0.2"},
+        {"low": 4, "high": 4, "int4": "1"},
+        {"low": 5, "high": 7, "int4": "0"},
+    ],
+    ids=str,
+)
+def test_stream_and_values_equal_the_oracles(shape, parameters):
+    check_against_oracle(awkward(shape, seed=len(shape) + shape[-1]), **parameters)
+
+
+@pytest.mark.parametrize("tau", ["0", "2"])
+@pytest.mark.parametrize("power", [-149, -140, -126, -40, 0, 15, 100, 127])
+def test_magnitudes_of_every_size_equal_the_oracles(power, tau):
+    x = awkward((2, 3, 72), seed=5)
+    x = (x / np.abs(x).max()).astype(np.float64) * 2.0**power
+    check_against_oracle(x.astype(F), tau=tau)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_tiles_that_are_not_finite_equal_the_oracles(bad):
+    x = awkward((2, 4, 100), seed=6)
+    x[0, 1, 3] = x[1, 2, 99] = bad
+    check_against_oracle(x)
+    check_against_oracle(np.full((2, 100), bad, dtype=F))
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 80)),
+    pool=st.lists(st.floats(width=32), min_size=1, max_size=5),
+    seed=st.integers(0, 999),
+    tau=st.sampled_from(["0", "1", "2", "inf"]),
+    bits=st.sampled_from([(2, 2), (3, 4), (2, 8)]),
+    int4=st.sampled_from(["0", "0.8", "2/7", "1"]),
+)
+def test_few_distinct_values_equal_the_oracles(shape, pool, seed, tau, bits, int4):
+    """Ties everywhere: equal magnitudes for the pivot, equal entropies for the ranking, NaN and infinity."""
+    chosen = np.random.default_rng(seed).integers(0, len(pool), shape)
+    check_against_oracle(np.array(pool, dtype=F)[chosen], group=16, tau=tau, low=bits[0], high=bits[1], int4=int4)
+
+
+def test_equal_entropies_are_ranked_by_index():
+    tile = awkward((1, 64), seed=7)
+    x = np.tile(tile, (1, 10, 1))
+    stream = get_codec("tah:int4=0.5").encode(torch.from_numpy(x))
+    assert stream[16:18].tolist() == [0b11100000, 0b11]  # tiles 0 to 4 have L bits

@@ -1,0 +1,140 @@
+import math
+
+import pytest
+import torch
+
+from tahq.quant import tah_reference as tah
+
+
+def tiles_of(*rows):
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("largest", "exponent"),
+    [(1.0, 10), (1.999, 10), (2.0, 9), (1024.0, 0), (2047.9, 0), (2048.0, -1), (1e-5, 27), (0.0, 0), (3.4e38, -117)],
+)
+def test_exponent_takes_the_largest_magnitude_to_1024(largest, exponent):
+    x = tiles_of([0.0, -largest / 3, largest / 2, -largest])
+    assert tah.top_exponent(x, torch.tensor([True]), 10).item() == exponent
+
+
+@pytest.mark.parametrize("largest", [2.0**-117, 2.0**-118, 2.0**-149])
+def test_exponent_is_clamped_to_a_signed_byte(largest):
+    assert tah.top_exponent(tiles_of([largest, 0.0]), torch.tensor([True]), 10).item() == 127
+
+
+def test_exponent_leaves_out_tiles_that_are_not_finite():
+    x = tiles_of([1.0, 2.0], [torch.inf, 1e9], [torch.nan, 1e9])
+    assert tah.top_exponent(x, torch.tensor([True, False, False]), 10).item() == 9
+
+
+def test_power_of_two_is_exact_from_minus_127_to_127():
+    exponents = torch.arange(-127, 128, dtype=torch.int32)
+    assert tah.power_of_two(exponents).tolist() == [2.0**e for e in range(-127, 128)]
+
+
+def test_entropy_of_even_and_single_magnitudes():
+    tiles = tiles_of([1.0] * 8, [5.0] + [0.0] * 7, [0.0] * 8, [3.0, 3.0] + [0.0] * 6)
+    assert tah.entropy_(tiles).tolist() == pytest.approx([math.log(8), 0.0, 0.0, math.log(2)], abs=1e-6)
+
+
+def test_low_bits_go_to_the_lowest_entropies_of_each_sample():
+    entropies = torch.tensor([[3.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 9.0]])
+    assert tah.select_high(entropies, 2).tolist() == [[True, False, True, False], [False, False, True, True]]
+    assert tah.select_high(entropies, 0).all()
+    assert not tah.select_high(entropies, 4).any()
+
+
+def test_outlier_ratio_is_largest_over_second_largest():
+    rows = [[1.0, 4.0, 2.0, 0.0], [3.0, 3.0, 1.0, 1.0], [0.0, 0.0, 0.0, 7.0], [0.0] * 4]
+    assert tah.outlier_ratio(tiles_of(*rows)).tolist() == pytest.approx([2.0, 1.0, 7e12, 0.0])
+
+
+def test_outlier_ratio_agrees_with_sorting():
+    magnitude = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).abs()
+    first, second = magnitude.topk(2).values.unbind(-1)
+    assert torch.equal(tah.outlier_ratio(magnitude), first / (second + 1e-12))
+
+
+def test_hadamard_is_sylvesters_matrix_and_its_own_inverse():
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(5):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    x = torch.randn(10, 32, generator=torch.Generator().manual_seed(0))
+    transformed = tah.hadamard(x)
+    torch.testing.assert_close(transformed.double(), x.double() @ matrix / 32**0.5, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tah.hadamard(transformed), x, rtol=0, atol=1e-6)
+
+
+def test_swap_exchanges_the_pivot_with_channel_0():
+    x = tiles_of([1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0])
+    swapped = tah.swap(x, torch.tensor([2, 0]))
+    assert swapped.tolist() == [[3.0, 2.0, 1.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
+    assert torch.equal(tah.swap(swapped, torch.tensor([2, 0])), x)
+
+
+def encode_one(row, **options):
+    """One tile in a tensor whose largest magnitude is in [2^10, 2^11), so that e = 0."""
+    parameters = {"tau": 2.0, "low": 3, "high": 4, **options}
+    return tah.encode(tiles_of([[row]]).view(1, 1, 1, -1), 0, **parameters)
+
+
+def test_pivot_is_the_lowest_index_of_the_largest_magnitude():
+    row = [1.0, -2000.0, 2000.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+    assert encode_one(row, tau=0.5).pivot.item() == 1
+    assert encode_one(row, tau=2.0).pivot.item() == 0  # not transformed: no pivot
+
+
+def test_threshold_0_transforms_all_but_zeros_and_inf_transforms_nothing():
+    even = [1024.0] * 8
+    assert encode_one(even, tau=0.0).transformed.item()
+    assert not encode_one([0.0] * 8, tau=0.0).transformed.item()
+    assert not encode_one([1024.0] + [0.0] * 7, tau=math.inf).transformed.item()
+
+
+def test_codes_round_half_to_even_on_the_scale_of_the_wire():
+    row = [0.0, 50.0, 150.0, 250.0, 1500.0, 1350.0, 749.9, 750.1]
+    tiles = encode_one(row, tau=math.inf)  # range 1500 over 15 levels: scale 100
+    assert tiles.scale.item() == 100.0
+    assert tiles.codes.flatten().tolist() == [0, 0, 2, 2, 15, 14, 7, 8]
+
+
+def test_code_above_the_top_is_clamped_where_fp16_rounds_the_scale_down():
+    row = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1029.0]
+    tiles = encode_one(row, tau=math.inf, low=8, high=8)
+    scale = tiles.scale.item()
+    assert scale * 255 < 1029  # 1029/255 = 4.035…, fp16 has 4.03515625
+    assert tiles.codes.max().item() == 255
+
+
+def test_constant_tile_has_scale_0_and_decodes_to_its_zero_point():
+    tiles = encode_one([1536.0] * 8)
+    assert (tiles.scale.item(), tiles.zero_point.item(), tiles.codes.sum().item()) == (0.0, 1536.0, 0)
+    assert tah.decode(tiles).flatten().tolist() == [1536.0] * 8
+
+
+def test_range_below_fp16s_least_is_coded_as_constant():
+    tiny = 2.0**-30
+    x = torch.tensor([[1024.0] * 8, [tiny * i for i in range(8)]]).view(1, 1, 2, 8)
+    tiles = tah.encode(x, 0, tau=math.inf, low=4, high=4)
+    assert tiles.scale[0, 0, 1].item() == 0.0
+    assert tiles.codes[0, 0, 1].sum().item() == 0
+
+
+def test_padding_stays_out_of_minimum_and_has_code_0():
+    x = torch.zeros(1, 1, 1, 8)
+    x[..., :5] = torch.tensor([1100.0, 1200.0, 1300.0, 1400.0, 1500.0])
+    tiles = tah.encode(x, 0, tau=2.0, low=4, high=4, padding=3)
+    assert tiles.zero_point.item() == 1100.0
+    assert tiles.codes.flatten()[5:].tolist() == [0, 0, 0]
+    transformed = tah.encode(x, 0, tau=0.0, low=4, high=4, padding=3)
+    assert transformed.codes.flatten()[5:].any()
+
+
+def test_zeros_of_both_signs_do_not_set_the_scales_sign():
+    x = torch.tensor([0.0, -0.0] * 4).view(1, 1, 1, 8)
+    for row in (x, -x):
+        tiles = tah.encode(row, 0, tau=2.0, low=4, high=4)
+        assert tiles.scale.view(torch.int16).item() == 0
+        assert tiles.zero_point.view(torch.int16).item() == 0

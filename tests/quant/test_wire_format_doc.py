@@ -1,0 +1,58 @@
+"""docs/wire-format.md is true: its examples are what the codecs write, its hex decodes to what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tahq.quant import get_codec
+
+DOC = Path(__file__).parents[2] / "docs" / "wire-format.md"
+
+EXAMPLES = {
+    "tah": (
+        "tah:group=8,int4=0.5",
+        torch.tensor([[[0, 0, 12, 0, 0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8.5]]]),
+        ["header", "bit map", "scale", "zero-point", "pivot", "low planes", "high planes"],
+    ),
+    "fixed": (
+        "fixed:bits=10,group=8",
+        torch.tensor([[0, 1, 2, 3, -4, -5, -6, 7.001]]) * 1e-4,
+        ["header", "scale", "bytes", "planes"],
+    ),
+    "raw": ("raw:dtype=fp16", torch.tensor([1.0, -2.0, 0.5]), ["values"]),
+}
+
+
+def dump(name):
+    """The example's stream, a row for every 16 bytes, and the values that it decodes to."""
+    spec, x, names = EXAMPLES[name]
+    codec = get_codec(spec)
+    stream = codec.encode(x)
+    rows = [stream[i : i + 16].tolist() for i in range(0, stream.numel(), 16)]
+    assert len(rows) == len(names), "each section of an example fits one row"
+    lines = [
+        f"{16 * i:02x}  {bytes(row).hex(' '):47}  {title}"
+        for i, (row, title) in enumerate(zip(rows, names, strict=True))
+    ]
+    back = codec.decode(stream, x.shape).flatten().tolist()
+    decoded = ["decoded: " + " ".join(f"{value:.7g}" for value in back[i : i + 8]) for i in range(0, len(back), 8)]
+    return "\n".join([f"{codec.spec} of shape {list(x.shape)}, {stream.numel()} bytes", *lines, *decoded, ""])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_in_the_doc_is_what_the_codec_writes(name, golden):
+    golden(f"wire_format_{name}.txt", dump(name))
+    assert f"```text\n{dump(name)}```\n" in DOC.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_hex_in_the_doc_decodes_to_the_values_below_it(name):
+    block = next(b for b in re.findall(r"```text\n(.*?)```", DOC.read_text(), re.S) if b.startswith(f"{name}:"))
+    spec, shape = re.match(r"(\S+) of shape \[([\d, ]+)\]", block).groups()
+    data = bytes.fromhex("".join(re.findall(r"^[0-9a-f]{2}  ((?:[0-9a-f]{2} ?)+)", block, re.M)))
+    listed = [float(value) for line in re.findall(r"decoded: (.*)", block) for value in line.split()]
+    buf = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    back = get_codec(spec).decode(buf, [int(size) for size in shape.split(",")])
+    assert back.flatten().tolist() == pytest.approx(listed, rel=1e-6)
