@@ -1,0 +1,1 @@
+"""Bytes between peers: frames, sessions, transports, shaping, control messages. Knows no model."""

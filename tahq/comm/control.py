@@ -1,0 +1,269 @@
+"""Control messages between workers and the coordinator: small, typed, msgpack, checksummed.
+
+A message is a frozen dataclass of plain values; `encode_message` and `decode_message` are the only
+ways in and out of bytes. Decoding checks size, checksum, version, type, fields and their types before
+anything else sees the message, and raises RemoteProtocolError.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import msgpack
+
+from tahq.comm.typed_fields import check_fields, field_types
+from tahq.errors import LocalProtocolError, RemoteProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """worker → coordinator: I would like to be this stage (-1: any that is free)."""
+
+    stage: int
+    version: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """coordinator → worker: your stage, and the resolved configuration as JSON."""
+
+    stage: int
+    run_id: int
+    config_json: str
+    config_hash: str
+    snapshot: str = ""
+    """Folder of the snapshot to continue from, seen from the run's folder; empty: start anew."""
+    snapshot_files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file of that snapshot, by name."""
+    start_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """worker → coordinator: what I made of the configuration; hashes are empty where I need no data."""
+
+    stage: int
+    version: str
+    config_hash: str
+    tokenizer_hash: str
+    data_hash: str
+    address: str
+    """host:port that neighbours can dial; empty: I only dial out."""
+    device: str
+    torch_version: str
+    num_parameters: int
+    num_train_samples: int
+    """Samples of an epoch; 0 where I need no data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """coordinator → worker: go away; `differences` has rows of (field, yours, expected)."""
+
+    reason: str
+    differences: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """coordinator → worker: all have joined; these are your links.
+
+    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled].
+    """
+
+    epoch: int
+    start_step: int
+    total_steps: int
+    links: list[list[str | int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """worker → coordinator: model built, links up."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """coordinator → worker: everybody is ready, begin with this step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """worker → coordinator: my part of this step is computed, nothing is applied yet.
+
+    `norm2` has one fp64 squared gradient norm a parameter. Loss sum, token count and batch digest are
+    set by the stages that know them (None, None and "" elsewhere). `timing` holds seconds by
+    activity (forward, backward, encode, decode, wait, …). A row of `links` is [link, direction,
+    frames, payload bytes, wire bytes, elements, busy seconds], for what this worker sent.
+    """
+
+    step: int
+    stage: int
+    norm2: list[float]
+    finite: bool
+    loss_sum: float | None
+    tokens: int | None
+    batch_digest: str
+    timing: dict[str, float]
+    links: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """coordinator → worker: apply (or skip) this step with this clip factor, then do the rest named."""
+
+    step: int
+    apply: bool
+    clip_factor: float
+    evaluate: bool
+    snapshot: bool
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """worker → coordinator (last stage): validation loss sums in nats, with the codec and without."""
+
+    step: int
+    tokens: int
+    loss_sum: float
+    raw_loss_sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshotted:
+    """worker → coordinator: my part of the snapshot after this many steps is durable, or `error` says why not."""
+
+    step: int
+    stage: int
+    file: str
+    sha256: str
+    nbytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """worker → coordinator: the person at this worker asked the run to stop in order."""
+
+    stage: int
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """worker → coordinator: I cannot go on; the message is for the user."""
+
+    stage: int
+    message: str
+    exit_status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """coordinator → worker: the run ends here, now, with this message and exit status."""
+
+    message: str
+    exit_status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """coordinator → worker: all done, leave with status 0 (or 130/143 after a signal)."""
+
+    exit_status: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """both ways: I am alive; a worker says what it is doing (`activity`) and at which step."""
+
+    stage: int = -1
+    step: int = -1
+    activity: str = ""
+
+
+Message = (
+    Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted
+    | StopRequest | Failed | Abort | Bye | Heartbeat
+)  # fmt: skip
+
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_NBYTES = 16 * 1024 * 1024
+_MAX_ITEMS = 1 << 20
+_ENVELOPE = struct.Struct("<BI")
+"""Protocol version, CRC-32 of the body; the body is msgpack of [type, {field: value}]."""
+
+_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
+
+
+def encode_message(message: Message) -> bytes:
+    """The bytes of a control message: version, checksum, msgpack of [type, {field: value}].
+
+    Raises:
+        LocalProtocolError: a field is not of its type, or the message is too long.
+    """
+    cls: Any = type(message)
+    try:
+        fields = check_fields(cls, {name: getattr(message, name) for name in field_types(cls)})
+        body = bytes(msgpack.packb([cls.__name__, fields]))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"cannot send {cls.__name__}: {error}") from error
+    if len(body) > MAX_MESSAGE_NBYTES:
+        raise LocalProtocolError(f"cannot send {cls.__name__}: {len(body)} bytes; at most {MAX_MESSAGE_NBYTES}")
+    return _ENVELOPE.pack(PROTOCOL_VERSION, zlib.crc32(body)) + body
+
+
+def decode_message(data: bytes, peer: str) -> Message:
+    """The message in these bytes; `peer` is who sent them, for the error's message.
+
+    Raises:
+        RemoteProtocolError: they are no message of this version, are damaged, or a field is not of its type.
+    """
+    body = _open_envelope(data, peer)
+    try:
+        name, fields = _unpack(body)
+        cls = _TYPES[name]
+        return cls(**check_fields(cls, fields))
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"{peer}: sent a control message that is none: {error}") from None
+
+
+def _open_envelope(data: bytes, peer: str) -> memoryview:
+    body = memoryview(data)[_ENVELOPE.size :]
+    if len(data) < _ENVELOPE.size or len(body) > MAX_MESSAGE_NBYTES:
+        raise RemoteProtocolError(f"{peer}: sent a control message of {len(data)} bytes")
+    version, checksum = _ENVELOPE.unpack_from(data)
+    if version != PROTOCOL_VERSION:
+        raise RemoteProtocolError(
+            f"{peer}: speaks version {version} of the control protocol; expected {PROTOCOL_VERSION}; install the "
+            f"same tahq on every machine"
+        )
+    if checksum != zlib.crc32(body):
+        raise RemoteProtocolError(f"{peer}: sent a control message whose checksum does not match")
+    return body
+
+
+def _unpack(body: memoryview) -> tuple[str, object]:
+    """Type and fields; nothing is allocated beyond what the limits allow."""
+    unpacked = msgpack.unpackb(
+        body,
+        max_str_len=MAX_MESSAGE_NBYTES,
+        max_array_len=_MAX_ITEMS,
+        max_map_len=_MAX_ITEMS,
+        max_bin_len=0,
+        max_ext_len=0,
+    )
+    match unpacked:
+        case [str(name), fields]:
+            return name, fields
+        case _:
+            raise ValueError(f"expected [type, fields], got {type(unpacked).__name__}")

@@ -1,0 +1,261 @@
+"""A worker's end of the control channel: its own thread owns the DEALER.
+
+The thread sends heartbeats by itself while the main thread computes, imitates the delay of the link in
+both directions, and notices at once what cannot wait until the main thread looks: an Abort, and the
+coordinator's silence.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from tahq.comm.addresses import dial_endpoint
+from tahq.comm.control import (
+    MAX_MESSAGE_NBYTES,
+    Abort,
+    Bye,
+    Heartbeat,
+    Message,
+    Refuse,
+    decode_message,
+    encode_message,
+)
+from tahq.comm.control_numbering import Numbering
+from tahq.comm.inbox import Inbox
+from tahq.comm.shaping import Downlink, Shaping, Uplink
+from tahq.comm.socket_wait import Socket, WaitSet, Waker, has_input
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError
+
+_log = logging.getLogger(__name__)
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    shaping: Shaping
+    peer_timeout_s: float
+    heartbeat_s: float
+
+
+class ControlClient:
+    """Sends to and receives from the coordinator; used by one thread beside its own."""
+
+    def __init__(
+        self,
+        peer: str,
+        name: str,
+        *,
+        shaping: Shaping,
+        peer_timeout_s: float,
+        heartbeat_s: float,
+        connect_timeout_s: float = 60.0,
+        on_abort: Callable[[Abort], None] | None = None,
+        on_lost: Callable[[PeerLostError], None] | None = None,
+    ) -> None:
+        """Start dialling; returns at once.
+
+        Args:
+            peer: host:port of the coordinator.
+            name: what the coordinator's log calls this worker.
+            shaping: delay and rate of this host's connection, imitated here for both directions.
+            peer_timeout_s: a coordinator that is silent for so long is gone.
+            heartbeat_s: how often to give a sign of life.
+            connect_timeout_s: how long to try until the coordinator first answers.
+            on_abort: called in the client's thread when an Abort comes.
+            on_lost: called in the client's thread when the coordinator is lost.
+
+        Raises:
+            UserError: `peer` is no address.
+        """
+        self.aborted: Abort | None = None
+        """The Abort that has come, if one has."""
+        self._peer = f"coordinator at {peer}"
+        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s)
+        self._connect_timeout_s = connect_timeout_s
+        self._on_abort = on_abort
+        self._on_lost = on_lost
+        self._heartbeat = Heartbeat()
+        self._outbox: deque[tuple[bytes, float]] = deque()
+        self._inbox: Inbox[Message] = Inbox(self._peer)
+        self._numbering = Numbering()
+        self._uplink: Uplink[bytes] = Uplink(shaping)
+        self._downlink: Downlink[Message] = Downlink(shaping)
+        self._is_over = False
+        self._close_by_s: float | None = None
+        self._dial(dial_endpoint(peer, "coordinator"), name)
+        self._started_s = time.monotonic()
+        self._heard_s: float | None = None
+        self._heartbeat_at_s = self._started_s
+        self._thread = threading.Thread(target=self._run, name="tahq-control", daemon=True)
+        self._thread.start()
+
+    def _dial(self, endpoint: str, name: str) -> None:
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
+            self._dealer.setsockopt(option, value)
+        self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self._dealer.setsockopt(zmq.ROUTING_ID, name.encode()[:200] + b"#" + os.urandom(12).hex().encode())
+        self._dealer.connect(endpoint)
+        self._waker = Waker()
+        self._wait_set = WaitSet(self._waker)
+        self._wait_set.add(self._dealer)
+
+    # The main thread's side
+
+    def send(self, message: Message) -> None:
+        """Queue a message; returns at once.
+
+        Raises:
+            LocalProtocolError: a field of it is not of its type, or the client is closed.
+            PeerLostError: the coordinator is lost.
+        """
+        if self._inbox.error is not None:
+            raise self._inbox.error.with_traceback(None)
+        self._outbox.append((encode_message(message), time.monotonic()))
+        self._waker.wake()
+
+    def recv(self, timeout_s: float | None = None) -> Message:
+        """The next message but heartbeats; an Abort, a Refuse or a Bye is one too.
+
+        Raises:
+            TimeoutError: none came in time.
+            PeerLostError: the coordinator is silent, or was never there; the message has its address.
+        """
+        return self._inbox.get(timeout_s)
+
+    def poll(self) -> Message | None:
+        """As `recv`, without waiting: None if there is none."""
+        try:
+            return self._inbox.get(0.0)
+        except TimeoutError:
+            return None
+
+    def set_activity(self, stage: int, step: int, activity: str) -> None:
+        """What the heartbeats say from now on."""
+        self._heartbeat = Heartbeat(stage, step, activity)
+
+    def set_timing(self, *, shaping: Shaping, peer_timeout_s: float, heartbeat_s: float) -> None:
+        """Use these from now on; a worker learns them from the configuration in Assign."""
+        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s)
+        self._waker.wake()
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Send what is queued, taking at most `linger_s`, and release the socket; safe to call twice."""
+        if self._close_by_s is None:
+            self._close_by_s = time.monotonic() + linger_s + self._timing.shaping.delay_s
+            self._waker.wake()
+            self._thread.join()
+            self._inbox.fail(LocalProtocolError(f"{self._peer}: the control channel is closed on this side"))
+            self._context.term()
+
+    # The client's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_finished():
+                self._turn()
+        except TahqError as error:
+            self._lose(PeerLostError(str(error)))
+        except Exception as error:
+            _log.exception("the control thread has failed")
+            self._lose(PeerLostError(f"{self._peer}: the control thread has failed: {error!r}"))
+        finally:
+            self._wait_set.close(self._linger_ms())
+            self._waker.close()
+
+    def _linger_ms(self) -> int:
+        """How long what is queued may take to leave; nobody listens any more once the run is over."""
+        if self._is_over or self._inbox.error is not None or self._close_by_s is None:
+            return 0
+        return int(1000 * max(0.0, self._close_by_s - time.monotonic()))
+
+    def _lose(self, error: PeerLostError) -> None:
+        self._inbox.fail(error)
+        if self._on_lost is not None and self._close_by_s is None:
+            self._on_lost(error)
+
+    def _is_finished(self) -> bool:
+        if self._close_by_s is None:
+            return False
+        return (not self._outbox and not self._uplink) or time.monotonic() >= self._close_by_s
+
+    def _turn(self) -> None:
+        self._waker.clear()
+        self._receive()
+        self._hand_over()
+        self._check_silence()
+        self._send_heartbeat()
+        self._transmit()
+        if not self._outbox and not self._is_finished():
+            self._wait_set.wait(self._next_s() - time.monotonic())
+
+    def _next_s(self) -> float:
+        times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s)
+        lines = (self._uplink.next_s(), self._downlink.next_s())
+        return min(time_s for time_s in (*times, *lines) if time_s is not None)
+
+    def _silent_at_s(self) -> float | None:
+        if self._is_over:
+            return None
+        if self._heard_s is None:
+            return self._started_s + self._connect_timeout_s
+        return self._heard_s + self._timing.peer_timeout_s
+
+    def _check_silence(self) -> None:
+        silent_at_s = self._silent_at_s()
+        if silent_at_s is None or time.monotonic() < silent_at_s:
+            return
+        if self._heard_s is None:
+            raise PeerLostError(
+                f"{self._peer}: no answer within {self._connect_timeout_s:g} s; check that it runs, and that its "
+                f"address can be reached from here"
+            )
+        raise PeerLostError(f"{self._peer}: no sign of life for {self._timing.peer_timeout_s:.1f} s")
+
+    def _receive(self) -> None:
+        while has_input(self._dealer):
+            parts = self._dealer.recv_multipart(zmq.NOBLOCK)
+            self._heard_s = time.monotonic()
+            if len(parts) != 2:
+                raise RemoteProtocolError(f"{self._peer}: sent {len(parts)} message parts; expected 2")
+            self._numbering.check(parts[0], self._peer)
+            arrival_s = self._heard_s + self._timing.shaping.delay_s
+            self._downlink.receive(decode_message(parts[1], self._peer), len(parts[1]), arrival_s)
+
+    def _hand_over(self) -> None:
+        for message in self._downlink.take_due(time.monotonic()):
+            self._is_over |= isinstance(message, Abort | Bye | Refuse)
+            if not isinstance(message, Heartbeat):
+                self._inbox.put(message)
+            if isinstance(message, Abort):
+                self._note_abort(message)
+
+    def _note_abort(self, abort: Abort) -> None:
+        self.aborted = abort
+        if self._on_abort is not None:
+            self._on_abort(abort)
+
+    def _send_heartbeat(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._heartbeat_at_s and self._close_by_s is None:
+            self._heartbeat_at_s = now_s + self._timing.heartbeat_s
+            self._outbox.append((encode_message(self._heartbeat), now_s))
+
+    def _transmit(self) -> None:
+        self._uplink.reshape(self._timing.shaping)
+        self._downlink.reshape(self._timing.shaping)
+        while self._outbox:
+            data, ready_s = self._outbox.popleft()
+            self._uplink.send(data, len(data), ready_s)
+        for data in self._uplink.take_due(time.monotonic()):
+            self._dealer.send_multipart([self._numbering.next_number(), data], zmq.NOBLOCK)

@@ -1,0 +1,156 @@
+"""The coordinator's end of the control channel: one ROUTER, used by one thread, without a thread of its own."""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from tahq.comm.addresses import advertised_address, bind_router
+from tahq.comm.control import MAX_MESSAGE_NBYTES, Abort, Heartbeat, Message, decode_message, encode_message
+from tahq.comm.control_numbering import Numbering
+from tahq.comm.rate_limited_log import RateLimitedLog
+from tahq.errors import PeerLostError, RemoteProtocolError
+
+_log = logging.getLogger(__name__)
+_MAX_PEERS = 4096
+_MESSAGES_A_POLL = 1024
+
+
+class ControlServer:
+    """Receives from, and sends to, every worker by the identity that `poll` gives it.
+
+    `poll` also sends a Heartbeat to every worker heard from, every `heartbeat_s`, and one at once to a
+    newcomer, so it must be called at least that often. A worker of which messages were lost is told to
+    abort and not heard any more. What strangers send is dropped; nothing of it raises.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        *,
+        heartbeat_s: float = 2.0,
+        advertise: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bind to host:port.
+
+        Args:
+            bind: where to listen; port 0 = any free one.
+            heartbeat_s: how often `poll` gives the workers a sign of life.
+            advertise: host:port that workers dial (port 0 = the bound one); None = as bound.
+            clock: seconds, monotonic.
+
+        Raises:
+            UserError: the address is malformed, not this machine's, or in use.
+        """
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._heartbeat_at_s = clock() + heartbeat_s
+        self._peers: dict[bytes, Numbering] = {}
+        self._lost: set[bytes] = set()
+        self._warnings = RateLimitedLog(_log, clock=clock)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
+            self._router.setsockopt(option, value)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self.address = advertised_address(bind, bind_router(self._router, bind, "coordinator"), advertise)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:
+        """What has come, heartbeats included; waits up to `timeout_s` for the first."""
+        deadline_s = self._clock() + timeout_s
+        while True:
+            self._send_heartbeats()
+            messages = list(self._receive())
+            wait_s = min(deadline_s, self._heartbeat_at_s) - self._clock()
+            if messages or deadline_s <= self._clock():
+                return messages
+            self._router.poll(math.ceil(max(0.0, wait_s) * 1000))
+
+    def send(self, identity: bytes, message: Message) -> None:
+        """Queue a message for the worker that `poll` gave this identity; returns at once.
+
+        One whose connection is gone is skipped: its silence will tell.
+        """
+        numbering = self._peers.setdefault(identity, Numbering())
+        parts = [identity, numbering.next_number(), encode_message(message)]
+        try:
+            self._router.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.debug("%s: cannot be sent %s: %s", _name(identity), type(message).__name__, error)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Release the socket after what is queued has gone, or `linger_s`; safe to call twice."""
+        if not self._router.closed:
+            self._router.close(linger=int(linger_s * 1000))
+            self._context.term()
+
+    def _send_heartbeats(self) -> None:
+        now_s = self._clock()
+        if now_s >= self._heartbeat_at_s:
+            self._heartbeat_at_s = now_s + self._heartbeat_s
+            for identity in self._peers.keys() - self._lost:
+                self.send(identity, Heartbeat())
+
+    def _receive(self) -> Iterator[tuple[bytes, Message]]:
+        for _ in range(_MESSAGES_A_POLL):
+            try:
+                identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._accept(identity, parts)
+            if message is not None:
+                yield identity, message
+
+    def _accept(self, identity: bytes, parts: list[bytes]) -> Message | None:
+        if identity in self._lost:
+            return None
+        try:
+            return self._check(identity, parts)
+        except RemoteProtocolError as error:
+            self._warnings.warning(f"dropped a control message: {error}")
+        except PeerLostError as error:
+            self._lose(identity, error)
+        return None
+
+    def _check(self, identity: bytes, parts: list[bytes]) -> Message:
+        name = _name(identity)
+        if len(parts) != 2:
+            raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
+        message = decode_message(parts[1], name)
+        known = self._peers.get(identity)
+        numbering = known or Numbering()
+        numbering.check(parts[0], name)
+        if known is None:
+            self._welcome(identity, numbering, name)
+        return message
+
+    def _welcome(self, identity: bytes, numbering: Numbering, name: str) -> None:
+        if len(self._peers) >= _MAX_PEERS:
+            raise RemoteProtocolError(f"{name}: is one too many; {_MAX_PEERS} have been heard from")
+        self._peers[identity] = numbering
+        self.send(identity, Heartbeat())
+
+    def _lose(self, identity: bytes, error: PeerLostError) -> None:
+        _log.warning("%s", error)
+        self.send(identity, Abort(str(error), error.exit_status))
+        self._lost.add(identity)
+
+
+def _name(identity: bytes) -> str:
+    """What the worker calls itself, as the log may show it."""
+    name, _, _ = identity.rpartition(b"#")
+    with contextlib.suppress(UnicodeDecodeError):
+        text = name.decode()
+        if text and text.isprintable():
+            return text
+    return f"a stranger ({identity.hex()[:16]})"

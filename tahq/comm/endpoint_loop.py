@@ -1,0 +1,249 @@
+"""The I/O thread of a worker: it owns every data socket, and moves bytes between them, shaping and sessions.
+
+One turn: run what the compute thread has asked for; take what the sockets have; give the sessions
+what the downlink releases; fire timers; let the uplink take the sessions' next messages, urgent ones
+first and pieces of the links in turn, and put on the sockets what has left it; wait. No call blocks
+but that wait, whoever is slow on the other side.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+
+from tahq.comm.frame import FrameKind, peek_kind
+from tahq.comm.outbound import Outgoing
+from tahq.comm.reception import Reception
+from tahq.comm.session import End
+from tahq.comm.shaping import Downlink, Shaping, Uplink
+from tahq.comm.socket_wait import Socket, WaitSet, Waker
+from tahq.comm.wire import Arrival, Wire, take_messages
+from tahq.comm.zmq_transport import LinkEnd
+from tahq.errors import PeerLostError, RemoteProtocolError, TahqError, UserError
+
+_log = logging.getLogger(__name__)
+
+_MESSAGES_A_TURN = 64
+_SOCKET_LINGER_MS = 250
+"""For what the kernel has not taken when a socket is closed; by then the peer has acknowledged the data."""
+
+
+class EndpointLoop:
+    """The body of the I/O thread; only `submit`, `open` and `stop` are called from elsewhere."""
+
+    def __init__(self, reception: Reception | None, shaping: Shaping) -> None:
+        self._reception = reception
+        self._uplink: Uplink[tuple[Wire, Outgoing]] = Uplink(shaping)
+        self._downlink: Downlink[Arrival] = Downlink(shaping)
+        self._waker = Waker()
+        self._commands: deque[tuple[LinkEnd | None, Callable[[], None]]] = deque()
+        self._wires: deque[Wire] = deque()
+        self._wait_set = WaitSet(self._waker)
+        if reception is not None:
+            self._wait_set.add(reception.router)
+        self._resume_s: float | None = None
+        self._is_stopped = False
+
+    # Called from other threads
+
+    def submit(self, end: LinkEnd | None, action: Callable[[], None], urgent: bool = True) -> None:
+        """Have the I/O thread do this; an error of tahq's that it raises fails the link.
+
+        What is not urgent is done when the thread next wakes, before it looks at what has come.
+        """
+        self._commands.append((end, action))
+        if urgent:
+            self._waker.wake()
+
+    def open(self, end: LinkEnd, dealer: Socket | None) -> None:
+        """Take over a link, with its connected socket if it is dialled from here."""
+        if dealer is None and self._reception is None:
+            raise UserError(f"{end.spec}: nothing listens here for the peer to dial; set the host's `bind`")
+        self.submit(end, partial(self._open, end, dealer))
+
+    def stop(self) -> None:
+        """End the thread's body, and release the sockets."""
+        self.submit(None, self._stop)
+
+    # The thread
+
+    def run(self) -> None:
+        """Turn until stopped; whatever goes wrong reaches everyone who waits."""
+        try:
+            while not self._is_stopped:
+                self._turn()
+        except Exception as error:
+            _log.exception("the I/O thread has failed")
+            for wire in self._wires:
+                self._give_up(wire.end, TahqError(f"{wire.end.spec}: the I/O thread has failed: {error!r}"))
+        finally:
+            self._release()
+
+    def _turn(self) -> None:
+        self._waker.clear()
+        self._run_commands()
+        self._receive()
+        self._hand_over()
+        self._handle_timers()
+        self._transmit()
+        self._note_flushed()
+        if not self._commands and not self._is_stopped:
+            self._wait_set.wait(self._timeout_s())
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._guard(*self._commands.popleft())
+
+    def _guard(self, end: LinkEnd | None, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except TahqError as error:
+            if end is None:
+                raise
+            self._fail(end, error)
+        if end is not None:
+            self._publish(end)
+
+    def _timeout_s(self) -> float | None:
+        times = [wire.end.session.next_timer_s() for wire in self._wires]
+        times += [self._uplink.next_s(), self._downlink.next_s(), self._resume_s]
+        known = [time_s for time_s in times if time_s is not None]
+        return min(known) - time.monotonic() if known else None
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+
+    def _release(self) -> None:
+        self._wait_set.close(_SOCKET_LINGER_MS)
+        self._waker.close()
+        for wire in self._wires:
+            wire.end.flushed.set()
+
+    # Links
+
+    def _open(self, end: LinkEnd, dealer: Socket | None) -> None:
+        if dealer is not None:
+            self._wait_set.add(dealer)
+            self._wires.append(Wire(end, dealer, is_dialled=True))
+        elif self._reception is not None:
+            wire = Wire(end, self._reception.router, is_dialled=False)
+            self._wires.append(wire)
+            for arrival in self._reception.open(wire):
+                self._arrive(arrival)
+
+    def _publish(self, end: LinkEnd) -> None:
+        for frame in end.session.take_delivered():
+            end.inbox.put(frame)
+        if end.session.remote is not End.CONNECTING:
+            end.met.set()
+        if end.session.remote is End.CLOSED and end.inbox.error is None:
+            end.inbox.fail(PeerLostError(f"{end.spec}: the peer has closed it; nothing more will come"))
+
+    def _fail(self, end: LinkEnd, error: TahqError) -> None:
+        if end.inbox.error is None:
+            _log.warning("%s", error)
+        for frame in end.session.take_delivered():
+            end.inbox.put(frame)
+        self._give_up(end, error)
+        end.session.close(time.monotonic(), reason=str(error))
+
+    def _give_up(self, end: LinkEnd, error: TahqError) -> None:
+        end.inbox.fail(error)
+        end.met.set()
+
+    def _note_flushed(self) -> None:
+        for wire in self._wires:
+            if wire.in_transit == 0 and wire.end.session.is_settled:
+                wire.end.flushed.set()
+
+    def _handle_timers(self) -> None:
+        now_s = time.monotonic()
+        for wire in self._wires:
+            due_s = wire.end.session.next_timer_s()
+            if due_s is not None and due_s <= now_s:
+                self._guard(wire.end, partial(wire.end.session.handle_timer, now_s))
+
+    # In
+
+    def _receive(self) -> None:
+        for wire in self._wires:
+            if wire.is_dialled:
+                for parts in take_messages(wire.socket, _MESSAGES_A_TURN):
+                    self._arrive_from(wire, parts)
+        if self._reception is not None:
+            for route, *parts in take_messages(self._reception.router, _MESSAGES_A_TURN):
+                self._receive_routed(self._reception, route.bytes, parts)
+
+    def _receive_routed(self, reception: Reception, route: bytes, parts: list[zmq.Frame]) -> None:
+        wire = reception.wire_of(route)
+        if wire is not None:
+            self._arrive_from(wire, parts)
+        elif (arrival := reception.sort(route, parts)) is not None:
+            self._arrive(arrival)
+
+    def _arrive_from(self, wire: Wire, parts: list[zmq.Frame]) -> None:
+        if len(parts) == 2:
+            self._arrive(Arrival(wire, *parts))
+        else:
+            self._fail(wire.end, RemoteProtocolError(f"{wire.end.spec}: sent {len(parts)} message parts; expected 2"))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        now_s = time.monotonic()
+        arrival.wire.end.session.heard(now_s)
+        # An acknowledgement says nothing about what it overtakes; all else keeps its place.
+        if peek_kind(arrival.header.buffer) == FrameKind.ACK:
+            self._take_in(arrival)
+        else:
+            self._downlink.receive(arrival, arrival.nbytes, now_s)
+
+    def _hand_over(self) -> None:
+        for arrival in self._downlink.take_due(time.monotonic()):
+            self._take_in(arrival)
+
+    def _take_in(self, arrival: Arrival) -> None:
+        end = arrival.wire.end
+        receive = partial(end.session.receive, arrival.header.buffer, arrival.payload.buffer, time.monotonic())
+        self._guard(end, receive)
+
+    # Out
+
+    def _transmit(self) -> None:
+        now_s = time.monotonic()
+        self._resume_s = now_s
+        for _ in range(_MESSAGES_A_TURN):
+            if not self._uplink.is_free(now_s):
+                self._resume_s = self._uplink.free_s
+                break
+            if not self._enter_next(now_s):
+                self._resume_s = None
+                break
+        for wire, outgoing in self._uplink.take_due(now_s):
+            self._put(wire, outgoing)
+
+    def _enter_next(self, now_s: float) -> bool:
+        for wire in self._wires:
+            if (urgent := wire.end.session.next_urgent(now_s)) is not None:
+                return self._enter(wire, urgent)
+        for wire in self._wires:
+            if (piece := wire.end.session.next_piece(now_s)) is not None:
+                # Pieces of the links take turns: who has sent goes to the end.
+                self._wires.remove(wire)
+                self._wires.append(wire)
+                return self._enter(wire, piece)
+        return False
+
+    def _enter(self, wire: Wire, outgoing: Outgoing) -> bool:
+        wire.in_transit += 1
+        self._uplink.send((wire, outgoing), outgoing.nbytes, outgoing.ready_s)
+        return True
+
+    def _put(self, wire: Wire, outgoing: Outgoing) -> None:
+        wire.in_transit -= 1
+        try:
+            wire.put(outgoing)
+        except zmq.ZMQError as error:
+            # Its connection is down at the moment; the session will notice what is missing.
+            _log.debug("%s: nothing can be put on the socket: %s", wire.end.spec, error)

@@ -1,0 +1,157 @@
+"""The receiving half of a session: pieces become frames, and frames are matched with what was posted.
+
+Invariants: memory for a frame is allocated once, at its whole length, and only after that length was
+checked against what was posted for its id, or against the bound on frames that nobody has posted yet;
+the pieces of a frame arrive in order and together; an id is delivered once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tahq.comm.frame import Frame, FrameHeader, LogicalId, buffer_of
+from tahq.errors import LocalProtocolError, RemoteProtocolError
+from tahq.units import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class UnexpectedBound:
+    """How many frames, and bytes of them, are kept for ids that nobody has posted yet."""
+
+    frames: int = 1024
+    nbytes: int = 1 << 30
+
+
+_MAX_CONSUMED = 16_384
+"""Consumed ids that are remembered: many steps' worth, at about 200 bytes an id."""
+
+
+class _Assembly:
+    """A frame of which the pieces up to `received` have come; without a buffer it is being dropped."""
+
+    def __init__(self, header: FrameHeader, keep: bool) -> None:
+        self.header = header
+        self.payload = torch.empty(header.total_nbytes, dtype=torch.uint8) if keep else None
+        self._view = None if self.payload is None else buffer_of(self.payload)
+        self.received = 0
+
+    def add(self, header: FrameHeader, piece: bytes | memoryview) -> None:
+        end = self.received + len(piece)
+        if self._view is not None:
+            self._view[self.received : end] = piece
+        self.received = end
+
+    @property
+    def is_whole(self) -> bool:
+        return self.received == self.header.total_nbytes
+
+    def continues_with(self, header: FrameHeader) -> bool:
+        return header.offset == self.received and _same_frame(header, self.header)
+
+
+def _same_frame(one: FrameHeader, other: FrameHeader) -> bool:
+    return (one.id, one.total_nbytes, one.shape, one.dtype, one.codec, one.shard) == (
+        *(other.id, other.total_nbytes, other.shape, other.dtype, other.codec, other.shard),
+    )
+
+
+class Inbound:
+    """Posted ids, frames that came before their time, and the frame that is coming in."""
+
+    def __init__(self, bound: UnexpectedBound, peer: str) -> None:
+        self._bound = bound
+        self._peer = peer
+        self._posted: dict[LogicalId, int] = {}
+        self._early: dict[LogicalId, Frame] = {}
+        self._early_nbytes = 0
+        self._consumed: dict[LogicalId, None] = {}
+        self._assembly: _Assembly | None = None
+
+    @property
+    def num_posted(self) -> int:
+        """Frames that are waited for."""
+        return len(self._posted)
+
+    @property
+    def has_early(self) -> bool:
+        """Whether a frame is kept that nobody has posted yet."""
+        return bool(self._early)
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> Frame | None:
+        """Post a receive; the frame itself if it has come already.
+
+        Raises:
+            LocalProtocolError: the id is posted already, or was delivered already.
+            RemoteProtocolError: it has come already, and is larger than `max_nbytes`.
+        """
+        if id in self._posted or id in self._consumed:
+            raise LocalProtocolError(f"{self._peer}: {id} was expected before; an id is delivered once")
+        assembly = self._assembly
+        if assembly is not None and assembly.header.id == id:
+            self._check_posted_size(id, assembly.header.total_nbytes, max_nbytes)
+        frame = self._early.get(id)
+        if frame is None:
+            self._posted[id] = max_nbytes
+            return None
+        self._check_posted_size(id, frame.payload.numel(), max_nbytes)
+        self._early_nbytes -= self._early.pop(id).payload.numel()
+        self._consume(id)
+        return frame
+
+    def accept(self, header: FrameHeader, piece: bytes | memoryview) -> Frame | None:
+        """Take the next piece; the frame if it completes one that was posted.
+
+        Raises:
+            RemoteProtocolError: it is not the next piece of the frame before it, or too much.
+        """
+        if self._assembly is None:
+            self._assembly = self._begin(header)
+        if not self._assembly.continues_with(header) or (not piece and header.total_nbytes):
+            raise RemoteProtocolError(
+                f"{self._peer}: sent bytes {header.offset} to {header.offset + len(piece)} of {header.id} when byte "
+                f"{self._assembly.received} of {self._assembly.header.id} was next"
+            )
+        self._assembly.add(header, piece)
+        if not self._assembly.is_whole:
+            return None
+        whole, self._assembly = self._assembly, None
+        return self._finish(whole)
+
+    def _begin(self, header: FrameHeader) -> _Assembly:
+        id, nbytes = header.id, header.total_nbytes
+        if id in self._consumed or id in self._early:
+            return _Assembly(header, keep=False)
+        if id in self._posted:
+            self._check_posted_size(id, nbytes, self._posted[id])
+        else:
+            self._check_bound(header)
+        return _Assembly(header, keep=True)
+
+    def _finish(self, whole: _Assembly) -> Frame | None:
+        if whole.payload is None:
+            return None
+        header = whole.header
+        frame = Frame(header.id, header.codec, header.dtype, header.shape, whole.payload, header.shard)
+        if self._posted.pop(header.id, None) is None:
+            self._early[header.id] = frame
+            self._early_nbytes += header.total_nbytes
+            return None
+        self._consume(header.id)
+        return frame
+
+    def _consume(self, id: LogicalId) -> None:
+        self._consumed[id] = None
+        if len(self._consumed) > _MAX_CONSUMED:
+            del self._consumed[next(iter(self._consumed))]
+
+    def _check_posted_size(self, id: LogicalId, nbytes: int, max_nbytes: int) -> None:
+        if nbytes > max_nbytes:
+            raise RemoteProtocolError(f"{self._peer}: sent {nbytes} bytes as {id}, where at most {max_nbytes} may come")
+
+    def _check_bound(self, header: FrameHeader) -> None:
+        frames, nbytes = len(self._early) + 1, self._early_nbytes + header.total_nbytes
+        if frames > self._bound.frames or nbytes > self._bound.nbytes:
+            raise RemoteProtocolError(
+                f"{self._peer}: sent {frames} frames, {format_size(nbytes)}, that nobody here expects, {header.id} the "
+                f"last; at most {self._bound.frames} and {format_size(self._bound.nbytes)} are kept"
+            )

@@ -1,0 +1,94 @@
+"""Waiting for ZMQ sockets, other threads and timers at once, to the microsecond.
+
+`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits in `select` on
+the sockets' descriptors. Those signal edges, not levels: a socket must be asked for its events after
+anything was done with it and before waiting, which `WaitSet.wait` does.
+"""
+
+import contextlib
+import os
+import select
+import threading
+import time
+
+import zmq
+
+Socket = zmq.Socket[bytes]
+
+_MAX_WAIT_S = 3600.0
+# Plain integers: arithmetic on enum members costs more than the system call it prepares.
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+
+
+class Waker:
+    """Lets any thread wake the one that waits; many calls between two waits cost one system call."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Lock()
+        self._is_set = False
+        self._is_closed = False
+
+    def wake(self) -> None:
+        """End the present wait, or the next one."""
+        if self._is_set:
+            return
+        with self._closing:
+            if not self._is_closed:
+                self._is_set = True
+                os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> None:
+        """Take the signal; only then look at what others have queued, so that nothing is missed."""
+        if self._is_set:
+            # The flag is set just before the descriptor is; what is read too early wakes once more later.
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
+            self._is_set = False
+
+    def fileno(self) -> int:
+        """The descriptor to wait for."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Release the descriptor; waking has no effect afterwards."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._descriptor)
+
+
+def has_input(socket: Socket) -> bool:
+    """Whether a message can be received without waiting."""
+    return bool(int(socket.get(_EVENTS)) & _POLLIN)
+
+
+class WaitSet:
+    """A waker and the sockets of one thread."""
+
+    def __init__(self, waker: Waker) -> None:
+        self._descriptors: list[int] = [waker.fileno()]
+        self._sockets: list[Socket] = []
+
+    def add(self, socket: Socket) -> None:
+        """Wait for this socket too, until it is closed with the others."""
+        self._sockets.append(socket)
+        self._descriptors.append(int(socket.get(zmq.FD)))
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return when a socket has input, the waker was woken, or the time is over (None: no limit)."""
+        deadline_s = time.monotonic() + (_MAX_WAIT_S if timeout_s is None else min(timeout_s, _MAX_WAIT_S))
+        # A ZMQ descriptor also signals what concerns only ZMQ, so look again before anyone is bothered.
+        while not self._has_input():
+            ready, _, _ = select.select(self._descriptors, [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready or self._descriptors[0] in ready:
+                return
+
+    def _has_input(self) -> bool:
+        return any(has_input(socket) for socket in self._sockets)
+
+    def close(self, linger_ms: int) -> None:
+        """Close the sockets."""
+        for socket in self._sockets:
+            socket.close(linger=linger_ms)

@@ -1,0 +1,57 @@
+"""The contract of a transport: one link to one peer, moving frames both ways.
+
+Nothing here knows a model. A transport owns its sockets in one thread and is used from one other.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tahq.comm.frame import Direction, Frame, LogicalId
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """What one link has moved in one direction since its counters were last taken.
+
+    `busy_s` is the time during which something sent was queued or not yet acknowledged, so
+    payload_bytes * 8 / busy_s is the goodput that a sender sees, one round trip included.
+    """
+
+    link: int
+    direction: Direction
+    frames: int
+    payload_bytes: int
+    wire_bytes: int
+    elements: int
+    busy_s: float
+
+
+class Transport(Protocol):
+    """One link. `link` is its number: the cut it crosses."""
+
+    link: int
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> None:
+        """Post a receive: a frame with this id and at most this payload may arrive.
+
+        Frames arrive in any order; one that nobody expects is kept up to a bound (a peer may run
+        ahead), one that is larger than was posted is a RemoteProtocolError.
+        """
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; returns at once. The payload must not change afterwards."""
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """The next expected frame that is whole, in order of completion.
+
+        Raises:
+            TimeoutError: none came in time; one may still come.
+            PeerLostError: the peer is gone; the message names it.
+            RemoteProtocolError: the peer sent what it must not; the message names it.
+        """
+
+    def take_stats(self) -> list[LinkStats]:
+        """What was sent since the last call, one entry a direction that had traffic."""
+
+    def close(self) -> None:
+        """Send what is queued, say goodbye, release the sockets; safe to call twice."""

@@ -1,0 +1,70 @@
+"""Messages on ZMQ sockets: two parts each, header and payload, behind a routing id on a ROUTER."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from tahq.comm.frame import FrameHeader, FrameKind, LogicalId, pack_header
+from tahq.comm.outbound import Outgoing
+from tahq.comm.socket_wait import Socket, has_input
+from tahq.comm.zmq_transport import LinkEnd
+
+_NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+
+
+@dataclass(slots=True)
+class Wire:
+    """Where a link's messages go: its own DEALER, or the shared ROUTER and the peer's routing id there."""
+
+    end: LinkEnd
+    socket: Socket
+    is_dialled: bool
+    route: bytes | None = None
+    in_transit: int = 0
+    """Messages that the uplink holds."""
+
+    def put(self, outgoing: Outgoing) -> None:
+        """Put a message on the socket; a long payload is not copied. Raises zmq.ZMQError if its peer is gone."""
+        if not self.is_dialled:
+            self.socket.send(self.route or b"", _NOWAIT_MORE)
+        self.socket.send(outgoing.header, _NOWAIT_MORE)
+        self.socket.send(outgoing.payload, zmq.NOBLOCK, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that has come whole; the ZMQ frames keep the buffers alive."""
+
+    wire: Wire
+    header: zmq.Frame
+    payload: zmq.Frame
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both parts."""
+        return len(self.header) + len(self.payload)
+
+
+def take_messages(socket: Socket, limit: int) -> Iterator[list[zmq.Frame]]:
+    """Up to `limit` messages that are there already."""
+    for _ in range(limit):
+        if not has_input(socket):
+            return
+        yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+
+
+def whence(part: zmq.Frame) -> str:
+    """The IP address that a message came from, for the log."""
+    try:
+        return str(part.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "an unknown address"
+
+
+def pack_refusal(hello: FrameHeader, reason: str) -> tuple[bytes, bytes]:
+    """Header and payload of the BYE that answers a HELLO which is not welcome."""
+    payload = f"refused: {reason}".encode()[:1024]
+    id: LogicalId = hello.id
+    bye = FrameHeader(FrameKind.BYE, hello.epoch, hello.link, sequence=0, id=id, payload_nbytes=len(payload))
+    return pack_header(bye, payload), payload

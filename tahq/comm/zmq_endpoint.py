@@ -1,0 +1,176 @@
+"""A worker's place on the network: every data socket it has, in one I/O thread.
+
+A ROUTER listens where neighbours may dial in; each link that is dialled from here has a DEALER of its
+own. ZMQ's own high-water marks are off: the window of each session bounds what a socket may hold, so
+that no call ever blocks on a slow peer.
+"""
+
+import logging
+import os
+import threading
+import time
+from dataclasses import replace
+
+import zmq
+
+from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
+from tahq.comm.endpoint_loop import EndpointLoop
+from tahq.comm.frame import MAX_PIECE_NBYTES
+from tahq.comm.reception import Reception
+from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.shaping import Shaping
+from tahq.comm.socket_wait import Socket
+from tahq.comm.zmq_transport import LinkEnd, ZmqTransport
+from tahq.errors import LocalProtocolError, PeerLostError
+
+_log = logging.getLogger(__name__)
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 2000
+
+
+class ZmqEndpoint:
+    """Opens links and closes them; the transports it makes do the rest."""
+
+    def __init__(
+        self,
+        *,
+        identity: PeerIdentity,
+        bind: str,
+        advertise: str | None,
+        shaping: Shaping,
+        peer_timeout_s: float,
+        heartbeat_s: float,
+    ) -> None:
+        """Bind and start the I/O thread.
+
+        Args:
+            identity: who we are; the epoch may be set later by `set_epoch`.
+            bind: host:port to listen on; port 0 = any free one; "" = only dial out.
+            advertise: host:port that neighbours dial (port 0 = the bound one); None = as bound;
+                "none" = this host can only dial out (`address` is "").
+            shaping: what this host's connection is capped to.
+            peer_timeout_s: a peer that is silent for so long is gone.
+            heartbeat_s: how often to give a sign of life.
+
+        Raises:
+            UserError: the address is malformed or in use.
+        """
+        self._identity = identity
+        self._limits = SessionLimits(peer_timeout_s, heartbeat_s, min(shaping.piece_nbytes, MAX_PIECE_NBYTES))
+        self._context: zmq.Context[Socket] = zmq.Context()
+        try:
+            reception = self._listen(bind, advertise) if bind else None
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        if reception is None:
+            self.address = ""
+        self._ends: dict[int, LinkEnd] = {}
+        self._transports: list[ZmqTransport] = []
+        self._aborted: Exception | None = None
+        self._is_closed = False
+        self._loop = EndpointLoop(reception, shaping)
+        self._thread = threading.Thread(target=self._loop.run, name="tahq-io", daemon=True)
+        self._thread.start()
+
+    def _listen(self, bind: str, advertise: str | None) -> Reception:
+        router = self._socket(zmq.ROUTER)
+        # A peer whose connection broke may be back before the old one is known to be dead.
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
+        return Reception(router)
+
+    def _socket(self, kind: int) -> Socket:
+        socket = self._context.socket(kind)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES)
+        return socket
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch of the plan; before the first `open_link`."""
+        if self._ends:
+            raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
+        self._identity = replace(self._identity, epoch=epoch)
+
+    def open_link(self, link: int, peer_stage: int, peer_name: str, dial: str) -> ZmqTransport:
+        """A link to a neighbour; returns before it is connected.
+
+        Args:
+            link: the link's number, the same at both ends.
+            peer_stage: the stage at the other end.
+            peer_name: what messages call the peer's host.
+            dial: the peer's host:port, or "" to be dialled; exactly one end dials.
+
+        Raises:
+            UserError: `dial` is malformed, or is "" where nothing listens.
+        """
+        if link in self._ends or self._is_closed:
+            raise LocalProtocolError(
+                f"link {link} is open already" if not self._is_closed else "the endpoint is closed"
+            )
+        name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
+        spec = LinkSpec(link, peer_stage, name, dials=bool(dial))
+        end = LinkEnd(spec, Session(self._identity, spec, self._limits))
+        self._loop.open(end, self._dial(spec, dial) if dial else None)
+        self._ends[link] = end
+        if self._aborted is not None:
+            end.inbox.abort(self._aborted)
+        transport = ZmqTransport(end, self._limits.piece_nbytes, self._loop.submit)
+        self._transports.append(transport)
+        return transport
+
+    def _dial(self, spec: LinkSpec, address: str) -> Socket:
+        endpoint = dial_endpoint(address, str(spec))
+        dealer = self._socket(zmq.DEALER)
+        # Unguessable, so that nobody can take a peer's place by its routing id.
+        dealer.setsockopt(zmq.ROUTING_ID, b"tahq-" + os.urandom(16))
+        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        dealer.connect(endpoint)
+        return dealer
+
+    def wait_connected(self, timeout_s: float) -> None:
+        """Block until every open link has met its peer.
+
+        Raises:
+            PeerLostError: some peer did not come in time (all of them named), or refused us.
+            RemoteProtocolError: a peer is not who it should be.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        for end in self._ends.values():
+            end.met.wait(max(0.0, deadline_s - time.monotonic()))
+        for end in self._ends.values():
+            if end.inbox.error is not None:
+                raise end.inbox.error.with_traceback(None)
+        missing = [str(end.spec) for end in self._ends.values() if not end.met.is_set()]
+        if missing:
+            raise PeerLostError(
+                f"{', '.join(missing)}: not connected after {timeout_s:g} s; check that the peer runs and that its "
+                f"address can be reached from here"
+            )
+
+    def abort(self, reason: Exception) -> None:
+        """Make every `recv` and `send` on every link raise `reason`, now and from now on; any thread may call it."""
+        self._aborted = self._aborted or reason
+        for end in list(self._ends.values()):
+            end.inbox.abort(self._aborted)
+            end.met.set()
+
+    def close(self, linger_s: float = 5.0) -> None:
+        """Send what is queued, say goodbye on every link, release the sockets; safe to call twice.
+
+        Waits at most `linger_s` for the peers to acknowledge what was sent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        deadline_s = time.monotonic() + linger_s
+        for transport in self._transports:
+            transport.close(linger_s=0.0)
+        for end in self._ends.values():
+            end.flushed.wait(max(0.0, deadline_s - time.monotonic()))
+        self._loop.stop()
+        self._thread.join()
+        self._context.term()

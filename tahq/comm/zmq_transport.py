@@ -1,0 +1,109 @@
+"""One link of a ZmqEndpoint, as the compute thread sees it.
+
+It owns nothing but a place in the I/O thread's queue of commands and an inbox that the I/O thread
+fills, so nothing here can block but `recv` and `close`.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tahq.comm.frame import Frame, LogicalId, check_sendable
+from tahq.comm.inbox import Inbox
+from tahq.comm.link_counter import LinkCounter
+from tahq.comm.session import LinkSpec, Session
+from tahq.comm.transport import LinkStats
+from tahq.errors import LocalProtocolError
+from tahq.units import format_size
+
+MAX_QUEUED_NBYTES = 4 << 30
+"""What `send` accepts ahead of the peer's acknowledgements; more than any schedule has in flight."""
+
+
+class LinkEnd:
+    """What the compute thread and the I/O thread share about one link; each field is written by one of them."""
+
+    def __init__(self, spec: LinkSpec, session: Session) -> None:
+        self.spec = spec
+        self.session = session
+        self.inbox: Inbox[Frame] = Inbox(str(spec))
+        self.met = threading.Event()
+        """Set when the peer has said HELLO, or never will."""
+        self.flushed = threading.Event()
+        """Set when everything was sent and acknowledged after a close, or never will be."""
+
+
+def _nothing() -> None:
+    """A command that only wakes."""
+
+
+class ZmqTransport:
+    """A Transport; made by `ZmqEndpoint.open_link`, used by one thread. Payloads are CPU tensors."""
+
+    def __init__(
+        self,
+        end: LinkEnd,
+        piece_nbytes: int,
+        submit: Callable[[LinkEnd | None, Callable[[], None], bool], None],
+    ) -> None:
+        self.link = end.spec.link
+        self._end = end
+        self._counter = LinkCounter(self.link, piece_nbytes)
+        self._submit = submit
+        self._is_closed = False
+
+    def __str__(self) -> str:
+        return str(self._end.spec)
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> None:
+        """Post a receive; see Transport.expect. A mistake shows at the next `recv`."""
+        self._check_usable()
+        session = self._end.session
+        self._submit(self._end, partial(session.expect, id, max_nbytes), False)
+        # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
+        # commands after it has kept an early frame and before it waits, and we look the other way round.
+        if session.has_early:
+            self._submit(None, _nothing, True)
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; see Transport.send.
+
+        Raises:
+            LocalProtocolError: the frame cannot be sent, the link is closed, or too much is queued.
+            PeerLostError: the peer is gone.
+            RemoteProtocolError: the peer has broken the protocol before.
+        """
+        check_sendable(frame)
+        self._check_usable()
+        queued_nbytes = self._end.session.queued_nbytes
+        if queued_nbytes > MAX_QUEUED_NBYTES:
+            raise LocalProtocolError(
+                f"{self}: {format_size(queued_nbytes)} are queued already; the peer takes them too slowly for "
+                f"what the schedule has in flight"
+            )
+        self._counter.count(frame)
+        self._submit(self._end, partial(self._end.session.send, frame, time.monotonic()), True)
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """The next expected frame that is whole; see Transport.recv."""
+        return self._end.inbox.get(timeout_s)
+
+    def take_stats(self) -> list[LinkStats]:
+        """What was sent since the last call; see Transport.take_stats."""
+        now_s = time.monotonic()
+        return self._counter.take(lambda direction: self._end.session.busy_s(direction, now_s))
+
+    def close(self, linger_s: float = 5.0) -> None:
+        """Send what is queued, say BYE and wait up to `linger_s` until the peer has it; safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            reason = "" if self._end.inbox.error is None else str(self._end.inbox.error)
+            self._end.inbox.fail(LocalProtocolError(f"{self}: closed on this side"))
+            self._submit(self._end, lambda: self._end.session.close(time.monotonic(), reason), True)
+        self._end.flushed.wait(linger_s)
+
+    def _check_usable(self) -> None:
+        error = self._end.inbox.error
+        if error is not None:
+            raise error.with_traceback(None)

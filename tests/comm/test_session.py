@@ -1,0 +1,413 @@
+"""Two sessions whose messages a test carries across, on a clock that it moves."""
+
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.comm.frame import HEADER_NBYTES, Direction, FrameKind, pack_header, unpack_header
+from tahq.comm.outbound import Outgoing
+from tahq.comm.session import End, LinkSpec, PeerIdentity, Session, SessionLimits, pack_hello
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
+
+RUN, EPOCH, LINK = 77, 4, 1
+IDENTITY = {stage: PeerIdentity(RUN, EPOCH, stage, "c0ffee") for stage in (1, 2)}
+LIMITS = SessionLimits(peer_timeout_s=10.0, heartbeat_s=2.0, piece_nbytes=100, window_nbytes=1000)
+
+
+class Wire:
+    """Stage 1, which dials, and stage 2; `carry` moves what they have to say."""
+
+    def __init__(self, limits: SessionLimits = LIMITS) -> None:
+        self.now_s = 50.0
+        self.one = Session(IDENTITY[1], LinkSpec(LINK, 2, "10.0.0.2:7000", dials=True), limits)
+        self.two = Session(IDENTITY[2], LinkSpec(LINK, 1, "10.0.0.1:7000", dials=False), limits)
+
+    def said_by(self, session: Session) -> list[Outgoing]:
+        said = []
+        while (message := session.next_urgent(self.now_s) or session.next_piece(self.now_s)) is not None:
+            said.append(message)
+        return said
+
+    def hear(self, session: Session, messages: list[Outgoing]) -> None:
+        for message in messages:
+            session.receive(message.header, message.payload, self.now_s)
+
+    def carry(self) -> None:
+        """Back and forth until nobody has anything to say."""
+        while (from_one := self.said_by(self.one)) or (from_two := self.said_by(self.two)):
+            self.hear(self.two, from_one)
+            if not from_one:
+                self.hear(self.one, from_two)
+
+    def pass_time(self, duration_s: float, carrying: bool = True) -> None:
+        end_s = self.now_s + duration_s
+        while True:
+            timers = [s.next_timer_s() for s in (self.one, self.two)]
+            due_s = min((t for t in timers if t is not None), default=end_s)
+            if due_s > end_s:
+                break
+            self.now_s = max(self.now_s, due_s)
+            for session in (self.one, self.two):
+                session.handle_timer(self.now_s)
+            if carrying:
+                self.carry()
+            if due_s == end_s:
+                break
+        self.now_s = end_s
+
+
+@pytest.fixture
+def wire() -> Wire:
+    wire = Wire()
+    wire.carry()
+    return wire
+
+
+def kinds(messages: list[Outgoing]) -> list[FrameKind]:
+    return [unpack_header(m.header, m.payload, "").kind for m in messages]
+
+
+def message(kind: FrameKind, payload: bytes = b"", **changes) -> Outgoing:
+    """What stage 1 could send to stage 2, with some fields changed."""
+    source = Session(IDENTITY[1], LinkSpec(LINK, 2, "", dials=True), LIMITS)
+    hello = source.next_urgent(0.0)
+    header = unpack_header(hello.header, hello.payload, "")
+    header = replace(header, **({"kind": kind, "payload_nbytes": len(payload)} | changes))
+    return Outgoing(pack_header(header, payload), payload, 0.0)
+
+
+# Meeting
+
+
+def test_both_ends_are_open_after_a_hello_each(wire):
+    assert wire.one.remote is wire.two.remote is End.OPEN
+
+
+def test_nothing_but_hello_is_said_before_the_peer_is_known(make_frame):
+    wire = Wire()
+    wire.one.send(make_frame(10), wire.now_s)
+    wire.two.send(make_frame(10), wire.now_s)
+    assert kinds(wire.said_by(wire.one)) == [FrameKind.HELLO]
+    assert wire.said_by(wire.two) == []
+
+
+def test_hello_that_was_lost_is_said_again(make_frame):
+    wire = Wire()
+    wire.said_by(wire.one)
+    wire.pass_time(LIMITS.heartbeat_s)
+    assert wire.two.remote is End.OPEN
+
+
+@pytest.mark.parametrize(
+    ("changes", "identity", "peer_stage"),
+    [
+        ({"epoch": EPOCH + 1}, IDENTITY[1], 2),
+        ({"link": 3}, IDENTITY[1], 2),
+        ({}, replace(IDENTITY[1], stage=0), 2),
+        ({}, IDENTITY[1], 3),
+        ({}, replace(IDENTITY[1], config_hash="decaf"), 2),
+    ],
+    ids=["epoch", "link", "stage", "peer's stage", "configuration"],
+)
+def test_hello_of_somebody_else_is_a_protocol_error(changes, identity, peer_stage):
+    wire = Wire()
+    hello = message(FrameKind.HELLO, pack_hello(identity, peer_stage), **changes)
+    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 1 \(10.0.0.1:7000\)"):
+        wire.hear(wire.two, [hello])
+    assert wire.two.remote is End.CONNECTING
+
+
+def test_hello_too_short_is_a_protocol_error():
+    with pytest.raises(RemoteProtocolError, match="HELLO of 3 bytes"):
+        Wire().two.receive(*_parts(message(FrameKind.HELLO, b"abc")), 0.0)
+
+
+def test_data_before_hello_is_a_protocol_error():
+    with pytest.raises(RemoteProtocolError, match="DATA while connecting"):
+        Wire().two.receive(*_parts(message(FrameKind.DATA, sequence=1)), 0.0)
+
+
+def _parts(outgoing: Outgoing) -> tuple[bytes, bytes]:
+    return outgoing.header, bytes(outgoing.payload)
+
+
+# Data
+
+
+def test_frame_goes_in_pieces_and_comes_out_whole(wire, make_frame):
+    frame = make_frame(250)
+    wire.two.expect(frame.id, 250)
+    wire.one.send(frame, wire.now_s)
+    pieces = wire.said_by(wire.one)
+    assert [len(piece.payload) for piece in pieces] == [100, 100, 50]
+    assert [piece.nbytes - HEADER_NBYTES for piece in pieces] == [100, 100, 50]
+    wire.hear(wire.two, pieces[:2])
+    assert wire.two.take_delivered() == []
+    wire.hear(wire.two, pieces[2:])
+    (got,) = wire.two.take_delivered()
+    assert torch.equal(got.payload, frame.payload)
+    assert (got.id, got.codec, got.dtype, got.shape) == (frame.id, frame.codec, frame.dtype, frame.shape)
+
+
+def test_pieces_point_into_the_senders_tensor(wire, make_frame):
+    frame = make_frame(250)
+    wire.one.send(frame, wire.now_s)
+    first = wire.said_by(wire.one)[0].payload
+    assert torch.frombuffer(first, dtype=torch.uint8).data_ptr() == frame.payload.data_ptr()
+
+
+def test_delivery_that_is_repeated_is_dropped(wire, make_frame):
+    frames = [make_frame(250, micro_batch=i) for i in range(2)]
+    for frame in frames:
+        wire.two.expect(frame.id, 250)
+        wire.one.send(frame, wire.now_s)
+    pieces = wire.said_by(wire.one)
+    wire.hear(wire.two, pieces[:4])
+    wire.hear(wire.two, pieces[:4])
+    wire.hear(wire.two, pieces[1:])
+    got = wire.two.take_delivered()
+    assert [frame.id for frame in got] == [frame.id for frame in frames]
+    assert all(torch.equal(a.payload, b.payload) for a, b in zip(got, frames, strict=True))
+
+
+def test_data_sent_again_under_new_numbers_is_dropped(wire, make_frame):
+    frame = make_frame(250)
+    wire.two.expect(frame.id, 250)
+    for _ in range(2):
+        wire.one.send(frame, wire.now_s)
+    wire.carry()
+    assert len(wire.two.take_delivered()) == 1
+
+
+def test_gap_in_the_sequence_is_an_error_that_names_what_is_missing(wire, make_frame):
+    wire.one.send(make_frame(500), wire.now_s)
+    pieces = wire.said_by(wire.one)
+    wire.hear(wire.two, pieces[:1])
+    with pytest.raises(PeerLostError, match=r"link 1 to stage 1 .*messages 2 to 3 were lost"):
+        wire.hear(wire.two, pieces[3:4])
+
+
+def test_lost_tail_shows_at_the_next_heartbeat(wire, make_frame):
+    wire.one.send(make_frame(250), wire.now_s)
+    wire.hear(wire.two, wire.said_by(wire.one)[:1])
+    with pytest.raises(PeerLostError, match="messages 2 to 3 were lost"):
+        wire.pass_time(LIMITS.heartbeat_s)
+
+
+def test_heartbeat_never_counts_a_piece_that_is_still_queued(wire, make_frame):
+    wire.one.send(make_frame(250), wire.now_s)
+    first = wire.one.next_piece(wire.now_s)
+    wire.now_s += LIMITS.heartbeat_s
+    wire.one.handle_timer(wire.now_s)
+    heartbeat = wire.one.next_urgent(wire.now_s)
+    assert unpack_header(heartbeat.header, heartbeat.payload, "").sequence == 1
+    wire.hear(wire.two, [first, heartbeat])
+
+
+def test_pieces_of_two_frames_mixed_up_are_a_protocol_error(wire):
+    wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=4)])
+    with pytest.raises(RemoteProtocolError, match="when byte 2"):
+        wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=2, total_nbytes=5, offset=2)])
+
+
+def test_frame_that_does_not_begin_at_zero_is_a_protocol_error(wire):
+    with pytest.raises(RemoteProtocolError, match="when byte 0"):
+        wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=5, offset=2)])
+
+
+def test_empty_piece_of_a_frame_that_has_bytes_is_a_protocol_error(wire):
+    with pytest.raises(RemoteProtocolError):
+        wire.hear(wire.two, [message(FrameKind.DATA, b"", sequence=1, total_nbytes=5)])
+
+
+def test_nothing_is_allocated_for_a_length_beyond_the_bound(wire):
+    with pytest.raises(RemoteProtocolError, match="nobody here expects"):
+        wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=2**62)])
+
+
+def test_delivery_of_an_older_epoch_is_dropped(wire):
+    wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=2, epoch=EPOCH - 1)])
+    assert not wire.two.has_early
+
+
+@pytest.mark.parametrize("changes", [{"epoch": EPOCH + 1}, {"link": LINK + 1}], ids=str)
+def test_message_of_another_epoch_or_link_is_a_protocol_error(wire, changes):
+    with pytest.raises(RemoteProtocolError, match="speaks of"):
+        wire.hear(wire.two, [message(FrameKind.HEARTBEAT, **changes)])
+
+
+def test_frame_of_another_run_is_our_own_error(wire, make_frame):
+    frame = make_frame(10)
+    with pytest.raises(LocalProtocolError, match="not of run 77"):
+        wire.one.send(replace(frame, id=replace(frame.id, run=78)), wire.now_s)
+
+
+# Acknowledgements
+
+
+def test_large_frame_is_acknowledged_at_once_and_small_ones_together():
+    wire = Wire(replace(LIMITS, piece_nbytes=1 << 20, window_nbytes=1 << 30))
+    wire.carry()
+    for sequence in (1, 2, 3):
+        wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=sequence, total_nbytes=2)])
+    assert wire.said_by(wire.two) == []
+    wire.now_s += 0.006
+    wire.two.handle_timer(wire.now_s)
+    (ack,) = wire.said_by(wire.two)
+    assert unpack_header(ack.header, ack.payload, "").sequence == 3
+    large = bytes(100_000)
+    wire.hear(wire.two, [message(FrameKind.DATA, large, sequence=4, total_nbytes=len(large))])
+    assert kinds(wire.said_by(wire.two)) == [FrameKind.ACK]
+
+
+def test_no_more_is_under_way_than_the_window_holds(wire, make_frame):
+    wire.one.send(make_frame(5000), wire.now_s)
+    pieces = wire.said_by(wire.one)
+    assert len(pieces) == LIMITS.window_nbytes // LIMITS.piece_nbytes
+    wire.hear(wire.two, pieces)
+    wire.pass_time(1.0)
+    assert wire.one.queued_nbytes == 0
+
+
+def test_busy_time_runs_from_queueing_to_acknowledgement_by_direction(wire, make_frame):
+    wire.one.send(make_frame(250, micro_batch=0), wire.now_s)
+    wire.now_s += 1.0
+    wire.one.send(make_frame(250, micro_batch=1), wire.now_s)
+    pieces = wire.said_by(wire.one)
+    wire.now_s += 2.0
+    wire.hear(wire.two, pieces)
+    wire.now_s += 1.0
+    wire.two.handle_timer(wire.now_s)
+    wire.hear(wire.one, wire.said_by(wire.two))
+    wire.now_s += 5.0
+    assert wire.one.busy_s(Direction.FORWARD, wire.now_s) == pytest.approx(4.0)
+    assert wire.one.busy_s(Direction.BACKWARD, wire.now_s) == 0.0
+
+
+def test_acknowledging_what_was_never_sent_is_a_protocol_error(wire):
+    with pytest.raises(RemoteProtocolError, match="acknowledged message 9; the last one sent was 0"):
+        wire.hear(wire.two, [message(FrameKind.ACK, sequence=9)])
+
+
+# Time
+
+
+def test_silent_peer_is_lost_when_the_timeout_is_over(wire):
+    wire.pass_time(LIMITS.peer_timeout_s - 0.01, carrying=False)
+    with pytest.raises(PeerLostError, match=r"link 1 to stage 2 \(10.0.0.2:7000\): no sign of life for 10.0 s"):
+        wire.pass_time(0.02, carrying=False)
+
+
+def test_heartbeats_keep_an_idle_link_up(wire):
+    wire.pass_time(100 * LIMITS.peer_timeout_s)
+    assert wire.one.remote is wire.two.remote is End.OPEN
+
+
+def test_peer_that_never_came_is_not_lost():
+    wire = Wire()
+    wire.two.handle_timer(1e6)
+    assert wire.two.next_timer_s() is None
+
+
+def test_timer_that_was_handled_is_not_asked_for_again(wire, make_frame):
+    """Else an I/O thread whose uplink is taken would spin until it is free."""
+    wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=2)])
+    for _ in range(5):
+        wire.now_s = wire.two.next_timer_s()
+        wire.two.handle_timer(wire.now_s)
+        assert wire.two.next_timer_s() > wire.now_s
+
+
+# Parting
+
+
+def test_bye_comes_after_what_is_queued_and_ends_the_timers(wire, make_frame):
+    frame = make_frame(250)
+    wire.two.expect(frame.id, 250)
+    wire.one.send(frame, wire.now_s)
+    wire.one.close(wire.now_s)
+    said = wire.said_by(wire.one)
+    assert kinds(said) == [FrameKind.DATA] * 3 + [FrameKind.BYE]
+    wire.hear(wire.two, said)
+    assert len(wire.two.take_delivered()) == 1
+    assert not wire.one.is_settled
+    wire.hear(wire.one, wire.said_by(wire.two))
+    assert wire.one.is_settled
+    assert wire.one.next_timer_s() is wire.two.next_timer_s() is None
+
+
+def test_bye_notices_a_lost_tail(wire, make_frame):
+    wire.one.send(make_frame(250), wire.now_s)
+    wire.one.close(wire.now_s)
+    said = wire.said_by(wire.one)
+    with pytest.raises(PeerLostError, match="messages 3 to 3 were lost"):
+        wire.hear(wire.two, [*said[:2], said[3]])
+
+
+def test_reason_for_leaving_reaches_the_peer_at_once(wire, make_frame):
+    wire.one.send(make_frame(250), wire.now_s)
+    wire.one.close(wire.now_s, reason="out of memory")
+    with pytest.raises(PeerLostError, match=r"link 1 to stage 1 .*the peer ended it: out of memory"):
+        wire.hear(wire.two, wire.said_by(wire.one))
+
+
+def test_both_may_leave_at_once(wire, make_frame):
+    for session in (wire.one, wire.two):
+        session.send(make_frame(250), wire.now_s)
+        session.close(wire.now_s)
+    from_one, from_two = wire.said_by(wire.one), wire.said_by(wire.two)
+    wire.hear(wire.two, from_one)
+    wire.hear(wire.one, from_two)
+    wire.carry()
+    assert wire.one.is_settled
+    assert wire.two.is_settled
+
+
+def test_data_after_bye_is_a_protocol_error(wire):
+    wire.hear(wire.two, [message(FrameKind.BYE)])
+    with pytest.raises(RemoteProtocolError, match="DATA while closed"):
+        wire.hear(wire.two, [message(FrameKind.DATA, b"ab", sequence=1, total_nbytes=2)])
+
+
+def test_closed_end_sends_no_more(wire, make_frame):
+    wire.one.close(wire.now_s)
+    with pytest.raises(LocalProtocolError, match="this end is clos"):
+        wire.one.send(make_frame(1), wire.now_s)
+
+
+# Whatever a peer may say
+
+
+kind_values = st.sampled_from(FrameKind)
+small = st.integers(0, 6)
+
+
+@given(st.lists(st.tuples(kind_values, small, small, small, st.binary(max_size=4)), max_size=30))
+def test_no_sequence_of_valid_messages_raises_anything_but_our_errors(script):
+    wire = Wire()
+    for kind, sequence, offset, more, payload in script:
+        hello = pack_hello(IDENTITY[1], 2) if kind is FrameKind.HELLO and more else payload
+        total_nbytes = offset + len(hello) + more
+        said = message(kind, hello, sequence=sequence, offset=offset, total_nbytes=total_nbytes)
+        try:
+            wire.hear(wire.two, [said])
+            wire.said_by(wire.two)
+        except (RemoteProtocolError, PeerLostError) as error:
+            assert str(error).startswith("link 1 to stage 1 (10.0.0.1:7000): ")  # noqa: PT017
+            return
+
+
+@given(st.binary(min_size=96, max_size=96), st.binary(max_size=20))
+def test_any_bytes_with_a_right_checksum_raise_nothing_but_our_errors(fields, payload):
+    data = b"TAHQ\x01" + fields[5:]
+    wire = Wire()
+    wire.carry()
+    try:
+        wire.two.receive(data + zlib.crc32(data + payload).to_bytes(4, "little"), payload, 0.0)
+    except (RemoteProtocolError, PeerLostError):
+        return
+    assert wire.two.remote in (End.OPEN, End.CLOSED)

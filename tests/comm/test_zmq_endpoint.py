@@ -1,0 +1,384 @@
+"""Endpoints on loopback: who is let in, who is not, and what happens when something breaks."""
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import zmq
+
+from tahq.comm.frame import Direction, FrameHeader, FrameKind, pack_header
+from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.shaping import Shaping
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError, UserError
+
+SOON_S = 10.0
+
+
+def join(make_endpoint, **changes):
+    lower, upper = make_endpoint(1, **changes), make_endpoint(2, **changes)
+    sender = lower.open_link(1, 2, "upper", upper.address)
+    receiver = upper.open_link(1, 1, "lower", "")
+    for endpoint in (lower, upper):
+        endpoint.wait_connected(SOON_S)
+    return lower, upper, sender, receiver
+
+
+def dealer_to(address: str, context: zmq.Context) -> zmq.Socket:
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.connect(f"tcp://{address}")
+    return dealer
+
+
+@pytest.fixture
+def stranger():
+    context = zmq.Context()
+    yield lambda address: dealer_to(address, context)
+    context.destroy(linger=0)
+
+
+# Addresses
+
+
+def test_address_names_the_bound_port_and_it_can_be_dialled(make_endpoint):
+    host, _, port = make_endpoint(1).address.rpartition(":")
+    assert host == "127.0.0.1"
+    socket.create_connection((host, int(port)), timeout=5).close()
+
+
+@pytest.mark.parametrize(
+    ("advertise", "expected"), [("none", ""), ("example.org:7000", "example.org:7000"), ("example.org:0", None)]
+)
+def test_advertised_address_is_separate_from_the_bound_one(make_endpoint, advertise, expected):
+    endpoint = make_endpoint(1, advertise=advertise)
+    if expected is None:
+        assert endpoint.address.startswith("example.org:")
+        assert not endpoint.address.endswith(":0")
+    else:
+        assert endpoint.address == expected
+
+
+def test_port_in_use_is_one_line_for_the_user(make_endpoint):
+    address = make_endpoint(1).address
+    with pytest.raises(UserError, match=rf"cannot listen on {address}: Address already in use") as caught:
+        make_endpoint(2, bind=address)
+    assert "\n" not in str(caught.value)
+
+
+def test_bind_to_a_host_that_is_not_ours_is_a_user_error(make_endpoint):
+    with pytest.raises(UserError, match="cannot listen on 192.0.2.1:0"):
+        make_endpoint(1, bind="192.0.2.1:0")
+
+
+def test_worker_that_only_dials_out_has_no_address(make_endpoint, make_frame):
+    upper, lower = make_endpoint(2), make_endpoint(1, bind="")
+    assert lower.address == ""
+    with pytest.raises(UserError, match="nothing listens here"):
+        lower.open_link(0, 0, "nobody", "")
+    sender = lower.open_link(1, 2, "upper", upper.address)
+    receiver = upper.open_link(1, 1, "lower", "")
+    upper.wait_connected(SOON_S)
+    frame = make_frame(10)
+    receiver.expect(frame.id, 10)
+    sender.send(frame)
+    assert torch.equal(receiver.recv(SOON_S).payload, frame.payload)
+
+
+# Meeting
+
+
+def test_peer_may_dial_before_the_link_is_open_here(make_endpoint):
+    lower, upper = make_endpoint(1), make_endpoint(2)
+    lower.open_link(1, 2, "upper", upper.address)
+    time.sleep(0.2)
+    upper.open_link(1, 1, "lower", "")
+    lower.wait_connected(SOON_S)
+    upper.wait_connected(SOON_S)
+
+
+def test_peer_may_listen_only_after_it_is_dialled(make_endpoint):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    lower = make_endpoint(1)
+    lower.open_link(1, 2, "upper", address)
+    time.sleep(0.2)
+    upper = make_endpoint(2, bind=address)
+    upper.open_link(1, 1, "lower", "")
+    lower.wait_connected(SOON_S)
+
+
+def test_epoch_of_the_plan_is_the_one_both_must_have(make_endpoint):
+    lower, upper = make_endpoint(1, epoch=0), make_endpoint(2, epoch=0)
+    for endpoint in (lower, upper):
+        endpoint.set_epoch(6)
+    lower.open_link(1, 2, "upper", upper.address)
+    upper.open_link(1, 1, "lower", "")
+    lower.wait_connected(SOON_S)
+    with pytest.raises(LocalProtocolError, match="epoch 7 came after links were opened in epoch 6"):
+        lower.set_epoch(7)
+
+
+def test_every_peer_that_is_missing_is_named(make_endpoint):
+    endpoint = make_endpoint(1)
+    endpoint.open_link(0, 0, "host-a", "")
+    endpoint.open_link(1, 2, "host-c", "127.0.0.1:9")
+    with pytest.raises(
+        PeerLostError, match=r"link 0 to stage 0 \(host-a\), link 1 to stage 2 \(host-c at 127.0.0.1:9\)"
+    ):
+        endpoint.wait_connected(0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"run_id": 78}, {"epoch": 2}, {"epoch": 0}, {"config_hash": "decaf"}],
+    ids=["run", "later epoch", "earlier epoch", "configuration"],
+)
+def test_worker_of_another_run_is_refused_on_both_sides(make_endpoint, make_frame, caplog, changes):
+    caplog.set_level(logging.WARNING, "tahq.comm")
+    upper = make_endpoint(2)
+    receiver = upper.open_link(1, 1, "lower", "")
+    wrong = make_endpoint(1, **changes)
+    wrong.open_link(1, 2, "upper", upper.address)
+    with pytest.raises(TahqError, match="refused"):
+        wrong.wait_connected(SOON_S)
+    assert "link 1 to stage 1 (lower)" in caplog.text
+    # The right one still gets in.
+    right = make_endpoint(1)
+    sender = right.open_link(1, 2, "upper", upper.address)
+    upper.wait_connected(SOON_S)
+    frame = make_frame(10)
+    receiver.expect(frame.id, 10)
+    sender.send(frame)
+    assert receiver.recv(SOON_S).id == frame.id
+
+
+def test_second_peer_for_a_link_is_refused_and_the_first_stays(make_endpoint, make_frame):
+    _, upper, sender, receiver = join(make_endpoint)
+    double = make_endpoint(1)
+    double.open_link(1, 2, "upper", upper.address)
+    with pytest.raises(PeerLostError, match="connected already"):
+        double.wait_connected(SOON_S)
+    frame = make_frame(10)
+    receiver.expect(frame.id, 10)
+    sender.send(frame)
+    assert receiver.recv(SOON_S).id == frame.id
+
+
+# Strangers
+
+
+def test_garbage_from_strangers_is_dropped_with_a_line_in_the_log(make_endpoint, make_frame, stranger, caplog):
+    caplog.set_level(logging.WARNING, "tahq.comm")
+    _, upper, sender, receiver = join(make_endpoint)
+    dealer = stranger(upper.address)
+    header = FrameHeader(FrameKind.DATA, 1, 1, 1, make_frame(4).id, total_nbytes=4, payload_nbytes=4)
+    for parts in ([b"x"], [b"x", b"y"], [b""] * 5, [bytes(100), b""], [pack_header(header, b"abcd"), b"abcd"]):
+        dealer.send_multipart(parts)
+    frame = make_frame(100)
+    receiver.expect(frame.id, 100)
+    sender.send(frame)
+    assert torch.equal(receiver.recv(SOON_S).payload, frame.payload)
+    deadline_s = time.monotonic() + SOON_S
+    while "stranger" not in caplog.text and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert "dropped a message: a stranger at 127.0.0.1" in caplog.text
+    assert not receiver._end.session.has_early
+
+
+def test_plain_tcp_client_that_talks_nonsense_does_no_harm(make_endpoint, make_frame):
+    _, upper, sender, receiver = join(make_endpoint)
+    host, _, port = upper.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    frame = make_frame(100)
+    receiver.expect(frame.id, 100)
+    sender.send(frame)
+    assert receiver.recv(SOON_S).id == frame.id
+
+
+def test_known_peer_that_breaks_the_protocol_fails_its_link_alone(make_endpoint, make_frame, stranger):
+    upper = make_endpoint(2)
+    bad, good = upper.open_link(1, 1, "lower", ""), upper.open_link(2, 3, "top", "")
+    top = make_endpoint(3)
+    sender = top.open_link(2, 2, "upper", upper.address)
+    dealer = stranger(upper.address)
+    spec = LinkSpec(1, 2, "", dials=True)
+    hello = Session(PeerIdentity(77, 1, 1, "c0ffee"), spec, SessionLimits()).next_urgent(0.0)
+    dealer.send_multipart([hello.header, hello.payload])
+    upper.wait_connected(SOON_S)
+    dealer.send_multipart([b"not a header", b""])
+    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 1 \(lower\): sent a header of 12 bytes"):
+        bad.recv(SOON_S)
+    frame = make_frame(10)
+    good.expect(frame.id, 10)
+    sender.send(frame)
+    assert good.recv(SOON_S).id == frame.id
+
+
+# Working
+
+
+def test_frames_of_several_links_go_both_ways_at_once(make_endpoint, make_frame):
+    hub, left, right = make_endpoint(1), make_endpoint(0), make_endpoint(2)
+    ends = {
+        0: (left.open_link(0, 1, "hub", hub.address), hub.open_link(0, 0, "left", "")),
+        1: (right.open_link(1, 1, "hub", hub.address), hub.open_link(1, 2, "right", "")),
+    }
+    hub.wait_connected(SOON_S)
+    frames = {
+        (link, i, d): make_frame(70_000 * i, micro_batch=i, direction=d, step=link)
+        for link in ends
+        for i in range(20)
+        for d in Direction
+    }
+    for (link, _, direction), frame in frames.items():
+        sender, receiver = ends[link] if direction is Direction.FORWARD else reversed(ends[link])
+        receiver.expect(frame.id, frame.payload.numel())
+        sender.send(frame)
+    for link, (outer, inner) in ends.items():
+        for direction, receiver in ((Direction.FORWARD, inner), (Direction.BACKWARD, outer)):
+            for i in range(20):
+                assert torch.equal(receiver.recv(SOON_S).payload, frames[link, i, direction].payload)
+
+
+def test_piece_longer_than_the_header_allows_is_cut_smaller(make_endpoint, make_frame):
+    _, _, sender, receiver = join(make_endpoint, shaping=Shaping(piece_nbytes=1 << 30))
+    frame = make_frame(3_000_000)
+    receiver.expect(frame.id, 3_000_000)
+    sender.send(frame)
+    assert torch.equal(receiver.recv(SOON_S).payload, frame.payload)
+
+
+def test_sending_more_than_the_bound_is_our_own_error(make_endpoint, make_frame, monkeypatch):
+    monkeypatch.setattr("tahq.comm.zmq_transport.MAX_QUEUED_NBYTES", 100_000)
+    lower = make_endpoint(1)
+    link = lower.open_link(1, 2, "upper", "")
+    link.send(make_frame(200_000))
+    deadline_s = time.monotonic() + SOON_S
+    while link._end.session.queued_nbytes == 0 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    with pytest.raises(LocalProtocolError, match="200 kB are queued already"):
+        link.send(make_frame(1, micro_batch=1))
+
+
+# Ending
+
+
+def test_abort_wakes_everyone_who_waits(make_endpoint, make_id, make_frame):
+    lower, _, sender, _ = join(make_endpoint)
+    reason = TahqError("stage 3 has failed: out of memory")
+    sender.expect(make_id(0), 10)
+    threading.Timer(0.1, lower.abort, [reason]).start()
+    started_s = time.monotonic()
+    with pytest.raises(TahqError, match="stage 3 has failed"):
+        sender.recv(SOON_S)
+    assert time.monotonic() - started_s < 1.0
+    for act in (lambda: sender.recv(0.0), lambda: sender.send(make_frame(1)), lambda: lower.wait_connected(1.0)):
+        with pytest.raises(TahqError, match="stage 3 has failed"):
+            act()
+
+
+def test_abort_comes_before_frames_that_are_there(make_endpoint, make_frame):
+    _, upper, sender, receiver = join(make_endpoint)
+    for i in range(2):
+        receiver.expect(make_frame(10, micro_batch=i).id, 10)
+        sender.send(make_frame(10, micro_batch=i))
+    receiver.recv(SOON_S)
+    upper.abort(TahqError("stop"))
+    with pytest.raises(TahqError, match="stop"):
+        receiver.recv(SOON_S)
+
+
+def test_abort_ends_waiting_for_a_connection(make_endpoint):
+    endpoint = make_endpoint(1)
+    endpoint.open_link(0, 0, "nobody", "")
+    threading.Timer(0.1, endpoint.abort, [TahqError("stop")]).start()
+    with pytest.raises(TahqError, match="stop"):
+        endpoint.wait_connected(SOON_S)
+
+
+def test_abort_before_a_link_is_opened_holds_for_it(make_endpoint):
+    endpoint = make_endpoint(1)
+    endpoint.abort(TahqError("stop"))
+    link = endpoint.open_link(0, 0, "nobody", "")
+    with pytest.raises(TahqError, match="stop"):
+        link.recv(SOON_S)
+
+
+def test_peer_learns_why_the_other_side_gave_up(make_endpoint):
+    lower, _, _, receiver = join(make_endpoint)
+    lower.abort(TahqError("out of memory"))
+    lower.close()
+    with pytest.raises(PeerLostError, match=r"link 1 to stage 1 \(lower\): the peer ended it: out of memory"):
+        receiver.recv(SOON_S)
+
+
+def test_close_of_both_ends_is_quick_and_twice_is_fine(make_endpoint, make_frame):
+    lower, upper, sender, _ = join(make_endpoint)
+    sender.send(make_frame(100_000))
+    started_s = time.monotonic()
+    for endpoint in (lower, upper, lower, upper):
+        endpoint.close()
+    assert time.monotonic() - started_s < 2.0
+
+
+def test_close_without_a_peer_does_not_wait_for_one(make_endpoint):
+    endpoint = make_endpoint(1)
+    endpoint.open_link(0, 0, "nobody", "")
+    endpoint.open_link(1, 2, "nobody", "127.0.0.1:9")
+    started_s = time.monotonic()
+    endpoint.close()
+    assert time.monotonic() - started_s < 1.0
+
+
+def test_opening_a_link_twice_or_after_close_is_our_own_error(make_endpoint):
+    endpoint = make_endpoint(1)
+    endpoint.open_link(0, 0, "nobody", "")
+    with pytest.raises(LocalProtocolError, match="link 0 is open already"):
+        endpoint.open_link(0, 0, "nobody", "")
+    endpoint.close()
+    with pytest.raises(LocalProtocolError, match="endpoint is closed"):
+        endpoint.open_link(1, 0, "nobody", "")
+
+
+def test_no_thread_is_left_after_close(make_endpoint):
+    before = threading.active_count()
+    endpoint = make_endpoint(1)
+    endpoint.close()
+    assert threading.active_count() <= before
+
+
+def test_bug_in_the_io_thread_reaches_who_waits(make_endpoint, caplog):
+    lower, _, sender, _ = join(make_endpoint)
+    lower._loop.submit(None, lambda: 1 / 0)
+    with pytest.raises(TahqError, match=r"link 1 to stage 2 .*I/O thread has failed: ZeroDivisionError"):
+        sender.recv(SOON_S)
+    assert "the I/O thread has failed" in caplog.text
+
+
+def test_idle_endpoint_with_a_shaped_queue_does_not_spin(make_endpoint, make_frame):
+    shaping = Shaping(rate_bits_per_s=4e6)
+    _, _, sender, receiver = join(make_endpoint, shaping=shaping)
+    frame = make_frame(250_000)  # one piece, 0.5 s on the wire
+    receiver.expect(frame.id, 250_000)
+    before_s = time.process_time()
+    sender.send(frame)
+    receiver.recv(SOON_S)
+    assert time.process_time() - before_s < 0.2
+
+
+def test_frame_kept_for_later_keeps_its_bytes(make_endpoint, make_frame):
+    """The receiver's tensor is its own: nothing that the socket does later changes it."""
+    _, _, sender, receiver = join(make_endpoint)
+    frames = [make_frame(100_000, micro_batch=i) for i in range(50)]
+    got = []
+    for frame in frames:
+        receiver.expect(frame.id, 100_000)
+        sender.send(replace(frame, payload=frame.payload.clone()))
+        got.append(receiver.recv(SOON_S))
+    assert all(torch.equal(a.payload, b.payload) for a, b in zip(got, frames, strict=True))
