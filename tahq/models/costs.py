@@ -1,0 +1,119 @@
+"""What each part of a model costs: multiply-adds counted, or forward and backward timed.
+
+Counting needs only the configuration. Timing builds one part at a time, so it fits wherever the
+largest part fits.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tahq.models.families import head_dim
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import LayerCosts
+from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights
+
+
+def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
+    """Multiply-adds a token of the forward pass; the backward pass has twice as many everywhere.
+
+    A block's are those of its matrices plus 2 · A · H · D of attention, A being the positions that
+    a query sees on average. The embedding is a look-up, 0; the head's are hidden · vocabulary.
+
+    Args:
+        spec: the model.
+        seq_len: tokens a sample.
+    """
+    config, layout = spec.hf_config, spec.layout
+    matrices = layout.block_weights(config)
+    width = config.num_attention_heads * head_dim(config)
+    seen = [mean_positions_seen(seq_len, layout.window(config, block)) for block in range(spec.num_layers)]
+    return LayerCosts(
+        embedding=0.0,
+        blocks=tuple(matrices + 2 * positions * width for positions in seen),
+        head=float(spec.hidden_size * spec.vocab_size),
+    )
+
+
+def mean_positions_seen(seq_len: int, window: int | None) -> float:
+    """Mean over the queries of a sample of min(q + 1, window): (S + 1) / 2 without a window.
+
+    Example:
+        Four tokens and a window of 2: (1 + 2 + 2 + 2) / 4 = 1.75.
+    """
+    width = seq_len if window is None else min(window, seq_len)
+    return (width * (width + 1) / 2 + (seq_len - width) * width) / seq_len
+
+
+def measured_costs(
+    spec: ModelSpec,
+    micro_batch: int,
+    seq_len: int,
+    device: torch.device | str,
+    *,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LayerCosts:
+    """Seconds that forward and backward of each part take on `device`, the median of `repeats`.
+
+    Blocks with the same attention window count as equal, so one of each kind is timed; on CUDA
+    under bf16 autocast, as training runs. A machine that is busy with other work gives other numbers.
+
+    Args:
+        spec: the model; its weights are random here, wherever they come from.
+        micro_batch: samples that are computed together.
+        seq_len: tokens a sample.
+        device: where.
+        repeats: timings of each part, after one that is not counted.
+        clock: seconds.
+    """
+    random_spec = dataclasses.replace(spec, folder=None)
+
+    def seconds(parts: Parts) -> float:
+        model = build_parts(random_spec, parts, device=device, random=RandomContext(0))
+        fill_weights(random_spec, model.canonical_parameters(), seed=0)
+        return _median_seconds(model, _sample_input(model, micro_batch, seq_len, device), repeats, clock)
+
+    windows = [spec.layout.window(spec.hf_config, block) for block in range(spec.num_layers)]
+    seconds_of = {window: seconds(Parts(range(block, block + 1))) for window, block in _one_of_each(windows).items()}
+    return LayerCosts(
+        embedding=seconds(Parts(range(0), embedding=True)),
+        blocks=tuple(seconds_of[window] for window in windows),
+        head=seconds(Parts(range(0), head=True)),
+    )
+
+
+def _one_of_each(windows: Sequence[int | None]) -> dict[int | None, int]:
+    """The first block with each attention window."""
+    return {window: block for block, window in reversed(list(enumerate(windows)))}
+
+
+def _sample_input(model: ModelSlice, micro_batch: int, seq_len: int, device: torch.device | str) -> torch.Tensor:
+    if model.parts.embedding:
+        return torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    hidden = torch.randn(micro_batch, seq_len, model.spec.hidden_size, generator=generator)
+    return hidden.to(device).requires_grad_()
+
+
+def _median_seconds(model: ModelSlice, x: torch.Tensor, repeats: int, clock: Callable[[], float]) -> float:
+    _forward_and_backward(model, x)
+    durations = []
+    for _ in range(repeats):
+        start = clock()
+        _forward_and_backward(model, x)
+        durations.append(clock() - start)
+    return statistics.median(durations)
+
+
+def _forward_and_backward(model: ModelSlice, x: torch.Tensor) -> None:
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
+        output = model(x)
+    output.backward(torch.ones_like(output))
+    model.zero_grad(set_to_none=True)
+    if x.device.type == "cuda":
+        torch.cuda.synchronize(x.device)

@@ -1,0 +1,157 @@
+"""A trained model as a Hugging Face folder: config.json, sharded safetensors, the tokenizer.
+
+Tensors stream through: never more than one shard is in memory. The folder appears complete or not
+at all: everything is written into a hidden sibling, flushed to disk and renamed.
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from tahq.errors import ModelError, UserError
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import HEAD_WEIGHT, slice_parameters
+from tahq.models.weights import INDEX_FILE, SINGLE_FILE
+
+DEFAULT_SHARD_NBYTES = 4 * 10**9
+
+
+class SavedTokenizer(Protocol):
+    """What export asks of a tokenizer: to put its files into a folder."""
+
+    def save(self, folder: Path) -> None:
+        """Write whatever makes the folder's tokenizer loadable."""
+
+
+def export_folder(
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    out: Path,
+    tokenizer: SavedTokenizer | None,
+    max_shard_nbytes: int = DEFAULT_SHARD_NBYTES,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads with the same logits.
+
+    config.json has `tie_word_embeddings: false`, since embedding and head are two parameters; under
+    `tie: sync` they are equal, so it says true and the head is left out.
+
+    Args:
+        spec: the model.
+        tensors: (canonical name, tensor) of every parameter once, in any order; consumed one by one.
+        out: the folder; new, or empty.
+        tokenizer: saved into the folder; None: none.
+        max_shard_nbytes: bytes of tensors a file, unless one tensor alone has more.
+
+    Raises:
+        UserError: `out` has something in it already.
+        ModelError: a parameter that is missing, unknown, twice there or of another shape.
+    """
+    with _appearing_whole(out) as folder:
+        shards = _ShardWriter(folder, max_shard_nbytes)
+        for name, tensor in _complete(spec, tensors):
+            if spec.tie != "sync" or name != HEAD_WEIGHT:
+                shards.add(name, tensor)
+        shards.close()
+        _write_config(spec, folder)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+
+
+def _complete(spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, each checked as it passes; raises at the end if one was missing."""
+    missing = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers))
+    for name, tensor in tensors:
+        shape = missing.pop(name, None)
+        if shape is None:
+            raise ModelError(f"cannot export {name}: the model has no such parameter, or it came twice")
+        if tensor.shape != shape:
+            raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, the model's {list(shape)}")
+        yield name, tensor
+    if missing:
+        raise ModelError(f"cannot export: {len(missing)} parameters are missing, {next(iter(missing))} the first")
+
+
+def _write_config(spec: ModelSpec, folder: Path) -> None:
+    config = copy.deepcopy(spec.hf_config)
+    config.tie_word_embeddings = spec.tie == "sync"
+    config.architectures = [spec.layout.causal_lm]
+    config.dtype = "float32"
+    config.save_pretrained(folder)
+
+
+class _ShardWriter:
+    """Collects tensors up to a shard's size, writes it, forgets it; numbers the files at the end."""
+
+    def __init__(self, folder: Path, max_shard_nbytes: int) -> None:
+        self._folder = folder
+        self._max_shard_nbytes = max_shard_nbytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_nbytes = 0
+        self._names: list[list[str]] = []
+        self._total_nbytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; a shard that it would overfill is written before."""
+        if self._pending and self._pending_nbytes + tensor.nbytes > self._max_shard_nbytes:
+            self._flush()
+        self._pending[name] = tensor.detach().cpu().contiguous()
+        self._pending_nbytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, give the files their final names, and the index if there are several."""
+        self._flush()
+        if len(self._names) == 1:
+            self._part(1).rename(self._folder / SINGLE_FILE)
+            return
+        file_of: dict[str, str] = {}
+        for number, names in enumerate(self._names, start=1):
+            file = f"model-{number:05d}-of-{len(self._names):05d}.safetensors"
+            self._part(number).rename(self._folder / file)
+            file_of |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_nbytes}, "weight_map": file_of}
+        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        self._names.append(list(self._pending))
+        save_file(self._pending, self._part(len(self._names)), metadata={"format": "pt"})
+        self._total_nbytes += self._pending_nbytes
+        self._pending, self._pending_nbytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number:05d}.safetensors"
+
+
+@contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out` that becomes `out` if the body succeeds, and else is removed."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already and is not an empty folder; export into a new one")
+    folder = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        for path in [*folder.rglob("*"), folder]:
+            _flush_to_disk(path)
+        folder.rename(out)
+        _flush_to_disk(out.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,246 @@
+"""A stage's part of a model: its own blocks, with the embedding or the head at the ends.
+
+The parts are transformers' own modules, created on the meta device and given memory one slice at a
+time, so that no process ever holds the whole model. The module tree has the whole model's names
+(`transformer.h.3.attn.c_attn.weight`), gaps included: what `named_parameters` says is canonical,
+and it is all that random weights, snapshots, dropout and export go by.
+
+Shapes: B samples, S positions, C hidden channels, V vocabulary.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tahq.errors import ModelError
+from tahq.models.attention import ATTENTION_NAME, register_attention, window_mask
+from tahq.models.init import initialise
+from tahq.models.keyed_dropout import DrawName, RandomContext, key_dropout
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.source_config import one_line
+from tahq.models.weights import FolderWeights
+
+HEAD_WEIGHT = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a slice is made of; a stage's parts are those of its block range."""
+
+    blocks: range
+    embedding: bool = False
+    head: bool = False
+
+    @classmethod
+    def of(cls, block_range: BlockRange) -> "Parts":
+        """The blocks of a range, and what belongs to the ends."""
+        return cls(range(block_range.start, block_range.stop), block_range.first, block_range.last)
+
+
+class ModelSlice(nn.Module):
+    """Part of a causal language model, computing what the whole model computes there, to the bit.
+
+    `checkpoint_blocks`: keep only each block's input for the backward pass, and compute the rest
+    again then; gradients are equal to the bit, since all randomness has names.
+    """
+
+    def __init__(self, spec: ModelSpec, parts: Parts, random: RandomContext) -> None:
+        super().__init__()
+        self.spec = spec
+        self.parts = parts
+        self.random = random
+        self.checkpoint_blocks = False
+        self._config = copy.deepcopy(spec.hf_config)
+        self._config._attn_implementation = ATTENTION_NAME
+        self._rotary: nn.Module | None = None
+        register_attention()
+        with torch.device("meta"):
+            self._add_modules()
+        key_dropout(self, random)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute this slice.
+
+        Args:
+            x: int64 tokens [B, S] where the slice has the embedding, else hidden states [B, S, C].
+
+        Returns:
+            Logits [B, S, V] where the slice has the head, else hidden states [B, S, C].
+        """
+        hidden = self._embed(x) if self.parts.embedding else x
+        shared = self._shared_arguments(hidden)
+        masks = self._masks(hidden)
+        for index, block in zip(self.parts.blocks, self._blocks(), strict=True):
+            hidden = self._run(block, hidden, shared | {"attention_mask": masks[self._window(index)]})
+        if self.parts.head:
+            hidden = self.lm_head(self._part(self.spec.layout.final_norm)(hidden))
+        return hidden
+
+    def canonical_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by their names in the whole Hugging Face model, in its order."""
+        return dict(self.named_parameters())
+
+    def is_decayed(self, name: str, param: torch.Tensor) -> bool:
+        """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
+        return param.ndim >= 2
+
+    def materialise(self, device: torch.device) -> None:
+        """Give every parameter memory of its own on `device`, uninitialised, and compute the buffers."""
+        self.to_empty(device=device)
+        layout = self.spec.layout
+        if layout.rotary is not None:
+            with torch.device("cpu"):
+                self._rotary = _made(getattr(layout.modeling(), layout.rotary), config=self._config).to(device)
+
+    def _add_modules(self) -> None:
+        layout, config = self.spec.layout, self._config
+        trunk = nn.Module()
+        if self.parts.embedding:
+            self._add_embedding(trunk)
+        block_class = getattr(layout.modeling(), layout.block)
+        blocks = {str(index): _made(block_class, config, layer_idx=index) for index in self.parts.blocks}
+        trunk.add_module(layout.blocks, nn.ModuleDict(blocks))
+        if self.parts.head:
+            trunk.add_module(layout.final_norm, self._new_norm())
+        self.add_module(layout.trunk, trunk)
+        if self.parts.head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def _add_embedding(self, trunk: nn.Module) -> None:
+        layout, config = self.spec.layout, self._config
+        padding = None if layout.positions else config.pad_token_id
+        trunk.add_module(layout.embedding, _made(nn.Embedding, config.vocab_size, config.hidden_size, padding))
+        if layout.positions is not None:
+            trunk.add_module(layout.positions, nn.Embedding(config.max_position_embeddings, config.hidden_size))
+        if layout.embedding_dropout is not None:
+            trunk.add_module("drop", nn.Dropout(getattr(config, layout.embedding_dropout)))
+
+    def _new_norm(self) -> nn.Module:
+        layout = self.spec.layout
+        norm_class = getattr(layout.modeling(), layout.norm, None) or getattr(nn, layout.norm)
+        norm: nn.Module = norm_class(self._config.hidden_size, eps=getattr(self._config, layout.norm_epsilon))
+        return norm
+
+    def _part(self, name: str) -> nn.Module:
+        return self.get_submodule(f"{self.spec.layout.trunk}.{name}")
+
+    def _blocks(self) -> list[nn.Module]:
+        return list(self._part(self.spec.layout.blocks).children())
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        layout = self.spec.layout
+        hidden: torch.Tensor = self._part(layout.embedding)(tokens)
+        if layout.positions is not None:
+            hidden = hidden + self._part(layout.positions)(self._position_ids(hidden))
+        if layout.embedding_dropout is not None:
+            hidden = self._part("drop")(hidden)
+        return hidden
+
+    def _position_ids(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.arange(hidden.shape[1], device=hidden.device)[None]
+
+    def _shared_arguments(self, hidden: torch.Tensor) -> dict[str, Any]:
+        """What every block of a forward pass gets."""
+        if self._rotary is None or not self.parts.blocks:
+            return {}
+        return {"position_embeddings": self._rotary(hidden, self._position_ids(hidden))}
+
+    def _window(self, block: int) -> int | None:
+        return self.spec.layout.window(self._config, block)
+
+    def _masks(self, hidden: torch.Tensor) -> dict[int | None, torch.Tensor | None]:
+        """One mask for each window that a block of this slice has."""
+        windows = {self._window(block) for block in self.parts.blocks}
+        return {window: window_mask(hidden.shape[1], window, hidden.device) for window in windows}
+
+    def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        if not (self.checkpoint_blocks and torch.is_grad_enabled()):
+            return _hidden_states(block(hidden, **arguments))
+        again = (block, hidden, arguments, self.random.current)
+        output: torch.Tensor = checkpoint(self._run_named, *again, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    def _run_named(
+        self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any], name: DrawName
+    ) -> torch.Tensor:
+        """A block under the name its first computation had: other micro-batches came in between."""
+        with self.random.pinned(name):
+            return _hidden_states(block(hidden, **arguments))
+
+
+def _hidden_states(output: Any) -> torch.Tensor:
+    """Some releases of transformers return a block's hidden states alone, some first in a tuple."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def _made(module_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """Construct a module; what transformers finds wrong with the configuration only now is the user's."""
+    try:
+        module: nn.Module = module_class(*args, **kwargs)
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        raise ModelError(
+            f"{module_class.__name__} cannot be built from this configuration: {one_line(error)}; "
+            "look at model.overrides or the folder's config.json"
+        ) from error
+    return module
+
+
+def build_parts(spec: ModelSpec, parts: Parts, *, device: torch.device | str, random: RandomContext) -> ModelSlice:
+    """A slice of any parts, on `device`, in fp32, its weights uninitialised.
+
+    Raises:
+        ModelError: transformers cannot build the model that the configuration describes.
+    """
+    model = ModelSlice(spec, parts, random)
+    model.materialise(torch.device(device))
+    return model
+
+
+def build_slice(
+    spec: ModelSpec,
+    block_range: BlockRange,
+    *,
+    seed: int,
+    device: torch.device | str,
+    random: RandomContext,
+    weights: bool = True,
+) -> ModelSlice:
+    """Build a stage's slice, in fp32.
+
+    Args:
+        spec: the model.
+        block_range: the stage's blocks.
+        seed: the run's; random weights depend on it and on each parameter's name only.
+        device: where the slice lives.
+        random: what keyed dropout reads.
+        weights: False leaves them uninitialised, for a snapshot to fill.
+
+    Raises:
+        ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
+    """
+    model = build_parts(spec, Parts.of(block_range), device=device, random=random)
+    if weights:
+        fill_weights(spec, model.canonical_parameters(), seed)
+    return model
+
+
+def fill_weights(spec: ModelSpec, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Fill parameters, by name, from the spec's folder or at random; a tied head as the embedding."""
+    sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}
+    if spec.folder is not None:
+        FolderWeights.find(spec.folder, spec.layout.trunk).read_into(parameters, sources)
+    else:
+        initialise(spec, parameters, sources, seed)
+
+
+def slice_parameters(spec: ModelSpec, block_range: BlockRange) -> dict[str, torch.Size]:
+    """Names and shapes of a slice's parameters, in the whole model's order; allocates nothing."""
+    model = ModelSlice(spec, Parts.of(block_range), RandomContext(0))
+    return {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -1,0 +1,112 @@
+"""Weights from a local folder of safetensors: only the tensors that are asked for are read.
+
+A folder has `model.safetensors`, or shards and `model.safetensors.index.json`. Each tensor is
+copied out of the memory-mapped file into memory that the caller owns, converted to its type on the
+way. Pickled weights (`.bin`) are never opened: a pickle runs whatever its author wrote into it.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tahq.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderWeights:
+    """Which tensors a folder has, and in which file each is."""
+
+    folder: Path
+    trunk: str
+    file_of: Mapping[str, str]
+
+    @classmethod
+    def find(cls, folder: Path, trunk: str) -> "FolderWeights":
+        """Read the index, or the single file's header.
+
+        Args:
+            folder: where the weights are.
+            trunk: prefix that a folder may leave out of its names (`transformer`, `model`).
+
+        Raises:
+            ModelError: no safetensors there, or an index that is damaged or names missing files.
+        """
+        if (folder / INDEX_FILE).exists():
+            return cls(folder, trunk, _read_index(folder))
+        if (folder / SINGLE_FILE).exists():
+            with _opened(folder / SINGLE_FILE) as handle:
+                return cls(folder, trunk, dict.fromkeys(handle.keys(), SINGLE_FILE))
+        if any(folder.glob("*.bin")):
+            raise ModelError(
+                f"{folder} has pickled weights (.bin), which tahq never opens; convert them to safetensors, "
+                "for example with save_pretrained of transformers"
+            )
+        raise ModelError(f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def read_into(self, parameters: Mapping[str, torch.Tensor], sources: Mapping[str, str]) -> None:
+        """Copy tensors from the files, one at a time, into `parameters`.
+
+        Args:
+            parameters: canonical name -> tensor to fill, of any dtype and device.
+            sources: canonical name -> canonical name to read it from (a tied head reads the embedding).
+
+        Raises:
+            ModelError: a tensor that is missing, has another shape, or does not hold floats.
+        """
+        by_file: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for name in parameters:
+            stored = self._stored_name(sources.get(name, name))
+            by_file[self.file_of[stored]].append((name, stored))
+        for file, names in by_file.items():
+            with _opened(self.folder / file) as handle:
+                for name, stored in names:
+                    _copy(handle, stored, parameters[name], self.folder / file)
+
+    def _stored_name(self, name: str) -> str:
+        """The folder's name of a tensor: the canonical one, or that without the trunk's prefix."""
+        for candidate in (name, name.removeprefix(f"{self.trunk}.")):
+            if candidate in self.file_of:
+                return candidate
+        raise ModelError(f"{self.folder} has no tensor {name}; its config.json describes another model")
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_FILE
+    try:
+        file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not an index of safetensors: {type(error).__name__}: {error}") from error
+    for file in sorted({str(file) for file in file_of.values()}):
+        if Path(file).name != file or not (folder / file).is_file():
+            raise ModelError(f"{path} names {file}, which is not a file in {folder}")
+    return file_of
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _copy(handle: Any, stored: str, into: torch.Tensor, path: Path) -> None:
+    try:
+        shape = tuple(handle.get_slice(stored).get_shape())
+        if shape != tuple(into.shape):
+            raise ModelError(f"{path}: {stored} has shape {list(shape)}, config.json asks for {list(into.shape)}")
+        tensor = handle.get_tensor(stored)
+    except SafetensorError as error:
+        raise ModelError(f"{path}: {stored} cannot be read: {error}") from error
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ModelError(f"{path}: {stored} is {tensor.dtype}; training needs fp32, bf16 or fp16 weights")
+    with torch.no_grad():
+        into.copy_(tensor)

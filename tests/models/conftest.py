@@ -1,0 +1,43 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tahq.models.config import ModelConfig
+from tahq.models.model_spec import ModelSpec, load_spec
+
+SEQ_LEN = 12
+VOCAB_SIZE = 61
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
+# Windows shorter than the samples, so that masks are really made; qwen2 has both kinds of layers.
+OVERRIDES = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "mistral": {"sliding_window": 5},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny_spec():
+    """A specification of a tiny model of any family; keywords are `model:` keys."""
+
+    def make(family: str, **keys) -> ModelSpec:
+        sizes = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48}
+        grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
+        overrides = OVERRIDES.get(family, {}) | keys.pop("overrides", {})
+        config = ModelConfig(family=family, overrides=overrides, **(sizes | grouped | keys))
+        return load_spec(config, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN)
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (3, SEQ_LEN), generator=torch.Generator().manual_seed(5))

@@ -1,0 +1,121 @@
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tahq.errors import ModelError, UserError
+from tahq.models.config import ModelConfig
+from tahq.models.export import export_folder
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import build_slice
+
+from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE
+
+
+class NamedTokenizer:
+    def save(self, folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def trained(spec):
+    """Slices of a model, with a head that has moved away from the embedding."""
+    ranges = [BlockRange(start, stop, 4) for start, stop in pairwise((0, 2, 4))]
+    slices = [build_slice(spec, r, seed=1, device="cpu", random=RandomContext(0)) for r in ranges]
+    if spec.tie != "sync":
+        slices[-1].canonical_parameters()["lm_head.weight"].data.mul_(1.5)
+    return slices
+
+
+def tensors_of(slices):
+    for part in slices:
+        yield from part.canonical_parameters().items()
+
+
+def logits_of(slices, tokens):
+    x = tokens
+    for part in slices:
+        x = part(x)
+    return x
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_shard_nbytes", [10**9, 15_000])
+def test_transformers_loads_what_was_exported(family, max_shard_nbytes, tiny_spec, tokens, tmp_path):
+    slices = trained(tiny_spec(family))
+    export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", NamedTokenizer(), max_shard_nbytes)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(model(tokens).logits, logits_of(slices, tokens))
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_nbytes == 15_000)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_what_was_exported_trains_on(tiny_spec, tokens, tmp_path):
+    slices = trained(tiny_spec("gpt2"))
+    export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", None, 15_000)
+    spec = load_spec(ModelConfig(path=str(tmp_path / "out")), vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN)
+    assert not spec.tied
+    again = build_slice(spec, BlockRange(0, 4, 4), seed=9, device="cpu", random=RandomContext(0))
+    assert torch.equal(again(tokens), logits_of(slices, tokens))
+
+
+def test_a_synced_head_is_exported_tied(tiny_spec, tokens, tmp_path):
+    slices = trained(tiny_spec("llama", tie="sync"))
+    export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model(tokens).logits, logits_of(slices, tokens))
+
+
+def test_no_shard_is_larger_than_asked(tiny_spec, tmp_path):
+    slices = trained(tiny_spec("llama"))
+    export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", None, 20_000)
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) > 3
+    assert max(sizes) < 20_000 + 2_000  # header of names and offsets
+
+
+def test_a_folder_in_use_is_left_alone(tiny_spec, tmp_path):
+    (tmp_path / "precious").write_text("data")
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_folder(tiny_spec("gpt2"), [], tmp_path, None)
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_folder(tiny_spec("gpt2"), [], tmp_path / "precious", None)
+    assert (tmp_path / "precious").read_text() == "data"
+
+
+def test_an_empty_folder_may_be_exported_into(tiny_spec, tmp_path):
+    slices = trained(tiny_spec("gpt2"))
+    (tmp_path / "out").mkdir()
+    export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", None)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(), r"1 parameters are missing, lm_head.weight"),
+        (lambda tensors: tensors.append(("surplus", torch.ones(1))), r"surplus: the model has no such parameter"),
+        (lambda tensors: tensors.append(tensors[0]), r"or it came twice"),
+        (lambda tensors: tensors.insert(0, (tensors[0][0], torch.ones(2, 2))), r"its shape is \[2, 2\], the model's"),
+    ],
+)
+def test_an_export_that_fails_leaves_nothing(change, message, tiny_spec, tmp_path):
+    slices = trained(tiny_spec("llama"))
+    tensors = list(tensors_of(slices))
+    change(tensors)
+    with pytest.raises(ModelError, match=message):
+        export_folder(slices[0].spec, tensors, tmp_path / "out", None, 15_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_the_users_mistake(tiny_spec, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        export_folder(tiny_spec("gpt2"), [], tmp_path / "file" / "out", None)

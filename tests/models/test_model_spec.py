@@ -1,0 +1,141 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tahq.errors import ModelError
+from tahq.models.config import ModelConfig
+from tahq.models.model_spec import load_spec
+
+from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE
+
+
+def load(vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN, **keys):
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
+    config = ModelConfig(**(keys if "path" in keys else sizes | {"family": "llama"} | keys))
+    return load_spec(config, vocab_size=vocab_size, seq_len=seq_len)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_not_said_comes_from_the_data(family):
+    spec = load(family=family)
+    assert (spec.vocab_size, spec.max_seq_len) == (VOCAB_SIZE, SEQ_LEN)
+    assert (spec.num_layers, spec.hidden_size) == (2, 32)
+    assert spec.folder is None
+    assert spec.tied == (family == "gpt2")
+    # ids beyond a small vocabulary would make generation fail after export
+    assert spec.hf_config.bos_token_id is None
+    assert spec.hf_config.eos_token_id is None
+
+
+def test_sizes_are_those_that_are_said():
+    spec = load(num_kv_heads=2, intermediate_size=40, vocab_size=70, max_seq_len=100)
+    config = spec.hf_config
+    assert (config.num_key_value_heads, config.intermediate_size, config.head_dim) == (2, 40, 8)
+    assert (spec.vocab_size, spec.max_seq_len) == (70, 100)
+
+
+def test_dropout_reaches_every_place_a_family_has():
+    assert load(dropout=0.25).hf_config.attention_dropout == 0.25
+    config = load(family="gpt2", dropout=0.25).hf_config
+    assert {config.embd_pdrop, config.attn_pdrop, config.resid_pdrop} == {0.25}
+    assert load(family="gpt2").hf_config.resid_pdrop == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_overrides_reach_the_configuration(family):
+    config = load(family=family, overrides={"rms_norm_eps": 1e-3, "tie_word_embeddings": True}).hf_config
+    assert config.rms_norm_eps == 1e-3
+    assert config.tie_word_embeddings is True
+
+
+def test_sync_ties_a_model_with_random_weights():
+    assert load(tie="sync").tied
+    with pytest.raises(ModelError, match="tie_word_embeddings: false"):
+        load(tie="sync", overrides={"tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"seq_len": 65, "max_seq_len": 64}, r"data.seq_len 65 is longer than the model takes, 64 positions"),
+        ({"vocab_size": 40}, r"the tokenizer has 61 tokens, the model's vocabulary 40"),
+        ({"hidden_size": 30}, r"hidden_size 30 is not a multiple of num_heads 4"),
+        ({"family": "qwen3", "hidden_size": 30}, r"hidden_size 30 is not a multiple of num_heads 4"),
+        ({"family": "gpt2", "hidden_size": 30}, r"hidden_size 30 is not a multiple of num_heads 4"),
+        ({"num_kv_heads": 3}, r"num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"hidden_size": 4}, r"even"),
+        ({"family": "gpt2", "num_kv_heads": 2}, r"gpt2 has as many as num_heads"),
+        ({"overrides": {"rms_norm_epz": 1}}, r"LlamaConfig has no such key; did you mean rms_norm_eps"),
+        ({"overrides": {"zzz": 1}}, r"model.overrides.zzz: LlamaConfig has no such key$"),
+        ({"overrides": {"num_hidden_layers": 1}}, r"give it as a key of model itself"),
+        ({"family": "gpt2", "overrides": {"num_hidden_layers": 1}}, r"give it as a key of model itself"),
+        ({"overrides": {"hidden_act": 3}}, r"transformers refuses this configuration"),
+        ({"family": "gpt2", "overrides": {"add_cross_attention": True}}, r"add_cross_attention"),
+        (
+            {"family": "qwen2", "overrides": {"layer_types": ["chunked_attention", "full_attention"]}},
+            r"block 0 has layer type 'chunked_attention'",
+        ),
+        ({"family": "qwen2", "overrides": {"layer_types": ["full_attention"]}}, r"refuses this configuration|block 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(keys, message):
+    outside = {"seq_len": keys.pop("seq_len")} if "seq_len" in keys else {}
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "family": "llama"}
+    config = ModelConfig(**(sizes | keys))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_spec(config, vocab_size=VOCAB_SIZE, seq_len=outside.get("seq_len", SEQ_LEN))
+    assert "\n" not in str(caught.value)
+
+
+def write_config(folder, **keys):
+    llama = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps(llama | keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "bert"}, r"model_type 'bert'; tahq trains gpt2, llama, qwen2, qwen3, mistral"),
+        ({"model_type": None}, r"model_type None"),
+        ({"quantization_config": {"bits": 4}}, r"quantised"),
+        ({"hidden_size": 33}, r"config.json"),
+        ({"num_hidden_layers": "two"}, r"config.json"),
+        ({}, r"has no weights: neither model.safetensors nor model.safetensors.index.json"),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_is_refused(keys, message, tmp_path):
+    write_config(tmp_path, **keys)
+    with pytest.raises(ModelError, match=message) as caught:
+        load(path=str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_path_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="is not a folder"):
+        load(path=str(tmp_path / "missing"))
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load(path=str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(path=str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="must hold a JSON object"):
+        load(path=str(tmp_path))
+
+
+def test_a_spec_needs_no_layers_of_transformers():
+    """The modules of layers take seconds to import; only what builds a slice may import them."""
+    code = (
+        "import sys\n"
+        "from tahq.models.config import ModelConfig\n"
+        "from tahq.models.costs import counted_costs\n"
+        "from tahq.models.model_spec import load_spec\n"
+        "assert 'transformers' not in sys.modules\n"
+        "config = ModelConfig(family='gpt2', num_layers=2, hidden_size=32, num_heads=4)\n"
+        "counted_costs(load_spec(config, vocab_size=9, seq_len=8), 8)\n"
+        "assert 'transformers.modeling_utils' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,116 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.errors import ModelError
+from tahq.models.partition import BlockRange, LayerCosts, divide
+
+
+def sizes_of(ranges):
+    return [len(r) for r in ranges]
+
+
+def stage_costs(costs, sizes):
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    stages = [sum(costs.blocks[a:b]) for a, b in itertools.pairwise(bounds)]
+    stages[0] += costs.embedding
+    stages[-1] += costs.head
+    return stages
+
+
+def every_division(num_layers, num_stages):
+    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+        bounds = (0, *inner, num_layers)
+        yield [b - a for a, b in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "head", "expected"),
+    [
+        (8, 4, 0.0, [2, 2, 2, 2]),
+        (8, 1, 5.0, [8]),
+        (8, 4, 1.0, [2, 2, 2, 2]),
+        (8, 4, 2.0, [2, 2, 3, 1]),
+        (10, 4, 0.0, [2, 2, 3, 3]),
+        (4, 4, 100.0, [1, 1, 1, 1]),
+        (12, 4, 3.0, [3, 4, 4, 1]),
+    ],
+)
+def test_divide_balances_and_gives_ties_to_later_stages(num_layers, num_stages, head, expected):
+    ranges = divide(LayerCosts(0.0, (1.0,) * num_layers, head), num_stages)
+    assert sizes_of(ranges) == expected
+
+
+def test_divide_counts_the_embedding():
+    assert sizes_of(divide(LayerCosts(2.0, (1.0,) * 6, 0.0), 2)) == [2, 4]
+
+
+def test_equal_costs_tie_whatever_their_rounding():
+    # 0.1 summed three times is not 0.3; summed exactly, 9 equal blocks over 3 stages are 3 each.
+    assert sizes_of(divide(LayerCosts(0.0, (0.1,) * 9, 0.0), 3)) == [3, 3, 3]
+
+
+@given(data=st.data(), num_layers=st.integers(1, 8))
+def test_divide_is_the_best_of_all_divisions(data, num_layers):
+    num_stages = data.draw(st.integers(1, num_layers))
+    cost = st.integers(0, 20).map(float)
+    costs = LayerCosts(data.draw(cost), tuple(data.draw(cost) for _ in range(num_layers)), data.draw(cost))
+
+    chosen = sizes_of(divide(costs, num_stages))
+
+    def rank(sizes):
+        stages = stage_costs(costs, sizes)
+        return max(stages), sum(c * c for c in stages), sizes
+
+    assert rank(chosen) == min(rank(sizes) for sizes in every_division(num_layers, num_stages))
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=3, max_size=9), st.integers(1, 3))
+def test_divide_covers_every_block_once_whatever_the_costs(blocks, num_stages):
+    ranges = divide(LayerCosts(blocks[0], tuple(blocks), blocks[-1]), num_stages)
+    assert [index for r in ranges for index in range(r.start, r.stop)] == list(range(len(blocks)))
+    assert [r.first for r in ranges] == [True] + [False] * (num_stages - 1)
+    assert [r.last for r in ranges] == [False] * (num_stages - 1) + [True]
+
+
+def test_divide_takes_what_the_user_lists():
+    ranges = divide(LayerCosts(0.0, (1.0,) * 8, 9.0), 3, [1, 1, 6])
+    assert ranges == (BlockRange(0, 1, 8), BlockRange(1, 2, 8), BlockRange(2, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ([4, 3], r"adds up to 7 blocks, the model has 8"),
+        ([8], r"lists 1 stages, pipeline.stages is 2"),
+        ([8, 0], r"one block or more"),
+        ([9, -1], r"one block or more"),
+    ],
+)
+def test_divide_refuses_a_list_that_does_not_fit(listed, message):
+    with pytest.raises(ModelError, match=message):
+        divide(LayerCosts(0.0, (1.0,) * 8, 0.0), 2, listed)
+
+
+def test_divide_refuses_more_stages_than_blocks():
+    with pytest.raises(ModelError, match=r"5 stages need 5 blocks or more, the model has 4"):
+        divide(LayerCosts(0.0, (1.0,) * 4, 0.0), 5)
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0])
+def test_divide_refuses_costs_that_are_no_costs(cost):
+    with pytest.raises(ModelError, match="finite"):
+        divide(LayerCosts(0.0, (1.0, cost), 0.0), 2)
+
+
+def test_divide_is_fast_enough_for_large_models():
+    # 16 stages of 126 blocks (Llama 405B): some 250,000 cells, well under the test's timeout
+    assert sum(sizes_of(divide(LayerCosts(0.0, (3.0,) * 126, 2.0), 16))) == 126
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 2), (3, 2), (0, 5)])
+def test_block_range_must_lie_in_the_model(start, stop):
+    with pytest.raises(ModelError, match="not part of 4"):
+        BlockRange(start, stop, 4)

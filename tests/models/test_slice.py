@@ -1,0 +1,231 @@
+"""Slices against transformers' whole models, and against each other under different cuts."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from tahq.errors import ModelError
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.partition import BlockRange
+from tahq.models.slice import build_slice, slice_parameters
+
+from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE
+
+CUTS = [(0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)]
+
+
+def build_all(spec, bounds=(0, 4), seed=7, random=None, **kwargs):
+    random = random or RandomContext(seed)
+    ranges = [BlockRange(start, stop, spec.num_layers) for start, stop in pairwise(bounds)]
+    return [build_slice(spec, r, seed=seed, device="cpu", random=random, **kwargs) for r in ranges]
+
+
+def parameters_of(slices):
+    return {name: p for part in slices for name, p in part.canonical_parameters().items()}
+
+
+def run(slices, tokens):
+    """Logits, and gradients of every parameter, passed over the cuts by hand as the pipeline does."""
+    inputs, x = [], tokens
+    for part in slices:
+        x = x.detach().requires_grad_() if x.is_floating_point() else x
+        inputs.append(x)
+        x = part(x)
+    logits = x
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+    outputs = [*inputs[1:], loss]
+    loss.backward()
+    for part, x, after in list(zip(slices, inputs, outputs, strict=True))[-2::-1]:
+        part(x).backward(after.grad)
+    return logits.detach(), {name: p.grad for name, p in parameters_of(slices).items()}
+
+
+def whole_model(spec, slices):
+    """transformers' own model with the slices' weights."""
+    config = spec.hf_config
+    config.tie_word_embeddings = False
+    config._attn_implementation = "sdpa"
+    model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(config)
+    weights = {name: p.detach() for name, p in parameters_of(slices).items()}
+    model.load_state_dict(weights, strict=True)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bounds", CUTS, ids=str)
+def test_logits_and_gradients_are_those_of_transformers(family, bounds, tiny_spec, tokens):
+    spec = tiny_spec(family)
+    slices = build_all(spec, bounds)
+    model = whole_model(spec, slices)
+    logits, gradients = run(slices, tokens)
+
+    expected = model(tokens, use_cache=False).logits
+    nn.functional.cross_entropy(expected.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+
+    assert logits.shape == (3, SEQ_LEN, VOCAB_SIZE)
+    assert torch.equal(logits, expected)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(gradients[name], parameter.grad), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_of_transformers(family, tiny_spec):
+    spec = tiny_spec(family)
+    whole = slice_parameters(spec, BlockRange(0, 4, 4))
+    with torch.device("meta"):
+        model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(spec.hf_config)
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert whole == expected
+    assert list(whole) == list(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_divides_the_parameters(family, tiny_spec):
+    spec = tiny_spec(family)
+    whole = slice_parameters(spec, BlockRange(0, 4, 4))
+    parts = [slice_parameters(spec, BlockRange(start, stop, 4)) for start, stop in pairwise((0, 1, 3, 4))]
+    assert [name for part in parts for name in part] == list(whole)
+    assert spec.layout.embedding_weight in parts[0]
+    assert "lm_head.weight" in parts[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bounds", CUTS[1:], ids=str)
+def test_random_weights_do_not_depend_on_the_cut(family, bounds, tiny_spec):
+    spec = tiny_spec(family)
+    whole = parameters_of(build_all(spec))
+    cut = parameters_of(build_all(spec, bounds))
+    assert list(cut) == list(whole)
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bounds", CUTS, ids=str)
+def test_dropout_does_not_depend_on_the_cut_or_on_what_ran_before(family, bounds, tiny_spec, tokens):
+    spec = tiny_spec(family, dropout=0.2)
+    random = RandomContext(7)
+    random.at(step=3, replica=0, micro_batch=2, purpose=0)
+    logits, gradients = run(build_all(spec, random=random), tokens)
+    torch.rand(1)  # moves the global generator, which must not matter
+    random.at(step=3, replica=0, micro_batch=1, purpose=0)
+    other, _ = run(build_all(spec, random=random), tokens)
+    random.at(step=3, replica=0, micro_batch=2, purpose=0)
+    again, gradients_again = run(build_all(spec, bounds, random=random), tokens)
+
+    assert torch.equal(again, logits)
+    assert all(torch.equal(gradients_again[name], gradients[name]) for name in gradients)
+    assert not torch.equal(other, logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_checkpointing_gives_equal_gradients(family, dropout, tiny_spec, tokens):
+    spec = tiny_spec(family, dropout=dropout)
+    results = []
+    for checkpoint_blocks in (False, True):
+        random = RandomContext(7)
+        (part,) = build_all(spec, random=random)
+        part.checkpoint_blocks = checkpoint_blocks
+        random.at(0, 0, 0, 0)
+        loss = nn.functional.cross_entropy(part(tokens).flatten(0, 1), tokens.flatten())
+        random.at(0, 0, 1, 0)  # another micro-batch's forward comes between, as under 1F1B
+        part(tokens)
+        loss.backward()
+        results.append({name: p.grad for name, p in part.canonical_parameters().items()})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_checkpointing_keeps_only_block_inputs(tiny_spec, tokens):
+    def kept_nbytes(checkpoint_blocks):
+        (part,) = build_all(tiny_spec("gpt2"))
+        part.checkpoint_blocks = checkpoint_blocks
+        kept = {}
+        parameters = {p.data_ptr() for p in part.parameters()}
+
+        def pack(tensor):
+            if tensor.data_ptr() not in parameters:
+                kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            part(tokens).sum()
+        return sum(kept.values())
+
+    assert kept_nbytes(True) < kept_nbytes(False) / 3
+
+
+def test_evaluation_has_no_dropout(tiny_spec, tokens):
+    dropped = build_all(tiny_spec("llama", dropout=0.5))
+    plain = build_all(tiny_spec("llama"))
+    for part in dropped:
+        part.eval()
+    assert torch.equal(dropped[0](tokens), plain[0](tokens))
+
+
+def test_written_out_attention_agrees_with_the_fused_one(tiny_spec, tokens):
+    # A keep probability of 1 − 1e-12 drops nothing among these few weights, but takes the other way.
+    for family in FAMILIES:
+        written = build_all(tiny_spec(family, dropout=1e-12))[0](tokens)
+        fused = build_all(tiny_spec(family))[0](tokens)
+        # fp32 sums of at most 48 products in another order: some ulps of values near 0.1
+        torch.testing.assert_close(written, fused, rtol=1e-5, atol=1e-6)
+
+
+def test_a_slice_holds_only_its_own_blocks(tiny_spec):
+    part = build_all(tiny_spec("mistral"), (0, 2, 3, 4))[1]
+    assert {name.split(".")[2] for name in part.canonical_parameters()} == {"2"}
+    assert all(p.device.type == "cpu" and p.dtype == torch.float32 for p in part.parameters())
+    assert all(buffer.device.type == "cpu" for buffer in part.buffers())
+
+
+def test_every_parameter_has_its_own_memory_even_in_a_tied_model(tiny_spec):
+    spec = tiny_spec("gpt2")
+    assert spec.tied
+    parameters = parameters_of(build_all(spec))
+    head, embedding = parameters["lm_head.weight"], parameters["transformer.wte.weight"]
+    assert torch.equal(head, embedding)
+    assert len({p.data_ptr() for p in parameters.values()}) == len(parameters)
+
+
+def test_an_untied_head_is_random_on_its_own(tiny_spec):
+    parameters = parameters_of(build_all(tiny_spec("llama")))
+    assert not torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"])
+
+
+def test_weights_can_be_left_to_a_snapshot(tiny_spec, monkeypatch):
+    monkeypatch.setattr("tahq.models.slice.fill_weights", lambda *args: pytest.fail("weights were drawn"))
+    (part,) = build_all(tiny_spec("gpt2"), weights=False)
+    assert not any(p.is_meta for p in part.parameters())
+
+
+def test_decay_spares_norms_and_biases(tiny_spec):
+    (part,) = build_all(tiny_spec("qwen3", overrides={"attention_bias": True}))
+    decayed = {name for name, p in part.canonical_parameters().items() if part.is_decayed(name, p)}
+    spared = set(part.canonical_parameters()) - decayed
+    assert {name.rsplit(".", 2)[1] for name in spared if name.endswith("weight")} == {
+        "input_layernorm",
+        "post_attention_layernorm",
+        "q_norm",
+        "k_norm",
+        "norm",
+    }
+    assert all(not name.endswith("bias") for name in decayed)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= decayed
+
+
+def test_a_padding_token_gets_no_gradient_as_in_transformers(tiny_spec, tokens):
+    spec = tiny_spec("llama", overrides={"pad_token_id": 0})
+    tokens[0, :4] = 0
+    slices = build_all(spec, (0, 2, 4))
+    _, gradients = run(slices, tokens)
+    assert torch.equal(parameters_of(slices)["model.embed_tokens.weight"][0], torch.zeros(32))
+    assert torch.equal(gradients["model.embed_tokens.weight"][0], torch.zeros(32))
+
+
+@pytest.mark.parametrize("overrides", [{"hidden_act": "sorcery"}, {"rope_parameters": {"rope_type": "sorcery"}}])
+def test_what_transformers_cannot_build_is_the_users_mistake(overrides, tiny_spec):
+    with pytest.raises(ModelError, match="overrides") as caught:
+        build_all(tiny_spec("llama", overrides=overrides))
+    assert "\n" not in str(caught.value)
