@@ -1,0 +1,99 @@
+"""One token a byte of UTF-8: id = byte, 256 ids, and 0 after each document.
+
+No text file holds a NUL byte, so 0 is free to end a document; text that does hold one is refused.
+Exported, it is a byte-level BPE without merges, in which the piece of id 0 is the character U+0000
+itself: so transformers makes the same ids for every text. (One exception: AutoTokenizer insists on
+Qwen2Tokenizer beside a config.json of model type qwen2, and that one composes text to Unicode's NFC first;
+`PreTrainedTokenizerFast.from_pretrained` takes the folder as it is.)
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tahq.data.tokenizer import TokenArray
+from tahq.errors import DataError
+
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""Bytes that byte-level BPE writes as the Latin-1 character of the same number."""
+
+
+class BytesTokenizer:
+    """See the module."""
+
+    vocab_size = 256
+    end_of_document = 0
+    cache_key = None
+    fingerprint = hashlib.blake2b(b"tahq bytes tokenizer, id = byte, end of document = 0", digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> TokenArray:
+        """The bytes of the text as uint8; DataError if it holds a NUL."""
+        if (position := text.find("\0")) >= 0:
+            raise DataError(
+                f"text holds a NUL character at position {position}, which is the end-of-document token of "
+                "`tokenizer: bytes`; remove it or use another tokenizer"
+            )
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def encode_all(self, texts: Sequence[str]) -> list[TokenArray]:
+        """The bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """UTF-8 text of the bytes, U+FFFD where they are none; ends of documents stay, as NUL."""
+        return bytes(ids).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json for transformers."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (("tokenizer.json", _tokenizer_json()), ("tokenizer_config.json", _tokenizer_config())):
+            (folder / name).write_text(json.dumps(content, ensure_ascii=True, indent=1) + "\n", encoding="utf-8")
+
+
+def _byte_pieces() -> dict[str, int]:
+    """Vocabulary of byte-level BPE: unprintable bytes are written as U+0100 and up; NUL stays itself."""
+    unprintable = [byte for byte in range(256) if byte not in _PRINTABLE]
+    pieces = {chr(byte): byte for byte in _PRINTABLE}
+    pieces |= {chr(0x100 + rank): byte for rank, byte in enumerate(unprintable) if byte != 0}
+    return {"\0": 0, **pieces}
+
+
+def _tokenizer_json() -> dict[str, Any]:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    nul = {"id": 0, "content": "\0", "special": True, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**nul, "single_word": False, "lstrip": False, "rstrip": False}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": _byte_pieces(),
+            "merges": [],
+        },
+    }
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "\0",
+        "pad_token": "\0",  # else Qwen2Tokenizer, which AutoTokenizer forces on its models, adds an id 256
+        "unk_token": "\0",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+    }

@@ -1,0 +1,206 @@
+"""Samples of `seq_len` tokens with their labels, numbered: training first, then validation.
+
+labels[b, s] is the token that follows tokens[b, s], or −100 where there is no loss. Of text and token
+files, samples are consecutive windows: each token is an input once and a label once. Of pairs, each is one
+sample, cut at `seq_len` or filled up to it at its end (harmless under a causal mask, and without loss).
+"""
+
+import hashlib
+import json
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tahq.data.config import DataConfig
+from tahq.data.pairs import TextPair, TokenPairs, encode_pairs, hash_pairs, read_pairs
+from tahq.data.sources import as_patterns, find_files
+from tahq.data.split import WindowIndex, split_records, split_tokens
+from tahq.data.text_documents import hash_documents, read_documents
+from tahq.data.token_cache import cached_tokens
+from tahq.data.token_stream import TokenStream, check_vocabulary, hash_token_files, open_token_files
+from tahq.data.tokenizer import TokenArray, Tokenizer, token_dtype
+from tahq.errors import DataError
+
+NO_LOSS = -100
+"""Label of a position that is not scored."""
+
+I64 = npt.NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
+
+
+class Dataset(Protocol):
+    """Samples by number: 0 … num_train_samples−1, then num_validation_samples more."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex hash of content, tokenizer, sequence length and split; equal on machines that agree in these."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens a sample."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether epochs are shuffled."""
+
+    @property
+    def num_train_samples(self) -> int:
+        """Samples of an epoch."""
+
+    @property
+    def num_validation_samples(self) -> int:
+        """Samples held out."""
+
+    def gather(self, sample_ids: I64) -> tuple[I64, I64]:
+        """Tokens and labels of samples, each int64 [B, seq_len].
+
+        Raises:
+            DataError: a token is not in the tokenizer's vocabulary.
+        """
+
+
+def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
+    """The data that `data:` describes.
+
+    Raises:
+        DataError: a pattern that matches nothing, a file that is not what it should be, tokens out of
+            the vocabulary, or too little data for one sample.
+    """
+    dataset: Dataset
+    if config.text is not None:
+        dataset = _load_text(config, tokenizer)
+    elif config.tokens is not None:
+        dataset = _load_token_files(config, tokenizer)
+    else:
+        dataset = _load_pairs(config, tokenizer)
+    if config.validation > 0 and dataset.num_validation_samples == 0:
+        _log.warning("validation: %g of this little data is not one sample; nothing is held out", config.validation)
+    return dataset
+
+
+class WindowDataset:
+    """Consecutive windows of a stream of tokens."""
+
+    def __init__(self, stream: TokenStream, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
+        self.seq_len = config.seq_len
+        self.shuffle = config.shuffle
+        self.fingerprint = _fingerprint("windows", content_hash, config, tokenizer)
+        self._stream = stream
+        self._vocab_size = tokenizer.vocab_size
+        training, validation = split_tokens(len(stream), config.validation)
+        self._training, self._validation = WindowIndex(training, self.seq_len), WindowIndex(validation, self.seq_len)
+        if not self.num_train_samples:
+            raise DataError(
+                f"{len(stream)} tokens are too few: with validation {config.validation:g}, no sample of "
+                f"seq_len {self.seq_len} + 1 label is left to train on; give more data or a smaller seq_len"
+            )
+
+    @property
+    def num_train_samples(self) -> int:
+        """Windows for training."""
+        return len(self._training)
+
+    @property
+    def num_validation_samples(self) -> int:
+        """Windows for validation."""
+        return len(self._validation)
+
+    def gather(self, sample_ids: I64) -> tuple[I64, I64]:
+        """See `Dataset.gather`."""
+        windows = np.stack([self._window(int(number)) for number in sample_ids])
+        return windows[:, :-1], windows[:, 1:]
+
+    def _window(self, number: int) -> I64:
+        trained = number < len(self._training)
+        start = self._training.start(number) if trained else self._validation.start(number - len(self._training))
+        tokens = self._stream.read(start, self.seq_len + 1)
+        check_vocabulary(tokens, self._vocab_size, self._stream, start)
+        return tokens
+
+
+class PairDataset:
+    """Prompts and responses, one pair a sample, with loss on the response and the end after it."""
+
+    def __init__(self, pairs: TokenPairs, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
+        self.seq_len = config.seq_len
+        self.shuffle = config.shuffle
+        self.fingerprint = _fingerprint("pairs", content_hash, config, tokenizer)
+        self._pairs = pairs
+        self._filler = tokenizer.end_of_document or 0
+        held_out = np.zeros(len(pairs), dtype=bool)
+        held_out[split_records(len(pairs), config.validation)] = True
+        usable = is_scored(pairs, self.seq_len)
+        training, validation = np.flatnonzero(usable & ~held_out), np.flatnonzero(usable & held_out)
+        self._order = np.concatenate([training, validation])
+        self.num_train_samples, self.num_validation_samples = len(training), len(validation)
+        if not self.num_train_samples:
+            raise DataError(
+                f"none of {len(pairs)} pairs is left to train on: {int(usable.sum())} have a prompt short enough for "
+                f"seq_len {self.seq_len} to reach the response, {len(validation)} of them are held out for validation"
+            )
+
+    def gather(self, sample_ids: I64) -> tuple[I64, I64]:
+        """See `Dataset.gather`."""
+        tokens = np.full((len(sample_ids), self.seq_len), self._filler, dtype=np.int64)
+        labels = np.full_like(tokens, NO_LOSS)
+        for row, number in enumerate(self._order[sample_ids]):
+            pair = self._pairs.tokens_of(number)[: self.seq_len + 1]
+            scored_from = self._pairs.prompt_lens[number] - 1
+            tokens[row, : min(len(pair), self.seq_len)] = pair[: self.seq_len]
+            labels[row, scored_from : len(pair) - 1] = pair[scored_from + 1 :]
+        return tokens, labels
+
+
+def is_scored(pairs: TokenPairs, seq_len: int) -> npt.NDArray[np.bool_]:
+    """Which pairs have at least one token of the response among their labels."""
+    return (pairs.prompt_lens <= seq_len) & (pairs.lengths > pairs.prompt_lens)
+
+
+def _load_text(config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:
+    documents = read_documents(find_files(as_patterns(config.text or ()), key="data.text", stdlib=True))
+    content_hash = hash_documents(documents)
+
+    def encode() -> TokenArray:
+        return _join_documents(documents, tokenizer)
+
+    cache_key = tokenizer.cache_key
+    tokens = encode() if cache_key is None else cached_tokens(f"{content_hash} {cache_key}", encode)
+    return WindowDataset(TokenStream.of([tokens], ["data.text"]), content_hash, config, tokenizer)
+
+
+def _load_token_files(config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:
+    files = find_files(as_patterns(config.tokens or ()), key="data.tokens", suffix=".bin")
+    stream = open_token_files(files, config.tokens_dtype)
+    return WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
+
+
+def _load_pairs(config: DataConfig, tokenizer: Tokenizer) -> PairDataset:
+    texts = read_pairs(find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl"))
+    pairs = encode_pairs(texts, tokenizer)
+    _warn_of_cuts(texts, pairs, config.seq_len)
+    return PairDataset(pairs, hash_pairs(texts), config, tokenizer)
+
+
+def _warn_of_cuts(texts: list[TextPair], pairs: TokenPairs, seq_len: int) -> None:
+    unscored = np.flatnonzero(~is_scored(pairs, seq_len))
+    if len(unscored):
+        _log.warning(
+            "%d of %d pairs are left out, their prompt fills seq_len %d or their response is empty; first %s",
+            len(unscored), len(pairs), seq_len, texts[unscored[0]].place,
+        )  # fmt: skip
+    if num_cut := int((is_scored(pairs, seq_len) & (pairs.lengths > seq_len + 1)).sum()):
+        _log.warning("%d of %d responses are cut at seq_len %d", num_cut, len(pairs), seq_len)
+
+
+def _join_documents(documents: list[str], tokenizer: Tokenizer) -> TokenArray:
+    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+    ending = np.array(end, dtype=token_dtype(tokenizer.vocab_size))
+    return np.concatenate([part for tokens in tokenizer.encode_all(documents) for part in (tokens, ending)])
+
+
+def _fingerprint(kind: str, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> str:
+    parts: list[Any] = [kind, content_hash, tokenizer.fingerprint, config.seq_len, repr(config.validation)]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

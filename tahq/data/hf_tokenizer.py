@@ -1,0 +1,196 @@
+"""Any Hugging Face tokenizer that lies in a local folder; nothing is ever downloaded.
+
+Read, in this order of preference: tokenizer.json; GPT-2's vocab.json and merges.txt; and for other
+folders whatever transformers makes of them (slow to import, so only then). Truncation and padding that a
+tokenizer.json may carry are switched off: a document is never cut. The end of a document is the eos token
+of tokenizer_config.json or special_tokens_map.json, else the first usual name that the vocabulary has.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from tahq.data.text_documents import read_bytes
+from tahq.data.tokenizer import TokenArray, token_dtype
+from tahq.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+_USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt",
+)  # fmt: skip
+_EXTRAS = ("chat_template.jinja",)
+_BATCH_CHARACTERS = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceTokenizer:
+    """A `tokenizers.Tokenizer` with the files that it came from."""
+
+    backend: tokenizers.Tokenizer
+    files: tuple[Path, ...]
+    vocab_size: int
+    end_of_document: int | None
+    fingerprint: str
+
+    @classmethod
+    def from_path(cls, path: Path) -> "HuggingFaceTokenizer":
+        """Load from a folder, or from a file in the format of tokenizer.json.
+
+        Raises:
+            DataError: nothing is there, or it is not a tokenizer.
+        """
+        if not path.exists():
+            raise DataError(
+                f"data.tokenizer: no such folder: {path} (seen from {Path.cwd()}); tokenizers are local, "
+                "nothing is downloaded; `bytes` needs no folder"
+            )
+        folder = path if path.is_dir() else path.parent
+        vocabulary = [folder / name for name in _VOCABULARIES] if path.is_dir() else [path]
+        files = tuple(file for file in vocabulary if file.is_file())
+        if not files:
+            raise DataError(f"data.tokenizer: {path} holds no tokenizer, none of {', '.join(_VOCABULARIES)}")
+        backend = _load_backend(path, {file.name for file in files})
+        backend.no_truncation()
+        backend.no_padding()
+        vocab = backend.get_vocab(with_added_tokens=True)
+        eos = _find_eos(folder, vocab)
+        if eos is None:
+            _log.warning("tokenizer %s has no end-of-document token; documents are joined without one", path)
+        size = max(vocab.values(), default=-1) + 1
+        return cls(backend, files, size, None if eos is None else vocab[eos], _fingerprint(files, size, eos))
+
+    @property
+    def cache_key(self) -> str:
+        """The fingerprint, and the library's version, which might mend how it tokenises."""
+        return f"{self.fingerprint} tokenizers {tokenizers.__version__}"
+
+    def encode(self, text: str) -> TokenArray:
+        """Token ids of a text; the names of special tokens in it are taken for those tokens."""
+        return self._array(self.backend.encode(text, add_special_tokens=False))
+
+    def encode_all(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Token ids of each text, several at a time on all cores."""
+        encoded: list[TokenArray] = []
+        for batch in _batches(texts):
+            encoded.extend(map(self._array, self.backend.encode_batch_fast(batch, add_special_tokens=False)))
+        return encoded
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def save(self, folder: Path) -> None:
+        """Copy the tokenizer's files; write tokenizer.json and its settings where they were missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        source = self.files[0].parent
+        configured = (source / "tokenizer_config.json").is_file()
+        copied = (*self.files, *(source / name for name in (*_SETTINGS, *_EXTRAS))) if configured else ()
+        for file in filter(Path.is_file, copied):
+            shutil.copyfile(file, folder / file.name)
+        self.backend.save(str(folder / "tokenizer.json"))
+        if not configured:
+            settings = json.dumps(self._settings(), indent=1, ensure_ascii=False)
+            (folder / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
+
+    def _settings(self) -> dict[str, Any]:
+        eos = None if self.end_of_document is None else self.backend.id_to_token(self.end_of_document)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        return settings | ({} if eos is None else {"eos_token": eos})
+
+    def _array(self, encoding: tokenizers.Encoding) -> TokenArray:
+        return np.asarray(encoding.ids, dtype=token_dtype(self.vocab_size))
+
+
+def _batches(texts: Sequence[str]) -> Iterable[list[str]]:
+    """Runs of texts of about four million characters: enough for all cores, bounded in memory."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _load_backend(path: Path, names: set[str]) -> tokenizers.Tokenizer:
+    try:
+        if path.is_file():
+            return tokenizers.Tokenizer.from_file(str(path))
+        if "tokenizer.json" in names:
+            return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        if {"vocab.json", "merges.txt"} <= names:
+            return _load_byte_level_bpe(path)
+        return _load_with_transformers(path)
+    except DataError:
+        raise
+    except Exception as error:  # the libraries raise bare Exception, OSError, ValueError, ImportError, …
+        raise DataError(f"data.tokenizer: no tokenizer can be read from {path}: {_first_line(error)}") from error
+
+
+def _load_byte_level_bpe(folder: Path) -> tokenizers.Tokenizer:
+    """GPT-2's form: pieces of bytes, merged within the words that its regular expression finds."""
+    model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    eos = _find_eos(folder, backend.get_vocab())
+    if eos is not None:
+        backend.add_special_tokens([tokenizers.AddedToken(eos, special=True, normalized=False)])
+    return backend
+
+
+def _load_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ValueError(f"{type(loaded).__name__} has no fast form; save it as tokenizer.json with transformers")
+    return backend
+
+
+def _find_eos(folder: Path, vocab: dict[str, int]) -> str | None:
+    for name in _SETTINGS:
+        named = _read_object(folder / name).get("eos_token")
+        token = named.get("content") if isinstance(named, dict) else named
+        if isinstance(token, str) and token in vocab:
+            return token
+    return next((token for token in _USUAL_EOS if token in vocab), None)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(read_bytes(path))
+    except ValueError as error:
+        raise DataError(f"data.tokenizer: {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"data.tokenizer: {path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _fingerprint(files: Iterable[Path], vocab_size: int, eos: str | None) -> str:
+    digest = hashlib.blake2b(json.dumps([vocab_size, eos]).encode(), digest_size=16)
+    for file in files:
+        digest.update(hashlib.blake2b(read_bytes(file)).digest())
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,122 @@
+"""Tokens in one line: an array in memory, or memory-mapped files put end to end.
+
+Positions count tokens from the start of the first piece. Token files are flat, little-endian, without a
+header; only the pages that are read take memory.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tahq.data.sources import FoundFile
+from tahq.data.tokenizer import TokenArray
+from tahq.errors import DataError
+
+_HASH_BLOCK_NBYTES = 2**16
+_MAX_HASH_BLOCKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStream:
+    """Pieces of tokens, read as if they were one array.
+
+    `names` says what to call each piece in messages.
+    """
+
+    pieces: tuple[TokenArray, ...]
+    names: tuple[str, ...]
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pieces: Sequence[TokenArray], names: Sequence[str]) -> "TokenStream":
+        """A stream of pieces, in order."""
+        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+        return cls(tuple(pieces), tuple(names), tuple(ends.tolist()))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens start … start+count−1, int64; the caller keeps within the stream."""
+        parts = []
+        while count > 0:
+            number, offset = self._locate(start)
+            parts.append(self.pieces[number][offset : offset + count])
+            start += len(parts[-1])
+            count -= len(parts[-1])
+        return np.concatenate(parts, dtype=np.int64)
+
+    def place(self, position: int) -> str:
+        """``train.bin, token 17``: where a position lies, for a message."""
+        number, offset = self._locate(position)
+        return f"{self.names[number]}, token {offset}"
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self.ends, position, side="right"))
+        return number, position - (self.ends[number] - len(self.pieces[number]))
+
+
+def open_token_files(files: Sequence[FoundFile], dtype: str) -> TokenStream:
+    """Memory-map token files of `uint16` or `uint32`.
+
+    Raises:
+        DataError: a file is empty, unreadable, or no whole number of items.
+    """
+    item = np.dtype(dtype).newbyteorder("<")
+    return TokenStream.of([_map_file(file.path, item) for file in files], [str(file.path) for file in files])
+
+
+def hash_token_files(stream: TokenStream, vocab_size: int) -> str:
+    """Hex BLAKE2b over each piece's size and blocks of 64 KiB, and a check of the tokens in those blocks.
+
+    At most 256 blocks a piece, the first and the last among them and the others evenly between: pieces of
+    up to 16 MiB are hashed whole, larger ones in a fraction of a second.
+
+    Raises:
+        DataError: a token in them is not below `vocab_size`.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    before = 0
+    for piece in stream.pieces:
+        digest.update(len(piece).to_bytes(8, "little") + piece.dtype.str.encode())
+        for start, block in _sampled_blocks(piece):
+            digest.update(block.tobytes())
+            check_vocabulary(block, vocab_size, stream, before + start)
+        before += len(piece)
+    return digest.hexdigest()
+
+
+def check_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, stream: TokenStream, start: int) -> None:
+    """Raise DataError, naming the place, if a token is not below `vocab_size`; tokens[0] lies at `start`."""
+    index = int(tokens.argmax())
+    if tokens[index] >= vocab_size:
+        raise DataError(
+            f"{stream.place(start + index)} is {tokens[index]}, but the tokenizer has {vocab_size} ids; set "
+            "data.tokenizer to the one that made the tokens, and data.tokens_dtype to their type"
+        )
+
+
+def _sampled_blocks(piece: TokenArray) -> list[tuple[int, TokenArray]]:
+    length = _HASH_BLOCK_NBYTES // piece.itemsize
+    num_blocks = -(-len(piece) // length)
+    num_taken = min(num_blocks, _MAX_HASH_BLOCKS)
+    taken = [k * (num_blocks - 1) // max(num_taken - 1, 1) for k in range(num_taken)]
+    return [(block * length, piece[block * length : (block + 1) * length]) for block in taken]
+
+
+def _map_file(path: Path, item: np.dtype[Any]) -> TokenArray:
+    try:
+        nbytes = path.stat().st_size
+        if nbytes == 0 or nbytes % item.itemsize:
+            raise DataError(
+                f"{path} has {nbytes} bytes, which is no {'positive ' if nbytes == 0 else ''}multiple of "
+                f"{item.itemsize}, the size of a {item.name} token; see data.tokens_dtype"
+            )
+        return np.memmap(path, dtype=item, mode="r")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,83 @@
+"""Fixtures of the data tests: a cache folder of their own, small texts, a small Hugging Face tokenizer."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tahq.data.bytes_tokenizer import BytesTokenizer
+from tahq.data.config import DataConfig
+from tahq.data.dataset import Dataset, load_dataset
+
+SENTENCES = "".join(f"Sentence {i} says that {i * i} is {i} times itself.\n" for i in range(400))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("TAHQ_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def sentences() -> str:
+    return SENTENCES
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text" / "sentences.txt"
+    path.parent.mkdir()
+    path.write_text(SENTENCES)
+    return path
+
+
+@pytest.fixture
+def byte_dataset() -> Callable[..., Dataset]:
+    """byte_dataset(text=…, …): the dataset of a `data:` section with the bytes tokenizer."""
+    return lambda **section: load_dataset(DataConfig(**section), BytesTokenizer())
+
+
+@pytest.fixture
+def jsonl_file(tmp_path: Path) -> Callable[[Sequence[Any]], Path]:
+    def write(records: Sequence[Any]) -> Path:
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer.json of 300 byte-level pieces, which truncates to 8 tokens and adds ends."""
+    from tokenizers import ByteLevelBPETokenizer, processors
+
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([SENTENCES], vocab_size=300, special_tokens=["<eot>"], show_progress=False)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eot> $A <eot>", special_tokens=[("<eot>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "<eot>"}}
+        )
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder() -> Path:
+    """GPT-2's vocab.json and merges.txt, where the test data is at hand."""
+    default = Path(__file__).parents[2] / "../shared/data"
+    folder = Path(os.environ.get("TAHQ_SHARED_DATA", default)) / "gpt2"
+    if not (folder / "vocab.json").is_file():
+        pytest.skip(f"no GPT-2 vocabulary at {folder}; set TAHQ_SHARED_DATA")
+    return folder

@@ -1,0 +1,197 @@
+"""Prompt and response: where the loss is, how pairs are cut and filled, and what is refused."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.data.bytes_tokenizer import BytesTokenizer
+from tahq.data.config import DataConfig
+from tahq.data.dataset import Dataset, PairDataset, load_dataset
+from tahq.data.pairs import TextPair, encode_pairs, hash_pairs
+from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import DataError
+
+Write = Callable[..., Path]
+Load = Callable[..., Dataset]
+words = st.text(st.characters(codec="ascii", exclude_characters="\0"), max_size=12)
+
+
+def pair(prompt: str, response: str) -> dict[str, str]:
+    return {"prompt": prompt, "response": response}
+
+
+def test_loss_is_on_response_and_end_only(jsonl_file: Write, byte_dataset: Load) -> None:
+    path = jsonl_file([pair("ab", "cd")])
+    tokens, labels = byte_dataset(jsonl=str(path), seq_len=6, validation=0.0).gather(np.array([0]))
+    assert tokens.tolist() == [[97, 98, 99, 100, 0, 0]]
+    assert labels.tolist() == [[-100, 99, 100, 0, -100, -100]]
+
+
+def test_response_is_cut_at_seq_len_and_counted(
+    jsonl_file: Write, byte_dataset: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl_file([pair("ab", "cdefgh"), pair("a", "b")])
+    with caplog.at_level(logging.WARNING):
+        dataset = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0)
+    tokens, labels = dataset.gather(np.array([0]))
+    assert tokens.tolist() == [[97, 98, 99, 100]]
+    assert labels.tolist() == [[-100, 99, 100, 101]]
+    assert "1 of 2 responses are cut at seq_len 4" in caplog.text
+
+
+def test_prompt_that_fills_the_sample_still_has_its_first_response_token(jsonl_file: Write, byte_dataset: Load) -> None:
+    path = jsonl_file([pair("abcd", "xyz")])
+    tokens, labels = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0).gather(np.array([0]))
+    assert tokens.tolist() == [[97, 98, 99, 100]]
+    assert labels.tolist() == [[-100, -100, -100, ord("x")]]
+
+
+def test_pair_without_room_for_its_response_is_left_out_with_its_line(
+    jsonl_file: Write, byte_dataset: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl_file([pair("a", "b"), pair("abcde", "x"), pair("c", "d")])
+    with caplog.at_level(logging.WARNING):
+        dataset = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0)
+    assert dataset.num_train_samples == 2
+    assert f"1 of 3 pairs are left out, their prompt fills seq_len 4 or their response is empty; first {path}:2" in (
+        caplog.text
+    )
+    assert dataset.gather(np.array([1]))[0][0, 0] == ord("c")
+
+
+def test_no_pair_left_is_refused_with_numbers(jsonl_file: Write, byte_dataset: Load) -> None:
+    path = jsonl_file([pair("abcde", "x")] * 3)
+    with pytest.raises(DataError, match="none of 3 pairs is left to train on: 0 have a prompt short enough"):
+        byte_dataset(jsonl=str(path), seq_len=4)
+
+
+def test_empty_prompt_starts_with_the_end_of_a_document(jsonl_file: Write, byte_dataset: Load) -> None:
+    path = jsonl_file([pair("", "ab")])
+    tokens, labels = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0).gather(np.array([0]))
+    assert tokens.tolist() == [[0, 97, 98, 0]]
+    assert labels.tolist() == [[97, 98, 0, -100]]
+
+
+def test_empty_response_trains_on_the_end(jsonl_file: Write, byte_dataset: Load) -> None:
+    path = jsonl_file([pair("ab", "")])
+    tokens, labels = byte_dataset(jsonl=str(path), seq_len=3, validation=0.0).gather(np.array([0]))
+    assert tokens.tolist() == [[97, 98, 0]]
+    assert labels.tolist() == [[-100, 0, -100]]
+
+
+class Endless(BytesTokenizer):
+    """Bytes, without an end of a document."""
+
+    end_of_document = None  # type: ignore[assignment]
+
+
+@given(
+    pairs=st.lists(st.tuples(words, words), min_size=1, max_size=8), seq_len=st.integers(1, 20), endless=st.booleans()
+)
+def test_labels_are_the_response_after_the_prompt_for_any_pairs(
+    pairs: list[tuple[str, str]], seq_len: int, endless: bool
+) -> None:
+    tokenizer = Endless() if endless else BytesTokenizer()
+    end = [] if endless else [0]
+    encoded = encode_pairs([TextPair(*texts, place="") for texts in pairs], tokenizer)
+    config = DataConfig(jsonl="x", seq_len=seq_len, validation=0.0)
+    expected = []
+    for prompt, response in pairs:
+        start = list(prompt.encode()) or end
+        whole = [*start, *response.encode(), *end]
+        scored = [-100] * (max(len(start), 1) - 1) + whole[max(len(start), 1) :]
+        row = (scored + [-100] * seq_len)[:seq_len]
+        if any(label != -100 for label in row):
+            expected.append(((whole + [0] * seq_len)[:seq_len], row))
+    if not expected:
+        with pytest.raises(DataError, match="left to train on"):
+            PairDataset(encoded, "", config, tokenizer)
+        return
+    dataset = PairDataset(encoded, "", config, tokenizer)
+    tokens, labels = dataset.gather(np.arange(dataset.num_train_samples))
+    assert list(zip(tokens.tolist(), labels.tolist(), strict=True)) == expected
+
+
+def test_split_of_pairs_is_disjoint_complete_and_evenly_spread(jsonl_file: Write, byte_dataset: Load) -> None:
+    path = jsonl_file([pair(f"{i:04d}", "x") for i in range(100)])
+    dataset = byte_dataset(jsonl=str(path), seq_len=8, validation=0.2)
+    assert (dataset.num_train_samples, dataset.num_validation_samples) == (80, 20)
+    tokens, _ = dataset.gather(np.arange(100))
+    numbers = [int(bytes(row[:4])) for row in tokens.astype(np.uint8)]
+    assert sorted(numbers) == list(range(100))
+    assert numbers[80:] == list(range(4, 100, 5))
+
+
+def test_same_pairs_are_held_out_for_every_seq_len(jsonl_file: Write, byte_dataset: Load) -> None:
+    path = jsonl_file([pair("p" * (i % 7) + chr(65 + i), "response") for i in range(40)])
+    short, long = (byte_dataset(jsonl=str(path), seq_len=n, validation=0.25) for n in (4, 30))
+
+    def held_out(dataset: Dataset) -> set[int]:
+        ids = dataset.num_train_samples + np.arange(dataset.num_validation_samples)
+        return {int(row[row != ord("p")][0]) for row in dataset.gather(ids)[0]}
+
+    assert short.num_validation_samples < long.num_validation_samples == 10
+    assert held_out(short) < held_out(long)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object with prompt and response, got list"),
+        ('{"prompt": "a", "answer": "b"}', "no key 'response', only 'prompt', 'answer'"),
+        ('{"prompt": 1, "response": "b"}', "prompt must be a string, got int"),
+        ('{"prompt": "a\\u0000", "response": "b"}', "prompt holds a NUL"),
+        ('{"prompt": "a", "response": "b\\ud800"}', "half a surrogate pair at character 1"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_malformed_line_is_refused_with_file_and_line(
+    jsonl_file: Write, byte_dataset: Load, line: str, problem: str
+) -> None:
+    path = jsonl_file([pair("a", "b"), "", line])
+    with pytest.raises(DataError, match=problem) as caught:
+        byte_dataset(jsonl=str(path))
+    assert str(caught.value).startswith(f"{path}:3: ")
+
+
+def test_line_that_is_not_utf8_is_refused_with_file_and_line(tmp_path: Path, byte_dataset: Load) -> None:
+    path = tmp_path / "latin1.jsonl"
+    path.write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xe9", "response": "b"}\n')
+    with pytest.raises(DataError, match=r"latin1.jsonl:2: not JSON"):
+        byte_dataset(jsonl=str(path))
+
+
+def test_file_without_a_line_is_refused(tmp_path: Path, byte_dataset: Load) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    with pytest.raises(DataError, match=r"1 files hold no line, first .*empty.jsonl"):
+        byte_dataset(jsonl=str(tmp_path))
+
+
+def test_further_keys_and_windows_line_ends_are_passed_over(tmp_path: Path, byte_dataset: Load) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps({**pair("a", "b"), "source": 7}).encode() + b"\r\n")
+    assert byte_dataset(jsonl=str(path), validation=0.0).num_train_samples == 1
+
+
+def test_hash_depends_on_where_prompt_and_response_meet() -> None:
+    hashes = {hash_pairs([TextPair(p, r, "")]) for p, r in (("ab", "c"), ("a", "bc"), ("", "abc"))}
+    assert len(hashes) == 3
+    assert hash_pairs([TextPair("a", "b", "x:1")]) == hash_pairs([TextPair("a", "b", "y:2")])
+
+
+def test_pairs_with_a_hugging_face_tokenizer_join_the_two_encodings(jsonl_file: Write, bpe_folder: Path) -> None:
+    path = jsonl_file([pair("Sentence 1 says", " that 1 is")])
+    config = DataConfig(jsonl=str(path), tokenizer=str(bpe_folder), seq_len=32, validation=0.0)
+    tokenizer = load_tokenizer(config)
+    tokens, labels = load_dataset(config, tokenizer).gather(np.array([0]))
+    response = tokenizer.encode(" that 1 is").tolist()
+    prompt = tokenizer.encode("Sentence 1 says").tolist()
+    assert tokens[0].tolist()[: len(prompt + response)] == prompt + response
+    assert labels[0][labels[0] != -100].tolist() == [*response, 0]

@@ -1,0 +1,218 @@
+"""Bytes and Hugging Face tokenizers: ids, ends of documents, fingerprints, and what transformers makes of them."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.data.bytes_tokenizer import BytesTokenizer
+from tahq.data.config import DataConfig
+from tahq.data.hf_tokenizer import HuggingFaceTokenizer
+from tahq.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from tahq.errors import DataError
+
+TRICKY = [
+    "",
+    " lead",
+    "two  spaces\n\n\ttab \n",
+    "don't, 'tis . !",
+    "Ā Ġ Ċ é ÿ",
+    "漢字 😀 \ufeff",
+    "<|endoftext|> </s>",
+]
+MODEL_TYPES = ["gpt2", "llama", "qwen2", "qwen3", "mistral"]
+text_without_nul = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+
+
+def load(path: Path | str) -> Tokenizer:
+    return load_tokenizer(DataConfig(text="stdlib", tokenizer=str(path)))
+
+
+@given(text_without_nul)
+def test_bytes_ids_are_utf8_and_decode_back(text: str) -> None:
+    tokenizer = BytesTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.tobytes() == text.encode()
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_bytes_refuse_a_nul_with_its_position() -> None:
+    with pytest.raises(DataError, match="NUL character at position 2"):
+        BytesTokenizer().encode("ab\0")
+
+
+@pytest.fixture(scope="module")
+def exported_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    load("bytes").save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def auto_bytes(exported_bytes: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(exported_bytes)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_exported_bytes_give_the_same_ids_in_transformers(auto_bytes, text: str) -> None:
+    ids = list(text.encode())
+    assert auto_bytes(text)["input_ids"] == ids
+    assert auto_bytes.decode(ids) == text
+
+
+def test_exported_bytes_have_every_id_and_end_documents_with_zero(auto_bytes) -> None:
+    assert len(auto_bytes) == 256
+    assert auto_bytes.eos_token_id == auto_bytes.pad_token_id == 0
+    pieces = auto_bytes.convert_ids_to_tokens(list(range(256)))
+    assert len(set(pieces)) == 256
+    assert auto_bytes.convert_tokens_to_ids(pieces) == list(range(256))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_exported_bytes_survive_beside_a_model(exported_bytes: Path, tmp_path: Path, model_type: str) -> None:
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(exported_bytes, tmp_path / "model")
+    ends = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **ends}))
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert len(loaded) == 256
+    for text in TRICKY:
+        assert loaded(text)["input_ids"] == list(text.encode())
+
+
+def test_tokenizer_json_encodes_whole_documents_without_additions(bpe_folder: Path, sentences: str) -> None:
+    tokenizer = load(bpe_folder)
+    ids = tokenizer.encode(sentences)
+    assert len(ids) > 1000  # the file asks for 8 with truncation
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (300, 0)
+    assert 0 not in ids
+    assert tokenizer.decode(ids) == sentences
+    assert [a.tolist() for a in tokenizer.encode_all([sentences, "", "x"])] == [
+        ids.tolist(),
+        [],
+        tokenizer.encode("x").tolist(),
+    ]
+
+
+def test_saved_tokenizer_gives_the_same_ids_in_transformers(bpe_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = load(bpe_folder)
+    tokenizer.save(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert loaded.eos_token == "<eot>"
+    for text in TRICKY:
+        assert loaded(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text).tolist()
+
+
+def test_saved_tokenizer_loads_again_as_itself(bpe_folder: Path, tmp_path: Path) -> None:
+    first = load(bpe_folder)
+    first.save(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.encode("Sentence 12").tolist() == first.encode("Sentence 12").tolist()
+    assert (again.vocab_size, again.end_of_document) == (first.vocab_size, first.end_of_document)
+
+
+def test_gpt2_folder_gives_known_ids_and_transformers_agrees(gpt2_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = load(gpt2_folder)
+    assert tokenizer.encode("Hello, world! It's 2024.").tolist() == [15496, 11, 995, 0, 632, 338, 48609, 13]
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50257, 50256)
+    tokenizer.save(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert loaded.eos_token_id == 50256
+    for text in TRICKY:
+        assert loaded(text)["input_ids"] == tokenizer.encode(text).tolist()
+        assert loaded.decode(tokenizer.encode(text).tolist()) == tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_folder_in_another_form_goes_through_transformers(tmp_path: Path) -> None:
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]"})
+    )
+    tokenizer = load(tmp_path)
+    assert tokenizer.encode("ones Two three").tolist() == [5, 7, 6, 1]
+    assert tokenizer.end_of_document == 3
+
+
+def test_file_in_the_format_of_tokenizer_json_is_enough(bpe_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    shutil.copy(bpe_folder / "tokenizer.json", path)
+    assert load(path).encode("Sentence").tolist() == load(bpe_folder).encode("Sentence").tolist()
+
+
+def test_missing_end_of_document_is_warned_of(
+    bpe_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path).end_of_document is None
+    assert "no end-of-document token" in caplog.text
+
+
+def test_fingerprint_depends_on_content_and_not_on_place(bpe_folder: Path, tmp_path: Path) -> None:
+    same = shutil.copytree(bpe_folder, tmp_path / "same")
+    other = shutil.copytree(bpe_folder, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["merges"][3], content["model"]["merges"][4] = content["model"]["merges"][4:2:-1]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    no_end = shutil.copytree(bpe_folder, tmp_path / "no_end")
+    (no_end / "tokenizer_config.json").unlink()
+    prints = [load(folder).fingerprint for folder in (bpe_folder, same, other, no_end)]
+    assert prints[0] == prints[1]
+    assert len({*prints, load("bytes").fingerprint}) == 4
+
+
+def test_missing_folder_says_that_nothing_is_downloaded() -> None:
+    with pytest.raises(DataError, match=r"no such folder: no/where .*nothing is downloaded"):
+        load("no/where")
+
+
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no tokenizer, none of tokenizer\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("tokenizer.json", "{}", "no tokenizer can be read from"),
+        ("tokenizer.json", "not JSON", "no tokenizer can be read from"),
+        ("vocab.txt", "", "no tokenizer can be read from"),
+    ],
+)
+def test_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path, name: str, content: str, problem: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=problem) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "problem"), [("{", "is not JSON"), ("[]", "must hold a JSON object")])
+def test_damaged_settings_are_refused(bpe_folder: Path, tmp_path: Path, content: str, problem: str) -> None:
+    shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match=problem):
+        load(tmp_path)
+
+
+def test_token_dtype_is_the_smallest_that_fits() -> None:
+    sizes = [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+    assert [token_dtype(size).name for size, _ in sizes] == [name for _, name in sizes]
+
+
+def test_only_slow_encoders_are_cached(bpe_folder: Path) -> None:
+    assert load("bytes").cache_key is None
+    loaded = load(bpe_folder)
+    assert isinstance(loaded, HuggingFaceTokenizer)
+    assert loaded.fingerprint in loaded.cache_key
