@@ -1,0 +1,1 @@
+"""What a stage keeps in memory, one technique a file."""

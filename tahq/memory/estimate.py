@@ -1,0 +1,93 @@
+"""What a stage keeps in memory, estimated before anything is allocated.
+
+The total is a floor for what the process takes: Python, torch and its kernels' own workspaces, the data
+and the allocator's fragments come on top.
+"""
+
+import math
+from dataclasses import astuple, dataclass
+
+from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import slice_parameters
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """What a stage's memory depends on beside the model.
+
+    `in_flight`: micro-batches whose activations are held at once (`Schedule.max_in_flight`).
+    `optimizer_states`: fp32 numbers that the optimizer keeps a parameter: 2 for AdamW, 1 for momentum.
+    `frame_nbytes`: encoded bytes of one micro-batch on all the stage's cuts, both directions.
+    """
+
+    shape: MicroBatchShape
+    in_flight: int
+    optimizer_states: int
+    checkpoint_blocks: bool
+    frame_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes that a stage keeps, by kind."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    boundary: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(astuple(self))
+
+
+def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> StageMemory:
+    """Estimate what a stage keeps at its peak.
+
+    With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
+
+    - weights 4·N, gradients 4·N, optimizer 4·N a state: all fp32, under bf16 autocast too;
+    - activations n · `saved_by_slice`;
+    - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
+      (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
+    - workspace, taken for one micro-batch at a time: with checkpointing one block computed again,
+      `saved_by_block`; on the last stage the logits or their gradient, 4·T·V, and as bf16 2·T·V more.
+
+    Args:
+        spec: the model.
+        blocks: the stage's part of it.
+        numbers: the rest.
+    """
+    num_parameters = sum(math.prod(shape) for shape in slice_parameters(spec, blocks).values())
+    weights = _FP32 * num_parameters
+    saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
+    return StageMemory(
+        weights=weights,
+        gradients=weights,
+        optimizer=weights * numbers.optimizer_states,
+        activations=numbers.in_flight * saved,
+        boundary=_boundary(spec, blocks, numbers),
+        workspace=_workspace(spec, blocks, numbers),
+    )
+
+
+def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
+    tensor = _FP32 * numbers.shape.num_tokens * spec.hidden_size
+    num_tensors = (0 if blocks.last else numbers.in_flight + 1) + (0 if blocks.first else 1)
+    return num_tensors * tensor + numbers.in_flight * numbers.frame_nbytes
+
+
+def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
+    every = range(blocks.start, blocks.stop)
+    again = max(saved_by_block(spec, block, numbers.shape) for block in every) if numbers.checkpoint_blocks else 0
+    element = _FP32 + (numbers.shape.element_nbytes if numbers.shape.bf16 else 0)
+    logits = element * numbers.shape.num_tokens * spec.vocab_size if blocks.last else 0
+    # The head's backward is over before a block is computed again.
+    return max(again, logits)

@@ -1,0 +1,1 @@
+"""Schedule, stage, boundary, engine, commit and snapshot: one training step through the pipeline."""

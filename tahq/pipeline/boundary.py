@@ -1,0 +1,165 @@
+"""Where codec meets link: one cut, seen from one of its two sides.
+
+A boundary is the only place that knows both tensors and frames. It names each tensor by its logical
+id, derives the codec's key from that id, packs and sends; and on the other side posts receives ahead,
+checks that what came is what the plan says, and unpacks.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.transport import Transport
+from tahq.errors import RemoteProtocolError
+from tahq.quant import get_codec
+from tahq.quant.codec import Codec
+from tahq.randomness import derive_seed
+
+
+class Stopwatch:
+    """Seconds spent by activity; what a step's time was made of."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, activity: str) -> Iterator[None]:
+        """Add the time that the block takes to `activity`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - begin
+
+    def take(self) -> dict[str, float]:
+        """What was measured since the last call."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+class CodecTable:
+    """The plan's table of resolved codec specs; a frame names its codec by the index here."""
+
+    def __init__(self, activations: str, gradients: str) -> None:
+        self.codecs: tuple[Codec, ...] = (get_codec("raw:dtype=fp32"), get_codec(activations), get_codec(gradients))
+
+    def index(self, purpose: Purpose, direction: Direction) -> int:
+        """Which codec packs this kind of tensor."""
+        if purpose in (Purpose.EVAL_RAW, Purpose.TIE):
+            return 0
+        return 1 if direction is Direction.FORWARD else 2
+
+
+def codec_key(id: LogicalId, seed: int) -> int:
+    """The 64-bit key of a randomised codec for one tensor, equal on both ends and never sent.
+
+    The run's number is left out: the seed stands for the run, so that a continued or repeated run
+    with the same seed draws the same signs.
+    """
+    return derive_seed(seed, "codec", id.replica, id.step, int(id.purpose), id.micro_batch, id.cut, int(id.direction))
+
+
+@dataclass(frozen=True, slots=True)
+class CutIdentity:
+    """What the ids of all tensors on one cut have in common."""
+
+    run: int
+    seed: int
+    cut: int
+    replica: int = 0
+
+    def name(self, step: int, purpose: Purpose, micro_batch: int, direction: Direction) -> LogicalId:
+        """The logical id of one tensor on this cut."""
+        return LogicalId(self.run, self.replica, step, purpose, micro_batch, self.cut, direction)
+
+
+class Boundary:
+    """One side of a cut.
+
+    Args:
+        transport: the link that crosses it.
+        identity: names of what crosses it.
+        codecs: the plan's table.
+        device: where tensors are encoded from and decoded to.
+        stopwatch: told the seconds of `encode`, `decode` and `wait`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        identity: CutIdentity,
+        codecs: CodecTable,
+        device: torch.device,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.transport = transport
+        self._identity = identity
+        self._codecs = codecs
+        self._device = device
+        self._stopwatch = stopwatch
+        self._arrived: dict[LogicalId, Frame] = {}
+
+    def post(
+        self, step: int, purpose: Purpose, direction: Direction, micro_batches: Iterable[int], shape: tuple[int, ...]
+    ) -> None:
+        """Post receives ahead, so that a frame finds its place whenever it comes."""
+        codec = self._codecs.codecs[self._codecs.index(purpose, direction)]
+        max_nbytes = codec.encoded_nbytes(shape)
+        for micro_batch in micro_batches:
+            self.transport.expect(self._identity.name(step, purpose, micro_batch, direction), max_nbytes)
+
+    def send(self, step: int, purpose: Purpose, direction: Direction, micro_batch: int, tensor: torch.Tensor) -> bool:
+        """Pack a tensor and queue it; returns whether all that was packed is finite."""
+        id = self._identity.name(step, purpose, micro_batch, direction)
+        index = self._codecs.index(purpose, direction)
+        codec = self._codecs.codecs[index]
+        with self._stopwatch.measure("encode"):
+            payload = codec.encode(tensor, key=codec_key(id, self._identity.seed)).cpu()
+            finite = not codec.has_non_finite(payload)
+        self.transport.send(Frame(id, index, tensor.dtype, tuple(tensor.shape), payload))
+        return finite
+
+    def receive(
+        self,
+        step: int,
+        purpose: Purpose,
+        direction: Direction,
+        micro_batch: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Wait for a posted tensor and unpack it.
+
+        Raises:
+            PeerLostError: the link is lost.
+            RemoteProtocolError: its codec, shape or dtype is not what the plan says.
+            CodecError: its payload is not a valid stream.
+        """
+        id = self._identity.name(step, purpose, micro_batch, direction)
+        with self._stopwatch.measure("wait"):
+            frame = self._await(id)
+        index = self._codecs.index(purpose, direction)
+        _check(frame, index, shape, dtype)
+        with self._stopwatch.measure("decode"):
+            buffer = frame.payload.to(self._device)
+            return self._codecs.codecs[index].decode(buffer, shape, dtype, key=codec_key(id, self._identity.seed))
+
+    def _await(self, id: LogicalId) -> Frame:
+        while id not in self._arrived:
+            frame = self.transport.recv()
+            self._arrived[frame.id] = frame
+        return self._arrived.pop(id)
+
+
+def _check(frame: Frame, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    got = (frame.codec, frame.shape, frame.dtype)
+    expected = (index, shape, dtype)
+    if got != expected:
+        raise RemoteProtocolError(
+            f"cut {frame.id.cut}: step {frame.id.step}, micro-batch {frame.id.micro_batch} came as "
+            f"(codec, shape, dtype) {got}, the plan says {expected}; are both ends the same version?"
+        )

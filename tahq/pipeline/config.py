@@ -1,0 +1,84 @@
+"""`training:` and `pipeline:` of cluster.yaml."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tahq.units import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainingConfig(Section):
+    """How the weights learn. Exactly one of `steps` and `epochs` says for how long."""
+
+    steps: int | None = Field(default=None, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
+    global_batch: int = Field(default=32, ge=1)
+    """Samples an optimizer step."""
+    micro_batch: int = Field(default=4, ge=1)
+    """Samples that travel through the pipeline together."""
+    optimizer: Literal["adamw", "sgd", "ema_sgd"] = "adamw"
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6."""
+    lr: float = Field(default=1e-3, gt=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled; none on norms and biases."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the old momentum that is kept (sgd), 1 − β₁ of TAH-Quant Eq. 6 (ema_sgd)."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Length of the decay of `wsd`; None: a tenth of the steps."""
+    min_lr: float = Field(default=0.0, ge=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Global gradient norm; None: not clipped."""
+    non_finite: Literal["skip", "halt"] = "skip"
+    """What all stages do when any gradient or the loss is NaN or infinite."""
+    max_skipped_in_a_row: int = Field(default=10, ge=1)
+    eval_every: int | None = Field(default=None, ge=1)
+    eval_batches: int = Field(default=4, ge=1)
+    """Global batches of the validation split an evaluation takes."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA."""
+    activation_checkpointing: Literal["none", "block"] = "none"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingConfig":
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("needs exactly one of steps and epochs")
+        if self.global_batch % self.micro_batch:
+            raise ValueError(f"global_batch {self.global_batch} is not divisible by micro_batch {self.micro_batch}")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
+        self._check_phases()
+        return self
+
+    def _check_phases(self) -> None:
+        decay_steps = (self.decay_steps or 0) if self.lr_schedule == "wsd" else 0
+        if self.steps is not None and self.warmup_steps + decay_steps > self.steps:
+            decay = f" and decay_steps {decay_steps}" if decay_steps else ""
+            raise ValueError(f"warmup_steps {self.warmup_steps}{decay} do not fit into steps {self.steps}")
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches a step."""
+        return self.global_batch // self.micro_batch
+
+
+class PipelineConfig(Section):
+    """How the model is divided and in what order its parts are computed."""
+
+    stages: int = Field(default=4, ge=1, le=256)
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    layers: list[Annotated[int, Field(ge=1)]] | None = None
+    """Transformer blocks of each stage, in order; None: divided by cost."""
+    balance: Literal["counted", "measured"] = "counted"
+    """What a layer costs: multiplications counted, or forward and backward timed."""
+
+    @model_validator(mode="after")
+    def _listed_layers_fit(self) -> "PipelineConfig":
+        if self.layers is not None and len(self.layers) != self.stages:
+            raise ValueError(f"layers lists {len(self.layers)} stages, stages is {self.stages}")
+        return self

@@ -1,0 +1,77 @@
+"""Plain-text pictures of a pipeline: a row a stage, time from left to right.
+
+Knows cells, not schedules, so that an error in a schedule can be drawn as well as a simulated step.
+A cell covers columns [start, end) of its row; all columns are equally wide.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MIN_COLUMNS = 4
+"""Columns that are drawn however narrow the terminal is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`label` in columns [start, end) of a row; a marked one stands between > and <."""
+
+    row: int
+    start: int
+    end: int
+    label: str
+    marked: bool = False
+
+    @property
+    def text(self) -> str:
+        """What is drawn, before it is padded to its columns."""
+        return f">{self.label}<" if self.marked else self.label
+
+
+def render(cells: Iterable[Cell], row_names: Sequence[str], width: int | None = None) -> str:
+    """The cells as text, one line a row, idle columns as dots.
+
+    Args:
+        cells: in any order; those of one row must not overlap.
+        row_names: stands at the left of each row, top to bottom.
+        width: longest line in characters; what lies beyond is cut at a whole column, and a note under
+            the picture says how much. None: as wide as needed.
+
+    Returns:
+        Lines joined by newlines, without one at the end.
+
+    Example:
+        >>> print(render([Cell(0, 0, 1, "0F0"), Cell(1, 1, 2, "1F0"), Cell(1, 2, 4, "1B0")], ["a ", "b "]))
+        a 0F0 .   .   .
+        b .   1F0 1B0-----
+    """
+    rows: list[list[Cell]] = [[] for _ in row_names]
+    for cell in sorted(cells, key=lambda cell: cell.start):
+        rows[cell.row].append(cell)
+    num_columns = max((row[-1].end for row in rows if row), default=0)
+    column = max((len(cell.text) for row in rows for cell in row), default=0) + 1
+    margin = max((len(name) for name in row_names), default=0)
+    shown = _columns_that_fit(num_columns, column, margin, width)
+    lines = [name.ljust(margin) + _draw_row(row, shown, column) for name, row in zip(row_names, rows, strict=True)]
+    if shown < num_columns:
+        needed = margin + num_columns * column
+        lines.append(f"({shown} of {num_columns} time slots shown; all of it needs {needed} characters a line)")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _columns_that_fit(num_columns: int, column: int, margin: int, width: int | None) -> int:
+    if width is None or margin + num_columns * column <= width:
+        return num_columns
+    return min(num_columns, max(MIN_COLUMNS, (width - margin) // column))
+
+
+def _draw_row(row: Sequence[Cell], num_columns: int, column: int) -> str:
+    idle = ".".ljust(column)
+    text = ""
+    for cell in row:
+        text += idle * (cell.start - len(text) // column)
+        width = (cell.end - cell.start) * column
+        # the last character of a cell stays free, so that neighbours never touch
+        filling = "-" if cell.end - cell.start > 1 else " "
+        text += cell.text.ljust(width - 1, filling) + " "
+    text += idle * (num_columns - len(text) // column)
+    return text[: num_columns * column]

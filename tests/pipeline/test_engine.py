@@ -1,0 +1,147 @@
+"""The engine of one stage, driven by hand: what it computes, sends, and leaves behind."""
+
+import pytest
+import torch
+from tahq.comm.frame import Direction, Purpose
+from tahq.comm.inproc_transport import InprocPair
+from tahq.comm.virtual_clock import VirtualClock
+from tahq.data.batches import BatchSource
+from tahq.data.config import DataConfig
+from tahq.data.dataset import load_dataset
+from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import RemoteProtocolError, ScheduleError
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, build_slice
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
+from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.schedule import Action, generate
+
+SHAPE = StepShape(num_micro_batches=3, micro_batch=2, seq_len=8, hidden_size=16)
+LAYERS = 2
+
+
+@pytest.fixture
+def batches(tmp_path) -> BatchSource:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    config = DataConfig(text=str(tmp_path), seq_len=SHAPE.seq_len, validation=0.2)
+    dataset = load_dataset(config, load_tokenizer(config))
+    return BatchSource(dataset, seed=0, global_batch=6, micro_batch=2)
+
+
+def make_slice(start: int, stop: int) -> ModelSlice:
+    config = ModelConfig(family="llama", num_layers=LAYERS, hidden_size=SHAPE.hidden_size, num_heads=2)
+    spec = load_spec(config, vocab_size=256, seq_len=SHAPE.seq_len)
+    return build_slice(spec, BlockRange(start, stop, LAYERS), seed=0, device="cpu", random=RandomContext(0))
+
+
+def make_engine(module: ModelSlice, actions, batches, incoming=None, outgoing=None, **options) -> StageEngine:
+    chunk = actions[0].chunk
+    return StageEngine(
+        chunks={chunk: Chunk(module, incoming, outgoing)},
+        actions=actions,
+        shape=SHAPE,
+        batches=batches,
+        random=module.random,
+        device=torch.device("cpu"),
+        **options,
+    )
+
+
+def test_a_whole_model_gets_the_gradient_of_the_mean_loss_of_the_step(batches):
+    module = make_slice(0, LAYERS)
+    engine = make_engine(module, generate("gpipe", 1, 3).actions[0], batches)
+    result = engine.run_step(0)
+    batch = batches.train(0)
+    reference = make_slice(0, LAYERS)
+    total = summed_cross_entropy(reference(batch.tokens), batch.labels)
+    (total / batch.num_tokens).backward()
+    assert result.tokens == batch.num_tokens == 6 * 8
+    assert result.batch_digest == batch.digest
+    assert result.finite
+    # one batch of six against three of two: the same sums in another order, fp32
+    assert result.loss_sum == pytest.approx(float(total.detach()), rel=1e-5)
+    for name, parameter in module.canonical_parameters().items():
+        expected = reference.canonical_parameters()[name].grad
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_stages_in_turn_give_the_gradients_of_one_to_the_bit(batches, schedule):
+    """One thread drives both: a GPipe order for the lower stage lets the upper one run in between."""
+    whole = make_slice(0, LAYERS)
+    make_engine(whole, generate(schedule, 1, 3).actions[0], batches).run_step(5)
+    pair, table = InprocPair(VirtualClock()), CodecTable("raw:dtype=fp32", "raw:dtype=fp32")
+    cuts = [Boundary(end, CutIdentity(1, 0, 0), table, torch.device("cpu"), Stopwatch()) for end in pair.transports]
+    lower, upper = make_slice(0, 1), make_slice(1, LAYERS)
+    upper_engine = make_engine(upper, generate("gpipe", 2, 3).actions[1], batches, incoming=cuts[1])
+
+    def before(step: int, action: Action) -> None:
+        if str(action) == "0B0":
+            upper_engine.run_step(step)
+
+    rows = generate("gpipe", 2, 3).actions[0]
+    result = make_engine(lower, rows, batches, outgoing=cuts[0], on_action=before).run_step(5)
+    assert result.loss_sum is None
+    parts = lower.canonical_parameters() | upper.canonical_parameters()
+    for name, parameter in whole.canonical_parameters().items():
+        assert torch.equal(parts[name].grad, parameter.grad), name
+
+
+def test_gradients_add_up_over_steps_until_somebody_takes_them(batches):
+    module = make_slice(0, LAYERS)
+    engine = make_engine(module, generate("1f1b", 1, 3).actions[0], batches)
+    engine.run_step(0)
+    once = {name: p.grad.clone() for name, p in module.canonical_parameters().items()}
+    engine.run_step(0)
+    for name, parameter in module.canonical_parameters().items():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-5, atol=1e-8)
+
+
+def test_evaluation_touches_no_gradient_and_counts_each_token_once(batches):
+    module = make_slice(0, LAYERS)
+    engine = make_engine(module, generate("1f1b", 1, 3).actions[0], batches)
+    result = engine.evaluate(0, num_batches=2)
+    assert result is not None
+    held_out = [batches.validation(index) for index in range(2)]
+    assert result.tokens == sum(batch.num_tokens for batch in held_out)
+    with torch.no_grad():
+        expected = sum(float(summed_cross_entropy(module(batch.tokens), batch.labels)) for batch in held_out)
+    assert result.loss_sum == result.raw_loss_sum  # one stage: no cut, no codec
+    assert result.loss_sum == pytest.approx(expected, rel=1e-5)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_weight_that_is_not_finite_is_reported_by_loss_and_gradients(batches):
+    module = make_slice(0, LAYERS)
+    with torch.no_grad():
+        next(iter(module.parameters()))[:, 0] = float("nan")
+    result = make_engine(module, generate("1f1b", 1, 3).actions[0], batches).run_step(0)
+    assert result.loss_sum != result.loss_sum
+
+
+def test_activities_are_timed(batches):
+    module = make_slice(0, LAYERS)
+    timing = make_engine(module, generate("1f1b", 1, 3).actions[0], batches).run_step(0).timing
+    assert {"data", "forward", "backward"} <= timing.keys()
+    assert all(seconds >= 0 for seconds in timing.values())
+
+
+def test_a_split_backward_is_refused_by_name(batches):
+    engine = make_engine(make_slice(0, LAYERS), (Action.parse("0F0"), Action.parse("0I0")), batches)
+    with pytest.raises(ScheduleError, match="0I0"):
+        engine.run_step(0)
+
+
+def test_an_activation_of_another_shape_than_the_plan_has_is_refused(batches):
+    pair, table = InprocPair(VirtualClock()), CodecTable("raw:dtype=fp32", "raw:dtype=fp32")
+    lower, upper = (
+        Boundary(end, CutIdentity(1, 0, 0), table, torch.device("cpu"), Stopwatch()) for end in pair.transports
+    )
+    lower.send(0, Purpose.TRAIN, Direction.FORWARD, 0, torch.zeros(1, 8, 16))
+    engine = make_engine(make_slice(1, LAYERS), generate("gpipe", 2, 3).actions[1], batches, incoming=upper)
+    with pytest.raises(RemoteProtocolError, match="the plan says"):
+        engine.run_step(0)

@@ -1,0 +1,118 @@
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.learning_rate import RATES, learning_rate
+
+
+def config(schedule="constant", **keys):
+    return TrainingConfig(**{"epochs": 1.0, "lr": 1.0, "lr_schedule": schedule} | keys)
+
+
+def rates(training, total_steps):
+    return [learning_rate(training, step, total_steps) for step in range(total_steps)]
+
+
+@st.composite
+def runs(draw):
+    total_steps = draw(st.integers(1, 300))
+    lr = draw(st.floats(1e-6, 1.0))
+    training = config(
+        draw(st.sampled_from(sorted(RATES))),
+        lr=lr,
+        min_lr=draw(st.floats(0.0, 1.0)) * lr,
+        warmup_steps=draw(st.integers(0, 320)),
+        decay_steps=draw(st.none() | st.integers(1, 320)),
+    )
+    return training, total_steps
+
+
+@given(runs())
+def test_rate_is_bounded(run):
+    training, total_steps = run
+    for step, rate in enumerate(rates(training, total_steps)):
+        lowest = 0.0 if step < training.warmup_steps else training.min_lr
+        assert lowest <= rate <= training.lr
+        assert rate > 0 or step >= training.warmup_steps
+
+
+@given(runs())
+def test_rate_rises_through_the_warm_up_and_never_after_it(run):
+    training, total_steps = run
+    for (step, before), (_, after) in itertools.pairwise(enumerate(rates(training, total_steps))):
+        if step < training.warmup_steps:
+            # the step into the peak included: equal increments of lr / (w + 1), but for the decay's first
+            increment = training.lr / (training.warmup_steps + 1)
+            if step + 1 < training.warmup_steps:
+                assert after - before == pytest.approx(increment)
+        else:
+            assert after <= before
+
+
+@given(runs())
+def test_rate_does_not_jump_while_the_run_lasts(run):
+    """Steepest: the warm-up's increments, and over n steps of decay (π/2)·(lr − min)/n (the cosine's slope)."""
+    training, total_steps = run
+    warm_up, span = training.warmup_steps, training.lr - training.min_lr
+    if warm_up >= total_steps:
+        return
+    n = total_steps - warm_up
+    if training.lr_schedule == "wsd":
+        n = min(n, training.decay_steps or max(1, total_steps // 10))
+    allowed = max(training.lr / (warm_up + 1), math.pi / 2 * span / n) + 1e-12
+    assert all(abs(b - a) <= allowed for a, b in itertools.pairwise(rates(training, total_steps)))
+
+
+@given(runs(), st.integers(0, 1000))
+def test_rate_past_the_end_stays_where_it_ended(run, beyond):
+    training, total_steps = run
+    if training.warmup_steps <= total_steps:
+        end = training.lr if training.lr_schedule == "constant" else training.min_lr
+        assert learning_rate(training, total_steps + beyond, total_steps) == end
+
+
+@given(runs(), st.integers(0, 299))
+def test_rate_depends_on_nothing_but_its_arguments(run, step):
+    training, total_steps = run
+    assert learning_rate(training, step, total_steps) == learning_rate(training, step, total_steps)
+
+
+def test_warm_up_meets_the_peak():
+    # w = 3: 1/4, 2/4, 3/4, then 1
+    assert rates(config(warmup_steps=3), 5) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_decay_by_hand():
+    # p = 0, 1/4, 2/4, 3/4 from 1.0 to 0.2; p = 1 would be the fifth step
+    assert rates(config("linear", min_lr=0.2), 4) == pytest.approx([1.0, 0.8, 0.6, 0.4])
+
+
+def test_cosine_decay_by_hand():
+    # 0.2 + 0.8·(1 + cos πp)/2 at p = 0, 1/3, 2/3: cos = 1, 1/2, −1/2
+    assert rates(config("cosine", min_lr=0.2), 3) == pytest.approx([1.0, 0.8, 0.4])
+
+
+def test_wsd_is_stable_and_then_decays():
+    # decay over the last 4 of 10: p = 0, 1/4, 2/4, 3/4 at steps 6 … 9
+    expected = [1.0] * 7 + [0.75, 0.5, 0.25]
+    assert rates(config("wsd", decay_steps=4), 10) == pytest.approx(expected)
+
+
+def test_wsd_decays_over_a_tenth_by_default():
+    found = rates(config("wsd"), 100)
+    assert found[:91] == [1.0] * 91
+    assert found[91:] == pytest.approx([1 - p / 10 for p in range(1, 10)])
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("linear", 1 / 90), ("cosine", (1 - math.cos(math.pi / 90)) / 2)])
+def test_last_step_is_one_before_the_minimum(schedule, last):
+    # w = 10 of 100 steps: the last has p = 89/90, and is not wasted on a rate of 0
+    assert learning_rate(config(schedule, warmup_steps=10), 99, 100) == pytest.approx(last)
+
+
+def test_warm_up_longer_than_the_run_is_only_warm_up():
+    assert rates(config("cosine", warmup_steps=9), 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])

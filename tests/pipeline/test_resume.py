@@ -1,0 +1,192 @@
+import pytest
+
+from tahq.config import ClusterConfig
+from tahq.errors import SnapshotError
+from tahq.pipeline.resume import RULES, Verdict, _flatten, _rule, compare_configs, keep_model_sizes
+
+LOSSLESS = {"wire.activations": "raw:dtype=fp32", "wire.gradients": "raw"}
+
+
+def config(**changes):
+    """The resolved configuration of a small run, with dotted keys set to other values."""
+    sections = {
+        "run": {"name": "demo", "seed": 3},
+        "model": {"family": "gpt2", "num_layers": 8, "hidden_size": 32, "num_heads": 2},
+        "data": {"text": "stdlib", "seq_len": 128},
+        "training": {"steps": 60},
+        "pipeline": {"stages": 4},
+        "wire": {},
+        "links": {},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if name:
+            sections[section][name] = value
+        else:
+            sections[section] = value
+    return ClusterConfig.model_validate(sections).model_dump(mode="json")
+
+
+def compare(old, new):
+    return compare_configs(config(**old), config(**new))
+
+
+def test_equal_configurations_are_exact():
+    report = compare({}, {})
+    assert (report.changed, report.refused, report.exact) == ((), (), True)
+    report.check()
+
+
+EXACT = [
+    ({}, {"run.name": "other"}),
+    ({}, {"run.dir": "elsewhere"}),
+    ({}, {"run.snapshot_every": 10, "run.keep_snapshots": 5, "run.peer_timeout": 3.0, "run.log_level": "debug"}),
+    ({}, {"training.steps": 90}),
+    ({}, {"training.steps": None, "training.epochs": 2.0}),
+    ({}, {"training.eval_every": 5, "training.eval_batches": 9}),
+    ({}, {"training.non_finite": "halt", "training.max_skipped_in_a_row": 3}),
+    ({}, {"training.activation_checkpointing": "block"}),
+    ({}, {"training.momentum": 0.5}),
+    ({}, {"training.decay_steps": 5, "training.min_lr": 1e-5}),
+    ({"training.optimizer": "sgd"}, {"training.optimizer": "sgd", "training.betas": (0.5, 0.5)}),
+    ({}, {"pipeline.schedule": "gpipe"}),
+    ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
+    ({}, {"wire.gradients": "fixed:group=64,bits=8"}),
+    (LOSSLESS, LOSSLESS | {"pipeline.stages": 2}),
+    (LOSSLESS, LOSSLESS | {"pipeline.layers": [1, 2, 2, 3]}),
+    (LOSSLESS, LOSSLESS | {"pipeline.balance": "measured"}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), EXACT, ids=lambda keys: ",".join(keys) or "-")
+def test_change_that_keeps_every_bit(old, new):
+    report = compare(old, new)
+    assert report.changed
+    assert report.exact
+    report.check()
+    assert report.lines()[-1] == "the continuation is exact"
+
+
+INEXACT = [
+    ({}, {"wire.gradients": "fixed:bits=10"}),
+    ({}, {"wire.activations": "raw:dtype=fp16"}),
+    ({}, {"pipeline.stages": 2}),
+    ({"wire.activations": "raw:dtype=fp16"}, {"wire.activations": "raw:dtype=fp16", "pipeline.stages": 2}),
+    ({"wire.activations": "raw"}, {"wire.activations": "raw", "pipeline.stages": 2}),
+    (LOSSLESS, {"pipeline.stages": 2}),
+    ({}, {"training.lr": 5e-4}),
+    ({}, {"training.lr_schedule": "cosine"}),
+    ({"training.lr_schedule": "cosine"}, {"training.lr_schedule": "cosine", "training.steps": 90}),
+    ({"training.lr_schedule": "linear"}, {"training.lr_schedule": "linear", "training.min_lr": 1e-5}),
+    ({"training.lr_schedule": "wsd"}, {"training.lr_schedule": "wsd", "training.decay_steps": 3}),
+    ({}, {"training.warmup_steps": 5}),
+    ({}, {"training.betas": (0.8, 0.9)}),
+    ({}, {"training.epsilon": 1e-6}),
+    ({}, {"training.weight_decay": 0.0}),
+    ({"training.optimizer": "ema_sgd"}, {"training.optimizer": "ema_sgd", "training.momentum": 0.5}),
+    ({}, {"training.clip_norm": None}),
+    ({}, {"training.micro_batch": 8}),
+    ({}, {"training.precision": "bf16"}),
+    ({}, {"data.seq_len": 64}),
+    ({}, {"run.threads": 2}),
+    ({}, {"run.device": "cuda"}),
+    ({}, {"hosts": [{"address": f"10.0.0.{stage}"} for stage in range(4)]}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), INEXACT, ids=lambda keys: ",".join(keys) or "-")
+def test_change_that_costs_equal_bits_is_allowed_and_said(old, new):
+    report = compare(old, new)
+    assert report.inexact
+    assert not report.exact
+    report.check()
+    assert report.lines()[-1] == "the continuation is no longer exact, to the bit"
+
+
+REFUSED = [
+    ({}, {"run.seed": 4}),
+    ({}, {"model.num_layers": 9}),
+    ({}, {"model.dropout": 0.1}),
+    ({}, {"model.tie": "sync"}),
+    ({}, {"model.overrides": {"n_inner": 7}}),
+    ({}, {"data.text": ["/elsewhere"]}),
+    ({}, {"data.tokenizer": "/elsewhere"}),
+    ({}, {"data.shuffle": False}),
+    ({}, {"data.validation": 0.1}),
+    ({}, {"data.seq_len": 256}),
+    ({"model.max_seq_len": 256}, {"model.max_seq_len": 128}),
+    ({}, {"training.global_batch": 64}),
+    ({}, {"training.optimizer": "sgd"}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), REFUSED, ids=lambda keys: ",".join(keys) or "-")
+def test_change_that_cannot_be_is_refused(old, new):
+    report = compare(old, new)
+    assert [change.key for change in report.refused]
+    assert not report.exact
+    with pytest.raises(SnapshotError, match=report.refused[0].key):
+        report.check()
+
+
+def test_refusal_lists_every_key_with_both_values_on_one_line():
+    with pytest.raises(SnapshotError) as caught:
+        compare({}, {"run.seed": 4, "training.global_batch": 64, "training.lr": 1.0}).check()
+    message = str(caught.value)
+    assert "run.seed was 3, is 4" in message
+    assert "training.global_batch was 32, is 64" in message
+    assert "training.lr" not in message
+    assert "Set them back, or start a new run" in message
+    assert "\n" not in message
+
+
+def test_lines_say_what_changed_and_why():
+    assert compare({"wire.gradients": "tah"}, {"wire.gradients": "raw", "training.steps": 70}).lines() == [
+        "training.steps: 60 -> 70 (exact: the rate is constant)",
+        "wire.gradients: 'tah' -> 'raw' (no longer exact: what crosses a cut is rounded differently)",
+        "the continuation is no longer exact, to the bit",
+    ]
+
+
+def test_longer_model_takes_longer_sequences():
+    report = compare({"model.max_seq_len": 512}, {"model.max_seq_len": 512, "data.seq_len": 256})
+    assert [change.verdict for change in report.changed] == [Verdict.INEXACT]
+
+
+def test_model_keeps_its_length_when_sequences_get_shorter():
+    old, new = config(), config(**{"data.seq_len": 64})
+    kept = keep_model_sizes(old, new)
+    assert kept["model"]["max_seq_len"] == 128
+    assert kept["data"]["seq_len"] == 64
+    # and the next resume, from what was kept, may go back up
+    report = compare_configs(kept, keep_model_sizes(kept, config()))
+    assert [change.key for change in report.changed] == ["data.seq_len"]
+    assert not report.refused
+
+
+def test_model_folder_says_itself_how_long_it_is():
+    folder = {"model": {"path": "/model"}}
+    report = compare_configs(config(**folder), config(**folder | {"data.seq_len": 4096}))
+    assert [(change.key, change.verdict) for change in report.changed] == [("data.seq_len", Verdict.INEXACT)]
+
+
+def test_moving_a_host_is_exact_where_it_still_computes():
+    hosts = [{"address": f"10.0.0.{stage}", "bind": "0.0.0.0:7000", "ssh": "me@host"} for stage in range(4)]
+    moved = [host | {"bind": "0.0.0.0:8000", "workdir": "/data"} for host in hosts]
+    assert compare({"hosts": hosts}, {"hosts": moved}).exact
+
+
+def test_every_key_of_the_configuration_has_a_rule():
+    for key in _flatten(config()):
+        assert "no rule" not in _rule(key).reason, key
+
+
+def test_every_rule_belongs_to_a_key():
+    keys = set(_flatten(config()))
+    for prefix in RULES:
+        assert any(key == prefix or key.startswith(f"{prefix}.") for key in keys), prefix
+
+
+def test_unknown_key_is_refused():
+    report = compare_configs(config(), {**config(), "surprise": 1})
+    assert [change.key for change in report.refused] == ["surprise"]

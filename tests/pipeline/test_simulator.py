@@ -1,0 +1,273 @@
+"""Every expected number is worked out by hand beside it; rates are 1 byte a second unless said."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tahq.comm.frame import Direction
+from tahq.errors import ScheduleError
+from tahq.pipeline.costs import Costs, CutCosts, HostCosts, uniform_costs
+from tahq.pipeline.schedule import GENERATORS, Action, ActionKind, Schedule, generate
+from tahq.pipeline.simulator import simulate
+
+ONE_BYTE_A_SECOND = HostCosts(uplink_bytes_per_s=1.0, downlink_bytes_per_s=1.0)
+
+
+def times(timeline, text):
+    span = timeline.span(Action.parse(text))
+    return span.start_s, span.end_s
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_micro_batches"), list(itertools.product(GENERATORS, (1, 2, 4), (1, 4, 8)))
+)
+def test_bubble_without_a_wire_is_the_textbook_one(name, num_stages, num_micro_batches):
+    timeline = simulate(
+        generate(name, num_stages, num_micro_batches), uniform_costs(num_stages, num_stages, forward_s=1, backward_s=2)
+    )
+    # each stage computes m·(1 + 2); the last one starts P − 1 forwards late, the first one ends P − 1
+    # backwards later: (m + P − 1)·3 in all, idle (P − 1)/(m + P − 1), under GPipe and 1F1B alike
+    slots = num_micro_batches + num_stages - 1
+    assert timeline.step_time_s == 3 * slots
+    assert timeline.idle_share() == pytest.approx((1 - num_micro_batches / slots,) * num_stages)
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), list(itertools.product((1, 2, 4), (1, 3, 8))))
+def test_peak_in_flight_is_what_the_schedule_says(num_stages, num_micro_batches):
+    for name in GENERATORS:
+        schedule = generate(name, num_stages, num_micro_batches)
+        timeline = simulate(schedule, uniform_costs(num_stages, num_stages, forward_s=1, backward_s=2))
+        assert timeline.peak_in_flight == tuple(map(schedule.max_in_flight, range(num_stages)))
+        assert timeline.peak_activation_nbytes is None
+
+
+def test_peak_memory_counts_what_each_chunk_keeps():
+    costs = uniform_costs(2, 2, forward_s=1, backward_s=2)
+    known = Costs(costs.compute_s, costs.cuts, costs.hosts, activation_nbytes=(10, 7))
+    # 1F1B on 2 stages holds min(m, P − r) = 2 and 1 micro-batches
+    assert simulate(generate("1f1b", 2, 4), known).peak_activation_nbytes == (20, 7)
+
+
+def test_one_micro_batch_crosses_a_slow_link():
+    costs = uniform_costs(
+        2, 2, forward_s=1, backward_s=2, cut=CutCosts(5, 3), host=ONE_BYTE_A_SECOND, latency_s=0.5, commit_s=1
+    )
+    timeline = simulate(generate("1f1b", 2, 1), costs)
+    # forward 0–1; 5 bytes 1–6, + 0.5 = 6.5, cut through the equally fast downlink
+    assert times(timeline, "1F0") == (6.5, 7.5)
+    assert times(timeline, "1B0") == (7.5, 9.5)
+    # gradient: 3 bytes 9.5–12.5, there at 13
+    assert times(timeline, "0B0") == (13, 15)
+    # and a second for the commit
+    assert timeline.step_time_s == 16
+    assert timeline.idle_share() == pytest.approx((1 - 3 / 16, 1 - 3 / 16))
+    activation, gradient = timeline.transfers
+    assert (activation.direction, activation.queued_s, activation.start_s) == (Direction.FORWARD, 1, 1)
+    assert (activation.sent_s, activation.delivered_s) == (6, 6.5)
+    assert (gradient.direction, gradient.source, gradient.target, gradient.nbytes) == (Direction.BACKWARD, 1, 0, 3)
+
+
+def test_link_bound_step_is_paced_by_the_uplink():
+    # activations of 4 s each on a link, computed in 1 s: the uplink never rests
+    costs = uniform_costs(2, 2, forward_s=1, backward_s=1, cut=CutCosts(4, 0), host=ONE_BYTE_A_SECOND)
+    timeline = simulate(generate("gpipe", 2, 8), costs)
+    # computing never waits for sends: all forwards are done after 8 s
+    assert times(timeline, "0F7") == (7, 8)
+    # frame i leaves the uplink at 1 + 4·(i + 1): the last arrives at 33
+    assert [transfer.delivered_s for transfer in timeline.transfers[:8]] == [5, 9, 13, 17, 21, 25, 29, 33]
+    # 1F7 33–34, 1B0…7 34–42, 0B7 follows 1B7 by one: 43
+    assert timeline.step_time_s == 43
+
+
+def test_both_directions_share_an_uplink():
+    # the middle stage sends an activation down and a gradient up through one uplink
+    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
+    hosts = [HostCosts(), HostCosts(uplink_bytes_per_s=1.0), HostCosts()]
+    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
+    timeline = simulate(schedule, Costs(base.compute_s, [CutCosts(0, 10), CutCosts(10, 0)], hosts))
+    # 1F0 1–2 sends 10 bytes 2–12; 1F1 2–3 queues at 3 and sends 12–22; 2F0 12–13 2B0 13–14; 1B0 14–15
+    assert times(timeline, "1B0") == (14, 15)
+    gradient = next(t for t in timeline.transfers if (t.direction, t.cut, t.micro_batch) == (Direction.BACKWARD, 0, 0))
+    # its gradient is ready at 15 but stands behind the activation of micro-batch 1 until 22
+    assert (gradient.queued_s, gradient.start_s, gradient.delivered_s) == (15, 22, 32)
+
+
+def test_two_senders_share_a_downlink():
+    # stage 1 gets an activation from stage 0 and a gradient from stage 2, each 6 bytes, at one byte a second
+    hosts = [HostCosts(), HostCosts(downlink_bytes_per_s=1.0), HostCosts()]
+    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
+    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
+    timeline = simulate(schedule, Costs(base.compute_s, [CutCosts(6, 0), CutCosts(0, 6)], hosts))
+    # activations reach the downlink at 1 and 2: through at 7 and 13. 1F0 7–8, 2F0 8–9, 2B0 9–10: the gradient
+    # reaches the downlink at 10, which is busy until 13: through at 19
+    assert times(timeline, "1F0") == (7, 8)
+    assert times(timeline, "1F1") == (13, 14)
+    assert times(timeline, "1B0") == (19, 20)
+
+
+@pytest.mark.parametrize(
+    ("uplink", "downlink", "arrival"),
+    [
+        # 12 bytes, computed at 1, latency 2, first byte there at 3
+        (1.0, 1.0, 15.0),  # cut through: 12 s on the wire, not 24
+        (1.0, 3.0, 15.0),  # the faster downlink ends with the last byte
+        (3.0, 1.0, 15.0),  # the slower downlink starts with the first byte: 3 + 12
+        (math.inf, math.inf, 3.0),
+    ],
+)
+def test_a_transfer_takes_the_slower_of_uplink_and_downlink(uplink, downlink, arrival):
+    costs = uniform_costs(
+        2, 2, forward_s=1, backward_s=1, cut=CutCosts(12, 0), host=HostCosts(uplink, downlink), latency_s=2
+    )
+    assert times(simulate(generate("gpipe", 2, 1), costs), "1F0")[0] == arrival
+
+
+def test_pieces_take_turns_on_a_shared_downlink():
+    # into stage 1: an activation of 10 bytes over a link that takes as long as the downlink (1 byte/s), and a
+    # gradient of 1 byte in the middle of it
+    hosts = [HostCosts(uplink_bytes_per_s=1.0), HostCosts(downlink_bytes_per_s=1.0), HostCosts()]
+    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2B0 2F1 2B1")
+    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
+    cuts = [CutCosts(10, 0), CutCosts(0, 1)]
+    arrivals = {}
+    for piece_nbytes in (None, 1):
+        timeline = simulate(schedule, Costs(base.compute_s, cuts, hosts, piece_nbytes=piece_nbytes))
+        arrivals[piece_nbytes] = {
+            (t.direction, t.micro_batch): t.delivered_s for t in timeline.transfers if t.target == 1
+        }
+    # activation 0 through 1–11, 1F0 11–12, 2F0 12–13, 2B0 13–14; activation 1 is on the wire 11–21.
+    # whole frames: the gradient is through at 15, and then the activation is counted whole: 15 + 10
+    assert arrivals[None] == {
+        (Direction.FORWARD, 0): 11,
+        (Direction.BACKWARD, 0): 15,
+        (Direction.FORWARD, 1): 25,
+        (Direction.BACKWARD, 1): 29,
+    }
+    # bytes in turn: the downlink is never idle from 11 on and has 11 bytes to take: 22, the gradient by 16
+    assert arrivals[1][Direction.FORWARD, 1] == 22
+    assert 15 <= arrivals[1][Direction.BACKWARD, 0] <= 16
+
+
+def test_a_lone_transfer_does_not_depend_on_its_pieces():
+    for piece_nbytes in (None, 1, 3, 5, 100):
+        base = uniform_costs(2, 2, forward_s=1, backward_s=1)
+        costs = Costs(base.compute_s, [CutCosts(12, 6)], [ONE_BYTE_A_SECOND] * 2, 2.0, piece_nbytes=piece_nbytes)
+        # forward 0–1, 12 + 2 on the way: 15; 1F0 15–16, 1B0 16–17; 6 + 2 on the way: 25; 0B0 to 26
+        assert simulate(generate("gpipe", 2, 1), costs).step_time_s == pytest.approx(26)
+
+
+CODEC = CutCosts(forward_encode_s=2, forward_decode_s=3, backward_encode_s=4, backward_decode_s=5)
+
+
+def test_codec_in_the_compute_loop_takes_its_time():
+    costs = uniform_costs(2, 2, forward_s=1, backward_s=1, cut=CODEC)
+    timeline = simulate(generate("gpipe", 2, 2), costs)
+    # stage 0: F and encode, 3 s each; stage 1: decode and F, 4 s each, the first from 3
+    assert (times(timeline, "0F0"), times(timeline, "0F1")) == ((0, 3), (3, 6))
+    assert (times(timeline, "1F0"), times(timeline, "1F1")) == ((3, 7), (7, 11))
+    # B and encode take 5: 11–16–21; decode and B on stage 0 take 6: 16–22–28
+    assert (times(timeline, "0B0"), times(timeline, "0B1")) == ((16, 22), (22, 28))
+
+
+def test_codec_beside_compute_overlaps_it():
+    base = uniform_costs(2, 2, forward_s=1, backward_s=1, cut=CODEC)
+    timeline = simulate(generate("gpipe", 2, 2), Costs(base.compute_s, base.cuts, base.hosts, codec_lane=True))
+    assert (times(timeline, "0F0"), times(timeline, "0F1")) == ((0, 1), (1, 2))
+    # lane 0 encodes 1–3, 3–5; lane 1 decodes 3–6, 6–9
+    assert (times(timeline, "1F0"), times(timeline, "1F1")) == ((6, 7), (9, 10))
+    # 1B0 10–11, 1B1 11–12; lane 1 encodes 11–15, 15–19; lane 0 decodes 15–20, 20–25
+    assert (times(timeline, "0B0"), times(timeline, "0B1")) == ((20, 21), (25, 26))
+
+
+def test_split_backward_sends_its_gradient_before_the_weights():
+    costs = uniform_costs(2, 2, forward_s=1, backward_s=2)
+    timeline = simulate(Schedule.parse("0F0 0B0\n1F0 1I0 1W0"), costs)
+    # 1F0 1–2, 1I0 2–3 and then at once 0B0 3–5 beside 1W0 3–4
+    assert (times(timeline, "0B0"), times(timeline, "1W0")) == ((3, 5), (3, 4))
+
+
+def test_chunks_on_one_stage_exchange_nothing():
+    schedule = Schedule.parse("0F0 1F0 1B0 0B0")
+    base = uniform_costs(2, 1, forward_s=1, backward_s=2, cut=CutCosts(100, 100), host=ONE_BYTE_A_SECOND)
+    timeline = simulate(schedule, base)
+    assert timeline.step_time_s == 6
+    assert timeline.transfers == ()
+
+
+def test_interleaved_chunks_send_round_the_ring():
+    schedule = Schedule.parse("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0")
+    costs = uniform_costs(4, 2, forward_s=1, backward_s=1, cut=CutCosts(1, 1), host=ONE_BYTE_A_SECOND)
+    # eight actions, one after another, and six crossings of 1 s between them
+    assert simulate(schedule, costs).step_time_s == 8 + 6
+
+
+def test_issue_five_bound_is_met_by_the_simulator_from_above():
+    # 8 micro-batches, TAH forward and 6-bit backward at 100 Mbit/s: compute 73 + 152 ms, wire 25 and 35 ms
+    costs = uniform_costs(
+        4,
+        4,
+        forward_s=0.073,
+        backward_s=0.152,
+        cut=CutCosts(0.025 * 12.5e6, 0.035 * 12.5e6),
+        host=HostCosts(12.5e6, 12.5e6),
+    )
+    bound_s = 3 * (0.073 + 0.025) + 8 * 0.225 + 3 * (0.152 + 0.035)  # 2.655 s
+    step_s = simulate(generate("gpipe", 4, 8), costs).step_time_s
+    assert bound_s == pytest.approx(2.655)
+    assert bound_s <= step_s <= 1.05 * bound_s
+
+
+def test_deadlock_is_reported():
+    with pytest.raises(ScheduleError, match="deadlocks with stage 0 at 0B0, stage 1 at 1B0"):
+        simulate(Schedule.parse("0F0 0B0\n1B0 1F0"), uniform_costs(2, 2, forward_s=1, backward_s=1))
+
+
+def test_missing_costs_are_reported():
+    schedule = generate("1f1b", 3, 2)
+    good = uniform_costs(3, 3, forward_s=1, backward_s=2)
+    with pytest.raises(ScheduleError, match="needs 2 cuts, the costs have 1"):
+        simulate(schedule, Costs(good.compute_s, good.cuts[:1], good.hosts))
+    with pytest.raises(ScheduleError, match="needs 3 hosts, the costs have 4"):
+        simulate(schedule, Costs(good.compute_s, good.cuts, [HostCosts()] * 4))
+    forwards = {key: value for key, value in good.compute_s.items() if key[1] is ActionKind.F}
+    with pytest.raises(ScheduleError, match="no compute time for 0B, 1B, 2B"):
+        simulate(schedule, Costs(forwards, good.cuts, good.hosts))
+
+
+DURATIONS = st.integers(0, 20).map(float)
+RATES = st.sampled_from([1.0, 2.0, 5.0, math.inf])
+
+
+@st.composite
+def steps(draw):
+    num_stages, num_micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    schedule = generate(draw(st.sampled_from(sorted(GENERATORS))), num_stages, num_micro_batches)
+    cuts = [draw(st.builds(CutCosts, *[DURATIONS] * 6)) for _ in range(num_stages - 1)]
+    hosts = [draw(st.builds(HostCosts, RATES, RATES)) for _ in range(num_stages)]
+    compute_s = {(chunk, kind): draw(DURATIONS) for chunk in range(num_stages) for kind in ActionKind}
+    pieces = draw(st.sampled_from([None, 3]))
+    return schedule, Costs(compute_s, cuts, hosts, draw(DURATIONS), draw(DURATIONS), draw(st.booleans()), pieces)
+
+
+@given(steps())
+@settings(max_examples=150, deadline=None)
+def test_any_step_obeys_its_resources(step):
+    schedule, costs = step
+    timeline = simulate(schedule, costs)
+    assert timeline == simulate(schedule, costs)
+    assert len(timeline.actions) == sum(map(len, schedule.actions))
+    for stage, row in enumerate(schedule.actions):
+        spans = [timeline.span(action) for action in row]
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
+        sent = sorted((t.start_s, t.sent_s) for t in timeline.transfers if t.source == stage)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sent))
+        # the stage's own work and its uplink's bytes are both lower bounds
+        assert timeline.step_time_s >= timeline.busy_s(stage) + costs.commit_s - 1e-9
+    for transfer in timeline.transfers:
+        assert transfer.queued_s <= transfer.start_s <= transfer.sent_s
+        assert transfer.delivered_s >= transfer.sent_s + costs.latency_s - 1e-9
+        rate = costs.hosts[transfer.target].downlink_bytes_per_s
+        assert transfer.delivered_s >= transfer.start_s + costs.latency_s + transfer.nbytes / rate - 1e-9
