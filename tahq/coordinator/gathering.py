@@ -1,0 +1,161 @@
+"""From the first Join to the plan and the last Ready: bringing the workers of a run together.
+
+A worker that does not fit is refused alone; the run goes on waiting for one that does.
+"""
+
+from tahq.comm.control import Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse
+from tahq.coordinator.context import RunContext
+from tahq.coordinator.membership import Member, Standing, stage_list
+from tahq.coordinator.plan import Endpoint, plan_links, total_steps
+from tahq.coordinator.run_state import Event, Phase
+
+
+class Gathering:
+    """Answers Join, Hello and Ready.
+
+    Args:
+        context: the run.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._departed: set[bytes] = set()
+        self.refusals: dict[int, str] = {}
+        """Why the latest refused worker of a stage was refused, by the stage it wanted."""
+
+    @property
+    def missing(self) -> str:
+        """Stages that the run waits for, in words, and how to start the first that is absent."""
+        membership = self._context.membership
+        if self._context.state.phase is Phase.CONNECTING:
+            late = membership.lacking(Standing.READY)
+            return stage_list(late) if late else ""
+        if membership.missing:
+            absent = membership.missing
+            command = f"tahq-worker --stage {absent[0]} --peer {self._context.server.address}"
+            return f"{stage_list(absent)} ({command})"
+        late = membership.lacking(Standing.GREETED)
+        return f"{stage_list(late)} to build the model" if late else ""
+
+    def join(self, identity: bytes, join: Join) -> None:
+        """Assign a stage, or refuse."""
+        context = self._context
+        answer = context.membership.join(identity, join, context.clock())
+        if isinstance(answer, Refuse):
+            self._refuse(identity, join.stage, f"{join.host}, pid {join.pid}", answer)
+            return
+        self._departed.discard(identity)
+        context.server.send(identity, self._assignment(answer.stage))
+        context.tell_stage(answer)
+        context.tell_phase(self.missing)
+
+    def _assignment(self, stage: int) -> Assign:
+        options = self._context.options
+        return Assign(
+            stage=stage,
+            run_id=options.run_id,
+            config_json=options.config_json,
+            config_hash=options.config_hash,
+            snapshot=options.snapshot,
+            snapshot_files=dict(options.snapshot_files),
+            start_step=options.start_step,
+        )
+
+    def hello(self, identity: bytes, hello: Hello) -> bool:
+        """Accept or refuse what a worker made of the configuration; whether all are accepted now.
+
+        Raises:
+            RemoteProtocolError: it may not say Hello now.
+        """
+        context, membership = self._context, self._context.membership
+        member = membership.claim(identity, hello.stage)
+        refusal = membership.greet(identity, hello)
+        if refusal is not None:
+            self._refuse(identity, member.stage, member.name, refusal)
+            context.observer.stage_left(member.stage)
+        else:
+            self._welcome(membership.claim(identity, hello.stage))
+        context.tell_phase(self.missing)
+        return not membership.lacking(Standing.GREETED)
+
+    def _welcome(self, member: Member) -> None:
+        self._context.tell_stage(member)
+        warning = self._context.membership.warning(member.stage)
+        if warning:
+            self._context.observer.warned(warning)
+
+    def num_steps(self) -> int:
+        """Length of the run, now that all have said how many samples there are."""
+        options = self._context.options
+        samples = max(member.hello.num_train_samples for member in self._context.membership.members if member.hello)
+        return total_steps(options.steps, options.epochs, samples, options.global_batch)
+
+    def plan(self, num_steps: int) -> None:
+        """Tell every worker its links, and how long the run is.
+
+        Raises:
+            UserError: two neighbours of which neither can be dialled.
+        """
+        context, options = self._context, self._context.options
+        members = context.membership.members
+        endpoints = [Endpoint(m.stage, m.host, m.hello.address if m.hello else "") for m in members]
+        rows = plan_links(endpoints, options.tie_link)
+        context.state.advance(Event.ALL_GREETED, context.clock())
+        context.tell_phase(self.missing)
+        context.observer.planned(options.start_step, num_steps)
+        for member in members:
+            plan = Plan(options.epoch, options.start_step, num_steps, rows[member.stage])
+            context.server.send(member.identity, plan)
+
+    def ready(self, identity: bytes, ready: Ready) -> bool:
+        """Note that a worker is connected; whether all are now.
+
+        Raises:
+            RemoteProtocolError: it may not say so now.
+        """
+        membership = self._context.membership
+        membership.ready(identity, ready)
+        self._context.tell_stage(membership.claim(identity, ready.stage))
+        self._context.tell_phase(self.missing)
+        return not membership.lacking(Standing.READY)
+
+    # -- those who cannot stay -------------------------------------------------------------------
+
+    def dismiss(self, identity: bytes, reason: str) -> None:
+        """Refuse a member that broke the protocol, and free its stage."""
+        member = self._context.membership.find(identity)
+        stage = member.stage if member else -1
+        self._refuse(identity, stage, member.name if member else "without a stage", Refuse(reason))
+        self._free(member)
+
+    def lose(self, member: Member) -> None:
+        """Free the stage of a member that has fallen silent."""
+        self._departed.add(member.identity)
+        self._context.observer.warned(f"{member.name} has given no sign of life; its stage is free again")
+        self._free(member)
+
+    def turn_away(self, identity: bytes, message: Message) -> None:
+        """Answer somebody who holds no stage and did not ask for one."""
+        if isinstance(message, Failed):
+            self._context.observer.warned(f"a worker without a stage failed: {message.message}")
+        else:
+            said = type(message).__name__
+            self._context.server.send(identity, Refuse(f"got {said} from a worker without a stage; start it again"))
+
+    def remind(self, identity: bytes) -> None:
+        """Tell somebody who lost its stage, and still lives, that it has."""
+        if identity in self._departed:
+            self._context.server.send(identity, Refuse("its stage was taken back; start this worker again"))
+
+    def _free(self, member: Member | None) -> None:
+        if member is not None:
+            self._context.membership.leave(member.stage)
+            self._context.observer.stage_left(member.stage)
+            self._context.tell_phase(self.missing)
+
+    def _refuse(self, identity: bytes, stage: int, who: str, refusal: Refuse) -> None:
+        self._departed.add(identity)
+        self._context.server.send(identity, refusal)
+        rows = "".join(f"; {field}: {yours}, expected {expected}" for field, yours, expected in refusal.differences)
+        self.refusals[stage] = f"{refusal.reason}{rows}"
+        self._context.observer.warned(f"refused the worker {who}: {refusal.reason}{rows}")

@@ -1,0 +1,178 @@
+"""What the coordinator tells about a run, as it happens, and to whom.
+
+The records are values; an observer shows or stores them and never answers. `step` counts from 1 here
+and in metrics.jsonl: it is the number of steps committed so far. (Control messages count from 0.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Traffic = Literal["activations", "gradients"]
+"""What a link carries in one direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What is known before anybody has joined."""
+
+    name: str
+    run_folder: Path
+    num_stages: int
+    address: str
+    """host:port that workers dial."""
+    start_step: int
+    """Steps that the snapshot has behind it; 0 for a new run."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One worker as the coordinator sees it now."""
+
+    stage: int
+    host: str
+    pid: int
+    device: str
+    """Empty until it has said Hello."""
+    num_parameters: int
+    """0 until it has said Hello."""
+    activity: str
+    step: int
+    """Index of the step it works on, from 0; -1: none yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """What one worker sent on one link, in one direction, during one step."""
+
+    link: int
+    sender: int
+    receiver: int
+    direction: Traffic
+    frames: int
+    payload_bytes: int
+    wire_bytes: int
+    elements: int
+    busy_s: float
+
+    @property
+    def bits_per_element(self) -> float:
+        """8 · payload_bytes / elements; 0.0 where nothing was sent."""
+        return 8.0 * self.payload_bytes / self.elements if self.elements else 0.0
+
+    @property
+    def goodput_bits_per_s(self) -> float:
+        """8 · payload_bytes / busy_s; 0.0 where nothing was sent."""
+        return 8.0 * self.payload_bytes / self.busy_s if self.busy_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """How one stage spent one step: seconds by activity."""
+
+    stage: int
+    timing: Mapping[str, float]
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the measured time in activities whose name starts with `wait`; in [0, 1]."""
+        total_s = sum(self.timing.values())
+        waiting_s = sum(seconds for name, seconds in self.timing.items() if name.startswith("wait"))
+        return waiting_s / total_s if total_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One committed step.
+
+    `loss` is in nats a token, over the tokens whose loss counts; NaN if there are none. `step_time_s`
+    runs from commit to commit, evaluations left out. A skipped step changed no weight.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    step_time_s: float
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    clip_factor: float
+    skipped: bool
+    evaluating: bool
+    """Whether a `ValidationRecord` of this step will follow."""
+    stages: Sequence[StageRecord] = ()
+    links: Sequence[LinkRecord] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens whose loss counts, a second."""
+        return self.tokens / self.step_time_s if self.step_time_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRecord:
+    """Validation loss after `step` steps, in nats a token: with the wire's codec, and without (`raw`)."""
+
+    step: int
+    tokens: int
+    loss: float
+    loss_raw: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """A snapshot after `step` steps that is complete, or why it is not (`error`)."""
+
+    step: int
+    nbytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended. `message` is empty when it simply reached its last step."""
+
+    exit_status: int
+    message: str
+    steps_done: int
+    total_steps: int
+    """0 if the run ended before it was known."""
+    last_snapshot: int | None = None
+    """Steps behind the newest complete snapshot; None: there is none."""
+
+
+class RunObserver:
+    """Told by the coordinator, from its thread, what happens; must return quickly and not raise.
+
+    This one ignores everything; an observer overrides what it cares for.
+    """
+
+    def opened(self, header: RunHeader) -> None:
+        """The coordinator listens."""
+
+    def phase_changed(self, phase: str, detail: str) -> None:
+        """The run is now `phase` (joining, connecting, training, finishing, over); `detail` says what is missing."""
+
+    def stage_changed(self, status: StageStatus) -> None:
+        """A worker joined, said what it is, or told what it does."""
+
+    def stage_left(self, stage: int) -> None:
+        """This stage has no worker any more."""
+
+    def planned(self, start_step: int, total_steps: int) -> None:
+        """All stages have joined, and the length of the run is known."""
+
+    def step_committed(self, record: StepRecord) -> None:
+        """A step was committed (applied or skipped) by all stages."""
+
+    def validated(self, record: ValidationRecord) -> None:
+        """The validation loss of the step committed last has come in."""
+
+    def snapshot_written(self, record: SnapshotRecord) -> None:
+        """A snapshot is complete, or has failed (`record.error`); training goes on either way."""
+
+    def warned(self, text: str) -> None:
+        """Something the user should know, in one line."""
+
+    def ended(self, end: RunEnd) -> None:
+        """The run is over; nothing follows."""

@@ -1,0 +1,54 @@
+"""What the coordinator is told about a run: plain values, taken from a resolved configuration by whoever starts it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """All that the coordinator needs to know of a run.
+
+    Exactly one of `steps` and `epochs` is given; epochs become steps once the workers have said how
+    many samples an epoch has. `start_step` is the number of steps that the snapshot has behind it.
+    """
+
+    num_stages: int
+    run_id: int
+    run_folder: Path
+    config_json: str
+    """The resolved configuration that every worker is sent."""
+    config_hash: str
+    version: str
+    """tahq's version; a worker of another one is refused."""
+    steps: int | None
+    epochs: float | None
+    global_batch: int
+    """Samples a step."""
+    clip_norm: float | None = 1.0
+    non_finite: Literal["skip", "halt"] = "skip"
+    max_skipped_in_a_row: int = 10
+    eval_every: int | None = None
+    """Steps between evaluations; the last step is then evaluated too. None: never."""
+    snapshot_every: int | None = None
+    """Steps between snapshots; one is always written at the end and on interruption."""
+    keep_snapshots: int = 2
+    peer_timeout_s: float = 10.0
+    join_timeout_s: float = 600.0
+    start_step: int = 0
+    snapshot: str = ""
+    """Folder of the snapshot to continue from, seen from the run's folder; empty: start anew."""
+    snapshot_files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each of its files, by name."""
+    tie_link: bool = False
+    """One more link between the first and the last stage, for the gradients of tied embeddings."""
+    hosts: tuple[str, ...] = ()
+    """Where each stage is meant to run, for messages; empty: what the workers call themselves."""
+    name: str = "run"
+    epoch: int = 1
+    """Number of this start of the run: frames of another one are not taken."""
+    resume_command: str = ""
+    """What continues the run, for messages: `tahq-launch cluster.yaml --resume`."""
+    leave_timeout_s: float = 1.0
+    """How long workers are given to leave at the end before the coordinator does."""

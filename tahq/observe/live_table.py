@@ -1,0 +1,144 @@
+"""A run as a table that renews itself, for a terminal.
+
+`render` is a function of the history alone; `LiveTable` only decides when to draw. It has no thread:
+it draws when something happens, and something does at least with every heartbeat.
+"""
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tahq.coordinator.observer import (
+    LinkRecord,
+    RunEnd,
+    RunHeader,
+    RunObserver,
+    SnapshotRecord,
+    StageStatus,
+    StepRecord,
+    ValidationRecord,
+)
+from tahq.observe import figures
+from tahq.observe.plain_lines import snapshot_line, validation_line
+from tahq.observe.run_history import RunHistory
+from tahq.units import format_size
+
+REDRAW_S = 0.2
+"""Shortest time between two drawings."""
+
+
+class LiveTable(RunObserver):
+    """Draws the history on a terminal.
+
+    Args:
+        console: the terminal.
+        history: told before this observer is.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, console: Console, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._history = history
+        self._clock = clock
+        self._live = Live(console=console, auto_refresh=False)
+        self._drawn_s: float | None = None
+
+    def opened(self, header: RunHeader) -> None:
+        """Begin to draw."""
+        self._live.start()
+        self._draw(now=True)
+
+    def phase_changed(self, phase: str, detail: str) -> None:
+        """Draw where the run stands."""
+        self._draw(now=True)
+
+    def stage_changed(self, status: StageStatus) -> None:
+        """Draw what a stage does."""
+        self._draw()
+
+    def step_committed(self, record: StepRecord) -> None:
+        """Draw a step."""
+        self._draw()
+
+    def validated(self, record: ValidationRecord) -> None:
+        """Leave a line above the table."""
+        self._say(validation_line(record))
+
+    def snapshot_written(self, record: SnapshotRecord) -> None:
+        """Leave a line above the table."""
+        self._say(snapshot_line(record))
+
+    def warned(self, text: str) -> None:
+        """Leave a line above the table."""
+        self._say(f"warning: {text}")
+
+    def ended(self, end: RunEnd) -> None:
+        """Draw for the last time, and give the terminal back."""
+        self._draw(now=True)
+        self._live.stop()
+
+    def _say(self, line: str) -> None:
+        self._live.console.print(Text(line))
+        self._draw(now=True)
+
+    def _draw(self, *, now: bool = False) -> None:
+        time_s = self._clock()
+        if now or self._drawn_s is None or time_s - self._drawn_s >= REDRAW_S:
+            self._drawn_s = time_s
+            self._live.update(render(self._history), refresh=True)
+
+
+def render(history: RunHistory) -> RenderableType:
+    """Header, stages, links and state of a run."""
+    parts: list[RenderableType] = [Text(headline(history), style="bold")]
+    if history.stages:
+        parts += [Text(), _stage_table(history)]
+    if history.last is not None and history.last.links:
+        parts += [Text(), _link_table(history, history.last)]
+    if history.missing:
+        parts += [Text(), Text(f"{history.phase}: waiting for {history.missing}", style="yellow")]
+    return Group(*parts)
+
+
+def headline(history: RunHistory) -> str:
+    """``demo  training  step 12/60  loss 3.2140  4,812 tokens/s  1:22 left``."""
+    parts = [history.header.name if history.header else "", history.phase]
+    last, remaining_s = history.last, history.remaining_s
+    if last is not None:
+        parts += [f"step {last.step}/{history.total_steps}", f"loss {figures.loss(last.loss)}"]
+        parts += [figures.tokens_rate(last.tokens_per_s)]
+    if remaining_s:
+        parts += [f"{figures.duration(remaining_s)} left"]
+    return "  ".join(parts)
+
+
+def _stage_table(history: RunHistory) -> Table:
+    table = Table("stage", "host", "device", "does", box=None, pad_edge=False)
+    table.add_column("waiting", justify="right")
+    waiting = {s.stage: figures.share(s.waiting_share) for s in history.last.stages} if history.last else {}
+    for number in sorted(history.stages):
+        stage = history.stages[number]
+        cells = (str(number), stage.host, stage.device, stage.activity, waiting.get(number, "–"))
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _link_table(history: RunHistory, last: StepRecord) -> Table:
+    table = Table("link", "carries", box=None, pad_edge=False)
+    for heading in ("sent", "bits/element", "goodput"):
+        table.add_column(heading, justify="right")
+    for link in last.links:
+        total = history.links.get((link.link, link.sender, link.receiver), link)
+        table.add_row(*_link_cells(link, total))
+    return table
+
+
+def _link_cells(link: LinkRecord, total: LinkRecord) -> tuple[str, ...]:
+    """What was sent since the start; bits an element and goodput of the last step."""
+    bits = f"{link.bits_per_element:.2f}"
+    ends = f"{link.sender} → {link.receiver}"
+    return ends, link.direction, format_size(total.wire_bytes), bits, figures.goodput(link)

@@ -1,0 +1,144 @@
+"""metrics.jsonl: one JSON object a step, in order, each line on disk as soon as it is complete.
+
+The line of a step that is evaluated is held back until its validation loss has come in, so that there
+is one object a step and nothing else. NaN and infinity, which JSON does not have, become null. When a
+run continues from a snapshot, what the file says about later steps is cut off first.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from tahq.coordinator.observer import LinkRecord, RunEnd, RunObserver, StageRecord, StepRecord, ValidationRecord
+
+
+class MetricsFile(RunObserver):
+    """Writes metrics.jsonl.
+
+    Args:
+        path: the file; made if it is not there.
+        start_step: steps that the run's snapshot has behind it; lines of later steps are cut off.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        keep_until(path, start_step)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._held: dict[str, Any] | None = None
+
+    def step_committed(self, record: StepRecord) -> None:
+        """Write the step's line, or hold it back until its validation loss is there."""
+        self._release()
+        self._held = step_object(record)
+        if not record.evaluating:
+            self._release()
+
+    def validated(self, record: ValidationRecord) -> None:
+        """Complete the line that was held back."""
+        if self._held is not None and self._held["step"] == record.step:
+            self._held["validation"] = validation_object(record)
+        self._release()
+
+    def ended(self, end: RunEnd) -> None:
+        """Write what was held back, and close the file."""
+        self._release()
+        self._file.close()
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._file.write(json.dumps(self._held, allow_nan=False) + "\n")
+            self._file.flush()
+            self._held = None
+
+
+def step_object(record: StepRecord) -> dict[str, Any]:
+    """A step as metrics.jsonl has it."""
+    return {
+        "step": record.step,
+        "loss": finite(record.loss),
+        "tokens": record.tokens,
+        "tokens_per_s": finite(record.tokens_per_s),
+        "step_time_s": finite(record.step_time_s),
+        "grad_norm": finite(record.grad_norm),
+        "clip_factor": finite(record.clip_factor),
+        "skipped": record.skipped,
+        "links": [link_object(link) for link in record.links],
+        "stages": [stage_object(stage) for stage in record.stages],
+    }
+
+
+def link_object(link: LinkRecord) -> dict[str, Any]:
+    """One link and direction as metrics.jsonl has it."""
+    return {
+        "link": link.link,
+        "from": link.sender,
+        "to": link.receiver,
+        "direction": link.direction,
+        "frames": link.frames,
+        "payload_bytes": link.payload_bytes,
+        "wire_bytes": link.wire_bytes,
+        "elements": link.elements,
+        "busy_s": finite(link.busy_s),
+        "bits_per_element": finite(link.bits_per_element),
+        "goodput_bits_per_s": finite(link.goodput_bits_per_s),
+    }
+
+
+def stage_object(stage: StageRecord) -> dict[str, Any]:
+    """One stage's time as metrics.jsonl has it."""
+    timing = {name: finite(seconds) for name, seconds in stage.timing.items()}
+    return {"stage": stage.stage, "waiting_share": finite(stage.waiting_share), "timing_s": timing}
+
+
+def validation_object(record: ValidationRecord) -> dict[str, Any]:
+    """A validation loss as metrics.jsonl has it: nats a token, and e to their power."""
+    return {
+        "tokens": record.tokens,
+        "loss": finite(record.loss),
+        "perplexity": finite(perplexity(record.loss)),
+        "loss_raw": finite(record.loss_raw),
+        "perplexity_raw": finite(perplexity(record.loss_raw)),
+    }
+
+
+def perplexity(loss: float) -> float:
+    """e^loss; infinity where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def finite(number: float) -> float | None:
+    """The number itself, or None where JSON has none for it."""
+    return number if math.isfinite(number) else None
+
+
+def keep_until(path: Path, last_step: int) -> None:
+    """Cut off what a metrics file says about steps after this one, and a line that was cut short.
+
+    The new content is on disk before it takes the old one's place. A file that is not there stays so.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _is_kept(line, last_step)]
+    if kept == lines:
+        return
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _is_kept(line: str, last_step: int) -> bool:
+    if not line.endswith("\n"):
+        return False
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(step, int) and step <= last_step

@@ -1,0 +1,127 @@
+"""A run as plain lines, for output that is not a terminal: no colour, no cursor, one line an event."""
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from tahq.coordinator.observer import (
+    RunHeader,
+    RunObserver,
+    SnapshotRecord,
+    StageStatus,
+    StepRecord,
+    ValidationRecord,
+)
+from tahq.observe import figures
+from tahq.observe.metrics import perplexity
+from tahq.observe.run_history import RunHistory
+from tahq.units import format_size
+
+QUIET_S = 0.5
+"""Steps that follow each other faster than this are not all printed, but every `EVERY`-th is."""
+EVERY = 10
+PATIENCE_S = 2.0
+"""What a phase waits for changes with every worker that joins; it is said again after this time."""
+
+
+class PlainLines(RunObserver):
+    """Writes lines as things happen.
+
+    Args:
+        stream: where to.
+        history: told before this observer is.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, stream: TextIO, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._history = history
+        self._clock = clock
+        self._printed_s: float | None = None
+        self._state = self._said = ("", "")
+        self._said_s = 0.0
+        self._devices: dict[int, str] = {}
+
+    def opened(self, header: RunHeader) -> None:
+        """Say what runs where."""
+        continued = f", continuing after step {header.start_step}" if header.start_step else ""
+        self._print(f"run {header.name}: {header.num_stages} stages, coordinator at {header.address}{continued}")
+
+    def phase_changed(self, phase: str, detail: str) -> None:
+        """Say where the run stands, if that is new."""
+        self._state = (phase, detail)
+        self._tell_state()
+
+    def stage_changed(self, status: StageStatus) -> None:
+        """Say who holds a stage, once its device is known."""
+        if status.device and self._devices.get(status.stage) != status.device:
+            self._devices[status.stage] = status.device
+            where = f"{status.host}, pid {status.pid}, {status.device}"
+            self._print(f"stage {status.stage}: {where}, {status.num_parameters:,} parameters")
+        self._tell_state()
+
+    def stage_left(self, stage: int) -> None:
+        """The next holder is announced again."""
+        self._devices.pop(stage, None)
+
+    def step_committed(self, record: StepRecord) -> None:
+        """Print a step, unless steps are fast."""
+        now_s, last = self._clock(), self._history.total_steps
+        rested = self._printed_s is None or now_s - self._printed_s >= QUIET_S
+        if rested or record.skipped or record.step in (1, last) or record.step % EVERY == 0:
+            self._printed_s = now_s
+            self._print(step_line(record, self._history))
+
+    def validated(self, record: ValidationRecord) -> None:
+        """Print a validation loss."""
+        self._print(validation_line(record))
+
+    def snapshot_written(self, record: SnapshotRecord) -> None:
+        """Say that a snapshot is there, or why not."""
+        self._print(snapshot_line(record))
+
+    def warned(self, text: str) -> None:
+        """Print a warning."""
+        self._print(f"warning: {text}")
+
+    def _tell_state(self) -> None:
+        (phase, detail), now_s = self._state, self._clock()
+        if phase == "over" or self._state == self._said:
+            return
+        if phase != self._said[0] or (detail and now_s - self._said_s >= PATIENCE_S):
+            self._said, self._said_s = self._state, now_s
+            self._print(f"{phase}: waiting for {detail}" if detail else phase)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def step_line(record: StepRecord, history: RunHistory) -> str:
+    """``step 12/60  loss 3.2140  4,812 tokens/s  1.7 s a step  3.42 MB sent  1:22 left``."""
+    remaining_s = history.remaining_s
+    parts = [
+        f"step {record.step}/{history.total_steps}",
+        f"loss {figures.loss(record.loss)}",
+        figures.tokens_rate(record.tokens_per_s),
+        f"{figures.duration(record.step_time_s)} a step",
+        f"{format_size(sum(link.wire_bytes for link in record.links))} sent",
+        *(["skipped: NaN or infinity"] if record.skipped else []),
+        *([f"{figures.duration(remaining_s)} left"] if remaining_s else []),
+    ]
+    return "  ".join(parts)
+
+
+def validation_line(record: ValidationRecord) -> str:
+    """``validation after step 20: loss 2.5330 (perplexity 12.6), without the codec 2.5290 (12.5)``."""
+    return (
+        f"validation after step {record.step}: loss {figures.loss(record.loss)} "
+        f"(perplexity {perplexity(record.loss):.4g}), without the codec {figures.loss(record.loss_raw)} "
+        f"({perplexity(record.loss_raw):.4g})"
+    )
+
+
+def snapshot_line(record: SnapshotRecord) -> str:
+    """``snapshot after step 20: 13.2 MB``, or what went wrong."""
+    if record.error:
+        return f"warning: no snapshot after step {record.step}: {record.error}; the one before it stands"
+    return f"snapshot after step {record.step}: {format_size(record.nbytes)}"

@@ -1,0 +1,273 @@
+"""A pipeline of scripted workers on a virtual clock: whole runs without a socket or a sleep."""
+
+import json
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from tahq.comm.control import (
+    Abort,
+    Assign,
+    Bye,
+    Commit,
+    Evaluated,
+    Heartbeat,
+    Hello,
+    Join,
+    Plan,
+    Prepare,
+    Ready,
+    Refuse,
+    Snapshotted,
+    Start,
+)
+from tahq.coordinator.observer import RunObserver
+from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.service import Coordinator
+
+VERSION = "0.1.0"
+CONFIG_HASH = "c0ffee"
+
+
+def make_hello(stage, **changes):
+    hello = Hello(stage, VERSION, CONFIG_HASH, "", "", f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, 0)
+    return replace(hello, **changes)
+
+
+def make_prepare(step, stage, num_stages=3, **changes):
+    last = stage == num_stages - 1
+    prepare = Prepare(
+        step=step,
+        stage=stage,
+        norm2=[0.25, 0.5 * (stage + 1)],
+        finite=True,
+        loss_sum=32.0 if last else None,
+        tokens=16 if last else None,
+        batch_digest=f"batch{step}" if stage == 0 or last else "",
+        timing={"forward": 1.0, "wait": 3.0},
+        links=link_rows(stage, num_stages),
+    )
+    return replace(prepare, **changes)
+
+
+def link_rows(stage, num_stages):
+    forward = [[stage, 0, 4, 1000, 1100, 2000, 0.5]] if stage < num_stages - 1 else []
+    backward = [[stage - 1, 1, 4, 2000, 2100, 2000, 0.5]] if stage else []
+    return [list(map(float, row)) for row in forward + backward]
+
+
+class VirtualClock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class ScriptedServer:
+    """Stands for the socket: workers answer at once, polling costs virtual time."""
+
+    address = "127.0.0.1:5555"
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.inbox = []
+        self.sent = []
+        self.workers = {}
+        self.random = None
+
+    def poll(self, timeout_s):
+        if not self.inbox:
+            self.clock.now_s += timeout_s
+            for worker in self.workers.values():
+                worker.beat()
+        if self.random is not None and self.inbox:
+            return [self.inbox.pop(self.pick()) for _ in range(self.random.randint(1, len(self.inbox)))]
+        ready, self.inbox = self.inbox, []
+        return ready
+
+    def pick(self):
+        """The oldest message of a worker drawn by lot: each line keeps its order, the lines do not."""
+        lines = [who for who, _ in self.inbox]
+        return lines.index(self.random.choice(lines))
+
+    def send(self, identity, message):
+        self.sent.append((identity, message))
+        if identity in self.workers:
+            self.workers[identity].receive(message)
+
+    def told(self, identity, kind):
+        return [message for who, message in self.sent if who == identity and isinstance(message, kind)]
+
+
+@dataclass
+class ScriptedWorker:
+    """A worker that keeps to the protocol, unless told to do otherwise.
+
+    `hello` and `prepare` are fields to change; `silent_from_step` stops all messages at that step;
+    `say` maps a step to messages sent instead of its Prepare.
+    """
+
+    server: ScriptedServer
+    stage: int
+    num_stages: int = 3
+    hello: dict = field(default_factory=dict)
+    prepare: dict = field(default_factory=dict)
+    silent_from_step: int | None = None
+    say: dict = field(default_factory=dict)
+    version: str = VERSION
+    snapshot_error: str = ""
+    answers: bool = True
+    left: bool = False
+    silent: bool = False
+    step: int = -1
+
+    @property
+    def identity(self):
+        return f"worker-{self.stage}".encode()
+
+    def start(self):
+        self.server.workers[self.identity] = self
+        self.send(Join(self.stage, self.version, f"host{self.stage}", 100 + self.stage))
+
+    def send(self, message):
+        if not self.left and not self.silent:
+            self.server.inbox.append((self.identity, message))
+
+    def beat(self):
+        self.send(Heartbeat(self.stage, self.step, "F0"))
+
+    def receive(self, message):
+        if isinstance(message, Refuse | Abort | Bye):
+            self.left = True
+        elif self.answers:
+            self.react(message)
+
+    def react(self, message):
+        match message:
+            case Assign():
+                first_or_last = self.stage in (0, self.num_stages - 1)
+                data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if first_or_last else {}
+                self.send(make_hello(message.stage, **(data | self.hello)))
+            case Plan():
+                self.send(Ready(self.stage))
+            case Start(step):
+                self.begin(step)
+            case Commit():
+                self.report(message)
+                if not message.stop:
+                    self.begin(message.step + 1)
+
+    def begin(self, step):
+        self.step = step
+        if step == self.silent_from_step:
+            self.silent = True
+        for message in self.say.get(step, [make_prepare(step, self.stage, self.num_stages, **self.prepare)]):
+            self.send(message)
+
+    def report(self, commit):
+        if commit.evaluate and self.stage == self.num_stages - 1:
+            self.send(Evaluated(commit.step, 10, 30.0, 25.0))
+        if commit.snapshot:
+            step, error = commit.step + 1, self.snapshot_error
+            self.send(Snapshotted(step, self.stage, f"stage-{self.stage}", "ab", 100, error))
+
+
+class Recorder(RunObserver):
+    def __init__(self):
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name in RunObserver.__dict__ and not name.startswith("_"):
+            return lambda *args: self.calls.append((name, *args))
+        return super().__getattribute__(name)
+
+    def of(self, name):
+        return [call[1] if len(call) == 2 else call[1:] for call in self.calls if call[0] == name]
+
+
+@dataclass
+class Scene:
+    """A coordinator, its socket, its workers, its observer."""
+
+    clock: VirtualClock
+    server: ScriptedServer
+    observer: Recorder
+    options: CoordinatorOptions
+    published: list = field(default_factory=list)
+    publish_error: Exception | None = None
+    coordinator: Coordinator | None = None
+
+    def build(self, **changes):
+        self.options = replace(self.options, **changes)
+        self.coordinator = Coordinator(self.options, self.server, self.observer, publish=self.publish, clock=self.clock)
+        return self.coordinator
+
+    def publish(self, parts):
+        if self.publish_error is not None:
+            raise self.publish_error
+        self.published.append(parts)
+
+    def workers(self, **changes_by_stage):
+        """Start one worker a stage; `stage1={...}` changes that one."""
+        made = []
+        for stage in range(self.options.num_stages):
+            changes = changes_by_stage.get(f"stage{stage}", {})
+            made.append(ScriptedWorker(self.server, stage, self.options.num_stages, **changes))
+        for worker in made:
+            worker.start()
+        return made
+
+    def run(self, tick=lambda: None, **changes):
+        coordinator = self.coordinator or self.build(**changes)
+        return coordinator.run(tick)
+
+    @property
+    def end(self):
+        return self.observer.of("ended")[0]
+
+    def losses(self):
+        return [record.loss for record in self.observer.of("step_committed")]
+
+
+def make_scene(run_folder):
+    clock = VirtualClock()
+    options = CoordinatorOptions(
+        num_stages=3,
+        run_id=7,
+        run_folder=run_folder,
+        config_json=json.dumps({"a": 1}),
+        config_hash=CONFIG_HASH,
+        version=VERSION,
+        steps=4,
+        epochs=None,
+        global_batch=8,
+        resume_command="tahq-launch c.yaml --resume",
+    )
+    return Scene(clock, ScriptedServer(clock), Recorder(), options)
+
+
+@pytest.fixture
+def scene(tmp_path):
+    return make_scene(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def new_scene(tmp_path_factory):
+    """For properties: a fresh scene for every example."""
+    return lambda: make_scene(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def hello():
+    return make_hello
+
+
+@pytest.fixture(scope="session")
+def prepare():
+    return make_prepare
+
+
+@pytest.fixture(scope="session")
+def scripted_worker():
+    return ScriptedWorker

@@ -1,0 +1,65 @@
+"""Who dials whom, and how long a run is."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.coordinator.plan import Endpoint, link_ends, plan_links, total_steps
+from tahq.errors import UserError
+
+
+def endpoints(*addresses):
+    return [Endpoint(stage, f"host{stage}", address) for stage, address in enumerate(addresses)]
+
+
+def test_higher_stage_dials_the_lower_one():
+    assert plan_links(endpoints("a:1", "b:2", "c:3"), False) == [
+        [[0, 1, "host1", ""]],
+        [[0, 0, "host0", "a:1"], [1, 2, "host2", ""]],
+        [[1, 1, "host1", "b:2"]],
+    ]
+
+
+def test_lower_stage_that_only_dials_out_dials_the_higher_one():
+    assert plan_links(endpoints("", "b:2"), False) == [[[0, 1, "host1", "b:2"]], [[0, 0, "host0", ""]]]
+
+
+def test_pair_that_only_dials_out_is_refused_with_both_names():
+    with pytest.raises(UserError, match=r"link 1 .* stage 1 \(host1\) and stage 2 \(host2\)"):
+        plan_links(endpoints("a:1", "", ""), False)
+
+
+@pytest.mark.parametrize(("num_stages", "number"), [(2, 1), (4, 3)])
+def test_link_of_tied_embeddings_comes_last(num_stages, number):
+    ends = link_ends(num_stages, True)[-1]
+    assert (ends.link, ends.lower, ends.upper) == (number, 0, num_stages - 1)
+
+
+def test_one_stage_has_no_links_tied_or_not():
+    assert plan_links(endpoints("a:1"), True) == [[]]
+
+
+@given(st.lists(st.sampled_from(["", "x:1"]), min_size=1, max_size=8), st.booleans())
+def test_of_every_link_exactly_one_end_dials_an_address_that_exists(addresses, tied):
+    ends = endpoints(*addresses)
+    try:
+        rows = plan_links(ends, tied)
+    except UserError:
+        assert any(not ends[e.lower].address and not ends[e.upper].address for e in link_ends(len(ends), tied))
+        return
+    by_link = {}
+    for stage, stage_rows in enumerate(rows):
+        for link, peer, _, dial in stage_rows:
+            by_link.setdefault(link, []).append((stage, peer, dial))
+    for two in by_link.values():
+        (a, peer_of_a, dial_a), (b, peer_of_b, dial_b) = two
+        assert (peer_of_a, peer_of_b) == (b, a)
+        assert (dial_a == "") != (dial_b == "")
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "samples", "expected"),
+    [(60, None, 0, 60), (None, 1.0, 100, 12), (None, 2.5, 100, 31), (None, 0.01, 100, 1)],
+)
+def test_total_steps(steps, epochs, samples, expected):
+    assert total_steps(steps, epochs, samples, 8) == expected

@@ -1,0 +1,73 @@
+"""The stages' PREPAREs as one record."""
+
+import math
+
+import pytest
+
+from tahq.comm.control import Commit
+from tahq.coordinator.step_report import step_record
+from tahq.errors import RemoteProtocolError
+
+COMMIT = Commit(4, True, 1.0, False, False, False)
+
+
+def record(prepares):
+    return step_record(COMMIT, prepares, 1.5, 2.0)
+
+
+def test_links_say_who_sent_what_to_whom(prepare):
+    links = record([prepare(4, stage) for stage in range(3)]).links
+    assert [(link.link, link.sender, link.receiver, link.direction) for link in links] == [
+        (0, 0, 1, "activations"),
+        (1, 1, 2, "activations"),
+        (0, 1, 0, "gradients"),
+        (1, 2, 1, "gradients"),
+    ]
+    assert (links[0].bits_per_element, links[0].goodput_bits_per_s) == (4.0, 16000.0)
+    assert (links[2].bits_per_element, links[2].goodput_bits_per_s) == (8.0, 32000.0)
+
+
+@pytest.mark.parametrize(("num_stages", "last"), [(2, 1), (3, 2)])
+def test_link_of_tied_embeddings_joins_first_and_last_stage(prepare, num_stages, last):
+    prepares = [prepare(4, stage, num_stages, links=[]) for stage in range(num_stages)]
+    rows = [[float(last), float(direction), 1.0, 8.0, 8.0, 2.0, 1.0] for direction in (0, 1)]
+    prepares[0] = prepare(4, 0, num_stages, links=[rows[0]])
+    prepares[last] = prepare(4, last, num_stages, links=[rows[1]])
+    links = record(prepares).links
+    assert [(link.sender, link.receiver, link.direction) for link in links] == [
+        (0, last, "gradients"),
+        (last, 0, "gradients"),
+    ]
+
+
+def test_one_stage_has_no_links(prepare):
+    assert record([prepare(4, 0, 1, links=[])]).links == ()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [],
+        [0.0] * 6,
+        [5.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [-1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [math.nan, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, 0.0, math.inf, 1.0, 1.0, 1.0, 1.0],
+    ],
+)
+def test_traffic_that_makes_no_sense_names_the_stage(prepare, row):
+    prepares = [prepare(4, 0, links=[row]), prepare(4, 1), prepare(4, 2)]
+    with pytest.raises(RemoteProtocolError, match="stage 0 reported traffic"):
+        record(prepares)
+
+
+def test_waiting_share_is_the_part_of_measured_time(prepare):
+    stages = record(
+        [
+            prepare(4, 0, timing={"forward": 2.0, "wait": 1.0, "wait_commit": 1.0}),
+            prepare(4, 1),
+            prepare(4, 2, timing={}),
+        ]
+    ).stages
+    assert [stage.waiting_share for stage in stages] == [0.5, 0.75, 0.0]

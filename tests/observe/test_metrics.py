@@ -1,0 +1,138 @@
+"""metrics.jsonl: one JSON object a step, whatever happens."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.coordinator.observer import ValidationRecord
+from tahq.observe.metrics import MetricsFile, keep_until, perplexity, step_object
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def test_line_has_the_agreed_keys(record):
+    line = step_object(record(12))
+    assert {"step", "loss", "tokens_per_s", "step_time_s", "grad_norm", "links", "stages"} <= line.keys()
+    assert (line["step"], line["tokens_per_s"], line["grad_norm"]) == (12, 2000.0, 1.25)
+    assert line["links"][0] == {
+        "link": 0,
+        "from": 0,
+        "to": 1,
+        "direction": "activations",
+        "frames": 4,
+        "payload_bytes": 441_000,
+        "wire_bytes": 442_000,
+        "elements": 800_000,
+        "busy_s": 0.1,
+        "bits_per_element": 4.41,
+        "goodput_bits_per_s": 35_280_000.0,
+    }
+    assert line["stages"][0] == {"stage": 0, "waiting_share": 0.25, "timing_s": {"forward": 3.0, "wait": 1.0}}
+
+
+def test_each_line_is_in_the_file_as_soon_as_it_is_complete(path, record, end):
+    file = MetricsFile(path)
+    for step in (1, 2, 3):
+        file.step_committed(record(step))
+        assert [line["step"] for line in read(path)] == list(range(1, step + 1))
+    file.ended(end)
+
+
+def test_line_waits_for_its_validation_loss(path, record, end):
+    file = MetricsFile(path)
+    file.step_committed(record(1, evaluating=True))
+    assert read(path) == []
+    file.validated(ValidationRecord(1, 500, 2.5, 2.0))
+    (line,) = read(path)
+    assert line["validation"] == {
+        "tokens": 500,
+        "loss": 2.5,
+        "perplexity": math.exp(2.5),
+        "loss_raw": 2.0,
+        "perplexity_raw": math.exp(2.0),
+    }
+    file.ended(end)
+
+
+def test_line_whose_validation_loss_never_came_is_written_all_the_same(path, record, end):
+    file = MetricsFile(path)
+    file.step_committed(record(1, evaluating=True))
+    file.step_committed(record(2, evaluating=True))
+    file.ended(end)
+    assert [line["step"] for line in read(path)] == [1, 2]
+    assert all("validation" not in line for line in read(path))
+
+
+def test_whole_run_has_one_object_a_step(path, play_run, end):
+    file = MetricsFile(path)
+    play_run(file)
+    file.ended(end)
+    assert [line["step"] for line in read(path)] == list(range(1, 21))
+    assert [line["step"] for line in read(path) if "validation" in line] == [2]
+
+
+numbers = st.floats()
+
+
+@given(loss=numbers, norm=numbers, step_time_s=numbers)
+def test_every_line_is_strict_json_whatever_the_numbers(record, loss, norm, step_time_s):
+    text = json.dumps(step_object(record(1, loss=loss, grad_norm=norm, step_time_s=step_time_s)), allow_nan=False)
+    value = json.loads(text)
+    assert value["loss"] == (loss if math.isfinite(loss) else None)
+    assert value["grad_norm"] == (norm if math.isfinite(norm) else None)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(0.0, 1.0), (1e4, math.inf)])
+def test_perplexity_of_a_huge_loss_is_infinite(loss, expected):
+    assert perplexity(loss) == expected
+
+
+def test_continued_run_appends_after_its_snapshot(path, record, end):
+    first = MetricsFile(path)
+    for step in range(1, 8):
+        first.step_committed(record(step, loss=1.0))
+    first.ended(end)
+    second = MetricsFile(path, start_step=5)
+    for step in (6, 7, 8):
+        second.step_committed(record(step, loss=2.0))
+    second.ended(end)
+    assert [(line["step"], line["loss"]) for line in read(path)] == [
+        *((step, 1.0) for step in range(1, 6)),
+        *((step, 2.0) for step in range(6, 9)),
+    ]
+
+
+def test_line_that_was_cut_short_is_removed(path):
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
+    keep_until(path, 3)
+    assert read(path) == [{"step": 1}, {"step": 2}]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("garbage", ["null\n", "[]\n", '{"a": 1}\n', "\n", '{"step": "2"}\n'])
+def test_lines_that_are_no_steps_are_removed(path, garbage):
+    path.write_text('{"step": 1}\n' + garbage)
+    keep_until(path, 3)
+    assert read(path) == [{"step": 1}]
+
+
+def test_file_that_needs_no_change_is_left_alone(path):
+    path.write_text('{"step": 1}\n')
+    before = path.stat().st_ino
+    keep_until(path, 3)
+    assert path.stat().st_ino == before
+
+
+def test_missing_file_stays_missing(path):
+    keep_until(path, 3)
+    assert not path.exists()

@@ -1,0 +1,160 @@
+"""What one sees: the table on a terminal, plain lines elsewhere."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tahq.coordinator.observer import RunEnd, SnapshotRecord, StageStatus
+from tahq.errors import UserError
+from tahq.observe.live_table import LiveTable, render
+from tahq.observe.plain_lines import PlainLines
+from tahq.observe.run_history import RunHistory
+from tahq.observe.run_view import screen, watch_run
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    def __init__(self, tick_s):
+        self.now_s = 0.0
+        self.tick_s = tick_s
+
+    def __call__(self):
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def drawn(history, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(history))
+    return console.file.getvalue()
+
+
+def played(play_run, make, **options):
+    """The run told to a history and then to what is made of it, as watch_run does."""
+    history, stream = RunHistory(), io.StringIO()
+    observer = make(stream, history, **options)
+    both = type("Both", (), {})()
+    for name in ("opened", "phase_changed", "stage_changed", "planned", "step_committed", "validated",
+                 "snapshot_written"):  # fmt: skip
+        setattr(both, name, lambda *a, n=name: [getattr(history, n)(*a), getattr(observer, n)(*a)])
+    play_run(both)
+    return stream.getvalue().splitlines()
+
+
+def test_table_shows_run_stages_and_links(history):
+    text = drawn(history)
+    assert "demo  training  step 20/20  loss 3.8000  2,000 tokens/s" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "host0", "cpu", "F0", "25", "%"] in rows
+    assert ["1", "host1", "cpu", "F0", "50", "%"] in rows
+    assert ["0", "→", "1", "activations", "8.84", "MB", "4.41", "35.3", "Mbit/s"] in rows
+    assert ["1", "→", "0", "gradients", "16", "MB", "8.00", "32", "Mbit/s"] in rows
+
+
+def test_table_says_which_stages_are_missing():
+    history = RunHistory()
+    history.phase_changed("joining", "stages 2, 3 (tahq-worker --stage 2 --peer h:1)")
+    assert "joining: waiting for stages 2, 3 (tahq-worker --stage 2 --peer h:1)" in drawn(history)
+
+
+def test_table_takes_names_literally():
+    history = RunHistory()
+    history.stage_changed(StageStatus(0, "[red]host", 1, "cpu", 1, "B[0]", 0))
+    assert "[red]host" in drawn(history)
+    assert "B[0]" in drawn(history)
+
+
+def test_live_table_draws_at_most_five_times_a_second(play_run, record):
+    history, stream = RunHistory(), io.StringIO()
+    table = LiveTable(Console(file=stream, force_terminal=True, width=80), history, Clock(0.01))
+    play_run(history)
+    table.opened(history.header)
+    begun = stream.getvalue().count("demo")
+    for step in range(100):
+        table.step_committed(record(step))
+    assert stream.getvalue().count("demo") - begun == 5
+    table.warned("careful")
+    table.ended(RunEnd(0, "", 20, 20))
+    assert "warning: careful" in stream.getvalue()
+
+
+def test_plain_lines_tell_the_run_without_escape_codes(play_run):
+    lines = played(play_run, PlainLines, clock=Clock(1.0))
+    assert lines[0] == "run demo: 2 stages, coordinator at 127.0.0.1:5555"
+    assert lines[1] == "joining: waiting for stage 1 (tahq-worker --stage 1 --peer 127.0.0.1:5555)"
+    assert lines[2] == "stage 0: host0, pid 40, cpu, 12,345 parameters"
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 20
+    assert steps[0] == "step 1/20  loss 3.9900  2,000 tokens/s  0.5 s a step  1.24 MB sent  9.5 s left"
+    assert "validation after step 2: loss 2.5000 (perplexity 12.18), without the codec 2.0000 (7.389)" in lines
+    assert lines[-1] == "snapshot after step 20: 13.2 MB"
+    assert "\x1b" not in "\n".join(lines)
+
+
+def test_fast_steps_are_not_all_printed(play_run):
+    lines = played(play_run, PlainLines, clock=Clock(0.01))
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/20", "10/20", "20/20"]
+
+
+def test_repeated_state_is_said_once():
+    stream = io.StringIO()
+    lines = PlainLines(stream, RunHistory(), Clock(1.0))
+    for _ in range(3):
+        lines.phase_changed("joining", "stage 1")
+    lines.phase_changed("training", "")
+    assert stream.getvalue() == "joining: waiting for stage 1\ntraining\n"
+
+
+def test_what_is_still_missing_after_a_while_is_said_with_the_next_sign_of_life():
+    stream, clock = io.StringIO(), Clock(0.0)
+    lines = PlainLines(stream, RunHistory(), clock)
+    for detail in ("stages 0, 1, 2", "stages 1, 2", "stage 2"):
+        lines.phase_changed("joining", detail)
+    clock.now_s = 3.0
+    lines.stage_changed(StageStatus(0, "host0", 1, "", 0, "joining", -1))
+    assert stream.getvalue() == "joining: waiting for stages 0, 1, 2\njoining: waiting for stage 2\n"
+
+
+def test_failed_snapshot_says_that_the_one_before_stands():
+    stream = io.StringIO()
+    PlainLines(stream, RunHistory(), Clock(1.0)).snapshot_written(SnapshotRecord(4, 0, "stage 1: disk full"))
+    assert stream.getvalue() == "warning: no snapshot after step 4: stage 1: disk full; the one before it stands\n"
+
+
+@pytest.mark.parametrize(("stream", "kind"), [(Terminal(), LiveTable), (io.StringIO(), PlainLines)])
+def test_screen_is_a_table_only_on_a_terminal(stream, kind, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert type(screen(stream, RunHistory())) is kind
+
+
+def test_screen_is_plain_on_a_dumb_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(screen(Terminal(), RunHistory())) is PlainLines
+
+
+def test_watched_run_leaves_metrics_a_summary_and_its_reason(tmp_path, play_run):
+    out, err = io.StringIO(), io.StringIO()
+    observer = watch_run(tmp_path / "metrics.jsonl", 0, resume_command="tahq-launch c.yaml --resume", out=out, err=err)
+    play_run(observer)
+    observer.ended(RunEnd(3, "stage 1 is lost;\n  resume", 20, 40, 20))
+    assert len([json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]) == 20
+    assert "run demo ended with status 3: 20 of 40 steps" in out.getvalue()
+    assert err.getvalue() == "tahq-launch: stage 1 is lost; resume\n"
+
+
+def test_run_without_a_step_has_no_summary(tmp_path):
+    out, err = io.StringIO(), io.StringIO()
+    watch_run(tmp_path / "metrics.jsonl", 0, out=out, err=err).ended(RunEnd(2, "no workers", 0, 0))
+    assert out.getvalue() == ""
+    assert err.getvalue() == "tahq-launch: no workers\n"
+
+
+def test_metrics_that_cannot_be_written_are_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match="cannot write"):
+        watch_run(tmp_path / "missing" / "metrics.jsonl", 0)
