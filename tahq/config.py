@@ -1,0 +1,106 @@
+"""cluster.yaml as one typed, frozen tree, composed of the sections that live beside their owners.
+
+A key is checked where it is declared, keys of one section by that section, and here what two
+sections say about each other. Whatever needs the model's folder, the tokenizer or the data is checked
+by those who read them.
+"""
+
+from pydantic import Field, field_validator, model_validator
+
+from tahq.comm.config import Hosts, LinksConfig
+from tahq.config_errors import DisagreementError
+from tahq.data.config import DataConfig
+from tahq.models.config import ModelConfig
+from tahq.pipeline.config import PipelineConfig, TrainingConfig
+from tahq.quant.config import WireConfig
+from tahq.run_config import RunConfig
+from tahq.units import Section, format_size, write_duration
+
+NUM_BYTE_TOKENS = 256
+"""Vocabulary of the `bytes` tokenizer."""
+
+
+class ClusterConfig(Section):
+    """All that a run is made of; workers receive it, resolved, from the coordinator."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    pipeline: PipelineConfig = PipelineConfig()
+    wire: WireConfig = WireConfig()
+    links: LinksConfig = LinksConfig()
+    hosts: Hosts = Field(default="local")
+
+    @field_validator("hosts")
+    @classmethod
+    def _hosts_that_exist(cls, hosts: Hosts) -> Hosts:
+        if hosts == "namespaces":
+            raise ValueError(
+                "namespaces needs networks made by tahq-netem, which this version does not have; "
+                "use local, where links.rate and links.delay are enforced too"
+            )
+        return hosts
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "ClusterConfig":
+        self._check_hosts()
+        self._check_layers()
+        self._check_sequence()
+        self._check_evaluation()
+        self._check_timeouts()
+        return self
+
+    def _check_hosts(self) -> None:
+        if isinstance(self.hosts, list) and len(self.hosts) != self.pipeline.stages:
+            raise DisagreementError(
+                ("hosts",),
+                f"hosts lists {len(self.hosts)} machines, pipeline.stages is {self.pipeline.stages}; "
+                "the n-th machine runs stage n",
+            )
+
+    def _check_layers(self) -> None:
+        num_layers, listed = self.model.num_layers, self.pipeline.layers
+        if num_layers is None:
+            return
+        if listed is not None and sum(listed) != num_layers:
+            raise DisagreementError(
+                ("pipeline", "layers"),
+                f"pipeline.layers {listed} adds up to {sum(listed)} layers, model.num_layers is {num_layers}",
+            )
+        if self.pipeline.stages > num_layers:
+            raise DisagreementError(
+                ("pipeline", "stages"),
+                f"pipeline.stages {self.pipeline.stages} is above model.num_layers {num_layers}; "
+                "each stage needs a layer",
+            )
+
+    def _check_sequence(self) -> None:
+        longest, vocab_size = self.model.max_seq_len, self.model.vocab_size
+        if longest is not None and self.data.seq_len > longest:
+            raise DisagreementError(
+                ("data", "seq_len"), f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {longest}"
+            )
+        if self.data.tokenizer == "bytes" and vocab_size is not None and vocab_size < NUM_BYTE_TOKENS:
+            raise DisagreementError(
+                ("model", "vocab_size"),
+                f"model.vocab_size {vocab_size} is below the {NUM_BYTE_TOKENS} tokens of data.tokenizer bytes",
+            )
+
+    def _check_evaluation(self) -> None:
+        if self.training.eval_every is not None and self.data.validation == 0:
+            raise DisagreementError(
+                ("training", "eval_every"), "training.eval_every needs validation samples, but data.validation is 0"
+            )
+
+    def _check_timeouts(self) -> None:
+        links, timeout_s = self.links, self.run.peer_timeout
+        piece_s = 8 * links.piece / links.rate if links.rate else 0.0
+        silence_s = 2 * links.delay + piece_s
+        if silence_s >= timeout_s:
+            piece = f" and a piece of {format_size(links.piece)} takes {piece_s:.3g} s" if piece_s else ""
+            raise DisagreementError(
+                ("links",),
+                f"a peer would look lost: a round trip takes {2 * links.delay:.3g} s{piece}, run.peer_timeout is "
+                f"{write_duration(timeout_s)}; raise run.peer_timeout or lower links.piece",
+            )

@@ -1,0 +1,41 @@
+"""`run:` of cluster.yaml."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from tahq.comm.config import Device, DialledHostPort, HostPort
+from tahq.units import Duration, Section
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def _folder_name(text: str) -> str:
+    if _NAME.fullmatch(text) is None:
+        raise ValueError(f"expected letters, digits, dots, dashes and underscores, at most 100; got {text!r}")
+    return text
+
+
+class RunConfig(Section):
+    """What a run is called, where it writes, and how long its parts wait for each other."""
+
+    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    dir: str = Field(default="runs", min_length=1)
+    bind: HostPort = "127.0.0.1:0"
+    """Where the coordinator listens; port 0: any free one."""
+    advertise: DialledHostPort | None = None
+    """host:port that workers dial, if it differs from what is bound."""
+    device: Device = "auto"
+    """auto, cpu, cuda or cuda:N, for hosts that do not say."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """Compute threads a worker; None: cores divided by the workers on them."""
+    peer_timeout: Duration = Field(default=10.0, ge=0.1)
+    """A peer that is silent for so long is gone; heartbeats are sent five times as often."""
+    join_timeout: Duration = Field(default=600.0, gt=0)
+    """How long the coordinator waits for all stages to join."""
+    snapshot_every: int | None = Field(default=None, ge=1)
+    """Steps between snapshots; one is always written at the end and on interruption."""
+    keep_snapshots: int = Field(default=2, ge=1)
+    log_level: Literal["debug", "info", "warning"] = "info"

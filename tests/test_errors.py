@@ -1,0 +1,43 @@
+import inspect
+import re
+
+import pytest
+
+from tahq import errors
+from tahq.errors import ConfigError, InterruptedRunError, PeerLostError, TahqError, UserError
+
+TREE_LINE = re.compile(r"^[\s│├└─]*(\w+Error)\s+(\d+)\s", re.MULTILINE)
+
+
+def _error_classes() -> dict[str, type[TahqError]]:
+    return {name: each for name, each in vars(errors).items() if inspect.isclass(each) and issubclass(each, TahqError)}
+
+
+def test_docstring_tree_has_every_error_with_its_exit_status():
+    documented = {name: int(status) for name, status in TREE_LINE.findall(errors.__doc__)}
+    assert documented == {name: each("x").exit_status for name, each in _error_classes().items()}
+
+
+def test_docstring_tree_nests_user_errors_under_user_error():
+    nested = re.findall(r"^\s+│\s+[├└]── (\w+)", errors.__doc__, re.MULTILINE)
+    expected = {
+        name for name, each in _error_classes().items() if issubclass(each, UserError) and each is not UserError
+    }
+    assert set(nested) == expected
+
+
+@pytest.mark.parametrize(("signal_number", "status"), [(2, 130), (15, 143)])
+def test_interrupted_run_exits_with_128_plus_the_signal(signal_number, status):
+    error = InterruptedRunError("stopped", signal_number)
+    assert (error.exit_status, str(error)) == (status, "stopped")
+    assert InterruptedRunError.exit_status == 130
+
+
+def test_user_mistakes_and_lost_peers_have_different_statuses():
+    assert ConfigError("x").exit_status == 2
+    assert PeerLostError("x").exit_status == 3
+    assert not issubclass(PeerLostError, UserError)
+
+
+def test_every_error_has_a_docstring():
+    assert all(each.__doc__ for each in _error_classes().values())

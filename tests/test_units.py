@@ -1,0 +1,156 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tahq.units import (
+    WRITTEN_BY_HAND,
+    Duration,
+    Rate,
+    Section,
+    Size,
+    format_rate,
+    format_size,
+    parse_duration,
+    parse_rate,
+    parse_size,
+    write_duration,
+    write_rate,
+    write_size,
+)
+
+
+class Quantities(Section):
+    rate: Rate | None = None
+    delay: Duration = 0.0
+    piece: Size = 1024
+    count: int = 1
+    switch: bool = False
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("100mbit", 1e8), ("1.5gbit", 1.5e9), ("300 Mbit/s", 3e8), ("9600bit", 9600.0), ("1e3kbit", 1e6), (2.5, 2.5)],
+)
+def test_rate_is_read_in_bits_per_second(text, bits_per_s):
+    assert parse_rate(text) == bits_per_s
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("20ms", 0.02), ("1.5s", 1.5), ("2min", 120.0), ("1h", 3600.0), ("50us", 5e-5), (0, 0.0), ("0s", 0.0)],
+)
+def test_duration_is_read_in_seconds(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("64KiB", 65536), ("1MB", 10**6), ("1.5kB", 1500), ("2GiB", 2**31), (512, 512), ("7b", 7)]
+)
+def test_size_is_read_in_bytes(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["fast", "100", "100 mb", "-5mbit", "1,5mbit", "mbit", "", "100 Mbps", "0mbit"])
+def test_rate_without_sense_is_refused_with_what_was_got(text):
+    with pytest.raises(ValueError, match="a rate must be") as caught:
+        parse_rate(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [100, True, None, [1]])
+def test_rate_without_unit_is_refused_with_an_example(value):
+    with pytest.raises(ValueError, match="needs a unit, such as 100mbit"):
+        parse_rate(value)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1e999s", "-1s"])
+def test_duration_must_be_finite_and_not_negative(value):
+    with pytest.raises(ValueError, match="a duration must be"):
+        parse_duration(value)
+
+
+@pytest.mark.parametrize("value", ["1.5b", -1, "0.3kb" + "x"])
+def test_size_must_be_whole_bytes(value):
+    with pytest.raises(ValueError, match="a size must be"):
+        parse_size(value)
+
+
+POSITIVE = st.floats(min_value=1e-9, max_value=1e15, allow_nan=False)
+
+
+@given(POSITIVE)
+def test_written_rate_reads_back_to_the_same_float(value):
+    assert parse_rate(write_rate(value)) == value
+
+
+@given(POSITIVE)
+def test_written_duration_reads_back_to_the_same_float(value):
+    assert parse_duration(write_duration(value)) == value
+
+
+@given(st.integers(0, 2**53))
+def test_written_size_reads_back_to_the_same_number(value):
+    assert parse_size(write_size(value)) == value
+
+
+def test_quantities_are_written_in_the_shortest_unit():
+    assert [write_rate(1e8), write_rate(2.5e9), write_rate(9600.0)] == ["100mbit", "2.5gbit", "9600bit"]
+    assert [write_duration(0.02), write_duration(0.0), write_duration(90.0)] == ["20ms", "0s", "90s"]
+    assert [write_size(262144), write_size(1000), write_size(1023)] == ["256kib", "1kb", "1023b"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1250, "1.25 kB"), (1.25e6, "1.25 MB"), (2e12, "2000 GB")]
+)
+def test_size_for_people_has_three_digits(nbytes, text):
+    assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(95.6e6, "95.6 Mbit/s"), (12.0, "12 bit/s"), (1.5e9, "1.5 Gbit/s"), (999.9e6, "1000 Mbit/s")]
+)
+def test_rate_for_people_has_three_digits(rate, text):
+    assert format_rate(rate) == text
+
+
+def test_bare_float_passes_from_python_but_not_from_yaml():
+    assert Quantities(rate=1e8, delay=0.02).rate == 1e8
+    with pytest.raises(ValidationError, match="needs a unit"):
+        Quantities.model_validate({"rate": 1e8}, context=WRITTEN_BY_HAND)
+    assert Quantities.model_validate({"delay": 0.0}, context=WRITTEN_BY_HAND).delay == 0.0
+
+
+def test_section_is_dumped_as_numbers_or_by_hand():
+    section = Quantities(rate="100mbit", delay="20ms", piece="64KiB")
+    assert section.model_dump(mode="json") == {
+        "rate": 1e8, "delay": 0.02, "piece": 65536, "count": 1, "switch": False,
+    }  # fmt: skip
+    by_hand = section.model_dump(mode="json", context=WRITTEN_BY_HAND)
+    assert (by_hand["rate"], by_hand["delay"], by_hand["piece"]) == ("100mbit", "20ms", "64kib")
+    assert Quantities.model_validate(by_hand, context=WRITTEN_BY_HAND) == section
+
+
+def test_section_is_frozen_and_closed():
+    section = Quantities()
+    with pytest.raises(ValidationError, match="frozen"):
+        section.count = 2
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Quantities(cuont=2)
+
+
+@pytest.mark.parametrize("key", ["count", "rate", "piece", "delay"])
+def test_switch_for_a_number_is_refused(key):
+    with pytest.raises(ValidationError, match="true is for switches"):
+        Quantities(**{key: True})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_number_that_is_not_finite_is_refused(value):
+    class Number(Section):
+        value: float
+
+    with pytest.raises(ValidationError, match="finite"):
+        Number(value=value)
