@@ -1,0 +1,241 @@
+"""The commands of tahq: `tahq`, and `tahq-launch` and `tahq-worker`, which are two of its commands.
+
+Only words are here: what a command does is imported when it is run, so that `--help` needs no torch.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tahq import __version__
+from tahq.units import parse_size
+from tahq_launch.reporting import log_to_stderr, run_app
+
+# -- options that several commands share ---------------------------------------------------------
+
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CLUSTER.YAML", show_default=False, help="What to run, e.g. launch/examples/demo.yaml."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="Change one key of the file, e.g. --set training.steps=200 --set links.rate=50mbit. May be repeated.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run of this name from its newest snapshot. Default: a new run.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, log in detail. Default: one line an error.")]
+
+
+def launch(
+    cluster_yaml: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print layers, memory, bytes on each link and the schedule; start nothing.",
+        ),
+    ] = False,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> int:
+    """Train what CLUSTER.YAML describes, from start to end.
+
+    Starts a worker for each stage here or over ssh, leads them, and leaves runs/NAME behind.
+
+    Example: tahq-launch launch/examples/demo.yaml --set run.name=first --set training.steps=20
+
+    Exit status: 0 done, 1 our fault, 2 a mistake in the input, 3 a worker was lost (resume the run), 4 out of
+    memory, 5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after a snapshot.
+    """
+    from tahq_launch.prepared_run import StartRequest
+
+    if dry_run:
+        return _dry_run(cluster_yaml, overrides or [])
+    from tahq_launch.launcher import launch as launch_run
+
+    return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), _announce)
+
+
+def _dry_run(cluster_yaml: Path, overrides: Sequence[str]) -> int:
+    from tahq.config_file import load_config
+    from tahq_launch.dry_run import dry_run
+    from tahq_launch.resolution import resolve_for_run
+
+    print(dry_run(resolve_for_run(load_config(cluster_yaml, overrides))))
+    return 0
+
+
+def worker(
+    peer: Annotated[
+        str, typer.Option(metavar="HOST:PORT", show_default=False, help="The coordinator, e.g. 192.0.2.1:5555.")
+    ],
+    stage: Annotated[
+        int | None, typer.Option(min=0, show_default=False, help="Stage to serve, from 0. Default: any that is free.")
+    ] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="Where neighbours are listened to, e.g. 0.0.0.0:7001; port 0: any free one. "
+            "Default: as the hosts entry says, else the address that faces the coordinator.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            show_default=False,
+            help="What neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
+            "none: this machine only dials out. Default: as bound.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|cuda:N", show_default=False, help="Where to compute, e.g. cuda:1. Default: as configured."
+        ),
+    ] = None,
+    debug: Debug = False,
+    die_with_parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+    exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
+) -> int:
+    """Serve one stage of a run, on this machine.
+
+    The configuration comes from the coordinator.
+
+    Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
+    """
+    from tahq_launch import parent_watch
+
+    if die_with_parent is not None:
+        parent_watch.die_with_parent(die_with_parent)
+    if exit_with_stdin:
+        parent_watch.exit_with_stdin()
+    launched = die_with_parent is not None or exit_with_stdin
+    log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
+
+    from tahq.worker import WorkerOptions, run_worker
+
+    return run_worker(WorkerOptions(-1 if stage is None else stage, peer, bind, advertise, device))
+
+
+def coordinator(
+    cluster_yaml: ConfigPath,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="Where to listen for workers, e.g. 0.0.0.0:5555; port 0: any free one. Default: run.bind.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="What workers dial, if another, e.g. 203.0.113.9:5555. Default: run.advertise, else as bound.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> int:
+    """Lead a run whose workers are started by hand.
+
+    Prints the tahq-worker command of every stage.
+
+    Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
+    """
+    from tahq_launch.launcher import serve
+    from tahq_launch.prepared_run import StartRequest
+
+    request = StartRequest(
+        cluster_yaml, tuple(overrides or ()), resume, debug, bind, advertise, program="tahq coordinator"
+    )
+    return serve(request, _announce)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The run's folder, e.g. runs/demo.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="Folder to make, e.g. demo-hf.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Snapshot after so many steps. Default: the newest.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 2GB.")] = "4GB",
+    debug: Debug = False,
+) -> int:
+    """Write a run's model as a Hugging Face folder.
+
+    It holds config.json, safetensors and the tokenizer.
+
+    Example: tahq export runs/demo demo-hf
+    """
+    try:
+        max_shard_nbytes = parse_size(shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shard-size") from None
+    from tahq_launch.export import export_run
+
+    done = export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
+    print(f"{done.out}: the model of {run} after step {done.step}, {done.num_parameters:,} parameters")
+    return 0
+
+
+# -- programs ------------------------------------------------------------------------------------
+
+
+def _umbrella() -> typer.Typer:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(_version)
+    for command in (launch, worker, coordinator, export):
+        app.command(command.__name__)(command)
+    return app
+
+
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Train language models over slow networks, one stage of layers a machine."""
+    if version:
+        print(f"tahq {__version__}")
+        raise typer.Exit
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> int:
+    """The program `tahq`."""
+    return run_app(_umbrella(), "tahq", sys.argv[1:] or ["--help"])
+
+
+def launch_main() -> int:
+    """The program `tahq-launch`: `tahq launch` under a name of its own."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(launch)
+    return run_app(app, "tahq-launch", sys.argv[1:])
+
+
+def worker_main() -> int:
+    """The program `tahq-worker`: `tahq worker` under a name of its own."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(worker)
+    return run_app(app, "tahq-worker", sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

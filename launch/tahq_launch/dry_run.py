@@ -1,0 +1,269 @@
+"""What ``--dry-run`` prints: layers, memory, traffic and schedule of a run that is not started.
+
+Nothing is allocated and nothing contacted; the model is on the meta device. Every figure is either exact
+(layers, parameters, bytes on the wire) or says what it leaves out. The text depends on the configuration
+alone, apart from `device: auto`, and is at most 100 columns wide.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from tahq.comm.frame import Direction
+from tahq.config import ClusterConfig
+from tahq.data.tokenizer import load_tokenizer
+from tahq.memory.estimate import StageMemory, StepNumbers, stage_memory
+from tahq.memory.saved_tensors import MicroBatchShape
+from tahq.models.costs import counted_costs
+from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.partition import BlockRange, divide
+from tahq.pipeline.schedule import Schedule, generate
+from tahq.pipeline.simulator import draw_grid
+from tahq.pipeline.validator import validate
+from tahq.units import format_rate, format_size
+from tahq_launch.step_traffic import Flow, host_traffic, step_flows, wire_only_step_s
+
+WIDTH = 100
+_MAX_PICTURES = 3
+
+_OPTIMIZER_STATES = {"adamw": 2, "ema_sgd": 1}
+"""fp32 numbers a parameter; `sgd` has one if it has momentum."""
+
+
+def dry_run(config: ClusterConfig) -> str:
+    """Describe a run without starting it.
+
+    Args:
+        config: resolved; of one that is not, layers are divided by counted cost.
+
+    Returns:
+        Lines joined by newlines.
+
+    Raises:
+        UserError: whatever in the configuration does not fit the model or the tokenizer.
+    """
+    plan = _Plan.make(config)
+    parts = [_header(plan), _stages(plan), _memory(plan), _links(plan), _hosts(plan), _grid(plan)]
+    return "\n\n".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all parts of the text are made of."""
+
+    config: ClusterConfig
+    spec: ModelSpec
+    ranges: tuple[BlockRange, ...]
+    schedule: Schedule
+    flows: tuple[Flow, ...]
+    memory: tuple[StageMemory, ...]
+
+    @classmethod
+    def make(cls, config: ClusterConfig) -> "_Plan":
+        spec = _spec(config)
+        costs = counted_costs(spec, config.data.seq_len)
+        ranges = divide(costs, config.pipeline.stages, config.pipeline.layers)
+        schedule = generate(config.pipeline.schedule, config.pipeline.stages, config.training.num_micro_batches)
+        validate(schedule)
+        flows = step_flows(config, spec)
+        numbers = [_step_numbers(config, schedule, flows, stage) for stage in range(len(ranges))]
+        memory = tuple(stage_memory(spec, blocks, each) for blocks, each in zip(ranges, numbers, strict=True))
+        return cls(config, spec, ranges, schedule, flows, memory)
+
+
+def _spec(config: ClusterConfig) -> ModelSpec:
+    if config.model.path is not None or config.model.vocab_size is not None:
+        vocab_size = config.model.vocab_size or 1
+    else:
+        vocab_size = load_tokenizer(config.data).vocab_size
+    return load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
+
+
+def _step_numbers(config: ClusterConfig, schedule: Schedule, flows: Sequence[Flow], stage: int) -> StepNumbers:
+    training = config.training
+    in_bf16 = computes_in_bf16(training.precision, _device(config, stage))
+    states = _OPTIMIZER_STATES.get(training.optimizer, int(training.momentum > 0))
+    cuts = [flow for flow in flows if stage in (flow.source, flow.target) and not flow.is_tie]
+    return StepNumbers(
+        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, in_bf16),
+        in_flight=schedule.max_in_flight(stage),
+        optimizer_states=states,
+        checkpoint_blocks=training.activation_checkpointing == "block",
+        frame_nbytes=sum(flow.payload_nbytes for flow in cuts),
+    )
+
+
+def computes_in_bf16(precision: str, device: str) -> bool:
+    """Whether a stage computes under bf16 autocast: `auto` does on CUDA."""
+    return precision == "bf16" or (precision == "auto" and device.startswith("cuda"))
+
+
+def _device(config: ClusterConfig, stage: int) -> str:
+    """Where a stage would compute; `auto` is taken for what this machine has."""
+    host = config.hosts[stage].device if isinstance(config.hosts, list) else "auto"
+    device = host if host != "auto" else config.run.device
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# -- the parts of the text -----------------------------------------------------------------------
+
+
+def _header(plan: _Plan) -> str:
+    training, spec, data = plan.config.training, plan.spec, plan.config.data
+    length = f"{training.steps} steps" if training.steps is not None else f"{training.epochs:g} epochs"
+    num_parameters = sum(memory.weights // 4 for memory in plan.memory)
+    source = str(spec.folder) if spec.folder is not None else f"{spec.family} with random weights"
+    lines = [
+        f"run {plan.config.run.name}: {source}, {num_parameters:,} parameters",
+        f"  {spec.num_layers} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}, "
+        f"sequences of {data.seq_len} tokens",
+        f"  {length} of {training.global_batch} samples = {training.num_micro_batches} micro-batches of "
+        f"{training.micro_batch}; {training.optimizer}, learning rate {training.lr:g}",
+    ]
+    return "\n".join(lines)
+
+
+def _stages(plan: _Plan) -> str:
+    total = sum(memory.weights for memory in plan.memory)
+    rows = [
+        [
+            str(stage),
+            _host_name(plan.config, stage),
+            _device(plan.config, stage),
+            "bf16" if computes_in_bf16(plan.config.training.precision, _device(plan.config, stage)) else "fp32",
+            _layers(blocks),
+            f"{memory.weights // 4:,}",
+            f"{memory.weights / total:.1%}",
+        ]
+        for stage, (blocks, memory) in enumerate(zip(plan.ranges, plan.memory, strict=True))
+    ]
+    titles = ["stage", "host", "device", "in", "layers", "parameters", "share"]
+    return "Layers\n" + _table(titles, rows, left=(1, 2, 3, 4))
+
+
+def _host_name(config: ClusterConfig, stage: int) -> str:
+    name = config.hosts[stage].address if isinstance(config.hosts, list) else config.hosts
+    return name if len(name) <= 24 else f"{name[:23]}…"
+
+
+def _layers(blocks: BlockRange) -> str:
+    span = f"{blocks.start}-{blocks.stop - 1}" if len(blocks) > 1 else str(blocks.start)
+    return f"{'embedding + ' if blocks.first else ''}{span}{' + norm, head' if blocks.last else ''}"
+
+
+def _memory(plan: _Plan) -> str:
+    kinds = [field.name for field in fields(StageMemory)]
+    rows = [
+        [
+            str(stage),
+            str(plan.schedule.max_in_flight(stage)),
+            *(format_size(getattr(memory, kind)) for kind in kinds),
+            format_size(memory.total),
+        ]
+        for stage, memory in enumerate(plan.memory)
+    ]
+    note = "estimated from sizes; Python, torch, data and fragmentation come on top"
+    return f"Memory at the peak ({note})\n" + _table(["stage", "in flight", *kinds, "total"], rows)
+
+
+def _links(plan: _Plan) -> str:
+    if not plan.flows:
+        return "One stage: nothing crosses a wire."
+    rate = plan.config.links.rate
+    titles = ["link", "from-to", "carries", "frames", "payload each", "bits/element", "bytes a step"]
+    titles += [f"s at {format_rate(rate)}"] if rate is not None else []
+    rows = [_link_row(flow, rate) for flow in plan.flows]
+    total = sum(flow.step_nbytes for flow in plan.flows)
+    lines = [
+        "Bytes a step on every link (frame headers included; acknowledgements and TCP/IP come on top)",
+        _table(titles, rows, left=(1, 2)),
+        f"  activations: {plan.config.wire.activations}",
+        f"  gradients: {plan.config.wire.gradients}",
+        f"  together {format_size(total)} a step" + _whole_run(plan, total),
+    ]
+    return "\n".join(lines)
+
+
+def _link_row(flow: Flow, rate: float | None) -> list[str]:
+    carries = "activations" if flow.direction is Direction.FORWARD else "gradients"
+    row = [
+        str(flow.link),
+        f"{flow.source} → {flow.target}",
+        "tied embedding" if flow.is_tie else carries,
+        str(flow.num_frames),
+        f"{flow.payload_nbytes:,}",
+        f"{flow.bits_per_element:.3f}",
+        f"{flow.step_nbytes:,}",
+    ]
+    return [*row, f"{8 * flow.step_nbytes / rate:.3f}"] if rate is not None else row
+
+
+def _whole_run(plan: _Plan, step_nbytes: int) -> str:
+    steps = plan.config.training.steps
+    return f", {format_size(steps * step_nbytes)} in {steps} steps" if steps is not None else ""
+
+
+def _hosts(plan: _Plan) -> str:
+    """What rate and delay make of the traffic; nothing without either of them."""
+    links = plan.config.links
+    if not plan.flows or (links.rate is None and links.delay == 0):
+        return ""
+    lines = []
+    if links.rate is not None:
+        lines += [
+            f"Traffic of each host a step, both links together, at {format_rate(links.rate)} each way",
+            _host_table(plan, links.rate),
+        ]
+    wire_s = wire_only_step_s(plan.config, plan.schedule, plan.flows)
+    lines.append(
+        f"  if computing took no time, a step would take {wire_s:.3f} s: schedule, rate and a delay of "
+        f"{1000 * links.delay:g} ms,\n  simulated"
+    )
+    return "\n".join(lines)
+
+
+def _host_table(plan: _Plan, rate: float) -> str:
+    rows = [
+        [
+            str(host.stage),
+            f"{host.sent_nbytes:,}",
+            f"{host.received_nbytes:,}",
+            f"{host.seconds(rate):.3f}",
+        ]
+        for host in host_traffic(plan.flows, plan.config.pipeline.stages)
+    ]
+    return _table(["stage", "bytes sent", "bytes received", "s at least"], rows)
+
+
+def _grid(plan: _Plan) -> str:
+    title = (
+        f"Schedule {plan.schedule.name} (0F2: chunk 0, forward, micro-batch 2; a backward, B, is drawn twice as long)"
+    )
+    column = 1 + max(len(str(action)) for row in plan.schedule.actions for action in row)
+    return f"{title}\n{_wrapped(draw_grid(plan.schedule), len('stage 0  '), column)}"
+
+
+def _wrapped(grid: str, margin: int, column: int) -> str:
+    """A picture that is too wide, in pieces below each other, cut between its columns."""
+    lines = grid.splitlines()
+    piece = (WIDTH - margin) // column * column
+    starts = range(margin, max(map(len, lines)), piece)
+    pictures = ["\n".join((line[:margin] + line[at : at + piece]).rstrip() for line in lines) for at in starts]
+    shown = "\n\n".join(pictures[:_MAX_PICTURES])
+    left = len(pictures) - _MAX_PICTURES
+    return f"{shown}\n({left} more pictures of this width not shown)" if left > 0 else shown
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Columns as wide as their widest cell; numbers to the right, columns named in `left` to the left."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        pairs = zip(cells, widths, strict=True)
+        padded = [cell.ljust(n) if index in left else cell.rjust(n) for index, (cell, n) in enumerate(pairs)]
+        return "  " + "  ".join(padded).rstrip()
+
+    return "\n".join(line(cells) for cells in (titles, *rows))

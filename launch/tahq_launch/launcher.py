@@ -1,0 +1,209 @@
+"""A whole run from one command: the coordinator in this process, a child process for every stage.
+
+Invariants:
+- however this process ends, no worker is left: they are waited for, then asked, then killed; after
+  SIGKILL of this process they notice by themselves (`parent_watch`);
+- the first SIGINT or SIGTERM stops the run in order, with a snapshot; the second stops it now.
+"""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from tahq.comm.addresses import format_address, parse_address
+from tahq.comm.control_channel import ControlServer
+from tahq.config import ClusterConfig
+from tahq.coordinator.service import Coordinator
+from tahq.errors import UserError
+from tahq.observe.run_view import watch_run
+from tahq_launch.local_host import local_command, threads_of_each
+from tahq_launch.prepared_run import PreparedRun, StartRequest, prepared_run
+from tahq_launch.run_folder import RunFolder
+from tahq_launch.ssh_host import ssh_command, worker_by_hand
+from tahq_launch.stage_process import StageProcess, WorkerCommand
+
+LEAVE_S = 5.0
+"""How long workers may take to leave by themselves once the coordinator has ended the run."""
+TERMINATE_S = 3.0
+"""How long one that was asked to leave may take before it is killed."""
+
+_WILDCARD_HOSTS = ("0.0.0.0", "::")
+
+Announce = Callable[[str], None]
+"""Told what the user should know before the run begins, line by line."""
+
+ExitListener = Callable[[int, int, str], None]
+"""Told (stage, exit status, last words) of a worker that has left."""
+
+
+class Fleet:
+    """The workers that were started from here; as a context, none is left when it ends.
+
+    Args:
+        on_exit: told once of each worker that leaves.
+    """
+
+    def __init__(self, on_exit: ExitListener) -> None:
+        self._on_exit = on_exit
+        self._running: list[StageProcess] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(LEAVE_S if error is None else 0.0)
+
+    def start(self, command: WorkerCommand, log_path: Path) -> None:
+        """Start one worker.
+
+        Raises:
+            UserError: its program cannot be started (there is no ssh, for instance).
+        """
+        try:
+            self._running.append(StageProcess(command, log_path))
+        except OSError as error:
+            raise UserError(f"cannot start {command.argv[0]} for stage {command.stage}: {error.strerror}") from error
+
+    def tick(self) -> None:
+        """Notice who has left."""
+        for process in tuple(self._running):
+            status = process.poll()
+            if status is not None:
+                self._running.remove(process)
+                self._on_exit(process.command.stage, status, _last_words(process))
+
+    def close(self, leave_s: float) -> None:
+        """Wait for workers to leave, then ask them to, then kill them; none is left afterwards."""
+        self._wait(leave_s)
+        for process in self._running:
+            process.terminate()
+        self._wait(TERMINATE_S)
+        for process in self._running:
+            process.kill()
+            process.wait(TERMINATE_S)
+        self._running.clear()
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        self._running = [process for process in self._running if not process.wait(deadline_s - time.monotonic())]
+
+
+def _last_words(process: StageProcess) -> str:
+    line = process.last_words()
+    return f"its log {process.log_path} ends with: {line}" if line else f"its log {process.log_path} is empty"
+
+
+def launch(request: StartRequest, announce: Announce) -> int:
+    """Run what a cluster.yaml describes, from its first step to its last.
+
+    Args:
+        request: what to run.
+        announce: told what is continued, and what to type on hosts that are started by hand.
+
+    Returns:
+        The exit status of the run; why it is not 0 has been said on stderr.
+
+    Raises:
+        UserError: the run could not begin; nothing was started.
+    """
+    with _opened(request, announce) as (prepared, coordinator), Fleet(coordinator.worker_exited) as fleet:
+        for stage in range(prepared.config.pipeline.stages):
+            command = worker_command(prepared.config, stage, coordinator.address, debug=request.debug)
+            if command is not None:
+                fleet.start(command, prepared.folder.stage_log(stage))
+            else:
+                announce(_by_hand(prepared.config, stage, coordinator.address))
+        return coordinator.run(fleet.tick)
+
+
+def serve(request: StartRequest, announce: Announce) -> int:
+    """Run the coordinator alone, for workers that are started by hand; else as `launch`."""
+    with _opened(request, announce) as (prepared, coordinator):
+        for stage in range(prepared.config.pipeline.stages):
+            announce(_by_hand(prepared.config, stage, coordinator.address))
+        return coordinator.run(lambda: None)
+
+
+@contextlib.contextmanager
+def _opened(request: StartRequest, announce: Announce) -> Iterator[tuple[PreparedRun, Coordinator]]:
+    """A coordinator that listens, with signals going to it."""
+    with prepared_run(request) as prepared, listening(prepared.config) as server:
+        observer = watch_run(
+            prepared.folder.metrics,
+            prepared.options.start_step,
+            program=request.program,
+            resume_command=request.resume_command,
+            export_command=_export_command(prepared.folder),
+        )
+        coordinator = Coordinator(prepared.options, server, observer)
+        with signals_to(coordinator.request_stop):
+            for line in prepared.notes:
+                announce(line)
+            yield prepared, coordinator
+
+
+@contextlib.contextmanager
+def listening(config: ClusterConfig) -> Iterator[ControlServer]:
+    """The coordinator's socket; UserError if its address cannot be bound."""
+    run = config.run
+    server = ControlServer(run.bind, heartbeat_s=run.peer_timeout / 5, advertise=run.advertise)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def signals_to(request_stop: Callable[[int], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM become requests to stop, and so does the loss of the terminal."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        request_stop(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
+        wanted.append(signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def worker_command(config: ClusterConfig, stage: int, address: str, *, debug: bool = False) -> WorkerCommand | None:
+    """What starts the worker of a stage; None where a person does.
+
+    Args:
+        config: resolved.
+        stage: which.
+        address: host:port that the coordinator tells workers to dial.
+        debug: have the worker log in detail.
+    """
+    if isinstance(config.hosts, str):
+        threads = threads_of_each(config.pipeline.stages, config.run.threads)
+        return local_command(stage, local_peer(config.run.bind, address), threads, debug=debug)
+    host = config.hosts[stage]
+    return None if host.ssh is None else ssh_command(host, stage, address, threads=config.run.threads, debug=debug)
+
+
+def local_peer(bind: str, address: str) -> str:
+    """Where a worker on this machine dials: loopback if all addresses are bound, else what others dial too."""
+    host, _ = parse_address(bind, "run.bind")
+    _, port = parse_address(address, "coordinator")
+    return format_address("127.0.0.1", port) if host in _WILDCARD_HOSTS else format_address(host, port)
+
+
+def _by_hand(config: ClusterConfig, stage: int, address: str) -> str:
+    where = "" if isinstance(config.hosts, str) else f" on {config.hosts[stage].address}"
+    return f"start stage {stage}{where} with: {worker_by_hand(stage, address)}"
+
+
+def _export_command(folder: RunFolder) -> str:
+    return f"tahq export {folder.path} {folder.path.name}-hf"

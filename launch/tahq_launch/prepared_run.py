@@ -1,0 +1,207 @@
+"""From a configuration file to everything that the coordinator is told, before any worker exists.
+
+Order matters here: what can be wrong with what the user gave is found before the run folder is
+touched, and all else happens while the folder's lock is held.
+"""
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tahq import __version__
+from tahq.config import ClusterConfig
+from tahq.config_file import config_hash, config_json, dump_yaml, load_config, resolve
+from tahq.coordinator.options import CoordinatorOptions
+from tahq.errors import ConfigError
+from tahq.pipeline.manifest import Manifest, read_latest
+from tahq.pipeline.resume import compare_configs, keep_model_sizes
+from tahq_launch.resolution import resolve_for_run
+from tahq_launch.run_folder import RunFolder
+
+_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequest:
+    """What a person asked for on the command line of `tahq launch` or `tahq coordinator`.
+
+    `bind` and `advertise` replace those of `run:` in the file.
+    """
+
+    config_path: Path
+    overrides: tuple[str, ...] = ()
+    resume: bool = False
+    debug: bool = False
+    bind: str | None = None
+    advertise: str | None = None
+    program: str = "tahq-launch"
+
+    @property
+    def all_overrides(self) -> tuple[str, ...]:
+        """`overrides`, and what the other options stand for."""
+        given = {"run.bind": self.bind, "run.advertise": self.advertise}
+        return (*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+
+    @property
+    def resume_command(self) -> str:
+        """What continues this run later."""
+        bound = f" --bind {self.bind}" if self.bind is not None else ""
+        changes = "".join(f" --set {override}" for override in self.overrides)
+        return f"{self.program} {self.config_path}{bound} --resume{changes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run begins: at nothing, or at a snapshot of itself.
+
+    `notes` say what is different from the run that is continued.
+    """
+
+    run_id: int
+    start_step: int = 0
+    snapshot: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A run that is ready to start; its folder is locked for as long as this is used."""
+
+    config: ClusterConfig
+    folder: RunFolder
+    options: CoordinatorOptions
+    notes: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def prepared_run(request: StartRequest) -> Iterator[PreparedRun]:
+    """Read, check and resolve a configuration, and hold its run folder for as long as the run lasts.
+
+    Raises:
+        UserError: whatever is wrong with the configuration, or the folder holds another run.
+    """
+    given = load_config(request.config_path, request.all_overrides)
+    check_reachable(given)
+    folder = RunFolder(Path(given.run.dir) / given.run.name)
+    folder.check_startable(resume=request.resume)
+    config, origin = _continued(folder, given) if request.resume else (resolve_for_run(given), _fresh())
+    with folder.locked() as epoch:
+        folder.check_startable(resume=request.resume)
+        with _log_file(folder.launcher_log, debug=request.debug):
+            _keep_config(folder, config, origin)
+            options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
+            yield PreparedRun(config, folder, options, origin.notes)
+
+
+def _fresh() -> Origin:
+    return Origin(secrets.randbits(63))
+
+
+def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, Origin]:
+    """The configuration to go on with, and where; SnapshotError for changes that cannot be."""
+    snapshot, manifest = read_latest(folder.snapshots)
+    config = resolve_for_run(continued_config(manifest.config, given))
+    report = compare_configs(manifest.config, config.model_dump(mode="json"))
+    report.check()
+    return config, _origin_at(snapshot.relative_to(folder.path), manifest, report.lines())
+
+
+def _origin_at(snapshot: Path, manifest: Manifest, lines: list[str]) -> Origin:
+    return Origin(manifest.run_id, manifest.step, str(snapshot), manifest.sha256, tuple(lines))
+
+
+def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
+    """What is given now, with what it leaves open as the snapshot has it.
+
+    The model keeps its sizes, and where neither the number of stages nor the way of dividing is another,
+    each stage keeps its layers: costs measured again would move the cuts.
+
+    Args:
+        old: the resolved configuration of the snapshot, as plain values.
+        given: the configuration to go on with, not resolved yet.
+    """
+    values = keep_model_sizes(old, resolve(given).model_dump(mode="json"))
+    kept, pipeline = old.get("pipeline", {}), values["pipeline"]
+    same_division = all(pipeline[key] == kept.get(key) for key in ("stages", "balance"))
+    if pipeline["layers"] is None and same_division:
+        values["pipeline"] = {**pipeline, "layers": kept.get("layers")}
+    return ClusterConfig.model_validate(values)
+
+
+def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> None:
+    """Write config.yaml; one that says something else is kept beside it when a run is continued."""
+    text = dump_yaml(config)
+    if origin.snapshot and folder.config.exists() and folder.config.read_text(encoding="utf-8") != text:
+        folder.config.replace(folder.path / f"config-until-step-{origin.start_step}.yaml")
+    folder.config.write_text(text, encoding="utf-8")
+
+
+def _coordinator_options(
+    config: ClusterConfig, folder: RunFolder, origin: Origin, epoch: int, resume_command: str
+) -> CoordinatorOptions:
+    training, run = config.training, config.run
+    return CoordinatorOptions(
+        num_stages=config.pipeline.stages,
+        run_id=origin.run_id,
+        run_folder=folder.path,
+        config_json=config_json(config),
+        config_hash=config_hash(config),
+        version=__version__,
+        steps=training.steps,
+        epochs=training.epochs,
+        global_batch=training.global_batch,
+        clip_norm=training.clip_norm,
+        non_finite=training.non_finite,
+        max_skipped_in_a_row=training.max_skipped_in_a_row,
+        eval_every=training.eval_every,
+        snapshot_every=run.snapshot_every,
+        keep_snapshots=run.keep_snapshots,
+        peer_timeout_s=run.peer_timeout,
+        join_timeout_s=run.join_timeout,
+        start_step=origin.start_step,
+        snapshot=origin.snapshot,
+        snapshot_files=origin.files,
+        tie_link=config.model.tie == "sync",
+        hosts=() if isinstance(config.hosts, str) else tuple(host.address for host in config.hosts),
+        name=run.name,
+        epoch=epoch,
+        resume_command=resume_command,
+    )
+
+
+def check_reachable(config: ClusterConfig) -> None:
+    """Refuse hosts that could never dial the coordinator.
+
+    Raises:
+        ConfigError: a host is another machine, and the coordinator listens where only this one reaches it.
+    """
+    hosts = [] if isinstance(config.hosts, str) else config.hosts
+    remote = [host.address for host in hosts if not host.address.startswith(_LOOPBACK)]
+    if remote and config.run.bind.startswith(_LOOPBACK) and config.run.advertise is None:
+        raise ConfigError(
+            f"run.bind is {config.run.bind}, which {remote[0]} cannot reach; set run.bind to an address and port of "
+            "this machine (--set run.bind=192.0.2.1:5555), and run.advertise if hosts reach it under another"
+        )
+
+
+@contextlib.contextmanager
+def _log_file(path: Path, *, debug: bool) -> Iterator[None]:
+    """Keep in a file what this process logs, the traceback that ends it included."""
+    log = logging.getLogger("tahq")
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG if debug else logging.INFO)
+    try:
+        yield
+    except Exception:
+        log.exception("the run was ended by an error")
+        raise
+    finally:
+        log.removeHandler(handler)
+        handler.close()

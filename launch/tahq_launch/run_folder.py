@@ -1,0 +1,124 @@
+"""What a run writes, and who may write it: `runs/<name>/`.
+
+::
+
+    config.yaml      the configuration as resolved     snapshots/  weights to resume and export from
+    metrics.jsonl    one object a step                 logs/       launcher.log, stage-N.log
+    trace/           timelines
+
+Invariants:
+- one launcher at a time writes a run folder (a lock that the kernel drops with the process);
+- nothing that a run learned is overwritten: a folder with steps in it is resumed or left alone.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from tahq.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Names inside one run's folder."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration as resolved."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def snapshots(self) -> Path:
+        """Folder of snapshots; `latest` names the newest."""
+        return self.path / "snapshots"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of logs."""
+        return self.path / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the coordinator's process logs."""
+        return self.logs / "launcher.log"
+
+    def stage_log(self, stage: int) -> Path:
+        """What the worker of a stage writes, over all starts of the run."""
+        return self.logs / f"stage-{stage}.log"
+
+    def has_steps(self) -> bool:
+        """Whether a run has already written metrics or a snapshot here."""
+        has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return has_metrics or self.has_snapshot()
+
+    def has_snapshot(self) -> bool:
+        """Whether there is a complete snapshot."""
+        return (self.snapshots / "latest").exists()
+
+    def check_startable(self, *, resume: bool) -> None:
+        """Refuse a start that would overwrite a run, or a resumption of nothing.
+
+        Raises:
+            UserError: with what can be done instead.
+        """
+        if resume and not (self.config.exists() and self.has_snapshot()):
+            raise UserError(f"--resume: {self.path} has no snapshot to resume from; start it without --resume")
+        if not resume and self.has_snapshot():
+            raise UserError(
+                f"{self.path} already holds a run; continue it with --resume, "
+                f"choose another name (--set run.name=…), or remove the folder"
+            )
+        if not resume and self.has_steps():
+            raise UserError(
+                f"{self.path} already holds the metrics of a run that left no snapshot; "
+                f"choose another name (--set run.name=…), or remove the folder"
+            )
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Hold the folder, creating it first; the kernel lets go of it if this process dies.
+
+        Returns:
+            As a context: the number of this start of the run, from 1.
+
+        Raises:
+            UserError: another process is writing it, or it cannot be created.
+        """
+        with self._lock_file() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{self.path} is being written by another run (process {_recorded(lock)[1]}); "
+                    "wait for it, stop it, or choose another name (--set run.name=…)"
+                ) from None
+            start = _recorded(lock)[0] + 1
+            lock.truncate(0)
+            lock.write(f"{start} {os.getpid()}")
+            lock.flush()
+            yield start
+
+    def _lock_file(self) -> TextIO:
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            return (self.path / ".lock").open("a+", encoding="ascii")
+        except OSError as error:
+            raise UserError(f"cannot write the run folder {self.path}: {error.strerror}; see run.dir") from error
+
+
+def _recorded(lock: TextIO) -> tuple[int, str]:
+    """Number of the newest start, and the process that made it."""
+    lock.seek(0)
+    start, _, process = lock.read().partition(" ")
+    return (int(start) if start.isdecimal() else 0), process or "unknown"

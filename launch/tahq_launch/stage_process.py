@@ -1,0 +1,101 @@
+"""One child process that serves a stage: started, watched, and always reaped.
+
+Invariants:
+- it has its own session, so Ctrl-C at the terminal reaches the launcher alone;
+- what it writes is appended to the stage's log, never lost and never on the terminal;
+- after `kill` and `wait` neither it nor anything it started is left.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_TAIL_NBYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    """What starts a worker.
+
+    `env` is added to this process's environment. With `holds_stdin` the child's stdin is a pipe that
+    stays open for as long as it is wanted; else it is empty.
+    """
+
+    stage: int
+    argv: tuple[str, ...]
+    where: str
+    """Host, for messages."""
+    env: Mapping[str, str]
+    holds_stdin: bool = False
+
+
+class StageProcess:
+    """A running worker.
+
+    Args:
+        command: what to run.
+        log_path: what its stdout and stderr are appended to.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+
+    def __init__(self, command: WorkerCommand, log_path: Path) -> None:
+        self.command = command
+        self.log_path = log_path
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.PIPE if command.holds_stdin else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **command.env},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child (for a remote stage: of its ssh)."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask it to leave: SIGTERM, or for one that holds its stdin, the end of that."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        else:
+            self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Make it leave, with everything that it started."""
+        self._signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has left by then."""
+        try:
+            self._process.wait(max(timeout_s, 0.0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def last_words(self, num_lines: int = 1) -> str:
+        """The last lines that this child wrote, blank ones left out; empty if it wrote nothing."""
+        with self.log_path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - _TAIL_NBYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join([line.strip() for line in lines if line.strip()][-num_lines:])
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)

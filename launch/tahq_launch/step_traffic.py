@@ -1,0 +1,142 @@
+"""What one training step puts on the wire, known before it runs: codecs tell their lengths beforehand.
+
+Counted are payloads and frame headers. Acknowledgements, heartbeats, control messages, what TCP/IP adds and
+what is sent again after a loss come on top; evaluations send activations of their own.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tahq.comm.frame import HEADER_NBYTES, Direction
+from tahq.config import ClusterConfig
+from tahq.models.model_spec import ModelSpec
+from tahq.pipeline.costs import Costs, CutCosts, HostCosts
+from tahq.pipeline.schedule import ActionKind, Schedule
+from tahq.pipeline.simulator import simulate
+from tahq.quant import get_codec
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The frames of one step that cross one link one way; all have the same length."""
+
+    link: int
+    is_tie: bool
+    """Whether it is the gradient of the tied embedding, once a step, and not micro-batches across a cut."""
+    source: int
+    target: int
+    direction: Direction
+    codec: str
+    num_frames: int
+    num_elements: int
+    payload_nbytes: int
+    """Of one frame."""
+    frame_nbytes: int
+    """The same with its headers, one a piece."""
+
+    @property
+    def step_nbytes(self) -> int:
+        """Of all frames of a step."""
+        return self.num_frames * self.frame_nbytes
+
+    @property
+    def bits_per_element(self) -> float:
+        """Payload alone, as metrics.jsonl has it."""
+        return 8 * self.payload_nbytes / self.num_elements
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """What a stage's host sends and receives in a step, in bytes."""
+
+    stage: int
+    sent_nbytes: int
+    received_nbytes: int
+
+    def seconds(self, rate_bits_per_s: float) -> float:
+        """Least time for it at this rate each way."""
+        return 8 * max(self.sent_nbytes, self.received_nbytes) / rate_bits_per_s
+
+
+def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[Flow, ...]:
+    """Every link and direction, cuts first, then the link of tied embeddings if they are kept in step."""
+    return (*_cut_flows(config, spec), *_tie_flows(config, spec))
+
+
+def _cut_flows(config: ClusterConfig, spec: ModelSpec) -> Iterator[Flow]:
+    shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
+    num_frames = config.training.num_micro_batches
+    for cut in range(config.pipeline.stages - 1):
+        ends = {Direction.FORWARD: (cut, cut + 1), Direction.BACKWARD: (cut + 1, cut)}
+        codecs = {Direction.FORWARD: config.wire.activations, Direction.BACKWARD: config.wire.gradients}
+        for direction, codec in codecs.items():
+            yield _flow(config, cut, ends[direction], direction, codec, num_frames, shape)
+
+
+def _tie_flows(config: ClusterConfig, spec: ModelSpec) -> Iterator[Flow]:
+    last = config.pipeline.stages - 1
+    if config.model.tie != "sync" or last == 0:
+        return
+    for direction, ends in ((Direction.FORWARD, (0, last)), (Direction.BACKWARD, (last, 0))):
+        yield _flow(config, last, ends, direction, "raw:dtype=fp32", 1, (spec.vocab_size, spec.hidden_size))
+
+
+def _flow(
+    config: ClusterConfig,
+    link: int,
+    ends: tuple[int, int],
+    direction: Direction,
+    codec: str,
+    num_frames: int,
+    shape: tuple[int, ...],
+) -> Flow:
+    payload_nbytes = get_codec(codec).encoded_nbytes(shape)
+    num_pieces = max(1, math.ceil(payload_nbytes / config.links.piece))
+    return Flow(
+        link=link,
+        is_tie=link == config.pipeline.stages - 1,
+        source=ends[0],
+        target=ends[1],
+        direction=direction,
+        codec=codec,
+        num_frames=num_frames,
+        num_elements=math.prod(shape),
+        payload_nbytes=payload_nbytes,
+        frame_nbytes=payload_nbytes + num_pieces * HEADER_NBYTES,
+    )
+
+
+def host_traffic(flows: Iterable[Flow], num_stages: int) -> tuple[HostTraffic, ...]:
+    """Flows added up by the hosts whose uplink and downlink they share."""
+    flows = list(flows)
+    return tuple(
+        HostTraffic(
+            stage,
+            sum(flow.step_nbytes for flow in flows if flow.source == stage),
+            sum(flow.step_nbytes for flow in flows if flow.target == stage),
+        )
+        for stage in range(num_stages)
+    )
+
+
+def wire_only_step_s(config: ClusterConfig, schedule: Schedule, flows: Sequence[Flow]) -> float:
+    """Seconds of a step if computing and coding took none: what schedule, rate and delay alone make of it.
+
+    Simulated with `tahq.pipeline.simulator`; the tied embeddings' exchange is not in it.
+    """
+    nbytes = {(flow.link, flow.direction): float(flow.frame_nbytes) for flow in flows}
+    cuts = [
+        CutCosts(nbytes[cut, Direction.FORWARD], nbytes[cut, Direction.BACKWARD])
+        for cut in range(schedule.num_chunks - 1)
+    ]
+    rate = config.links.rate / 8 if config.links.rate is not None else math.inf
+    costs = Costs(
+        compute_s={(chunk, kind): 0.0 for chunk in range(schedule.num_chunks) for kind in ActionKind},
+        cuts=cuts,
+        hosts=[HostCosts(rate, rate)] * schedule.num_stages,
+        latency_s=config.links.delay,
+        commit_s=2 * config.links.delay,
+        piece_nbytes=config.links.piece,
+    )
+    return simulate(schedule, costs).step_time_s

@@ -1,0 +1,247 @@
+"""What a worker makes of the configuration that it was sent: model slice, data, and, once there are links, a stage.
+
+Building comes in two parts, because what HELLO reports (hashes, sizes) must be known before anybody knows the
+links: `Assembly.build` needs the configuration only, `connect` needs the plan and the transports.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tahq import __version__
+from tahq.comm.control import Assign, Plan, Snapshotted
+from tahq.comm.transport import Transport
+from tahq.config import ClusterConfig
+from tahq.data.batches import BatchSource, Cursor
+from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.tokenizer import Tokenizer, load_tokenizer
+from tahq.errors import ConfigError, SnapshotError
+from tahq.models.costs import counted_costs
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.partition import BlockRange, divide
+from tahq.models.slice import ModelSlice, build_slice
+from tahq.pipeline.manifest import StageMeta
+from tahq.pipeline.schedule import Action
+from tahq.pipeline.snapshot import prune, snapshot_folder, write_stage
+from tahq.pipeline.snapshot_reader import SnapshotReader
+from tahq.pipeline.stage import Stage, StagePlan
+
+
+def block_ranges(config: ClusterConfig, spec: ModelSpec) -> tuple[BlockRange, ...]:
+    """The blocks of every stage; a resolved configuration lists them, another is divided by counted cost."""
+    return divide(counted_costs(spec, config.data.seq_len), config.pipeline.stages, config.pipeline.layers)
+
+
+def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> ModelSpec:
+    """The model of a resolved configuration, whose vocabulary does not depend on who has the tokenizer.
+
+    Args:
+        config: resolved: `model.vocab_size` is set unless a folder gives it.
+        tokenizer_vocab_size: to be checked against the model's; None where no tokenizer is needed.
+    """
+    vocabulary = tokenizer_vocab_size or config.model.vocab_size or 1
+    return load_spec(config.model, vocab_size=vocabulary, seq_len=config.data.seq_len)
+
+
+def compute_device(config: ClusterConfig, stage: int, override: str | None) -> torch.device:
+    """Where a stage computes: the command line, its host's entry, `run.device`; `auto` takes CUDA if there is any.
+
+    Raises:
+        ConfigError: a device that this machine does not have.
+    """
+    host = config.hosts[stage] if isinstance(config.hosts, list) else None
+    name = override or (host.device if host is not None and host.device != "auto" else config.run.device)
+    if name == "auto":
+        name = f"cuda:{stage % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"stage {stage}: device {name!r} cannot be used here: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StageData:
+    """Tokenizer and samples; first and last stage have them."""
+
+    tokenizer: Tokenizer
+    dataset: Dataset
+
+    @classmethod
+    def load(cls, config: ClusterConfig) -> "StageData":
+        """Read what `data:` names."""
+        tokenizer = load_tokenizer(config.data)
+        return cls(tokenizer, load_dataset(config.data, tokenizer))
+
+
+class Assembly:
+    """One stage's parts, before they are joined to others."""
+
+    def __init__(
+        self,
+        assign: Assign,
+        config: ClusterConfig,
+        device: torch.device,
+        module: ModelSlice,
+        blocks: BlockRange,
+        data: StageData | None,
+        reader: SnapshotReader | None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self._assign = assign
+        self._module = module
+        self._blocks = blocks
+        self._data = data
+        self._reader = reader
+        self._batches: BatchSource | None = None
+
+    @classmethod
+    def build(
+        cls, assign: Assign, config: ClusterConfig, device: str | None, working: Callable[[str], None]
+    ) -> "Assembly":
+        """Read or draw this stage's weights, and read the data if the stage needs it.
+
+        Args:
+            assign: stage, and the snapshot to continue from.
+            config: what `assign` carries, parsed.
+            device: the command line's choice, if any.
+            working: told what is being done, for the heartbeats.
+
+        Raises:
+            UserError: whatever in the configuration does not fit this machine.
+        """
+        stage, where = assign.stage, compute_device(config, assign.stage, device)
+        if config.run.threads is not None:
+            torch.set_num_threads(config.run.threads)
+        needs_data = stage in (0, config.pipeline.stages - 1)
+        working("reading data")
+        data = StageData.load(config) if needs_data else None
+        working("building the model")
+        spec = resolved_spec(config, data.tokenizer.vocab_size if data is not None else None)
+        blocks = block_ranges(config, spec)[stage]
+        reader = _open_snapshot(assign, config)
+        random = RandomContext(config.run.seed)
+        module = build_slice(spec, blocks, seed=config.run.seed, device=where, random=random, weights=reader is None)
+        module.checkpoint_blocks = config.training.activation_checkpointing == "block"
+        return cls(assign, config, where, module, blocks, data, reader)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Empty where no data is needed."""
+        return self._data.tokenizer.fingerprint if self._data is not None else ""
+
+    @property
+    def data_hash(self) -> str:
+        """Empty where no data is needed."""
+        return self._data.dataset.fingerprint if self._data is not None else ""
+
+    @property
+    def num_train_samples(self) -> int:
+        """Samples an epoch; 0 where no data is needed."""
+        return self._data.dataset.num_train_samples if self._data is not None else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of this stage."""
+        return sum(p.numel() for p in self._module.parameters())
+
+    def connect(
+        self, plan: Plan, transports: Mapping[int, Transport], on_action: Callable[[int, Action], None] | None = None
+    ) -> Stage:
+        """Join the parts to the links: a stage ready for `plan.start_step`.
+
+        Raises:
+            SnapshotError: the snapshot lacks what this stage owns.
+        """
+        config = self.config
+        self._batches = self._batch_source()
+        stage = Stage(
+            StagePlan(
+                stage=self._assign.stage,
+                run=self._assign.run_id,
+                seed=config.run.seed,
+                seq_len=config.data.seq_len,
+                total_steps=plan.total_steps,
+                training=config.training,
+                pipeline=config.pipeline,
+                wire=config.wire,
+                tie=config.model.tie == "sync",
+            ),
+            self._module,
+            self._batches,
+            transports,
+            device=self.device,
+            bf16=_computes_in_bf16(config, self.device),
+            on_action=on_action,
+        )
+        if self._reader is not None:
+            stage.update.load(self._reader.tensor, set(self._reader.names()))
+        return stage
+
+    def write_snapshot(self, step: int, stage: Stage) -> Snapshotted:
+        """Write this stage's part of the snapshot after `step` steps; a failure is reported, not raised."""
+        number = self._assign.stage
+        try:
+            written = write_stage(
+                snapshot_folder(self._snapshots(), step), number, stage.update.tensors(), self._meta(step)
+            )
+            if isinstance(self.config.hosts, list):
+                prune(self._snapshots(), self.config.run.keep_snapshots)
+        except SnapshotError as error:
+            return Snapshotted(step, number, "", "", 0, error=str(error))
+        return Snapshotted(step, number, written.file, written.sha256, written.nbytes)
+
+    def _meta(self, step: int) -> StageMeta:
+        cursor = self._batches.cursor(step) if self._batches is not None else Cursor(step)
+        return StageMeta(
+            step=step,
+            stage=self._assign.stage,
+            num_stages=self.config.pipeline.stages,
+            block_start=self._blocks.start,
+            block_stop=self._blocks.stop,
+            cursor=asdict(cursor),
+            config_hash=self._assign.config_hash,
+            versions={"tahq": __version__, "torch": str(torch.__version__)},
+        )
+
+    def _snapshots(self) -> Path:
+        return snapshots_folder(self.config)
+
+    def _batch_source(self) -> BatchSource | None:
+        if self._data is None:
+            return None
+        training = self.config.training
+        return BatchSource(
+            self._data.dataset,
+            seed=self.config.run.seed,
+            global_batch=training.global_batch,
+            micro_batch=training.micro_batch,
+            origin=self._origin(),
+        )
+
+    def _origin(self) -> Cursor:
+        """Where the snapshot's first stage stood in the data; every run has a stage 0, and it has the data."""
+        if self._reader is None:
+            return Cursor()
+        first = next(file for file in sorted(self._assign.snapshot_files) if file.startswith("stage-000"))
+        return Cursor(**self._reader.stage_meta(first).cursor)
+
+
+def snapshots_folder(config: ClusterConfig) -> Path:
+    """Where a run's snapshots lie on this machine."""
+    return Path(config.run.dir) / config.run.name / "snapshots"
+
+
+def _open_snapshot(assign: Assign, config: ClusterConfig) -> SnapshotReader | None:
+    if not assign.snapshot:
+        return None
+    return SnapshotReader(Path(config.run.dir) / config.run.name / assign.snapshot, assign.snapshot_files)
+
+
+def _computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
+    precision = config.training.precision
+    return precision == "bf16" or (precision == "auto" and device.type == "cuda")

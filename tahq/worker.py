@@ -1,0 +1,337 @@
+"""The composition root of tahq-worker: one process, one stage, from JOIN to BYE.
+
+    JOIN → ASSIGN → build → HELLO → PLAN → links → READY → START → (step, PREPARE, COMMIT)* → BYE
+
+Two threads beside the compute loop: one owns the data sockets (`ZmqEndpoint`), one the control socket
+(`ControlClient`). An ABORT that arrives while the compute loop waits for a frame ends that wait.
+"""
+
+import logging
+import os
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import TypeVar
+
+import torch
+
+from tahq import __version__
+from tahq.assembly import Assembly
+from tahq.comm.addresses import format_address, local_address_towards
+from tahq.comm.control import (
+    Abort,
+    Assign,
+    Bye,
+    Commit,
+    Evaluated,
+    Failed,
+    Hello,
+    Join,
+    Message,
+    Plan,
+    Prepare,
+    Ready,
+    Refuse,
+    Start,
+    StopRequest,
+)
+from tahq.comm.control_channel import ControlClient
+from tahq.comm.session import PeerIdentity
+from tahq.comm.shaping import Shaping
+from tahq.comm.transport import Transport
+from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.config import ClusterConfig
+from tahq.config_file import config_from_json, config_hash
+from tahq.errors import (
+    InterruptedRunError,
+    OutOfMemoryError,
+    PeerLostError,
+    RefusedError,
+    RemoteProtocolError,
+    RunAbortedError,
+    TahqError,
+)
+from tahq.pipeline.engine import StepResult
+from tahq.pipeline.schedule import Action
+from tahq.pipeline.stage import Stage
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker is told on its command line; all else comes from the coordinator.
+
+    `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
+    `none` for a host that can only dial out.
+    """
+
+    stage: int
+    peer: str
+    bind: str | None = None
+    advertise: str | None = None
+    device: str | None = None
+
+
+def run_worker(options: WorkerOptions) -> int:
+    """Serve one stage until the run ends.
+
+    Returns:
+        The exit status that the coordinator ended the run with: 0, or 130/143 after a signal.
+
+    Raises:
+        TahqError: refused, aborted, a peer lost, out of memory…; the coordinator has been told.
+    """
+    worker = Worker(options)
+    try:
+        return worker.run()
+    except TahqError as error:
+        worker.report(error)
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        lost = _out_of_memory(options.stage, error)
+        worker.report(lost)
+        raise lost from error
+    finally:
+        worker.close()
+
+
+class Worker:
+    """One stage's process, step by step through the protocol."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._signals: list[int] = []
+        self._stop_requested = False
+        self._endpoint: ZmqEndpoint | None = None
+        self._stage = options.stage
+        self._step = -1
+        self._client = ControlClient(
+            options.peer,
+            f"stage {options.stage}" if options.stage >= 0 else "worker",
+            shaping=Shaping(),
+            peer_timeout_s=10.0,
+            heartbeat_s=2.0,
+            on_abort=self._on_abort,
+            on_lost=self._on_lost,
+        )
+
+    def run(self) -> int:
+        """The whole life of the worker; returns the status it leaves with."""
+        self._install_signal_handlers()
+        assign = self._join()
+        config = config_from_json(assign.config_json)
+        self._client.set_timing(
+            shaping=_shaping(config), peer_timeout_s=config.run.peer_timeout, heartbeat_s=config.run.peer_timeout / 5
+        )
+        assembly = Assembly.build(assign, config, self._options.device, self._working)
+        self._endpoint = self._open_endpoint(assign, config)
+        plan = self._hello(assign, assembly, self._endpoint.address)
+        if plan is None:
+            return 0
+        stage = assembly.connect(plan, self._connect(plan, config), self._before_action)
+        self._client.send(Ready(self._stage))
+        start = self._await(Start)
+        self._train(stage, assembly, start.step)
+        return self._await(Bye).exit_status
+
+    def report(self, error: TahqError) -> None:
+        """Tell the coordinator why this worker leaves, unless the coordinator said so itself."""
+        log.error("%s", error)
+        if isinstance(error, RefusedError | RunAbortedError) or self._client.aborted is not None:
+            return
+        with suppress(PeerLostError):
+            self._client.send(Failed(self._stage, str(error), error.exit_status))
+
+    def close(self) -> None:
+        """Release the sockets; the links say goodbye."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._client.close()
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def _join(self) -> Assign:
+        self._working("joining")
+        self._client.send(Join(self._options.stage, __version__, socket.gethostname(), os.getpid()))
+        assign = self._await(Assign)
+        self._stage = assign.stage
+        return assign
+
+    def _open_endpoint(self, assign: Assign, config: ClusterConfig) -> ZmqEndpoint:
+        bind, advertise = listening_addresses(self._options, config, assign.stage)
+        return ZmqEndpoint(
+            identity=PeerIdentity(assign.run_id, 0, assign.stage, assign.config_hash),
+            bind=bind,
+            advertise=advertise,
+            shaping=_shaping(config),
+            peer_timeout_s=config.run.peer_timeout,
+            heartbeat_s=config.run.peer_timeout / 5,
+        )
+
+    def _hello(self, assign: Assign, assembly: Assembly, address: str) -> Plan | None:
+        """Say what was made of the configuration; None: no step is left to take."""
+        self._working("waiting for the others")
+        self._client.send(
+            Hello(
+                stage=assign.stage,
+                version=__version__,
+                config_hash=config_hash(assembly.config),
+                tokenizer_hash=assembly.tokenizer_hash,
+                data_hash=assembly.data_hash,
+                address=address,
+                device=str(assembly.device),
+                torch_version=str(torch.__version__),
+                num_parameters=assembly.num_parameters,
+                num_train_samples=assembly.num_train_samples,
+            )
+        )
+        plan = self._receive(Plan, Bye)
+        return plan if isinstance(plan, Plan) else None
+
+    def _connect(self, plan: Plan, config: ClusterConfig) -> dict[int, Transport]:
+        if self._endpoint is None:
+            raise AssertionError("links need the endpoint")
+        self._working("connecting")
+        self._endpoint.set_epoch(plan.epoch)
+        transports: dict[int, Transport] = {}
+        for link, peer_stage, peer_name, dial in plan.links:
+            transports[int(link)] = self._endpoint.open_link(int(link), int(peer_stage), str(peer_name), str(dial))
+        self._endpoint.wait_connected(config.run.join_timeout)
+        return transports
+
+    # -- training --------------------------------------------------------------------------------
+
+    def _train(self, stage: Stage, assembly: Assembly, first_step: int) -> None:
+        for step in range(first_step, stage.plan.total_steps):
+            self._step = step
+            result = stage.engine.run_step(step)
+            self._client.send(_prepare(step, stage, result))
+            self._working("commit")
+            commit = self._await(Commit)
+            if commit.step != step:
+                raise RemoteProtocolError(f"the coordinator committed step {commit.step} while step {step} is computed")
+            self._carry_out(commit, stage, assembly)
+            if commit.stop:
+                return
+
+    def _carry_out(self, commit: Commit, stage: Stage, assembly: Assembly) -> None:
+        if commit.apply:
+            stage.update.apply(commit.step, commit.clip_factor)
+        else:
+            stage.update.discard()
+        if commit.evaluate:
+            self._evaluate(commit.step, stage)
+        if commit.snapshot:
+            self._working("snapshot")
+            self._client.send(assembly.write_snapshot(commit.step + 1, stage))
+
+    def _evaluate(self, step: int, stage: Stage) -> None:
+        self._working("evaluate")
+        sums = stage.engine.evaluate(step, stage.plan.training.eval_batches)
+        stage.take_link_stats()  # a step's figures are about training traffic alone
+        if sums is not None:
+            self._client.send(Evaluated(step, sums.tokens, sums.loss_sum, sums.raw_loss_sum))
+
+    def _before_action(self, step: int, action: Action) -> None:
+        self._working(str(action))
+        if self._signals and not self._stop_requested:
+            self._stop_requested = True
+            self._client.send(StopRequest(self._stage, self._signals[0]))
+
+    # -- messages, signals, the end --------------------------------------------------------------
+
+    def _await(self, expected: type[M]) -> M:
+        message = self._receive(expected)
+        if not isinstance(message, expected):
+            raise AssertionError(f"_receive({expected.__name__}) returned {type(message).__name__}")
+        return message
+
+    def _receive(self, *expected: type) -> Message:
+        """The next message, which must be of an expected kind; a refusal or an abort is raised."""
+        message = self._client.recv()
+        if isinstance(message, expected):
+            return message
+        if isinstance(message, Refuse):
+            raise RefusedError(_refusal(message))
+        if isinstance(message, Abort):
+            raise RunAbortedError(message.message, message.exit_status)
+        raise RemoteProtocolError(
+            f"the coordinator at {self._options.peer} sent {type(message).__name__}, expected "
+            f"{' or '.join(kind.__name__ for kind in expected)}; are both the same version of tahq?"
+        )
+
+    def _working(self, activity: str) -> None:
+        self._client.set_activity(self._stage, self._step, activity)
+
+    def _on_abort(self, abort: Abort) -> None:
+        self._interrupt_links(RunAbortedError(abort.message, abort.exit_status))
+
+    def _on_lost(self, lost: PeerLostError) -> None:
+        self._interrupt_links(lost)
+
+    def _interrupt_links(self, reason: Exception) -> None:
+        if self._endpoint is not None:
+            self._endpoint.abort(reason)
+
+    def _install_signal_handlers(self) -> None:
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """First: ask for an orderly stop at the next action. Second, or before training: leave now."""
+        self._signals.append(number)
+        if len(self._signals) > 1 or self._step < 0:
+            raise InterruptedRunError(f"stage {self._stage} stopped by {signal.Signals(number).name}", number)
+
+
+def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:
+    """Where this worker listens, and what others dial: the command line, then `hosts:`, then a guess.
+
+    The guess is the address that this machine reaches the coordinator from, on any free port. In an
+    advertised address port 0 stands for the port that is bound.
+    """
+    if isinstance(config.hosts, list):
+        host = config.hosts[stage]
+        bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
+    else:
+        bind, advertise = format_address(local_address_towards(options.peer), 0), None
+    return options.bind or bind, options.advertise or advertise
+
+
+def _shaping(config: ClusterConfig) -> Shaping:
+    return Shaping(config.links.rate, config.links.delay, config.links.piece)
+
+
+def _prepare(step: int, stage: Stage, result: StepResult) -> Prepare:
+    rows = [
+        [float(s.link), float(s.direction), s.frames, s.payload_bytes, s.wire_bytes, s.elements, s.busy_s]
+        for s in stage.take_link_stats()
+    ]
+    return Prepare(
+        step=step,
+        stage=stage.plan.stage,
+        norm2=stage.update.squared_norms(),
+        finite=result.finite,
+        loss_sum=result.loss_sum,
+        tokens=result.tokens,
+        batch_digest=result.batch_digest,
+        timing=result.timing,
+        links=rows,
+    )
+
+
+def _refusal(refuse: Refuse) -> str:
+    rows = "; ".join(f"{field}: here {mine}, expected {theirs}" for field, mine, theirs in refuse.differences)
+    return f"{refuse.reason}: {rows}" if rows else refuse.reason
+
+
+def _out_of_memory(stage: int, error: BaseException) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"stage {stage} is out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+        "use a smaller training.micro_batch, training.activation_checkpointing: block, more stages, "
+        "or fewer layers on this stage (pipeline.layers); `tahq-launch --dry-run` shows the estimate"
+    )

@@ -1,0 +1,66 @@
+"""Real workers compute what a plain loop computes, to the bit: losses, norms and final weights."""
+
+import pytest
+import torch
+from support.plain_loop import PlainRun, train_plainly
+from support.runs import Run, launch, tiny
+from tahq.config import ClusterConfig
+
+LOSSY = {"activations": "tah", "gradients": "fixed:bits=8"}
+
+
+def plain(config: dict, *, cut: bool = False) -> PlainRun:
+    model = {**config["model"], "vocab_size": 256}
+    return train_plainly(ClusterConfig.model_validate({**config, "model": model}), cut=cut)
+
+
+def assert_equal_to_the_bit(run: Run, expected: PlainRun) -> None:
+    assert run.returncode == 0, run.stderr
+    assert run.losses == expected.losses
+    assert [row["grad_norm"] for row in run.metrics] == expected.norms
+    weights = run.weights
+    assert weights.keys() == expected.weights.keys()
+    different = [name for name in weights if not torch.equal(weights[name], expected.weights[name])]
+    assert different == []
+
+
+@pytest.fixture(scope="module")
+def uncut() -> PlainRun:
+    return plain(tiny())
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(1, "gpipe"), (1, "1f1b"), (2, "gpipe"), (2, "1f1b"), (4, "gpipe"), (4, "1f1b")]
+)
+def test_raw_codec_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut, stages, schedule):
+    run = launch(tmp_path, tiny(pipeline={"stages": stages, "schedule": schedule}))
+    assert_equal_to_the_bit(run, uncut)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_lossy_codecs_give_the_plain_loop_with_codecs_at_the_cuts(tmp_path, schedule):
+    config = tiny(wire=LOSSY, pipeline={"stages": 4, "schedule": schedule})
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(config, cut=True))
+
+
+def test_stochastic_rounding_and_dropout_are_keyed_the_same_everywhere(tmp_path):
+    config = tiny(
+        model={"dropout": 0.1},
+        wire={"activations": "fixed:bits=6,round=stochastic", "gradients": "fixed:bits=6,round=stochastic"},
+        pipeline={"stages": 2},
+        training={"activation_checkpointing": "block"},
+    )
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(config, cut=True))
+
+
+def test_a_llama_under_a_learning_rate_schedule_gives_the_plain_loop(tmp_path):
+    config = tiny(
+        model={"family": "llama", "num_kv_heads": 1, "intermediate_size": 96},
+        training={"lr_schedule": "cosine", "warmup_steps": 2, "min_lr": 1e-4, "clip_norm": 0.25},
+        pipeline={"stages": 2},
+    )
+    assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
+
+
+def test_lossy_codecs_change_the_result(tmp_path, uncut):
+    assert plain(tiny(wire=LOSSY), cut=True).losses != uncut.losses

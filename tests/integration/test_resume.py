@@ -1,0 +1,107 @@
+"""A run that is stopped and resumed is the run that was never stopped; and what may change on the way."""
+
+import pytest
+import torch
+from support.runs import Run, launch, tiny
+
+LOSSY = {"activations": "tah", "gradients": "fixed:bits=8,round=stochastic"}
+CONFIG = tiny(
+    model={"dropout": 0.1},
+    wire=LOSSY,
+    pipeline={"stages": 2},
+    training={"steps": 6, "lr_schedule": "constant", "eval_every": 2, "eval_batches": 1},
+)
+
+
+def with_steps(steps: int) -> dict:
+    return {**CONFIG, "training": {**CONFIG["training"], "steps": steps}}
+
+
+def assert_same_state(left: Run, right: Run) -> None:
+    ours, theirs = left.snapshot(), right.snapshot()
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Run:
+    return launch(tmp_path_factory.mktemp("whole"), with_steps(6))
+
+
+@pytest.fixture
+def halfway(tmp_path) -> Run:
+    run = launch(tmp_path, with_steps(3))
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def resume(tmp_path, *overrides: str) -> Run:
+    arguments = [argument for override in ("training.steps=6", *overrides) for argument in ("--set", override)]
+    return launch(tmp_path, with_steps(3), "--resume", *arguments)
+
+
+def test_resume_equals_uninterrupted_to_the_bit(tmp_path, halfway, uninterrupted):
+    run = resume(tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert run.losses == uninterrupted.losses
+    assert_same_state(run, uninterrupted)
+
+
+def test_resume_with_other_gradient_bits_goes_on_and_says_that_it_is_not_exact(tmp_path, halfway, uninterrupted):
+    run = resume(tmp_path, "wire.gradients=fixed:bits=10")
+    assert run.returncode == 0, run.stderr
+    assert "wire.gradients" in run.stdout + run.stderr
+    assert "exact" in run.stdout + run.stderr
+    assert run.losses[:3] == uninterrupted.losses[:3]
+    link = run.metrics[-1]["links"]
+    gradients = [row for row in link if row["direction"] == "gradients"]
+    assert all(10 < row["bits_per_element"] < 10.6 for row in gradients)
+
+
+def test_resume_with_another_number_of_stages_goes_on(tmp_path):
+    config = tiny(pipeline={"stages": 4}, training={"steps": 3})
+    assert launch(tmp_path, config).returncode == 0
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected = launch(whole, tiny(pipeline={"stages": 2}, training={"steps": 6}))
+    run = launch(tmp_path, config, "--resume", "--set", "training.steps=6", "--set", "pipeline.stages=2")
+    assert run.returncode == 0, run.stderr
+    assert run.losses == expected.losses  # raw fp32 on the wire: exact whatever the number of stages
+    assert_same_state(run, expected)
+
+
+def test_resume_with_another_sequence_length_goes_on(tmp_path, halfway):
+    run = resume(tmp_path, "data.seq_len=16", "model.max_seq_len=32")
+    assert run.returncode == 0, run.stderr
+    assert len(run.losses) == 6
+
+
+@pytest.mark.parametrize(
+    "change", ["model.hidden_size=32", "run.seed=8", "training.global_batch=4", "training.optimizer=sgd"]
+)
+def test_resume_refuses_what_cannot_change(tmp_path, halfway, change):
+    run = resume(tmp_path, change)
+    assert run.returncode == 2
+    assert change.partition("=")[0] in run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(run.losses) == 3
+
+
+def test_a_damaged_snapshot_is_refused_by_the_name_of_its_file(tmp_path, halfway):
+    damaged = next((halfway.folder / "snapshots").glob("step-*/stage-001*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    run = resume(tmp_path)
+    assert run.returncode == 2
+    assert damaged.name in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_run_folder_is_never_overwritten(tmp_path, halfway):
+    before = (halfway.folder / "metrics.jsonl").read_bytes()
+    run = launch(tmp_path, with_steps(3))
+    assert run.returncode == 2
+    assert "--resume" in run.stderr
+    assert (halfway.folder / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,225 @@
+"""Real launchers and real workers: however a run ends, nobody is left behind and the user is told."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.processes import children, is_alive, wait_until
+from support.runs import write_config
+
+from tahq.errors import UserError
+from tahq_launch import launcher as launcher_module
+from tahq_launch.launcher import Fleet, local_peer, signals_to
+from tahq_launch.local_host import local_command, threads_of_each
+from tahq_launch.stage_process import StageProcess, WorkerCommand
+
+from .conftest import TWO_STAGES, wait_until_gone
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+)
+SLEEPING = "import time; time.sleep(60)"
+
+
+def python(program: str, stage: int = 0, **options) -> WorkerCommand:
+    return WorkerCommand(stage, (sys.executable, "-c", program), where="here", env={}, **options)
+
+
+# -- one child ------------------------------------------------------------------------------------
+
+
+def test_last_words_are_of_this_start_only(tmp_path):
+    log = tmp_path / "stage-0.log"
+    log.write_text("what an earlier start said\n")
+    silent, talking = StageProcess(python("pass"), log), StageProcess(python("print('one\\n\\ntwo\\n')"), log)
+    assert silent.wait(30)
+    assert talking.wait(30)
+    assert talking.last_words() == "two"
+    assert talking.last_words(2) == "one\ntwo"
+    assert log.read_text().startswith("what an earlier start said\n")
+
+
+def test_killing_a_child_kills_what_it_started(tmp_path):
+    grandparent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPING!r}])"
+    process = StageProcess(python(grandparent), tmp_path / "log")
+    wait_until(lambda: bool(children(process.pid)), 30, "a grandchild")
+    grandchildren = children(process.pid)
+    process.kill()
+    assert process.wait(10)
+    wait_until_gone(grandchildren)
+
+
+def test_worker_command_divides_the_cores():
+    command = local_command(3, "127.0.0.1:5555", threads_of_each(4, 2))
+    assert command.argv[1:][:7] == ("-m", "tahq_launch.cli", "worker", "--stage", "3", "--peer", "127.0.0.1:5555")
+    assert command.env["OMP_NUM_THREADS"] == "2"
+    assert threads_of_each(10_000, None) == 1
+
+
+def test_local_workers_dial_loopback_where_every_address_is_bound():
+    assert local_peer("0.0.0.0:0", "myhost:4711") == "127.0.0.1:4711"
+    assert local_peer("10.0.0.1:0", "203.0.113.9:4711") == "10.0.0.1:4711"
+
+
+# -- all children ---------------------------------------------------------------------------------
+
+
+def test_fleet_reports_each_exit_once_with_status_and_last_words(tmp_path):
+    told = []
+    with Fleet(lambda *exit_: told.append(exit_)) as fleet:
+        fleet.start(python("print('no luck'); raise SystemExit(7)", stage=1), tmp_path / "stage-1.log")
+        deadline_s = time.monotonic() + 30
+        while not told and time.monotonic() < deadline_s:
+            fleet.tick()
+            time.sleep(0.02)
+        fleet.tick()
+    assert told == [(1, 7, f"its log {tmp_path / 'stage-1.log'} ends with: no luck")]
+
+
+def test_fleet_kills_what_does_not_listen(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "TERMINATE_S", 0.2)
+    monkeypatch.setattr(launcher_module, "LEAVE_S", 0.0)
+    before = set(children(_own_pid()))
+    with Fleet(lambda *exit_: None) as fleet:
+        fleet.start(python(STUBBORN), tmp_path / "deaf.log")
+        fleet.start(python(SLEEPING), tmp_path / "asleep.log")
+        wait_until(lambda: (tmp_path / "deaf.log").read_text() == "deaf\n", 30, "the deaf one listens to nobody")
+    assert set(children(_own_pid())) <= before
+
+
+def test_fleet_leaves_nobody_behind_when_the_launcher_fails(tmp_path):
+    before = set(children(_own_pid()))
+    with pytest.raises(RuntimeError, match="launcher failed"), Fleet(lambda *exit_: None) as fleet:
+        fleet.start(python(SLEEPING), tmp_path / "log")
+        raise RuntimeError("launcher failed")
+    assert set(children(_own_pid())) <= before
+
+
+def test_program_that_is_not_there_is_the_users_to_mend(tmp_path):
+    with Fleet(lambda *exit_: None) as fleet, pytest.raises(UserError, match="cannot start no-such-ssh for stage 2"):
+        fleet.start(WorkerCommand(2, ("no-such-ssh",), "there", {}), tmp_path / "log")
+
+
+def test_signals_become_requests_and_go_back_to_what_they_were():
+    requests = []
+    before = signal.getsignal(signal.SIGTERM)
+    with signals_to(requests.append):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.raise_signal(number)
+    assert requests == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _own_pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+# -- how a worker notices -------------------------------------------------------------------------
+
+
+def test_child_dies_with_its_parent(tmp_path):
+    child = (
+        "import os, sys, time; from tahq_launch.parent_watch import die_with_parent\n"
+        "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    with process:
+        pid = int(process.stdout.readline())
+        process.kill()
+    wait_until_gone([pid])
+
+
+def test_child_of_a_parent_that_is_gone_leaves_at_once():
+    program = "from tahq_launch.parent_watch import die_with_parent; die_with_parent(1); print('still here')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (137, "")
+
+
+@pytest.mark.parametrize(("deaf", "status"), [(False, -signal.SIGTERM), (True, -signal.SIGKILL)])
+def test_process_leaves_when_its_stdin_ends(deaf, status):
+    program = (
+        "import signal, time; from tahq_launch import parent_watch\n"
+        f"if {deaf}: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "parent_watch.GRACE_S = 0.2\n"
+        "parent_watch.exit_with_stdin(); print('watching', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "watching\n"
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(30) == status
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+def test_killed_worker_ends_the_run_with_status_3_and_its_name(training, tmp_path):
+    workers = children(training.pid)
+    assert len(workers) == 2
+    victim = next(pid for pid in workers if b"--stage\x001\x00" in _command_line(pid))
+    import os
+
+    os.kill(victim, signal.SIGKILL)
+    _, stderr = training.communicate(timeout=60)
+    assert training.returncode == 3
+    assert stderr.count("\n") == 1, stderr
+    assert stderr.startswith("tahq-launch: stage 1 ")
+    assert "SIGKILL" in stderr
+    assert "runs/tiny/logs/stage-1.log" in stderr
+    assert not any(map(is_alive, workers))
+
+
+def test_killed_launcher_leaves_no_orphans(training):
+    workers = children(training.pid)
+    assert len(workers) == 2
+    training.kill()
+    wait_until_gone(workers)
+
+
+def test_ctrl_c_stops_in_order_with_a_snapshot_that_resumes(training, tmp_path, start):
+    workers = children(training.pid)
+    training.send_signal(signal.SIGINT)
+    _, stderr = training.communicate(timeout=60)
+    assert training.returncode == 130
+    assert stderr.count("\n") == 1, stderr
+    assert "SIGINT" in stderr
+    assert "--resume" in stderr
+    assert not any(map(is_alive, workers))
+
+    done = len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines())
+    resumed = start("tahq-launch", "cluster.yaml", "--resume", "--set", f"training.steps={done + 1}")
+    stdout, stderr = resumed.communicate(timeout=120)
+    assert (resumed.returncode, stderr) == (0, "")
+    assert "training.steps" in stdout
+    assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == done + 1
+    assert (tmp_path / "runs" / "tiny" / f"config-until-step-{done}.yaml").exists()
+
+
+def test_workers_started_by_hand_complete_a_run(tmp_path, start):
+    write_config(tmp_path, TWO_STAGES)
+    coordinator = start("tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
+    peer = coordinator.stdout.readline().split()[-1]
+    first = start("tahq-worker", "--stage", "0", "--peer", peer)
+    beyond = start("tahq-worker", "--stage", "2", "--peer", peer)
+    _, stderr = beyond.communicate(timeout=120)
+    assert beyond.returncode == 2
+    assert stderr.strip().count("\n") == 0, stderr
+    assert stderr.startswith("tahq-worker: ")
+    second = start("tahq-worker", "--peer", peer)
+    for process in (first, second, coordinator):
+        _, stderr = process.communicate(timeout=120)
+        assert (process.returncode, stderr.count("Traceback")) == (0, 0), stderr
+    assert (tmp_path / "runs" / "tiny" / "snapshots" / "latest").exists()
+
+
+def _command_line(pid: int) -> bytes:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()

@@ -1,0 +1,121 @@
+"""Training as a textbook has it: one process, one loop, torch's own optimizer, no pipeline code.
+
+What real workers compute is compared with this to the bit. The model and the batches are tahq's (their own
+tests compare them with transformers and with the text); forward, backward, accumulation, clipping and
+the optimizer's step are written out here. With `wire`, the codec is inserted where the model would be cut.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from tahq.assembly import block_ranges, resolved_spec
+from tahq.comm.frame import Direction, LogicalId, Purpose
+from tahq.config import ClusterConfig
+from tahq.data.batches import BatchSource
+from tahq.data.dataset import load_dataset
+from tahq.data.tokenizer import load_tokenizer
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, build_slice
+from tahq.pipeline.boundary import codec_key
+from tahq.pipeline.learning_rate import learning_rate
+from tahq.quant import get_codec
+from tahq.quant.codec import Codec
+from torch.nn import functional
+
+
+@dataclass
+class PlainRun:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+class Cut(torch.autograd.Function):
+    """What a cut does to a tensor: codec and back, forward to the activation, backward to its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, codecs: tuple[Codec, Codec], keys: tuple[int, int]) -> torch.Tensor:
+        ctx.codec, ctx.key = codecs[1], keys[1]
+        return codecs[0].decode(codecs[0].encode(x, key=keys[0]), x.shape, x.dtype, key=keys[0])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        packed = ctx.codec.encode(gradient, key=ctx.key)
+        return ctx.codec.decode(packed, gradient.shape, gradient.dtype, key=ctx.key), None, None
+
+
+class PlainModel:
+    """The whole model in one process: one slice, or (with `cut`) one a stage with the codec in between."""
+
+    def __init__(self, config: ClusterConfig, *, cut: bool) -> None:
+        self.config = config
+        self.random = RandomContext(config.run.seed)
+        spec = resolved_spec(config, None)
+        ranges = block_ranges(config, spec) if cut else (BlockRange(0, spec.num_layers, spec.num_layers),)
+        self.slices: list[ModelSlice] = [
+            build_slice(spec, blocks, seed=config.run.seed, device="cpu", random=self.random) for blocks in ranges
+        ]
+        self.codecs = (get_codec(config.wire.activations), get_codec(config.wire.gradients))
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for part in self.slices for name, p in part.canonical_parameters().items()}
+
+    def forward(self, tokens: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
+        self.random.at(step, 0, micro_batch, int(Purpose.TRAIN))
+        x = self.slices[0](tokens)
+        for cut, part in enumerate(self.slices[1:]):
+            ids = [LogicalId(0, 0, step, Purpose.TRAIN, micro_batch, cut, direction) for direction in Direction]
+            keys = tuple(codec_key(id, self.config.run.seed) for id in ids)
+            x = part(Cut.apply(x, self.codecs, keys))
+        return x
+
+
+def train_plainly(config: ClusterConfig, *, cut: bool = False) -> PlainRun:
+    """The losses (nats a token), gradient norms and final weights of `config.training.steps` steps."""
+    torch.set_num_threads(1)
+    model, training = PlainModel(config, cut=cut), config.training
+    parameters = model.parameters()
+    batches = BatchSource(
+        load_dataset(config.data, load_tokenizer(config.data)),
+        seed=config.run.seed,
+        global_batch=training.global_batch,
+        micro_batch=training.micro_batch,
+    )
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": training.weight_decay},
+            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=training.betas,
+        eps=training.epsilon,
+        foreach=False,
+    )
+    run = PlainRun([], [], {})
+    for step in range(training.steps):
+        loss = _accumulate(model, batches.train(step), step)
+        norm = math.sqrt(math.fsum(float(p.grad.double().flatten().dot(p.grad.double().flatten())) for p in parameters.values()))
+        clip = 1.0 if training.clip_norm is None else min(1.0, training.clip_norm / norm)
+        for parameter in parameters.values():
+            if clip != 1.0:
+                parameter.grad.mul_(clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(training, step, training.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss)
+        run.norms.append(norm)
+    run.weights = {name: p.detach().clone() for name, p in parameters.items()}
+    return run
+
+
+def _accumulate(model: PlainModel, batch, step: int) -> float:
+    sums = []
+    for index in range(model.config.training.num_micro_batches):
+        tokens, labels = batch.micro_batch(index)
+        logits = model.forward(tokens, step, index)
+        total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        (total / batch.num_tokens).backward()
+        sums.append(float(total.detach()))
+    return math.fsum(sums) / batch.num_tokens
