@@ -1,0 +1,215 @@
+"""What the runtime itself costs: milliseconds an action, and seconds from start to first step.
+
+Two measurements, both with real processes and real sockets on loopback:
+
+1. *An action.* Four processes, one stage each, run the real engine, boundary, sessions and ZMQ endpoint under
+   1F1B. The model is one multiplication and the tensors are tiny, so what is left is the runtime: wait,
+   decode, autograd's bookkeeping, encode, send, GIL, sockets and the kernel's scheduling of eight busy
+   threads on however many cores there are. A step of m micro-batches on P stages is a chain of 2(m + P − 1) actions;
+   the step's time divided by that is the cost of an action.
+2. *The start.* `tahq-launch` with four workers of a small GPT-2: from the command to the first line of
+   metrics.jsonl.
+
+Run:  python benchmarks/bench_runtime.py [--output benchmarks/results/runtime_<hardware>_<yyyymm>.md]
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from machine import describe
+from tahq.comm.session import PeerIdentity
+from tahq.comm.shaping import Shaping
+from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.models.keyed_dropout import RandomContext
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.engine import Chunk, StageEngine, StepShape
+from tahq.pipeline.schedule import generate
+
+STAGES = 4
+MICRO_BATCHES = 64
+SHAPE = StepShape(MICRO_BATCHES, micro_batch=1, seq_len=8, hidden_size=16)
+WARM_UP_STEPS = 5
+
+
+class Multiplication(torch.nn.Module):
+    """The least that a stage can compute and still have a gradient to send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class TinyBatch:
+    """Tokens that the first stage multiplies, labels that the last one scores."""
+
+    digest = ""
+    num_tokens = SHAPE.num_micro_batches * SHAPE.seq_len
+
+    def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(SHAPE.boundary), torch.zeros(SHAPE.boundary[:2], dtype=torch.int64)
+
+
+class TinyBatches:
+    """The same batch at every step."""
+
+    def train(self, step: int) -> TinyBatch:
+        return TinyBatch()
+
+
+def run_stage(stage: int, pipe: Connection, num_steps: int) -> None:
+    """One process: connect to the neighbours as the parent says, take the steps, report their times."""
+    torch.set_num_threads(1)
+    endpoint = ZmqEndpoint(
+        identity=PeerIdentity(1, 1, stage, "bench"),
+        bind="127.0.0.1:0",
+        advertise=None,
+        shaping=Shaping(),
+        peer_timeout_s=20.0,
+        heartbeat_s=4.0,
+    )
+    pipe.send(endpoint.address)
+    addresses = pipe.recv()
+    links = {}
+    if stage > 0:
+        links[stage - 1] = endpoint.open_link(stage - 1, stage - 1, addresses[stage - 1], addresses[stage - 1])
+    if stage < STAGES - 1:
+        links[stage] = endpoint.open_link(stage, stage + 1, addresses[stage + 1], "")
+    endpoint.wait_connected(20.0)
+    stopwatch = Stopwatch()
+    codecs = CodecTable("raw:dtype=fp32", "raw:dtype=fp32")
+    cuts = {
+        link: Boundary(transport, CutIdentity(1, 0, link), codecs, torch.device("cpu"), stopwatch)
+        for link, transport in links.items()
+    }
+    engine = StageEngine(
+        chunks={stage: Chunk(Multiplication(), cuts.get(stage - 1), cuts.get(stage))},
+        actions=generate("1f1b", STAGES, MICRO_BATCHES).actions[stage],
+        shape=SHAPE,
+        batches=TinyBatches() if stage in (0, STAGES - 1) else None,
+        random=RandomContext(0),
+        device=torch.device("cpu"),
+        stopwatch=stopwatch,
+    )
+    times_s, parts = [], []
+    for step in range(WARM_UP_STEPS + num_steps):
+        pipe.send("ready")
+        pipe.recv()
+        begin = time.perf_counter()
+        result = engine.run_step(step)
+        times_s.append(time.perf_counter() - begin)
+        parts.append(result.timing)
+    pipe.send((times_s[WARM_UP_STEPS:], parts[WARM_UP_STEPS:]))
+    endpoint.close()
+
+
+def measure_actions(num_steps: int) -> tuple[list[float], dict[str, float]]:
+    """Milliseconds an action for each step, and the median share of a middle stage's step by activity."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for stage in range(STAGES):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_stage, args=(stage, theirs, num_steps), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    addresses = [pipe.recv() for pipe in pipes]
+    for pipe in pipes:
+        pipe.send(addresses)
+    for _ in range(WARM_UP_STEPS + num_steps):
+        for pipe in pipes:
+            pipe.recv()
+        for pipe in pipes:
+            pipe.send("go")
+    results = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join()
+    chain = 2 * (MICRO_BATCHES + STAGES - 1)
+    longest = [max(times) for times in zip(*(times for times, _ in results), strict=True)]
+    middle = results[1][1]
+    shares = {
+        name: statistics.median(parts.get(name, 0.0) / sum(parts.values()) for parts in middle) for name in middle[0]
+    }
+    return [1e3 * seconds / chain for seconds in longest], shares
+
+
+def measure_start() -> float:
+    """Seconds from `tahq-launch` to the first committed step of four workers."""
+    config = {
+        "run": {"name": "start", "threads": 1},
+        "model": {"family": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 2},
+        "data": {"text": "stdlib", "seq_len": 32},
+        "training": {"steps": 2, "global_batch": 8, "micro_batch": 2},
+        "pipeline": {"stages": STAGES},
+        "wire": {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.yaml"
+        path.write_text(json.dumps(config))  # JSON is YAML
+        metrics = Path(folder) / "runs/start/metrics.jsonl"
+        begin = time.perf_counter()
+        process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("tahq-launch")), str(path)],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+        )
+        while not (metrics.is_file() and metrics.stat().st_size) and process.poll() is None:
+            time.sleep(0.02)
+        seconds = time.perf_counter() - begin
+        if process.wait() != 0:
+            raise SystemExit("tahq-launch failed")
+    return seconds
+
+
+def report(actions_ms: list[float], shares: dict[str, float], starts_s: list[float]) -> str:
+    """The result file."""
+    quantiles = statistics.quantiles(actions_ms, n=20)
+    spent = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
+    return "\n".join(
+        [
+            "# What the runtime itself costs",
+            "",
+            f"{describe()}. `python benchmarks/bench_runtime.py`",
+            "",
+            f"Four processes, 1F1B, {MICRO_BATCHES} micro-batches of [1, 8, 16] fp32, `raw:dtype=fp32`, no shaping,",
+            f"{len(actions_ms)} steps after {WARM_UP_STEPS} of warm-up; a step is a chain of 2(m + P − 1) actions.",
+            "",
+            "| what | median | 5 % | 95 % | target |",
+            "|---|---|---|---|---|",
+            f"| an action, ms | {statistics.median(actions_ms):.3f} | {quantiles[0]:.3f} | {quantiles[-1]:.3f} | < 1.0 |",
+            f"| four workers, command to first committed step, s | {statistics.median(starts_s):.1f} | "
+            f"{min(starts_s):.1f} | {max(starts_s):.1f} | < 20 |",
+            "",
+            f"A middle stage's time: {spent}. ({len(starts_s)} starts; their 5 % and 95 % columns are the least and the most.)",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    actions_ms, shares = measure_actions(options.steps)
+    text = report(actions_ms, shares, [measure_start() for _ in range(options.starts)])
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

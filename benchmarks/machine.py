@@ -1,0 +1,25 @@
+"""What a result was measured on: one line, for the head of every result file."""
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+
+def processor() -> str:
+    """The processor's own name, as the kernel has it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def describe() -> str:
+    """Processor, cores, versions and date."""
+    today = datetime.now(UTC).date().isoformat()
+    return (
+        f"{processor()}, {os.cpu_count()} cores, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, {today}"
+    )
