@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from machine import describe
+
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
@@ -177,6 +178,10 @@ def report(actions_ms: list[float], shares: dict[str, float], starts_s: list[flo
     """The result file."""
     quantiles = statistics.quantiles(actions_ms, n=20)
     spent = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
+    rows = [
+        ("an action, ms", statistics.median(actions_ms), quantiles[0], quantiles[-1], "< 1.0"),
+        ("command to first committed step, s", statistics.median(starts_s), min(starts_s), max(starts_s), "< 20"),
+    ]
     return "\n".join(
         [
             "# What the runtime itself costs",
@@ -185,14 +190,13 @@ def report(actions_ms: list[float], shares: dict[str, float], starts_s: list[flo
             "",
             f"Four processes, 1F1B, {MICRO_BATCHES} micro-batches of [1, 8, 16] fp32, `raw:dtype=fp32`, no shaping,",
             f"{len(actions_ms)} steps after {WARM_UP_STEPS} of warm-up; a step is a chain of 2(m + P − 1) actions.",
+            f"The start: `tahq-launch` with four workers of a small GPT-2, {len(starts_s)} times (least and most).",
             "",
             "| what | median | 5 % | 95 % | target |",
             "|---|---|---|---|---|",
-            f"| an action, ms | {statistics.median(actions_ms):.3f} | {quantiles[0]:.3f} | {quantiles[-1]:.3f} | < 1.0 |",
-            f"| four workers, command to first committed step, s | {statistics.median(starts_s):.1f} | "
-            f"{min(starts_s):.1f} | {max(starts_s):.1f} | < 20 |",
+            *(f"| {what} | {mid:.2f} | {low:.2f} | {high:.2f} | {target} |" for what, mid, low, high, target in rows),
             "",
-            f"A middle stage's time: {spent}. ({len(starts_s)} starts; their 5 % and 95 % columns are the least and the most.)",
+            f"A middle stage's time: {spent}.",
             "",
         ]
     )

@@ -73,8 +73,8 @@ class _Draft:
 
     def apply(self, override: str) -> None:
         """Change one value, making the sections on its way."""
-        where, value = _parse_override(override)
-        label = f"--set {override}"
+        label = f"--set {' '.join(override.splitlines())}"
+        where, value = _parse_override(override, label)
         *parents, last = where
         target: Any = self.values
         path: yaml_positions.Path = ()
@@ -122,17 +122,17 @@ def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
 # -- overrides -----------------------------------------------------------------------------------
 
 
-def _parse_override(override: str) -> tuple[list[str], Any]:
+def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
     path, equals, text = override.partition("=")
     steps = path.strip().split(".")
     if not equals or not all(steps):
-        raise ConfigError(f"--set {override}: expected section.key=value, such as training.steps=100")
+        raise ConfigError(f"{label}: expected section.key=value, such as training.steps=100")
     if not text.strip():
-        raise ConfigError(f"--set {override}: no value after =; write null for none, or '\"\"' for an empty text")
+        raise ConfigError(f"{label}: no value after =; write null for none, or '\"\"' for an empty text")
     try:
         return steps, parse_yaml(text).value
     except YamlError as error:
-        raise ConfigError(f"--set {override}: the value is {error}") from error
+        raise ConfigError(f"{label}: {error} (in the value)") from error
 
 
 def _enter(target: Any, path: yaml_positions.Path, name: str, label: str) -> tuple[Any, yaml_positions.Path]:

@@ -9,6 +9,7 @@ float.
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Any, Final
 
 from pydantic import (
@@ -21,23 +22,38 @@ from pydantic import (
     field_validator,
 )
 
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
-_RATES: Final = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_DURATIONS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_SIZES: Final = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]*)\s*")
+_RATES: Final = {"bit": Decimal(1), "kbit": Decimal(10**3), "mbit": Decimal(10**6), "gbit": Decimal(10**9)}
+_DURATIONS: Final = {
+    "us": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "min": Decimal(60),
+    "h": Decimal(3600),
+}
+_SIZES: Final = {
+    "b": Decimal(1),
+    "kb": Decimal(10**3),
+    "mb": Decimal(10**6),
+    "gb": Decimal(10**9),
+    "kib": Decimal(2**10),
+    "mib": Decimal(2**20),
+    "gib": Decimal(2**30),
+}
+# Decimals, because 50 * 1e-6 is not 5e-5 in binary.
 
 WRITTEN_BY_HAND: Final = {"units": "written"}
 """Validation and serialisation context for YAML, where a quantity carries its unit as text."""
 
 
-def _parse(text: object, table: Mapping[str, float], what: str, example: str) -> float:
+def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) -> float:
     if isinstance(text, bool) or not isinstance(text, str):
         raise ValueError(f"{what} needs a unit, such as {example}; got {text!r}")
     match = _NUMBER.fullmatch(text)
     unit = match.group(2).lower().removesuffix("/s") if match else ""
     if match is None or unit not in table:
         raise ValueError(f"{what} must be like {example} (units: {', '.join(table)}); got {text!r}")
-    return float(match.group(1)) * table[unit]
+    return float(Decimal(match.group(1)) * table[unit])
 
 
 def parse_rate(text: object) -> float:
@@ -72,11 +88,9 @@ def parse_size(text: object) -> int:
     Raises:
         ValueError: it is no size, below zero, or not a whole number of bytes.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        size: float = text
-    else:
-        size = _parse(text, _SIZES, "a size", "64KiB")
-    if size < 0 or size != int(size):
+    is_whole = isinstance(text, int) and not isinstance(text, bool)
+    size: Any = text if is_whole else _parse(text, _SIZES, "a size", "64KiB")
+    if size < 0 or size % 1 != 0:
         raise ValueError(f"a size must be a whole number of bytes, zero or more; got {text!r}")
     return int(size)
 
@@ -96,16 +110,17 @@ def write_size(nbytes: int) -> str:
     return _write(nbytes, _SIZES, "b")
 
 
-def _write(value: float, table: Mapping[str, float], base: str) -> str:
+def _write(value: float, table: Mapping[str, Decimal], base: str) -> str:
     if value == 0:
         return f"0{base}"
-    numbers = {unit: _plain(value / factor) for unit, factor in table.items()}
-    exact = [f"{number}{unit}" for unit, number in numbers.items() if float(number) * table[unit] == value]
+    numbers = {unit: _shortest(Decimal(repr(value)) / factor) for unit, factor in table.items()}
+    exact = [f"{number}{unit}" for unit, number in numbers.items() if float(Decimal(number) * table[unit]) == value]
     return min(exact, key=len)
 
 
-def _plain(number: float) -> str:
-    return repr(number).removesuffix(".0")
+def _shortest(number: Decimal) -> str:
+    plain = f"{number.normalize():f}"
+    return plain if len(plain) <= 20 else f"{number.normalize():e}"
 
 
 def _is_by_hand(context: Any) -> bool:

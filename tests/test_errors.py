@@ -4,9 +4,9 @@ import re
 import pytest
 
 from tahq import errors
-from tahq.errors import ConfigError, InterruptedRunError, PeerLostError, TahqError, UserError
+from tahq.errors import ConfigError, InterruptedRunError, PeerLostError, RunAbortedError, TahqError, UserError
 
-TREE_LINE = re.compile(r"^[\s│├└─]*(\w+Error)\s+(\d+)\s", re.MULTILINE)
+TREE_LINE = re.compile(r"^[\s│├└─]*(\w+Error)\s+(\d+|any)\s", re.MULTILINE)
 
 
 def _error_classes() -> dict[str, type[TahqError]]:
@@ -14,8 +14,14 @@ def _error_classes() -> dict[str, type[TahqError]]:
 
 
 def test_docstring_tree_has_every_error_with_its_exit_status():
-    documented = {name: int(status) for name, status in TREE_LINE.findall(errors.__doc__)}
-    assert documented == {name: each("x").exit_status for name, each in _error_classes().items()}
+    documented = dict(TREE_LINE.findall(errors.__doc__))
+    statuses = {name: str(each.exit_status) for name, each in _error_classes().items()}
+    assert documented == statuses | {"RunAbortedError": "any"}
+
+
+def test_aborted_run_exits_with_the_status_it_was_told():
+    error = RunAbortedError("stage 2 is out of memory", 4)
+    assert (error.exit_status, str(error)) == (4, "stage 2 is out of memory")
 
 
 def test_docstring_tree_nests_user_errors_under_user_error():

@@ -1,3 +1,6 @@
+import struct
+from hashlib import blake2b
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,22 +12,19 @@ PARTS = st.lists(st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=8)
 
 def test_seed_of_a_known_name_never_changes():
     # Weights, masks and codec signs of every run that was ever made hang on these numbers.
-    assert derive_seed() == 0x0E5751C026E543B2E8AB2EB06099DAA1 % 2**64 or derive_seed() == _reference()
-    assert derive_seed(0, "codec", 1) == _reference(0, "codec", 1)
+    assert derive_seed() == 13020603013274838756
+    assert derive_seed(0, "codec", 1) == 17009729153626686032
+    assert derive_seed(-1, "transformer.h.0") == 5932022322344478726
 
 
 def _reference(*parts: int | str) -> int:
     """The encoding written out once more: 'i' + int64 LE, or 's' + length as uint32 LE + UTF-8; BLAKE2b-64."""
-    from hashlib import blake2b
-
     data = b""
     for part in parts:
-        text = str(part).encode()
-        data += (
-            b"i" + part.to_bytes(8, "little", signed=True)
-            if isinstance(part, int)
-            else b"s" + len(text).to_bytes(4, "little") + text
-        )
+        if isinstance(part, int):
+            data += b"i" + part.to_bytes(8, "little", signed=True)
+        else:
+            data += b"s" + len(part.encode()).to_bytes(4, "little") + part.encode()
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -56,7 +56,5 @@ def test_part_that_is_no_name_is_refused(part):
 
 @pytest.mark.parametrize("part", [2**63, -(2**63) - 1])
 def test_integer_beyond_64_bits_is_refused(part):
-    import struct
-
     with pytest.raises(struct.error):
         derive_seed(part)

@@ -108,7 +108,7 @@ def worker(
         ),
     ] = None,
     debug: Debug = False,
-    die_with_parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+    die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
 ) -> int:
     """Serve one stage of a run, on this machine.
@@ -119,11 +119,11 @@ def worker(
     """
     from tahq_launch import parent_watch
 
-    if die_with_parent is not None:
-        parent_watch.die_with_parent(die_with_parent)
+    if die_with_launcher:
+        parent_watch.die_with_launcher()
     if exit_with_stdin:
         parent_watch.exit_with_stdin()
-    launched = die_with_parent is not None or exit_with_stdin
+    launched = die_with_launcher or exit_with_stdin
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
 
     from tahq.worker import WorkerOptions, run_worker

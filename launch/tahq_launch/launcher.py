@@ -20,7 +20,7 @@ from tahq.config import ClusterConfig
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import watch_run
-from tahq_launch.local_host import local_command, threads_of_each
+from tahq_launch.local_host import import_for_workers, local_command, threads_of_each
 from tahq_launch.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.ssh_host import ssh_command, worker_by_hand
@@ -28,9 +28,12 @@ from tahq_launch.stage_process import StageProcess, WorkerCommand
 
 LEAVE_S = 5.0
 """How long workers may take to leave by themselves once the coordinator has ended the run."""
+ABORTED_S = 1.0
+"""The same after a run that failed: a worker that still builds its model does not listen, and has nothing to save."""
 TERMINATE_S = 3.0
 """How long one that was asked to leave may take before it is killed."""
 
+_ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 _WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 Announce = Callable[[str], None]
@@ -112,28 +115,35 @@ def launch(request: StartRequest, announce: Announce) -> int:
     Raises:
         UserError: the run could not begin; nothing was started.
     """
-    with _opened(request, announce) as (prepared, coordinator), Fleet(coordinator.worker_exited) as fleet:
+    with (
+        _opened(request, announce, import_for_workers) as (prepared, coordinator),
+        Fleet(coordinator.worker_exited) as fleet,
+    ):
         for stage in range(prepared.config.pipeline.stages):
             command = worker_command(prepared.config, stage, coordinator.address, debug=request.debug)
             if command is not None:
                 fleet.start(command, prepared.folder.stage_log(stage))
             else:
                 announce(_by_hand(prepared.config, stage, coordinator.address))
-        return coordinator.run(fleet.tick)
+        status = coordinator.run(fleet.tick)
+        fleet.close(LEAVE_S if status in _ORDERLY else ABORTED_S)
+        return status
 
 
 def serve(request: StartRequest, announce: Announce) -> int:
     """Run the coordinator alone, for workers that are started by hand; else as `launch`."""
-    with _opened(request, announce) as (prepared, coordinator):
+    with _opened(request, announce, lambda config: None) as (prepared, coordinator):
         for stage in range(prepared.config.pipeline.stages):
             announce(_by_hand(prepared.config, stage, coordinator.address))
         return coordinator.run(lambda: None)
 
 
 @contextlib.contextmanager
-def _opened(request: StartRequest, announce: Announce) -> Iterator[tuple[PreparedRun, Coordinator]]:
+def _opened(
+    request: StartRequest, announce: Announce, meanwhile: Callable[[ClusterConfig], None]
+) -> Iterator[tuple[PreparedRun, Coordinator]]:
     """A coordinator that listens, with signals going to it."""
-    with prepared_run(request) as prepared, listening(prepared.config) as server:
+    with prepared_run(request, meanwhile) as prepared, listening(prepared.config) as server:
         observer = watch_run(
             prepared.folder.metrics,
             prepared.options.start_step,

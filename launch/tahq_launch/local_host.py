@@ -1,9 +1,11 @@
 """Workers on this machine: one process a stage, its cores shared among them."""
 
 import os
-import sys
 from collections.abc import Mapping
 
+from tahq.config import ClusterConfig
+from tahq.models.families import FAMILIES
+from tahq_launch.fork_server import start_fork_server
 from tahq_launch.stage_process import WorkerCommand
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -18,9 +20,17 @@ def local_command(stage: int, peer: str, threads: int, *, debug: bool = False) -
         threads: compute threads it may use.
         debug: have it keep tracebacks and debug messages in its log.
     """
-    argv = (sys.executable, "-m", "tahq_launch.cli", "worker", "--stage", str(stage), "--peer", peer)
-    flags = ("--die-with-parent", str(os.getpid()), *(("--debug",) if debug else ()))
-    return WorkerCommand(stage, argv + flags, where="this machine", env=thread_environment(threads))
+    flags = ("--die-with-launcher", *(("--debug",) if debug else ()))
+    argv = ("worker", "--stage", str(stage), "--peer", peer, *flags)
+    return WorkerCommand(stage, argv, where="this machine", env=thread_environment(threads), is_forked=True)
+
+
+def import_for_workers(config: ClusterConfig) -> None:
+    """Start importing what local workers need, if there will be any; returns at once."""
+    if isinstance(config.hosts, str):
+        threads = threads_of_each(config.pipeline.stages, config.run.threads)
+        family = config.model.family
+        start_fork_server(thread_environment(threads), [FAMILIES[family].modeling_module] if family else [])
 
 
 def thread_environment(threads: int) -> Mapping[str, str]:

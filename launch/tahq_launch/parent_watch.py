@@ -1,38 +1,34 @@
 """How a worker notices that whoever started it is gone, so that no orphan keeps a machine busy.
 
-A local worker asks the kernel for SIGKILL when its parent dies: a launcher that was killed cannot
-clean up, and what is committed is safe in snapshots. A worker started over ssh has sshd as its
+A local worker watches the pipe that multiprocessing keeps between it and the launcher: one that was killed
+cannot clean up, and what is committed is safe in snapshots. A worker started over ssh has sshd as its
 parent, which outlives the connection; but its stdin ends with the connection, so it watches that.
 """
 
-import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from typing import BinaryIO
 
-_PR_SET_PDEATHSIG = 1
 GRACE_S = 5.0
 """How long a worker whose connection ended has to leave in order."""
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; leave at once if it already has.
+def die_with_launcher() -> None:
+    """In a process that multiprocessing has made: from now on, the end of who made it is SIGKILL for this one."""
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        raise AssertionError("only a worker that was forked for a launcher can die with it")
+    threading.Thread(target=_die_after, args=(launcher,), name="launcher-watch", daemon=True).start()
 
-    Args:
-        parent: the process that started this one.
 
-    Raises:
-        OSError: the kernel refused prctl(PR_SET_PDEATHSIG).
-        SystemExit: the parent died before the kernel was asked.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        raise SystemExit(128 + signal.SIGKILL)
+def _die_after(launcher: BaseProcess) -> None:
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_with_stdin() -> None:

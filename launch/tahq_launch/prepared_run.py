@@ -6,8 +6,10 @@ touched, and all else happens while the folder's lock is held.
 
 import contextlib
 import logging
+import os
 import secrets
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,10 @@ class StartRequest:
     @property
     def resume_command(self) -> str:
         """What continues this run later."""
-        bound = f" --bind {self.bind}" if self.bind is not None else ""
-        changes = "".join(f" --set {override}" for override in self.overrides)
-        return f"{self.program} {self.config_path}{bound} --resume{changes}"
+        bound = ["--bind", self.bind] if self.bind is not None else []
+        told = ["--advertise", self.advertise] if self.advertise is not None else []
+        changes = [word for override in self.overrides for word in ("--set", override)]
+        return f"{self.program} {shlex.join([str(self.config_path), *bound, *told, '--resume', *changes])}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,13 @@ class PreparedRun:
 
 
 @contextlib.contextmanager
-def prepared_run(request: StartRequest) -> Iterator[PreparedRun]:
+def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], None]) -> Iterator[PreparedRun]:
     """Read, check and resolve a configuration, and hold its run folder for as long as the run lasts.
+
+    Args:
+        request: what to run.
+        meanwhile: told the configuration once it is known to be startable, to begin what takes long elsewhere
+            while it is resolved here.
 
     Raises:
         UserError: whatever is wrong with the configuration, or the folder holds another run.
@@ -89,6 +97,7 @@ def prepared_run(request: StartRequest) -> Iterator[PreparedRun]:
     check_reachable(given)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
+    meanwhile(given)
     config, origin = _continued(folder, given) if request.resume else (resolve_for_run(given), _fresh())
     with folder.locked() as epoch:
         folder.check_startable(resume=request.resume)
@@ -197,6 +206,7 @@ def _log_file(path: Path, *, debug: bool) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if debug else logging.INFO)
+    log.info("tahq %s, process %d", __version__, os.getpid())
     try:
         yield
     except Exception:

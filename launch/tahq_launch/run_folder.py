@@ -4,7 +4,6 @@
 
     config.yaml      the configuration as resolved     snapshots/  weights to resume and export from
     metrics.jsonl    one object a step                 logs/       launcher.log, stage-N.log
-    trace/           timelines
 
 Invariants:
 - one launcher at a time writes a run folder (a lock that the kernel drops with the process);

@@ -13,6 +13,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from tahq_launch.fork_server import ForkedChild
 
 _TAIL_NBYTES = 8192
 
@@ -21,8 +24,9 @@ _TAIL_NBYTES = 8192
 class WorkerCommand:
     """What starts a worker.
 
-    `env` is added to this process's environment. With `holds_stdin` the child's stdin is a pipe that
-    stays open for as long as it is wanted; else it is empty.
+    `env` is added to this process's environment. With `is_forked`, `argv` is a command line of `tahq`, run
+    by a process that has everything imported. With `holds_stdin` the child's stdin is a pipe that stays
+    open for as long as it is wanted; else it is empty.
     """
 
     stage: int
@@ -30,7 +34,64 @@ class WorkerCommand:
     where: str
     """Host, for messages."""
     env: Mapping[str, str]
+    is_forked: bool = False
     holds_stdin: bool = False
+
+
+class Child(Protocol):
+    """A process in a session of its own that somebody else has started, and that is reaped here."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has left by then."""
+
+    def ask_to_leave(self) -> None:
+        """Have it leave in order."""
+
+
+class SpawnedChild:
+    """A program that was started."""
+
+    def __init__(self, command: WorkerCommand, log: BinaryIO) -> None:
+        self._process = subprocess.Popen(
+            command.argv,
+            stdin=subprocess.PIPE if command.holds_stdin else subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **command.env},
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its process id (for a remote stage: of its ssh)."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has left by then."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def ask_to_leave(self) -> None:
+        """SIGTERM, or for one that holds its stdin, the end of that."""
+        if self._process.stdin is None:
+            self._process.terminate()
+            return
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 class StageProcess:
@@ -49,43 +110,36 @@ class StageProcess:
         self.log_path = log_path
         with log_path.open("ab") as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                command.argv,
-                stdin=subprocess.PIPE if command.holds_stdin else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **command.env},
-                start_new_session=True,
-            )
+            self._child = self._start(command, log)
+
+    def _start(self, command: WorkerCommand, log: BinaryIO) -> Child:
+        if command.is_forked:
+            return ForkedChild(f"tahq stage {command.stage}", command.argv, self.log_path, command.env)
+        return SpawnedChild(command, log)
 
     @property
     def pid(self) -> int:
         """Process id of the child (for a remote stage: of its ssh)."""
-        return self._process.pid
+        return self._child.pid
 
     def poll(self) -> int | None:
         """Exit status, negative for a signal; None while it runs."""
-        return self._process.poll()
+        return self._child.poll()
 
     def terminate(self) -> None:
-        """Ask it to leave: SIGTERM, or for one that holds its stdin, the end of that."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        else:
-            self._signal(signal.SIGTERM)
+        """Ask it to leave in order."""
+        if self.poll() is None:
+            self._child.ask_to_leave()
 
     def kill(self) -> None:
         """Make it leave, with everything that it started."""
-        self._signal(signal.SIGKILL)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has left by then."""
-        try:
-            self._process.wait(max(timeout_s, 0.0))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self._child.wait(max(timeout_s, 0.0))
 
     def last_words(self, num_lines: int = 1) -> str:
         """The last lines that this child wrote, blank ones left out; empty if it wrote nothing."""
@@ -94,8 +148,3 @@ class StageProcess:
             log.seek(max(self._log_start, end - _TAIL_NBYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join([line.strip() for line in lines if line.strip()][-num_lines:])
-
-    def _signal(self, number: int) -> None:
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)

@@ -6,6 +6,7 @@ coordinator's silence.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -180,6 +181,7 @@ class ControlClient:
         return int(1000 * max(0.0, self._close_by_s - time.monotonic()))
 
     def _lose(self, error: PeerLostError) -> None:
+        self._hand_over(math.inf)
         self._inbox.fail(error)
         if self._on_lost is not None and self._close_by_s is None:
             self._on_lost(error)
@@ -192,7 +194,7 @@ class ControlClient:
     def _turn(self) -> None:
         self._waker.clear()
         self._receive()
-        self._hand_over()
+        self._hand_over(time.monotonic())
         self._check_silence()
         self._send_heartbeat()
         self._transmit()
@@ -232,8 +234,8 @@ class ControlClient:
             arrival_s = self._heard_s + self._timing.shaping.delay_s
             self._downlink.receive(decode_message(parts[1], self._peer), len(parts[1]), arrival_s)
 
-    def _hand_over(self) -> None:
-        for message in self._downlink.take_due(time.monotonic()):
+    def _hand_over(self, until_s: float) -> None:
+        for message in self._downlink.take_due(until_s):
             self._is_over |= isinstance(message, Abort | Bye | Refuse)
             if not isinstance(message, Heartbeat):
                 self._inbox.put(message)

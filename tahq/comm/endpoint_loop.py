@@ -137,7 +137,7 @@ class EndpointLoop:
     def _publish(self, end: LinkEnd) -> None:
         for frame in end.session.take_delivered():
             end.inbox.put(frame)
-        if end.session.remote is not End.CONNECTING:
+        if end.session.remote is not End.CONNECTING and not end.met.is_set():
             end.met.set()
         if end.session.remote is End.CLOSED and end.inbox.error is None:
             end.inbox.fail(PeerLostError(f"{end.spec}: the peer has closed it; nothing more will come"))

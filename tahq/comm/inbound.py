@@ -118,11 +118,11 @@ class Inbound:
         return self._finish(whole)
 
     def _begin(self, header: FrameHeader) -> _Assembly:
-        id, nbytes = header.id, header.total_nbytes
-        if id in self._consumed or id in self._early:
+        id, max_nbytes = header.id, self._posted.get(header.id)
+        if max_nbytes is not None:
+            self._check_posted_size(id, header.total_nbytes, max_nbytes)
+        elif id in self._consumed or id in self._early:
             return _Assembly(header, keep=False)
-        if id in self._posted:
-            self._check_posted_size(id, nbytes, self._posted[id])
         else:
             self._check_bound(header)
         return _Assembly(header, keep=True)

@@ -78,8 +78,8 @@ _HEARD_WHEN_CLOSED = frozenset({FrameKind.ACK, FrameKind.BYE})
 
 _ACK_DELAY_S = 0.005
 _ACK_AT_ONCE_NBYTES = 64 * 1024
-"""Small frames are acknowledged together, with a frame that goes back or after the delay: for them an
-ACK of their own would cost as much as they do. Large ones are at once, since goodput is measured by it."""
+"""Small frames are acknowledged together, after the delay: an ACK of its own would cost as much as the
+frame does. Large ones are acknowledged at once, since goodput is measured by it."""
 
 _HELLO = struct.Struct("<II")
 _MAX_REASON_NBYTES = 1024
@@ -288,7 +288,7 @@ class Session:
     def next_urgent(self, now_s: float) -> Outgoing | None:
         """The session's own next message, small, to go before any piece; None if there is none."""
         # An ACK is owed whoever has closed: the peer waits for it before it leaves.
-        if self._ack_due or (self._ack_at_s is not None and (self._outbound.can_send or self.local is not End.OPEN)):
+        if self._ack_due or (self._ack_at_s is not None and self.local is not End.OPEN):
             self._ack_due, self._ack_at_s, self._unacked_nbytes = False, None, 0
             return self._message(FrameKind.ACK, self._received, now_s)
         if self.local is End.CLOSED:
@@ -332,8 +332,11 @@ class Session:
         """When `handle_timer` is to be called; None: not before something has come."""
         if self.local is End.CLOSED or self.remote is End.CLOSED:
             return None
-        times = [time_s for time_s in (self._heartbeat_at_s, self._silent_at_s, self._ack_at_s) if time_s is not None]
-        return min(times, default=None)
+        next_s = self._heartbeat_at_s
+        for time_s in (self._silent_at_s, self._ack_at_s):
+            if next_s is None or (time_s is not None and time_s < next_s):
+                next_s = time_s
+        return next_s
 
     def handle_timer(self, now_s: float) -> None:
         """Do what is due by now; what has come by now must have been given to `receive` or `heard` before.

@@ -10,6 +10,7 @@ from tahq.comm.outbound import Outgoing
 from tahq.comm.socket_wait import Socket, has_input
 from tahq.comm.zmq_transport import LinkEnd
 
+_NOWAIT = int(zmq.NOBLOCK)
 _NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
@@ -29,7 +30,7 @@ class Wire:
         if not self.is_dialled:
             self.socket.send(self.route or b"", _NOWAIT_MORE)
         self.socket.send(outgoing.header, _NOWAIT_MORE)
-        self.socket.send(outgoing.payload, zmq.NOBLOCK, copy=False)
+        self.socket.send(outgoing.payload, _NOWAIT, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,18 @@ def take_messages(socket: Socket, limit: int) -> Iterator[list[zmq.Frame]]:
     for _ in range(limit):
         if not has_input(socket):
             return
-        yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        part = socket.recv(_NOWAIT, copy=False)
+        parts = [part]
+        while part.more:
+            part = socket.recv(_NOWAIT, copy=False)
+            parts.append(part)
+        yield parts
 
 
 def whence(part: zmq.Frame) -> str:
     """The IP address that a message came from, for the log."""
     try:
-        return str(part.get("Peer-Address"))
+        return str(part.get("Peer-Address")).removeprefix("::ffff:")
     except zmq.ZMQError:
         return "an unknown address"
 

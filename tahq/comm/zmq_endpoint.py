@@ -57,6 +57,7 @@ class ZmqEndpoint:
         """
         self._identity = identity
         self._limits = SessionLimits(peer_timeout_s, heartbeat_s, min(shaping.piece_nbytes, MAX_PIECE_NBYTES))
+        _start_zero_copy()
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
             reception = self._listen(bind, advertise) if bind else None
@@ -174,3 +175,8 @@ class ZmqEndpoint:
         self._loop.stop()
         self._thread.join()
         self._context.term()
+
+
+def _start_zero_copy() -> None:
+    """Have pyzmq set up what frees zero-copy messages; it does so at the first one, unguarded against threads."""
+    zmq.Frame(b"\0", copy=False, copy_threshold=0)

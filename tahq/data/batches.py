@@ -16,7 +16,6 @@ Shapes: B samples a step (`global_batch`), S tokens a sample.
 import hashlib
 import struct
 from dataclasses import dataclass
-from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -178,13 +177,6 @@ def rescale(cursor: Cursor, num_train_samples: int) -> Cursor:
     epoch, place = divmod(cursor.sample, written)
     sample = epoch * num_train_samples + place * num_train_samples // written
     return Cursor(cursor.step, sample, num_train_samples)
-
-
-def steps_of_epochs(epochs: float, *, num_train_samples: int, global_batch: int, origin: Cursor = Cursor()) -> int:
-    """The step at which `epochs` epochs have been seen, counted from the run's beginning; rounded up."""
-    origin = rescale(origin, num_train_samples)
-    missing = ceil(epochs * num_train_samples) - origin.sample
-    return origin.step + max(-(-missing // global_batch), 0)
 
 
 def batch_digest(tokens: I64, labels: I64, sample_ids: I64) -> str:

@@ -61,7 +61,12 @@ class FamilyLayout:
 
     def modeling(self) -> Any:
         """The family's module of layers; imports much of transformers (about four seconds)."""
-        return importlib.import_module(f"{self.package}.modeling_{self.name}")
+        return importlib.import_module(self.modeling_module)
+
+    @property
+    def modeling_module(self) -> str:
+        """The name of `modeling()`, for who wants it imported elsewhere."""
+        return f"{self.package}.modeling_{self.name}"
 
 
 def head_dim(config: HfConfig) -> int:

@@ -12,6 +12,8 @@ import pytest
 from tahq.comm.frame import Direction
 from tahq.comm.shaping import Shaping
 
+pytestmark = pytest.mark.serial
+
 TOLERANCE = 0.05
 MEGABIT = 1e6
 

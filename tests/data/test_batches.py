@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.data.batches import BatchSource, Cursor, rescale, steps_of_epochs
+from tahq.data.batches import BatchSource, Cursor, rescale
 from tahq.data.dataset import Dataset
 from tahq.errors import DataError
 
@@ -169,22 +169,6 @@ def test_rescale_keeps_epoch_and_place(sample: int, old: int, new: int) -> None:
 
 def test_rescale_takes_a_cursor_without_epoch_as_it_is() -> None:
     assert rescale(Cursor(1, 7), 5) == Cursor(1, 7, 5)
-
-
-@given(
-    epochs=st.sampled_from([0.5, 1.0, 1.5, 3.0]),
-    num_samples=st.integers(1, 1000),
-    batch=st.integers(1, 50),
-    done=st.integers(0, 100),
-)
-def test_steps_of_epochs_is_the_first_step_that_has_seen_them(
-    epochs: float, num_samples: int, batch: int, done: int
-) -> None:
-    steps = steps_of_epochs(epochs, num_train_samples=num_samples, global_batch=batch)
-    assert (steps - 1) * batch < epochs * num_samples <= steps * batch + 0.5
-    origin = Cursor(done, done * batch, num_samples)
-    resumed = steps_of_epochs(epochs, num_train_samples=num_samples, global_batch=batch, origin=origin)
-    assert resumed == max(steps, done)
 
 
 def test_validation_covers_the_split_once_then_counts_nothing(dataset: Dataset) -> None:

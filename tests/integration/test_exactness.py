@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.plain_loop import PlainRun, train_plainly
 from support.runs import Run, launch, tiny
+
 from tahq.config import ClusterConfig
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8"}

@@ -1,12 +1,13 @@
 """Real launchers and real workers: however a run ends, nobody is left behind and the user is told."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from support.processes import children, is_alive, wait_until
+from support.processes import children, is_alive, name, wait_until, workers
 from support.runs import write_config
 
 from tahq.errors import UserError
@@ -53,7 +54,7 @@ def test_killing_a_child_kills_what_it_started(tmp_path):
 
 def test_worker_command_divides_the_cores():
     command = local_command(3, "127.0.0.1:5555", threads_of_each(4, 2))
-    assert command.argv[1:][:7] == ("-m", "tahq_launch.cli", "worker", "--stage", "3", "--peer", "127.0.0.1:5555")
+    assert command.argv[:5] == ("worker", "--stage", "3", "--peer", "127.0.0.1:5555")
     assert command.env["OMP_NUM_THREADS"] == "2"
     assert threads_of_each(10_000, None) == 1
 
@@ -81,20 +82,24 @@ def test_fleet_reports_each_exit_once_with_status_and_last_words(tmp_path):
 def test_fleet_kills_what_does_not_listen(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "TERMINATE_S", 0.2)
     monkeypatch.setattr(launcher_module, "LEAVE_S", 0.0)
-    before = set(children(_own_pid()))
+    before = set(children(os.getpid()))
     with Fleet(lambda *exit_: None) as fleet:
         fleet.start(python(STUBBORN), tmp_path / "deaf.log")
         fleet.start(python(SLEEPING), tmp_path / "asleep.log")
         wait_until(lambda: (tmp_path / "deaf.log").read_text() == "deaf\n", 30, "the deaf one listens to nobody")
-    assert set(children(_own_pid())) <= before
+    assert set(children(os.getpid())) <= before
 
 
 def test_fleet_leaves_nobody_behind_when_the_launcher_fails(tmp_path):
-    before = set(children(_own_pid()))
-    with pytest.raises(RuntimeError, match="launcher failed"), Fleet(lambda *exit_: None) as fleet:
-        fleet.start(python(SLEEPING), tmp_path / "log")
-        raise RuntimeError("launcher failed")
-    assert set(children(_own_pid())) <= before
+    def failing_launcher() -> None:
+        with Fleet(lambda *exit_: None) as fleet:
+            fleet.start(python(SLEEPING), tmp_path / "log")
+            raise RuntimeError("launcher failed")
+
+    before = set(children(os.getpid()))
+    with pytest.raises(RuntimeError, match="launcher failed"):
+        failing_launcher()
+    assert set(children(os.getpid())) <= before
 
 
 def test_program_that_is_not_there_is_the_users_to_mend(tmp_path):
@@ -112,32 +117,28 @@ def test_signals_become_requests_and_go_back_to_what_they_were():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def _own_pid() -> int:
-    import os
-
-    return os.getpid()
-
-
 # -- how a worker notices -------------------------------------------------------------------------
 
 
-def test_child_dies_with_its_parent(tmp_path):
-    child = (
-        "import os, sys, time; from tahq_launch.parent_watch import die_with_parent\n"
-        "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
+def test_forked_child_dies_with_the_launcher(tmp_path):
+    program = (
+        "import multiprocessing, os, sys, time\n"
+        "from tahq_launch.parent_watch import die_with_launcher\n"
+        "def child():\n"
+        "    die_with_launcher()\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('forkserver').Process(target=child)\n"
+        "    process.start()\n"
+        "    process.join()\n"
     )
-    parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    (tmp_path / "launcher.py").write_text(program)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "launcher.py")], stdout=subprocess.PIPE, text=True)
     with process:
         pid = int(process.stdout.readline())
         process.kill()
     wait_until_gone([pid])
-
-
-def test_child_of_a_parent_that_is_gone_leaves_at_once():
-    program = "from tahq_launch.parent_watch import die_with_parent; die_with_parent(1); print('still here')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (137, "")
 
 
 @pytest.mark.parametrize(("deaf", "status"), [(False, -signal.SIGTERM), (True, -signal.SIGKILL)])
@@ -162,11 +163,9 @@ def test_process_leaves_when_its_stdin_ends(deaf, status):
 
 
 def test_killed_worker_ends_the_run_with_status_3_and_its_name(training, tmp_path):
-    workers = children(training.pid)
-    assert len(workers) == 2
-    victim = next(pid for pid in workers if b"--stage\x001\x00" in _command_line(pid))
-    import os
-
+    stages = workers(training.pid)
+    assert len(stages) == 2
+    victim = next(pid for pid in stages if name(pid) == "tahq stage 1")
     os.kill(victim, signal.SIGKILL)
     _, stderr = training.communicate(timeout=60)
     assert training.returncode == 3
@@ -174,25 +173,25 @@ def test_killed_worker_ends_the_run_with_status_3_and_its_name(training, tmp_pat
     assert stderr.startswith("tahq-launch: stage 1 ")
     assert "SIGKILL" in stderr
     assert "runs/tiny/logs/stage-1.log" in stderr
-    assert not any(map(is_alive, workers))
+    assert not any(map(is_alive, stages))
 
 
 def test_killed_launcher_leaves_no_orphans(training):
-    workers = children(training.pid)
-    assert len(workers) == 2
+    stages = workers(training.pid)
+    assert len(stages) == 2
     training.kill()
-    wait_until_gone(workers)
+    wait_until_gone(stages)
 
 
 def test_ctrl_c_stops_in_order_with_a_snapshot_that_resumes(training, tmp_path, start):
-    workers = children(training.pid)
+    stages = workers(training.pid)
     training.send_signal(signal.SIGINT)
     _, stderr = training.communicate(timeout=60)
     assert training.returncode == 130
     assert stderr.count("\n") == 1, stderr
     assert "SIGINT" in stderr
     assert "--resume" in stderr
-    assert not any(map(is_alive, workers))
+    assert not any(map(is_alive, stages))
 
     done = len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines())
     resumed = start("tahq-launch", "cluster.yaml", "--resume", "--set", f"training.steps={done + 1}")
@@ -218,8 +217,3 @@ def test_workers_started_by_hand_complete_a_run(tmp_path, start):
         _, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr.count("Traceback")) == (0, 0), stderr
     assert (tmp_path / "runs" / "tiny" / "snapshots" / "latest").exists()
-
-
-def _command_line(pid: int) -> bytes:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.inproc_transport import InprocPair
 from tahq.comm.virtual_clock import VirtualClock

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.nn import Parameter
+
 from tahq.pipeline.gradients import scale_gradients, squared_norms
 from tahq.pipeline.loss import IGNORED_LABEL, summed_cross_entropy
-from torch.nn import Parameter
 
 
 def parameter(gradient: list[float] | None) -> Parameter:

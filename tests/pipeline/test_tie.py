@@ -4,12 +4,13 @@ import threading
 from contextlib import closing
 
 import torch
+from torch.nn import Parameter
+
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.tie import TiedEmbedding
-from torch.nn import Parameter
 
 
 def copy_with(gradient: torch.Tensor | None) -> Parameter:

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
+
 from tahq.assembly import block_ranges, resolved_spec
 from tahq.comm.frame import Direction, LogicalId, Purpose
 from tahq.config import ClusterConfig
@@ -22,7 +24,6 @@ from tahq.pipeline.boundary import codec_key
 from tahq.pipeline.learning_rate import learning_rate
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
-from torch.nn import functional
 
 
 @dataclass
@@ -95,7 +96,9 @@ def train_plainly(config: ClusterConfig, *, cut: bool = False) -> PlainRun:
     run = PlainRun([], [], {})
     for step in range(training.steps):
         loss = _accumulate(model, batches.train(step), step)
-        norm = math.sqrt(math.fsum(float(p.grad.double().flatten().dot(p.grad.double().flatten())) for p in parameters.values()))
+        norm = math.sqrt(
+            math.fsum(float(p.grad.double().flatten().dot(p.grad.double().flatten())) for p in parameters.values())
+        )
         clip = 1.0 if training.clip_norm is None else min(1.0, training.clip_norm / norm)
         for parameter in parameters.values():
             if clip != 1.0:

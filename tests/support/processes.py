@@ -1,6 +1,5 @@
 """What tests ask about processes, through /proc."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +16,9 @@ def children(pid: int) -> list[int]:
     return [number for number in numbers if _stat(number)[1:2] == [str(pid)] and is_alive(number)]
 
 
-def with_argument(text: str) -> list[int]:
-    """The processes that have `text` in their command line, this one left out."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            arguments = path.read_bytes()
-        except OSError:
-            continue  # it has ended meanwhile
-        if text.encode() in arguments and int(path.parent.name) != os.getpid():
-            found.append(int(path.parent.name))
-    return found
+def workers(launcher: int) -> list[int]:
+    """The local workers of a launcher: the children of its fork server."""
+    return [worker for child in children(launcher) for worker in children(child)]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -36,6 +27,22 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
         time.sleep(0.05)
+
+
+def command_line(pid: int) -> list[str]:
+    """A process's arguments; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def name(pid: int) -> str:
+    """What ps calls a process; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import yaml
+
 from tahq.pipeline.manifest import latest_folder, read_manifest
 from tahq.pipeline.snapshot_reader import SnapshotReader
 

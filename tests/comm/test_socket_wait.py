@@ -1,0 +1,107 @@
+import logging
+import threading
+import time
+
+import pytest
+import zmq
+
+from tahq.comm.rate_limited_log import RateLimitedLog
+from tahq.comm.socket_wait import WaitSet, Waker, has_input
+
+
+@pytest.fixture
+def waker():
+    waker = Waker()
+    yield waker
+    waker.close()
+
+
+@pytest.fixture
+def pair():
+    context = zmq.Context()
+    left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    port = left.bind_to_random_port("tcp://127.0.0.1")
+    right.connect(f"tcp://127.0.0.1:{port}")
+    yield left, right
+    context.destroy(linger=0)
+
+
+def took_s(wait_set: WaitSet, timeout_s: float | None) -> float:
+    started_s = time.monotonic()
+    wait_set.wait(timeout_s)
+    return time.monotonic() - started_s
+
+
+def test_timeout_is_kept_to_well_below_a_millisecond(waker):
+    wait_set = WaitSet(waker)
+    late_s = min(took_s(wait_set, 0.0103) - 0.0103 for _ in range(10))
+    assert 0.0 <= late_s < 0.0005
+
+
+def test_time_that_is_over_does_not_wait(waker):
+    assert took_s(WaitSet(waker), -1.0) < 0.1
+
+
+def test_wake_from_another_thread_ends_the_wait(waker):
+    threading.Timer(0.05, waker.wake).start()
+    assert took_s(WaitSet(waker), None) < 5.0
+
+
+def test_wake_before_the_wait_is_not_lost_and_counts_once(waker):
+    wait_set = WaitSet(waker)
+    for _ in range(3):
+        waker.wake()
+    assert took_s(wait_set, 5.0) < 1.0
+    waker.clear()
+    assert took_s(wait_set, 0.02) >= 0.02
+
+
+def test_wakes_of_a_racing_thread_are_never_lost(waker):
+    """Every item that is queued before a wake is seen, however the two threads interleave."""
+    wait_set, items, seen = WaitSet(waker), [], 0
+
+    def produce() -> None:
+        for i in range(5000):
+            items.append(i)
+            waker.wake()
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    while seen < 5000:
+        waker.clear()
+        seen = len(items)
+        if seen < 5000:
+            assert took_s(wait_set, 10.0) < 5.0
+    producer.join()
+
+
+def test_wake_after_close_has_no_effect():
+    waker = Waker()
+    waker.close()
+    waker.close()
+    waker.wake()
+
+
+def test_message_ends_the_wait_and_is_there(waker, pair):
+    left, right = pair
+    wait_set = WaitSet(waker)
+    wait_set.add(left)
+    for i in range(50):
+        right.send(b"%d" % i)
+        assert took_s(wait_set, 10.0) < 5.0
+        assert has_input(left)
+        assert left.recv(zmq.NOBLOCK) == b"%d" % i
+    assert not has_input(left)
+    assert took_s(wait_set, 0.02) >= 0.02
+
+
+def test_log_that_is_limited_says_how_much_it_left_out(caplog):
+    now_s = [0.0]
+    log = RateLimitedLog(logging.getLogger("tahq.comm.test"), interval_s=5.0, clock=lambda: now_s[0])
+    for now_s[0] in (0.0, 1.0, 4.9, 5.0, 6.0, 20.0):
+        log.warning(f"at {now_s[0]}")
+    assert caplog.messages == [
+        "at 0.0",
+        "at 5.0 (2 more like this were left out)",
+        "at 20.0 (1 more like this were left out)",
+    ]

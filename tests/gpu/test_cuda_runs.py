@@ -1,0 +1,57 @@
+"""Whole runs on CUDA: bf16 autocast over fp32 master weights, codecs on device tensors, moves between devices."""
+
+import math
+
+import pytest
+from support.runs import launch, tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+LOSSY = {"activations": "tah", "gradients": "fixed:bits=8"}
+CONFIG = tiny(
+    run={"device": "cuda"},
+    wire=LOSSY,
+    model={"family": "llama", "overrides": {"initializer_range": 0.06}},
+    training={"steps": 20, "lr": 3e-3, "eval_every": 10, "eval_batches": 1},
+    pipeline={"stages": 2},
+)
+
+
+def with_training(config: dict, **changes) -> dict:
+    return {**config, "training": {**config["training"], **changes}}
+
+
+def test_a_pipeline_on_cuda_learns_in_bf16(tmp_path):
+    run = launch(tmp_path, CONFIG)
+    assert run.returncode == 0, run.stderr
+    assert run.losses[-1] < 0.75 * run.losses[0]
+    validated = [row["validation"] for row in run.metrics if row.get("validation")]
+    assert len(validated) == 2
+    assert all(math.isfinite(value) for row in validated for value in row.values())
+    bits = {row["direction"]: row["bits_per_element"] for row in run.metrics[-1]["links"]}
+    assert bits["activations"] == pytest.approx(4.41, abs=0.06)
+    assert bits["gradients"] == pytest.approx(8.25, abs=0.05)
+
+
+def test_fp32_on_cuda_follows_the_cpu(tmp_path):
+    """TF32 is off, so only the order of sums differs: 1e-3 of a nat over five steps leaves room for growth."""
+    config = with_training(
+        {**CONFIG, "wire": {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"}}, steps=5
+    )
+    losses = {}
+    for device in ("cuda", "cpu"):
+        folder = tmp_path / device
+        folder.mkdir()
+        chosen = with_training({**config, "run": {**config["run"], "device": device}}, precision="fp32")
+        run = launch(folder, chosen)
+        assert run.returncode == 0, run.stderr
+        losses[device] = run.losses
+    assert losses["cuda"] == pytest.approx(losses["cpu"], abs=1e-3)
+
+
+def test_a_run_moves_from_cuda_to_the_cpu(tmp_path):
+    assert launch(tmp_path, with_training(CONFIG, steps=10)).returncode == 0
+    moved = launch(tmp_path, CONFIG, "--resume", "--set", "training.steps=12", "--set", "run.device=cpu")
+    assert moved.returncode == 0, moved.stderr
+    assert len(moved.losses) == 12
+    assert moved.losses[-1] < moved.losses[0]

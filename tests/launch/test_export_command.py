@@ -1,0 +1,88 @@
+"""`tahq export` over the snapshots of a real run of two stages."""
+
+import subprocess
+
+import pytest
+import torch
+from support.runs import Run, command, environment, launch, tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import build_slice
+
+CONFIG = tiny(
+    pipeline={"stages": 2},
+    training={"steps": 2},
+    model={"num_layers": 2, "hidden_size": 32},
+    run={"snapshot_every": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    done = launch(tmp_path_factory.mktemp("run"), CONFIG)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def export(run: Run, out: str, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [command("tahq"), "export", str(run.folder), out, *options],
+        cwd=run.folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def trained_logits(run: Run, tokens: torch.Tensor) -> torch.Tensor:
+    """What tahq's own model computes with the weights of the newest snapshot."""
+    spec = load_spec(ModelConfig.model_validate(CONFIG["model"]), vocab_size=256, seq_len=CONFIG["data"]["seq_len"])
+    whole = BlockRange(0, spec.num_layers, spec.num_layers)
+    model = build_slice(spec, whole, seed=0, device="cpu", random=RandomContext(0), weights=False)
+    weights, parameters = run.weights, model.canonical_parameters()
+    assert weights.keys() == parameters.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        return model.eval()(tokens)
+
+
+def test_exported_folder_loads_with_the_same_logits(run, tmp_path):
+    done = export(run, str(tmp_path / "hf"), "--shard-size", "20kB")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "after step 2" in done.stdout
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    tokens = torch.arange(64).reshape(2, 32) + 32
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, trained_logits(run, tokens))
+
+
+def test_exported_tokenizer_gives_the_bytes(run, tmp_path):
+    assert export(run, str(tmp_path / "hf")).returncode == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.encode("def é", add_special_tokens=False) == list("def é".encode())
+
+
+def test_an_earlier_snapshot_is_taken_by_its_step(run, tmp_path):
+    done = export(run, str(tmp_path / "hf"), "--step", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "after step 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "part"), [(["--step", "7"], "no snapshot after step 7; there are: 1, 2"), ([], "not an empty folder")]
+)
+def test_what_cannot_be_exported_is_one_line(run, tmp_path, options, part):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = export(run, str(tmp_path / "full"), *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tahq: ")
+    assert done.stderr.count("\n") == 1
+    assert part in done.stderr

@@ -1,0 +1,79 @@
+"""What a run is started with: options of the command line, what a resumed run keeps, who can dial whom."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from support.runs import tiny
+
+from tahq.config import ClusterConfig
+from tahq.config_file import config_hash
+from tahq.errors import ConfigError
+from tahq_launch.prepared_run import StartRequest, check_reachable, continued_config
+from tahq_launch.resolution import resolve_for_run
+
+TINY = ClusterConfig.model_validate(tiny(pipeline={"stages": 2}))
+
+
+def changed(config: ClusterConfig, section: str, **values) -> ClusterConfig:
+    content = config.model_dump(mode="json")
+    return ClusterConfig.model_validate({**content, section: {**content[section], **values}})
+
+
+def test_resume_command_survives_a_shell():
+    request = StartRequest(Path("my cluster.yaml"), ("wire.gradients=fixed:bits=8", "run.name=a b"), bind="127.0.0.1:1")
+    assert shlex.split(request.resume_command) == [
+        *("tahq-launch", "my cluster.yaml", "--bind", "127.0.0.1:1", "--resume"),
+        *("--set", "wire.gradients=fixed:bits=8", "--set", "run.name=a b"),
+    ]
+
+
+def test_bind_and_advertise_win_over_other_overrides():
+    request = StartRequest(Path("c.yaml"), ("run.bind=127.0.0.1:1",), bind="127.0.0.1:2", advertise="a.example:3")
+    assert request.all_overrides == ("run.bind=127.0.0.1:1", "run.bind=127.0.0.1:2", "run.advertise=a.example:3")
+
+
+def test_resolving_writes_out_vocabulary_and_layers_and_is_idempotent():
+    resolved = resolve_for_run(TINY)
+    assert resolved.model.vocab_size == 256
+    assert resolved.pipeline.layers == [2, 2]
+    assert config_hash(resolve_for_run(resolved)) == config_hash(resolved)
+
+
+def test_measured_balance_divides_all_layers():
+    resolved = resolve_for_run(changed(TINY, "pipeline", balance="measured"))
+    assert sum(resolved.pipeline.layers) == TINY.model.num_layers
+    assert min(resolved.pipeline.layers) >= 1
+
+
+def test_continued_run_keeps_its_cuts_while_it_is_divided_the_same_way():
+    old = changed(TINY, "pipeline", layers=[3, 1]).model_dump(mode="json")
+    assert continued_config(old, TINY).pipeline.layers == [3, 1]
+    assert continued_config(old, changed(TINY, "pipeline", stages=1)).pipeline.layers is None
+    assert continued_config(old, changed(TINY, "pipeline", layers=[1, 3])).pipeline.layers == [1, 3]
+
+
+def test_continued_run_keeps_its_positions_when_samples_get_shorter():
+    old = resolve_for_run(TINY).model_dump(mode="json")
+    assert continued_config(old, changed(TINY, "data", seq_len=16)).model.max_seq_len == 32
+
+
+@pytest.mark.parametrize(
+    ("run", "address", "reachable"),
+    [
+        ({}, "127.0.0.1", True),
+        ({}, "localhost", True),
+        ({}, "192.0.2.7", False),
+        ({"bind": "localhost:0"}, "gpu1.example", False),
+        ({"bind": "0.0.0.0:0"}, "192.0.2.7", True),
+        ({"bind": "127.0.0.1:5555", "advertise": "relay.example:5555"}, "192.0.2.7", True),
+    ],
+)
+def test_hosts_must_be_able_to_dial_the_coordinator(run, address, reachable):
+    hosts = [{"address": "127.0.0.1"}, {"address": address}]
+    config = ClusterConfig.model_validate({**tiny(pipeline={"stages": 2}, run=run), "hosts": hosts})
+    if reachable:
+        check_reachable(config)
+        return
+    with pytest.raises(ConfigError, match=r"run\.bind is .*run\.advertise"):
+        check_reachable(config)

@@ -1,0 +1,171 @@
+"""Stages on other machines: the command that ssh is given, and whole runs through a real sshd on loopback."""
+
+import getpass
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import children, command_line, is_alive, wait_until
+from support.runs import write_config
+
+from tahq.comm.config import HostConfig
+from tahq_launch.ssh_host import ssh_command, worker_by_hand
+
+from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+PRIVILEGE_SEPARATION = Path("/run/sshd")
+
+needs_sshd = pytest.mark.skipif(
+    SSHD is None or shutil.which("ssh") is None, reason="no OpenSSH: apt-get install openssh-server openssh-client"
+)
+
+
+def words(command) -> list[str]:
+    """What a POSIX shell on the other side makes of the last argument."""
+    return shlex.split(command.argv[-1])
+
+
+def test_remote_command_survives_the_remote_shell():
+    host = HostConfig(
+        address="gpu1", ssh="me@gpu1", python="/opt/my env/bin/python", workdir="a b/$c", env={"X": "it's; rm -rf ~"}
+    )
+    command = ssh_command(host, 2, "192.0.2.1:5555", threads=3)
+    assert words(command)[:5] == ["cd", "a b/$c", "&&", "exec", "env"]
+    assert "X=it's; rm -rf ~" in words(command)
+    assert "OMP_NUM_THREADS=3" in words(command)
+    worker = words(command)[words(command).index("/opt/my env/bin/python") :]
+    assert worker[1:] == [
+        *("-m", "tahq_launch.cli", "worker", "--stage", "2", "--peer", "192.0.2.1:5555", "--exit-with-stdin")
+    ]
+
+
+def test_users_ssh_options_come_first_and_the_destination_is_no_option():
+    host = HostConfig(address="gpu1", ssh="me@gpu1", ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])
+    argv = ssh_command(host, 0, "192.0.2.1:5555").argv
+    assert argv[:5] == ("ssh", "-p", "2222", "-o", "ConnectTimeout=99")
+    assert argv.index("ConnectTimeout=99") < argv.index("ConnectTimeout=15")
+    assert "BatchMode=yes" in argv
+    assert argv[-3:-1] == ("--", "me@gpu1")
+
+
+def test_workdir_starts_at_the_login_folder():
+    host = HostConfig(address="gpu1", ssh="gpu1")
+    assert words(ssh_command(host, 0, "192.0.2.1:1"))[0] == "exec"
+    in_home = host.model_copy(update={"workdir": "~/runs of mine"})
+    assert words(ssh_command(in_home, 0, "192.0.2.1:1"))[:2] == ["cd", "runs of mine"]
+
+
+def test_command_by_hand_is_what_the_documentation_says():
+    assert worker_by_hand(3, "192.0.2.1:5555") == "tahq-worker --stage 3 --peer 192.0.2.1:5555"
+
+
+# -- through a real sshd ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory):
+    """ssh arguments that reach an sshd of our own, with keys of our own."""
+    folder = tmp_path_factory.mktemp("sshd")
+    for name in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    if os.geteuid() == 0:
+        PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
+    port = _free_port()
+    (folder / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host_key\nPidFile none\n"
+        f"AuthorizedKeysFile {folder}/user_key.pub\nStrictModes no\nUsePAM no\n"
+        "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+    )
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=log)
+    try:
+        wait_until(lambda: _accepts(port), 20, f"sshd listens: {(folder / 'log').read_text()}")
+        known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder}/known_hosts"]
+        yield ["-p", str(port), "-i", str(folder / "user_key"), "-F", "none", "-o", "LogLevel=ERROR", *known]
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def over_ssh(config: dict, options: list[str], workdir: Path, **changes) -> dict:
+    host = {
+        "address": "127.0.0.1",
+        "ssh": f"{getpass.getuser()}@127.0.0.1",
+        "ssh_options": options,
+        "bind": "127.0.0.1:0",
+        "python": sys.executable,
+        "workdir": str(workdir),
+        **changes,
+    }
+    return {**config, "hosts": [host] * config["pipeline"]["stages"]}
+
+
+@needs_sshd
+def test_stages_over_ssh_complete_a_run(sshd, tmp_path, start):
+    write_config(tmp_path, over_ssh(TWO_STAGES, sshd, tmp_path, env={"TAHQ_TEST_MARK": "yes it's set"}))
+    launcher = start("tahq-launch", "cluster.yaml")
+    stdout, stderr = launcher.communicate(timeout=120)
+    assert (launcher.returncode, stderr) == (0, ""), stdout
+    assert "run tiny done: 2 of 2 steps" in stdout
+    assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "runs" / "tiny" / "logs" / "stage-1.log").exists()
+
+
+@needs_sshd
+def test_remote_worker_leaves_when_the_launcher_is_killed(sshd, tmp_path, start):
+    workers = _remote_workers(sshd, tmp_path, start)
+    launcher = workers.pop(0)
+    os.kill(launcher, signal.SIGKILL)
+    wait_until_gone(workers, 20)
+
+
+@needs_sshd
+def test_broken_connection_ends_the_run_and_the_remote_worker(sshd, tmp_path, start):
+    launcher, *workers = _remote_workers(sshd, tmp_path, start)
+    connection = next(pid for pid in children(launcher) if "--stage 1 " in " ".join(command_line(pid)))
+    os.kill(connection, signal.SIGKILL)
+    wait_until_gone([launcher, *workers], 30)
+
+
+def _remote_workers(options: list[str], folder: Path, start) -> list[int]:
+    """A run that is training over ssh: its launcher, then its workers, which are not children of it."""
+    write_config(folder, over_ssh(ENDLESS, options, folder))
+    launcher = start("tahq-launch", "cluster.yaml")
+    wait_for_steps(launcher, folder / "runs" / "tiny", 1)
+    workers = [pid for pid in _workers() if os.readlink(f"/proc/{pid}/cwd") == str(folder)]
+    assert len(workers) == 2
+    assert not set(workers) & set(children(launcher.pid))
+    return [launcher.pid, *workers]
+
+
+def _workers() -> list[int]:
+    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
+    return [pid for pid in pids if is_alive(pid) and "--exit-with-stdin" in command_line(pid)]
+
+
+@needs_sshd
+def test_interpreter_that_is_not_there_is_told_from_the_log(sshd, tmp_path, start):
+    write_config(tmp_path, over_ssh(TWO_STAGES, sshd, tmp_path, python="/no/such/python"))
+    launcher = start("tahq-launch", "cluster.yaml")
+    _, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode == 3
+    assert stderr.count("\n") == 1, stderr
+    assert "/no/such/python" in stderr
+    assert "runs/tiny/logs/stage-" in stderr

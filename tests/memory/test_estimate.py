@@ -1,0 +1,86 @@
+import pytest
+
+from tahq.memory.estimate import StepNumbers, stage_memory
+from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import build_slice
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.optimizer import build_optimizer, optimizer_tensors
+
+SPEC = load_spec(
+    ModelConfig(family="llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2), vocab_size=64, seq_len=16
+)
+SHAPE = MicroBatchShape(micro_batch=2, seq_len=16)
+TENSOR = 4 * 2 * 16 * 32
+"""Bytes of a boundary tensor, 4·T·C."""
+
+
+def numbers(**changes) -> StepNumbers:
+    values = {"shape": SHAPE, "in_flight": 3, "optimizer_states": 2, "checkpoint_blocks": False, "frame_nbytes": 1000}
+    return StepNumbers(**(values | changes))
+
+
+def test_weights_gradients_and_optimizer_are_those_of_the_slice():
+    blocks = BlockRange(0, 2, 4)
+    module = build_slice(SPEC, blocks, seed=0, device="cpu", random=RandomContext(0))
+    nbytes = sum(parameter.nbytes for parameter in module.parameters())
+    memory = stage_memory(SPEC, blocks, numbers())
+    assert (memory.weights, memory.gradients, memory.optimizer) == (nbytes, nbytes, 2 * nbytes)
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd", 1), ("ema_sgd", 1)])
+def test_optimizer_states_are_as_many_as_the_optimizer_keeps(optimizer, states):
+    blocks = BlockRange(1, 2, 4)
+    module = build_slice(SPEC, blocks, seed=0, device="cpu", random=RandomContext(0))
+    parameters = module.canonical_parameters()
+    for parameter in parameters.values():
+        parameter.grad = parameter.detach().clone()
+    built = build_optimizer(TrainingConfig(steps=1, optimizer=optimizer), parameters, module.is_decayed)
+    built.step()
+    kept = sum(
+        each.nbytes for name, each in optimizer_tensors(built, parameters).items() if not name.startswith("step/")
+    )
+    assert kept == stage_memory(SPEC, blocks, numbers(optimizer_states=states)).optimizer
+
+
+def test_activations_are_those_of_all_micro_batches_in_flight():
+    blocks = BlockRange(1, 3, 4)
+    one = saved_by_slice(SPEC, blocks, SHAPE, checkpoint_blocks=False)
+    assert stage_memory(SPEC, blocks, numbers(in_flight=3)).activations == 3 * one
+
+
+@pytest.mark.parametrize(
+    ("blocks", "num_tensors"),
+    [
+        (BlockRange(0, 2, 4), 3 + 1),  # three outputs kept, a gradient received
+        (BlockRange(1, 2, 4), 3 + 1 + 1),  # and one to send
+        (BlockRange(2, 4, 4), 1),  # one to send
+        (BlockRange(0, 4, 4), 0),
+    ],
+    ids=["first", "middle", "last", "only"],
+)
+def test_boundary_counts_outputs_gradients_and_frames(blocks, num_tensors):
+    assert stage_memory(SPEC, blocks, numbers()).boundary == num_tensors * TENSOR + 3 * 1000
+
+
+def test_checkpointing_trades_activations_for_one_block_of_workspace():
+    blocks = BlockRange(1, 3, 4)
+    plain, checkpointed = (stage_memory(SPEC, blocks, numbers(checkpoint_blocks=flag)) for flag in (False, True))
+    assert plain.workspace == 0
+    assert checkpointed.workspace == saved_by_block(SPEC, 1, SHAPE)
+    assert checkpointed.activations < plain.activations / 5
+
+
+@pytest.mark.parametrize(("bf16", "element_nbytes"), [(False, 4), (True, 6)])
+def test_last_stage_needs_room_for_logits(bf16, element_nbytes):
+    memory = stage_memory(SPEC, BlockRange(2, 4, 4), numbers(shape=MicroBatchShape(2, 16, bf16)))
+    assert memory.workspace == element_nbytes * 2 * 16 * 64
+
+
+def test_total_is_the_sum_of_all_kinds():
+    memory = stage_memory(SPEC, BlockRange(0, 4, 4), numbers())
+    kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.boundary, memory.workspace)
+    assert memory.total == sum(kinds)

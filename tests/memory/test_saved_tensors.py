@@ -1,0 +1,114 @@
+"""The counted bytes, against what autograd saves in fact."""
+
+import gc
+
+import pytest
+import torch
+
+from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, build_slice
+from tahq.pipeline.loss import summed_cross_entropy
+
+MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100
+
+# With the pinned torch and transformers the counts are equal to the byte; another release may
+# save a mask or a statistic more, none of which is as large as 1 % of a block.
+TOLERANCE = 0.01
+
+
+def make_spec(family: str, **keys) -> ModelSpec:
+    grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, **grouped}
+    return load_spec(ModelConfig(family=family, **sizes, **keys), vocab_size=VOCAB, seq_len=SEQ_LEN)
+
+
+def make_slice(spec: ModelSpec, blocks: BlockRange) -> ModelSlice:
+    return build_slice(spec, blocks, seed=0, device="cpu", random=RandomContext(0)).train()
+
+
+def run_forward(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and output of a forward pass as the engine makes it; the loss at the end of the model."""
+    shape = (MICRO_BATCH, SEQ_LEN)
+    tokens = torch.arange(MICRO_BATCH * SEQ_LEN).reshape(shape) % VOCAB
+    x = tokens if blocks.first else torch.randn(*shape, module.spec.hidden_size).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        y = module(x)
+    return x, summed_cross_entropy(y, tokens.clone()) / 7 if blocks.last else y.float()
+
+
+def measured_saved_nbytes(spec: ModelSpec, blocks: BlockRange, *, bf16: bool) -> int:
+    """Bytes of all storages that a forward pass saves, parameters excepted."""
+    module = make_slice(spec, blocks)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)  # kept, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run_forward(module, blocks, bf16=bf16)
+    return sum(tensor.untyped_storage().nbytes() for at, tensor in saved.items() if at not in parameters)
+
+
+RANGES = [BlockRange(0, 1, 3), BlockRange(1, 3, 3), BlockRange(0, 3, 3)]
+
+
+@pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "whole"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mistral"])
+def test_count_is_what_autograd_saves(family, dropout, bf16, blocks):
+    spec = make_spec(family, dropout=dropout)
+    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16), checkpoint_blocks=False)
+    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [16, SEQ_LEN, None])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_count_knows_attention_windows(bf16, window):
+    spec = make_spec("mistral", overrides={"sliding_window": window})
+    blocks = BlockRange(0, 2, 3)
+    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16), checkpoint_blocks=False)
+    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
+
+
+def test_count_knows_inner_size_and_positions_of_gpt2():
+    spec = make_spec("gpt2", intermediate_size=96, max_seq_len=64)
+    blocks = BlockRange(0, 3, 3)
+    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN), checkpoint_blocks=False)
+    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=False), rel=TOLERANCE)
+
+
+def live_nbytes() -> int:
+    """Bytes of all storages that Python can reach through a tensor; checkpointing keeps its inputs there."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.device.type == "cpu"]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_checkpointing_keeps_the_inputs_of_blocks(family):
+    spec, blocks = make_spec(family), BlockRange(0, 2, 3)
+    module = make_slice(spec, blocks)
+    module.checkpoint_blocks = True
+    before = live_nbytes()
+    x, y = run_forward(module, blocks, bf16=False)
+    kept = live_nbytes() - before
+    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN), checkpoint_blocks=True)
+    # What the caller holds beside: the output. The positions' 8·S bytes are saved where Python sees nothing.
+    assert counted == pytest.approx(kept - y.untyped_storage().nbytes(), rel=TOLERANCE)
+    assert x.shape == (MICRO_BATCH, SEQ_LEN)
+
+
+def test_worked_example_of_a_gpt2_block():
+    # T = 96, C = 64, H = 4, I = 256: 8·T·C + 16·T + 4·T·H + 4·T·(6·C + 5·I), and 8·T + 8·S for the ids.
+    spec = make_spec("gpt2")
+    tokens, hidden, heads, inner = MICRO_BATCH * SEQ_LEN, 64, 4, 256
+    block = 8 * tokens * hidden + 16 * tokens + 4 * tokens * heads + 4 * tokens * (6 * hidden + 5 * inner)
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN)
+    assert saved_by_slice(spec, BlockRange(0, 1, 3), shape, checkpoint_blocks=False) == block + 8 * tokens + 8 * SEQ_LEN

@@ -1,0 +1,202 @@
+"""Reading cluster.yaml: files, YAML's traps, and `--set`."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cluster_files import EXAMPLES, LEAST, ClusterFile, changed
+
+from tahq.config import ClusterConfig
+from tahq.config_file import load_config
+from tahq.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> ClusterFile:
+    return ClusterFile(tmp_path, monkeypatch)
+
+
+def test_least_configuration_has_defaults(file):
+    config = file.load(LEAST)
+    assert config.wire.activations == "tah"
+    assert config.links.rate == 1e8
+    assert config.hosts == "local"
+    assert config.training.num_micro_batches == 4
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_loads(path):
+    config = load_config(path)
+    assert config.training.steps or config.training.epochs
+
+
+def test_demo_is_the_designs_least_example():
+    config = load_config(EXAMPLES / "demo.yaml")
+    assert config.run.name == "demo"
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_heads) == (8, 256, 8)
+    assert (config.training.steps, config.training.lr, config.pipeline.stages) == (60, 1e-3, 4)
+    assert (config.links.rate, config.links.delay) == (1e8, 0.02)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_file_that_is_missing_or_a_folder_is_one_line(tmp_path):
+    for path, message in [(tmp_path / "none.yaml", "none.yaml does not exist"), (tmp_path, "is a folder")]:
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+
+
+def test_file_that_holds_no_sections_is_refused(file):
+    assert file.refusal("# nothing\n").startswith("cluster.yaml is empty; the least it needs are")
+    assert file.refusal("\n- a\n- b\n").startswith("cluster.yaml:2: expected sections such as `model:`, got ['a', 'b']")
+
+
+def test_file_that_cannot_be_read_says_why(tmp_path, monkeypatch):
+    def no_permission(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    # Tests may run as root, whom no file's mode keeps out.
+    monkeypatch.setattr(Path, "read_text", no_permission)
+    with pytest.raises(ConfigError, match=r"x\.yaml cannot be read: Permission denied"):
+        load_config(tmp_path / "x.yaml")
+
+
+def test_file_that_is_no_text_names_the_line(tmp_path):
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"a: 1\nb: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.yaml:2: not UTF-8 text"):
+        load_config(path)
+
+
+def test_invalid_yaml_names_the_line(file):
+    assert file.refusal("a: 1\nb: [1, 2\n").startswith("cluster.yaml:3: not valid YAML")
+    assert file.refusal(changed("  steps: 10", "\tsteps: 10")).startswith("cluster.yaml:10: not valid YAML: a tab")
+    twice = changed("steps: 10", "steps: 10\n  steps: 11")
+    assert file.refusal(twice) == "cluster.yaml:11: steps is given twice; the first is in line 10"
+
+
+def test_yaml_1_1_traps_are_read_as_people_mean_them(file):
+    text = changed("steps: 10", "steps: 010\n  lr: 1e-3").replace("{name: test}", "{name: no}")
+    config = file.load(text, "pipeline.schedule=1f1b", "data.shuffle=off")
+    assert (config.training.steps, config.training.lr, config.run.name) == (10, 1e-3, "no")
+    assert config.pipeline.schedule == "1f1b"
+    assert config.data.shuffle is False
+
+
+def test_empty_section_takes_its_defaults(file):
+    assert file.load(changed("  rate: 100mbit\n", "  # rate: 100mbit\n")).links.rate is None
+
+
+def test_configuration_is_frozen(file):
+    config = file.load(LEAST)
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.steps = 5
+
+
+@given(st.lists(st.sampled_from("abdeglmnrst:-[]{},&*!|>'\"%@` \n\t0.#~"), max_size=40).map("".join))
+def test_any_file_is_refused_by_name(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"fuzz\.yaml"):
+        load_config(path)
+
+
+# -- --set ---------------------------------------------------------------------------------------
+
+
+def test_override_wins_over_the_file_and_the_later_over_the_earlier(file):
+    assert file.load(LEAST, "training.steps=20", "training.steps=30").training.steps == 30
+
+
+def test_override_takes_yaml_values(file):
+    config = file.load(
+        LEAST,
+        "training.betas=[0.8, 0.9]",
+        "training.clip_norm=null",
+        "links={delay: 5ms}",
+        "wire.gradients=fixed:bits=10",
+    )
+    assert config.training.betas == (0.8, 0.9)
+    assert config.training.clip_norm is None
+    assert (config.links.rate, config.links.delay) == (None, 0.005)
+    assert config.wire.gradients == "fixed:bits=10"
+
+
+def test_override_makes_a_section_that_is_missing(file):
+    assert file.load(LEAST, "wire.activations=raw").wire.activations == "raw"
+    assert file.load(LEAST, "model.overrides.a.b=5").model.overrides == {"a": {"b": 5}}
+
+
+FOUR_HOSTS = changed("hosts: local", "hosts: [{address: a}, {address: b}, {address: c}, {address: d}]")
+
+
+def test_override_names_list_entries_by_index(file):
+    assert file.load(FOUR_HOSTS, "hosts.1.device=cpu").hosts[1].device == "cpu"
+    with_list = ("hosts=[{address: a}, {address: b}]", "pipeline.stages=2", "hosts.0.address=c")
+    assert [host.address for host in file.load(LEAST, *with_list).hosts] == ["c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hosts.4.device=cpu", "hosts has the entries 0 to 3; got 4"),
+        ("hosts.x.device=cpu", "hosts has the entries 0 to 3; got x"),
+        ("hosts.-1.device=cpu", "hosts has the entries 0 to 3; got -1"),
+        ("hosts.1.device=gpu", "hosts.1.device: expected auto, cpu, cuda or cuda:N; got 'gpu'"),
+        ("hosts.1.dvice=cpu", "hosts.1.dvice is not a key of hosts.1; did you mean device?"),
+    ],
+)
+def test_override_of_a_list_entry_that_is_wrong_is_named(file, override, message):
+    assert file.refusal(FOUR_HOSTS, override) == f"--set {override}: {message}"
+
+
+def test_override_changes_the_source_of_the_data(file):
+    assert file.load(LEAST, "data.text=null", "data.tokens=[a.bin]").data.tokens == ["a.bin"]
+    assert file.refusal(LEAST, "data.tokens=a.bin") == (
+        "cluster.yaml:7 (changed by --set data.tokens=a.bin): data: needs exactly one of text, tokens, jsonl; "
+        "got text and tokens; null takes one away"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.micro_bach=4", "training.micro_bach is not a key of training; did you mean micro_batch?"),
+        ("trainig.lr=1", "trainig is not a section of a configuration; did you mean training?"),
+        ("training.lr=fast", "training.lr: expected a number; got 'fast'"),
+        ("training.steps.x=1", "training.steps is 10, which has no keys"),
+        ("hosts.0.device=cpu", "hosts is 'local', which has no keys"),
+        ("training.steps=", "no value after =; write null for none, or '\"\"' for an empty text"),
+        ("training.steps", "expected section.key=value, such as training.steps=100"),
+        ("=5", "expected section.key=value"),
+        ("training..steps=5", "expected section.key=value"),
+        ("training.lr=[1", "not valid YAML: expected"),
+        ("training.lr={a: 1, a: 2}", "a is given twice; the first is in line 1 (in the value)"),
+        ("training=null", "training: expected keys and values; got nothing (null)"),
+        ("pipeline.stages=5", "pipeline.stages 5 is above model.num_layers 4"),
+    ],
+)
+def test_override_that_is_wrong_is_named(file, override, message):
+    assert file.refusal(LEAST, override).startswith(f"--set {override}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "message"),
+    [
+        ("training.global_batch=9", "cluster.yaml:9", "training: global_batch 9 is not divisible by micro_batch 2"),
+        ("model.max_seq_len=9", "cluster.yaml:7", "data.seq_len 256 is longer than model.max_seq_len 9"),
+    ],
+)
+def test_override_that_contradicts_the_file_is_named_beside_the_line(file, override, place, message):
+    assert file.refusal(LEAST, override) == f"{place} (changed by --set {override}): {message}"
+
+
+@given(st.text(max_size=30))
+def test_any_override_is_taken_or_refused_by_name(override):
+    try:
+        result = load_config(EXAMPLES / "minimal.yaml", [override])
+    except ConfigError as error:
+        result = str(error)
+    assert isinstance(result, ClusterConfig) or " ".join(override.splitlines()) in result

@@ -1,0 +1,145 @@
+"""tahq.yaml_positions: what YAML means here, and where it stands."""
+
+import math
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.yaml_positions import YamlError, parse_yaml, plain_scalar
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1.0e-3", 1e-3),
+        (".5", 0.5),
+        ("1e3", 1000.0),
+        ("012", 12),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("-7", -7),
+        ("true", True),
+        ("False", False),
+        ("~", None),
+        ("", None),
+        ("off", "off"),
+        ("no", "no"),
+        ("y", "y"),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("1f1b", "1f1b"),
+        ("1_000", "1_000"),
+        ("100mbit", "100mbit"),
+        ("-.inf", -math.inf),
+        ("9" * 5000, math.inf),
+    ],
+)
+def test_plain_scalar_follows_the_core_schema_of_yaml_1_2(text, value):
+    got = plain_scalar(text)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_nan_is_a_number():
+    assert math.isnan(plain_scalar(".nan"))
+
+
+@pytest.mark.parametrize("text", ["'1e-3'", '"true"', "'null'"])
+def test_quoted_scalar_is_text(text):
+    assert parse_yaml(f"a: {text}").value == {"a": text.strip("'\"")}
+
+
+def test_block_scalar_is_text():
+    assert parse_yaml("a: |\n  5\n").value == {"a": "5\n"}
+
+
+def test_keys_are_text_whatever_they_look_like():
+    assert parse_yaml("1: a\ntrue: b\nnull: c").value == {"1": "a", "true": "b", "null": "c"}
+
+
+def test_lines_are_those_of_keys_and_list_items():
+    document = parse_yaml("a: 1\n\nb:\n  c:\n    5\n  d: [6,\n    7]\n")
+    assert document.lines == {
+        (): 1, ("a",): 1, ("b",): 3, ("b", "c"): 4, ("b", "d"): 6, ("b", "d", 0): 6, ("b", "d", 1): 7,
+    }  # fmt: skip
+
+
+def test_empty_text_holds_nothing():
+    assert parse_yaml("# only a comment\n").value is None
+
+
+def test_alias_is_a_copy_of_what_it_names():
+    assert parse_yaml("a: &x {b: 1}\nc: *x").value == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", 3, "a is given twice; the first is in line 1"),
+        ("a:\n  {b: 1, b: 2}", 2, "b is given twice"),
+        ("a:\n\tb: 1", 2, "a tab cannot indent"),
+        ("a: 1\nb: [1, 2", 2, "not valid YAML"),
+        ("a: b: c", 1, "not valid YAML"),
+        ("a: 1\nb: &x [*x]", 2, "contain itself"),
+        ("a: *nowhere", 1, "undefined alias"),
+        ("a: !!python/object:os.system x", 1, "not supported"),
+        ("a: !mine {b: 1}", 1, "not supported"),
+        ("b: &b {c: 1}\na: {<<: *b}", 2, "merge keys"),
+        ("a: 1\n[1, 2]: 3", 2, "a key must be text"),
+        ("a: 1\n---\nb: 2", 2, "expected a single document"),
+        ("a: 1\nb: \x07", 2, "U+0007"),
+        ("[" * 5000, 1, "nested too deeply"),
+    ],
+)
+def test_what_is_refused_names_its_line(text, line, message):
+    with pytest.raises(YamlError) as caught:
+        parse_yaml(text)
+    assert caught.value.line == line
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_cannot_grow_without_bound():
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    with pytest.raises(YamlError, match="more than 100000 values"):
+        parse_yaml("\n".join(levels))
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused_with_a_line(text):
+    line_ends = sum(map(text.count, "\n\r\x85\u2028\u2029"))
+    try:
+        lines = [parse_yaml(text).lines.get((), 1)]
+    except YamlError as error:
+        lines = [error.line]
+    # PyYAML ends a text that lacks one with a line end of its own.
+    assert all(1 <= line <= line_ends + 2 for line in lines)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES, min_size=1))
+def test_what_pyyaml_writes_with_quotes_is_read_back(value):
+    # Quoted styles leave no room for a schema, so both must agree about the structure.
+    text = yaml.dump(value, default_style='"', allow_unicode=True)
+    text = text.replace('!!int "', '"').replace('!!bool "', '"').replace('!!null "', '"')
+    assert parse_yaml(text).value == _as_text(value)
+
+
+def _as_text(value):
+    if isinstance(value, dict):
+        return {key: _as_text(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_text(each) for each in value]
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

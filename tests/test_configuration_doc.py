@@ -1,0 +1,59 @@
+"""docs/configuration.md names every key of the models, with its default, and no other."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from tahq.comm.config import HostConfig
+from tahq.config import ClusterConfig
+from tahq.units import WRITTEN_BY_HAND
+from tahq.yaml_positions import parse_yaml
+
+DOC = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \|$", re.MULTILINE)
+SECTIONS: dict[str, type[BaseModel]] = {
+    name: HostConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
+}
+
+
+def rows(section: str) -> dict[str, str]:
+    """Default cell by key of a section's table."""
+    start = DOC.index(f"\n## {section}\n")
+    end = DOC.find("\n## ", start + 1)
+    return {key: default for key, _, default, _ in ROW.findall(DOC[start : end if end > 0 else None])}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_section_documents_exactly_its_keys_in_order(section):
+    assert list(rows(section)) == list(SECTIONS[section].model_fields)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_documented_defaults_are_those_of_the_model(section):
+    model = SECTIONS[section]
+    optional = {name: field for name, field in model.model_fields.items() if not field.is_required()}
+    section_with_defaults = model.model_construct()
+    written = section_with_defaults.model_dump(mode="json", context=WRITTEN_BY_HAND, include=set(optional))
+    documented = rows(section)
+    assert {key: parse_yaml(documented[key].strip("`")).value for key in optional} == written
+    assert all(documented[key] == "*required*" for key in model.model_fields if key not in optional)
+
+
+def test_every_row_is_read_by_these_tests():
+    lines = [line for line in DOC.splitlines() if line.startswith("| `")]
+    assert len(lines) == sum(len(rows(section)) for section in SECTIONS)
+
+
+@pytest.mark.parametrize("example", re.findall(r"Example: `(.+?)`(?: or `(.+?)`)?$", DOC, re.MULTILINE))
+def test_examples_name_only_known_keys(example):
+    for text in filter(None, example):
+        ((section, keys),) = parse_yaml(text).value.items()
+        assert set(keys) <= set(SECTIONS[section].model_fields)
+
+
+def test_yaml_blocks_are_yaml():
+    blocks = re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
+    assert len(blocks) == 2
+    assert all(parse_yaml(block).value for block in blocks)
