@@ -8,6 +8,9 @@ seeds a generator used once. So any draw can be made again, in any order, on any
 import hashlib
 import struct
 
+_INTEGER = struct.Struct("<cq")
+_LENGTH = struct.Struct("<cI")
+
 
 def derive_seed(*parts: int | str) -> int:
     """64-bit seed for a name: BLAKE2b-64 over a prefix-free encoding of its parts.
@@ -21,13 +24,14 @@ def derive_seed(*parts: int | str) -> int:
     Raises:
         TypeError: a part is neither int nor str (bool included: it is no name).
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        if isinstance(part, bool) or not isinstance(part, int | str):
-            raise TypeError(f"a seed part must be int or str, got {type(part).__name__}")
-        if isinstance(part, int):
-            digest.update(b"i" + struct.pack("<q", part))
-        else:
-            text = part.encode()
-            digest.update(b"s" + struct.pack("<I", len(text)) + text)
-    return int.from_bytes(digest.digest(), "little")
+    name = b"".join(map(_encode, parts))
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
+def _encode(part: int | str) -> bytes:
+    if isinstance(part, int) and not isinstance(part, bool):
+        return _INTEGER.pack(b"i", part)
+    if isinstance(part, str):
+        text = part.encode()
+        return _LENGTH.pack(b"s", len(text)) + text
+    raise TypeError(f"a seed part must be int or str, got {type(part).__name__}")

@@ -95,12 +95,7 @@ def check_sendable(frame: Frame) -> None:
         LocalProtocolError: the payload is no contiguous 1-D uint8 CPU tensor, or a field has no place.
     """
     payload = frame.payload
-    if (
-        payload.dtype != torch.uint8
-        or payload.dim() != 1
-        or not payload.is_contiguous()
-        or payload.device.type != "cpu"
-    ):
+    if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_cpu or not payload.is_contiguous():
         raise LocalProtocolError(
             f"{frame.id}: a payload must be uint8, 1-D, contiguous and on the CPU; got {payload.dtype}, shape "
             f"{tuple(payload.shape)}, on {payload.device}"

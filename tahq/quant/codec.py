@@ -17,6 +17,8 @@ class Codec(ABC):
     """
 
     spec: CodecSpec
+    is_keyed: bool = False
+    """Whether `key` matters: deterministic codecs need none to be derived."""
 
     @abstractmethod
     def encoded_nbytes(self, shape: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ class FixedCodec(Codec):
 
     def __init__(self, spec: FixedSpec) -> None:
         self.spec: FixedSpec = spec
+        self.is_keyed = spec.round == "stochastic"
 
     def encoded_nbytes(self, shape: Sequence[int]) -> int:
         """Exact length of a stream in bytes."""

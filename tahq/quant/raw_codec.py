@@ -37,15 +37,16 @@ class RawCodec(Codec):
         """
         check_encodable(x)
         copied = x.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        return copied.reshape(-1).view(torch.uint8)
+        return copied.view(-1).view(torch.uint8)
 
     def decode(
         self, buf: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, key: int = 0
     ) -> torch.Tensor:
         """See `Codec.decode`; every bit pattern is a value, so only a wrong length is refused."""
         check_decodable(dtype)
-        values = accept(buf, self.encoded_nbytes(shape), self.spec).view(self._dtype)
-        return values.to(dtype, copy=True).reshape(check_shape(shape))
+        checked = check_shape(shape)
+        values = accept(buf, math.prod(checked) * self._dtype.itemsize, self.spec).view(self._dtype)
+        return values.to(dtype, copy=True).view(checked)
 
     def has_non_finite(self, buf: torch.Tensor) -> bool:
         """Looks at every value: there is no header to carry a flag.
@@ -56,4 +57,5 @@ class RawCodec(Codec):
         if buf.numel() % self._dtype.itemsize:
             raise CodecError(f"{self.spec}: {buf.numel()} bytes are no whole number of values")
         values = accept(buf, buf.numel(), self.spec).view(self._dtype)
-        return not bool(values.isfinite().all())
+        # NaN and infinity survive a sum, so a finite one clears them all; one that overflows decides nothing
+        return not (math.isfinite(float(values.sum())) or bool(values.isfinite().all()))

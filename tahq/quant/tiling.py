@@ -97,7 +97,7 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     Raises:
         CodecError: a shape without dimensions, or with a negative one.
     """
-    checked = tuple(int(size) for size in shape)
+    checked = tuple(map(int, shape))
     if not checked or min(checked) < 0:
         raise CodecError(f"a codec takes tensors [..., C] of one dimension or more; got shape {list(checked)}")
     return checked

@@ -72,8 +72,8 @@ def test_neighbour_that_dies_is_lost_within_the_timeout(start, make_endpoint, ma
     child.send_signal(number)
     with pytest.raises(PeerLostError, match=r"link 1 to stage 2 \(child\): no sign of life for 1\.0 s"):
         link.recv(30.0)
-    # Its last sign of life may be a heartbeat old; half a second is for a busy machine.
-    assert PEER_TIMEOUT_S * 0.75 < time.monotonic() - died_s < PEER_TIMEOUT_S + 0.5
+    # Its last sign of life may be a heartbeat old; the rest of a second is for a busy machine.
+    assert PEER_TIMEOUT_S * 0.75 < time.monotonic() - died_s < PEER_TIMEOUT_S + 1.0
 
 
 def test_coordinator_that_dies_is_lost_within_the_timeout(start):
@@ -89,7 +89,7 @@ def test_coordinator_that_dies_is_lost_within_the_timeout(start):
     child.kill()
     with pytest.raises(PeerLostError, match=f"coordinator at {address}: no sign of life for 1.0 s"):
         client.recv(30.0)
-    assert 0.75 < time.monotonic() - died_s < 1.5
+    assert 0.75 < time.monotonic() - died_s < 2.0
     client.close()
     assert len(lost) == 1
 
