@@ -97,7 +97,7 @@ class Assembly:
         self._blocks = blocks
         self._data = data
         self._reader = reader
-        self._batches: BatchSource | None = None
+        self._batches = self._batch_source()
 
     @classmethod
     def build(
@@ -145,6 +145,11 @@ class Assembly:
         return self._data.dataset.num_train_samples if self._data is not None else 0
 
     @property
+    def next_sample(self) -> int:
+        """Number of the training sample that the first step begins with; 0 where no data is needed."""
+        return self._batches.cursor(self._assign.start_step).sample if self._batches is not None else 0
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of this stage."""
         return sum(p.numel() for p in self._module.parameters())
@@ -158,7 +163,6 @@ class Assembly:
             SnapshotError: the snapshot lacks what this stage owns.
         """
         config = self.config
-        self._batches = self._batch_source()
         stage = Stage(
             StagePlan(
                 stage=self._assign.stage,

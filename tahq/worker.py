@@ -124,6 +124,7 @@ class Worker:
         self._install_signal_handlers()
         assign = self._join()
         config = config_from_json(assign.config_json)
+        self._log_as_configured(config)
         self._client.set_timing(
             shaping=_shaping(config), peer_timeout_s=config.run.peer_timeout, heartbeat_s=config.run.peer_timeout / 5
         )
@@ -161,6 +162,13 @@ class Worker:
         self._stage = assign.stage
         return assign
 
+    @staticmethod
+    def _log_as_configured(config: ClusterConfig) -> None:
+        """Take `run.log_level`, unless the command line asked for more."""
+        tahq_log = logging.getLogger("tahq")
+        if tahq_log.getEffectiveLevel() > logging.DEBUG:
+            tahq_log.setLevel(config.run.log_level.upper())
+
     def _open_endpoint(self, assign: Assign, config: ClusterConfig) -> ZmqEndpoint:
         bind, advertise = listening_addresses(self._options, config, assign.stage)
         return ZmqEndpoint(
@@ -187,6 +195,7 @@ class Worker:
                 torch_version=str(torch.__version__),
                 num_parameters=assembly.num_parameters,
                 num_train_samples=assembly.num_train_samples,
+                next_sample=assembly.next_sample,
             )
         )
         plan = self._receive(Plan, Bye)

@@ -101,7 +101,7 @@ def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], Non
     config, origin = _continued(folder, given) if request.resume else (resolve_for_run(given), _fresh())
     with folder.locked() as epoch:
         folder.check_startable(resume=request.resume)
-        with _log_file(folder.launcher_log, debug=request.debug):
+        with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
             _keep_config(folder, config, origin)
             options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
             yield PreparedRun(config, folder, options, origin.notes)
@@ -199,13 +199,13 @@ def check_reachable(config: ClusterConfig) -> None:
 
 
 @contextlib.contextmanager
-def _log_file(path: Path, *, debug: bool) -> Iterator[None]:
+def _log_file(path: Path, level: str) -> Iterator[None]:
     """Keep in a file what this process logs, the traceback that ends it included."""
     log = logging.getLogger("tahq")
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)
-    log.setLevel(logging.DEBUG if debug else logging.INFO)
+    log.setLevel(level.upper())
     log.info("tahq %s, process %d", __version__, os.getpid())
     try:
         yield

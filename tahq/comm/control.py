@@ -57,6 +57,8 @@ class Hello:
     num_parameters: int
     num_train_samples: int
     """Samples of an epoch; 0 where I need no data."""
+    next_sample: int = 0
+    """Number of the first sample that I would train on, over all epochs; 0 for a new run, or without data."""
 
 
 @dataclass(frozen=True, slots=True)

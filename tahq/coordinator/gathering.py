@@ -6,7 +6,7 @@ A worker that does not fit is refused alone; the run goes on waiting for one tha
 from tahq.comm.control import Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.membership import Member, Standing, stage_list
-from tahq.coordinator.plan import Endpoint, plan_links, total_steps
+from tahq.coordinator.plan import Endpoint, Position, plan_links, total_steps
 from tahq.coordinator.run_state import Event, Phase
 
 
@@ -87,8 +87,10 @@ class Gathering:
     def num_steps(self) -> int:
         """Length of the run, now that all have said how many samples there are."""
         options = self._context.options
-        samples = max(member.hello.num_train_samples for member in self._context.membership.members if member.hello)
-        return total_steps(options.steps, options.epochs, samples, options.global_batch)
+        hellos = [member.hello for member in self._context.membership.members if member.hello]
+        samples = max(hello.num_train_samples for hello in hellos)
+        start = Position(options.start_step, max(hello.next_sample for hello in hellos))
+        return total_steps(options.steps, options.epochs, samples, options.global_batch, start)
 
     def plan(self, num_steps: int) -> None:
         """Tell every worker its links, and how long the run is.

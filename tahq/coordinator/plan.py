@@ -61,8 +61,23 @@ def plan_links(endpoints: Sequence[Endpoint], tie_link: bool) -> list[list[list[
     return rows
 
 
-def total_steps(steps: int | None, epochs: float | None, num_train_samples: int, global_batch: int) -> int:
-    """Length of a run: `steps`, or ⌊epochs · num_train_samples / global_batch⌋, at least 1."""
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run begins or goes on: at which step, and at which training sample, counted over all epochs."""
+
+    step: int = 0
+    sample: int = 0
+
+
+def total_steps(
+    steps: int | None, epochs: float | None, num_train_samples: int, global_batch: int, start: Position = Position()
+) -> int:
+    """Length of a run: `steps`, or as many as `epochs` epochs have, at least 1.
+
+    T = start.step + ⌊(epochs · num_train_samples − start.sample) / global_batch⌋, so that a run that is continued
+    with another number of samples an epoch (another sequence length) still ends where its epochs do.
+    """
     if steps is not None:
         return steps
-    return max(1, math.floor((epochs or 0.0) * num_train_samples / global_batch))
+    left = math.floor(((epochs or 0.0) * num_train_samples - start.sample) / global_batch)
+    return max(1, start.step + max(0, left))

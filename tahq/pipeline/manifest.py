@@ -91,7 +91,7 @@ class Manifest:
 
     @property
     def run_id(self) -> int:
-        """The run's number, which a resumed run keeps: codec keys follow from it."""
+        """The run's number, which a resumed run keeps."""
         return int(self.meta["run_id"])
 
     @property

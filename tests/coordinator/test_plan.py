@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.plan import Endpoint, link_ends, plan_links, total_steps
+from tahq.coordinator.plan import Endpoint, Position, link_ends, plan_links, total_steps
 from tahq.errors import UserError
 
 
@@ -63,3 +63,18 @@ def test_of_every_link_exactly_one_end_dials_an_address_that_exists(addresses, t
 )
 def test_total_steps(steps, epochs, samples, expected):
     assert total_steps(steps, epochs, samples, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "epochs", "samples", "expected"),
+    [
+        # 100 samples an epoch, 8 a step: 400 are left after 200 in 25 steps
+        (Position(25, 200), 6.0, 100, 25 + 50),
+        # half the sequence length: the same place is sample 400 of 200 an epoch, and 800 are left
+        (Position(25, 400), 6.0, 200, 25 + 100),
+        # nothing is left, and a run does not become shorter than it is
+        (Position(25, 200), 1.0, 100, 25),
+    ],
+)
+def test_total_steps_of_a_run_that_goes_on_end_with_its_epochs(start, epochs, samples, expected):
+    assert total_steps(None, epochs, samples, 8, start) == expected

@@ -1,0 +1,120 @@
+"""What a run does beside the arithmetic of a step: epochs, validation, tied embeddings, NaN, disagreement."""
+
+import subprocess
+
+import pytest
+import torch
+from support.runs import command, environment, launch, tiny, write_config
+
+RAW = {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"}
+
+
+def test_validation_without_a_lossy_codec_is_the_same_with_and_without(tmp_path):
+    run = launch(tmp_path, tiny(pipeline={"stages": 2}, training={"steps": 2, "eval_every": 1, "eval_batches": 2}))
+    assert run.returncode == 0, run.stderr
+    for row in run.metrics:
+        assert row["validation"]["loss"] == row["validation"]["loss_raw"]
+        assert row["validation"]["perplexity"] == pytest.approx(2.718281828 ** row["validation"]["loss"], rel=1e-6)
+
+
+def test_epochs_end_after_their_samples_also_when_they_get_shorter(tmp_path):
+    (tmp_path / "text.txt").write_text("a line of text to learn, again and again\n" * 60)
+    config = tiny(
+        data={"text": "text.txt", "validation": 0.0},
+        training={"steps": None, "epochs": 1.0},
+        pipeline={"stages": 1},
+        run={"snapshot_every": 1},
+    )
+    first = launch(tmp_path, config)
+    assert first.returncode == 0, first.stderr
+    samples = (60 * 41 - 1) // 32  # windows of 32 tokens with a label each
+    done = len(first.losses)
+    assert done == samples // 8
+    resumed = launch(tmp_path, config, "--resume", "--set", "training.epochs=2", "--set", "data.seq_len=16")
+    assert resumed.returncode == 0, resumed.stderr
+    shorter = (60 * 41 - 1) // 16
+    place = done * 8 * shorter // samples
+    assert len(resumed.losses) == done + (2 * shorter - place) // 8
+
+
+def test_tied_embeddings_stay_equal_and_follow_one_stage(tmp_path):
+    """The two gradients are added in another order than in one stage: fp32 rounding, grown over four steps."""
+    runs = {}
+    for stages in (1, 3):
+        folder = tmp_path / str(stages)
+        folder.mkdir()
+        runs[stages] = launch(folder, tiny(model={"tie": "sync"}, pipeline={"stages": stages}))
+        assert runs[stages].returncode == 0, runs[stages].stderr
+        weights = runs[stages].weights
+        assert torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"])
+    assert runs[3].losses == pytest.approx(runs[1].losses, abs=1e-5)
+    assert [row["grad_norm"] for row in runs[3].metrics] == pytest.approx(
+        [row["grad_norm"] for row in runs[1].metrics], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(("policy", "num_steps"), [("halt", 2), ("skip", 4)])
+def test_non_finite_gradients_are_one_decision_for_all_stages(tmp_path, policy, num_steps):
+    config = tiny(
+        wire={"activations": "tah", "gradients": "fixed:bits=8"},
+        pipeline={"stages": 2},
+        training={"steps": 50, "lr": 1e30, "clip_norm": None, "non_finite": policy, "max_skipped_in_a_row": 2},
+    )
+    run = launch(tmp_path, config)
+    assert run.returncode == 5, run.stderr
+    assert run.stderr.count("\n") == 1, run.stderr
+    assert "Traceback" not in run.stderr
+    skipped = [row["skipped"] for row in run.metrics]
+    assert skipped[0] is False
+    assert all(skipped[1:])
+    assert len(skipped) <= num_steps
+
+
+def test_workers_with_other_data_are_refused_by_the_name_of_the_field(tmp_path):
+    folders = [tmp_path / name for name in ("first", "last")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "text.txt").write_text(f"what {folder.name} has on its disk\n" * 200)
+    config = tiny(data={"text": "text.txt"}, pipeline={"stages": 2}, run={"join_timeout": "60s"})
+    write_config(tmp_path, config)
+    coordinator = start(tmp_path, "tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
+    try:
+        assert coordinator.stdout is not None
+        peer = coordinator.stdout.readline().split()[-1]
+        workers = [
+            start(folder, "tahq-worker", "--stage", str(stage), "--peer", peer) for stage, folder in enumerate(folders)
+        ]
+        refused = wait_for_one(workers)
+        _, stderr = refused.communicate()
+        assert refused.returncode == 2
+        assert stderr.count("\n") == 1, stderr
+        assert "data_hash" in stderr
+    finally:
+        coordinator.terminate()
+        coordinator.communicate(timeout=60)
+        for worker in workers:
+            worker.communicate(timeout=60)
+
+
+def start(folder, program: str, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [command(program), *arguments],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_one(processes: list[subprocess.Popen], timeout_s: float = 120) -> subprocess.Popen:
+    """The first of these that has ended."""
+    for _ in range(int(timeout_s / 0.1)):
+        for process in processes:
+            try:
+                process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            return process
+    raise AssertionError(f"none of {processes} ended in {timeout_s} s")
