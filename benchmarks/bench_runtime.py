@@ -2,11 +2,12 @@
 
 Two measurements, both with real processes and real sockets on loopback:
 
-1. *An action.* Four processes, one stage each, run the real engine, boundary, sessions and ZMQ endpoint under
-   1F1B. The model is one multiplication and the tensors are tiny, so what is left is the runtime: wait,
-   decode, autograd's bookkeeping, encode, send, GIL, sockets and the kernel's scheduling of eight busy
-   threads on however many cores there are. A step of m micro-batches on P stages is a chain of 2(m + P − 1) actions;
-   the step's time divided by that is the cost of an action.
+1. *An action.* One process a stage runs the real engine, boundary, sessions and ZMQ endpoint under 1F1B. The
+   model is one multiplication and the tensors are tiny, so what is left is the runtime: wait, decode,
+   autograd's bookkeeping, encode, send, GIL, sockets and the kernel. A step of m micro-batches on P stages is a
+   chain of 2(m + P − 1) actions; the step's time divided by that is the wall time of an action. With two
+   stages each has a core of two; with four, two stages share one, and the wall time of an action is about
+   twice its cost. So the cost is given too: user and system time of all threads, an action.
 2. *The start.* `tahq-launch` with four workers of a small GPT-2: from the command to the first line of
    metrics.jsonl.
 
@@ -16,11 +17,13 @@ Run:  python benchmarks/bench_runtime.py [--output benchmarks/results/runtime_<h
 import argparse
 import json
 import multiprocessing
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -35,7 +38,7 @@ from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.schedule import generate
 
-STAGES = 4
+WORKERS = 4
 MICRO_BATCHES = 64
 SHAPE = StepShape(MICRO_BATCHES, micro_batch=1, seq_len=8, hidden_size=16)
 WARM_UP_STEPS = 5
@@ -69,8 +72,23 @@ class TinyBatches:
         return TinyBatch()
 
 
-def run_stage(stage: int, pipe: Connection, num_steps: int) -> None:
-    """One process: connect to the neighbours as the parent says, take the steps, report their times."""
+@dataclass(frozen=True)
+class StageReport:
+    """What one process measured: seconds of each step, of its activities, and of all cores while at it."""
+
+    times_s: list[float]
+    timings: list[dict[str, float]]
+    cpu_s: float
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process so far, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> None:
+    """One process: connect to the neighbours as the parent says, take the steps, report."""
     torch.set_num_threads(1)
     endpoint = ZmqEndpoint(
         identity=PeerIdentity(1, 1, stage, "bench"),
@@ -85,7 +103,7 @@ def run_stage(stage: int, pipe: Connection, num_steps: int) -> None:
     links = {}
     if stage > 0:
         links[stage - 1] = endpoint.open_link(stage - 1, stage - 1, addresses[stage - 1], addresses[stage - 1])
-    if stage < STAGES - 1:
+    if stage < num_stages - 1:
         links[stage] = endpoint.open_link(stage, stage + 1, addresses[stage + 1], "")
     endpoint.wait_connected(20.0)
     stopwatch = Stopwatch()
@@ -96,32 +114,46 @@ def run_stage(stage: int, pipe: Connection, num_steps: int) -> None:
     }
     engine = StageEngine(
         chunks={stage: Chunk(Multiplication(), cuts.get(stage - 1), cuts.get(stage))},
-        actions=generate("1f1b", STAGES, MICRO_BATCHES).actions[stage],
+        actions=generate("1f1b", num_stages, MICRO_BATCHES).actions[stage],
         shape=SHAPE,
-        batches=TinyBatches() if stage in (0, STAGES - 1) else None,
+        batches=TinyBatches() if stage in (0, num_stages - 1) else None,
         random=RandomContext(0),
         device=torch.device("cpu"),
         stopwatch=stopwatch,
     )
-    times_s, parts = [], []
+    times_s, timings, cpu_begin_s = [], [], 0.0
     for step in range(WARM_UP_STEPS + num_steps):
         pipe.send("ready")
         pipe.recv()
-        begin = time.perf_counter()
+        if step == WARM_UP_STEPS:
+            cpu_begin_s = cpu_seconds()
+        begin_s = time.perf_counter()
         result = engine.run_step(step)
-        times_s.append(time.perf_counter() - begin)
-        parts.append(result.timing)
-    pipe.send((times_s[WARM_UP_STEPS:], parts[WARM_UP_STEPS:]))
+        times_s.append(time.perf_counter() - begin_s)
+        timings.append(result.timing)
+    cpu_s = cpu_seconds() - cpu_begin_s
+    pipe.send(StageReport(times_s[WARM_UP_STEPS:], timings[WARM_UP_STEPS:], cpu_s))
     endpoint.close()
 
 
-def measure_actions(num_steps: int) -> tuple[list[float], dict[str, float]]:
-    """Milliseconds an action for each step, and the median share of a middle stage's step by activity."""
+@dataclass(frozen=True)
+class ActionCost:
+    """Of one number of stages: wall milliseconds an action for each step, core milliseconds an action."""
+
+    num_stages: int
+    wall_ms: list[float]
+    core_ms: float
+    shares: dict[str, float]
+    """Of stage 1's time, by activity; medians."""
+
+
+def measure_actions(num_stages: int, num_steps: int) -> ActionCost:
+    """Run the stages in step, and take the longest of each step."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    for stage in range(STAGES):
+    for stage in range(num_stages):
         ours, theirs = context.Pipe()
-        process = context.Process(target=run_stage, args=(stage, theirs, num_steps), daemon=True)
+        process = context.Process(target=run_stage, args=(stage, num_stages, theirs, num_steps), daemon=True)
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -133,16 +165,20 @@ def measure_actions(num_steps: int) -> tuple[list[float], dict[str, float]]:
             pipe.recv()
         for pipe in pipes:
             pipe.send("go")
-    results = [pipe.recv() for pipe in pipes]
+    reports: list[StageReport] = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join()
-    chain = 2 * (MICRO_BATCHES + STAGES - 1)
-    longest = [max(times) for times in zip(*(times for times, _ in results), strict=True)]
-    middle = results[1][1]
-    shares = {
-        name: statistics.median(parts.get(name, 0.0) / sum(parts.values()) for parts in middle) for name in middle[0]
-    }
-    return [1e3 * seconds / chain for seconds in longest], shares
+    chain = 2 * (MICRO_BATCHES + num_stages - 1)
+    longest_s = [max(times) for times in zip(*(report.times_s for report in reports), strict=True)]
+    actions = 2 * MICRO_BATCHES * num_stages * num_steps
+    timings = reports[1].timings
+    shares = {name: statistics.median(t.get(name, 0.0) / sum(t.values()) for t in timings) for name in timings[0]}
+    return ActionCost(
+        num_stages,
+        [1e3 * seconds / chain for seconds in longest_s],
+        1e3 * sum(report.cpu_s for report in reports) / actions,
+        shares,
+    )
 
 
 def measure_start() -> float:
@@ -152,7 +188,7 @@ def measure_start() -> float:
         "model": {"family": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 2},
         "data": {"text": "stdlib", "seq_len": 32},
         "training": {"steps": 2, "global_batch": 8, "micro_batch": 2},
-        "pipeline": {"stages": STAGES},
+        "pipeline": {"stages": WORKERS},
         "wire": {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -174,29 +210,35 @@ def measure_start() -> float:
     return seconds
 
 
-def report(actions_ms: list[float], shares: dict[str, float], starts_s: list[float]) -> str:
+def report(costs: list[ActionCost], starts_s: list[float]) -> str:
     """The result file."""
-    quantiles = statistics.quantiles(actions_ms, n=20)
-    spent = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
-    rows = [
-        ("an action, ms", statistics.median(actions_ms), quantiles[0], quantiles[-1], "< 1.0"),
-        ("command to first committed step, s", statistics.median(starts_s), min(starts_s), max(starts_s), "< 20"),
-    ]
+    rows = []
+    for cost in costs:
+        quantiles = statistics.quantiles(cost.wall_ms, n=20)
+        rows.append(
+            (f"{cost.num_stages} stages: wall ms an action", cost.wall_ms, quantiles[0], quantiles[-1], "< 1.0")
+        )
+        rows.append((f"{cost.num_stages} stages: core ms an action", [cost.core_ms], cost.core_ms, cost.core_ms, ""))
+    rows.append(("command to first committed step, s", starts_s, min(starts_s), max(starts_s), "< 20"))
+    shares = sorted(costs[-1].shares.items(), key=lambda item: -item[1])
     return "\n".join(
         [
             "# What the runtime itself costs",
             "",
             f"{describe()}. `python benchmarks/bench_runtime.py`",
             "",
-            f"Four processes, 1F1B, {MICRO_BATCHES} micro-batches of [1, 8, 16] fp32, `raw:dtype=fp32`, no shaping,",
-            f"{len(actions_ms)} steps after {WARM_UP_STEPS} of warm-up; a step is a chain of 2(m + P − 1) actions.",
+            f"One process a stage, 1F1B, {MICRO_BATCHES} micro-batches of [1, 8, 16], `raw:dtype=fp32`, no shaping;",
+            f"{len(costs[0].wall_ms)} steps after {WARM_UP_STEPS} of warm-up, each a chain of 2(m + P − 1) actions.",
             f"The start: `tahq-launch` with four workers of a small GPT-2, {len(starts_s)} times (least and most).",
             "",
             "| what | median | 5 % | 95 % | target |",
             "|---|---|---|---|---|",
-            *(f"| {what} | {mid:.2f} | {low:.2f} | {high:.2f} | {target} |" for what, mid, low, high, target in rows),
+            *(
+                f"| {what} | {statistics.median(values):.2f} | {low:.2f} | {high:.2f} | {target} |"
+                for what, values, low, high, target in rows
+            ),
             "",
-            f"A middle stage's time: {spent}.",
+            f"Stage 1 of {costs[-1].num_stages}: {', '.join(f'{name} {share:.0%}' for name, share in shares)}.",
             "",
         ]
     )
@@ -208,8 +250,8 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    actions_ms, shares = measure_actions(options.steps)
-    text = report(actions_ms, shares, [measure_start() for _ in range(options.starts)])
+    costs = [measure_actions(num_stages, options.steps) for num_stages in (2, WORKERS)]
+    text = report(costs, [measure_start() for _ in range(options.starts)])
     print(text)
     if options.output is not None:
         options.output.write_text(text)

@@ -31,9 +31,9 @@ def test_example_loads(path):
     assert config.training.steps or config.training.epochs
 
 
-def test_demo_is_the_designs_least_example():
-    config = load_config(EXAMPLES / "demo.yaml")
-    assert config.run.name == "demo"
+def test_gpt2_is_the_designs_least_example():
+    config = load_config(EXAMPLES / "gpt2.yaml")
+    assert config.run.name == "gpt2"
     assert (config.model.num_layers, config.model.hidden_size, config.model.num_heads) == (8, 256, 8)
     assert (config.training.steps, config.training.lr, config.pipeline.stages) == (60, 1e-3, 4)
     assert (config.links.rate, config.links.delay) == (1e8, 0.02)

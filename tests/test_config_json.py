@@ -12,7 +12,7 @@ from tahq.config import ClusterConfig
 from tahq.config_file import config_from_json, config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.errors import ConfigError
 
-DEMO = load_config(EXAMPLES / "demo.yaml")
+EXAMPLE = load_config(EXAMPLES / "gpt2.yaml")
 ALL = sorted(EXAMPLES.glob("*.yaml"))
 
 
@@ -28,7 +28,7 @@ def test_configuration_survives_json_and_yaml(path, tmp_path):
 
 
 def test_json_is_canonical():
-    text = config_json(DEMO)
+    text = config_json(EXAMPLE)
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
     assert text.isascii()
     assert '"rate":100000000.0' in text
@@ -40,23 +40,23 @@ def test_equal_configurations_written_differently_have_equal_hashes(tmp_path):
     path.write_text(
         "hosts: local\nlinks:\n  delay: 0.02s\n  rate: 0.1gbit\npipeline: {schedule: 1f1b}\n"
         "training: {micro_batch: 4, global_batch: 32, steps: 60, lr: 0.001}\ndata: {text: stdlib}\n"
-        "model: {num_heads: 8, hidden_size: 256, num_layers: 8, family: gpt2}\nrun: {name: demo}\n"
+        "model: {num_heads: 8, hidden_size: 256, num_layers: 8, family: gpt2}\nrun: {name: gpt2}\n"
     )
-    assert config_hash(load_config(path)) == config_hash(DEMO)
+    assert config_hash(load_config(path)) == config_hash(EXAMPLE)
 
 
 def test_hash_is_sha256_in_hex_and_changes_with_any_value():
     hashes = {
-        config_hash(load_config(EXAMPLES / "demo.yaml", [override]))
+        config_hash(load_config(EXAMPLES / "gpt2.yaml", [override]))
         for override in ("run.seed=0", "run.seed=1", "training.lr=0.002", "wire.gradients=raw", "data.shuffle=false")
     }
     assert len(hashes) == 5
-    assert config_hash(DEMO) in hashes
+    assert config_hash(EXAMPLE) in hashes
     assert all(len(value) == 64 and int(value, 16) >= 0 for value in hashes)
 
 
 def test_yaml_for_people_has_units():
-    text = dump_yaml(DEMO)
+    text = dump_yaml(EXAMPLE)
     assert "  rate: 100mbit\n" in text
     assert "  delay: 20ms\n" in text
     assert "  piece: 256kib\n" in text
@@ -74,7 +74,7 @@ NAMES = st.text(min_size=1, max_size=12).filter(lambda text: text.isprintable())
     number=st.floats(1e-12, 1e3),
 )
 def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, number):
-    base = DEMO.model_dump()
+    base = EXAMPLE.model_dump()
     base["data"]["text"] = [text]
     base["links"] = {"rate": rate, "delay": delay}
     base["training"]["lr"] = number
@@ -94,9 +94,9 @@ def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, n
         ("[" * 100_000, "is not JSON"),
         ("[]", "the top level: expected keys and values; got a list of 0"),
         ("{}", "model is missing; a run needs this section (and 2 more: data, training)"),
-        (config_json(DEMO).replace('"lr":', '"lrr":'), "training.lrr is not a key of training; did you mean"),
-        (config_json(DEMO).replace('"seed":0', '"seed":"x"'), "run.seed: expected a whole number; got 'x'"),
-        (config_json(DEMO).replace('"rate":100000000.0', '"rate":100'), "links.rate: a rate needs a unit"),
+        (config_json(EXAMPLE).replace('"lr":', '"lrr":'), "training.lrr is not a key of training; did you mean"),
+        (config_json(EXAMPLE).replace('"seed":0', '"seed":"x"'), "run.seed: expected a whole number; got 'x'"),
+        (config_json(EXAMPLE).replace('"rate":100000000.0', '"rate":100'), "links.rate: a rate needs a unit"),
     ],
 )
 def test_json_that_is_no_configuration_is_refused_in_one_line(text, message):
@@ -117,18 +117,18 @@ def test_message_about_json_asks_for_equal_versions():
 
 def test_resolving_writes_out_codecs_and_threads(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
-    config = resolve(DEMO)
+    config = resolve(EXAMPLE)
     assert config.wire.activations == "tah:group=64,int4=0.8,tau=2,low=3,high=4"
     assert config.wire.gradients == "fixed:bits=8,group=64,round=nearest"
     assert config.run.threads == 2
-    assert DEMO.run.threads is None
+    assert EXAMPLE.run.threads is None
     assert resolve(config) == config
 
 
 def test_resolving_leaves_at_least_one_thread_and_what_is_set(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert resolve(DEMO).run.threads == 1
-    assert resolve(load_config(EXAMPLES / "demo.yaml", ["run.threads=7"])).run.threads == 7
+    assert resolve(EXAMPLE).run.threads == 1
+    assert resolve(load_config(EXAMPLES / "gpt2.yaml", ["run.threads=7"])).run.threads == 7
 
 
 def test_resolving_leaves_threads_of_other_machines_to_them():
@@ -136,7 +136,7 @@ def test_resolving_leaves_threads_of_other_machines_to_them():
 
 
 def test_resolved_configuration_survives_json_and_yaml(tmp_path):
-    config = resolve(DEMO)
+    config = resolve(EXAMPLE)
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(config))
     assert load_config(path) == config == config_from_json(config_json(config))

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import zmq
@@ -27,6 +28,9 @@ from tahq.errors import PeerLostError, RemoteProtocolError, TahqError, UserError
 _log = logging.getLogger(__name__)
 
 _MESSAGES_A_TURN = 64
+_HANDLING_S = 0.0006
+"""What a message spends in threads and sockets at both ends, which is part of the delay that a user sets. Measured
+as what a set delay was exceeded by, 0.8 to 1.2 ms on two slow cores, less some for faster ones (bench_links.py)."""
 _SOCKET_LINGER_MS = 250
 """For what the kernel has not taken when a socket is closed; by then the peer has acknowledged the data."""
 
@@ -36,7 +40,8 @@ class EndpointLoop:
 
     def __init__(self, reception: Reception | None, shaping: Shaping) -> None:
         self._reception = reception
-        self._uplink: Uplink[tuple[Wire, Outgoing]] = Uplink(shaping)
+        held_s = max(0.0, shaping.delay_s - _HANDLING_S)
+        self._uplink: Uplink[tuple[Wire, Outgoing]] = Uplink(replace(shaping, delay_s=held_s))
         self._downlink: Downlink[Arrival] = Downlink(shaping)
         self._waker = Waker()
         self._commands: deque[tuple[LinkEnd | None, Callable[[], None]]] = deque()

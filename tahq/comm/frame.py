@@ -9,6 +9,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -41,9 +42,11 @@ class FrameKind(IntEnum):
     BYE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class LogicalId:
-    """Names a piece of data, whoever delivers it and however often (DESIGN: logical id)."""
+class LogicalId(NamedTuple):
+    """Names a piece of data, whoever delivers it and however often (DESIGN: logical id).
+
+    A tuple and no dataclass, because each frame's is made, hashed and compared a dozen times.
+    """
 
     run: int
     replica: int

@@ -11,7 +11,6 @@ Shapes: B samples a micro-batch, S tokens, C channels, V words.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -226,14 +225,14 @@ class StageEngine:
         self._finite &= boundary.send(self._step, Purpose.TRAIN, direction, micro_batch, tensor)
 
     def _compute(self, chunk: Chunk, x: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
+        if self._bf16:
+            with torch.autocast(self._device.type, torch.bfloat16):
+                y = chunk.module(x)
+        else:
             y = chunk.module(x)
         if not isinstance(y, torch.Tensor):
             raise AssertionError(f"a model slice returned {type(y).__name__}")
         return y if chunk.outgoing is None else y.float()
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
 
     def _result(self) -> StepResult:
         result = StepResult(finite=self._finite, timing=self._stopwatch.take())

@@ -243,7 +243,7 @@ def test_message_of_another_epoch_or_link_is_a_protocol_error(wire, changes):
 def test_frame_of_another_run_is_our_own_error(wire, make_frame):
     frame = make_frame(10)
     with pytest.raises(LocalProtocolError, match="not of run 77"):
-        wire.one.send(replace(frame, id=replace(frame.id, run=78)), wire.now_s)
+        wire.one.send(replace(frame, id=frame.id._replace(run=78)), wire.now_s)
 
 
 # Acknowledgements

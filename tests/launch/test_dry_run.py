@@ -18,7 +18,7 @@ from tahq_launch.dry_run import WIDTH, dry_run
 from tahq_launch.step_traffic import host_traffic, step_flows, wire_only_step_s
 
 
-def load(*overrides: str, example: str = "demo") -> ClusterConfig:
+def load(*overrides: str, example: str = "gpt2") -> ClusterConfig:
     return load_config(EXAMPLES / f"{example}.yaml", ["run.device=cpu", *overrides])
 
 
@@ -171,7 +171,7 @@ def test_long_grid_is_cut_with_a_note():
     assert re.search(r"\(\d+ more pictures of this width not shown\)$", text)
 
 
-@pytest.mark.parametrize("example", ["demo", "minimal", "llama_remote"])
+@pytest.mark.parametrize("example", ["gpt2", "demo", "minimal", "llama_remote"])
 def test_text_is_narrow_and_the_same_every_time(example):
     text = dry_run(resolve(load(example=example)))
     assert text == dry_run(resolve(load(example=example)))
