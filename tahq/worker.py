@@ -91,10 +91,13 @@ def run_worker(options: WorkerOptions) -> int:
     except TahqError as error:
         worker.report(error)
         raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        lost = _out_of_memory(options.stage, error)
-        worker.report(lost)
-        raise lost from error
+    except Exception as error:
+        if _is_out_of_memory(error):
+            lost = _out_of_memory(worker.stage, error)
+            worker.report(lost)
+            raise lost from error
+        worker.report(TahqError(f"stage {worker.stage}: internal error: {type(error).__name__}: {error}"))
+        raise
     finally:
         worker.close()
 
@@ -107,7 +110,7 @@ class Worker:
         self._signals: list[int] = []
         self._stop_requested = False
         self._endpoint: ZmqEndpoint | None = None
-        self._stage = options.stage
+        self.stage = options.stage
         self._step = -1
         self._client = ControlClient(
             options.peer,
@@ -134,7 +137,7 @@ class Worker:
         if plan is None:
             return 0
         stage = assembly.connect(plan, self._connect(plan, config), self._before_action)
-        self._client.send(Ready(self._stage))
+        self._client.send(Ready(self.stage))
         start = self._await(Start)
         self._train(stage, assembly, start.step)
         return self._await(Bye).exit_status
@@ -145,7 +148,7 @@ class Worker:
         if isinstance(error, RefusedError | RunAbortedError) or self._client.aborted is not None:
             return
         with suppress(PeerLostError):
-            self._client.send(Failed(self._stage, str(error), error.exit_status))
+            self._client.send(Failed(self.stage, str(error), error.exit_status))
 
     def close(self) -> None:
         """Release the sockets; the links say goodbye."""
@@ -159,7 +162,7 @@ class Worker:
         self._working("joining")
         self._client.send(Join(self._options.stage, __version__, socket.gethostname(), os.getpid()))
         assign = self._await(Assign)
-        self._stage = assign.stage
+        self.stage = assign.stage
         return assign
 
     @staticmethod
@@ -249,7 +252,7 @@ class Worker:
         self._working(str(action))
         if self._signals and not self._stop_requested:
             self._stop_requested = True
-            self._client.send(StopRequest(self._stage, self._signals[0]))
+            self._client.send(StopRequest(self.stage, self._signals[0]))
 
     # -- messages, signals, the end --------------------------------------------------------------
 
@@ -274,7 +277,7 @@ class Worker:
         )
 
     def _working(self, activity: str) -> None:
-        self._client.set_activity(self._stage, self._step, activity)
+        self._client.set_activity(self.stage, self._step, activity)
 
     def _on_abort(self, abort: Abort) -> None:
         self._interrupt_links(RunAbortedError(abort.message, abort.exit_status))
@@ -294,7 +297,7 @@ class Worker:
         """First: ask for an orderly stop at the next action. Second, or before training: leave now."""
         self._signals.append(number)
         if len(self._signals) > 1 or self._step < 0:
-            raise InterruptedRunError(f"stage {self._stage} stopped by {signal.Signals(number).name}", number)
+            raise InterruptedRunError(f"stage {self.stage} stopped by {signal.Signals(number).name}", number)
 
 
 def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:
@@ -336,6 +339,13 @@ def _prepare(step: int, stage: Stage, result: StepResult) -> Prepare:
 def _refusal(refuse: Refuse) -> str:
     rows = "; ".join(f"{field}: here {mine}, expected {theirs}" for field, mine, theirs in refuse.differences)
     return f"{refuse.reason}: {rows}" if rows else refuse.reason
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch has no exception of its own for the CPU's memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def _out_of_memory(stage: int, error: BaseException) -> OutOfMemoryError:

@@ -1,0 +1,50 @@
+"""What a worker decides by itself: where it listens, and what kind of failure it met."""
+
+import pytest
+import torch
+from support.runs import tiny
+
+from tahq.config import ClusterConfig
+from tahq.worker import WorkerOptions, _is_out_of_memory, listening_addresses
+
+HOSTS = [
+    {"address": "192.0.2.1"},
+    {"address": "192.0.2.2", "bind": "0.0.0.0:7001", "advertise": "203.0.113.9:7002"},
+]
+
+
+def configured(**changes) -> ClusterConfig:
+    return ClusterConfig.model_validate({**tiny(pipeline={"stages": 2}), **changes})
+
+
+def options(**changes) -> WorkerOptions:
+    return WorkerOptions(**({"stage": 0, "peer": "127.0.0.1:5555"} | changes))
+
+
+def test_a_local_worker_listens_where_it_reaches_the_coordinator():
+    assert listening_addresses(options(), configured(), 0) == ("127.0.0.1:0", None)
+
+
+def test_a_listed_host_listens_and_is_dialled_as_its_entry_says():
+    config = configured(hosts=HOSTS)
+    assert listening_addresses(options(), config, 0) == ("0.0.0.0:0", "192.0.2.1:0")
+    assert listening_addresses(options(), config, 1) == ("0.0.0.0:7001", "203.0.113.9:7002")
+
+
+def test_the_command_line_wins():
+    given = options(bind="127.0.0.1:9000", advertise="none")
+    for config in (configured(), configured(hosts=HOSTS)):
+        assert listening_addresses(given, config, 1) == ("127.0.0.1:9000", "none")
+
+
+def test_an_allocation_that_fails_is_out_of_memory():
+    with pytest.raises(RuntimeError) as failure:
+        torch.empty(1 << 50)
+    assert _is_out_of_memory(failure.value)
+    assert _is_out_of_memory(MemoryError())
+
+
+def test_another_error_is_not_out_of_memory():
+    with pytest.raises(RuntimeError) as failure:
+        torch.ones(2) @ torch.ones(3)
+    assert not _is_out_of_memory(failure.value)
