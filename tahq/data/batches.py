@@ -127,7 +127,7 @@ class BatchSource:
         return self._gather(self._sample_ids(np.arange(first, first + self._global_batch, dtype=np.int64)))
 
     def validation(self, index: int) -> StepBatch:
-        """Batch `index` of the validation split, in the order of the data.
+        """Batch `index` of the validation split, in one order for all runs: the first few batches are a fair sample.
 
         Every index gives a full batch, so that all stages may agree on a number of batches without knowing
         the data: past the end, samples come again with no loss on them, and `num_tokens` does not count them.
@@ -139,7 +139,8 @@ class BatchSource:
         if num_samples == 0:
             raise DataError("no validation samples: data.validation is 0 or the data too little; unset eval_every")
         numbers = np.arange(index * self._global_batch, (index + 1) * self._global_batch, dtype=np.int64)
-        return self._gather(self._dataset.num_train_samples + numbers % num_samples, scored=numbers < num_samples)
+        places = Permutation(num_samples, derive_seed("validation order"))(numbers % num_samples)
+        return self._gather(self._dataset.num_train_samples + places, scored=numbers < num_samples)
 
     def _sample_ids(self, numbers: I64) -> I64:
         epochs, places = np.divmod(numbers, self._dataset.num_train_samples)

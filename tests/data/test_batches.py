@@ -180,7 +180,14 @@ def test_validation_covers_the_split_once_then_counts_nothing(dataset: Dataset) 
     assert sum(batch.num_tokens for batch in every) == held_out * 64
     assert [batch.num_tokens for batch in every[-2:]] == [0, 0]
     scored = [int(n) for b in every for n, row in zip(b.sample_ids, b.labels, strict=True) if (row != -100).any()]
-    assert scored == list(range(dataset.num_train_samples, dataset.num_train_samples + held_out))
+    assert sorted(scored) == list(range(dataset.num_train_samples, dataset.num_train_samples + held_out))
+
+
+def test_a_few_validation_batches_are_spread_over_the_split(dataset: Dataset) -> None:
+    batches = source(dataset)
+    few = torch.cat([batches.validation(i).sample_ids for i in range(3)]) - dataset.num_train_samples
+    assert few.min() < dataset.num_validation_samples / 3
+    assert few.max() > dataset.num_validation_samples * 2 / 3
 
 
 def test_validation_does_not_depend_on_the_seed(dataset: Dataset) -> None:
