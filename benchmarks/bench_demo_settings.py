@@ -46,13 +46,9 @@ class Setting:
 
 SETTINGS = (
     Setting("gpt2", 1e-3, 0.02),
-    Setting("gpt2", 3e-3, 0.02),
     Setting("gpt2", 3e-3, 0.06),
-    Setting("gpt2", 3e-3, 0.10),
     Setting("llama", 3e-3, 0.02),
-    Setting("llama", 6e-3, 0.02),
     Setting("llama", 3e-3, 0.06),
-    Setting("llama", 3e-3, 0.10),
 )
 
 

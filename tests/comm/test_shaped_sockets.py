@@ -69,8 +69,8 @@ def test_one_way_delay_of_a_small_frame_is_as_set(delay_ms, make_endpoint, make_
         sender.send(frame)
         receiver.recv(5.0)
         took_s.append(time.monotonic() - started_s)
-    assert min(took_s) >= expected_s
-    assert min(took_s) <= expected_s + max(0.001, TOLERANCE * expected_s)
+    # a piece is held 0.6 ms less than the delay, for what handling takes at both ends; the least of five is nearest
+    assert expected_s - 0.0006 <= min(took_s) <= expected_s + max(0.001, TOLERANCE * expected_s)
 
 
 def test_links_of_a_host_share_its_uplink(make_endpoint, make_frame):
