@@ -5,9 +5,10 @@ Two measurements, both with real processes and real sockets on loopback:
 1. *An action.* One process a stage runs the real engine, boundary, sessions and ZMQ endpoint under 1F1B. The
    model is one multiplication and the tensors are tiny, so what is left is the runtime: wait, decode,
    autograd's bookkeeping, encode, send, GIL, sockets and the kernel. A step of m micro-batches on P stages is a
-   chain of 2(m + P − 1) actions; the step's time divided by that is the wall time of an action. With two
-   stages each has a core of two; with four, two stages share one, and the wall time of an action is about
-   twice its cost. So the cost is given too: user and system time of all threads, an action.
+   chain of 2(m + P − 1) actions. Given are: the wall time of an action, from its start to the next one's, waiting
+   for its frame included, as the median over all actions of all stages; the mean over the chain, which is a
+   step's time divided by its length; and the cost, user and system time of all threads. With two stages each has
+   a core of two; with four, two stages share one, and the mean over the chain is about twice the cost.
 2. *The start.* `tahq-launch` with four workers of a small GPT-2: from the command to the first line of
    metrics.jsonl.
 
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -74,9 +76,10 @@ class TinyBatches:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one process measured: seconds of each step, of its activities, and of all cores while at it."""
+    """What one process measured: seconds of each step, of each action, of activities, and of all cores."""
 
     times_s: list[float]
+    actions_s: list[float]
     timings: list[dict[str, float]]
     cpu_s: float
 
@@ -112,6 +115,7 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
         link: Boundary(transport, CutIdentity(1, 0, link), codecs, torch.device("cpu"), stopwatch)
         for link, transport in links.items()
     }
+    begins_s: list[float] = []
     engine = StageEngine(
         chunks={stage: Chunk(Multiplication(), cuts.get(stage - 1), cuts.get(stage))},
         actions=generate("1f1b", num_stages, MICRO_BATCHES).actions[stage],
@@ -120,28 +124,34 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
         random=RandomContext(0),
         device=torch.device("cpu"),
         stopwatch=stopwatch,
+        on_action=lambda step, action: begins_s.append(time.perf_counter()),
     )
-    times_s, timings, cpu_begin_s = [], [], 0.0
+    times_s, actions_s, timings, cpu_begin_s = [], [], [], 0.0
     for step in range(WARM_UP_STEPS + num_steps):
         pipe.send("ready")
         pipe.recv()
         if step == WARM_UP_STEPS:
             cpu_begin_s = cpu_seconds()
+            actions_s.clear()
+        begins_s.clear()
         begin_s = time.perf_counter()
         result = engine.run_step(step)
-        times_s.append(time.perf_counter() - begin_s)
+        end_s = time.perf_counter()
+        times_s.append(end_s - begin_s)
+        actions_s += [late - early for early, late in pairwise([*begins_s, end_s])]
         timings.append(result.timing)
     cpu_s = cpu_seconds() - cpu_begin_s
-    pipe.send(StageReport(times_s[WARM_UP_STEPS:], timings[WARM_UP_STEPS:], cpu_s))
+    pipe.send(StageReport(times_s[WARM_UP_STEPS:], actions_s, timings[WARM_UP_STEPS:], cpu_s))
     endpoint.close()
 
 
 @dataclass(frozen=True)
 class ActionCost:
-    """Of one number of stages: wall milliseconds an action for each step, core milliseconds an action."""
+    """Of one number of stages: wall milliseconds of every action, their mean in each step, core milliseconds."""
 
     num_stages: int
-    wall_ms: list[float]
+    actions_ms: list[float]
+    chain_ms: list[float]
     core_ms: float
     shares: dict[str, float]
     """Of stage 1's time, by activity; medians."""
@@ -175,9 +185,21 @@ def measure_actions(num_stages: int, num_steps: int) -> ActionCost:
     shares = {name: statistics.median(t.get(name, 0.0) / sum(t.values()) for t in timings) for name in timings[0]}
     return ActionCost(
         num_stages,
+        [1e3 * seconds for report in reports for seconds in report.actions_s],
         [1e3 * seconds / chain for seconds in longest_s],
         1e3 * sum(report.cpu_s for report in reports) / actions,
         shares,
+    )
+
+
+def pooled(runs: list[ActionCost]) -> ActionCost:
+    """Several runs as one: all actions and steps of all of them, medians of the rest."""
+    return ActionCost(
+        runs[0].num_stages,
+        [value for run in runs for value in run.actions_ms],
+        [value for run in runs for value in run.chain_ms],
+        statistics.median(run.core_ms for run in runs),
+        {name: statistics.median(run.shares[name] for run in runs) for name in runs[0].shares},
     )
 
 
@@ -214,11 +236,10 @@ def report(costs: list[ActionCost], starts_s: list[float]) -> str:
     """The result file."""
     rows = []
     for cost in costs:
-        quantiles = statistics.quantiles(cost.wall_ms, n=20)
-        rows.append(
-            (f"{cost.num_stages} stages: wall ms an action", cost.wall_ms, quantiles[0], quantiles[-1], "< 1.0")
-        )
-        rows.append((f"{cost.num_stages} stages: core ms an action", [cost.core_ms], cost.core_ms, cost.core_ms, ""))
+        what = f"{cost.num_stages} stages, an action,"
+        rows.append((f"{what} wall ms", cost.actions_ms, *_tails(cost.actions_ms), "< 1.0"))
+        rows.append((f"{what} mean over the chain, wall ms", cost.chain_ms, *_tails(cost.chain_ms), ""))
+        rows.append((f"{what} core ms", [cost.core_ms], cost.core_ms, cost.core_ms, ""))
     rows.append(("command to first committed step, s", starts_s, min(starts_s), max(starts_s), "< 20"))
     shares = sorted(costs[-1].shares.items(), key=lambda item: -item[1])
     return "\n".join(
@@ -228,7 +249,7 @@ def report(costs: list[ActionCost], starts_s: list[float]) -> str:
             f"{describe()}. `python benchmarks/bench_runtime.py`",
             "",
             f"One process a stage, 1F1B, {MICRO_BATCHES} micro-batches of [1, 8, 16], `raw:dtype=fp32`, no shaping;",
-            f"{len(costs[0].wall_ms)} steps after {WARM_UP_STEPS} of warm-up, each a chain of 2(m + P − 1) actions.",
+            f"{len(costs[0].chain_ms)} steps after {WARM_UP_STEPS} of warm-up, each a chain of 2(m + P − 1) actions.",
             f"The start: `tahq-launch` with four workers of a small GPT-2, {len(starts_s)} times (least and most).",
             "",
             "| what | median | 5 % | 95 % | target |",
@@ -244,13 +265,23 @@ def report(costs: list[ActionCost], starts_s: list[float]) -> str:
     )
 
 
+def _tails(values: list[float]) -> tuple[float, float]:
+    """The 5 % and the 95 % quantile."""
+    quantiles = statistics.quantiles(values, n=20)
+    return quantiles[0], quantiles[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    costs = [measure_actions(num_stages, options.steps) for num_stages in (2, WORKERS)]
+    costs = [
+        pooled([measure_actions(num_stages, options.steps) for _ in range(options.repeats)])
+        for num_stages in (2, WORKERS)
+    ]
     text = report(costs, [measure_start() for _ in range(options.starts)])
     print(text)
     if options.output is not None:
