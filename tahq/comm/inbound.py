@@ -68,11 +68,6 @@ class Inbound:
         self._assembly: _Assembly | None = None
 
     @property
-    def num_posted(self) -> int:
-        """Frames that are waited for."""
-        return len(self._posted)
-
-    @property
     def has_early(self) -> bool:
         """Whether a frame is kept that nobody has posted yet."""
         return bool(self._early)

@@ -156,11 +156,6 @@ class Session:
         """Whether a frame is kept that nobody has posted yet; any thread may ask."""
         return self._inbound.has_early
 
-    @property
-    def num_expected(self) -> int:
-        """Frames that are posted and have not come."""
-        return self._inbound.num_posted
-
     def busy_s(self, direction: Direction, now_s: float) -> float:
         """Seconds in which anything sent that way was queued or unacknowledged."""
         return self._outbound.busy[direction].total_s(now_s)
