@@ -1,5 +1,6 @@
 """What every test may use: golden files, and hypothesis without deadlines (the machine may be busy)."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the tests produce to tests/golden instead of comparing; look at the diff before committing",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        # Interpreted kernels compute in numpy, which warns of 1/0 and of maxima of NaNs; devices do not.
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,14 +1,6 @@
-"""The batch of a step, as a function of (data, seed, step) alone.
+"""The batch of a step, as a function of (data, seed, step) alone: `sample_order` says which samples, this fetches them.
 
-Training samples are counted through, over all epochs: number i is place i mod n of epoch ⌊i/n⌋, and the
-epoch's keyed permutation says which sample stands there. Step t takes the `global_batch` numbers after
-those of step t−1, so a batch may begin in one epoch and end in the next, and no sample is lost or seen
-twice. There is no state: the first and the last stage each ask for step t and compare digests.
-
-A snapshot keeps a `Cursor`: the step, the number of the next sample, and the samples of an epoch. A run
-resumed with another global batch continues at that number; with another sequence length, so another
-number of samples, at the same place in the epoch as a fraction, which is no longer exact: the order is
-another one, so some text comes twice in that epoch and some not at all.
+There is no state: the first and the last stage each ask for step t and compare digests.
 
 Shapes: B samples a step (`global_batch`), S tokens a sample.
 """
@@ -23,18 +15,9 @@ import torch
 
 from tahq.data.dataset import I64, NO_LOSS, Dataset
 from tahq.data.permutation import Permutation
+from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.errors import DataError
 from tahq.randomness import derive_seed
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """Where a run stands in its data: before `step`, the next training sample is number `sample`."""
-
-    step: int = 0
-    sample: int = 0
-    num_train_samples: int = 0
-    """Samples of an epoch when this was written; 0: those of the dataset that it is used with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +70,7 @@ class BatchSource:
     """
 
     def __init__(
-        self, dataset: Dataset, *, seed: int, global_batch: int, micro_batch: int, origin: Cursor = Cursor()
+        self, dataset: Dataset, *, seed: int, global_batch: int, micro_batch: int, origin: Cursor = BEGINNING
     ) -> None:
         if dataset.num_train_samples < global_batch:
             raise DataError(
@@ -95,22 +78,16 @@ class BatchSource:
                 f"training.global_batch {global_batch}; give more data, a smaller batch or a smaller seq_len"
             )
         self._dataset = dataset
-        self._seed = seed
-        self._global_batch = global_batch
-        self._micro_batch = micro_batch
-        self._origin = rescale(origin, dataset.num_train_samples)
+        self.order = SampleOrder(dataset.num_train_samples, dataset.shuffle, seed, global_batch, micro_batch, origin)
 
     @property
     def num_validation_batches(self) -> int:
         """Batches after which the validation split is used up, the last one perhaps filled up."""
-        return -(-self._dataset.num_validation_samples // self._global_batch)
+        return -(-self._dataset.num_validation_samples // self.order.global_batch)
 
     def cursor(self, step: int) -> Cursor:
         """Where the run stands before `step`; ValueError if that is before its origin."""
-        if step < self._origin.step:
-            raise ValueError(f"step {step} lies before step {self._origin.step}, where this run began")
-        sample = self._origin.sample + (step - self._origin.step) * self._global_batch
-        return Cursor(step, sample, self._dataset.num_train_samples)
+        return self.order.cursor(step)
 
     def epoch(self, step: int) -> float:
         """Epochs seen before `step`, with their fraction."""
@@ -123,8 +100,7 @@ class BatchSource:
             ValueError: `step` lies before the origin.
             DataError: a token is not in the vocabulary.
         """
-        first = self.cursor(step).sample
-        return self._gather(self._sample_ids(np.arange(first, first + self._global_batch, dtype=np.int64)))
+        return self._gather(self.order.sample_ids(step))
 
     def validation(self, index: int) -> StepBatch:
         """Batch `index` of the validation split, in one order for all runs: the first few batches are a fair sample.
@@ -138,18 +114,9 @@ class BatchSource:
         num_samples = self._dataset.num_validation_samples
         if num_samples == 0:
             raise DataError("no validation samples: data.validation is 0 or the data too little; unset eval_every")
-        numbers = np.arange(index * self._global_batch, (index + 1) * self._global_batch, dtype=np.int64)
+        numbers = np.arange(index * self.order.global_batch, (index + 1) * self.order.global_batch, dtype=np.int64)
         places = Permutation(num_samples, derive_seed("validation order"))(numbers % num_samples)
         return self._gather(self._dataset.num_train_samples + places, scored=numbers < num_samples)
-
-    def _sample_ids(self, numbers: I64) -> I64:
-        epochs, places = np.divmod(numbers, self._dataset.num_train_samples)
-        if not self._dataset.shuffle:
-            return places
-        for epoch in np.unique(epochs):
-            order = Permutation(self._dataset.num_train_samples, derive_seed("data order", self._seed, int(epoch)))
-            places[epochs == epoch] = order(places[epochs == epoch])
-        return places
 
     def _gather(self, sample_ids: I64, scored: npt.NDArray[np.bool_] | None = None) -> StepBatch:
         tokens, labels = self._dataset.gather(sample_ids)
@@ -161,23 +128,8 @@ class BatchSource:
             sample_ids=_tensor(sample_ids),
             num_tokens=int((labels != NO_LOSS).sum()),
             digest=batch_digest(tokens, labels, sample_ids),
-            micro_batch_size=self._micro_batch,
+            micro_batch_size=self.order.micro_batch,
         )
-
-
-def rescale(cursor: Cursor, num_train_samples: int) -> Cursor:
-    """The same place in the same epoch, where an epoch has `num_train_samples` samples.
-
-    Exact if the cursor was written with as many; else the place within the epoch is rounded down.
-
-    Example:
-        >>> rescale(Cursor(step=30, sample=150, num_train_samples=100), 50)
-        Cursor(step=30, sample=75, num_train_samples=50)
-    """
-    written = cursor.num_train_samples or num_train_samples
-    epoch, place = divmod(cursor.sample, written)
-    sample = epoch * num_train_samples + place * num_train_samples // written
-    return Cursor(cursor.step, sample, num_train_samples)
 
 
 def batch_digest(tokens: I64, labels: I64, sample_ids: I64) -> str:

@@ -4,7 +4,10 @@ A codec is named by a spec, ``name:key=value,…``::
 
     raw:dtype=fp32                            the values themselves; fp32, fp16, bf16
     fixed:bits=8,group=64,round=nearest       group-wise fixed point of 2 to 16 bits; nearest, stochastic
-    tah:group=64,int4=0.8,tau=2,low=3,high=4  TAH-Quant
+    tah:group=64,int4=0.8,tau=2,low=3,high=4  TAH-Quant; also alloc, select and adaptive
+    aqsgd:bits=4,cache=memory                 AQ-SGD; remembers every sample (memory, file), or none
+    eden:bits=3,group=256                     randomised Hadamard, unbiased; 1 to 8 bits on average, for gradients
+    wf:bits=4,group=128,center=on             bits where they take away most error of a token; for activations
 
 docs/wire-format.md describes the bytes of each.
 """
@@ -12,22 +15,43 @@ docs/wire-format.md describes the bytes of each.
 from collections.abc import Callable
 from typing import Any
 
+from tahq.errors import ConfigError
+from tahq.quant.aqsgd.codec import AqsgdCodec
+from tahq.quant.backends import AUTO, BACKENDS, check_backend
 from tahq.quant.codec import Codec
-from tahq.quant.fixed_codec import FixedCodec
-from tahq.quant.raw_codec import RawCodec
+from tahq.quant.eden.codec import EdenCodec
+from tahq.quant.fixed.codec import FixedCodec
+from tahq.quant.raw.codec import RawCodec
 from tahq.quant.spec import CodecSpec
-from tahq.quant.tah_codec import TahCodec
+from tahq.quant.tah.codec import TahCodec
+from tahq.quant.wf.codec import WfCodec
 
-__all__ = ["Codec", "CodecSpec", "get_codec"]
+__all__ = ["AUTO", "BACKENDS", "Codec", "CodecSpec", "get_codec"]
 
-_CODECS: dict[str, Callable[[Any], Codec]] = {"raw": RawCodec, "fixed": FixedCodec, "tah": TahCodec}
+# How each codec is made from its spec, a backend and a number of threads.
+_CODECS: dict[str, Callable[[Any, str, int], Codec]] = {
+    "raw": lambda spec, backend, threads: RawCodec(spec),
+    "fixed": FixedCodec,
+    "tah": TahCodec,
+    "aqsgd": lambda spec, backend, threads: AqsgdCodec(spec),
+    "eden": EdenCodec,
+    "wf": WfCodec,
+}
 
 
-def get_codec(spec: str | CodecSpec) -> Codec:
+def get_codec(spec: str | CodecSpec, *, backend: str = AUTO, threads: int = 1) -> Codec:
     """The codec that a spec names, such as ``tah``, ``fixed:bits=6`` or a `CodecSpec`.
 
+    Args:
+        spec: which codec, with which parameters.
+        backend: `auto` looks at the device of each tensor: on the CPU `cpu`, on CUDA `triton` where it is
+            installed, else `reference`. Any of these may be forced. All write and read the same streams.
+        threads: how many the `cpu` backend may use for one tensor.
+
     Raises:
-        ConfigError: an unknown codec or parameter, or a value out of range.
+        ConfigError: an unknown codec, parameter or backend, or a value out of range.
     """
+    if threads < 1:
+        raise ConfigError(f"a codec needs at least one thread; got threads={threads}")
     parsed = CodecSpec.parse(spec) if isinstance(spec, str) else spec
-    return _CODECS[parsed.name](parsed)
+    return _CODECS[parsed.name](parsed, check_backend(backend), threads)

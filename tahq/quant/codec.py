@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tahq.quant.first_use import one_compiles
 from tahq.quant.spec import CodecSpec
 
 
@@ -19,6 +20,8 @@ class Codec(ABC):
     spec: CodecSpec
     is_keyed: bool = False
     """Whether `key` matters: deterministic codecs need none to be derived."""
+    is_stateful: bool = False
+    """Whether what was encoded before matters: such codecs also take the ids of the samples."""
 
     @abstractmethod
     def encoded_nbytes(self, shape: Sequence[int]) -> int:
@@ -41,3 +44,17 @@ class Codec(ABC):
     @abstractmethod
     def has_non_finite(self, buf: torch.Tensor) -> bool:
         """Whether the encoder met NaN or infinity (reads the stream's own flag; CPU buffers only)."""
+
+    def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Compile or load every kernel that tensors of this shape, dtype and device will need.
+
+        Called before the first step, so that no step waits for a compiler. Encodes and decodes a tensor of
+        zeros, since kernels may be specialised on any of the three. Of several processes on a machine one
+        compiles, and the others wait and load.
+
+        Raises:
+            CodecError: the tensors cannot be encoded, or not by the backend that was asked for.
+        """
+        x = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        with one_compiles():
+            self.decode(self.encode(x), x.shape, dtype)

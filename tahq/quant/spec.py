@@ -18,6 +18,7 @@ from tahq.errors import ConfigError
 
 MIN_GROUP = 8
 MAX_GROUP = 256
+_ALLOCATION_TILES = "group, token, or a number of channels that is a multiple of 8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class CodecSpec:
     """One codec with all of its parameters; the subclasses below are what there is to choose from."""
 
     name: ClassVar[str] = ""
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that the canonical text leaves out at their default, as texts older than them do."""
 
     @staticmethod
     def parse(text: str) -> "CodecSpec":
@@ -40,8 +43,21 @@ class CodecSpec:
         return spec(**_parameters(text, spec, rest.split(",") if colon else []))
 
     def __str__(self) -> str:
-        values = ",".join(f"{field.name}={_write(getattr(self, field.name))}" for field in fields(self))
-        return f"{self.name}:{values}"
+        """All parameters, but for those of `optional` that have their default."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self) if field.name in self.optional}
+        said = (f"{key}={_write(value)}" for key, value in values.items() if defaults.get(key) != value)
+        return f"{self.name}:{','.join(said)}"
+
+    def parameters(self) -> dict[str, str]:
+        """Every parameter as it is written in a spec, by name, defaults included."""
+        return {field.name: _write(getattr(self, field.name)) for field in fields(self)}
+
+    def brief(self) -> str:
+        """The shortest text that reads back as this spec: its name, and what differs from the defaults."""
+        usual = type(self)().parameters()
+        said = ",".join(f"{key}={value}" for key, value in self.parameters().items() if value != usual[key])
+        return f"{self.name}:{said}" if said else self.name
 
     def _require(self, holds: bool, parameter: str, expected: str) -> None:
         if not holds:
@@ -85,14 +101,23 @@ class TahSpec(CodecSpec):
 
     `int4` is exact (0.8 is 4/5), so that a stream's length is. A tile whose largest magnitude exceeds
     `tau` times its second largest is transformed: 0 transforms every tile that is not zero, inf none.
+
+    Bits are given to allocation tiles of `alloc` channels: `group` (each tile by itself), `token` (all of a
+    token's channels), or a number, a multiple of the group that divides the channels. `select` says who gets
+    `high` bits: the tiles of `high` entropy (the paper's rule) or of `low`. With `adaptive` off as many
+    get `low` bits, spread evenly, whatever the data.
     """
 
     name: ClassVar[str] = "tah"
+    optional: ClassVar[frozenset[str]] = frozenset({"alloc", "select", "adaptive"})
     group: int = 64
     int4: Fraction = Fraction(4, 5)
     tau: float = 2.0
     low: int = 3
     high: int = 4
+    alloc: str = "group"
+    select: str = "high"
+    adaptive: str = "on"
 
     def __post_init__(self) -> None:
         self._require_group(self.group)
@@ -100,9 +125,73 @@ class TahSpec(CodecSpec):
         self._require(self.tau >= 0, "tau", "0 or above, or inf")
         self._require(2 <= self.low <= 8, "low", "a whole number from 2 to 8")
         self._require(self.low <= self.high <= 8, "high", f"a whole number from low ({self.low}) to 8")
+        is_number = re.fullmatch(r"[1-9][0-9]{0,8}", self.alloc, re.ASCII) and int(self.alloc) % MIN_GROUP == 0
+        self._require(bool(is_number) or self.alloc in ("group", "token"), "alloc", _ALLOCATION_TILES)
+        self._require(self.select in ("high", "low"), "select", "high or low")
+        self._require(self.adaptive in ("on", "off"), "adaptive", "on or off")
 
 
-_SPECS: dict[str, type[CodecSpec]] = {"raw": RawSpec, "fixed": FixedSpec, "tah": TahSpec}
+@dataclass(frozen=True, slots=True)
+class AqsgdSpec(CodecSpec):
+    """AQ-SGD: fp16 at a sample's first visit, then `bits` an element for what has changed since the last.
+
+    `cache` says where each end remembers what it last sent or got of every sample: in `memory`, in a `file` that is
+    mapped into it, or not at all (`none`: the quantiser alone, every time).
+    """
+
+    name: ClassVar[str] = "aqsgd"
+    bits: int = 4
+    cache: str = "memory"
+
+    def __post_init__(self) -> None:
+        self._require(2 <= self.bits <= 8, "bits", "a whole number from 2 to 8")
+        self._require(self.cache in ("memory", "file", "none"), "cache", "memory, file or none")
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether anything is remembered."""
+        return self.cache != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class EdenSpec(CodecSpec):
+    """Randomised Hadamard transform, Gaussian-optimal levels, unbiased: `bits` a value on average, for gradients."""
+
+    name: ClassVar[str] = "eden"
+    bits: Fraction = Fraction(3)
+    group: int = 256
+
+    def __post_init__(self) -> None:
+        self._require(1 <= self.bits <= 8, "bits", "a number from 1 to 8")
+        self._require_group(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class WfSpec(CodecSpec):
+    """Water-filling: Hadamard transform, `bits` a value on average given where they take away most error of a token.
+
+    With `center` on, each channel's mean over the tensor travels apart, and what is coded is the difference to it.
+    """
+
+    name: ClassVar[str] = "wf"
+    bits: Fraction = Fraction(4)
+    group: int = 128
+    center: str = "on"
+
+    def __post_init__(self) -> None:
+        self._require(1 <= self.bits <= 8, "bits", "a number from 1 to 8")
+        self._require_group(self.group)
+        self._require(self.center in ("on", "off"), "center", "on or off")
+
+
+_SPECS: dict[str, type[CodecSpec]] = {
+    "raw": RawSpec,
+    "fixed": FixedSpec,
+    "tah": TahSpec,
+    "aqsgd": AqsgdSpec,
+    "eden": EdenSpec,
+    "wf": WfSpec,
+}
 
 
 def _parameters(text: str, spec: type[CodecSpec], items: list[str]) -> dict[str, object]:
@@ -140,7 +229,7 @@ _READERS: dict[object, tuple[str, Callable[[str], object], str]] = {
     int: (r"[0-9]{1,9}", int, "a whole number"),
     str: (r"[a-z0-9_]{1,32}", str, "a word"),
     float: (r"[0-9]{1,400}(\.[0-9]{1,400})?|inf", float, "a number or inf"),
-    Fraction: (r"[0-9]{1,400}(\.[0-9]{1,400})?|[0-9]{1,400}/[0-9]{1,400}", Fraction, "a share such as 0.8 or 4/5"),
+    Fraction: (r"[0-9]{1,400}(\.[0-9]{1,400})?|[0-9]{1,400}/[0-9]{1,400}", Fraction, "a number such as 0.8 or 4/5"),
 }
 
 

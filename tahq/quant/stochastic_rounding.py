@@ -28,20 +28,27 @@ def round_stochastic_(y: torch.Tensor, key: int) -> torch.Tensor:
 
 def draws(count: int, key: int, device: torch.device) -> torch.Tensor:
     """fp32 [count] in [0, 1): element i's is a function of i (modulo 2^32) and key alone."""
-    bits = torch.arange(count, device=device).to(torch.int32)
+    bits = hashes(0, count, key, device)
+    return shift_right(bits, 32 - _DRAW_BITS).to(torch.float32).mul_(2.0**-_DRAW_BITS)
+
+
+def hashes(first: int, count: int, key: int, device: torch.device) -> torch.Tensor:
+    """int32 [count]: 32 bits for each of the numbers from `first` on (modulo 2^32), functions of it and key alone."""
+    bits = torch.arange(first, first + count, device=device).to(torch.int32)
     for word in (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF):
         _mix_(bits.bitwise_xor_(_signed(word)))
-    return _shift_right(bits, 32 - _DRAW_BITS).to(torch.float32).mul_(2.0**-_DRAW_BITS)
+    return bits
 
 
 def _mix_(bits: torch.Tensor) -> torch.Tensor:
     """A bijection of 32-bit words in which every bit of the input moves half of the output's."""
-    bits.bitwise_xor_(_shift_right(bits, 16)).mul_(_FIRST)
-    bits.bitwise_xor_(_shift_right(bits, 13)).mul_(_SECOND)
-    return bits.bitwise_xor_(_shift_right(bits, 16))
+    bits.bitwise_xor_(shift_right(bits, 16)).mul_(_FIRST)
+    bits.bitwise_xor_(shift_right(bits, 13)).mul_(_SECOND)
+    return bits.bitwise_xor_(shift_right(bits, 16))
 
 
-def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
+def shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """bits >> places of int32 taken without a sign."""
     return (bits >> places).bitwise_and_(2 ** (32 - places) - 1)  # >> alone would copy the sign
 
 

@@ -54,6 +54,11 @@ class Tiling:
         return self.shape[-1]
 
     @property
+    def num_elements(self) -> int:
+        """B·S·C."""
+        return math.prod(self.shape)
+
+    @property
     def tiles_per_token(self) -> int:
         """M."""
         return -(-self.channels // self.group)

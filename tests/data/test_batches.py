@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.data.batches import BatchSource, Cursor, rescale
+from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
+from tahq.data.sample_order import Cursor, rescale
 from tahq.errors import DataError
 
 Load = Callable[..., Dataset]

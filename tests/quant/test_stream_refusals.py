@@ -1,12 +1,13 @@
-"""One damage at a time, each refused with its own reason; and what a decoder takes as it comes."""
+"""One damage at a time, each refused by every backend with its own reason; and what a decoder takes as it comes."""
 
 import pytest
 import torch
+from support.codec_backends import device_of, every_backend
 
 from tahq.errors import CodecError
 from tahq.quant import get_codec
-from tahq.quant.fixed_stream import FixedLayout
-from tahq.quant.tah_stream import TahLayout
+from tahq.quant.fixed.stream import FixedLayout
+from tahq.quant.tah.stream import TahLayout
 
 SHAPE = (2, 3, 100)  # 6 tokens of 2 tiles of 64, the second with 28 channels of filling
 
@@ -19,14 +20,21 @@ def set_half(buf, start, pattern):
     buf[start], buf[start + 1] = pattern & 0xFF, pattern >> 8
 
 
-TAH = get_codec("tah:int4=0.5")
+def decode(codec, buf, backend):
+    """By this backend, on its device."""
+    return get_codec(codec.spec, backend=backend).decode(buf.to(device_of(backend)), SHAPE).cpu()
+
+
+TAH = get_codec("tah:int4=0.5", backend="reference")
 TAH_AT = {name: section.start for name, section in TahLayout.of(TAH.spec, SHAPE).sections.by_name.items()}
 TAH_END = {name: section.stop for name, section in TahLayout.of(TAH.spec, SHAPE).sections.by_name.items()}
-FIXED = get_codec("fixed:bits=10")
+TOKENS = get_codec("tah:int4=0.5,alloc=token", backend="reference")
+FIXED = get_codec("fixed:bits=10", backend="reference")
 FIXED_AT = {name: section.start for name, section in FixedLayout.of(FIXED.spec, SHAPE).sections.by_name.items()}
 FIXED_END = {name: section.stop for name, section in FixedLayout.of(FIXED.spec, SHAPE).sections.by_name.items()}
 
 
+@every_backend
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
@@ -49,14 +57,15 @@ FIXED_END = {name: section.stop for name, section in FixedLayout.of(FIXED.spec, 
         (TAH_END["pivot"], 0x80, "filling behind a section is not zero"),
     ],
 )
-def test_damaged_tah_byte_is_refused(place, value, message):
+def test_damaged_tah_byte_is_refused(place, value, message, backend):
     buf = TAH.encode(values())
     assert buf[place] != value
     buf[place] = value
     with pytest.raises(CodecError, match=message):
-        TAH.decode(buf, SHAPE)
+        decode(TAH, buf, backend)
 
 
+@every_backend
 @pytest.mark.parametrize(
     ("section", "pattern", "message"),
     [
@@ -68,29 +77,51 @@ def test_damaged_tah_byte_is_refused(place, value, message):
         ("zero-point", 0x7E00, r"a zero-point is NaN where the scale is not \+0"),
     ],
 )
-def test_metadata_that_is_not_finite_is_refused(section, pattern, message):
+def test_metadata_that_is_not_finite_is_refused(section, pattern, message, backend):
     buf = TAH.encode(values())
     set_half(buf, TAH_AT[section] + 4, pattern)
     with pytest.raises(CodecError, match=message):
-        TAH.decode(buf, SHAPE)
+        decode(TAH, buf, backend)
 
 
-def test_mark_of_a_non_finite_tile_needs_the_flag_and_scale_plus_0():
+@every_backend
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        (0b000001, "must give H bits to 2 tiles of every sample"),  # 1 of sample 0's three, 0 of sample 1's
+        (0b001111, "must give H bits to 2 tiles of every sample"),
+        (0b111101, "must give H bits to 2 tiles of every sample"),
+        (0b1110011, "bits behind the bit map or the pivots"),
+    ],
+)
+def test_bit_map_has_a_bit_for_each_allocation_tile(bits, message, backend):
+    """Six tokens, so six bits, though there are twelve tiles."""
+    buf = TOKENS.encode(values())
+    buf[16] = bits
+    with pytest.raises(CodecError, match=message):
+        decode(TOKENS, buf, backend)
+    buf[16] = 0b110101
+    assert decode(TOKENS, buf, backend).isfinite().all()
+
+
+@every_backend
+def test_mark_of_a_non_finite_tile_needs_the_flag_and_scale_plus_0(backend):
     buf = TAH.encode(values())
     set_half(buf, TAH_AT["scale"], 0x0000)
     set_half(buf, TAH_AT["zero-point"], 0x7E00)
     with pytest.raises(CodecError, match="flag for non-finite values does not agree"):
-        TAH.decode(buf, SHAPE)
+        decode(TAH, buf, backend)
     buf[1] = 1
-    assert TAH.decode(buf, SHAPE)[0, 0, :64].isnan().all()
+    assert decode(TAH, buf, backend)[0, 0, :64].isnan().all()
     set_half(buf, TAH_AT["scale"], 0x8000)
     with pytest.raises(CodecError, match=r"scale is not \+0"):
-        TAH.decode(buf, SHAPE)
+        decode(TAH, buf, backend)
 
 
-def test_decoder_takes_what_changes_no_value():
+@every_backend
+def test_decoder_takes_what_changes_no_value(backend):
     """Pivots of tiles that are not transformed, codes of filling, zero-points of −0, other NaN patterns."""
-    codec, x = get_codec("tah:int4=0.5,tau=inf"), values()
+    codec, x = get_codec("tah:int4=0.5,tau=inf", backend="reference"), values()
     x[1, 1] = 0.0
     x[1, 2, 99] = torch.nan
     buf = codec.encode(x)
@@ -101,9 +132,10 @@ def test_decoder_takes_what_changes_no_value():
     set_half(odd, TAH_AT["zero-point"] + 2 * 11, 0xFF01)
     odd[TAH_AT["low planes"] : TAH_END["low planes"]].view(12, 3, 8)[1::2, :, 5:] = 0xFF  # channels 104 to 127
     assert not torch.equal(odd, buf)
-    assert torch.equal(codec.decode(odd, SHAPE).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(decode(codec, odd, backend).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@every_backend
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
@@ -119,19 +151,20 @@ def test_decoder_takes_what_changes_no_value():
         (FIXED_END["scale"], 1, "filling behind a section is not zero"),
     ],
 )
-def test_damaged_fixed_byte_is_refused(place, value, message):
+def test_damaged_fixed_byte_is_refused(place, value, message, backend):
     buf = FIXED.encode(values())
     assert buf[place] != value
     buf[place] = value
     with pytest.raises(CodecError, match=message):
-        FIXED.decode(buf, SHAPE)
+        decode(FIXED, buf, backend)
 
 
-def test_largest_scale_in_the_largest_tensor_decodes_to_finite_values():
-    codec = get_codec("fixed:bits=2")
-    buf = codec.encode(torch.tensor([[3.0e38, 0.0] * 32]))
+@every_backend
+def test_largest_scale_in_the_largest_tensor_decodes_to_finite_values(backend):
+    buf = get_codec("fixed:bits=2", backend="reference").encode(torch.tensor([[3.0e38, 0.0] * 32]))
     set_half(buf, 16, 0x7BFF)  # 65,504·2^113 exceeds fp32
-    assert torch.equal(codec.decode(buf, (1, 64)), torch.tensor([[torch.finfo(torch.float32).max, 0.0] * 32]))
+    back = get_codec("fixed:bits=2", backend=backend).decode(buf.to(device_of(backend)), (1, 64))
+    assert torch.equal(back.cpu(), torch.tensor([[torch.finfo(torch.float32).max, 0.0] * 32]))
 
 
 def test_has_non_finite_refuses_what_has_no_header():

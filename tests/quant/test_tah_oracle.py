@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.golden_cases import CASES, whole_number_values
 
 from tahq.quant import get_codec
 
@@ -25,6 +26,10 @@ def geometry(shape, group):
     samples = shape[0] if len(shape) > 1 else 1
     tokens = math.prod(shape[1:-1])
     return g, samples, tokens, -(-channels // g)
+
+
+def tiles_per_alloc(alloc, g, per_token):
+    return {"group": 1, "token": per_token}.get(alloc) or int(alloc) // g
 
 
 def oracle_exponent(x):
@@ -91,33 +96,45 @@ def put_planes(out, codes, first, last):
         put_bits(out, [code >> k & 1 for code in codes], 1)
 
 
-def oracle_encode(x, group, int4, tau, low, high, bit_map_of):
-    """The stream of x; `bit_map_of(entropies of a sample, num_low)` resolves what the oracle leaves open."""
-    g, samples, tokens, per_token = geometry(x.shape, group)
+def oracle_bit_map(parameters, scaled, samples, ratio, bit_map_of):
+    """A flag for each allocation tile; `bit_map_of` resolves what the oracle leaves open."""
+    n = len(scaled) // samples // ratio
+    share = 1 - Fraction(parameters["int4"])
+    if parameters["adaptive"] == "off":
+        return [math.floor((i + 1) * share) == math.floor(i * share) for _ in range(samples) for i in range(n)]
+    sign = 1 if parameters["select"] == "high" else -1
+    allocs = [np.concatenate(scaled[i : i + ratio]) for i in range(0, len(scaled), ratio)]
+    ranked_by = [sign * oracle_entropy(y) for y in allocs]
+    flags = []
+    for b in range(samples):
+        flags += bit_map_of(b, ranked_by[b * n : (b + 1) * n], math.floor(n * share))
+    return flags
+
+
+def oracle_encode(x, parameters, bit_map_of):
+    """The stream of x."""
+    g, samples, tokens, per_token = geometry(x.shape, parameters["group"])
+    low, high, tau = parameters["low"], parameters["high"], float(parameters["tau"])
     rows = x.reshape(samples * tokens, x.shape[-1])
     padding = per_token * g - x.shape[-1]
     tiles = np.pad(rows, ((0, 0), (0, padding))).reshape(-1, g)
     finite = [bool(np.isfinite(tile).all()) for tile in tiles]
     e = oracle_exponent(tiles)
     scaled = [tile * F(2.0**e) if ok else tile * 0 for tile, ok in zip(np.nan_to_num(tiles), finite, strict=True)]
-    n = tokens * per_token
-    num_low = int((1 - int4) * n)
-    entropies = [oracle_entropy(y) for y in scaled]
-    is_high = []
-    for b in range(samples):
-        is_high += bit_map_of(b, entropies[b * n : (b + 1) * n], num_low)
+    ratio = tiles_per_alloc(parameters["alloc"], g, per_token)
+    bit_map = oracle_bit_map(parameters, scaled, samples, ratio, bit_map_of)
     coded = []
     for t, y in enumerate(scaled):
         num_real = g - padding if t % per_token == per_token - 1 else g
-        fields = oracle_tile(y, high if is_high[t] else low, tau, num_real)
+        fields = oracle_tile(y, high if bit_map[t // ratio] else low, tau, num_real)
         coded.append(fields if finite[t] else (0, 0x7E00, 0, [0] * g))
-    return oracle_pack(coded, is_high, all(finite), e, g, low, high)
+    return oracle_pack(coded, bit_map, all(finite), e, g, low, high)
 
 
-def oracle_pack(coded, is_high, all_finite, e, g, low, high):
-    log2_g = g.bit_length() - 1
+def oracle_pack(coded, bit_map, all_finite, e, g, low, high):
+    log2_g, ratio = g.bit_length() - 1, len(coded) // len(bit_map)
     out = bytearray([1, 0 if all_finite else 1, log2_g, low, high, e & 0xFF, *bytes(10)])
-    put_bits(out, [int(flag) for flag in is_high], 1)
+    put_bits(out, [int(flag) for flag in bit_map], 1)
     pad16(out)
     for field, width in ((0, 16), (1, 16), (2, log2_g)):
         put_bits(out, [tile[field] for tile in coded], width)
@@ -125,8 +142,8 @@ def oracle_pack(coded, is_high, all_finite, e, g, low, high):
     for *_, codes in coded:
         put_planes(out, codes, 0, low)
     pad16(out)
-    for (*_, codes), flag in zip(coded, is_high, strict=True):
-        if flag:
+    for t, (*_, codes) in enumerate(coded):
+        if bit_map[t // ratio]:
             put_planes(out, codes, low, high)
     pad16(out)
     return bytes(out)
@@ -152,12 +169,14 @@ def half(field):
     return F(np.uint16(field).view(np.float16))
 
 
-def oracle_decode(stream, shape, group, low, high):
-    g, samples, tokens, per_token = geometry(shape, group)
+def oracle_decode(stream, shape, parameters):
+    g, samples, tokens, per_token = geometry(shape, parameters["group"])
+    low, high = parameters["low"], parameters["high"]
     num_tiles = samples * tokens * per_token
+    ratio = tiles_per_alloc(parameters["alloc"], g, per_token)
     e = stream[5] - 256 if stream[5] > 127 else stream[5]
     reader = Reader(stream)
-    is_high = reader.section(num_tiles, 1)
+    is_high = [flag for flag in reader.section(num_tiles // ratio, 1) for _ in range(ratio)]
     scales, zeros = reader.section(num_tiles, 16), reader.section(num_tiles, 16)
     pivots = reader.section(num_tiles, g.bit_length() - 1)
     low_planes = reader.section(num_tiles * low, g)
@@ -194,16 +213,28 @@ def bit_map_reader(stream, n):
     return bit_map_of
 
 
-def check_against_oracle(x, *, group=64, int4="0.8", tau="2", low=3, high=4):
-    codec = get_codec(f"tah:group={group},int4={int4},tau={tau},low={low},high={high}")
+DEFAULTS = {
+    "group": 64,
+    "int4": "0.8",
+    "tau": "2",
+    "low": 3,
+    "high": 4,
+    "alloc": "group",
+    "select": "high",
+    "adaptive": "on",
+}
+
+
+def check_against_oracle(x, **changes):
+    parameters = DEFAULTS | changes
+    codec = get_codec("tah:" + ",".join(f"{key}={value}" for key, value in parameters.items()), backend="reference")
     got = bytes(codec.encode(torch.from_numpy(x)).tolist())
-    _, _, tokens, per_token = geometry(x.shape, group)
+    g, _, tokens, per_token = geometry(x.shape, parameters["group"])
+    num_allocs = tokens * per_token // tiles_per_alloc(parameters["alloc"], g, per_token)
     with np.errstate(all="ignore"):
-        expected = oracle_encode(
-            x, group, Fraction(int4), float(tau), low, high, bit_map_reader(got, tokens * per_token)
-        )
+        expected = oracle_encode(x, parameters, bit_map_reader(got, num_allocs))
         assert got.hex() == expected.hex()
-        values = oracle_decode(got, x.shape, group, low, high)
+        values = oracle_decode(got, x.shape, parameters)
     back = codec.decode(torch.frombuffer(bytearray(got), dtype=torch.uint8), x.shape).numpy()
     np.testing.assert_array_equal(np.isnan(values), np.isnan(back))
     finite = np.isfinite(values)  # where the oracle overflows, the codec saturates
@@ -238,11 +269,45 @@ def awkward(shape, seed):
         {"low": 2, "high": 3, "int4": "0.2"},
         {"low": 4, "high": 4, "int4": "1"},
         {"low": 5, "high": 7, "int4": "0"},
+        {"alloc": "token"},
+        {"alloc": "token", "select": "low", "low": 2, "high": 3},
+        {"alloc": "token", "int4": "1", "group": 16},
+        {"select": "low", "int4": "0.5", "group": 8},
+        {"adaptive": "off", "int4": "2/7", "group": 32},
+        {"adaptive": "off", "int4": "0", "alloc": "token"},
+        {"adaptive": "off", "int4": "1", "low": 3, "high": 3},
     ],
     ids=str,
 )
 def test_stream_and_values_equal_the_oracles(shape, parameters):
     check_against_oracle(awkward(shape, seed=len(shape) + shape[-1]), **parameters)
+
+
+@pytest.mark.parametrize(
+    ("channels", "group", "alloc"), [(320, 64, "64"), (320, 32, "160"), (384, 64, "128"), (96, 8, "24")]
+)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"int4": "0.5"},
+        {"int4": "0.4", "select": "low", "tau": "0"},
+        {"int4": "1/3", "adaptive": "off", "low": 2, "high": 5},
+        {"int4": "0"},
+        {"int4": "1"},
+    ],
+    ids=str,
+)
+def test_allocation_tiles_of_several_groups_equal_the_oracles(channels, group, alloc, parameters):
+    check_against_oracle(awkward((2, 3, channels), seed=channels), group=group, alloc=alloc, **parameters)
+
+
+def test_a_tile_that_is_not_finite_counts_as_zeros_in_its_allocation_tile():
+    """Its neighbours in the allocation tile still give it entropy."""
+    x = awkward((2, 5, 256), seed=8)
+    x[0, 1, 70] = x[1, 3, 0] = np.nan
+    x[1, 4] = np.inf
+    check_against_oracle(x, alloc="128", int4="0.5")
+    check_against_oracle(x, alloc="token", int4="0.6", select="low")
 
 
 @pytest.mark.parametrize("tau", ["0", "2"])
@@ -268,12 +333,28 @@ def test_tiles_that_are_not_finite_equal_the_oracles(bad):
     seed=st.integers(0, 999),
     tau=st.sampled_from(["0", "1", "2", "inf"]),
     bits=st.sampled_from([(2, 2), (3, 4), (2, 8)]),
-    int4=st.sampled_from(["0", "0.8", "2/7", "1"]),
+    rule=st.fixed_dictionaries(
+        {
+            "int4": st.sampled_from(["0", "0.8", "2/7", "1"]),
+            "alloc": st.sampled_from(["group", "token"]),
+            "select": st.sampled_from(["high", "low"]),
+            "adaptive": st.sampled_from(["on", "off"]),
+        }
+    ),
 )
-def test_few_distinct_values_equal_the_oracles(shape, pool, seed, tau, bits, int4):
+def test_few_distinct_values_equal_the_oracles(shape, pool, seed, tau, bits, rule):
     """Ties everywhere: equal magnitudes for the pivot, equal entropies for the ranking, NaN and infinity."""
     chosen = np.random.default_rng(seed).integers(0, len(pool), shape)
-    check_against_oracle(np.array(pool, dtype=F)[chosen], group=16, tau=tau, low=bits[0], high=bits[1], int4=int4)
+    check_against_oracle(np.array(pool, dtype=F)[chosen], group=16, tau=tau, low=bits[0], high=bits[1], **rule)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tah") and name != "tah_empty"])
+def test_golden_inputs_give_the_oracles_streams(name):
+    spec, shape = CASES[name]
+    changes = dict(part.split("=") for part in spec.partition(":")[2].split(",") if part)
+    numbers = {key: int(value) for key, value in changes.items() if key in ("group", "low", "high")}
+    x = whole_number_values(shape, not_finite="not_finite" in name)
+    check_against_oracle(x.numpy(), **changes | numbers)
 
 
 def test_equal_entropies_are_ranked_by_index():
@@ -281,3 +362,5 @@ def test_equal_entropies_are_ranked_by_index():
     x = np.tile(tile, (1, 10, 1))
     stream = get_codec("tah:int4=0.5").encode(torch.from_numpy(x))
     assert stream[16:18].tolist() == [0b11100000, 0b11]  # tiles 0 to 4 have L bits
+    reverse = get_codec("tah:int4=0.5,select=low").encode(torch.from_numpy(x))
+    assert reverse[16:18].tolist() == [0b11100000, 0b11]

@@ -1,9 +1,17 @@
 import math
+from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tahq.quant import tah_reference as tah
+from tahq.errors import CodecError
+from tahq.quant.spec import TahSpec
+from tahq.quant.tah import reference as tah
+from tahq.quant.tah.stream import TahLayout
+
+ALL_HIGH = tah.Allocation(num_low=0)
 
 
 def tiles_of(*rows):
@@ -46,6 +54,74 @@ def test_low_bits_go_to_the_lowest_entropies_of_each_sample():
     assert not tah.select_high(entropies, 4).any()
 
 
+def test_an_allocation_tile_has_one_entropy_over_all_its_channels():
+    """Two tiles of equal magnitudes have log 16 nats together, whatever their tiles have by themselves."""
+    even, single = [1.0] * 8, [1.0] + [0.0] * 7
+    magnitude = tiles_of(*[even, even], *[single, single], *[even, single]).view(1, 1, 6, 8)
+    for num_low, expected in ((1, [True, False, True]), (2, [True, False, False])):
+        allocation = tah.Allocation(num_low, tiles_per_alloc=2)
+        assert tah.allocate_(magnitude.clone(), allocation).tolist() == [expected]
+    reverse = tah.Allocation(1, tiles_per_alloc=2, by_low_entropy=False)
+    assert tah.allocate_(magnitude.clone(), reverse).tolist() == [[False, True, True]]
+
+
+def test_reverse_selection_ranks_equals_by_index_too():
+    magnitude = torch.ones(1, 1, 4, 8)
+    assert tah.allocate_(magnitude, tah.Allocation(2, by_low_entropy=False)).tolist() == [[False, False, True, True]]
+
+
+@given(share=st.fractions(0, 1), count=st.integers(0, 200))
+def test_bits_that_are_spread_evenly_follow_the_floors_of_the_exact_share(share, count):
+    layout = TahLayout.of(TahSpec(int4=1 - share, adaptive="off"), (2, count, 64))
+    high = tah.spread_high(layout.even_share, count, torch.device("cpu"))
+    assert high.tolist() == [math.floor((i + 1) * share) == math.floor(i * share) for i in range(count)]
+    assert (~high).sum() == layout.num_low
+
+
+def test_share_with_many_digits_fits_64_bits():
+    share = Fraction(10**300 - 1, 10**300)
+    layout = TahLayout.of(TahSpec(int4=share), (1, 100_000, 64))
+    assert layout.even_share == 0
+    assert TahLayout.of(TahSpec(int4=1 - share), (1, 100_000, 64)).even_share == Fraction(99_999, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("channels", "group", "alloc", "ratio", "num_allocs"),
+    [
+        (1600, 64, "group", 1, 150),
+        (1600, 64, "token", 25, 6),
+        (1600, 64, "1600", 25, 6),
+        (1600, 64, "320", 5, 30),
+        (1600, 128, "64", 1, 150),  # no tile of 128 divides 1600: G is 64
+        (100, 64, "token", 2, 6),
+        (100, 64, "128", 2, 6),
+        (0, 64, "token", 1, 0),
+        (0, 64, "128", 2, 0),
+    ],
+)
+def test_layout_counts_allocation_tiles(channels, group, alloc, ratio, num_allocs):
+    layout = TahLayout.of(TahSpec(group=group, alloc=alloc, int4=Fraction(1, 3)), (2, 3, channels))
+    assert (layout.tiles_per_alloc, layout.num_allocs) == (ratio, num_allocs)
+    assert layout.allocs_per_sample == num_allocs // 2
+    assert layout.num_low == layout.allocs_per_sample * 2 // 3
+    assert layout.num_high == 2 * ratio * (layout.allocs_per_sample - layout.num_low)
+
+
+@pytest.mark.parametrize(
+    ("channels", "group", "alloc", "named"),
+    [
+        (1600, 64, "32", "alloc=32 does not fit 1600 channels, which are cut into tiles of 64 and filled up to 1600"),
+        (1600, 64, "128", "a multiple of 64 that divides 1600"),
+        (100, 64, "192", "alloc=192 does not fit 100 channels, which are cut into tiles of 64 and filled up to 128"),
+        (64, 64, "1600", "alloc=1600 does not fit 64 channels"),
+        (100, 64, "96", "a multiple of 64 that divides 128"),
+    ],
+)
+def test_allocation_tiles_that_do_not_fit_are_refused(channels, group, alloc, named):
+    with pytest.raises(CodecError, match=named):
+        TahLayout.of(TahSpec(group=group, alloc=alloc), (2, 3, channels))
+
+
 def test_outlier_ratio_is_largest_over_second_largest():
     rows = [[1.0, 4.0, 2.0, 0.0], [3.0, 3.0, 1.0, 1.0], [0.0, 0.0, 0.0, 7.0], [0.0] * 4]
     assert tah.outlier_ratio(tiles_of(*rows)).tolist() == pytest.approx([2.0, 1.0, 7e12, 0.0])
@@ -77,7 +153,7 @@ def test_swap_exchanges_the_pivot_with_channel_0():
 def encode_one(row, **options):
     """One tile in a tensor whose largest magnitude is in [2^10, 2^11), so that e = 0."""
     parameters = {"tau": 2.0, "low": 3, "high": 4, **options}
-    return tah.encode(tiles_of([[row]]).view(1, 1, 1, -1), 0, **parameters)
+    return tah.encode(tiles_of([[row]]).view(1, 1, 1, -1), ALL_HIGH, **parameters)
 
 
 def test_pivot_is_the_lowest_index_of_the_largest_magnitude():
@@ -117,7 +193,7 @@ def test_constant_tile_has_scale_0_and_decodes_to_its_zero_point():
 def test_range_below_fp16s_least_is_coded_as_constant():
     tiny = 2.0**-30
     x = torch.tensor([[1024.0] * 8, [tiny * i for i in range(8)]]).view(1, 1, 2, 8)
-    tiles = tah.encode(x, 0, tau=math.inf, low=4, high=4)
+    tiles = tah.encode(x, ALL_HIGH, tau=math.inf, low=4, high=4)
     assert tiles.scale[0, 0, 1].item() == 0.0
     assert tiles.codes[0, 0, 1].sum().item() == 0
 
@@ -125,16 +201,16 @@ def test_range_below_fp16s_least_is_coded_as_constant():
 def test_padding_stays_out_of_minimum_and_has_code_0():
     x = torch.zeros(1, 1, 1, 8)
     x[..., :5] = torch.tensor([1100.0, 1200.0, 1300.0, 1400.0, 1500.0])
-    tiles = tah.encode(x, 0, tau=2.0, low=4, high=4, padding=3)
+    tiles = tah.encode(x, ALL_HIGH, tau=2.0, low=4, high=4, padding=3)
     assert tiles.zero_point.item() == 1100.0
     assert tiles.codes.flatten()[5:].tolist() == [0, 0, 0]
-    transformed = tah.encode(x, 0, tau=0.0, low=4, high=4, padding=3)
+    transformed = tah.encode(x, ALL_HIGH, tau=0.0, low=4, high=4, padding=3)
     assert transformed.codes.flatten()[5:].any()
 
 
 def test_zeros_of_both_signs_do_not_set_the_scales_sign():
     x = torch.tensor([0.0, -0.0] * 4).view(1, 1, 1, 8)
     for row in (x, -x):
-        tiles = tah.encode(row, 0, tau=2.0, low=4, high=4)
+        tiles = tah.encode(row, ALL_HIGH, tau=2.0, low=4, high=4)
         assert tiles.scale.view(torch.int16).item() == 0
         assert tiles.zero_point.view(torch.int16).item() == 0

@@ -22,21 +22,52 @@ EXAMPLES = {
         ["header", "scale", "bytes", "planes"],
     ),
     "raw": ("raw:dtype=fp16", torch.tensor([1.0, -2.0, 0.5]), ["values"]),
+    "aqsgd": (
+        "aqsgd",
+        torch.tensor([[[1.25, 2, 3, 4.5], [4.5, 6.5, 7, 7.5]], [[0, -1, 0.1, 1e6], [1, 2, 3, 4]]]),
+        ["header", "record of sample 7", "record of sample 9", "marks", "scale", "values", "planes"],
+    ),
+    "eden": (
+        "eden:bits=2.5,group=8",
+        torch.tensor([[[0, 0, 12, 0, 0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8.5]]]),
+        ["header", "scale", "width", "codes"],
+    ),
+    "wf": (
+        "wf:bits=3.5,group=8",
+        torch.tensor([[[1, 2, 3, 4, 5, 6, 7, 8], [0, 3, 1, 4, 1, 5, 9, 2.0]]]),
+        ["header", "scale", "width", "mean", "codes"],
+    ),
 }
+KEYS = {"eden": 1}
+"""Of the codecs that draw."""
+SAMPLES = {"aqsgd": [7, 9]}
+"""Whose tensor it is, where a codec remembers samples."""
+BEFORE = {"aqsgd": ([7], torch.tensor([[[1.0, 2, 3, 4], [5, 6, 7, 8]]]))}
+"""What such a codec has sent before."""
+
+
+def made(name, spec):
+    """The codec of an example as it stands before the stream, and what else it is told."""
+    codec = get_codec(spec)
+    if name not in SAMPLES:
+        return codec, {"key": KEYS.get(name, 0)}
+    ids, x = BEFORE[name]
+    codec.decode(codec.encode(x, sample_ids=ids), x.shape, sample_ids=ids)
+    return codec, {"sample_ids": SAMPLES[name]}
 
 
 def dump(name):
     """The example's stream, a row for every 16 bytes, and the values that it decodes to."""
     spec, x, names = EXAMPLES[name]
-    codec = get_codec(spec)
-    stream = codec.encode(x)
+    codec, told = made(name, spec)
+    stream = codec.encode(x, **told)
     rows = [stream[i : i + 16].tolist() for i in range(0, stream.numel(), 16)]
     assert len(rows) == len(names), "each section of an example fits one row"
     lines = [
         f"{16 * i:02x}  {bytes(row).hex(' '):47}  {title}"
         for i, (row, title) in enumerate(zip(rows, names, strict=True))
     ]
-    back = codec.decode(stream, x.shape).flatten().tolist()
+    back = codec.decode(stream, x.shape, **told).flatten().tolist()
     decoded = ["decoded: " + " ".join(f"{value:.7g}" for value in back[i : i + 8]) for i in range(0, len(back), 8)]
     return "\n".join([f"{codec.spec} of shape {list(x.shape)}, {stream.numel()} bytes", *lines, *decoded, ""])
 
@@ -54,5 +85,6 @@ def test_hex_in_the_doc_decodes_to_the_values_below_it(name):
     data = bytes.fromhex("".join(re.findall(r"^[0-9a-f]{2}  ((?:[0-9a-f]{2} ?)+)", block, re.M)))
     listed = [float(value) for line in re.findall(r"decoded: (.*)", block) for value in line.split()]
     buf = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    back = get_codec(spec).decode(buf, [int(size) for size in shape.split(",")])
+    codec, told = made(name, spec)
+    back = codec.decode(buf, [int(size) for size in shape.split(",")], **told)
     assert back.flatten().tolist() == pytest.approx(listed, rel=1e-6)

@@ -6,6 +6,7 @@ the optimizer's step are written out here. With `wire`, the codec is inserted wh
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +38,17 @@ class Cut(torch.autograd.Function):
     """What a cut does to a tensor: codec and back, forward to the activation, backward to its gradient."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, codecs: tuple[Codec, Codec], keys: tuple[int, int]) -> torch.Tensor:
+    def forward(
+        ctx, x: torch.Tensor, codecs: tuple[Codec, Codec], keys: tuple[int, int], sample_ids: Sequence[int]
+    ) -> torch.Tensor:
         ctx.codec, ctx.key = codecs[1], keys[1]
-        return codecs[0].decode(codecs[0].encode(x, key=keys[0]), x.shape, x.dtype, key=keys[0])
+        told = {"key": keys[0]} | ({"sample_ids": sample_ids} if codecs[0].is_stateful else {})
+        return codecs[0].decode(codecs[0].encode(x, **told), x.shape, x.dtype, **told)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         packed = ctx.codec.encode(gradient, key=ctx.key)
-        return ctx.codec.decode(packed, gradient.shape, gradient.dtype, key=ctx.key), None, None
+        return ctx.codec.decode(packed, gradient.shape, gradient.dtype, key=ctx.key), None, None, None
 
 
 class PlainModel:
@@ -58,18 +62,21 @@ class PlainModel:
         self.slices: list[ModelSlice] = [
             build_slice(spec, blocks, seed=config.run.seed, device="cpu", random=self.random) for blocks in ranges
         ]
-        self.codecs = (get_codec(config.wire.activations), get_codec(config.wire.gradients))
+        wire = config.wire
+        self.cuts = [(get_codec(wire.activations), get_codec(wire.gradients)) for _ in self.slices[1:]]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for part in self.slices for name, p in part.canonical_parameters().items()}
 
-    def forward(self, tokens: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, step: int, micro_batch: int, sample_ids: Sequence[int] = ()
+    ) -> torch.Tensor:
         self.random.at(step, 0, micro_batch, int(Purpose.TRAIN))
         x = self.slices[0](tokens)
-        for cut, part in enumerate(self.slices[1:]):
+        for cut, (part, codecs) in enumerate(zip(self.slices[1:], self.cuts, strict=True)):
             ids = [LogicalId(0, 0, step, Purpose.TRAIN, micro_batch, cut, direction) for direction in Direction]
             keys = tuple(codec_key(id, self.config.run.seed) for id in ids)
-            x = part(Cut.apply(x, self.codecs, keys))
+            x = part(Cut.apply(x, codecs, keys, sample_ids))
         return x
 
 
@@ -117,7 +124,7 @@ def _accumulate(model: PlainModel, batch, step: int) -> float:
     sums = []
     for index in range(model.config.training.num_micro_batches):
         tokens, labels = batch.micro_batch(index)
-        logits = model.forward(tokens, step, index)
+        logits = model.forward(tokens, step, index, batch.micro_batch_sample_ids(index).tolist())
         total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         (total / batch.num_tokens).backward()
         sums.append(float(total.detach()))

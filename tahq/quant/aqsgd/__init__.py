@@ -1,0 +1,1 @@
+"""AQ-SGD: what changed in a sample since it was last sent."""

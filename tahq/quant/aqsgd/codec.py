@@ -1,0 +1,253 @@
+"""`aqsgd`: the activation compression of AQ-SGD, as a codec that remembers every sample at both ends of a cut.
+
+At a sample's first visit its values are sent, in fp16; later what has changed since, in `bits` bits. Whether a visit
+is the first is decided sample by sample: a warm-up epoch without compression is what comes of it in a run that
+starts at the beginning, and a sample that is new, or forgotten, in the midst of a run needs no epoch of its own.
+
+Rules, all of which both ends follow alike:
+- every sample of a micro-batch is taken relative to what was remembered *before* it; if one occurs twice in it, the
+  last occurrence is remembered (the one scale of a micro-batch is not known before all changes are);
+- a sample with NaN or infinity is not remembered: what was stays, and its visit does not count;
+- without sample ids (evaluation) samples are sent whole, as at a first visit, and not remembered;
+- `cache=none` remembers nothing and sends Q(x) every time, whatever the ids: the paper's control.
+
+Puts together `aqsgd.reference` (arithmetic), `aqsgd.stream` (bytes) and `aqsgd.cache` (what is remembered).
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tahq.errors import CodecError
+from tahq.quant import stream
+from tahq.quant.aqsgd import reference as aqsgd_reference
+from tahq.quant.aqsgd import stream as aqsgd_stream
+from tahq.quant.aqsgd.cache import SampleCache, in_memory, mapped_file
+from tahq.quant.aqsgd.stream import NO_ID, AqsgdLayout, AqsgdParts, Record
+from tahq.quant.spec import AqsgdSpec
+from tahq.quant.stateful_codec import RECEIVED, SENT, StatefulCodec
+from tahq.quant.tiling import check_decodable, check_encodable, check_shape
+
+
+class AqsgdCodec(StatefulCodec):
+    """16 bits an element at a sample's first visit, `bits` and a scale a channel afterwards; ignores `key`."""
+
+    def __init__(self, spec: AqsgdSpec) -> None:
+        self.spec: AqsgdSpec = spec
+        self.is_stateful = spec.has_cache
+        self._folder = Path(tempfile.gettempdir())
+        self._sent = SampleCache(self._allocate)
+        self._received = SampleCache(self._allocate)
+
+    def encoded_nbytes(self, shape: Sequence[int]) -> int:
+        """The longest stream in bytes, over all numbers of samples that may be sent whole; exact without a cache."""
+        return aqsgd_stream.max_nbytes(self.spec, check_shape(shape))
+
+    def encode(self, x: torch.Tensor, *, key: int = 0, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
+        """A stream of version 1, after which this end remembers what it said; see `StatefulCodec.encode`.
+
+        Raises:
+            CodecError: x is not fp32, bf16 or fp16, has no dimension, or not as many samples as ids.
+        """
+        check_encodable(x)
+        records = self._records(self._sent, x.shape, sample_ids)
+        layout = self._layout(x.shape, records)
+        if layout.is_empty:
+            return aqsgd_stream.header_only(layout, x.device)
+        memory = _memory(self._sent, layout, records, x.device)
+        parts = _parts(x.detach(), layout, memory)
+        if _has_ids(records):
+            _remember(self._sent, records, parts, _restored(layout, parts, memory))
+        return aqsgd_stream.pack(layout, records, parts)
+
+    def decode(
+        self,
+        buf: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        key: int = 0,
+        sample_ids: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """See `StatefulCodec.decode`; a token that was not finite comes out as NaN."""
+        check_decodable(dtype)
+        records = self._records(self._received, shape, sample_ids)
+        layout = self._layout(shape, records)
+        if layout.is_empty:
+            aqsgd_stream.check_header_only(layout, buf)
+            return torch.empty(layout.shape, dtype=dtype, device=buf.device)
+        if self.spec.has_cache:
+            check_agreement(self.spec, aqsgd_stream.read_records(self.spec, shape, buf), records)
+        parts = aqsgd_stream.unpack(layout, buf)
+        restored = _restored(layout, parts, _memory(self._received, layout, records, buf.device))
+        if _has_ids(records):
+            _remember(self._received, records, parts, restored)
+        return _joined(layout, parts, restored, dtype)
+
+    def has_non_finite(self, buf: torch.Tensor) -> bool:
+        """Bit 0 of the header's flags."""
+        return stream.is_flagged(buf)
+
+    def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Nothing: there is no kernel to compile."""
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of what is remembered, in the host's memory or mapped from disk."""
+        return self._sent.nbytes + self._received.nbytes
+
+    def predicted_state_nbytes(self, shape: Sequence[int], num_samples: int) -> int:
+        """2·S·C bytes a sample; for GPT2-XL with 1,024 tokens, 3.3 MB at either end of every cut."""
+        _, tokens, channels = aqsgd_stream.grid(shape)
+        return num_samples * 2 * tokens * channels if self.spec.has_cache else 0
+
+    def revisit_nbytes(self, shape: Sequence[int]) -> int:
+        """Exact length of a stream in bytes, none of whose samples is sent whole."""
+        return aqsgd_stream.sections_of(self.spec, check_shape(shape), num_whole=0).nbytes
+
+    def keep_in(self, folder: Path) -> None:
+        """Where `cache=file` has its blocks; the system's folder for temporary files if it is not told."""
+        self._folder = folder
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """What either end remembers, as `sent/…` and `received/…`; nothing of an end that was not used."""
+        return {prefix + name: tensor for prefix, end in self._ends() for name, tensor in end.tensors().items()}
+
+    def load_state(
+        self, names: Iterable[str], read: Callable[[str], torch.Tensor], sample_shape: Sequence[int]
+    ) -> bool:
+        """See `StatefulCodec.load_state`; where the blocks were kept does not matter."""
+        listed = list(names)
+        for prefix, end in self._ends():
+            mine = [name.removeprefix(prefix) for name in listed if name.startswith(prefix)]
+            end.load(mine, partial(_read_prefixed, read, prefix), tuple(sample_shape))
+        return self.state_nbytes > 0
+
+    def _ends(self) -> tuple[tuple[str, SampleCache], tuple[str, SampleCache]]:
+        return (SENT, self._sent), (RECEIVED, self._received)
+
+    def _allocate(self, num_values: int) -> torch.Tensor:
+        make = partial(mapped_file, self._folder) if self.spec.cache == "file" else in_memory
+        return make(num_values)
+
+    # -- one micro-batch -------------------------------------------------------------------------
+
+    def _records(self, end: SampleCache, shape: Sequence[int], sample_ids: Sequence[int] | None) -> tuple[Record, ...]:
+        """What an end remembers of each sample before this micro-batch; without ids where nothing is to be."""
+        samples, tokens, channels = aqsgd_stream.grid(check_shape(shape))
+        if sample_ids is None or not self.spec.has_cache:
+            return (Record(),) * samples
+        ids = [int(number) for number in sample_ids]
+        if len(ids) != samples or not all(0 <= number < 2**63 for number in ids):
+            raise CodecError(f"{self.spec}: {samples} samples need as many sample ids, from 0 to 2^63; got {ids}")
+        end.check_shape((tokens, channels))
+        return end.records(ids)
+
+    def _layout(self, shape: Sequence[int], records: Sequence[Record]) -> AqsgdLayout:
+        is_whole = [self.spec.has_cache and record.visits == 0 for record in records]
+        return AqsgdLayout.of(self.spec, shape, is_whole)
+
+
+def check_agreement(spec: AqsgdSpec, told: Sequence[Record], known: Sequence[Record]) -> None:
+    """Compare what the sender says that it remembers with what is remembered here.
+
+    Raises:
+        CodecError: for the first sample that differs; it says how, and what to do.
+    """
+    for theirs, mine in zip(told, known, strict=True):
+        if theirs.sample_id != mine.sample_id:
+            raise CodecError(
+                f"{spec}: got a stream of {_sample(theirs)} where {_sample(mine)} is due; do both stages have the "
+                "same data, run.seed and version of tahq?"
+            )
+        if theirs != mine:
+            raise CodecError(
+                f"{spec}: the two ends of this cut remember {_sample(mine)} differently: the sender {_visits(theirs)}, "
+                f"this end {_visits(mine)}; resume the run from its last snapshot, where each stage finds the files "
+                "of all stages"
+            )
+
+
+def _has_ids(records: Sequence[Record]) -> bool:
+    return any(record.sample_id != NO_ID for record in records)
+
+
+def _memory(
+    end: SampleCache, layout: AqsgdLayout, records: Sequence[Record], device: torch.device
+) -> torch.Tensor | None:
+    """m of the samples that are sent as changes, fp16 [K, S, C]; None where there is none to be relative to."""
+    rows = layout.rows(whole=False)
+    if not rows or not layout.spec.has_cache:
+        return None
+    return end.entries([records[row].sample_id for row in rows]).to(device)
+
+
+def _parts(x: torch.Tensor, layout: AqsgdLayout, memory: torch.Tensor | None) -> AqsgdParts:
+    """What is sent of x. A token that is not finite is sent as no change, or as zeros, and marked."""
+    tokens = x.reshape(layout.grid).float()
+    marks = ~tokens.isfinite().all(dim=-1)
+    tokens = tokens.masked_fill(marks.unsqueeze(-1), 0.0)
+    whole, changed = (_take(tokens, layout.rows(whole=is_whole)) for is_whole in (True, False))
+    if memory is not None:
+        marked = _take(marks, layout.rows(whole=False)).unsqueeze(-1)
+        changed = (changed - memory.float()).masked_fill_(marked, 0.0)
+    scale, codes = _quantize(changed, layout.spec.bits)
+    return AqsgdParts(marks, scale, aqsgd_reference.to_fp16(whole), codes)
+
+
+def _quantize(changed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and codes; no scale where no sample is sent as a change."""
+    if not changed.numel():
+        return changed.new_empty(0, dtype=torch.float16), changed.to(torch.uint8)
+    return aqsgd_reference.quantize(changed, bits)
+
+
+def _restored(layout: AqsgdLayout, parts: AqsgdParts, memory: torch.Tensor | None) -> torch.Tensor:
+    """What the receiver gets of all samples, [B, S, C]: fp16 with a cache, fp32 without."""
+    if not parts.codes.numel():
+        return parts.values
+    change = aqsgd_reference.dequantize(parts.scale, parts.codes, layout.spec.bits)
+    changed = change if memory is None else aqsgd_reference.advance(memory, change)
+    if not parts.values.numel():
+        return changed
+    sources = torch.tensor([*layout.rows(whole=True), *layout.rows(whole=False)]).argsort().to(changed.device)
+    return torch.cat((parts.values, changed))[sources]
+
+
+def _remember(end: SampleCache, records: Sequence[Record], parts: AqsgdParts, restored: torch.Tensor) -> None:
+    """Store every sample that is finite, in order: of one that occurs twice the last stays."""
+    is_marked = parts.marks.any(dim=1).tolist()
+    for record, entry, marked in zip(records, restored.cpu(), is_marked, strict=True):
+        if not marked:
+            end.store(record.sample_id, entry)
+
+
+def _joined(layout: AqsgdLayout, parts: AqsgdParts, restored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The decoded tensor: what is beyond `dtype`'s largest becomes that, marked tokens become NaN."""
+    largest = torch.finfo(dtype).max
+    values = restored.to(torch.float32, copy=True).clamp_(-largest, largest)
+    return values.masked_fill_(parts.marks.unsqueeze(-1), torch.nan).to(dtype).view(layout.shape)
+
+
+def _take(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of x; all or none of them without an index, which would be a copy that waits for the device."""
+    if len(rows) in (0, len(x)):
+        return x[: len(rows)]
+    return x[torch.tensor(rows, device=x.device)]
+
+
+def _read_prefixed(read: Callable[[str], torch.Tensor], prefix: str, name: str) -> torch.Tensor:
+    return read(prefix + name)
+
+
+def _sample(record: Record) -> str:
+    return f"sample {record.sample_id}" if record.sample_id != NO_ID else "a sample without an id"
+
+
+def _visits(record: Record) -> str:
+    return f"after {record.visits} visits (checksum {record.checksum:08x})"

@@ -1,0 +1,238 @@
+"""Byte layout of AQ-SGD streams, version 1: `AqsgdParts` to bytes and back. docs/wire-format.md has the tables.
+
+Header, a record for each sample, marks of tokens that are not finite, scales, the values of samples that are sent
+for the first time, codes of the changes of the others. How many there are of either is known to both ends
+beforehand, from what they remember; the records say it again, so that ends which disagree find out before a
+single value is believed.
+
+Shape letters: B samples, S tokens, C channels; F of the samples are sent whole, K = B − F as changes.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tahq.errors import CodecError
+from tahq.quant import bit_planes, stream
+from tahq.quant.spec import AqsgdSpec
+from tahq.quant.tiling import check_shape
+
+VERSION = 1
+NO_ID = -1
+_RECORD = struct.Struct("<QII")
+"""Sample id + 1 (0: no id), visits, checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an end remembers of a sample before a micro-batch.
+
+    Attributes:
+        sample_id: from 0; `NO_ID` for a sample that nothing is to be remembered of.
+        visits: how often it was remembered; 0: it is sent whole.
+        checksum: CRC-32 of what is remembered, 0 if nothing is.
+    """
+
+    sample_id: int = NO_ID
+    visits: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AqsgdLayout:
+    """Where everything lies, given what both ends remember.
+
+    Attributes:
+        spec: the codec.
+        shape: of the tensor.
+        is_whole: of each sample, whether it is sent whole; empty for a tensor without elements.
+        sections: see docs/wire-format.md.
+    """
+
+    spec: AqsgdSpec
+    shape: tuple[int, ...]
+    is_whole: tuple[bool, ...]
+    sections: stream.Sections
+
+    @classmethod
+    def of(cls, spec: AqsgdSpec, shape: Sequence[int], is_whole: Sequence[bool]) -> "AqsgdLayout":
+        """Lay out the stream of a tensor of this shape.
+
+        Raises:
+            CodecError: a shape without dimensions.
+        """
+        checked = check_shape(shape)
+        whole = () if 0 in checked else tuple(is_whole)
+        return cls(spec, checked, whole, sections_of(spec, checked, sum(whole)))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """[B, S, C]."""
+        return grid(self.shape)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no elements, and so nothing but a header."""
+        return not self.is_whole
+
+    def rows(self, *, whole: bool) -> list[int]:
+        """Ascending numbers of the samples that are sent whole, or of the others."""
+        return [row for row, is_whole in enumerate(self.is_whole) if is_whole == whole]
+
+
+def sections_of(spec: AqsgdSpec, shape: Sequence[int], num_whole: int) -> stream.Sections:
+    """Where the sections lie if so many samples are sent whole."""
+    samples, tokens, channels = grid(shape) if 0 not in shape else (0, 0, 0)
+    num_codes = (samples - num_whole) * tokens * channels
+    sizes = {
+        "records": _RECORD.size * samples if spec.has_cache else 0,
+        "marks": -(-samples * tokens // 8),
+        "scale": 2 * channels if num_codes else 0,
+        "values": 2 * num_whole * tokens * channels,
+        "planes": spec.bits * -(-num_codes // 8),
+    }
+    return stream.Sections.of(sizes)
+
+
+def max_nbytes(spec: AqsgdSpec, shape: Sequence[int]) -> int:
+    """Length of the longest stream of this shape, over all numbers of samples that may be sent whole.
+
+    A value takes 16 bits and a code at most 8, so the more are sent whole the longer: each sample adds S·C bytes
+    or more. Filling, and scales where any sample is left, add up to 2·C + 52 at most, less than 64 samples do.
+    """
+    samples = grid(shape)[0] if spec.has_cache and 0 not in shape else 0
+    return max(sections_of(spec, shape, whole).nbytes for whole in range(max(0, samples - 64), samples + 1))
+
+
+def grid(shape: Sequence[int]) -> tuple[int, int, int]:
+    """[B, S, C] of a shape; one dimension is one sample of one token."""
+    samples = shape[0] if len(shape) > 1 else 1
+    return samples, torch.Size(shape[1:-1]).numel(), shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class AqsgdParts:
+    """What a stream says, beside its records.
+
+    Attributes:
+        marks: bool [B, S], tokens that are not finite.
+        scale: fp16 [C]; empty if no sample is sent as a change.
+        values: fp16 [F, S, C].
+        codes: uint8 [K, S, C].
+    """
+
+    marks: torch.Tensor
+    scale: torch.Tensor
+    values: torch.Tensor
+    codes: torch.Tensor
+
+
+def pack(layout: AqsgdLayout, records: Sequence[Record], parts: AqsgdParts) -> torch.Tensor:
+    """The stream: uint8 [nbytes], on the parts' device; does not synchronise it where no sample has an id."""
+    flags = parts.marks.any().to(torch.int32)
+    buf = stream.new_stream(layout.sections.nbytes, (VERSION, flags, *_parameters(layout.spec)), parts.marks.device)
+    contents = {
+        "marks": bit_planes.pack_numbers(parts.marks.flatten().to(torch.uint8), 1),
+        "scale": parts.scale.view(torch.uint8),
+        "values": parts.values.flatten().view(torch.uint8),
+        "planes": _to_planes(parts.codes, layout.spec.bits),
+    }
+    if any(record.sample_id != NO_ID for record in records):
+        packed = b"".join(_RECORD.pack(r.sample_id + 1, r.visits, r.checksum) for r in records)
+        contents["records"] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    for name, content in contents.items():
+        layout.sections.view(buf, name).copy_(content)
+    return buf
+
+
+def read_records(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[Record, ...]:
+    """The records of a stream with a cache, whose length is not yet known to be right.
+
+    Raises:
+        CodecError: no stream of this version and spec, or too short to have them.
+    """
+    records = AqsgdLayout.of(spec, shape, ()).sections.by_name["records"]
+    readable = stream.accept(buf, max(buf.numel(), records.end), spec)
+    _check_header(spec, readable)
+    packed = bytes(readable[records.start : records.stop].tolist())
+    return tuple(Record(number - 1, visits, checksum) for number, visits, checksum in _RECORD.iter_unpack(packed))
+
+
+def unpack(layout: AqsgdLayout, buf: torch.Tensor) -> AqsgdParts:
+    """The parts of a stream; its records are not looked at.
+
+    Raises:
+        CodecError: a wrong length; a version, flag or bits that is not the spec's; filling that is not zero; a
+            scale that is negative or not finite; a value that is not finite; marks without the header's flag, or
+            the flag without a mark.
+    """
+    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
+    is_flagged = _check_header(layout.spec, buf)
+    samples, tokens, channels = layout.grid
+    num_whole = sum(layout.is_whole)
+    marks, left_over = bit_planes.unpack_numbers(layout.sections.view(buf, "marks"), samples * tokens, 1)
+    scale = layout.sections.view(buf, "scale").view(torch.float16)
+    values = layout.sections.view(buf, "values").view(torch.float16)
+    num_codes = (samples - num_whole) * tokens * channels
+    codes, left_of_codes = _from_planes(layout.sections.view(buf, "planes"), num_codes, layout.spec.bits)
+    problems = {
+        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
+        "bits behind the marks or the codes are not zero": left_over.any() | left_of_codes.any(),
+        "a scale is negative": (scale.view(torch.int16) < 0).any(),
+        "a scale is not finite": ~scale.isfinite().all(),
+        "a value is not finite": ~values.isfinite().all(),
+        "the flag for non-finite values does not agree with the marks": marks.any() != is_flagged,
+    }
+    stream.refuse(problems, layout.spec)
+    return AqsgdParts(
+        marks=marks.bool().view(samples, tokens),
+        scale=scale,
+        values=values.view(num_whole, tokens, channels),
+        codes=codes.view(samples - num_whole, tokens, channels),
+    )
+
+
+def header_only(layout: AqsgdLayout, device: torch.device) -> torch.Tensor:
+    """The stream of a tensor without elements."""
+    return stream.new_stream(layout.sections.nbytes, (VERSION, 0, *_parameters(layout.spec)), device)
+
+
+def check_header_only(layout: AqsgdLayout, buf: torch.Tensor) -> None:
+    """Check the stream of a tensor without elements.
+
+    Raises:
+        CodecError: it is not what `header_only` writes.
+    """
+    if _check_header(layout.spec, stream.accept(buf, layout.sections.nbytes, layout.spec)):
+        raise CodecError(f"{layout.spec}: damaged stream: a tensor without elements is flagged as not finite")
+
+
+def _parameters(spec: AqsgdSpec) -> tuple[int, int]:
+    return spec.bits, int(spec.has_cache)
+
+
+def _check_header(spec: AqsgdSpec, buf: torch.Tensor) -> bool:
+    """Whether the header's flag is set; CodecError for anything that is not this spec's."""
+    bits, has_records = _parameters(spec)
+    expected = (("version", VERSION), ("flags", 0), ("bits", bits), ("records", has_records))
+    is_flagged, reserved = stream.read_header(buf, expected, spec)
+    if reserved:
+        raise CodecError(f"{spec}: header bytes 4 to 15 must be zero; byte 4 is {reserved}")
+    return is_flagged
+
+
+def _to_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Plane 0 of all codes, then plane 1, …; bit j of byte i is code 8i + j. The last byte is filled up with zeros."""
+    flat = torch.nn.functional.pad(codes.flatten(), (0, -codes.numel() % 8))
+    return bit_planes.to_planes(flat.view(-1, 8))[:, :bits, 0].transpose(0, 1).flatten()
+
+
+def _from_planes(packed: torch.Tensor, count: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The uint8 codes [count] of `_to_planes`, and what stands in the places behind the last code."""
+    num_words = packed.numel() // bits
+    planes = bit_planes.empty_planes(num_words, 8, packed.device)
+    planes[:, :bits, 0] = packed.view(bits, num_words).transpose(0, 1)
+    codes = bit_planes.from_planes(planes).flatten()
+    return codes[:count], codes[count:]

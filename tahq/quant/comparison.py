@@ -1,0 +1,203 @@
+"""What each codec costs and loses on one tensor: bytes, errors, bias and speed, measured, not estimated.
+
+Squared error alone misleads (an error that repeats on every token hurts a gradient more than a larger one
+that averages out), so a report has several yardsticks: the error of the whole tensor, of its worst token, and
+what of it remains in the mean over draws of a randomised codec.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tahq.errors import CodecError
+from tahq.quant import AUTO, get_codec
+from tahq.quant.codec import Codec
+from tahq.quant.gaussian_bound import relative_error_bound
+from tahq.quant.tiling import check_encodable
+from tahq.randomness import derive_seed
+
+USUAL_SPECS = (
+    "fixed:bits=8",
+    "fixed:bits=6",
+    "fixed:bits=4",
+    "fixed:bits=3",
+    "tah",
+    "tah:tau=0",
+    "tah:low=2,high=3",
+    "aqsgd:cache=none",
+    "eden:bits=2",
+    "eden:bits=3",
+    "eden:bits=4",
+    "wf:bits=3",
+    "wf:bits=3.5",
+    "wf:bits=4",
+)
+"""What is compared if nothing else is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecReport:
+    """One codec on one tensor x of N elements; x̂ is what a draw decodes to, in fp32.
+
+    Attributes:
+        spec: canonical.
+        nbytes: of the stream.
+        bits_per_element: 8·nbytes/N, metadata included.
+        relative_error: ‖x̂ − x‖/‖x‖, root mean square over draws.
+        gaussian_bound: the least of it at these bits, were values Gaussian (`relative_error_bound`, tiles of 64).
+        max_error: largest |x̂ − x| of any element in any draw, in the unit of x.
+        cosine: ⟨x̂, x⟩/(‖x̂‖·‖x‖), mean over draws.
+        bias: ‖E x̂ − x‖/‖x‖ without what chance leaves in the mean of few draws: the root of
+            (‖Σe‖² − Σ‖e‖²)/(d·(d − 1)), e = x̂ − x, whose expectation is ‖E e‖², and 0 where that is
+            negative. A codec that draws nothing has its relative error here.
+        worst_token_error: largest relative error of a row of C channels in any draw; rows of zeros left out.
+        draws: d, how many keys were tried; 1 for a codec that ignores its key.
+        encode_elements_per_s: of the fastest repetition.
+        decode_elements_per_s: of the fastest repetition, to the type of x.
+    """
+
+    spec: str
+    nbytes: int
+    bits_per_element: float
+    relative_error: float
+    gaussian_bound: float
+    max_error: float
+    cosine: float
+    bias: float
+    worst_token_error: float
+    draws: int
+    encode_elements_per_s: float
+    decode_elements_per_s: float
+
+
+def compare(
+    x: torch.Tensor,
+    specs: Sequence[str] = USUAL_SPECS,
+    *,
+    draws: int = 16,
+    backend: str = AUTO,
+    threads: int = 1,
+    repeats: int = 3,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[CodecReport]:
+    """Encode and decode x with every codec, and measure.
+
+    Codecs that remember samples are given no sample ids: each tensor is new to them, and stays so.
+
+    Args:
+        x: [..., C], fp32, bf16 or fp16, finite and not all zero; the device it lies on does the work.
+        specs: of the codecs, in the order of the reports.
+        draws: keys for a codec that looks at its key, 2 or more.
+        backend: of the codecs, as `get_codec` takes it.
+        threads: of a CPU backend.
+        repeats: how often encoding and decoding are timed; the first call of each codec is not.
+        seed: of the keys.
+        clock: seconds, for the timing alone.
+
+    Raises:
+        ConfigError: a spec or a backend that is none.
+        CodecError: x is empty, all zero, not finite, or of another type, or the backend cannot take it.
+    """
+    _check_comparable(x)
+    keys = [derive_seed(seed, "codec comparison", draw) for draw in range(draws)]
+    codecs = [get_codec(spec, backend=backend, threads=threads) for spec in specs]
+    return [_report(x.detach(), codec, keys, repeats, clock) for codec in codecs]
+
+
+def _check_comparable(x: torch.Tensor) -> None:
+    check_encodable(x)
+    if not x.numel() or not x.any():
+        raise CodecError(f"codecs are compared on a tensor with values; got shape {list(x.shape)}, nothing but zeros")
+    if num_bad := int((~x.isfinite()).sum()):
+        raise CodecError(f"codecs are compared on finite values; {num_bad} of {x.numel()} are NaN or infinite")
+
+
+def _report(
+    x: torch.Tensor, codec: Codec, keys: Sequence[int], repeats: int, clock: Callable[[], float]
+) -> CodecReport:
+    errors = _measure(x, codec, keys if codec.is_keyed else keys[:1])
+    buf = codec.encode(x, key=keys[0])
+    encode_s = _fastest_s(lambda: codec.encode(x, key=keys[0]), repeats, clock, x.device)
+    decode_s = _fastest_s(lambda: codec.decode(buf, x.shape, x.dtype, key=keys[0]), repeats, clock, x.device)
+    norm, num_bits = _norm(x), 8 * buf.numel() / x.numel()
+    return CodecReport(
+        spec=str(codec.spec),
+        nbytes=buf.numel(),
+        bits_per_element=num_bits,
+        relative_error=math.sqrt(errors.squared / errors.draws) / norm,
+        gaussian_bound=relative_error_bound(x, num_bits),
+        max_error=errors.largest,
+        cosine=errors.cosines / errors.draws,
+        bias=errors.bias() / norm,
+        worst_token_error=errors.worst_token,
+        draws=errors.draws,
+        encode_elements_per_s=x.numel() / encode_s,
+        decode_elements_per_s=x.numel() / decode_s,
+    )
+
+
+@dataclass(slots=True)
+class _Errors:
+    """Sums over draws of what a report needs."""
+
+    total: torch.Tensor
+    """Σe, fp64 of x's shape."""
+    draws: int = 0
+    squared: float = 0.0
+    """Σ‖e‖²."""
+    largest: float = 0.0
+    cosines: float = 0.0
+    worst_token: float = 0.0
+
+    def add(self, x: torch.Tensor, back: torch.Tensor) -> None:
+        """Count one draw: x and what came back, fp64 both."""
+        error = back - x
+        tokens = x.norm(dim=-1)
+        relative = torch.where(tokens > 0, error.norm(dim=-1) / tokens, 0.0)
+        self.total += error
+        self.draws += 1
+        self.squared += _norm(error) ** 2
+        self.largest = max(self.largest, float(error.abs().max()))
+        self.cosines += float((x * back).sum()) / (_norm(x) * _norm(back) or 1.0)
+        self.worst_token = max(self.worst_token, float(relative.max()))
+
+    def bias(self) -> float:
+        """‖E e‖, estimated; see `CodecReport`."""
+        if self.draws == 1 or not math.isfinite(self.squared):
+            return math.sqrt(self.squared)
+        pairs = _norm(self.total) ** 2 - self.squared
+        return math.sqrt(max(0.0, pairs) / (self.draws * (self.draws - 1)))
+
+
+def _measure(x: torch.Tensor, codec: Codec, keys: Sequence[int]) -> _Errors:
+    exact = x.double()
+    errors = _Errors(total=torch.zeros_like(exact))
+    for key in keys:
+        buf = codec.encode(x, key=key)
+        errors.add(exact, codec.decode(buf, x.shape, torch.float32, key=key).double())
+    return errors
+
+
+def _norm(x: torch.Tensor) -> float:
+    return float(x.double().norm())
+
+
+def _fastest_s(
+    action: Callable[[], torch.Tensor], repeats: int, clock: Callable[[], float], device: torch.device
+) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times = []
+    for _ in range(repeats):
+        wait()
+        start = clock()
+        action()
+        wait()
+        times.append(clock() - start)
+    return min(times)

@@ -1,0 +1,1 @@
+"""What the `cpu` backends (numba) share."""

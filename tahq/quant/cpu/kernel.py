@@ -1,0 +1,91 @@
+"""What the CPU backends compile with, and how their kernels are spread over threads.
+
+Every kernel releases the GIL and is cached on disk, beside its source or in NUMBA_CACHE_DIR. Arithmetic is
+strict IEEE fp32: no fused multiply-add, no reassociation, true division, subnormals kept. `estimate` is for the one
+quantity that need not be equal to the bit: entropies.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+F = TypeVar("F", bound=Callable[..., object])
+R = TypeVar("R")
+
+MIN_ELEMENTS_A_THREAD = 1 << 15
+"""Below about 0.1 ms of work another thread costs more than it saves."""
+
+
+def kernel(function: F) -> F:
+    """Compile at the first call, for good: strict fp32, x/0 as IEEE has it, inlined into other kernels."""
+    return _compile(function)
+
+
+def estimate(function: F) -> F:
+    """As `kernel`, but sums may be reordered and multiply-adds fused; not for anything that is compared by bits."""
+    return _compile(function, fastmath={"reassoc", "contract", "nsz"})
+
+
+def _compile(function: F, **options: Any) -> F:
+    """Without numba's runtime: counting the references to every array and slice took most of the time.
+
+    A kernel therefore cannot make arrays; it is given room to work in.
+    """
+    options |= {"nogil": True, "cache": True, "error_model": "numpy", "forceinline": True, "_nrt": False}
+    function.__qualname__ += f"-{_stamp_of_sources()}"
+    compiled: F = numba.njit(**options)(function)
+    return compiled
+
+
+@cache
+def _stamp_of_sources() -> str:
+    """Changes with any file of `tahq.quant`; it becomes part of the names of cached files.
+
+    numba itself looks only at the file of the kernel that is called: it would run a cached one on with what it
+    had inlined from other files before they were edited, or replaced by a newer tahq.
+    """
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return blake2b(b"".join(source.read_bytes() for source in sources), digest_size=4).hexdigest()
+
+
+class Team(ExitStack):
+    """Up to `threads` threads that share the tiles of one tensor; a context that ends them.
+
+    The pool is made when there is enough to share. It is ours rather than numba's, whose threading layer
+    allows but one Python thread at a time to enter it.
+    """
+
+    def __init__(self, threads: int, num_elements: int) -> None:
+        super().__init__()
+        self._threads = max(1, min(threads, num_elements // MIN_ELEMENTS_A_THREAD))
+        self._pool: ThreadPoolExecutor | None = None
+
+    def share(self, count: int, work: Callable[[int, int], R], *, multiple_of: int = 1) -> list[R]:
+        """The results of work(first, stop) over consecutive ranges that cover 0 … count − 1, in order.
+
+        Args:
+            count: how many tiles, samples, …
+            work: called with a range; compiled kernels run at the same time.
+            multiple_of: what every range starts at a multiple of, so that no two share a byte of the stream.
+        """
+        ranges = split(count, self._threads, multiple_of)
+        if len(ranges) == 1:
+            return [work(*ranges[0])]
+        if self._pool is None:
+            self._pool = self.enter_context(ThreadPoolExecutor(self._threads - 1, "tahq-codec"))
+        others = [self._pool.submit(work, *part) for part in ranges[1:]]
+        return [work(*ranges[0]), *(other.result() for other in others)]
+
+
+def split(count: int, parts: int, multiple_of: int = 1) -> list[tuple[int, int]]:
+    """At most `parts` ranges (first, stop) of about equal length that cover 0 … count − 1; one if there is nothing."""
+    blocks = -(-count // multiple_of)
+    parts = max(1, min(parts, blocks))
+    starts = [blocks * part // parts * multiple_of for part in range(parts)]
+    return list(zip(starts, [*starts[1:], count], strict=True))

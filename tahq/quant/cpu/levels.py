@@ -1,0 +1,194 @@
+"""Magnitudes against the levels of a Gaussian quantiser: which level each gets, and the tables that takes.
+
+The index of a magnitude is the number of thresholds below it, thresholds scaled to the tile in fp32 (t·s, rounded
+once). Two ways lead to it, equal to the bit:
+- a sweep over the tile for every four thresholds, in vector code: fewest steps up to 6 bits;
+- a table of buckets, each of which holds at most one threshold, so that one comparison settles an index: from 7 bits.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from tahq.quant.cpu.kernel import estimate, kernel
+from tahq.quant.cpu.numbers import Fp32Array
+from tahq.quant.cpu.planes import ByteArray
+from tahq.quant.cpu.tiles import Int32Array
+from tahq.quant.gaussian.levels import MAX_MAGNITUDES, level_table, magnitude_table, threshold_table
+
+_A_SWEEP = 4
+_MIN_SEARCHED_BITS = 7
+"""From here on buckets are faster than sweeps."""
+_BUCKETS_A_UNIT = 128
+"""A bucket is narrower than the least distance of two thresholds, which is 0.0169, at 8 bits."""
+_NUM_BUCKETS = 5 * _BUCKETS_A_UNIT
+"""No threshold lies beyond 5."""
+_MARGIN = 1e-3
+"""Of a bucket, far above what two roundings of 2^−24 take at 5 units: 1.5e-4."""
+_LEAST_SEARCHED = np.float32(2.0**-100)
+"""Below, the reciprocal of a scale may be infinite."""
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+
+class Levels(NamedTuple):
+    """Tables with a row for each number of bits, 0 to 8; row 0 is never read.
+
+    Attributes:
+        magnitudes: fp32 [9, 128], ascending; 2^(b−1) of them, then zeros.
+        thresholds: fp32 [9, 127], between them; 2^(b−1) − 1 of them, then what no magnitude exceeds.
+        signed: fp32 [9, 256], the level of every code.
+        first: uint8 [9, buckets], how many thresholds surely lie below a bucket.
+    """
+
+    magnitudes: Fp32Array
+    thresholds: Fp32Array
+    signed: Fp32Array
+    first: ByteArray
+
+
+@cache
+def levels() -> Levels:
+    """The tables, made once; not to be written."""
+    bucket_starts = (np.arange(_NUM_BUCKETS) - _MARGIN) / _BUCKETS_A_UNIT
+    thresholds = threshold_table()
+    first = np.stack([np.searchsorted(row, bucket_starts) for row in thresholds]).astype(np.uint8)
+    return Levels(magnitude_table(), thresholds, level_table(), first)
+
+
+class Ladder(NamedTuple):
+    """Thresholds and magnitudes of one width, scaled to a tile, and room for what they say of it.
+
+    Attributes:
+        steps: fp32 [128], the scaled thresholds, then infinities.
+        values: fp32 [128], the magnitudes, as scaled as the caller wants them.
+        indices: int32 [G], of each element's magnitude.
+        level: fp32 [G], that magnitude.
+    """
+
+    steps: Fp32Array
+    values: Fp32Array
+    indices: Int32Array
+    level: Fp32Array
+
+    @classmethod
+    def of(cls, group: int) -> "Ladder":
+        """Fresh memory, for one thread."""
+        rungs = np.empty(MAX_MAGNITUDES, np.float32), np.empty(MAX_MAGNITUDES, np.float32)
+        return cls(*rungs, np.empty(group, np.int32), np.empty(group, np.float32))
+
+
+@kernel
+def scale_ladder(levels: Levels, bits: int, scale: np.float32, unit: np.float32, ladder: Ladder) -> None:
+    """steps = thresholds·scale, values = magnitudes·unit, of `bits` bits."""
+    count = max(1 << (bits - 1), _A_SWEEP)
+    for j in range(count):
+        ladder.steps[j] = levels.thresholds[bits, j] * scale if j < (1 << (bits - 1)) - 1 else np.float32(np.inf)
+        ladder.values[j] = levels.magnitudes[bits, j] * unit
+
+
+@kernel
+def find_index(levels: Levels, bits: int, scale: np.float32, magnitudes: Fp32Array, ladder: Ladder) -> None:
+    """indices = how many thresholds, scaled by `scale` as the ladder's are, each magnitude exceeds."""
+    if bits >= _MIN_SEARCHED_BITS and scale >= _LEAST_SEARCHED:
+        _search_index(levels.first[bits], scale, magnitudes, ladder)
+    else:
+        _sweep_index(bits, magnitudes, ladder)
+
+
+@kernel
+def find_level(levels: Levels, bits: int, scale: np.float32, magnitudes: Fp32Array, ladder: Ladder) -> None:
+    """level = the ladder's value at the index that `find_index` would give; may overwrite `indices`."""
+    if bits >= _MIN_SEARCHED_BITS and scale >= _LEAST_SEARCHED:
+        _search_index(levels.first[bits], scale, magnitudes, ladder)
+        for i in range(magnitudes.size):
+            ladder.level[i] = ladder.values[ladder.indices[i]]
+    else:
+        _sweep_level(bits, magnitudes, ladder)
+
+
+@kernel
+def _search_index(first: ByteArray, scale: np.float32, magnitudes: Fp32Array, ladder: Ladder) -> None:
+    factor = np.float32(_BUCKETS_A_UNIT) / scale
+    top = np.float32(first.size - 1)
+    for i in range(magnitudes.size):
+        bucket = np.int32(min(magnitudes[i] * factor, top))
+        below = np.int32(first[bucket])
+        ladder.indices[i] = np.int32(below + np.int32(magnitudes[i] > ladder.steps[below]))
+
+
+@kernel
+def _sweep_index(bits: int, magnitudes: Fp32Array, ladder: Ladder) -> None:
+    indices, steps = ladder.indices, ladder.steps
+    indices[:] = 0
+    for j in range(0, (1 << (bits - 1)) - 1, _A_SWEEP):
+        a, b, c, d = steps[j], steps[j + 1], steps[j + 2], steps[j + 3]
+        for i in range(magnitudes.size):
+            x = magnitudes[i]
+            low, high = np.int32(np.int32(x > a) + np.int32(x > b)), np.int32(np.int32(x > c) + np.int32(x > d))
+            indices[i] = np.int32(indices[i] + np.int32(low + high))
+
+
+@kernel
+def _sweep_level(bits: int, magnitudes: Fp32Array, ladder: Ladder) -> None:
+    level, steps, values = ladder.level, ladder.steps, ladder.values
+    level[:] = values[0]
+    for j in range(0, (1 << (bits - 1)) - 1, _A_SWEEP):
+        a, b, c, d = steps[j], steps[j + 1], steps[j + 2], steps[j + 3]
+        p, q, r, s = values[j + 1], values[j + 2], values[j + 3], values[min(j + 4, values.size - 1)]
+        for i in range(magnitudes.size):
+            x, y = magnitudes[i], level[i]
+            y = p if x > a else y
+            y = q if x > b else y
+            y = r if x > c else y
+            level[i] = s if x > d else y
+
+
+@kernel
+def write_codes(z: Fp32Array, bits: int, indices: Int32Array, codes: ByteArray) -> None:
+    """codes = 2^(b−1) + m where z ≥ 0 (−0 is), 2^(b−1) − 1 − m where z < 0."""
+    half = np.int32(1 << (bits - 1))
+    for i in range(z.size):
+        flip = np.int32(-np.int32(z[i] < _ZERO))
+        codes[i] = np.uint8(np.int32(half + np.int32(indices[i] ^ flip)))
+
+
+@kernel
+def read_levels(signed: Fp32Array, codes: ByteArray, scale: np.float32, y: Fp32Array) -> None:
+    """y = scale·level of each code, `signed` being the row of its width."""
+    for i in range(y.size):
+        y[i] = signed[codes[i]] * scale
+
+
+@kernel
+def take_magnitudes(z: Fp32Array, magnitudes: Fp32Array) -> None:
+    """magnitudes = |z|."""
+    for i in range(z.size):
+        magnitudes[i] = abs(z[i])
+
+
+@estimate
+def sum_of_squares(z: Fp32Array) -> np.float32:
+    """Σ z²."""
+    total = _ZERO
+    for i in range(z.size):
+        total += z[i] * z[i]
+    return total
+
+
+@estimate
+def sum_of_products(a: Fp32Array, b: Fp32Array) -> np.float32:
+    """Σ a·b."""
+    total = _ZERO
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
+
+
+@estimate
+def squared_distance(a: Fp32Array, b: Fp32Array) -> np.float32:
+    """Σ (a − b)²."""
+    total = _ZERO
+    for i in range(a.size):
+        total += (a[i] - b[i]) * (a[i] - b[i])
+    return total

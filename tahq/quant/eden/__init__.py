@@ -1,0 +1,1 @@
+"""`eden`: randomised, unbiased; for gradients."""

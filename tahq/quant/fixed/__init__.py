@@ -1,0 +1,1 @@
+"""Group-wise fixed point."""

@@ -1,0 +1,89 @@
+"""Fixed point's arithmetic in plain torch: symmetric codes, one scale a group, Eq. 24's constant.
+
+ĝ = Q(c·g)/c (TAH-Quant, Eq. 24). The constant c is a power of two, 2^e, that takes the largest magnitude
+of the tensor into [2^14, 2^15), near the top of fp16: groups down to 2^−28 of the largest then keep a
+scale of full precision, and gradients of 1e-9 code like gradients of 1. A group's scale is its largest
+magnitude rounded *up* to fp16, so that no value is clipped, and stochastic rounding has no bias.
+
+Shape letters: T groups, G channels a group. Equal to the bit on every device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tahq.quant.stochastic_rounding import round_stochastic_
+from tahq.quant.tah.reference import largest_magnitude, power_of_two, top_exponent
+
+TOP_EXPONENT = 14
+
+
+@dataclass(frozen=True, slots=True)
+class FixedTiles:
+    """What a fixed-point stream says.
+
+    Attributes:
+        exponent: e, int32 without dimensions; what is coded is x·2^e.
+        scale: fp16 [T], the group's largest magnitude, rounded up; NaN where a value is not finite.
+        codes: fp32 [T, G], whole numbers q + Q from 0 to 2·Q, Q = 2^(bits − 1) − 1.
+    """
+
+    exponent: torch.Tensor
+    scale: torch.Tensor
+    codes: torch.Tensor
+
+
+def encode(x: torch.Tensor, bits: int, key: int | None) -> FixedTiles:
+    """Quantise groups: q = round(x·2^e / s), s = fp32(scale)/Q, 0 where the scale is 0.
+
+    Args:
+        x: fp32 [T, G]; not written.
+        bits: 2 to 16.
+        key: of the draws of stochastic rounding, one an element; None: round half to even.
+    """
+    finite = largest_magnitude(x).isfinite()
+    exponent = top_exponent(x, finite, TOP_EXPONENT)
+    y = torch.where(finite.unsqueeze(-1), x, 0.0).mul_(power_of_two(exponent))
+    scale = ceil_to_fp16(largest_magnitude(y))
+    largest = largest_code(bits)
+    step = torch.where(scale == 0, torch.inf, step_size(scale, bits))
+    y.div_(step.unsqueeze(-1))
+    rounded = y.round_() if key is None else round_stochastic_(y, key)
+    codes = rounded.clamp_(-largest, largest).add_(largest)
+    return FixedTiles(exponent, torch.where(finite, scale, torch.nan), codes)
+
+
+def decode(tiles: FixedTiles, bits: int) -> torch.Tensor:
+    """Values fp32 [T, G]: q · (s·2^−e), s = fp32(scale)/Q; the codes' memory is overwritten.
+
+    s·2^−e is kept finite, so that a code of 0 is 0 even in a tensor that reaches fp32's largest.
+    """
+    step = step_size(tiles.scale, bits).mul_(power_of_two(-tiles.exponent))
+    step.clamp_(max=torch.finfo(torch.float32).max)
+    return tiles.codes.sub_(largest_code(bits)).mul_(step.unsqueeze(-1))
+
+
+def largest_code(bits: int) -> int:
+    """Q = 2^(bits − 1) − 1."""
+    return (1 << bits - 1) - 1
+
+
+def step_size(scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """s = fp32(scale)/Q, fp32 [T].
+
+    The divisor is a tensor because CUDA divides by a number by multiplying with its reciprocal, which
+    rounds differently.
+    """
+    magnitude = scale.float()
+    return magnitude / torch.full_like(magnitude, largest_code(bits))
+
+
+def ceil_to_fp16(values: torch.Tensor) -> torch.Tensor:
+    """The least fp16 number not below each fp32 value (not negative, at most 65,504).
+
+    Rounds to nearest, then takes one step up where that fell short: the bit patterns of fp16 numbers
+    that are not negative are in the order of their values.
+    """
+    nearest = values.half()
+    short = nearest.float() < values
+    return (nearest.view(torch.int16) + short.to(torch.int16)).view(torch.float16)

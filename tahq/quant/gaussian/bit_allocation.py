@@ -1,0 +1,66 @@
+"""How many bits each tile gets: water-filling over whole numbers, so that every backend gets the same answer.
+
+A further bit is worth most where it takes away most squared error: the step from b to b + 1 bits of a tile with
+magnitude r saves r²·(D_b − D_{b+1}), D_b being the distortion of the Gaussian-optimal quantiser. On a logarithmic scale
+with eight steps an octave of r that is level − STEPS[b − 1], level being the rounded logarithm of r. The most valuable
+steps are taken until the budget is spent; since the steps of one tile fall in value, this greedy choice is the best
+one (reverse water-filling, Cover & Thomas, Elements of Information Theory, §10.3).
+
+All in integers and in time proportional to the tiles: a histogram says how many steps have each value.
+"""
+
+import math
+from fractions import Fraction
+
+import torch
+
+STEPS = (0, 6, 13, 21, 28, 36, 44)
+"""t_b for b = 1 to 7: by how many eighths of an octave of r the step from b bits is worth less than the one from 1,
+round(4·log2((D_1 − D_2)/(D_b − D_{b+1})))."""
+NUM_LEVELS = 512
+"""Levels run from 0 to 511."""
+
+
+def num_planes(bits: Fraction, num_tiles: int) -> int:
+    """K, bits an element of all tiles together: ⌊bits·T⌋, exactly."""
+    return math.floor(bits * num_tiles)
+
+
+def allocate(levels: torch.Tensor, budget: int) -> torch.Tensor:
+    """Give each tile 1 to 8 bits, `budget` in all, by falling marginal return; of equals the lower index first.
+
+    The step of a tile of level q from b to b + 1 bits has rank q − STEPS[b − 1]. All steps above a border θ are
+    granted, and of those that lie on it the first ones, as many as are left.
+
+    Args:
+        levels: int32 [T], from 0 to 511.
+        budget: K, from T to 8·T.
+
+    Returns:
+        int32 [T].
+    """
+    border, num_on_border = _border(levels, budget - levels.numel())
+    above = levels - border
+    granted, on_border = torch.ones_like(levels), torch.zeros_like(levels)
+    for step in STEPS:
+        granted += above > step
+        on_border += above == step
+    return granted + on_border * (on_border.cumsum(0) <= num_on_border)
+
+
+def _border(levels: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """θ, the highest rank at which the steps from above reach `num_steps`, and how many of that rank are granted.
+
+    Both are tensors without dimensions: what they are is not asked of the device.
+    """
+    counts = torch.zeros(NUM_LEVELS, dtype=torch.int32, device=levels.device)
+    counts.scatter_add_(0, levels.long(), torch.ones_like(levels))
+    lowest, num_ranks = -STEPS[-1], NUM_LEVELS + STEPS[-1]
+    by_rank = torch.zeros(num_ranks, dtype=torch.int32, device=levels.device)
+    for step in STEPS:
+        start = -step - lowest  # where the rank of level 0 lies
+        by_rank[start : start + NUM_LEVELS] += counts
+    from_above = by_rank.flip(0).cumsum(0)
+    is_before = from_above < num_steps
+    border = lowest + num_ranks - 1 - is_before.sum()
+    return border, num_steps - (from_above * is_before).amax()

@@ -1,0 +1,1 @@
+"""What the `triton` backends share."""

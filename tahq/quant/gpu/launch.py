@@ -1,0 +1,102 @@
+"""How the Triton kernels of every codec are launched: options, block sizes, grids, tensors that kernels take.
+
+Block sizes are fixed numbers by G, so that nothing is tuned, and nothing compiled twice, in a training step.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tahq.quant.gpu.tiles import DAMAGED, FLAGGED, MARKED, MAX_MEASURED
+from tahq.quant.stream import ALIGNMENT
+
+EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False, "num_stages": 1})
+"""Options of kernels that must give the reference's bits: a fused multiply-add rounds once, not twice."""
+MEASURED_ELEMENTS = 8192
+MEASURING_WARPS = 8
+ELEMENTS_PER_WARP = 512
+MAX_PROGRAMS = 4224
+"""Programs of one warp that the largest devices of today hold at a time: 132 multiprocessors, 32 each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel with all that a shape decides: grid, the numbers behind its tensors, constants and options.
+
+    Triton looks at every argument of every launch for what to compile, which takes longer than small kernels
+    run. Here nothing can change but devices and dtypes, all tensors being aligned: the kernel compiled for
+    them is kept.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    numbers: tuple[int | float, ...]
+    constants: Mapping[str, Any]
+    _compiled: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __call__(self, *tensors: torch.Tensor, last: tuple[int, ...] = ()) -> None:
+        """Launch it on these tensors, with `last` behind the numbers, on the caller's stream."""
+        of = (tensors[0].device, tensors[0].dtype, tensors[-1].dtype)
+        arguments = (*tensors, *self.numbers, *last)
+        run = self._compiled.get(of)
+        if run is not None:
+            run(*arguments, *self._constants_in_order(len(arguments)))
+            return
+        compiled = self.kernel[self.grid](*arguments, **self.constants)
+        if compiled is not None:  # as it is of the interpreter
+            self._compiled[of] = compiled[self.grid]
+
+    def _constants_in_order(self, first: int) -> tuple[Any, ...]:
+        return tuple(self.constants[name] for name in self.kernel.arg_names[first:])
+
+
+def is_refused(verdict: int) -> bool:
+    """Whether a decoder's verdict says that a buffer is no stream."""
+    return bool(verdict & DAMAGED) or bool(verdict & FLAGGED) != bool(verdict & MARKED)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous and at a multiple of 16 bytes: kernels are compiled for just that. Copied only if need be."""
+    contiguous = x.detach().contiguous()
+    return contiguous.clone() if contiguous.data_ptr() % ALIGNMENT else contiguous
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes x's device the current one, on which kernels are launched."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def slots(count: int) -> int:
+    """`count`, rounded up so that what follows in a work buffer is aligned."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def measuring_tiles(group: int) -> int:
+    """Tiles of a block of an encoder's first kernel."""
+    return MEASURED_ELEMENTS // group
+
+
+def measuring_programs(num_tiles: int, group: int) -> int:
+    """Programs of an encoder's first kernel."""
+    return min(-(-num_tiles // measuring_tiles(group)), MAX_MEASURED)
+
+
+def tiles_per_block(group: int) -> int:
+    """Tiles of a block of the kernels that code: a multiple of 8, so that no two blocks share a byte."""
+    return max(8, ELEMENTS_PER_WARP // group)
+
+
+def warps_per_block(group: int) -> int:
+    """Warps that work on a block: one, but for the largest group."""
+    return max(1, tiles_per_block(group) * group // ELEMENTS_PER_WARP)
+
+
+def programs(num_tiles: int, group: int) -> int:
+    """Programs of the kernels that code."""
+    return min(-(-num_tiles // tiles_per_block(group)), MAX_PROGRAMS)

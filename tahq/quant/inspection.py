@@ -1,0 +1,157 @@
+"""Looking into a stream: what its header says, where its sections lie, what they add up to.
+
+A stream does not say which codec wrote it, nor of what shape; without both, `header_guesses` is all there is.
+Everything here works for every codec that has a `Description`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tahq.errors import CodecError
+from tahq.quant import get_codec
+from tahq.quant.aqsgd.description import AQSGD
+from tahq.quant.description import Description, Statistics
+from tahq.quant.fixed.description import FIXED
+from tahq.quant.gaussian.tile_description import EDEN, WF
+from tahq.quant.raw.description import RAW
+from tahq.quant.spec import CodecSpec
+from tahq.quant.stream import HEADER_NBYTES, Sections, accept
+from tahq.quant.tah.description import TAH
+
+_DESCRIPTIONS: dict[str, Description] = {"raw": RAW, "fixed": FIXED, "tah": TAH, "aqsgd": AQSGD, "eden": EDEN, "wf": WF}
+_ROW = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderField:
+    """One byte of a stream's header."""
+
+    place: int
+    name: str
+    value: int
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class SectionRow:
+    """One section of a stream, in bytes from its start; `filling` are the zeros behind it."""
+
+    name: str
+    offset: int
+    nbytes: int
+    filling: int
+    holds: str
+
+
+def codec_summaries() -> dict[str, str]:
+    """What each codec is, by name."""
+    return {name: description.summary for name, description in _DESCRIPTIONS.items()}
+
+
+def header_guesses(buf: torch.Tensor) -> dict[str, tuple[HeaderField, ...]]:
+    """The codecs, by name, whose header the first 16 bytes could be, each with what they would say.
+
+    Args:
+        buf: uint8 [nbytes].
+
+    Returns:
+        Nothing where no codec with a header writes such bytes, or there are fewer than 16.
+    """
+    framed = {name: each for name, each in _DESCRIPTIONS.items() if each.header}
+    return {name: _read_header(each, buf) for name, each in framed.items() if _could_be(each, buf)}
+
+
+def header_fields(spec: CodecSpec, buf: torch.Tensor) -> tuple[HeaderField, ...]:
+    """The header's bytes under their names, whether or not they are valid; empty for a codec without one.
+
+    Raises:
+        CodecError: fewer bytes than a header has.
+    """
+    description = _description(spec)
+    if description.header and buf.numel() < HEADER_NBYTES:
+        raise CodecError(f"{spec}: a stream has a header of {HEADER_NBYTES} bytes; got {buf.numel()} bytes")
+    return _read_header(description, buf)
+
+
+def section_table(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[SectionRow, ...]:
+    """Where everything lies in the stream of a tensor of this shape, header included.
+
+    Raises:
+        CodecError: a shape that the codec does not take, or a stream whose layout cannot be told.
+    """
+    description = _description(spec)
+    sections = description.sections(spec, shape, buf)
+    rows = tuple(_section_rows(description, sections))
+    header = SectionRow("header", 0, HEADER_NBYTES, 0, ", ".join(byte.name for byte in description.header))
+    return (header, *rows) if description.header else rows
+
+
+def statistics(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor, *, key: int = 0) -> Statistics:
+    """What a stream's metadata adds up to, and the range of the values that it decodes to.
+
+    A stream of a stateful codec has no values without what its ends remember: of these it says metadata alone.
+
+    Args:
+        spec: which codec wrote the stream.
+        shape: of the tensor.
+        buf: uint8 [nbytes].
+        key: that it was encoded with, where the decoder needs it (`eden`); with another the values are wrong.
+
+    Raises:
+        CodecError: whatever the decoder refuses.
+    """
+    description, codec = _description(spec), get_codec(spec, backend="reference")
+    accepted = accept(buf, description.sections(spec, shape, buf).nbytes, spec)
+    said = description.statistics(spec, shape, accepted)
+    values = {} if codec.is_stateful else _range(codec.decode(accepted, shape, key=key))
+    num_elements = math.prod(shape)
+    return {"bits an element": 8 * buf.numel() / num_elements if num_elements else 0.0, **said, **values}
+
+
+def hex_rows(buf: torch.Tensor, rows: Sequence[SectionRow], limit: int) -> Iterator[str]:
+    """The first `limit` bytes as in docs/wire-format.md: 16 a row, offset before, the section that begins behind."""
+    titles = {row.offset: row.name for row in rows if row.nbytes}
+    data = bytes(buf[:limit].tolist())
+    width = max(2, len(f"{max(len(data) - 1, 0):x}"))
+    for start in range(0, len(data), _ROW):
+        line = f"{start:0{width}x}  {data[start : start + _ROW].hex(' '):47}  {titles.get(start, '')}"
+        yield line.rstrip()
+
+
+def _description(spec: CodecSpec) -> Description:
+    return _DESCRIPTIONS[spec.name]
+
+
+def _read_header(description: Description, buf: torch.Tensor) -> tuple[HeaderField, ...]:
+    first = buf[: len(description.header)].tolist()
+    pairs = enumerate(zip(description.header, first, strict=True))
+    return tuple(HeaderField(place, known.name, known.read(byte), known.meaning) for place, (known, byte) in pairs)
+
+
+def _could_be(description: Description, buf: torch.Tensor) -> bool:
+    header = buf[:HEADER_NBYTES].tolist()
+    if len(header) < HEADER_NBYTES or any(header[len(description.header) :]):
+        return False
+    pairs = zip(description.header, header, strict=False)
+    return all(known.least <= known.read(byte) <= known.most for known, byte in pairs)
+
+
+def _section_rows(description: Description, sections: Sections) -> Iterator[SectionRow]:
+    for name, section in sections.by_name.items():
+        nbytes = section.stop - section.start
+        filling = min(section.end, sections.nbytes) - section.stop
+        yield SectionRow(name, section.start, nbytes, filling, description.contents[name])
+
+
+def _range(values: torch.Tensor) -> Statistics:
+    finite = values[values.isfinite()]
+    if not finite.numel():
+        return {}
+    return {
+        "smallest value": float(finite.min()),
+        "largest value": float(finite.max()),
+        "root mean square": math.sqrt(float(finite.double().square().mean())),
+    }

@@ -1,0 +1,1 @@
+"""TAH-Quant: the paper's codec, for activations."""

@@ -1,0 +1,124 @@
+"""Which allocation tiles get H bits, on the CPU: entropies from one reading, which also finds the magnitudes.
+
+H = −Σ p·log2(p + 1e-12), p = |a|/(S + 1e-12), S = Σ|a| (TAH-Quant §3.2, Eqs. 1 and 2; in bits here, as only the
+order matters) is r·(log2 S − Σ|a|·log2|a| / S − log2 r) with r = S/(S + 1e-12), but for less than 1e-12 a value. Both
+sums are taken of a tile that is scaled by its own power of two, so they need not wait for that of the tensor, which
+enters with r; and what remains, a few logarithms a tile, is done for many tiles at once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tahq.quant.cpu.kernel import estimate, kernel
+from tahq.quant.cpu.numbers import Fp32Array, Values, bits_of, float_of
+from tahq.quant.cpu.tiles import Grid, Int32Array, measure_tiles, read_tile
+from tahq.quant.tah.reference import EPSILON
+
+_EPSILON = np.float32(EPSILON)
+_ONE = np.float32(1.0)
+_ZERO = np.float32(0.0)
+_STEPS_A_BIT = np.float32(2.0**20)
+_LARGEST_POWER = 126
+"""2^−126 is the least power of two that is a normal number."""
+_ROOT_HALF_BITS = 0x3F3504F3
+"""√½ as fp32: significands are taken from [√½, √2)."""
+
+# log2(1 + f)/f on [√½ − 1, √2 − 1], to 5e-8 of log2(1 + f): a minimax fit.
+_C0, _C1 = np.float32(1.4426947832107544), np.float32(-0.7213571667671204)
+_C2, _C3 = np.float32(0.48093944787979126), np.float32(-0.36008721590042114)
+_C4, _C5 = np.float32(0.28670746088027954), np.float32(-0.2500690519809723)
+_C6, _C7 = np.float32(0.23689036071300507), np.float32(-0.14574438333511353)
+
+
+class Sums(NamedTuple):
+    """Of each allocation tile a, scaled by 2^−power; [B·n].
+
+    Attributes:
+        total: fp32, Σ|a|.
+        weighted: fp32, Σ|a|·log2|a|.
+        power: int32, ⌊log2 max|x|⌋, at most 126; −127 where that is subnormal or 0.
+    """
+
+    total: Fp32Array
+    weighted: Fp32Array
+    power: Int32Array
+
+    @classmethod
+    def room(cls, num_allocs: int) -> "Sums":
+        """Fresh memory."""
+        return cls(np.empty(num_allocs, np.float32), np.empty(num_allocs, np.float32), np.empty(num_allocs, np.int32))
+
+
+@estimate
+def log2_of(value: np.float32) -> np.float32:
+    """log2 of a normal, positive number, within 1e-7 of itself or 1e-7; something finite of 0 and subnormals."""
+    offset = np.int32(bits_of(value) - _ROOT_HALF_BITS)
+    f = float_of(np.int32(np.int32(offset & 0x7FFFFF) + _ROOT_HALF_BITS)) - _ONE
+    low = _C0 + f * (_C1 + f * (_C2 + f * _C3))
+    high = _C4 + f * (_C5 + f * (_C6 + f * _C7))
+    return np.float32(np.int32(offset >> 23)) + f * (low + (f * f) * (f * f) * high)
+
+
+@estimate
+def sum_magnitudes(y: Fp32Array) -> tuple[np.float32, np.float32]:
+    """Σ|y| and Σ|y|·log2|y|."""
+    total, weighted = _ZERO, _ZERO
+    for i in range(y.size):
+        magnitude = abs(y[i])
+        total += magnitude
+        weighted += magnitude * log2_of(magnitude)
+    return total, weighted
+
+
+@kernel
+def measure_and_sum(
+    values: Values,
+    grid: Grid,
+    tiles_per_alloc: int,
+    first: int,
+    stop: int,
+    of_tiles: Int32Array,
+    sums: Sums,
+    y: Fp32Array,
+) -> tuple[np.int32, bool]:
+    """`measure_tiles` over the tiles of a range of allocation tiles, whose sums are written too.
+
+    Args:
+        values: the tensor.
+        grid: of the tensor.
+        tiles_per_alloc: R.
+        first: allocation tile to begin with.
+        stop: the one to stop before.
+        of_tiles: int32 [T], the magnitudes, written.
+        sums: written.
+        y: fp32 [R·G], room.
+    """
+    overall, all_finite = np.int32(0), True
+    for alloc in range(first, stop):
+        start = alloc * tiles_per_alloc
+        largest, is_finite = measure_tiles(values, grid, start, start + tiles_per_alloc, of_tiles)
+        power = min(np.int32(np.int32(largest >> 23) - 127), np.int32(_LARGEST_POWER))
+        factor = float_of(np.int32(np.int32(127 - power) << 23))
+        for part in range(tiles_per_alloc):
+            slot = y[part * grid.group : (part + 1) * grid.group]
+            read_tile(values, grid, start + part, factor, of_tiles[start + part], slot)
+        sums.total[alloc], sums.weighted[alloc] = sum_magnitudes(y)
+        sums.power[alloc] = power
+        overall, all_finite = max(overall, largest), all_finite and is_finite
+    return overall, all_finite
+
+
+@estimate
+def entropies(sums: Sums, exponent: int, out: Fp32Array) -> None:
+    """H of each allocation tile as it is coded, times 2^exponent, which takes no value to 2^11: in bits, by 2^−20.
+
+    Rounding makes tiles that differ in their scale only, by what factor ever, rank as equals.
+    """
+    for i in range(out.size):
+        total = sums.total[i]
+        biased = np.int32(np.int32(sums.power[i] + np.int32(exponent)) + 127)
+        coded = total * float_of(np.int32(max(biased, np.int32(0)) << 23))
+        share = coded / (coded + _EPSILON)
+        bits = share * (log2_of(total) - sums.weighted[i] / total - log2_of(share))
+        out[i] = np.rint(bits * _STEPS_A_BIT) / _STEPS_A_BIT if total > _ZERO else _ZERO

@@ -1,0 +1,260 @@
+"""TAH-Quant on the CPU over ranges of tiles: write a stream's sections, check them, read them.
+
+A range of `write_tiles` starts at a multiple of TILES_A_BYTE, so that threads never share a byte of the pivots.
+`read_tiles` runs on sections that `is_sound` has passed: what it does with them stays inside of them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tahq.quant.cpu.kernel import kernel
+from tahq.quant.cpu.numbers import (
+    INFINITY_BITS,
+    Fp32Array,
+    Integer,
+    Values,
+    float_of,
+    float_to_half,
+    half_to_float,
+    write_nan,
+    write_scaled,
+)
+from tahq.quant.cpu.planes import ByteArray, read_number, read_planes, write_number, write_planes
+from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
+from tahq.quant.stream import CANONICAL_NAN
+from tahq.quant.tah.cpu_tiles import dequantize, extremes, is_outlier, quantize, restore_outlier, suppress_outlier
+from tahq.quant.tah.stream import TahLayout
+
+TILES_A_BYTE = 8
+_TRANSFORMED = 0x8000
+"""The scale's sign bit."""
+_HALF_INFINITY = 0x7C00
+_MINUS_ZERO = 0x8000
+
+
+class Rule(NamedTuple):
+    """What the kernels need of the spec.
+
+    Attributes:
+        low: L.
+        high: H.
+        tiles_per_alloc: R.
+        tau: τ.
+        norm: fp32(1/√G).
+    """
+
+    low: int
+    high: int
+    tiles_per_alloc: int
+    tau: np.float32
+    norm: np.float32
+
+    @classmethod
+    def of(cls, layout: TahLayout) -> "Rule":
+        """The rule of a layout; a τ beyond fp32's largest is infinite."""
+        spec = layout.spec
+        tau = np.float32(spec.tau if spec.tau <= np.finfo(np.float32).max else np.inf)
+        return cls(spec.low, spec.high, layout.tiles_per_alloc, tau, np.float32(layout.tiling.group**-0.5))
+
+
+class Sections(NamedTuple):
+    """The sections of a stream, sharing its memory."""
+
+    bit_map: ByteArray
+    scale: NDArray[np.uint16]
+    zero_point: NDArray[np.uint16]
+    pivot: ByteArray
+    low_planes: ByteArray
+    high_planes: ByteArray
+
+    @classmethod
+    def of(cls, layout: TahLayout, buf: torch.Tensor) -> "Sections":
+        """Of an aligned buffer that has the layout's length."""
+        names = ("bit map", "scale", "zero-point", "pivot", "low planes", "high planes")
+        bit_map, scale, zero_point, *rest = (layout.sections.view(buf, name).numpy() for name in names)
+        return cls(bit_map, scale.view(np.uint16), zero_point.view(np.uint16), *rest)
+
+
+class Scratch(NamedTuple):
+    """Room for one tile.
+
+    Attributes:
+        y: fp32 [G], its values.
+        codes: uint8 [G].
+        words: uint64 [G/8], the memory of `codes`.
+    """
+
+    y: Fp32Array
+    codes: ByteArray
+    words: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, group: int) -> "Scratch":
+        """Fresh memory, for one thread."""
+        codes = np.empty(group, np.uint8)
+        return cls(np.empty(group, np.float32), codes, codes.view(np.uint64))
+
+
+@kernel
+def write_tiles(
+    values: Values,
+    grid: Grid,
+    rule: Rule,
+    factor: np.float32,
+    magnitudes: Int32Array,
+    is_high: ByteArray,
+    first: int,
+    stop: int,
+    sections: Sections,
+    scratch: Scratch,
+) -> None:
+    """Transform, quantise and pack tiles; all sections but the bit map, of which the pivots must be zeros."""
+    y, codes, words = scratch
+    high_tiles = _count_high(is_high, rule.tiles_per_alloc, first)
+    for tile in range(first, stop):
+        count = read_tile(values, grid, tile, factor, magnitudes[tile], y)
+        is_finite = magnitudes[tile] < INFINITY_BITS
+        is_transformed = is_finite and _transform(y, grid, rule, factor, magnitudes[tile], tile, sections.pivot)
+        known = grid.group if is_transformed else count
+        has_high_bits = is_high[tile // rule.tiles_per_alloc]
+        scale, zero_point = _quantize(y, known, rule.high if has_high_bits else rule.low, codes)
+        sections.scale[tile] = scale | (_TRANSFORMED if is_transformed else 0)
+        sections.zero_point[tile] = zero_point if is_finite else CANONICAL_NAN
+        _write_codes(words, rule, tile, has_high_bits, high_tiles, sections)
+        high_tiles += has_high_bits
+
+
+@kernel
+def _transform(
+    y: Fp32Array, grid: Grid, rule: Rule, factor: np.float32, magnitude: np.int32, tile: int, pivots: ByteArray
+) -> bool:
+    """Whether the tile had an outlier; if so it is transformed, and its pivot written."""
+    largest = float_of(magnitude) * factor
+    if not is_outlier(y, grid.group, largest, rule.tau):
+        return False
+    write_number(suppress_outlier(y, grid.group, largest, rule.norm), tile, grid.log2_group, pivots)
+    return True
+
+
+@kernel
+def _quantize(y: Fp32Array, count: int, bits: int, codes: ByteArray) -> tuple[Integer, Integer]:
+    """fp16 bits of scale and zero-point; codes of the first `count` channels, and zeros behind them."""
+    smallest, largest = extremes(y[:count])
+    levels = np.float32((1 << bits) - 1)
+    scale, zero_point = float_to_half((largest - smallest) / levels), float_to_half(smallest)
+    if zero_point == _MINUS_ZERO:
+        zero_point = np.int32(0)
+    quantize(y[:count], half_to_float(scale), half_to_float(zero_point), levels, codes)
+    codes[count:] = 0
+    return scale, zero_point
+
+
+@kernel
+def _write_codes(
+    words: NDArray[np.uint64], rule: Rule, tile: int, has_high_bits: int, high_tiles: int, sections: Sections
+) -> None:
+    plane, extra = words.size, rule.high - rule.low
+    write_planes(words, 0, rule.low, sections.low_planes, tile * rule.low * plane)
+    if has_high_bits:
+        write_planes(words, rule.low, extra, sections.high_planes, high_tiles * extra * plane)
+
+
+@kernel
+def _count_high(is_high: ByteArray, tiles_per_alloc: int, stop: int) -> int:
+    """How many of the tiles before `stop` have H bits."""
+    whole, part = stop // tiles_per_alloc, stop % tiles_per_alloc
+    count = 0
+    for alloc in range(whole):
+        count += is_high[alloc]
+    return count * tiles_per_alloc + (part * is_high[whole] if part else 0)
+
+
+@kernel
+def is_sound(
+    grid: Grid, sections: Sections, is_high: ByteArray, samples: int, per_sample: int, num_high: int, is_flagged: bool
+) -> bool:
+    """Whether `tah.stream.unpack` takes what the sections say, filling behind them aside.
+
+    Args:
+        grid: of the layout.
+        sections: of the stream.
+        is_high: all bits of the bit map, those behind the last allocation tile included.
+        samples: B.
+        per_sample: n.
+        num_high: how many allocation tiles of each sample must have H bits.
+        is_flagged: the header's flag for non-finite values.
+    """
+    used = sections.scale.size * grid.log2_group & 7
+    wrong = used != 0 and (sections.pivot[-1] >> used) != 0
+    for i in range(samples * per_sample, is_high.size):
+        wrong |= is_high[i] != 0
+    for sample in range(samples):
+        count = 0
+        for i in range(sample * per_sample, (sample + 1) * per_sample):
+            count += is_high[i]
+        wrong |= count != num_high
+    sound, has_marks = _are_finite_or_marked(sections.scale, sections.zero_point)
+    return sound and not wrong and has_marks == is_flagged
+
+
+@kernel
+def _are_finite_or_marked(scale: NDArray[np.uint16], zero_point: NDArray[np.uint16]) -> tuple[bool, bool]:
+    """Whether every tile has finite metadata or the mark (scale +0, zero-point NaN), and whether any has the mark."""
+    wrong, marks = np.int32(0), np.int32(0)
+    for tile in range(scale.size):
+        s, z = np.int32(scale[tile]), np.int32(zero_point[tile])
+        is_infinite = np.int32((z & 0x7FFF) == _HALF_INFINITY)
+        is_mark = np.int32((z & 0x7FFF) > _HALF_INFINITY)
+        is_bad_scale = np.int32((s & _HALF_INFINITY) == _HALF_INFINITY)
+        wrong = np.int32(wrong | is_infinite | is_bad_scale | np.int32(is_mark & np.int32(s != 0)))
+        marks = np.int32(marks | is_mark)
+    return wrong == 0, marks != 0
+
+
+@kernel
+def read_tiles(
+    values: Values,
+    grid: Grid,
+    rule: Rule,
+    factor: np.float32,
+    is_high: ByteArray,
+    first: int,
+    stop: int,
+    sections: Sections,
+    scratch: Scratch,
+) -> None:
+    """Write the values of tiles, times factor; of marked ones, NaN."""
+    y, codes, words = scratch
+    high_tiles = _count_high(is_high, rule.tiles_per_alloc, first)
+    for tile in range(first, stop):
+        start, count = place_of_tile(grid, tile)
+        has_high_bits = is_high[tile // rule.tiles_per_alloc]
+        if (sections.zero_point[tile] & _HALF_INFINITY) == _HALF_INFINITY:
+            write_nan(values, start, count)
+        else:
+            _read_codes(sections, rule, tile, has_high_bits, high_tiles, words)
+            _restore(sections, grid, rule, tile, codes, y)
+            write_scaled(y[:count], factor, values, start)
+        high_tiles += has_high_bits
+
+
+@kernel
+def _read_codes(
+    sections: Sections, rule: Rule, tile: int, has_high_bits: int, high_tiles: int, words: NDArray[np.uint64]
+) -> None:
+    plane, extra = words.size, rule.high - rule.low
+    words[:] = 0
+    read_planes(sections.low_planes, tile * rule.low * plane, 0, rule.low, words)
+    if has_high_bits:
+        read_planes(sections.high_planes, high_tiles * extra * plane, rule.low, extra, words)
+
+
+@kernel
+def _restore(sections: Sections, grid: Grid, rule: Rule, tile: int, codes: ByteArray, y: Fp32Array) -> None:
+    scale = np.int32(sections.scale[tile])
+    dequantize(codes, half_to_float(scale & 0x7FFF), half_to_float(np.int32(sections.zero_point[tile])), y)
+    if scale & _TRANSFORMED:
+        restore_outlier(y, grid.group, read_number(tile, grid.log2_group, sections.pivot), rule.norm)

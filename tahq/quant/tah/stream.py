@@ -1,0 +1,259 @@
+"""Byte layout of TAH streams, version 1: `TahTiles` to bytes and back. docs/wire-format.md has the tables.
+
+Header, bit map, scales, zero-points, pivots, low planes, high planes. The length is a function of the
+shape and the spec, never of the data. What a decoder refuses is listed at `unpack`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+
+from tahq.errors import CodecError
+from tahq.quant import bit_planes, stream
+from tahq.quant.spec import TahSpec
+from tahq.quant.tah.reference import MAX_EXPONENT, TOP_EXPONENT, Allocation, TahTiles, tile_by_tile
+from tahq.quant.tiling import Tiling, check_shape
+
+VERSION = 1
+MIN_EXPONENT = TOP_EXPONENT - 127
+"""Of the largest fp32 numbers."""
+SIGN = -(2**15)
+"""fp16's sign bit as an int16."""
+
+
+@dataclass(frozen=True, slots=True)
+class TahLayout:
+    """Everything about a stream that the shape and the spec decide.
+
+    An allocation tile is `tiles_per_alloc` consecutive quantisation tiles of one token; the bit map has a
+    bit for each allocation tile, everything else is there once a quantisation tile.
+
+    Attributes:
+        tiles_per_alloc: R = A/G.
+        num_low: allocation tiles of each sample with L bits, ⌊(1−p)·n⌋.
+    """
+
+    spec: TahSpec
+    tiling: Tiling
+    tiles_per_alloc: int
+    num_low: int
+    sections: stream.Sections
+
+    @classmethod
+    def of(cls, spec: TahSpec, shape: Sequence[int]) -> "TahLayout":
+        """Lay out the stream of a tensor of this shape.
+
+        Raises:
+            CodecError: a shape without dimensions, or channels that allocation tiles do not divide.
+        """
+        return _layout(spec, check_shape(shape))
+
+    @property
+    def allocs_per_sample(self) -> int:
+        """n."""
+        return self.tiling.tiles_per_sample // self.tiles_per_alloc
+
+    @property
+    def num_allocs(self) -> int:
+        """B·n, bits of the bit map."""
+        return self.tiling.num_samples * self.allocs_per_sample
+
+    @property
+    def num_high(self) -> int:
+        """Quantisation tiles of the whole tensor with H bits."""
+        return self.tiles_per_alloc * self.tiling.num_samples * (self.allocs_per_sample - self.num_low)
+
+    @property
+    def even_share(self) -> Fraction:
+        """1 − p, or a fraction of a denominator of at most n with the same ⌊i·(1−p)⌋ for every i up to n.
+
+        What `adaptive=off` spreads by; however p is written, its products with n fit 64 bits.
+        """
+        return _below(low_share(self.spec), max(self.allocs_per_sample, 1))
+
+    @property
+    def allocation(self) -> Allocation:
+        """Which allocation tiles get L bits."""
+        even_share = self.even_share if self.spec.adaptive == "off" else None
+        return Allocation(self.num_low, self.tiles_per_alloc, self.spec.select == "high", even_share)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """[B, S, M], the shape of what there is once a tile."""
+        return self.tiling.num_samples, self.tiling.tokens_per_sample, self.tiling.tiles_per_token
+
+
+@lru_cache(maxsize=1024)
+def _layout(spec: TahSpec, shape: tuple[int, ...]) -> TahLayout:
+    """Kept, as on a GPU the kernels of a small tensor take no longer than this does."""
+    tiling = Tiling.of(shape, spec.group)
+    per_alloc = _tiles_per_alloc(spec, tiling)
+    allocs_per_sample = tiling.tiles_per_sample // per_alloc
+    num_low = math.floor(allocs_per_sample * low_share(spec))
+    num_tiles, plane_nbytes = tiling.num_tiles, tiling.group // 8
+    num_high = per_alloc * tiling.num_samples * (allocs_per_sample - num_low)
+    sizes = {
+        "bit map": -(-tiling.num_samples * allocs_per_sample // 8),
+        "scale": 2 * num_tiles,
+        "zero-point": 2 * num_tiles,
+        "pivot": -(-num_tiles * _log2(tiling.group) // 8),
+        "low planes": num_tiles * spec.low * plane_nbytes,
+        "high planes": num_high * (spec.high - spec.low) * plane_nbytes,
+    }
+    return TahLayout(spec, tiling, per_alloc, num_low, stream.Sections.of(sizes))
+
+
+def low_share(spec: TahSpec) -> Fraction:
+    """1 − p, exactly."""
+    return 1 - spec.int4
+
+
+def _tiles_per_alloc(spec: TahSpec, tiling: Tiling) -> int:
+    if spec.alloc == "group":
+        return 1
+    if spec.alloc == "token":
+        return max(tiling.tiles_per_token, 1)
+    alloc, padded = int(spec.alloc), tiling.tiles_per_token * tiling.group
+    if alloc % tiling.group or padded % alloc:
+        raise CodecError(
+            f"{spec}: alloc={alloc} does not fit {tiling.channels} channels, which are cut into tiles of "
+            f"{tiling.group} and filled up to {padded}: it must be a multiple of {tiling.group} that divides "
+            f"{padded}, or `group` or `token`"
+        )
+    return alloc // tiling.group
+
+
+def _below(share: Fraction, largest_denominator: int) -> Fraction:
+    """The largest fraction not above `share` whose denominator is at most this.
+
+    An integer k in (i·below, i·share] with i ≤ largest_denominator would make k/i a larger one, so that
+    ⌊i·below⌋ = ⌊i·share⌋ for all these i. Where the nearest fraction p/q lies above, the one sought is its
+    lower neighbour p'/q' in the Farey sequence: p·q' − p'·q = 1, q' as large as allowed.
+    """
+    nearest = share.limit_denominator(largest_denominator)
+    if nearest <= share:
+        return nearest
+    p, q = nearest.numerator, nearest.denominator
+    q_below = largest_denominator - (largest_denominator - pow(p, -1, q)) % q
+    return Fraction((p * q_below - 1) // q, q_below)
+
+
+def _log2(group: int) -> int:
+    return group.bit_length() - 1
+
+
+def pack(layout: TahLayout, tiles: TahTiles) -> torch.Tensor:
+    """The stream of `tiles`: uint8 [nbytes], on their device, without synchronising it."""
+    spec, group = layout.spec, layout.tiling.group
+    flags = tiles.zero_point.isnan().any().to(torch.int32)
+    header = (VERSION, flags, _log2(group), spec.low, spec.high, tiles.exponent)
+    buf = stream.new_stream(layout.sections.nbytes, header, tiles.codes.device)
+    high = tile_by_tile(tiles.high, layout.tiles_per_alloc).flatten()
+    scale = tiles.scale.flatten().view(torch.int16)
+    signed = torch.where(tiles.transformed.flatten(), scale | SIGN, scale)
+    planes = bit_planes.to_planes(tiles.codes.view(-1, group))
+    contents = {
+        "bit map": bit_planes.pack_numbers(tiles.high.flatten().to(torch.uint8), 1),
+        "scale": signed.view(torch.uint8),
+        "zero-point": stream.fp16_bytes(tiles.zero_point.flatten()),
+        "pivot": bit_planes.pack_numbers(tiles.pivot.flatten(), _log2(group)),
+    }
+    for name, content in contents.items():
+        layout.sections.view(buf, name).copy_(content)
+    low_planes, high_planes = _plane_views(layout, buf)
+    low_planes.copy_(planes[:, : spec.low])
+    high_planes.copy_(planes[_marked(high, layout.num_high), spec.low : spec.high])
+    return buf
+
+
+def unpack(layout: TahLayout, buf: torch.Tensor) -> TahTiles:
+    """The tiles of a stream.
+
+    Raises:
+        CodecError: a wrong length; a version, flag, log2 G, L or H that is not the spec's; an exponent
+            below −117; filling that is not zero; a sample without exactly ⌊(1−p)·n⌋ allocation tiles of L
+            bits; a scale or zero-point that is not finite, but for the mark of a tile that is not finite (scale
+            +0, zero-point NaN); such marks without the header's flag, or the flag without a mark.
+    """
+    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
+    is_flagged, exponent = read_header(layout, buf)
+    num_tiles, group = layout.tiling.num_tiles, layout.tiling.group
+    bit_map, left_of_map = bit_planes.unpack_numbers(layout.sections.view(buf, "bit map"), layout.num_allocs, 1)
+    high = bit_map.bool().view(layout.tiling.num_samples, layout.allocs_per_sample)
+    pivot, left_of_pivots = bit_planes.unpack_numbers(layout.sections.view(buf, "pivot"), num_tiles, _log2(group))
+    scale = layout.sections.view(buf, "scale").view(torch.int16)
+    zero_point = layout.sections.view(buf, "zero-point").view(torch.float16)
+    _check(layout, buf, is_flagged, high, scale, zero_point, torch.cat((left_of_map, left_of_pivots)))
+    low_planes, high_planes = _plane_views(layout, buf)
+    planes = bit_planes.empty_planes(num_tiles, group, buf.device)
+    planes[:, : layout.spec.low] = low_planes
+    rows = _marked(tile_by_tile(high, layout.tiles_per_alloc).flatten(), layout.num_high)
+    planes[rows, layout.spec.low : layout.spec.high] = high_planes
+    return TahTiles(
+        exponent=torch.full((), exponent, dtype=torch.int32, device=buf.device),
+        high=high,
+        scale=(scale & ~SIGN).view(torch.float16).view(layout.grid),
+        transformed=(scale < 0).view(layout.grid),
+        zero_point=zero_point.view(layout.grid),
+        pivot=pivot.view(layout.grid),
+        codes=bit_planes.from_planes(planes).view(*layout.grid, group),
+    )
+
+
+def read_header(layout: TahLayout, buf: torch.Tensor) -> tuple[bool, int]:
+    """The flag for non-finite values and e, from an accepted buffer.
+
+    Raises:
+        CodecError: a header that is not of this layout.
+    """
+    spec = layout.spec
+    expected = (
+        ("version", VERSION),
+        ("flags", 0),
+        ("log2 G", _log2(layout.tiling.group)),
+        ("L", spec.low),
+        ("H", spec.high),
+    )
+    is_flagged, exponent = stream.read_header(buf, expected, spec)
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+        raise CodecError(f"{spec}: header byte 5 (e) is {exponent}, no encoder writes one below {MIN_EXPONENT}")
+    return is_flagged, exponent
+
+
+def _check(
+    layout: TahLayout,
+    buf: torch.Tensor,
+    is_flagged: bool,
+    high: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor,
+    left_over_bits: torch.Tensor,
+) -> None:
+    expected = layout.allocs_per_sample - layout.num_low
+    marked = zero_point.isnan()
+    problems = {
+        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
+        "bits behind the bit map or the pivots are not zero": left_over_bits.any(),
+        f"the bit map must give H bits to {expected} tiles of every sample": (high.sum(dim=1) != expected).any(),
+        "a scale is not finite": ~scale.view(torch.float16).isfinite().all(),
+        "a zero-point is infinite": zero_point.isinf().any(),
+        "a zero-point is NaN where the scale is not +0": (marked & (scale != 0)).any(),
+        "the flag for non-finite values does not agree with the zero-points": marked.any() != is_flagged,
+    }
+    stream.refuse(problems, layout.spec)
+
+
+def _plane_views(layout: TahLayout, buf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    spec, plane_nbytes = layout.spec, layout.tiling.group // 8
+    low = layout.sections.view(buf, "low planes").view(layout.tiling.num_tiles, spec.low, plane_nbytes)
+    high = layout.sections.view(buf, "high planes").view(layout.num_high, spec.high - spec.low, plane_nbytes)
+    return low, high
+
+
+def _marked(flags: torch.Tensor, count: int) -> torch.Tensor:
+    """Ascending indices of the `count` tiles that are flagged; the count being known, nothing synchronises."""
+    return (flags == 0).to(torch.uint8).argsort(stable=True)[:count]

@@ -1,0 +1,224 @@
+"""`tah` on CUDA in Triton: a launch plan for every shape, and the kernels one after the other.
+
+Streams equal the reference's but for which of two allocation tiles gets H bits where their entropies lie
+within 1e-5 of each other; decoded values are equal to the bit. Encoding is three kernels (six, where a sample
+has more than 32,768 allocation tiles) and never synchronises. Decoding is two, then waits for the verdict.
+Kernels are specialised on the spec, on types, on whether tiles are filled up and on the size class of a
+sample, never on data.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+
+from tahq.errors import CodecError
+from tahq.quant import stream
+from tahq.quant.gpu import launch
+from tahq.quant.gpu.launch import Launch
+from tahq.quant.gpu.tiles import MAX_MEASURED
+from tahq.quant.spec import TahSpec
+from tahq.quant.tah import stream as tah_stream
+from tahq.quant.tah import triton_decode as decoding
+from tahq.quant.tah import triton_encode as encoding
+from tahq.quant.tah import triton_select as selection
+from tahq.quant.tah.stream import TahLayout
+from tahq.quant.tiling import Tiling
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches for one spec and shape, and how many words of 32 bits they need to work in.
+
+    `select` takes the work buffer alone; `measure` x too; `quantize` x, the work buffer and the stream.
+    """
+
+    encode_words: int
+    decode_words: int
+    measure: Launch
+    select: tuple[Launch, ...]
+    quantize: Launch
+    place: Launch
+    values: Launch
+
+
+def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """A stream of version 1: see `tah.codec.encode_reference`; x on a CUDA device, not empty."""
+    plan = _plan(layout.spec, layout.tiling)
+    x = launch.aligned(x)
+    work = torch.empty(plan.encode_words, dtype=torch.int32, device=x.device)
+    buf = torch.empty(layout.sections.nbytes, dtype=torch.uint8, device=x.device)
+    with launch.on_device_of(x):
+        plan.measure(x, work)
+        for kernel in plan.select:
+            kernel(work)
+        plan.quantize(x, work, buf)
+    return buf
+
+
+def decode(layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """The tensor of a stream.
+
+    Raises:
+        CodecError: what `tah.stream.unpack` refuses.
+    """
+    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
+    plan = _plan(layout.spec, layout.tiling)
+    work = torch.empty(plan.decode_words, dtype=torch.int32, device=buf.device)
+    x = torch.empty(layout.tiling.shape, dtype=dtype, device=buf.device)
+    with launch.on_device_of(buf):
+        plan.place(buf, work)
+        plan.values(buf, work, x)
+    if launch.is_refused(int(work[0])):
+        _refuse(layout, buf)
+    return x
+
+
+def _refuse(layout: TahLayout, buf: torch.Tensor) -> NoReturn:
+    """Let the reference say what is wrong with a damaged stream."""
+    tah_stream.unpack(layout, buf)
+    raise CodecError(f"{layout.spec}: damaged stream")
+
+
+@lru_cache(maxsize=256)
+def _plan(spec: TahSpec, tiling: Tiling) -> Plan:
+    layout = TahLayout.of(spec, tiling.shape)
+    tile_slots, alloc_slots = launch.slots(tiling.num_tiles), launch.slots(layout.num_allocs)
+    counts_at = MAX_MEASURED + 2 * (tile_slots + alloc_slots)
+    num_counts, num_tallies = _selection_words(layout)
+    return Plan(
+        encode_words=counts_at + num_counts + num_tallies,
+        decode_words=launch.slots(1 + tiling.num_samples) + layout.num_allocs,
+        measure=_measure(layout, tile_slots, counts_at, num_counts),
+        select=_select(layout, tile_slots, alloc_slots),
+        quantize=_quantize(layout, tile_slots),
+        place=_place(layout),
+        values=_values(layout),
+    )
+
+
+def _is_counted(layout: TahLayout) -> bool:
+    """Whether samples are too large for one program each to select."""
+    return layout.spec.adaptive == "on" and layout.allocs_per_sample > selection.MAX_KEYS_IN_REGISTERS
+
+
+def _selection_words(layout: TahLayout) -> tuple[int, int]:
+    """Words of histograms and of tallies."""
+    if not _is_counted(layout):
+        return 0, 0
+    num_samples = layout.tiling.num_samples
+    num_blocks = -(-layout.allocs_per_sample // selection.KEYS_PER_PROGRAM)
+    return 2 * selection.NUM_BINS * num_samples, 2 * num_blocks * num_samples
+
+
+def _measure(layout: TahLayout, tile_slots: int, counts_at: int, num_counts: int) -> Launch:
+    tiling = layout.tiling
+    constants = {
+        "G": tiling.group,
+        "TILES": launch.measuring_tiles(tiling.group),
+        "PADDED": tiling.padding > 0,
+        "ENTROPY": layout.spec.adaptive == "on",
+        "num_warps": launch.MEASURING_WARPS,
+        "num_stages": 1,
+    }
+    numbers = (tiling.num_tiles, tile_slots, tiling.channels, tiling.tiles_per_token, counts_at, num_counts)
+    return Launch(encoding.measure_kernel, (_num_measured(layout), 1, 1), numbers, constants)
+
+
+def _num_measured(layout: TahLayout) -> int:
+    return launch.measuring_programs(layout.tiling.num_tiles, layout.tiling.group)
+
+
+def _select(layout: TahLayout, tile_slots: int, alloc_slots: int) -> tuple[Launch, ...]:
+    if layout.spec.adaptive == "off":
+        return (_spread(layout, tile_slots),)
+    if _is_counted(layout):
+        return _select_by_counting(layout, tile_slots, alloc_slots)
+    block = 1 << max(8, (layout.allocs_per_sample - 1).bit_length())
+    constants = {"BLOCK": block, "num_warps": min(32, max(1, block // 512)), "num_stages": 1}
+    numbers = (tile_slots, _num_measured(layout), layout.allocs_per_sample, layout.num_low, layout.tiles_per_alloc)
+    grid = (layout.tiling.num_samples, 1, 1)
+    return (Launch(selection.select_kernel, grid, numbers, _key_constants(layout) | constants),)
+
+
+def _key_constants(layout: TahLayout) -> dict[str, Any]:
+    return {"IS_SINGLE": layout.tiles_per_alloc == 1, "REVERSE": layout.spec.select == "low"}
+
+
+def _select_by_counting(layout: TahLayout, tile_slots: int, alloc_slots: int) -> tuple[Launch, ...]:
+    n, num_low = layout.allocs_per_sample, layout.num_low
+    grid = (-(-n // selection.KEYS_PER_PROGRAM), layout.tiling.num_samples, 1)
+    keyed = (tile_slots, alloc_slots, _num_measured(layout), n, layout.tiles_per_alloc)
+    ranked = (tile_slots, alloc_slots, n, num_low)
+    options = {"num_warps": 8, "num_stages": 1}
+    return (
+        Launch(selection.count_upper_kernel, grid, keyed, _key_constants(layout) | options),
+        Launch(selection.count_lower_kernel, grid, ranked, options),
+        Launch(selection.tally_kernel, grid, ranked, options),
+        Launch(selection.place_kernel, grid, ranked, options),
+    )
+
+
+def _spread(layout: TahLayout, tile_slots: int) -> Launch:
+    share = layout.even_share
+    sample = (layout.allocs_per_sample, layout.num_low)
+    grid = (-(-layout.num_allocs // selection.KEYS_PER_PROGRAM), 1, 1)
+    numbers = (tile_slots, layout.num_allocs, *sample, share.numerator, share.denominator)
+    return Launch(selection.spread_kernel, grid, numbers, {"num_warps": 8, "num_stages": 1})
+
+
+def _section_starts(layout: TahLayout) -> tuple[int, ...]:
+    return tuple(section.start for section in layout.sections.by_name.values())
+
+
+def _coding_constants(layout: TahLayout) -> dict[str, Any]:
+    group = layout.tiling.group
+    return {
+        "G": group,
+        "WIDTH": group.bit_length() - 1,
+        "TILES": launch.tiles_per_block(group),
+        "LOW": layout.spec.low,
+        "HIGH": layout.spec.high,
+        "IS_SINGLE": layout.tiles_per_alloc == 1,
+        "PADDED": layout.tiling.padding > 0,
+        "NORM": group**-0.5,
+        "num_warps": launch.warps_per_block(group),
+        **launch.EXACT,
+    }
+
+
+def _quantize(layout: TahLayout, tile_slots: int) -> Launch:
+    tiling, tau = layout.tiling, layout.spec.tau
+    numbers = (
+        *(_num_measured(layout), tiling.num_tiles, tile_slots, layout.num_allocs, layout.num_high),
+        *(layout.tiles_per_alloc, tiling.channels, tiling.tiles_per_token),
+        tau if tau <= torch.finfo(torch.float32).max else math.inf,
+        *_section_starts(layout),
+    )
+    grid = (launch.programs(tiling.num_tiles, tiling.group), 1, 1)
+    return Launch(encoding.quantize_kernel, grid, numbers, _coding_constants(layout))
+
+
+def _place(layout: TahLayout) -> Launch:
+    tiling, spec = layout.tiling, layout.spec
+    grid = (-(-layout.allocs_per_sample // decoding.ALLOCS_PER_PROGRAM), tiling.num_samples, 1)
+    numbers = (
+        *(launch.slots(1 + tiling.num_samples), tiling.num_tiles, layout.num_allocs, layout.num_high),
+        *(layout.allocs_per_sample, layout.num_low),
+        *_section_starts(layout),
+    )
+    constants = {"G": tiling.group, "WIDTH": tiling.group.bit_length() - 1, "LOW": spec.low, "HIGH": spec.high}
+    return Launch(decoding.place_kernel, grid, numbers, constants | {"num_warps": 4, "num_stages": 1})
+
+
+def _values(layout: TahLayout) -> Launch:
+    tiling = layout.tiling
+    numbers = (
+        *(launch.slots(1 + tiling.num_samples), tiling.num_samples, tiling.num_tiles),
+        *(layout.tiles_per_alloc, tiling.channels, tiling.tiles_per_token),
+        *_section_starts(layout)[1:],
+    )
+    grid = (launch.programs(tiling.num_tiles, tiling.group), 1, 1)
+    return Launch(decoding.values_kernel, grid, numbers, _coding_constants(layout))

@@ -1,0 +1,1 @@
+"""`wf`: water-filled bits, deterministic; for activations."""

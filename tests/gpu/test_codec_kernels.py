@@ -1,0 +1,175 @@
+"""The Triton kernels on a CUDA device against the reference, on the CPU and on the same device.
+
+Every spec and dtype is compiled anew, about a second a kernel: there are few of them here, and each is given
+many tensors. `tests/quant/test_tah_triton.py` runs more specs, in the interpreter.
+"""
+
+import random
+
+import pytest
+import torch
+from support.agreement import compare
+from support.kernel_checks import (
+    as_words,
+    awkward,
+    check_decoding,
+    check_encoding,
+    check_round_trip,
+    damaged,
+)
+
+from tahq.quant import CodecSpec, get_codec
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+# Spec, dtype, shape: as many groups, bits, types, ways to allocate and fillings as nine compilations hold.
+CASES = [
+    ("tah", BF16, (2, 1024, 1600)),
+    ("tah", FP32, (3, 7, 100)),
+    ("tah:group=8,tau=0,low=2,high=8,int4=1/3", FP32, (2, 50, 72)),
+    ("tah:group=256,alloc=token,select=low,tau=0.99,high=5", FP16, (3, 20, 1000)),
+    ("tah:group=16,adaptive=off,low=2,high=3", BF16, (2, 9, 104)),
+    ("fixed", BF16, (2, 1024, 1600)),
+    ("fixed:bits=6,group=32", FP32, (3, 7, 100)),
+    ("fixed:bits=13,group=256,round=stochastic", FP16, (2, 5, 1024)),
+    ("fixed:bits=2,group=8", FP32, (2, 9, 40)),
+]
+every_case = pytest.mark.parametrize(("spec", "dtype", "shape"), CASES, ids=str)
+
+
+def scaled(x: torch.Tensor, power: int) -> torch.Tensor:
+    """x, whose largest magnitude becomes 2^power."""
+    return ((x / x.abs().max()).double() * 2.0**power).float()
+
+
+def tensors(dtype: torch.dtype, shape) -> dict[str, torch.Tensor]:
+    """What a codec may meet, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(shape, generator=generator)
+    spiky = gaussian.clone()
+    spiky[torch.rand(shape, generator=generator) < 0.01] *= 20
+    made = {"gaussian": gaussian, "spiky": spiky, "awkward": awkward(shape).clamp(-6e4, 6e4)}
+    made["far from 0"] = 1000 + gaussian.abs() * 0.1
+    made["zeros"], made["constant"] = torch.zeros(shape), torch.full(shape, -3.5)
+    made["few values"] = (gaussian * 2).round() / 2
+    bad = awkward(shape, seed=1).clamp(-6e4, 6e4)
+    bad.view(-1)[torch.randint(bad.numel(), (4,), generator=generator)] = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf, torch.nan]
+    )
+    made["not finite"] = bad
+    powers = {FP32: (-149, -140, -126, -60, 64, 100, 127), BF16: (-130, -60, 100, 127), FP16: (-24, -14, 15)}
+    for power in powers[dtype]:
+        made[f"2^{power}"] = scaled(awkward(shape, seed=2), power)
+    if gaussian.numel() > 1 << 20:  # the reference takes its time on the CPU
+        made = {name: made[name] for name in ("gaussian", "spiky", "few values", "not finite")}
+    limit = torch.finfo(dtype).max
+    return {name: torch.where(x.isfinite(), x.clamp(-limit, limit), x).to(dtype) for name, x in made.items()}
+
+
+@every_case
+def test_streams_and_values_equal_the_references(spec, dtype, shape):
+    for name, x in tensors(dtype, shape).items():
+        try:
+            check_round_trip(spec, x.cuda(), key=2**63 + 5)
+        except AssertionError as error:
+            raise AssertionError(f"{spec}, {name}: {error}") from error
+
+
+@every_case
+def test_the_reference_on_the_device_agrees(spec, dtype, shape):
+    x = tensors(dtype, shape)["spiky"].cuda()
+    got = get_codec(spec, backend="triton").encode(x, key=7)
+    expected = get_codec(spec, backend="reference").encode(x, key=7)
+    compare(CodecSpec.parse(spec), x.cpu(), expected.cpu(), got.cpu())
+    values = get_codec(spec, backend="reference").decode(got, shape, dtype)
+    assert torch.equal(as_words(values), as_words(get_codec(spec, backend="triton").decode(got, shape, dtype)))
+
+
+@every_case
+def test_every_byte_is_written(spec, dtype, shape, monkeypatch):
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        made.view(torch.uint8).fill_(0xAA)
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    check_round_trip(spec, tensors(dtype, shape)["spiky"].cuda())
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (1, 1, 8), (9, 3, 128), (2, 300, 1600), (70, 2, 64)], ids=str)
+def test_other_shapes_of_the_same_kernels(shape):
+    check_round_trip("tah", tensors(BF16, shape)["spiky"].cuda())
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_distinct"), [((2, 2100, 1024), None), ((1, 2200, 2048), None), ((1, 600, 4096), 3)]
+)
+def test_large_samples_are_selected_by_counting(shape, num_distinct):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=BF16)
+    if num_distinct:
+        x = x[:, :, : 64 * num_distinct].repeat(1, 1, -(-shape[2] // (64 * num_distinct)))[:, :, : shape[2]]
+    check_round_trip("tah", x.cuda())
+
+
+@pytest.mark.parametrize("spec", ["tah", "fixed:bits=6,group=32"])
+def test_damaged_streams_are_refused_as_the_reference_refuses_them(spec):
+    shape, rng = (3, 7, 100), random.Random(3)
+    x = awkward(shape)
+    x[1, 2, 99] = torch.nan
+    buf = check_encoding(spec, x.cuda())
+    for _ in range(300):
+        check_decoding(spec, damaged(buf, rng), shape, FP32, CUDA)
+    for _ in range(30):
+        garbage = torch.randint(256, buf.shape, generator=torch.Generator().manual_seed(rng.randrange(99)))
+        noise = garbage.to(torch.uint8)
+        noise[:16] = buf[:16]
+        check_decoding(spec, noise, shape, FP32, CUDA)
+
+
+@every_case
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_encoding_does_not_synchronise_and_nothing_is_compiled_after_the_first_time(spec, dtype, shape, monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    codec, x = get_codec(spec, backend="triton"), tensors(dtype, shape)["gaussian"].cuda()
+    codec.prepare(shape, dtype, x.device)
+
+    def compile_again(*args, **kwargs):
+        raise AssertionError("a kernel is compiled in a training step")
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_again)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bufs = [codec.encode(x * factor, key=key) for factor, key in ((1, 0), (0, 1), (3, 16), (1, 2**64 - 1))]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for buf in bufs:
+        codec.decode(buf, shape, dtype, key=1)
+
+
+def test_kernels_run_on_the_callers_stream():
+    codec, stream = get_codec("tah", backend="triton"), torch.cuda.Stream()
+    x = tensors(BF16, (2, 1024, 1600))["gaussian"].cuda()
+    expected = codec.encode(x)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        later = x + 0
+        buf = codec.encode(later)
+    stream.synchronize()
+    assert torch.equal(buf, expected)
+
+
+def test_tensors_and_buffers_may_lie_anywhere():
+    codec = get_codec("tah", backend="triton")
+    x = tensors(BF16, (9, 3, 128))["spiky"].cuda()
+    buf = codec.encode(x)
+    backing = torch.zeros(x.numel() + 1, dtype=BF16, device=CUDA)
+    backing[1:] = x.flatten()
+    assert torch.equal(codec.encode(backing[1:].view(x.shape)), buf)
+    assert torch.equal(codec.encode(x.transpose(0, 1).contiguous().transpose(0, 1)), buf)
+    moved = torch.zeros(buf.numel() + 1, dtype=torch.uint8, device=CUDA)
+    moved[1:] = buf
+    assert torch.equal(codec.decode(moved[1:], x.shape, BF16), codec.decode(buf, x.shape, BF16))

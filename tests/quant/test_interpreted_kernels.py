@@ -1,0 +1,26 @@
+"""Runs the tests of Triton's kernels in Triton's interpreter, which has to be chosen before triton is imported."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tahq.quant.backends import interprets_triton
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(interprets_triton(), reason="the interpreter is already chosen: they run in this process")
+@pytest.mark.parametrize(
+    "file", ["test_tah_triton.py", "test_fixed_triton.py", "test_eden_triton.py", "test_wf_triton.py"]
+)
+def test_kernels_pass_their_tests_in_the_interpreter(file):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", str(Path(__file__).parent / file)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout

@@ -1,0 +1,216 @@
+"""`tah`'s Triton kernels against the reference, in Triton's interpreter; on CUDA, tests/gpu/test_codec_kernels.py.
+
+The interpreter computes with numpy: additions, divisions and roundings are IEEE's, as on a device, but it cuts
+off where bf16 rounds, so that no values are decoded to bf16 here.
+"""
+
+import random
+
+import pytest
+import torch
+from support.kernel_checks import awkward, check_decoding, check_encoding, check_round_trip, damaged
+
+from tahq.errors import CodecError
+from tahq.quant import get_codec
+from tahq.quant.backends import interprets_triton
+from tahq.quant.tah import reference as tah_reference
+from tahq.quant.tah.stream import TahLayout
+
+pytestmark = [
+    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
+    # numpy reports what a device computes silently: 0·∞ in tiles that are not finite, whole numbers that wrap.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tah_triton():
+    from tahq.quant.tah import triton as tah_triton
+
+    tah_triton._plan.cache_clear()
+    yield tah_triton
+    tah_triton._plan.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (3, 100)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "tah",
+        "tah:tau=0",
+        "tah:tau=inf,int4=1/3",
+        "tah:group=8,int4=0.5",
+        "tah:group=32,tau=0.99,select=low",
+        "tah:group=256,low=2,high=8,tau=0",
+        "tah:low=2,high=3,int4=0.2,alloc=token",
+        "tah:low=4,high=4,int4=1",
+        "tah:low=5,high=7,int4=0,group=16",
+        "tah:adaptive=off,int4=2/7,group=16",
+    ],
+)
+def test_stream_and_values_equal_the_references(spec, shape):
+    check_round_trip(spec, awkward(shape, seed=shape[-1]))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 1, 2, 320)], ids=str)
+def test_other_shapes(shape):
+    check_round_trip("tah", awkward(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_read_as_it_is(dtype):
+    x = awkward((2, 3, 64)).to(dtype)
+    check_round_trip("tah", x, dtype=torch.float16)
+    check_round_trip("tah:group=128,low=2,high=5", awkward((2, 2, 256)).to(dtype), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "spec", ["tah:alloc=128,int4=0.4", "tah:alloc=token,select=low", "tah:alloc=token,adaptive=off"]
+)
+def test_allocation_tiles_of_several_tiles(spec):
+    check_round_trip(spec, awkward((2, 3, 384)))
+
+
+@pytest.mark.parametrize("tau", ["0", "2"])
+@pytest.mark.parametrize("power", [-149, -140, -126, -80, -40, 15, 70, 100, 127])
+def test_magnitudes_of_every_size(power, tau):
+    x = awkward((2, 3, 72), seed=5)
+    scaled = (x / x.abs().max()).double() * 2.0**power
+    check_round_trip(f"tah:tau={tau}", scaled.float())
+
+
+def test_entropy_of_tiny_tiles_counts_epsilon():
+    """Tiles whose ‖y‖₁ is near 1e-12 rank below others of the same shape of distribution."""
+    x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(3))
+    x *= 2.0 ** -torch.arange(0, 80, 2).view(1, 40, 1)
+    check_round_trip("tah:int4=0.5", x)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_tiles_that_are_not_finite(bad):
+    x = awkward((2, 4, 100), seed=6)
+    x[0, 1, 3] = x[1, 2, 99] = bad
+    check_round_trip("tah", x)
+    check_round_trip("tah:adaptive=off", x)
+    check_round_trip("tah", torch.full((2, 100), bad))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5])
+def test_constants(value):
+    check_round_trip("tah", torch.full((2, 3, 64), value))
+    check_round_trip("tah:tau=0.5", torch.full((2, 3, 64), value))
+
+
+def test_offsets_far_above_the_range_are_clamped():
+    """A zero-point in fp16 may lie above the minimum by many steps: codes below 0 and above the largest."""
+    x = 1000 + torch.rand(2, 4, 64, generator=torch.Generator().manual_seed(1)) * 0.3
+    check_round_trip("tah", x)
+
+
+@pytest.mark.parametrize("bits", [(3, 4), (2, 8)])
+def test_quotients_in_the_middle_of_two_codes_round_to_even(bits):
+    x = (torch.arange(512, dtype=torch.float32) % 61 * 0.5).view(1, 8, 64)
+    x[..., 0], x[..., 1] = 0.0, 2.0 ** bits[1] - 1
+    check_round_trip(f"tah:low={bits[0]},high={bits[1]},tau=inf", x)
+
+
+def test_equal_entropies_are_ranked_by_index():
+    x = awkward((1, 64), seed=7).repeat(1, 10, 1)
+    check_round_trip("tah:int4=0.5", x)
+    assert check_encoding("tah:int4=0.5", x)[16:18].tolist() == [0b11100000, 0b11]
+    assert check_encoding("tah:int4=0.5,select=low", x)[16:18].tolist() == [0b11100000, 0b11]
+
+
+def run_selection(tah_triton, spec: str, entropies: torch.Tensor) -> torch.Tensor:
+    """Places [B, n] that the selection gives to tiles of these entropies, whose masses are 1."""
+    layout = TahLayout.of(get_codec(spec).spec, (*entropies.shape, 8))
+    plan = tah_triton._plan(layout.spec, layout.tiling)
+    count = layout.tiling.num_tiles
+    entropies_at, slots = tah_triton.MAX_MEASURED, tah_triton.launch.slots(count)
+    work = torch.zeros(plan.encode_words, dtype=torch.int32)
+    work[0] = torch.tensor(1.0).view(torch.int32)
+    work[entropies_at : entropies_at + count] = entropies.flatten().view(torch.int32)
+    work[entropies_at + slots : entropies_at + slots + count] = work[0]
+    for kernel in plan.select:
+        kernel(work)
+    return work[entropies_at + 2 * slots :][:count].view(entropies.shape)
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+@pytest.mark.parametrize("select", ["high", "low"])
+@pytest.mark.parametrize(
+    ("samples", "n", "num_distinct", "int4"),
+    [
+        (1, 1, 1, "0.8"),
+        (3, 5, 2, "0.8"),
+        (2, 9000, 9000, "0.8"),
+        (2, 9000, 7, "1/3"),
+        (1, 9000, 1, "0.5"),
+        (2, 4097, 99, "0"),
+        (2, 4096, 99, "1"),
+    ],
+)
+def test_selection_equals_the_references(tah_triton, monkeypatch, is_counted, select, samples, n, num_distinct, int4):
+    """In one program's registers, and by counting, which large samples take, over several blocks."""
+    if is_counted:
+        monkeypatch.setattr(tah_triton.selection, "MAX_KEYS_IN_REGISTERS", 0)
+    ladder = torch.arange(num_distinct) * (2.0 / num_distinct)  # steps are far more than 2^-20
+    index = torch.randint(num_distinct, (samples, n), generator=torch.Generator().manual_seed(n))
+    entropies = ladder[index]
+    spec = f"tah:group=8,int4={int4},select={select}"
+    num_low = TahLayout.of(get_codec(spec).spec, (samples, n, 8)).num_low
+    high = tah_reference.select_high(entropies if select == "high" else -entropies, num_low)
+    places = run_selection(tah_triton, spec, entropies)
+    assert torch.equal(places >= 0, high)
+    assert torch.equal(places[high], torch.arange(int(high.sum()), dtype=torch.int32))
+
+
+def test_large_samples_are_selected_by_counting(tah_triton, monkeypatch):
+    monkeypatch.setattr(tah_triton.selection, "MAX_KEYS_IN_REGISTERS", 32)
+    check_encoding("tah:group=8,alloc=16", awkward((2, 20, 32)))
+    small, large = (TahLayout.of(get_codec("tah").spec, (1, n, 64)) for n in (32, 33))
+    assert len(tah_triton._plan(small.spec, small.tiling).select) == 1
+    assert len(tah_triton._plan(large.spec, large.tiling).select) == 4
+
+
+def test_every_byte_is_written(monkeypatch):
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        made.view(torch.uint8).fill_(0xAA)
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    for spec, shape in (("tah", (2, 3, 100)), ("tah:group=8,alloc=24,low=2,high=7", (3, 5, 72)), ("tah", (1, 64))):
+        check_round_trip(spec, awkward(shape))
+
+
+def test_tensors_and_buffers_may_lie_anywhere():
+    spec, codec = "tah", get_codec("tah", backend="triton")
+    x = awkward((4, 5, 64))
+    buf = check_encoding(spec, x.transpose(0, 1))
+    backing = torch.zeros(x.numel() + 1)
+    backing[1:] = x.flatten()
+    assert torch.equal(codec.encode(backing[1:].view(x.shape)), codec.encode(x))
+    moved = torch.zeros(buf.numel() + 1, dtype=torch.uint8)
+    moved[1:] = buf
+    assert torch.equal(codec.decode(moved[1:], (5, 4, 64)), codec.decode(buf, (5, 4, 64)))
+
+
+def test_damaged_streams_are_refused_as_the_reference_refuses_them():
+    spec, shape, rng = "tah:int4=0.5", (2, 3, 100), random.Random(2)
+    x = awkward(shape)
+    x[1, 2, 99] = torch.nan
+    buf = check_encoding(spec, x)
+    for _ in range(40):
+        check_decoding(spec, damaged(buf, rng), shape, torch.float32, CPU)
+
+
+def test_bit_map_of_ones_is_refused_and_reads_nothing_outside():
+    spec, shape = "tah:group=8", (2, 10, 64)
+    buf = get_codec(spec).encode(awkward(shape))
+    buf[16 : 16 + 20] = 0xFF
+    with pytest.raises(CodecError, match="the bit map must give H bits to"):
+        get_codec(spec, backend="triton").decode(buf, shape)

@@ -1,0 +1,76 @@
+"""What a backend's kernels must share with the reference, for tests on CUDA and in Triton's interpreter alike."""
+
+import random
+
+import torch
+
+from support.agreement import compare
+from tahq.errors import CodecError
+from tahq.quant import CodecSpec, get_codec
+from tahq.quant.codec import Codec
+
+
+def awkward(shape, seed: int = 0) -> torch.Tensor:
+    """fp32 values with outliers, equal magnitudes, constant stretches, both zeros and six orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= 10.0 ** torch.randint(-6, 1, (*shape[:-1], 1), generator=generator)
+    x[torch.rand(shape, generator=generator) < 0.02] *= 50
+    flat = x.view(-1)
+    count = flat.numel()
+    flat[: count // 8] = 0.0
+    flat[: count // 16 : 3] = -0.0
+    flat[-(count // 8) :] = flat[-1].clone()
+    flat[count // 3 : count // 3 + 9] = 77.0
+    return x
+
+
+def as_words(x: torch.Tensor) -> torch.Tensor:
+    """Bits of x as whole numbers, with one pattern for every NaN."""
+    widened = x.to(torch.float32)
+    return torch.where(widened.isnan(), torch.nan, widened).view(torch.int32)
+
+
+def check_encoding(spec: str, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
+    """Assert that the kernels' stream of x is the reference's; returns it, on the CPU."""
+    expected = get_codec(spec, backend="reference").encode(x.cpu(), key=key)
+    got = get_codec(spec, backend="triton").encode(x, key=key).cpu()
+    differences = compare(CodecSpec.parse(spec), x.detach().cpu(), expected, got)
+    assert differences.num_codes == 0, "codes differ where selections agree"
+    if differences.num_selections == 0:
+        assert torch.equal(expected, got)
+    return got
+
+
+def check_decoding(spec: str, buf: torch.Tensor, shape, dtype: torch.dtype, device: torch.device) -> None:
+    """Assert that the kernels read from a stream (on the CPU) what the reference does, or refuse it as it does."""
+    expected = outcome(get_codec(spec, backend="reference"), buf, shape, dtype)
+    got = outcome(get_codec(spec, backend="triton"), buf.to(device), shape, dtype)
+    if isinstance(expected, str) or isinstance(got, str):
+        assert expected == got
+    else:
+        assert (got.shape, got.dtype, got.is_contiguous()) == (expected.shape, dtype, True)
+        assert torch.equal(as_words(expected), as_words(got))
+
+
+def outcome(codec: Codec, buf: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor | str:
+    """Values on the CPU, or why there are none."""
+    try:
+        return codec.decode(buf, shape, dtype).cpu()
+    except CodecError as error:
+        return str(error)
+
+
+def check_round_trip(spec: str, x: torch.Tensor, *, key: int = 0, dtype: torch.dtype | None = None) -> None:
+    """Encoding and decoding of x, which is where the kernels run."""
+    buf = check_encoding(spec, x, key=key)
+    check_decoding(spec, buf, x.shape, dtype or x.dtype, x.device)
+
+
+def damaged(stream: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """A copy with one to eight bytes changed, half of them near the header."""
+    buf = stream.clone()
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        place = rng.randrange(min(48, buf.numel()) if rng.random() < 0.5 else buf.numel())
+        buf[place] = rng.choice((0, 0xFF, rng.randrange(256), int(buf[place]) ^ 1 << rng.randrange(8)))
+    return buf
