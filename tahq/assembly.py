@@ -14,8 +14,9 @@ from tahq import __version__
 from tahq.comm.control import Assign, Plan, Snapshotted
 from tahq.comm.transport import Transport
 from tahq.config import ClusterConfig
-from tahq.data.batches import BatchSource, Cursor
+from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError, SnapshotError
 from tahq.models.costs import counted_costs
@@ -179,20 +180,20 @@ class Assembly:
             self._batches,
             transports,
             device=self.device,
-            bf16=_computes_in_bf16(config, self.device),
+            bf16=computes_in_bf16(config, self.device),
+            order=self._sample_order(plan),
+            cache_folder=Path(config.run.dir) / config.run.name / "cache",
             on_action=on_action,
         )
         if self._reader is not None:
-            stage.update.load(self._reader.tensor, set(self._reader.names()))
+            stage.load(self._reader.tensor, set(self._reader.names()))
         return stage
 
     def write_snapshot(self, step: int, stage: Stage) -> Snapshotted:
         """Write this stage's part of the snapshot after `step` steps; a failure is reported, not raised."""
         number = self._assign.stage
         try:
-            written = write_stage(
-                snapshot_folder(self._snapshots(), step), number, stage.update.tensors(), self._meta(step)
-            )
+            written = write_stage(snapshot_folder(self._snapshots(), step), number, stage.tensors(), self._meta(step))
             if isinstance(self.config.hosts, list):
                 prune(self._snapshots(), self.config.run.keep_snapshots)
         except SnapshotError as error:
@@ -215,6 +216,19 @@ class Assembly:
     def _snapshots(self) -> Path:
         return snapshots_folder(self.config)
 
+    def _sample_order(self, plan: Plan) -> SampleOrder:
+        """Which samples a step is made of; a stage without data has it from the plan."""
+        if self._batches is not None:
+            return self._batches.order
+        return SampleOrder(
+            plan.num_train_samples,
+            self.config.data.shuffle,
+            self.config.run.seed,
+            self.config.training.global_batch,
+            self.config.training.micro_batch,
+            Cursor(plan.start_step, plan.next_sample, plan.num_train_samples),
+        )
+
     def _batch_source(self) -> BatchSource | None:
         if self._data is None:
             return None
@@ -230,7 +244,7 @@ class Assembly:
     def _origin(self) -> Cursor:
         """Where the snapshot's first stage stood in the data; every run has a stage 0, and it has the data."""
         if self._reader is None:
-            return Cursor()
+            return BEGINNING
         first = next(file for file in sorted(self._assign.snapshot_files) if file.startswith("stage-000"))
         return Cursor(**self._reader.stage_meta(first).cursor)
 
@@ -246,6 +260,7 @@ def _open_snapshot(assign: Assign, config: ClusterConfig) -> SnapshotReader | No
     return SnapshotReader(Path(config.run.dir) / config.run.name / assign.snapshot, assign.snapshot_files)
 
 
-def _computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
+def computes_in_bf16(config: ClusterConfig, device: torch.device) -> bool:
+    """Whether a stage on this device computes under bf16 autocast (`training.precision`)."""
     precision = config.training.precision
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")

@@ -10,8 +10,10 @@ from pydantic import Field, field_validator, model_validator
 from tahq.comm.config import Hosts, LinksConfig
 from tahq.config_errors import DisagreementError
 from tahq.data.config import DataConfig
+from tahq.errors import CodecError
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
+from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
 from tahq.run_config import RunConfig
 from tahq.units import Section, format_size, write_duration
@@ -46,6 +48,7 @@ class ClusterConfig(Section):
     def _sections_agree(self) -> "ClusterConfig":
         self._check_hosts()
         self._check_layers()
+        self._check_wire()
         self._check_sequence()
         self._check_evaluation()
         self._check_timeouts()
@@ -74,6 +77,18 @@ class ClusterConfig(Section):
                 f"pipeline.stages {self.pipeline.stages} is above model.num_layers {num_layers}; "
                 "each stage needs a layer",
             )
+
+    def _check_wire(self) -> None:
+        channels = self.model.hidden_size
+        if channels is None:
+            return
+        for direction, spec in self.wire.specs().items():
+            try:
+                get_codec(spec).encoded_nbytes((1, 1, channels))
+            except CodecError as error:
+                raise DisagreementError(
+                    ("wire", direction), f"wire.{direction} does not go with model.hidden_size {channels}: {error}"
+                ) from error
 
     def _check_sequence(self) -> None:
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size

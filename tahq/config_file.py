@@ -19,7 +19,7 @@ from tahq import yaml_positions
 from tahq.config import ClusterConfig
 from tahq.config_errors import Origin, Origins, dotted, one_line
 from tahq.errors import ConfigError
-from tahq.quant import CodecSpec
+from tahq.quant.config import PAPER, PAPER_WORD
 from tahq.units import WRITTEN_BY_HAND
 from tahq.yaml_positions import YamlError, parse_yaml
 
@@ -138,9 +138,16 @@ def _parse_override(override: str, label: str) -> tuple[list[str], Any]:
 def _enter(target: Any, path: yaml_positions.Path, name: str, label: str) -> tuple[Any, yaml_positions.Path]:
     """One step down towards what an override changes; a section that is not there is made."""
     step = _step(target, path, name, label)
-    if isinstance(target, dict) and target.get(step) is None:
-        target[step] = {}
+    if isinstance(target, dict):
+        target[step] = _with_keys((*path, step), target.get(step))
     return target[step], (*path, step)
+
+
+def _with_keys(path: yaml_positions.Path, section: Any) -> Any:
+    """What an override finds where nothing was written, or a word that stands for keys."""
+    if path == ("wire",) and section == PAPER_WORD:
+        return dict(PAPER)
+    return {} if section is None else section
 
 
 def _step(target: Any, path: yaml_positions.Path, name: str, label: str) -> str | int:
@@ -230,8 +237,7 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     under ``hosts: local`` the cores are divided among the workers, so that a resumed run computes with
     as many threads. What needs the model or the tokenizer is left open. Resolving twice changes nothing.
     """
-    wire = {name: str(CodecSpec.parse(spec)) for name, spec in config.wire.model_dump().items()}
-    changed: dict[str, Any] = {"wire": config.wire.model_copy(update=wire)}
+    changed: dict[str, Any] = {"wire": config.wire.resolved()}
     if config.hosts == "local" and config.run.threads is None:
         threads = max(1, _num_usable_cores() // config.pipeline.stages)
         changed["run"] = config.run.model_copy(update={"threads": threads})

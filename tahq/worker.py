@@ -137,6 +137,8 @@ class Worker:
         if plan is None:
             return 0
         stage = assembly.connect(plan, self._connect(plan, config), self._before_action)
+        self._working("preparing the codecs")
+        stage.prepare()
         self._client.send(Ready(self.stage))
         start = self._await(Start)
         self._train(stage, assembly, start.step)
@@ -333,6 +335,7 @@ def _prepare(step: int, stage: Stage, result: StepResult) -> Prepare:
         batch_digest=result.batch_digest,
         timing=result.timing,
         links=rows,
+        codec_state_bytes=stage.codec_state_nbytes,
     )
 
 

@@ -19,7 +19,7 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
 
 def test_least_configuration_has_defaults(file):
     config = file.load(LEAST)
-    assert config.wire.activations == "tah"
+    assert config.wire.activations == "wf"
     assert config.links.rate == 1e8
     assert config.hosts == "local"
     assert config.training.num_micro_batches == 4
@@ -122,6 +122,16 @@ def test_override_takes_yaml_values(file):
     assert config.training.clip_norm is None
     assert (config.links.rate, config.links.delay) == (None, 0.005)
     assert config.wire.gradients == "fixed:bits=10"
+
+
+def test_the_word_paper_stands_for_the_papers_pair(file):
+    expected = {"activations": "tah", "gradients": "fixed:bits=8", "backend": "auto", "threads": 1}
+    config = file.load(changed("hosts: local", "wire: paper"))
+    assert config.wire.model_dump() == expected
+    assert file.load(LEAST, "wire=paper") == config
+    assert file.load(LEAST, "wire=paper", "wire.threads=2").wire.model_dump() == expected | {"threads": 2}
+    raw_first = changed("hosts: local", "wire: {activations: raw, gradients: raw}")
+    assert file.load(raw_first, "wire=paper") == config
 
 
 def test_override_makes_a_section_that_is_missing(file):

@@ -41,6 +41,7 @@ def test_equal_configurations_written_differently_have_equal_hashes(tmp_path):
         "hosts: local\nlinks:\n  delay: 0.02s\n  rate: 0.1gbit\npipeline: {schedule: 1f1b}\n"
         "training: {micro_batch: 4, global_batch: 32, steps: 60, lr: 0.001}\ndata: {text: stdlib}\n"
         "model: {num_heads: 8, hidden_size: 256, num_layers: 8, family: gpt2}\nrun: {name: gpt2}\n"
+        "wire: {gradients: 'fixed:bits=8', activations: tah}\n"
     )
     assert config_hash(load_config(path)) == config_hash(EXAMPLE)
 
@@ -123,6 +124,17 @@ def test_resolving_writes_out_codecs_and_threads(monkeypatch):
     assert config.run.threads == 2
     assert EXAMPLE.run.threads is None
     assert resolve(config) == config
+
+
+def test_resolving_writes_out_what_the_word_paper_stands_for():
+    config = resolve(load_config(EXAMPLES / "gpt2.yaml", ["wire=paper"]))
+    assert (
+        "wire:\n"
+        "  activations: tah:group=64,int4=0.8,tau=2,low=3,high=4\n"
+        "  gradients: fixed:bits=8,group=64,round=nearest\n"
+        "  backend: auto\n"
+        "  threads: 1\n"
+    ) in dump_yaml(config)
 
 
 def test_resolving_leaves_at_least_one_thread_and_what_is_set(monkeypatch):

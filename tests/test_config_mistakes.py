@@ -78,6 +78,17 @@ OUT_OF_RANGE = [
         "hosts.0.env.A=B: expected the name of an env",
     ),
     ("hosts: local", "hosts:\n- {address: a, advertise: b}", 16, "hosts.0.advertise: expected host:port"),
+    ("hosts: local", "wire: papers", 15, "wire: expected keys and values, or the word paper; got 'papers'"),
+    ("hosts: local", "wire: [paper]", 15, "wire: expected keys and values; got a list of 1"),
+    ("hosts: local", "wire:\n  backend: gpu", 16, "wire.backend: expected auto, reference, cpu or triton; got 'gpu'"),
+    ("hosts: local", "wire:\n  threads: 0", 16, "wire.threads: expected 1 or more; got 0"),
+    (
+        "hosts: local",
+        "wire:\n  gradients: tah:alloc=64",
+        16,
+        "wire.gradients does not go with model.hidden_size 32: tah:group=64,int4=0.8,tau=2,low=3,high=4,alloc=64: "
+        "alloc=64 does not fit 32 channels",
+    ),
     ("hosts: local", "wire: {gradients: fixd}", 15, "wire.gradients: codec spec 'fixd': no codec 'fixd'"),
     ("gpt2", "gpt3", 3, "model.family: expected gpt2, llama, qwen2, qwen3 or mistral; got 'gpt3'"),
     (*_inside("family", "overrides: {a: [1, .nan]}"), 4, "model.overrides: numbers must be finite; got nan"),

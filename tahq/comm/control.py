@@ -73,13 +73,18 @@ class Refuse:
 class Plan:
     """coordinator → worker: all have joined; these are your links.
 
-    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled].
+    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled]. The last two
+    numbers tell stages without data which samples a step is made of.
     """
 
     epoch: int
     start_step: int
     total_steps: int
     links: list[list[str | int]]
+    num_train_samples: int = 0
+    """Samples of an epoch."""
+    next_sample: int = 0
+    """Number of the training sample that `start_step` begins with, over all epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class Prepare:
     set by the stages that know them (None, None and "" elsewhere). `timing` holds seconds by
     activity (forward, backward, encode, decode, wait, …). A row of `links` is [link, direction,
     frames, payload bytes, wire bytes, elements, busy seconds], for what this worker sent.
+    `codec_state_bytes` is what its codecs remember.
     """
 
     step: int
@@ -115,6 +121,7 @@ class Prepare:
     batch_digest: str
     timing: dict[str, float]
     links: list[list[float]]
+    codec_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

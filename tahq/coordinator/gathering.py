@@ -87,10 +87,14 @@ class Gathering:
     def num_steps(self) -> int:
         """Length of the run, now that all have said how many samples there are."""
         options = self._context.options
-        hellos = [member.hello for member in self._context.membership.members if member.hello]
-        samples = max(hello.num_train_samples for hello in hellos)
-        start = Position(options.start_step, max(hello.next_sample for hello in hellos))
+        samples, next_sample = self._data_position()
+        start = Position(options.start_step, next_sample)
         return total_steps(options.steps, options.epochs, samples, options.global_batch, start)
+
+    def _data_position(self) -> tuple[int, int]:
+        """Samples of an epoch, and the number of the first to train on, as the stages with data have said."""
+        hellos = [member.hello for member in self._context.membership.members if member.hello]
+        return max(hello.num_train_samples for hello in hellos), max(hello.next_sample for hello in hellos)
 
     def plan(self, num_steps: int) -> None:
         """Tell every worker its links, and how long the run is.
@@ -106,7 +110,7 @@ class Gathering:
         context.tell_phase(self.missing)
         context.observer.planned(options.start_step, num_steps)
         for member in members:
-            plan = Plan(options.epoch, options.start_step, num_steps, rows[member.stage])
+            plan = Plan(options.epoch, options.start_step, num_steps, rows[member.stage], *self._data_position())
             context.server.send(member.identity, plan)
 
     def ready(self, identity: bytes, ready: Ready) -> bool:

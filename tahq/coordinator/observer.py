@@ -69,10 +69,11 @@ class LinkRecord:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """How one stage spent one step: seconds by activity."""
+    """How one stage spent one step: seconds by activity; and what its codecs remember after it."""
 
     stage: int
     timing: Mapping[str, float]
+    codec_state_bytes: int = 0
 
     @property
     def waiting_share(self) -> float:

@@ -37,7 +37,7 @@ def step_record(commit: Commit, prepares: Sequence[Prepare], norm: float, step_t
         clip_factor=commit.clip_factor,
         skipped=not commit.apply,
         evaluating=commit.evaluate,
-        stages=tuple(StageRecord(p.stage, dict(p.timing)) for p in prepares),
+        stages=tuple(StageRecord(p.stage, dict(p.timing), p.codec_state_bytes) for p in prepares),
         links=tuple(_link_record(p.stage, row, len(prepares)) for p in prepares for row in p.links),
     )
 

@@ -86,9 +86,13 @@ def link_object(link: LinkRecord) -> dict[str, Any]:
 
 
 def stage_object(stage: StageRecord) -> dict[str, Any]:
-    """One stage's time as metrics.jsonl has it."""
-    timing = {name: finite(seconds) for name, seconds in stage.timing.items()}
-    return {"stage": stage.stage, "waiting_share": finite(stage.waiting_share), "timing_s": timing}
+    """One stage's time, and what its codecs remember, as metrics.jsonl has it."""
+    return {
+        "stage": stage.stage,
+        "waiting_share": finite(stage.waiting_share),
+        "timing_s": {name: finite(seconds) for name, seconds in stage.timing.items()},
+        "codec_state_bytes": stage.codec_state_bytes,
+    }
 
 
 def validation_object(record: ValidationRecord) -> dict[str, Any]:

@@ -6,17 +6,21 @@ checks that what came is what the plan says, and unpacks.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.transport import Transport
-from tahq.errors import RemoteProtocolError
-from tahq.quant import get_codec
+from tahq.errors import LocalProtocolError, RemoteProtocolError
+from tahq.quant import AUTO, get_codec
 from tahq.quant.codec import Codec
+from tahq.quant.stateful_codec import StatefulCodec
 from tahq.randomness import derive_seed
+
+BOUNDARY_DTYPE = torch.float32
+"""Of what crosses a cut, before it is encoded and after it was decoded."""
 
 
 class Stopwatch:
@@ -55,10 +59,36 @@ class Timer:
 
 
 class CodecTable:
-    """The plan's table of resolved codec specs; a frame names its codec by the index here."""
+    """The plan's table of resolved codec specs; a frame names its codec by the index here.
 
-    def __init__(self, activations: str, gradients: str) -> None:
-        self.codecs: tuple[Codec, ...] = (get_codec("raw:dtype=fp32"), get_codec(activations), get_codec(gradients))
+    A codec with state belongs to one cut, so every cut has a table of its own.
+
+    Args:
+        activations: spec of what goes forward.
+        gradients: spec of what goes backward.
+        backend: which implementation of them, `auto` by device; both ends of a link may differ.
+        threads: how many the implementation for CPUs may use.
+    """
+
+    def __init__(self, activations: str, gradients: str, *, backend: str = AUTO, threads: int = 1) -> None:
+        self.codecs: tuple[Codec, ...] = tuple(
+            get_codec(spec, backend=backend, threads=threads) for spec in ("raw:dtype=fp32", activations, gradients)
+        )
+
+    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Have every kernel that these tensors will need compiled or loaded, whichever way they go.
+
+        Raises:
+            CodecError: a codec does not go with the shape, or its backend not with the device.
+        """
+        for codec in self.codecs:
+            codec.prepare(shape, dtype, device)
+
+    @property
+    def stateful(self) -> dict[Direction, StatefulCodec]:
+        """The codecs that remember what has crossed, by the direction that they are for."""
+        by_direction = dict(zip(Direction, self.codecs[1:], strict=True))
+        return {d: c for d, c in by_direction.items() if isinstance(c, StatefulCodec) and c.is_stateful}
 
     def index(self, purpose: Purpose, direction: Direction) -> int:
         """Which codec packs this kind of tensor."""
@@ -110,8 +140,8 @@ class Boundary:
         stopwatch: Stopwatch,
     ) -> None:
         self.transport = transport
+        self.codecs = codecs
         self._identity = identity
-        self._codecs = codecs
         self._device = device
         self._stopwatch = stopwatch
         self._arrived: dict[LogicalId, Frame] = {}
@@ -120,18 +150,32 @@ class Boundary:
         self, step: int, purpose: Purpose, direction: Direction, micro_batches: Iterable[int], shape: tuple[int, ...]
     ) -> None:
         """Post receives ahead, so that a frame finds its place whenever it comes."""
-        codec = self._codecs.codecs[self._codecs.index(purpose, direction)]
+        codec = self.codecs.codecs[self.codecs.index(purpose, direction)]
         max_nbytes = codec.encoded_nbytes(shape)
         for micro_batch in micro_batches:
             self.transport.expect(self._identity.name(step, purpose, micro_batch, direction), max_nbytes)
 
-    def send(self, step: int, purpose: Purpose, direction: Direction, micro_batch: int, tensor: torch.Tensor) -> bool:
-        """Pack a tensor and queue it; returns whether all that was packed is finite."""
+    def send(
+        self,
+        step: int,
+        purpose: Purpose,
+        direction: Direction,
+        micro_batch: int,
+        tensor: torch.Tensor,
+        sample_ids: Sequence[int] | None = None,
+    ) -> bool:
+        """Pack a tensor and queue it; returns whether all that was packed is finite.
+
+        Args:
+            step, purpose, direction, micro_batch: name the tensor.
+            tensor: [B, S, C].
+            sample_ids: of the B samples, which stateful codecs need in training.
+        """
         id = self._identity.name(step, purpose, micro_batch, direction)
-        index = self._codecs.index(purpose, direction)
-        codec = self._codecs.codecs[index]
+        index = self.codecs.index(purpose, direction)
+        codec = self.codecs.codecs[index]
         with self._stopwatch.measure("encode"):
-            payload = codec.encode(tensor, key=self._key(codec, id)).cpu()
+            payload = self._encode(codec, id, tensor, sample_ids).cpu()
             finite = not codec.has_non_finite(payload)
         self.transport.send(Frame(id, index, tensor.dtype, tuple(tensor.shape), payload))
         return finite
@@ -143,9 +187,10 @@ class Boundary:
         direction: Direction,
         micro_batch: int,
         shape: tuple[int, ...],
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = BOUNDARY_DTYPE,
+        sample_ids: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Wait for a posted tensor and unpack it.
+        """Wait for a posted tensor and unpack it; `sample_ids` as in `send`.
 
         Raises:
             PeerLostError: the link is lost.
@@ -155,11 +200,26 @@ class Boundary:
         id = self._identity.name(step, purpose, micro_batch, direction)
         with self._stopwatch.measure("wait"):
             frame = self._await(id)
-        index = self._codecs.index(purpose, direction)
+        index = self.codecs.index(purpose, direction)
         _check(frame, index, shape, dtype)
-        codec = self._codecs.codecs[index]
+        codec = self.codecs.codecs[index]
         with self._stopwatch.measure("decode"):
-            return codec.decode(frame.payload.to(self._device), shape, dtype, key=self._key(codec, id))
+            return self._decode(codec, frame, sample_ids)
+
+    def _encode(
+        self, codec: Codec, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None
+    ) -> torch.Tensor:
+        key = self._key(codec, id)
+        if isinstance(codec, StatefulCodec):
+            return codec.encode(tensor, key=key, sample_ids=_remembered(codec, id, sample_ids))
+        return codec.encode(tensor, key=key)
+
+    def _decode(self, codec: Codec, frame: Frame, sample_ids: Sequence[int] | None) -> torch.Tensor:
+        payload, key = frame.payload.to(self._device), self._key(codec, frame.id)
+        if isinstance(codec, StatefulCodec):
+            ids = _remembered(codec, frame.id, sample_ids)
+            return codec.decode(payload, frame.shape, frame.dtype, key=key, sample_ids=ids)
+        return codec.decode(payload, frame.shape, frame.dtype, key=key)
 
     def _key(self, codec: Codec, id: LogicalId) -> int:
         return codec_key(id, self._identity.seed) if codec.is_keyed else 0
@@ -169,6 +229,15 @@ class Boundary:
             frame = self.transport.recv()
             self._arrived[frame.id] = frame
         return self._arrived.pop(id)
+
+
+def _remembered(codec: Codec, id: LogicalId, sample_ids: Sequence[int] | None) -> Sequence[int] | None:
+    """The ids that a stateful codec is told: in training those of the samples, in evaluations none."""
+    if id.purpose is not Purpose.TRAIN or not codec.is_stateful:
+        return None
+    if sample_ids is None:
+        raise LocalProtocolError(f"cut {id.cut}: {codec.spec} needs the ids of the samples that cross in training")
+    return sample_ids
 
 
 def _check(frame: Frame, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -17,10 +17,11 @@ import torch
 
 from tahq.comm.frame import Direction, Purpose
 from tahq.data.batches import BatchSource, StepBatch
+from tahq.data.sample_order import SampleOrder
 from tahq.errors import ScheduleError
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice
-from tahq.pipeline.boundary import Boundary, Stopwatch
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, Stopwatch
 from tahq.pipeline.loss import summed_cross_entropy
 from tahq.pipeline.schedule import Action, ActionKind
 from tahq.pipeline.tie import TiedEmbedding
@@ -81,6 +82,7 @@ class StageEngine:
         actions: this stage's row of the schedule.
         shape: sizes of a step.
         batches: where token and label tensors come from; None for a stage that needs none.
+        order: which samples a micro-batch is made of; None where no codec remembers samples.
         random: told which micro-batch is being computed, for dropout.
         device: where the chunks live.
         bf16: compute under bf16 autocast.
@@ -96,6 +98,7 @@ class StageEngine:
         actions: Sequence[Action],
         shape: StepShape,
         batches: BatchSource | None,
+        order: SampleOrder | None = None,
         random: RandomContext,
         device: torch.device,
         bf16: bool = False,
@@ -107,6 +110,7 @@ class StageEngine:
         self._actions = actions
         self._shape = shape
         self._batches = batches
+        self._order = order
         self._random = random
         self._device = device
         self._bf16 = bf16
@@ -116,6 +120,7 @@ class StageEngine:
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._step = 0
         self._batch: StepBatch | None = None
+        self._sample_ids: list[list[int]] | None = None
         self._finite = True
         self._losses: list[torch.Tensor] = []
         self._held_out: tuple[int, StepBatch] | None = None
@@ -160,6 +165,7 @@ class StageEngine:
         self._in_flight.clear()
         with self._stopwatch.measure("data"):
             self._batch = self._batches.train(step) if self._batches is not None else None
+            self._sample_ids = self._order.micro_batches(step) if self._order is not None else None
         for chunk in self._chunks.values():
             chunk.module.train()
 
@@ -198,9 +204,7 @@ class StageEngine:
         x, y = self._in_flight.pop((number, micro_batch))
         gradient = None
         if chunk.outgoing is not None:
-            gradient = chunk.outgoing.receive(
-                self._step, Purpose.TRAIN, Direction.BACKWARD, micro_batch, self._shape.boundary, y.dtype
-            )
+            gradient = self._receive(chunk.outgoing, Direction.BACKWARD, micro_batch, y.dtype)
         with self._stopwatch.measure("backward"):
             y.backward(gradient)  # type: ignore[no-untyped-call]
         if chunk.incoming is not None:
@@ -212,7 +216,7 @@ class StageEngine:
         if chunk.incoming is None:
             tokens, _ = self._train_batch().micro_batch(micro_batch)
             return tokens.to(self._device, non_blocking=True)
-        return chunk.incoming.receive(self._step, Purpose.TRAIN, Direction.FORWARD, micro_batch, self._shape.boundary)
+        return self._receive(chunk.incoming, Direction.FORWARD, micro_batch, BOUNDARY_DTYPE)
 
     def _loss(self, logits: torch.Tensor, micro_batch: int) -> torch.Tensor:
         batch = self._train_batch()
@@ -222,7 +226,15 @@ class StageEngine:
         return loss / max(batch.num_tokens, 1)
 
     def _send(self, boundary: Boundary, direction: Direction, micro_batch: int, tensor: torch.Tensor) -> None:
-        self._finite &= boundary.send(self._step, Purpose.TRAIN, direction, micro_batch, tensor)
+        ids = self._ids_of(micro_batch)
+        self._finite &= boundary.send(self._step, Purpose.TRAIN, direction, micro_batch, tensor, ids)
+
+    def _receive(self, boundary: Boundary, direction: Direction, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
+        shape, ids = self._shape.boundary, self._ids_of(micro_batch)
+        return boundary.receive(self._step, Purpose.TRAIN, direction, micro_batch, shape, dtype, ids)
+
+    def _ids_of(self, micro_batch: int) -> list[int] | None:
+        return self._sample_ids[micro_batch] if self._sample_ids is not None else None
 
     def _compute(self, chunk: Chunk, x: torch.Tensor) -> torch.Tensor:
         if self._bf16:

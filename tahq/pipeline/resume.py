@@ -6,12 +6,13 @@ dotted name; a key without a rule is refused, so a new one cannot slip through.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
 from tahq.errors import SnapshotError
-from tahq.quant.spec import CodecSpec, RawSpec
+from tahq.quant.spec import AqsgdSpec, CodecSpec, RawSpec
 
 Config = Mapping[str, Any]
 """A configuration as nested plain values, such as JSON gives."""
@@ -66,10 +67,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """All differences between a snapshot's configuration and the one to go on with."""
+    """All differences between a snapshot's configuration and the one to go on with, and what they cost beside."""
 
     changed: tuple[Change, ...]
     refused: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def inexact(self) -> tuple[Change, ...]:
@@ -96,7 +98,7 @@ class ResumeReport:
         if not self.changed and not self.refused:
             return ["resuming with the configuration of the snapshot: exact"]
         summary = "the continuation is exact" if self.exact else "the continuation is no longer exact, to the bit"
-        return [*(str(change) for change in (*self.refused, *self.changed)), summary]
+        return [*(str(change) for change in (*self.refused, *self.changed)), *self.notes, summary]
 
 
 def compare_configs(old: Config, new: Config) -> ResumeReport:
@@ -117,7 +119,7 @@ def compare_configs(old: Config, new: Config) -> ResumeReport:
     ]
     changed = tuple(change for change in changes if change.verdict is not Verdict.REFUSED)
     refused = tuple(change for change in changes if change.verdict is Verdict.REFUSED)
-    return ResumeReport(changed, refused)
+    return ResumeReport(changed, refused, forgotten_samples(old, new))
 
 
 def keep_model_sizes(old: Config, new: Config) -> dict[str, Any]:
@@ -178,11 +180,44 @@ def _lossless_wire(old: Config, new: Config) -> bool:
 
 
 def _same_codecs(old: Config, new: Config) -> bool:
-    return _codecs(old) == _codecs(new)
+    """Another backend may rank two tiles otherwise whose entropies lie within rounding of each other."""
+    same_backend = _get(old, "wire.backend") == _get(new, "wire.backend")
+    return same_backend and list(map(_arithmetic, _codecs(old))) == list(map(_arithmetic, _codecs(new)))
+
+
+def _arithmetic(spec: CodecSpec) -> CodecSpec:
+    """A spec without what changes no number: where AQ-SGD keeps what it remembers."""
+    return replace(spec, cache="memory") if isinstance(spec, AqsgdSpec) and spec.has_cache else spec
 
 
 def _codecs(config: Config) -> list[CodecSpec]:
     return [CodecSpec.parse(_get(config, f"wire.{direction}")) for direction in ("activations", "gradients")]
+
+
+def forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
+    """What is lost of the samples that AQ-SGD remembers, for the user; nothing if nothing is.
+
+    A cut keeps what its ends remember as long as it lies before the same block and samples have the same length.
+    """
+    before, after = _remembers_samples(old), _remembers_samples(new)
+    if not after:
+        return ("what AQ-SGD remembered of the samples is left behind",) if before else ()
+    anew = "there each sample is sent whole, in fp16, at its next visit"
+    if not before or _get(old, "data.seq_len") != _get(new, "data.seq_len"):
+        return (f"AQ-SGD starts with nothing at every cut: {anew}",)
+    added = sorted(_cuts(new) - _cuts(old))
+    blocks = ", ".join(map(str, added))
+    return (f"AQ-SGD starts with nothing at the cuts before block {blocks} (from 0): {anew}",) if added else ()
+
+
+def _remembers_samples(config: Config) -> bool:
+    return any(isinstance(spec, AqsgdSpec) and spec.has_cache for spec in _codecs(config))
+
+
+def _cuts(config: Config) -> set[int]:
+    """Blocks before each cut; none where the layers are not yet divided."""
+    layers = _get(config, "pipeline.layers") or []
+    return set(accumulate(layers[:-1]))
 
 
 def _constant_rate(old: Config, new: Config) -> bool:

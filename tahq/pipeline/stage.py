@@ -4,15 +4,21 @@ This is what a worker process holds, and nothing in it knows about processes: a 
 sections of the configuration and from transports that somebody else has opened.
 """
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource
+from tahq.data.sample_order import SampleOrder
+from tahq.errors import CodecError, ConfigError
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.codec_state import CodecEnd, codec_ends
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import Chunk, StageEngine, StepShape
 from tahq.pipeline.schedule import Action, generate
@@ -20,6 +26,9 @@ from tahq.pipeline.tie import TiedEmbedding
 from tahq.pipeline.update import StageUpdate
 from tahq.pipeline.validator import validate
 from tahq.quant.config import WireConfig
+from tahq.units import format_size
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,8 @@ class Stage:
         transports: its links by number: link i is the cut between stage i and i + 1.
         device: where the module lives.
         bf16: compute under bf16 autocast.
+        order: which samples a step is made of; needed where a codec remembers samples.
+        cache_folder: where codecs that remember samples on disk keep them; None: where they think best.
         on_action: called before each action (step, action); raises to leave.
     """
 
@@ -74,12 +85,13 @@ class Stage:
         *,
         device: torch.device,
         bf16: bool,
+        order: SampleOrder | None = None,
+        cache_folder: Path | None = None,
         on_action: Callable[[int, Action], None] | None = None,
     ) -> None:
         self.plan = plan
         self.module = module
         self._transports = dict(transports)
-        self._codecs = CodecTable(plan.wire.activations, plan.wire.gradients)
         self._stopwatch = Stopwatch()
         self._device = device
         parameters = module.canonical_parameters()
@@ -87,13 +99,20 @@ class Stage:
         self.update = StageUpdate(plan.training, parameters, module.is_decayed, plan.total_steps, tied)
         schedule = generate(plan.pipeline.schedule, plan.pipeline.stages, plan.training.num_micro_batches)
         validate(schedule)
+        self._shape = StepShape(
+            plan.training.num_micro_batches, plan.training.micro_batch, plan.seq_len, module.spec.hidden_size
+        )
+        chunk = self._chunk()
+        self._codec_ends = _codec_ends(chunk)
+        if cache_folder is not None:
+            for end in self._codec_ends:
+                end.codec.keep_in(cache_folder)
         self.engine = StageEngine(
-            chunks={plan.stage: self._chunk()},
+            chunks={plan.stage: chunk},
             actions=schedule.actions[plan.stage],
-            shape=StepShape(
-                plan.training.num_micro_batches, plan.training.micro_batch, plan.seq_len, module.spec.hidden_size
-            ),
+            shape=self._shape,
             batches=batches,
+            order=order if self._codec_ends else None,
             random=module.random,
             device=device,
             bf16=bf16,
@@ -101,6 +120,44 @@ class Stage:
             tied=tied,
             on_action=on_action,
         )
+
+    def prepare(self) -> None:
+        """Compile or load the kernels of the codecs on this stage's cuts, so that no step has to wait for it.
+
+        Raises:
+            ConfigError: a codec does not go with the model's channels, or the backend not with the device.
+        """
+        if not self._transports:
+            return
+        begin_s = time.perf_counter()
+        try:
+            self._new_codecs().prepare(self._shape.boundary, BOUNDARY_DTYPE, self._device)
+        except CodecError as error:
+            raise ConfigError(f"stage {self.plan.stage}: wire: {error}") from error
+        log.info("codecs ready in %.2f s", time.perf_counter() - begin_s)
+
+    @property
+    def codec_state_nbytes(self) -> int:
+        """What the codecs of this stage's cuts remember."""
+        return sum(end.codec.state_nbytes for end in self._codec_ends)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that a snapshot keeps of this stage, by its names there."""
+        if self._codec_ends:
+            log.info("codecs remember %s of the samples seen", format_size(self.codec_state_nbytes))
+        states = (end.tensors() for end in self._codec_ends)
+        return self.update.tensors() | {name: tensor for state in states for name, tensor in state.items()}
+
+    def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
+        """Take what a snapshot has of this stage, bit for bit.
+
+        Args:
+            read: a tensor by its name in the snapshot.
+            names: all names in the snapshot.
+        """
+        self.update.load(read, names)
+        for end in self._codec_ends:
+            end.load(names, read, self._shape.boundary[1:])
 
     def take_link_stats(self) -> list[LinkStats]:
         """What this stage sent since the last call, by link and direction."""
@@ -113,7 +170,11 @@ class Stage:
 
     def _boundary(self, link: int) -> Boundary:
         identity = CutIdentity(self.plan.run, self.plan.seed, link)
-        return Boundary(self._transports[link], identity, self._codecs, self._device, self._stopwatch)
+        return Boundary(self._transports[link], identity, self._new_codecs(), self._device, self._stopwatch)
+
+    def _new_codecs(self) -> CodecTable:
+        wire = self.plan.wire
+        return CodecTable(wire.activations, wire.gradients, backend=wire.backend, threads=wire.threads)
 
     def _tied(self, parameters: Mapping[str, torch.nn.Parameter]) -> TiedEmbedding:
         both_here = self.plan.is_first and self.plan.is_last
@@ -121,3 +182,10 @@ class Stage:
         boundary = self._boundary(self.plan.tie_link) if owns_one and not both_here else None
         embedding = parameters.get(self.module.spec.layout.embedding_weight)
         return TiedEmbedding(embedding, parameters.get(HEAD_WEIGHT), boundary)
+
+
+def _codec_ends(chunk: Chunk) -> list[CodecEnd]:
+    blocks = chunk.module.parts.blocks
+    incoming = codec_ends(chunk.incoming, blocks.start, is_incoming=True) if chunk.incoming is not None else []
+    outgoing = codec_ends(chunk.outgoing, blocks.stop, is_incoming=False) if chunk.outgoing is not None else []
+    return [*incoming, *outgoing]

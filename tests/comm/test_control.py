@@ -116,6 +116,7 @@ PREPARE = {
     "batch_digest": "",
     "timing": {"forward": 1},
     "links": [[1, 0.5]],
+    "codec_state_bytes": 0,
 }
 
 

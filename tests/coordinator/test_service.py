@@ -50,7 +50,7 @@ def test_assign_and_plan_say_what_the_options_say(scene):
         Assign(1, 7, '{"a": 1}', "c0ffee", "snapshots/step-2", {"a": "b"}, 2)
     ]
     assert scene.server.told(b"worker-1", Plan) == [
-        Plan(9, 2, 4, [[0, 0, "host0", "10.0.0.0:9000"], [1, 2, "host2", ""]])
+        Plan(9, 2, 4, [[0, 0, "host0", "10.0.0.0:9000"], [1, 2, "host2", ""]], num_train_samples=100, next_sample=0)
     ]
     assert scene.server.told(b"worker-1", Start) == [Start(2)]
     assert [commit.step for commit in scene.server.told(b"worker-1", Commit)] == [2, 3]

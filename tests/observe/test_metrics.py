@@ -37,7 +37,12 @@ def test_line_has_the_agreed_keys(record):
         "bits_per_element": 4.41,
         "goodput_bits_per_s": 35_280_000.0,
     }
-    assert line["stages"][0] == {"stage": 0, "waiting_share": 0.25, "timing_s": {"forward": 3.0, "wait": 1.0}}
+    assert line["stages"][0] == {
+        "stage": 0,
+        "waiting_share": 0.25,
+        "timing_s": {"forward": 3.0, "wait": 1.0},
+        "codec_state_bytes": 0,
+    }
 
 
 def test_each_line_is_in_the_file_as_soon_as_it_is_complete(path, record, end):

@@ -51,7 +51,9 @@ EXACT = [
     ({"training.optimizer": "sgd"}, {"training.optimizer": "sgd", "training.betas": (0.5, 0.5)}),
     ({}, {"pipeline.schedule": "gpipe"}),
     ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
-    ({}, {"wire.gradients": "fixed:group=64,bits=8"}),
+    ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
+    ({"wire.activations": "aqsgd"}, {"wire.activations": "aqsgd:cache=file"}),
+    ({}, {"wire.threads": 2}),
     (LOSSLESS, LOSSLESS | {"pipeline.stages": 2}),
     (LOSSLESS, LOSSLESS | {"pipeline.layers": [1, 2, 2, 3]}),
     (LOSSLESS, LOSSLESS | {"pipeline.balance": "measured"}),
@@ -69,11 +71,14 @@ def test_change_that_keeps_every_bit(old, new):
 
 INEXACT = [
     ({}, {"wire.gradients": "fixed:bits=10"}),
+    ({}, {"wire.backend": "reference"}),
     ({}, {"wire.activations": "raw:dtype=fp16"}),
     ({}, {"pipeline.stages": 2}),
     ({"wire.activations": "raw:dtype=fp16"}, {"wire.activations": "raw:dtype=fp16", "pipeline.stages": 2}),
     ({"wire.activations": "raw"}, {"wire.activations": "raw", "pipeline.stages": 2}),
     (LOSSLESS, {"pipeline.stages": 2}),
+    ({"wire.activations": "aqsgd"}, {"wire.activations": "aqsgd:bits=8"}),
+    ({"wire.activations": "aqsgd"}, {"wire.activations": "aqsgd:cache=none"}),
     ({}, {"training.lr": 5e-4}),
     ({}, {"training.lr_schedule": "cosine"}),
     ({"training.lr_schedule": "cosine"}, {"training.lr_schedule": "cosine", "training.steps": 90}),
@@ -174,6 +179,28 @@ def test_moving_a_host_is_exact_where_it_still_computes():
     hosts = [{"address": f"10.0.0.{stage}", "bind": "0.0.0.0:7000", "ssh": "me@host"} for stage in range(4)]
     moved = [host | {"bind": "0.0.0.0:8000", "workdir": "/data"} for host in hosts]
     assert compare({"hosts": hosts}, {"hosts": moved}).exact
+
+
+AQSGD = {"wire.activations": "aqsgd", "pipeline.layers": [2, 2, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "note"),
+    [
+        (AQSGD, AQSGD | {"wire.activations": "aqsgd:bits=6,cache=file"}, None),
+        (AQSGD, AQSGD | {"pipeline.stages": 2, "pipeline.layers": [4, 4]}, None),  # that cut was there before
+        (AQSGD, AQSGD | {"pipeline.stages": 2, "pipeline.layers": [3, 5]}, "the cuts before block 3 "),
+        (AQSGD, AQSGD | {"pipeline.layers": [1, 2, 3, 2]}, "the cuts before block 1, 3 "),
+        (AQSGD, AQSGD | {"data.seq_len": 64}, "nothing at every cut"),
+        ({"wire.activations": "tah"}, AQSGD, "nothing at every cut"),
+        (AQSGD, {"wire.activations": "tah"}, "is left behind"),
+        (AQSGD, {"wire.activations": "aqsgd:cache=none"}, "is left behind"),
+    ],
+)
+def test_what_aqsgd_forgets_is_said(old, new, note):
+    lines = "\n".join(compare(old, new).lines())
+    assert "AQ-SGD" in lines if note else "AQ-SGD" not in lines
+    assert note is None or note in lines
 
 
 def test_every_key_of_the_configuration_has_a_rule():

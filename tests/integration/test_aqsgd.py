@@ -1,0 +1,152 @@
+"""Training with AQ-SGD on real text: exact at every number of stages, few bits from the second epoch on, resumable."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.plain_loop import train_plainly
+from support.runs import Run, launch, tiny
+
+from tahq.config import ClusterConfig
+
+WIKITEXT = (
+    Path(os.environ.get("TAHQ_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "wikitext2-test.txt"
+)
+NUM_SAMPLES = 44
+SAMPLE_NBYTES = 2 * 32 * 64
+STEPS = 12  # of 8 samples: the second epoch begins within step 6, the third within step 11
+
+pytestmark = pytest.mark.skipif(not WIKITEXT.exists(), reason="no wikitext2-test.txt; set TAHQ_SHARED_DATA")
+
+
+def config(**sections) -> dict:
+    training = {"steps": STEPS, "lr_schedule": "constant", "eval_every": 4, "eval_batches": 1}
+    return tiny(
+        data={"text": "text.txt", "validation": 0.1},
+        wire={"activations": "aqsgd", "gradients": "fixed:bits=8"} | sections.pop("wire", {}),
+        training=training | sections.pop("training", {}),
+        pipeline={"stages": 3} | sections.pop("pipeline", {}),
+        **sections,
+    )
+
+
+def folder_with_text(folder: Path) -> Path:
+    text = WIKITEXT.read_text(encoding="utf-8").encode()[: 32 * 49 + 1].decode(errors="ignore")
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def run(folder: Path, sections: dict, *arguments: str) -> Run:
+    done = launch(folder, sections, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def three_stages(tmp_path_factory) -> Run:
+    """The middle stage has no data, and still knows whose activations cross."""
+    return run(folder_with_text(tmp_path_factory.mktemp("three")), config())
+
+
+def bits(done: Run) -> list[list[float]]:
+    """Bits an element of the activations of each cut, by step."""
+    return [
+        [link["bits_per_element"] for link in row["links"] if link["direction"] == "activations"]
+        for row in done.metrics
+    ]
+
+
+def test_every_number_of_stages_is_the_plain_loop_with_a_codec_at_each_cut(three_stages, monkeypatch):
+    sections = config()
+    model = {**sections["model"], "vocab_size": 256}
+    monkeypatch.chdir(three_stages.folder.parents[1])
+    expected = train_plainly(ClusterConfig.model_validate({**sections, "model": model}), cut=True)
+    assert three_stages.losses == expected.losses
+    assert [row["grad_norm"] for row in three_stages.metrics] == expected.norms
+    weights = three_stages.weights
+    assert [name for name in weights if not torch.equal(weights[name], expected.weights[name])] == []
+
+
+def test_bits_fall_from_16_to_4_with_the_second_epoch(three_stages):
+    by_step = bits(three_stages)
+    assert all(16 < value < 16.3 for step in by_step[:5] for value in step)
+    assert all(4 < value < 16 for value in by_step[5])  # 4 samples of 8 are new
+    assert all(4 < value < 4.5 for step in by_step[6:] for value in step)
+
+
+def test_what_is_remembered_is_reported_by_every_stage(three_stages):
+    by_step = [[stage["codec_state_bytes"] for stage in row["stages"]] for row in three_stages.metrics]
+    assert by_step[0] == [8 * SAMPLE_NBYTES, 16 * SAMPLE_NBYTES, 8 * SAMPLE_NBYTES]
+    full = NUM_SAMPLES * SAMPLE_NBYTES
+    assert all(step == [full, 2 * full, full] for step in by_step[5:])
+
+
+def test_both_ends_of_every_cut_remember_the_same(three_stages):
+    snapshot = three_stages.snapshot()
+    sent = [name for name in snapshot if name.startswith("codec/") and "/sent/" in name]
+    assert {name.split("/")[1] for name in sent} == {"block-0001", "block-0003"}
+    for name in sent:
+        assert torch.equal(snapshot[name], snapshot[name.replace("/sent/", "/received/")]), name
+
+
+def test_evaluation_sees_the_first_visits_of_samples_it_never_trains_on(three_stages):
+    for row in three_stages.metrics:
+        if "validation" in row:
+            # the wire rounds to fp16, 2^-11 of an activation
+            assert row["validation"]["loss"] == pytest.approx(row["validation"]["loss_raw"], rel=1e-3)
+            assert row["validation"]["loss"] != row["validation"]["loss_raw"]
+
+
+@pytest.mark.parametrize(("at", "cache"), [(3, "file"), (8, "memory")])
+def test_resume_in_either_epoch_equals_uninterrupted_to_the_bit(tmp_path, three_stages, at, cache):
+    folder_with_text(tmp_path)
+    half = config(training={"steps": at})
+    run(tmp_path, half)
+    override = ("--set", f"training.steps={STEPS}", "--set", f"wire.activations=aqsgd:cache={cache}")
+    resumed = run(tmp_path, half, "--resume", *override)
+    assert resumed.losses == three_stages.losses
+    assert bits(resumed) == bits(three_stages)
+    ours, theirs = resumed.snapshot(), three_stages.snapshot()
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert "the continuation is exact" in resumed.stdout + resumed.stderr
+
+
+def test_resume_with_other_cuts_keeps_what_is_known_and_sends_the_rest_whole(tmp_path):
+    """Blocks 2 + 2 become 1 + 1 + 2: the cut before block 2 stays, the one before block 1 is new."""
+    folder_with_text(tmp_path)
+    half = config(training={"steps": 7}, pipeline={"stages": 2, "layers": [2, 2]})
+    run(tmp_path, half)
+    changes = ("training.steps=9", "pipeline.stages=3", "pipeline.layers=[1,1,2]")
+    resumed = run(tmp_path, half, "--resume", *(word for change in changes for word in ("--set", change)))
+    assert "AQ-SGD starts with nothing at the cuts before block 1 (from 0)" in resumed.stdout + resumed.stderr
+    assert "no longer exact" in resumed.stdout + resumed.stderr
+    new, kept = zip(*bits(resumed)[7:], strict=True)
+    assert all(value > 16 for value in new)
+    assert all(value < 4.5 for value in kept)
+    log = (resumed.folder / "logs" / "stage-1.log").read_text()
+    assert "the snapshot has nothing for codec/block-0001/activations/" in log
+
+
+def test_a_run_can_come_to_aqsgd_from_another_codec(tmp_path):
+    folder_with_text(tmp_path)
+    half = config(training={"steps": 7}, pipeline={"stages": 2}, wire={"activations": "fixed:bits=8"})
+    run(tmp_path, half)
+    late = run(tmp_path, half, "--resume", "--set", "training.steps=8", "--set", "wire.activations=aqsgd")
+    assert "AQ-SGD starts with nothing at every cut" in late.stdout + late.stderr
+    assert bits(late)[7][0] > 16
+
+
+def test_a_step_that_is_skipped_leaves_both_ends_agreed(tmp_path):
+    """Weights blow up; what is finite was sent and stays remembered, the rest is neither sent nor remembered."""
+    folder_with_text(tmp_path)
+    blown = config(
+        training={"lr": 1e30, "clip_norm": None, "max_skipped_in_a_row": 8, "eval_every": None}, pipeline={"stages": 2}
+    )
+    done = launch(tmp_path, blown)
+    assert done.returncode == 5, done.stderr
+    assert "remember" not in done.stderr
+    assert [row["skipped"] for row in done.metrics][:3] == [False, True, True]
+    remembered = [row["stages"][0]["codec_state_bytes"] for row in done.metrics]
+    assert remembered == [8 * SAMPLE_NBYTES] * len(remembered)

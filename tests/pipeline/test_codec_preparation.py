@@ -1,0 +1,103 @@
+"""A stage has its codecs' kernels before its first step: nothing is compiled or loaded once it has said ready.
+
+tests/gpu/test_codec_kernels.py says the same of Triton's kernels.
+"""
+
+import logging
+
+import pytest
+import torch
+from support.compiled_kernels import compiled_kernels
+
+from tahq.comm.frame import Direction, Purpose
+from tahq.comm.inproc_transport import InprocPair
+from tahq.comm.virtual_clock import VirtualClock
+from tahq.errors import ConfigError
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import build_slice
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.config import PipelineConfig, TrainingConfig
+from tahq.pipeline.stage import Stage, StagePlan
+from tahq.quant.config import WireConfig
+
+CPU = torch.device("cpu")
+CHANNELS = 64
+WIRES = [
+    {"activations": "tah", "gradients": "fixed:bits=8"},
+    {"activations": "tah:alloc=token,low=2,high=3", "gradients": "fixed:bits=6,round=stochastic"},
+    {"activations": "tah:tau=0", "gradients": "tah:tau=0", "threads": 2},
+    {"activations": "fixed:bits=16", "gradients": "tah:adaptive=off,group=256"},
+]
+
+
+def make_stage(transports, wire, *, stages=2, stage=1):
+    spec = load_spec(
+        ModelConfig(family="gpt2", num_layers=2, hidden_size=CHANNELS, num_heads=2), vocab_size=256, seq_len=8
+    )
+    blocks = BlockRange(1, 2, 2) if stages == 2 else BlockRange(0, 2, 2)
+    module = build_slice(spec, blocks, seed=0, device="cpu", random=RandomContext(0))
+    plan = StagePlan(
+        stage=stage,
+        run=1,
+        seed=3,
+        seq_len=8,
+        total_steps=1,
+        training=TrainingConfig(steps=1, global_batch=4, micro_batch=2),
+        pipeline=PipelineConfig(stages=stages),
+        wire=wire,
+        tie=False,
+    )
+    return Stage(plan, module, None, transports, device=CPU, bf16=False)
+
+
+def exchange(transports, wire, shape):
+    """What a step does with its codecs, with other values and keys each time, and on the way back."""
+    tables = [CodecTable(wire.activations, wire.gradients, backend=wire.backend, threads=wire.threads) for _ in "ab"]
+    lower, upper = (
+        Boundary(end, CutIdentity(1, 3, 0), table, CPU, Stopwatch())
+        for end, table in zip(transports, tables, strict=True)
+    )
+    for step in range(3):
+        for sender, receiver, direction in ((lower, upper, Direction.FORWARD), (upper, lower, Direction.BACKWARD)):
+            for purpose in (Purpose.TRAIN, Purpose.EVAL_RAW):
+                receiver.post(step, purpose, direction, [0], shape)
+                sender.send(
+                    step, purpose, direction, 0, torch.randn(shape).transpose(0, 1).contiguous().transpose(0, 1)
+                )
+                receiver.receive(step, purpose, direction, 0, shape)
+
+
+@pytest.mark.parametrize("keys", WIRES, ids=lambda keys: keys["activations"])
+def test_first_step_compiles_and_loads_nothing(keys, caplog):
+    wire, pair = WireConfig(**keys), InprocPair(VirtualClock())
+    with caplog.at_level(logging.INFO, "tahq.pipeline.stage"):
+        make_stage({0: pair.transports[1]}, wire).prepare()
+    assert "codecs ready in" in caplog.text
+    before = compiled_kernels()
+    assert before, "the cpu backend has kernels"
+    exchange(pair.transports, wire, (2, 8, CHANNELS))
+    assert compiled_kernels() == before
+
+
+def test_stage_without_a_cut_prepares_nothing(caplog):
+    with caplog.at_level(logging.INFO, "tahq.pipeline.stage"):
+        make_stage({}, WireConfig(activations="tah:alloc=32"), stages=1, stage=0).prepare()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"backend": "triton"}, "stage 1: wire: codec wf: backend triton takes tensors on cuda, got one on cpu"),
+        ({"activations": "tah:alloc=48"}, "stage 1: wire: .* alloc=48 does not fit 64 channels"),
+        ({"gradients": "tah:group=32,alloc=128"}, "stage 1: wire: .* alloc=128 does not fit 64 channels"),
+    ],
+)
+def test_codec_that_does_not_go_with_model_or_device_is_the_users_to_mend(keys, message, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pair = InprocPair(VirtualClock())
+    with pytest.raises(ConfigError, match=message):
+        make_stage({0: pair.transports[1]}, WireConfig(**keys)).prepare()

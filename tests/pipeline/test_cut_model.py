@@ -1,0 +1,120 @@
+"""The model in one process has the gradients of the textbook loop, with codecs at its cuts and without."""
+
+import pytest
+import torch
+from support.plain_loop import PlainModel
+from support.runs import tiny
+from torch.nn import functional
+
+from tahq.config import ClusterConfig
+from tahq.data.batches import BatchSource
+from tahq.data.dataset import load_dataset
+from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import ConfigError
+from tahq.models.slice import HEAD_WEIGHT
+from tahq.pipeline.cut_model import UNCOMPRESSED, CutModel, Wire
+
+WIRE = Wire("tah", "fixed:bits=4,round=stochastic")
+
+
+def configured(**sections) -> ClusterConfig:
+    model = {"num_layers": 4, "hidden_size": 32, "vocab_size": 256, **sections.pop("model", {})}
+    wire = {"activations": WIRE.activations, "gradients": WIRE.gradients}
+    return ClusterConfig.model_validate(tiny(model=model, wire=wire, **sections))
+
+
+def cut_model(config: ClusterConfig, *, cut: bool = True) -> CutModel:
+    return CutModel(PlainModel(config, cut=cut).slices, seed=config.run.seed)
+
+
+def first_batch(config: ClusterConfig):
+    dataset, training = load_dataset(config.data, load_tokenizer(config.data)), config.training
+    source = BatchSource(
+        dataset, seed=config.run.seed, global_batch=training.global_batch, micro_batch=training.micro_batch
+    )
+    return source.train(3)
+
+
+def plain_gradients(config: ClusterConfig, *, cut: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    model, batch, total = PlainModel(config, cut=cut), first_batch(config), 0.0
+    for index in range(config.training.num_micro_batches):
+        tokens, labels = batch.micro_batch(index)
+        logits = model.forward(tokens, 3, index)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / batch.num_tokens
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad for name, p in model.parameters().items()}
+
+
+def assert_same_gradients(model: CutModel, expected: dict[str, torch.Tensor]) -> None:
+    assert model.parameters.keys() == expected.keys()
+    assert [name for name, p in model.parameters.items() if not torch.equal(p.grad, expected[name])] == []
+
+
+CONFIGS = {
+    "gpt2 with dropout": {"model": {"dropout": 0.1}},
+    "llama": {"model": {"family": "llama", "num_kv_heads": 1, "intermediate_size": 48}},
+    "two stages": {"pipeline": {"stages": 2}},
+}
+
+
+@pytest.mark.parametrize("sections", CONFIGS.values(), ids=CONFIGS.keys())
+def test_gradients_with_codecs_are_those_of_the_plain_loop_with_codecs_to_the_bit(sections):
+    config = configured(**sections)
+    model, (loss, expected) = cut_model(config), plain_gradients(config, cut=True)
+    assert model.compute_gradients(first_batch(config), 3, WIRE) == pytest.approx(loss, rel=1e-6)
+    assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize("sections", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("wire", [UNCOMPRESSED, Wire("raw:dtype=fp32", "raw:dtype=fp32")], ids=["none", "raw"])
+def test_gradients_without_codecs_are_those_of_the_uncut_model_to_the_bit(sections, wire):
+    config = configured(**sections)
+    model, (_, expected) = cut_model(config), plain_gradients(config, cut=False)
+    model.compute_gradients(first_batch(config), 3, wire)
+    assert_same_gradients(model, expected)
+
+
+def test_gradients_do_not_add_up_over_calls():
+    config = configured()
+    model, batch = cut_model(config), first_batch(config)
+    model.compute_gradients(batch, 3, WIRE)
+    before = {name: p.grad.clone() for name, p in model.parameters.items()}
+    model.compute_gradients(batch, 3)
+    model.compute_gradients(batch, 3, WIRE)
+    assert_same_gradients(model, before)
+
+
+def test_every_step_has_codec_keys_of_its_own():
+    config = configured()
+    model, batch = cut_model(config), first_batch(config)
+    model.compute_gradients(batch, 3, WIRE)
+    first = model.parameters[HEAD_WEIGHT].grad.clone(), next(iter(model.parameters.values())).grad.clone()
+    model.compute_gradients(batch, 4, WIRE)
+    assert torch.equal(model.parameters[HEAD_WEIGHT].grad, first[0])  # nothing random lies in front of it
+    assert not torch.equal(next(iter(model.parameters.values())).grad, first[1])
+
+
+def test_groups_name_where_each_parameter_is_and_leave_none_out():
+    model = cut_model(configured(pipeline={"stages": 2}))
+    groups = model.groups()
+    assert list(groups) == ["embedding", "stage 0", "stage 1", "head"]
+    assert list(groups["embedding"]) == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert list(groups["head"]) == ["transformer.ln_f.weight", "transformer.ln_f.bias", HEAD_WEIGHT]
+    assert all(name.startswith(("transformer.h.2.", "transformer.h.3.")) for name in groups["stage 1"])
+    assert {name for group in groups.values() for name in group} == model.parameters.keys()
+
+
+def test_tied_copies_have_equal_gradients_and_count_once():
+    config = configured(model={"tie": "sync"})
+    model = cut_model(config)
+    model.compute_gradients(first_batch(config), 3)
+    embedding = model.parameters["transformer.wte.weight"]
+    assert torch.equal(embedding.grad, model.parameters[HEAD_WEIGHT].grad)
+    assert HEAD_WEIGHT not in model.groups()["head"]
+
+
+def test_codecs_with_state_are_refused_by_name():
+    with pytest.raises(ConfigError, match="aqsgd keeps what it sent"):
+        Wire("aqsgd:bits=4", "fixed:bits=8").cut()
+    assert Wire("aqsgd:bits=4,cache=none", "fixed:bits=8").cut() is not None
