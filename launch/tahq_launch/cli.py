@@ -13,6 +13,7 @@ import typer
 
 from tahq import __version__
 from tahq.units import parse_size
+from tahq_launch.codec_commands import codec_app
 from tahq_launch.reporting import log_to_stderr, run_app
 
 # -- options that several commands share ---------------------------------------------------------
@@ -194,14 +195,61 @@ def export(
     return 0
 
 
+def probe(
+    cluster_yaml: ConfigPath,
+    wire: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'FORWARD / BACKWARD'",
+            show_default=False,
+            help="A pair of codecs to try, e.g. --wire 'tah:group=32 / fixed:bits=8'. May be repeated. "
+            "Default: the run's, and tah with tiles of 64 and 32, backward raw and with the run's.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training that are probed.")] = 4,
+    batches: Annotated[
+        int, typer.Option(min=1, help="Global batches at each of them; their mean stands for the expectation.")
+    ] = 4,
+    warm_up: Annotated[int, typer.Option(min=0, help="Steps of training before, without codecs.")] = 0,
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", show_default=False, help="Hugging Face folder. Default: as the run starts."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda|cuda:N", show_default=False, help="Default: as configured.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write all figures there too.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Weights of the run's newest snapshot. Default: as the run starts.")
+    ] = False,
+    debug: Debug = False,
+) -> int:
+    """Say before a long run what its codecs do to its gradients.
+
+    Trains a few steps without codecs, in this process, and compares each gradient with what the codecs make of it.
+
+    Example: tahq probe launch/examples/demo.yaml --warm-up 20 --wire 'tah / fixed:bits=6'
+    """
+    from tahq_launch.probe_command import probe as run_probe
+    from tahq_launch.probe_setup import ProbeRequest
+
+    changes, wires = tuple(overrides or ()), tuple(wire or ())
+    run_probe(ProbeRequest(cluster_yaml, changes, wires, steps, batches, warm_up, weights, resume, device), json_path)
+    return 0
+
+
 # -- programs ------------------------------------------------------------------------------------
 
 
 def _umbrella() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(_version)
-    for command in (launch, worker, coordinator, export):
+    for command in (launch, worker, coordinator, export, probe):
         app.command(command.__name__)(command)
+    app.add_typer(codec_app(), name="codec")
     return app
 
 

@@ -22,7 +22,9 @@ from tahq.pipeline.schedule import Schedule, generate
 from tahq.pipeline.simulator import draw_grid
 from tahq.pipeline.validator import validate
 from tahq.units import format_rate, format_size
+from tahq_launch.codec_memory import codec_memory
 from tahq_launch.step_traffic import Flow, host_traffic, step_flows, wire_only_step_s
+from tahq_launch.tables import plain_table
 
 WIDTH = 100
 _MAX_PICTURES = 3
@@ -44,7 +46,8 @@ def dry_run(config: ClusterConfig) -> str:
         UserError: whatever in the configuration does not fit the model or the tokenizer.
     """
     plan = _Plan.make(config)
-    parts = [_header(plan), _stages(plan), _memory(plan), _links(plan), _hosts(plan), _grid(plan)]
+    remembered = codec_memory(config, plan.spec)
+    parts = [_header(plan), _stages(plan), _memory(plan), _links(plan), remembered, _hosts(plan), _grid(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -141,7 +144,7 @@ def _stages(plan: _Plan) -> str:
         for stage, (blocks, memory) in enumerate(zip(plan.ranges, plan.memory, strict=True))
     ]
     titles = ["stage", "host", "device", "in", "layers", "parameters", "share"]
-    return "Layers\n" + _table(titles, rows, left=(1, 2, 3, 4))
+    return "Layers\n" + plain_table(titles, rows, left=(1, 2, 3, 4))
 
 
 def _host_name(config: ClusterConfig, stage: int) -> str:
@@ -166,7 +169,7 @@ def _memory(plan: _Plan) -> str:
         for stage, memory in enumerate(plan.memory)
     ]
     note = "estimated from sizes; Python, torch, data and fragmentation come on top"
-    return f"Memory at the peak ({note})\n" + _table(["stage", "in flight", *kinds, "total"], rows)
+    return f"Memory at the peak ({note})\n" + plain_table(["stage", "in flight", *kinds, "total"], rows)
 
 
 def _links(plan: _Plan) -> str:
@@ -179,7 +182,7 @@ def _links(plan: _Plan) -> str:
     total = sum(flow.step_nbytes for flow in plan.flows)
     lines = [
         "Bytes a step on every link (frame headers included; acknowledgements and TCP/IP come on top)",
-        _table(titles, rows, left=(1, 2)),
+        plain_table(titles, rows, left=(1, 2)),
         f"  activations: {plan.config.wire.activations}",
         f"  gradients: {plan.config.wire.gradients}",
         f"  together {format_size(total)} a step" + _whole_run(plan, total),
@@ -235,7 +238,7 @@ def _host_table(plan: _Plan, rate: float) -> str:
         ]
         for host in host_traffic(plan.flows, plan.config.pipeline.stages)
     ]
-    return _table(["stage", "bytes sent", "bytes received", "s at least"], rows)
+    return plain_table(["stage", "bytes sent", "bytes received", "s at least"], rows)
 
 
 def _grid(plan: _Plan) -> str:
@@ -255,15 +258,3 @@ def _wrapped(grid: str, margin: int, column: int) -> str:
     shown = "\n\n".join(pictures[:_MAX_PICTURES])
     left = len(pictures) - _MAX_PICTURES
     return f"{shown}\n({left} more pictures of this width not shown)" if left > 0 else shown
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Columns as wide as their widest cell; numbers to the right, columns named in `left` to the left."""
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        pairs = zip(cells, widths, strict=True)
-        padded = [cell.ljust(n) if index in left else cell.rjust(n) for index, (cell, n) in enumerate(pairs)]
-        return "  " + "  ".join(padded).rstrip()
-
-    return "\n".join(line(cells) for cells in (titles, *rows))

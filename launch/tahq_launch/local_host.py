@@ -5,9 +5,13 @@ from collections.abc import Mapping
 
 from tahq.config import ClusterConfig
 from tahq.models.families import FAMILIES
+from tahq.quant import AUTO, CodecSpec
 from tahq_launch.fork_server import start_fork_server
 from tahq_launch.stage_process import WorkerCommand
 
+# Brings with it most of what numba imports with its first kernel: the codecs of four workers on two cores are ready
+# in 0.5 s instead of 2.
+_NUMBA = "numba.np.arraymath"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -29,8 +33,18 @@ def import_for_workers(config: ClusterConfig) -> None:
     """Start importing what local workers need, if there will be any; returns at once."""
     if isinstance(config.hosts, str):
         threads = threads_of_each(config.pipeline.stages, config.run.threads)
-        family = config.model.family
-        start_fork_server(thread_environment(threads), [FAMILIES[family].modeling_module] if family else [])
+        start_fork_server(thread_environment(threads), [*_modeling_modules(config), *_compiler_modules(config)])
+
+
+def _modeling_modules(config: ClusterConfig) -> list[str]:
+    family = config.model.family
+    return [FAMILIES[family].modeling_module] if family else []
+
+
+def _compiler_modules(config: ClusterConfig) -> list[str]:
+    codecs = {CodecSpec.parse(spec).name for spec in config.wire.specs().values()}
+    uses_numba = config.pipeline.stages > 1 and config.wire.backend in (AUTO, "cpu") and codecs != {"raw"}
+    return [_NUMBA] if uses_numba else []
 
 
 def thread_environment(threads: int) -> Mapping[str, str]:

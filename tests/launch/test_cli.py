@@ -39,7 +39,7 @@ def assert_one_line(outcome: tuple[int, str, str], status: int, *parts: str) -> 
 
 
 def test_help_names_units_defaults_and_an_example(tahq):
-    for arguments in (["tahq-launch"], ["tahq-worker"], ["tahq", "coordinator"], ["tahq", "export"]):
+    for arguments in (["tahq-launch"], ["tahq-worker"], ["tahq", "coordinator"], ["tahq", "export"], ["tahq", "probe"]):
         status, stdout, stderr = tahq(*arguments, "--help")
         assert (status, stderr) == (0, "")
         assert "Example: tahq" in stdout
@@ -49,7 +49,7 @@ def test_help_names_units_defaults_and_an_example(tahq):
 def test_tahq_alone_lists_its_commands(tahq):
     status, stdout, _ = tahq("tahq")
     assert status == 0
-    assert all(f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "export"))
+    assert all(f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "export", "probe"))
 
 
 def test_help_needs_neither_torch_nor_pydantic():

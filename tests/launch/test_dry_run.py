@@ -56,8 +56,8 @@ def test_every_cut_has_a_flow_each_way():
     }
 
 
-def test_default_codecs_take_the_papers_bits():
-    config = load()
+def test_the_word_paper_takes_the_papers_bits():
+    config = load("wire=paper")
     forward, backward = step_flows(config, spec_of(config))[:2]
     assert forward.bits_per_element == pytest.approx(4.41, abs=0.01)
     assert backward.bits_per_element == pytest.approx(8.25, abs=0.01)

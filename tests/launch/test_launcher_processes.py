@@ -7,11 +7,14 @@ import sys
 import time
 
 import pytest
+from support.cluster_files import EXAMPLES
 from support.processes import children, is_alive, name, wait_until, workers
 from support.runs import write_config
 
+from tahq.config_file import load_config
 from tahq.errors import UserError
 from tahq_launch import launcher as launcher_module
+from tahq_launch import local_host
 from tahq_launch.launcher import Fleet, local_peer, signals_to
 from tahq_launch.local_host import local_command, threads_of_each
 from tahq_launch.stage_process import StageProcess, WorkerCommand
@@ -62,6 +65,23 @@ def test_worker_command_divides_the_cores():
 def test_local_workers_dial_loopback_where_every_address_is_bound():
     assert local_peer("0.0.0.0:0", "myhost:4711") == "127.0.0.1:4711"
     assert local_peer("10.0.0.1:0", "203.0.113.9:4711") == "10.0.0.1:4711"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_imported"),
+    [
+        ((), True),
+        (("wire.backend=cpu",), True),
+        (("wire.backend=reference",), False),
+        (("wire.activations=raw", "wire.gradients=raw"), False),
+        (("pipeline.stages=1",), False),
+    ],
+)
+def test_numba_is_imported_ahead_of_the_workers_that_need_it(changes, is_imported, monkeypatch):
+    imported = []
+    monkeypatch.setattr(local_host, "start_fork_server", lambda environment, modules: imported.extend(modules))
+    local_host.import_for_workers(load_config(EXAMPLES / "demo.yaml", changes))
+    assert any(module.startswith("numba") for module in imported) == is_imported
 
 
 # -- all children ---------------------------------------------------------------------------------
