@@ -23,3 +23,9 @@ def describe() -> str:
         f"{processor()}, {os.cpu_count()} cores, Linux {platform.release()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, {today}"
     )
+
+
+def describe_device() -> str:
+    """As `describe`, with the accelerators where there are any."""
+    count = torch.cuda.device_count()
+    return f"{count} × {torch.cuda.get_device_name(0)}; {describe()}" if count else describe()

@@ -1,0 +1,168 @@
+"""Training of one model cut in four, in one process, with something done to what crosses the cuts.
+
+The loop that the convergence benchmarks share. Model parts, batches and initial weights are tahq's own, so
+two runs with the same seed differ in nothing but what happens at the cuts. bf16 autocast, AdamW, gradients
+clipped to norm 1, one micro-batch a step. The rate rises for 40 steps and then falls linearly to zero at the last:
+at a constant rate two runs of one setting and seed ended 0.006 apart, which is what there is to be measured.
+
+Shapes: B samples a step, S tokens a sample, C channels of a boundary.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from tahq.data.batches import BatchSource
+from tahq.data.config import DataConfig
+from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.tokenizer import load_tokenizer
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights
+from tahq.randomness import derive_seed
+
+BATCH, SEQ_LEN = 16, 512
+WARM_UP, PEAK_LR, CLIP_NORM, WEIGHT_DECAY = 40, 6e-4, 1.0, 0.1
+PADDED_VOCAB = 50304
+"""GPT-2's 50,257 words filled up to a multiple of 64, for the matrix units."""
+FAST_GELU = {"activation_function": "gelu_pytorch_tanh"}
+"""The same function as GPT-2's own, in one kernel instead of eight."""
+MODELS = {
+    "gpt2": ModelConfig(
+        family="gpt2", num_layers=12, hidden_size=768, num_heads=12, vocab_size=PADDED_VOCAB, overrides=FAST_GELU
+    ),
+    "llama": ModelConfig(
+        family="llama",
+        num_layers=12,
+        hidden_size=768,
+        num_heads=12,
+        num_kv_heads=4,
+        intermediate_size=2048,
+        vocab_size=PADDED_VOCAB,
+    ),
+    "tiny": ModelConfig(family="gpt2", num_layers=4, hidden_size=128, num_heads=4, overrides=FAST_GELU),
+}
+STAGES = 4
+
+Transfer = Callable[[torch.Tensor, int], torch.Tensor]
+"""What the other side of a cut gets of (tensor [B, S, C], 64-bit key)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What happens to activations and to their gradients at every cut; None: nothing."""
+
+    activations: Transfer | None = None
+    gradients: Transfer | None = None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, wire: Wire, keys: tuple[int, int]) -> torch.Tensor:  # type: ignore[override]
+        ctx.transfer, ctx.key = wire.gradients, keys[1]
+        return x.clone() if wire.activations is None else wire.activations(x, keys[0])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):  # type: ignore[override]
+        return (gradient if ctx.transfer is None else ctx.transfer(gradient, ctx.key)), None, None
+
+
+class CutTraining:
+    """A model, its data and its initial weights, ready for any number of runs.
+
+    Args:
+        model: a key of MODELS.
+        data: where the text is.
+        device: where it is trained.
+    """
+
+    def __init__(self, model: str, data: DataConfig, device: torch.device) -> None:
+        tokenizer = load_tokenizer(data)
+        self._dataset: Dataset = load_dataset(data, tokenizer)
+        spec = load_spec(MODELS[model], vocab_size=tokenizer.vocab_size, seq_len=data.seq_len)
+        self._device = device
+        self._spec: ModelSpec = spec
+        self._slices = self._build(spec)
+        self._initial: dict[int, list[torch.Tensor]] = {}
+
+    def run(self, wire: Wire, *, seed: int, steps: int) -> list[float]:
+        """Loss (nats a token) of every step."""
+        self._reset(seed)
+        batches = BatchSource(self._dataset, seed=seed, global_batch=BATCH, micro_batch=BATCH)
+        optimizer = self._optimizer()
+        losses = []
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = PEAK_LR * min((step + 1) / WARM_UP, (steps - step) / (steps - WARM_UP), 1.0)
+            tokens, labels = batches.train(step).micro_batch(0)
+            loss = self._loss(tokens, labels, wire, seed, step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._parameters(), CLIP_NORM, foreach=self._is_cuda)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        return torch.stack(losses).tolist()
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _build(self, spec: ModelSpec) -> list[ModelSlice]:
+        size = spec.num_layers // STAGES
+        cuts = [range(stage * size, (stage + 1) * size) for stage in range(STAGES)]
+        return [
+            build_parts(
+                spec,
+                Parts(blocks, embedding=stage == 0, head=stage == STAGES - 1),
+                device=self._device,
+                random=RandomContext(0),
+            )
+            for stage, blocks in enumerate(cuts)
+        ]
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for part in self._slices:
+            yield from part.canonical_parameters().items()
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for _, parameter in self._named_parameters()]
+
+    @torch.no_grad()
+    def _reset(self, seed: int) -> None:
+        if seed not in self._initial:
+            fill_weights(self._spec, {name: p.data for name, p in self._named_parameters()}, seed)
+            self._initial[seed] = [parameter.detach().clone() for parameter in self._parameters()]
+        for parameter, value in zip(self._parameters(), self._initial[seed], strict=True):
+            parameter.copy_(value)
+            parameter.grad = None
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        matrices = [p for p in self._parameters() if p.ndim >= 2]
+        others = [p for p in self._parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=self._is_cuda)
+
+    def _loss(self, tokens: torch.Tensor, labels: torch.Tensor, wire: Wire, seed: int, step: int) -> torch.Tensor:
+        x, labels = tokens.to(self._device), labels.to(self._device)
+        with self._autocast():
+            for cut, part in enumerate(self._slices):
+                if cut:
+                    keys = (derive_seed(seed, step, cut, "forward"), derive_seed(seed, step, cut, "backward"))
+                    x = _Cut.apply(x, wire, keys)
+                x = part(x)
+        return functional.cross_entropy(x.flatten(0, 1).float(), labels.flatten())
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast("cuda", torch.bfloat16) if self._is_cuda else contextlib.nullcontext()
+
+
+def data_config(text: Sequence[str], tokenizer: str, tokens: Path | None) -> DataConfig:
+    """Text files with a BPE folder, or the token file that an earlier run made of them."""
+    if tokens is not None:
+        return DataConfig(tokens=str(tokens), tokenizer=tokenizer, seq_len=SEQ_LEN)
+    return DataConfig(text=list(text), tokenizer=tokenizer, seq_len=SEQ_LEN)
