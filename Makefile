@@ -46,7 +46,7 @@ $(READY): constraints.txt pyproject.toml | $(BIN)/python
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## train the demo on this machine: four workers, TAH on the wire
+demo: $(READY)  ## train the demo on this machine: four workers, packed wire
 	$(BIN)/tahq-launch launch/examples/demo.yaml --set run.name=$(DEMO_NAME) $(DEMO_FLAGS)
 
 # Two calls: tests marked serial measure time or use every core, so nothing runs beside them.

@@ -27,6 +27,7 @@ PAIRS = (
     PAPER,
     ("wf:bits=4", "eden:bits=3"),
     ("wf:bits=4", "eden:bits=2"),
+    ("wf:bits=4", "eden:bits=1.5"),
     ("wf:bits=3.5", "eden:bits=2"),
     ("wf:bits=3", "eden:bits=2"),
     ("wf:bits=3", "eden:bits=1.5"),

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from support.gaussian_kernels import check_allocation, check_kernels
-from support.kernel_checks import as_words, awkward, check_decoding, damaged
+from support.kernel_checks import as_words, awkward, check_decoding, check_no_wait_and_no_compiler, damaged
 from support.tile_agreement import fixture_tensors, gaussians, sinking
 
 from tahq.quant import get_codec
@@ -148,22 +148,8 @@ def test_damaged_streams_are_refused_as_the_reference_refuses_them(spec, shape):
 @every_case
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_encoding_does_not_synchronise_and_nothing_is_compiled_after_the_first_time(spec, dtype, shape, monkeypatch):
-    from triton.runtime.jit import JITFunction
-
-    codec, x = get_codec(spec, backend="triton"), tensors(dtype, shape)["gaussian"].cuda()
-    codec.prepare(shape, dtype, x.device)
-
-    def compile_again(*args, **kwargs):
-        raise AssertionError("a kernel is compiled in a training step")
-
-    monkeypatch.setattr(JITFunction, "_do_compile", compile_again)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        bufs = [codec.encode(x * factor, key=key) for factor, key in ((1, 0), (0, 1), (3, 16), (1, 2**64 - 1))]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for buf in bufs:
-        codec.decode(buf, shape, dtype, key=1)
+    x = tensors(dtype, shape)["gaussian"].cuda()
+    check_no_wait_and_no_compiler(get_codec(spec, backend="triton"), x, monkeypatch)
 
 
 @pytest.mark.parametrize("spec", ["eden", "wf"])

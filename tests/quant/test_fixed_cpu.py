@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tahq.errors import CodecError
+from tahq.quant.cpu.hash import Key
 from tahq.quant.fixed import cpu as fixed_cpu
 from tahq.quant.fixed.codec import decode_reference, encode_reference
 from tahq.quant.fixed.cpu_kernels import draw
@@ -82,9 +83,9 @@ def test_number_of_threads_does_not_change_the_bytes(bits):
 @pytest.mark.parametrize("key", [0, 1, KEY, 2**64 - 1])
 def test_draws_are_the_references(key):
     expected = draws(1000, key, torch.device("cpu")).numpy()
-    got = np.array([draw(index, key & 0xFFFFFFFF, key >> 32) for index in range(1000)])
+    got = np.array([draw(index, Key.of(key)) for index in range(1000)])
     np.testing.assert_array_equal(got, expected)
-    assert draw(2**32 + 5, key & 0xFFFFFFFF, key >> 32) == expected[5]
+    assert draw(2**32 + 5, Key.of(key)) == expected[5]
 
 
 @settings(max_examples=150)

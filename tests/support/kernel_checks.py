@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from support.agreement import compare
@@ -74,3 +75,21 @@ def damaged(stream: torch.Tensor, rng: random.Random) -> torch.Tensor:
         place = rng.randrange(min(48, buf.numel()) if rng.random() < 0.5 else buf.numel())
         buf[place] = rng.choice((0, 0xFF, rng.randrange(256), int(buf[place]) ^ 1 << rng.randrange(8)))
     return buf
+
+
+def check_no_wait_and_no_compiler(codec: Codec, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `prepare`, encoding neither waits for the device nor compiles, whatever the values and the key."""
+    from triton.runtime.jit import JITFunction
+
+    def compile_again(*args, **kwargs):
+        raise AssertionError("a kernel is compiled in a training step")
+
+    codec.prepare(x.shape, x.dtype, x.device)
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_again)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bufs = [codec.encode(x * factor, key=key) for factor, key in ((1, 0), (0, 1), (3, 16), (1, 2**64 - 1))]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for buf in bufs:
+        codec.decode(buf, x.shape, x.dtype, key=1)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tahq.quant.cpu.hash import Key, hash_of
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.numbers import (
     HALF_INFINITY,
@@ -31,8 +32,6 @@ from tahq.quant.stream import CANONICAL_NAN
 
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _DRAW_UNIT = np.float32(2.0**-24)
-_FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
-"""Multipliers of MurmurHash3's 32-bit finaliser."""
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -43,23 +42,19 @@ class Rule(NamedTuple):
         bits: of a code.
         largest: Q = 2^(bits − 1) − 1.
         is_random: stochastic rounding, else half to even.
-        key_low: the lower half of the key.
-        key_high: the upper one.
+        key: of the draws.
     """
 
     bits: int
     largest: int
     is_random: bool
-    key_low: int
-    key_high: int
+    key: Key
 
     @classmethod
     def of(cls, layout: FixedLayout, key: int) -> "Rule":
         """The rule of a layout."""
         spec = layout.spec
-        return cls(
-            spec.bits, largest_code(spec.bits), spec.round == "stochastic", key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
-        )
+        return cls(spec.bits, largest_code(spec.bits), spec.round == "stochastic", Key.of(key))
 
 
 class Sections(NamedTuple):
@@ -144,24 +139,14 @@ def _round_stochastic(y: Fp32Array, step: np.float32, rule: Rule, index: int, co
     for i in range(y.size):
         ratio = y[i] / step
         floor = np.floor(ratio)
-        rounded = floor + (_ONE if ratio - floor > draw(index + i, rule.key_low, rule.key_high) else _ZERO)
+        rounded = floor + (_ONE if ratio - floor > draw(index + i, rule.key) else _ZERO)
         codes[i] = np.int32(min(max(rounded, -top), top)) + rule.largest
 
 
 @kernel
-def draw(index: int, key_low: int, key_high: int) -> np.float32:
+def draw(index: int, key: Key) -> np.float32:
     """u in [0, 1), a function of the element's index and the key; see `stochastic_rounding.draws`."""
-    word = _mix(_mix(np.uint32(index) ^ np.uint32(key_low)) ^ np.uint32(key_high))
-    return np.float32(np.int32(word >> 8)) * _DRAW_UNIT
-
-
-@kernel
-def _mix(word: np.uint32) -> np.uint32:
-    word = np.uint32(np.uint32(word) ^ np.uint32(np.uint32(word) >> 16))
-    word = np.uint32(word * np.uint32(_FIRST))
-    word = np.uint32(word ^ np.uint32(word >> 13))
-    word = np.uint32(word * np.uint32(_SECOND))
-    return np.uint32(word ^ np.uint32(word >> 16))
+    return np.float32(np.int32(hash_of(index, key) >> 8)) * _DRAW_UNIT
 
 
 @kernel

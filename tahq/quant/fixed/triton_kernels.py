@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tahq.quant.fixed.reference import TOP_EXPONENT
+from tahq.quant.gpu.hash import hash_words
 from tahq.quant.gpu.tiles import (
     DAMAGED,
     INFINITY,
@@ -98,21 +99,11 @@ def _round_nearest(y, step, NEAR: tl.constexpr):
 
 
 @triton.jit
-def _mix(bits):
-    """MurmurHash3's finaliser of uint32."""
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
 def _round_stochastic(y, step, element, key_low, key_high, BITS: tl.constexpr):
     """⌊y/step⌋ or one more, by the draw for each element, `stochastic_rounding.draws`: int32 [T, G]."""
     quotient = _divide(y, step)
     floor = tl.floor(quotient)
-    bits = _mix(element.to(tl.uint32, bitcast=True) ^ key_low.to(tl.uint32, bitcast=True))
-    bits = _mix(bits ^ key_high.to(tl.uint32, bitcast=True))
-    draw = (bits >> 8).to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-24
+    draw = (hash_words(element, key_low, key_high) >> 8).to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-24
     code = (floor + (quotient - floor > draw).to(tl.float32)).to(tl.int32)
     LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
     return tl.minimum(tl.maximum(code, -LARGEST), LARGEST)

@@ -21,6 +21,7 @@ from tahq.quant.gpu.tiles import (
     fill_gap,
     header_verdict,
     is_gap_dirty,
+    is_left_over,
     store_header,
 )
 
@@ -92,14 +93,6 @@ def _are_means_wrong(means, channels):
 
 
 @triton.jit
-def _is_left_over(buf, section, num_bits):
-    """Whether a bit behind the last of `num_bits`, in its byte, is set."""
-    is_partial = num_bits % 8 > 0
-    last = tl.load(buf + section + num_bits // 8, mask=is_partial, other=0).to(tl.int32)
-    return (last >> (num_bits % 8)) > 0
-
-
-@triton.jit
 def _verdict(
     buf,
     num_tiles,
@@ -115,7 +108,7 @@ def _verdict(
     PLACE: tl.constexpr,
 ):
     """The verdict on all but widths, scales and codes."""
-    is_wrong = _is_left_over(buf, width_at, num_tiles * 3)
+    is_wrong = is_left_over(buf, width_at, num_tiles * 3)
     is_wrong |= is_gap_dirty(buf, scale_at + num_tiles)
     is_wrong |= is_gap_dirty(buf, width_at + (num_tiles * 3 + 7) // 8)
     is_wrong |= is_gap_dirty(buf, codes_at + num_planes.to(tl.int64) * (G // 8))

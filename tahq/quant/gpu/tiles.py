@@ -297,3 +297,17 @@ def store_verdict(work, verdict):
     found = tl.max(verdict & _MARKED, axis=0) | tl.max(verdict & _DAMAGED, axis=0)
     if found > 0:
         tl.atomic_or(work, found, sem="relaxed")
+
+
+@triton.jit
+def is_left_over(buf, section, num_bits):
+    """Whether a bit behind the last of `num_bits`, in its byte, is set."""
+    is_partial = num_bits % 8 > 0
+    last = tl.load(buf + section + num_bits // 8, mask=is_partial, other=0).to(tl.int32)
+    return (last >> (num_bits % 8).to(tl.int32)) > 0
+
+
+@triton.jit
+def from_half(bits):
+    """fp32 of fp16's bits."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

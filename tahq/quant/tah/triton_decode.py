@@ -21,6 +21,7 @@ from tahq.quant.gpu.tiles import (
     hadamard,
     header_verdict,
     is_gap_dirty,
+    is_left_over,
     locate_eights,
     place_planes,
     plane_words,
@@ -54,14 +55,6 @@ def _count_ones(bit_map, skipped, count):
         bits = (bits & 0x33) + ((bits >> 2) & 0x33)
         ones += (bits + (bits >> 4)) & 0x0F
     return tl.sum(ones, axis=0)
-
-
-@triton.jit
-def _is_left_over(buf, section, num_bits):
-    """Whether a bit behind the last of `num_bits`, in its byte, is set."""
-    is_partial = num_bits % 8 > 0
-    last = tl.load(buf + section + num_bits // 8, mask=is_partial, other=0).to(tl.int32)
-    return (last >> (num_bits % 8).to(tl.int32)) > 0
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_allocs", "num_high", "allocs_per_sample", "num_low"])
@@ -104,8 +97,8 @@ def place_kernel(
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         count = num_tiles.to(tl.int64)
         verdict = header_verdict(buf, WIDTH, LOW, HIGH, 5, _MIN_EXPONENT)
-        is_dirty = _is_left_over(buf, bit_map_at, num_allocs.to(tl.int64))
-        is_dirty |= _is_left_over(buf, pivot_at, count * WIDTH)
+        is_dirty = is_left_over(buf, bit_map_at, num_allocs.to(tl.int64))
+        is_dirty |= is_left_over(buf, pivot_at, count * WIDTH)
         is_dirty |= is_gap_dirty(buf, bit_map_at + (num_allocs + 7) // 8)
         is_dirty |= is_gap_dirty(buf, scale_at + 2 * count)
         is_dirty |= is_gap_dirty(buf, zero_point_at + 2 * count)

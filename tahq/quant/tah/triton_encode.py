@@ -19,6 +19,7 @@ from tahq.quant.gpu.tiles import (
     as_halves,
     exchange,
     fill_gap,
+    from_half,
     hadamard,
     locate_tiles,
     log2,
@@ -129,11 +130,6 @@ def _scale_and_zero_point(smallest, largest, levels):
     scale = tl.div_rn(largest - smallest, levels).to(tl.float16).to(tl.int16, bitcast=True)
     zero_point = smallest.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return scale.to(tl.int32) & 0x7FFF, tl.where(zero_point == 0x8000, 0, zero_point)
-
-
-@triton.jit
-def _from_half(bits):
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -319,7 +315,7 @@ def quantize_kernel(
         _store_pivots(buf + pivot_at, eights, block, num_tiles, TILES, WIDTH)
         levels = tl.where(place >= 0, (1 << HIGH) - 1.0, (1 << LOW) - 1.0)
         scale, zero_point = _scale_and_zero_point(smallest, largest, levels)
-        codes = _codes(y, smallest, largest, _from_half(scale), _from_half(zero_point), levels, 2.0 ** (HIGH - 21))
+        codes = _codes(y, smallest, largest, from_half(scale), from_half(zero_point), levels, 2.0 ** (HIGH - 21))
         if PADDED:
             codes = tl.where(~is_real & ~is_transformed[:, None], 0, codes)
         scale = tl.where(is_finite, scale | (is_transformed.to(tl.int32) << 15), 0)

@@ -15,6 +15,7 @@ from tahq.quant.gpu.tiles import (
     as_floats,
     as_halves,
     from_eights,
+    from_half,
     hadamard,
     locate_eights,
     locate_tiles,
@@ -26,7 +27,6 @@ from tahq.quant.gpu.tiles import (
 )
 from tahq.quant.tah.reference import TOP_EXPONENT
 from tahq.quant.wf.reference import CANDIDATES
-from tahq.quant.wf.triton_measure import from_half
 
 _TOP = tl.constexpr(TOP_EXPONENT)
 _LARGEST_CODE, _NOT_FINITE, _SLOTS = tl.constexpr(LARGEST_CODE), tl.constexpr(NOT_FINITE), tl.constexpr(SLOTS)

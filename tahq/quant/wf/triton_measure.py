@@ -16,6 +16,7 @@ from tahq.quant.gpu.tiles import (
     INFINITY,
     as_floats,
     as_halves,
+    from_half,
     magnitude_bits,
     power_of_two,
     store_measured,
@@ -108,12 +109,6 @@ def _half_means(sums, exponent, column, num_tokens, tiles_per_token, num_parts, 
     mean = total * power_of_two(exponent).to(tl.float64) / num_tokens.to(tl.float64)
     bits = mean.to(tl.float32).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return tl.where(bits == 0x8000, 0, bits)
-
-
-@triton.jit
-def from_half(bits):
-    """fp32 of fp16's bits."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit(
