@@ -3,7 +3,7 @@
 The loop that the convergence benchmarks share. Model parts, batches and initial weights are tahq's own, so
 two runs with the same seed differ in nothing but what happens at the cuts. bf16 autocast, AdamW, gradients
 clipped to norm 1, one micro-batch a step. The rate rises for 40 steps and then falls linearly to zero at the last:
-at a constant rate two runs of one setting and seed ended 0.006 apart, which is what there is to be measured.
+at a constant rate two runs of one setting and seed end as far apart as the codecs that are to be compared.
 
 Shapes: B samples a step, S tokens a sample, C channels of a boundary.
 """
