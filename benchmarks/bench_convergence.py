@@ -73,10 +73,10 @@ def plan(models: Sequence[str], seeds: int, pair_seeds: int, steps: int) -> Iter
             yield from (Run(model, NONE, name, seed, steps) for name in gradients)
 
 
-def report(results: Sequence[Result], steps: int) -> Iterator[str]:
+def report(results: Sequence[Result], steps: int, machines: str) -> Iterator[str]:
     """The result file, as Markdown."""
     table = Table(results)
-    yield f"# Training loss by codec\n\n{machine.describe_device()}\n"
+    yield f"# Training loss by codec\n\n{machines}\n"
     yield (
         f"benchmarks/bench_convergence.py: {len(results)} runs of {steps} steps of {BATCH} × {SEQ_LEN} tokens. Loss is "
         f"the\nmean of the last {LAST_STEPS} steps, nats a token. A gap is the difference to the uncompressed run of "
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--pair-seeds", type=int, default=6)
     parser.add_argument("--processes", type=int, default=2, help="a device")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which to stop with what there is")
+    parser.add_argument("--measured-on", help="what runs that are known already were made on, for a report of these")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     runs = list(dict.fromkeys(plan(arguments.model, arguments.seeds, arguments.pair_seeds, arguments.steps)))
@@ -176,7 +177,7 @@ def main() -> None:
     )
     if not done:
         raise SystemExit("no run was finished: give more time (--limit) or fewer steps")
-    text = "\n".join(report(done, arguments.steps))
+    text = "\n".join(report(done, arguments.steps, arguments.measured_on or machine.describe_device()))
     (arguments.out / "convergence_h200_202611.md").write_text(text)
     plot(done, arguments.out / "convergence_h200_202611.png")
     print(text)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cut_training import CutTraining, Transfer, Wire
 from scipy.stats import t as student_t
 
 from tahq.data.config import DataConfig
+from tahq.pipeline import codec_cut
 from tahq.quant import CodecSpec, get_codec
 
 CURVE_STEP = 10
@@ -89,12 +91,7 @@ def transfer(name: str) -> Transfer | None:
         return None
     if name in EXTRA_TRANSFERS:
         return EXTRA_TRANSFERS[name]
-    codec = get_codec(name, backend="reference")
-
-    def through(x: torch.Tensor, key: int) -> torch.Tensor:
-        return codec.decode(codec.encode(x, key=key), x.shape, x.dtype, key=key)
-
-    return through
+    return partial(codec_cut.transfer, get_codec(name, backend="reference"))
 
 
 def brief(name: str) -> str:
@@ -147,7 +144,7 @@ def _append(path: Path, result: Result) -> None:
 
 
 def _train(runs: Sequence[Run], data: DataConfig, processes_a_device: int, deadline: float) -> Iterable[Result]:
-    if not runs:
+    if not runs or time.monotonic() >= deadline:
         return
     context = multiprocessing.get_context("spawn")
     todo, done = context.Queue(), context.Queue()

@@ -15,10 +15,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tahq.quant.codec import Codec
+from tahq.quant.raw.codec import DTYPES
 from tahq.quant.spec import RawSpec
 from tahq.quant.stateful_codec import StatefulCodec
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class CodecCut:
@@ -106,4 +105,4 @@ def is_lossless(codec: Codec | None, dtype: torch.dtype) -> bool:
     """Whether every tensor of `dtype` (fp32, bf16 or fp16) comes back from the codec with the same bits."""
     if codec is None:
         return True
-    return isinstance(codec.spec, RawSpec) and _DTYPES[codec.spec.dtype] in (torch.float32, dtype)
+    return isinstance(codec.spec, RawSpec) and DTYPES[codec.spec.dtype] in (torch.float32, dtype)

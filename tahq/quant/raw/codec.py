@@ -15,7 +15,7 @@ from tahq.quant.spec import RawSpec
 from tahq.quant.stream import accept
 from tahq.quant.tiling import check_decodable, check_encodable, check_shape
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class RawCodec(Codec):
@@ -27,7 +27,7 @@ class RawCodec(Codec):
 
     def __init__(self, spec: RawSpec) -> None:
         self.spec: RawSpec = spec
-        self._dtype = _DTYPES[spec.dtype]
+        self._dtype = DTYPES[spec.dtype]
 
     def encoded_nbytes(self, shape: Sequence[int]) -> int:
         """Exact length of a stream in bytes: elements times the size of one."""
