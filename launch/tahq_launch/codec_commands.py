@@ -74,9 +74,7 @@ def inspect(
 def compare(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", show_default=False, help="Tensors [..., C]: .safetensors, .npy or .pt (weights only)."
-        ),
+        typer.Argument(metavar="FILE", show_default=False, help="Tensors [..., C]: .safetensors or .npy."),
     ],
     tensors: Annotated[
         list[str] | None,

@@ -9,8 +9,7 @@ from tahq.quant import AUTO, CodecSpec
 from tahq_launch.fork_server import start_fork_server
 from tahq_launch.stage_process import WorkerCommand
 
-# Brings with it most of what numba imports with its first kernel: the codecs of four workers on two cores are ready
-# in 0.5 s instead of 2.
+# Brings with it most of what numba imports with its first kernel.
 _NUMBA = "numba.np.arraymath"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

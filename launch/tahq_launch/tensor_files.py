@@ -1,7 +1,5 @@
-"""Tensors from files that people have: .safetensors, .npy, .pt. Nothing in a file is ever executed."""
+"""Tensors from .safetensors and .npy files; pickled ones (.pt) are never opened, for a pickle may run code."""
 
-import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,8 +16,7 @@ def load_tensors(file: Path, names: Sequence[str] = ()) -> dict[str, torch.Tenso
     """Tensors of one dimension or more that a codec takes, by name; fp64 as fp32.
 
     Args:
-        file: .safetensors; .npy, whose one array is named like the file; .pt or .pth with one tensor, named like
-            the file, or a dict of tensors, read with `weights_only`.
+        file: .safetensors; .npy, whose one array is named like the file.
         names: which; all floating-point ones if empty.
 
     Raises:
@@ -32,7 +29,7 @@ def load_tensors(file: Path, names: Sequence[str] = ()) -> dict[str, torch.Tenso
         tensors = read(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from error
-    except (SafetensorError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except (SafetensorError, ValueError, EOFError) as error:
         raise UserError(f"{file} is no readable {file.suffix} file: {error}") from error
     return _chosen(file, tensors, names)
 
@@ -45,21 +42,9 @@ def _read_npy(file: Path) -> dict[str, torch.Tensor]:
     return {file.stem: torch.from_numpy(np.load(file, allow_pickle=False))}
 
 
-def _read_pt(file: Path) -> dict[str, torch.Tensor]:
-    with warnings.catch_warnings(action="ignore"):  # of an unusual pickle, which is read or refused as any other
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    if isinstance(content, torch.Tensor):
-        return {file.stem: content}
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, expected a tensor or a dict of tensors")
-    return {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
-
-
 _READERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     ".safetensors": _read_safetensors,
     ".npy": _read_npy,
-    ".pt": _read_pt,
-    ".pth": _read_pt,
 }
 
 
