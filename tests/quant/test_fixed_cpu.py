@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.same_outcome import assert_same_outcome, bits_of
 
-from tahq.errors import CodecError
 from tahq.quant.cpu.hash import Key
 from tahq.quant.fixed import cpu as fixed_cpu
 from tahq.quant.fixed.codec import decode_reference, encode_reference
@@ -40,12 +40,6 @@ INPUTS = {
     "largest": lambda shape: gaussian(shape).clamp(-1, 1) * 3.4e38,
     "not finite": spoiled,
 }
-
-
-def bits_of(values):
-    whole = values.clone()
-    whole[whole.isnan()] = torch.nan
-    return whole.view(torch.int32 if whole.dtype == torch.float32 else torch.int16)
 
 
 def assert_equal(spec, x, key=KEY, threads=1):
@@ -116,13 +110,4 @@ def test_mutated_stream_is_refused_as_the_reference_refuses_it(data, seed, spec)
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, buf.numel() - 1))
         buf[place] = data.draw(st.integers(0, 255))
-    theirs, ours = outcome(decode_reference, layout, buf), outcome(fixed_cpu.decode, layout, buf)
-    assert type(theirs) is type(ours)
-    assert torch.equal(bits_of(theirs), bits_of(ours)) if isinstance(theirs, torch.Tensor) else theirs == ours
-
-
-def outcome(decode, layout, buf):
-    try:
-        return decode(layout, buf, torch.float32)
-    except CodecError as error:
-        return str(error)
+    assert_same_outcome(decode_reference, fixed_cpu.decode, layout, buf)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.agreement import compare
+from support.same_outcome import assert_same_outcome, bits_of
 
-from tahq.errors import CodecError
 from tahq.quant.cpu.numbers import Values
 from tahq.quant.cpu.tiles import Grid
 from tahq.quant.spec import CodecSpec
@@ -80,13 +80,6 @@ INPUTS = {
     "all NaN": lambda shape: torch.full(shape, torch.nan),
 }
 SHAPES = [(2, 7, 256), (3, 4, 100), (2, 5, 1), (1, 2, 1001), (7,)]
-
-
-def bits_of(values):
-    """What two results must share: every bit, but one pattern for all NaN."""
-    whole = values.clone()
-    whole[whole.isnan()] = torch.nan
-    return whole.view(torch.int32 if whole.dtype == torch.float32 else torch.int16)
 
 
 def assert_agrees(spec, x, threads=1):
@@ -188,16 +181,7 @@ def test_mutated_stream_is_refused_as_the_reference_refuses_it(data, seed, spec)
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, buf.numel() - 1))
         buf[place] = data.draw(st.integers(0, 255))
-    theirs, ours = outcome(decode_reference, layout, buf), outcome(tah_cpu.decode, layout, buf)
-    assert type(theirs) is type(ours)
-    assert torch.equal(bits_of(theirs), bits_of(ours)) if isinstance(theirs, torch.Tensor) else theirs == ours
-
-
-def outcome(decode, layout, buf):
-    try:
-        return decode(layout, buf, torch.float32)
-    except CodecError as error:
-        return str(error)
+    assert_same_outcome(decode_reference, tah_cpu.decode, layout, buf)
 
 
 def test_logarithm_is_within_its_bound():
