@@ -249,6 +249,12 @@ class Table:
         """Mean curve over the seeds."""
         return [statistics.fmean(values) for values in zip(*self._curves[key].values(), strict=True)]
 
+    def gap_curve(self, key: tuple[str, str, str]) -> list[float]:
+        """Mean difference to the uncompressed curve of the same model, over the seeds that both have."""
+        mine, base = self._curves[key], self._curves[(key[0], NONE, NONE)]
+        pairs = [zip(mine[seed], base[seed], strict=True) for seed in sorted(mine.keys() & base.keys())]
+        return [statistics.fmean(a - b for a, b in points) for points in zip(*pairs, strict=True)]
+
     def difference(self, key: tuple[str, str, str], other: tuple[str, str, str]) -> Difference:
         """key's loss minus other's, over the seeds that both have."""
         mine, theirs = self._losses[key], self._losses[other]

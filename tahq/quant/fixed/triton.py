@@ -105,9 +105,9 @@ def _coding_constants(layout: FixedLayout) -> dict[str, Any]:
     return {
         "G": group,
         "WIDTH": layout.log2_group,
-        "TILES": launch.tiles_per_block(group),
+        "TILES": launch.tiles_per_block(group, launch.ELEMENTS_PER_WARP),
         "BITS": layout.spec.bits,
         "PADDED": layout.tiling.padding > 0,
-        "num_warps": launch.warps_per_block(group),
+        "num_warps": launch.warps_per_block(group, launch.ELEMENTS_PER_WARP),
         **launch.EXACT,
     }

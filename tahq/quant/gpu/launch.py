@@ -41,17 +41,16 @@ class Launch:
     def __call__(self, *tensors: torch.Tensor, last: tuple[int, ...] = ()) -> None:
         """Launch it on these tensors, with `last` behind the numbers, on the caller's stream."""
         of = (tensors[0].device, tensors[0].dtype, tensors[-1].dtype)
-        arguments = (*tensors, *self.numbers, *last)
-        run = self._compiled.get(of)
-        if run is not None:
-            run(*arguments, *self._constants_in_order(len(arguments)))
+        known = self._compiled.get(of)
+        if known is not None:
+            run, constants = known
+            run(*(tensor.data_ptr() for tensor in tensors), *self.numbers, *last, *constants)
             return
+        arguments = (*tensors, *self.numbers, *last)
         compiled = self.kernel[self.grid](*arguments, **self.constants)
         if compiled is not None:  # as it is of the interpreter
-            self._compiled[of] = compiled[self.grid]
-
-    def _constants_in_order(self, first: int) -> tuple[Any, ...]:
-        return tuple(self.constants[name] for name in self.kernel.arg_names[first:])
+            names = self.kernel.arg_names[len(arguments) :]
+            self._compiled[of] = (compiled[self.grid], tuple(self.constants[name] for name in names))
 
 
 def is_refused(verdict: int) -> bool:
@@ -87,16 +86,21 @@ def measuring_programs(num_tiles: int, group: int) -> int:
     return min(-(-num_tiles // measuring_tiles(group)), MAX_MEASURED)
 
 
-def tiles_per_block(group: int) -> int:
+def bytes_per_word(group: int) -> int:
+    """Bytes of a plane that are stored as one word: four, or all that a tile has."""
+    return min(4, group // 8)
+
+
+def tiles_per_block(group: int, elements_per_warp: int) -> int:
     """Tiles of a block of the kernels that code: a multiple of 8, so that no two blocks share a byte."""
-    return max(8, ELEMENTS_PER_WARP // group)
+    return max(8, elements_per_warp // group)
 
 
-def warps_per_block(group: int) -> int:
-    """Warps that work on a block: one, but for the largest group."""
-    return max(1, tiles_per_block(group) * group // ELEMENTS_PER_WARP)
+def warps_per_block(group: int, elements_per_warp: int) -> int:
+    """Warps that work on a block: one, but for the largest groups."""
+    return max(1, tiles_per_block(group, elements_per_warp) * group // elements_per_warp)
 
 
 def programs(num_tiles: int, group: int) -> int:
     """Programs of the kernels that code."""
-    return min(-(-num_tiles // tiles_per_block(group)), MAX_PROGRAMS)
+    return min(-(-num_tiles // tiles_per_block(group, ELEMENTS_PER_WARP)), MAX_PROGRAMS)

@@ -139,6 +139,12 @@ def any_of(flags):
 
 
 @triton.jit
+def only(numbers, is_own):
+    """The one number [1] of int32 [TILES] that `is_own` says."""
+    return tl.zeros([1], tl.int32) + tl.sum(tl.where(is_own, numbers, 0), axis=0)
+
+
+@triton.jit
 def as_floats(pointer):
     """A pointer to words of 32 bits as one to fp32."""
     return pointer.to(tl.pointer_type(tl.float32), bitcast=True)
@@ -184,6 +190,17 @@ def log2(x):
     if IS_INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def popcount(words):
+    """How many bits of int32 are set."""
+    if not IS_INTERPRETED:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    pairs = words - ((words >> 1) & 0x55555555)
+    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
+    return (eights & 0xFF) + ((eights >> 8) & 0xFF) + ((eights >> 16) & 0xFF) + ((eights >> 24) & 0xFF)
 
 
 @triton.jit

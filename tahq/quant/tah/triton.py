@@ -1,7 +1,7 @@
 """`tah` on CUDA in Triton: a launch plan for every shape, and the kernels one after the other.
 
 Streams equal the reference's but for which of two allocation tiles gets H bits where their entropies lie
-within 1e-5 of each other; decoded values are equal to the bit. Encoding is three kernels (six, where a sample
+within 1e-5 of each other; decoded values are equal to the bit. Encoding is five kernels (seven, where a sample
 has more than 32,768 allocation tiles) and never synchronises. Decoding is two, then waits for the verdict.
 Kernels are specialised on the spec, on types, on whether tiles are filled up and on the size class of a
 sample, never on data.
@@ -23,9 +23,15 @@ from tahq.quant.spec import TahSpec
 from tahq.quant.tah import stream as tah_stream
 from tahq.quant.tah import triton_decode as decoding
 from tahq.quant.tah import triton_encode as encoding
+from tahq.quant.tah import triton_measure as measuring
 from tahq.quant.tah import triton_select as selection
 from tahq.quant.tah.stream import TahLayout
 from tahq.quant.tiling import Tiling
+
+ENCODED_PER_WARP = 1024
+"""Elements of a warp of the kernels that code: two threads have a tile of 64."""
+MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
+"""Of the kernels that code: more than a device holds at a time, as blocks with tiles to be coded alone take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +92,10 @@ def _refuse(layout: TahLayout, buf: torch.Tensor) -> NoReturn:
 def _plan(spec: TahSpec, tiling: Tiling) -> Plan:
     layout = TahLayout.of(spec, tiling.shape)
     tile_slots, alloc_slots = launch.slots(tiling.num_tiles), launch.slots(layout.num_allocs)
-    counts_at = MAX_MEASURED + 2 * (tile_slots + alloc_slots)
-    num_counts, num_tallies = _selection_words(layout)
+    num_tallies, num_counts = _selection_words(layout)
+    counts_at = MAX_MEASURED + 4 * tile_slots + 2 * alloc_slots + num_tallies
     return Plan(
-        encode_words=counts_at + num_counts + num_tallies,
+        encode_words=counts_at + num_counts,
         decode_words=launch.slots(1 + tiling.num_samples) + layout.num_allocs,
         measure=_measure(layout, tile_slots, counts_at, num_counts),
         select=_select(layout, tile_slots, alloc_slots),
@@ -100,31 +106,40 @@ def _plan(spec: TahSpec, tiling: Tiling) -> Plan:
 
 
 def _is_counted(layout: TahLayout) -> bool:
-    """Whether samples are too large for one program each to select."""
+    """Whether samples are too large for one program each to find the border."""
     return layout.spec.adaptive == "on" and layout.allocs_per_sample > selection.MAX_KEYS_IN_REGISTERS
 
 
+def _num_key_blocks(layout: TahLayout) -> int:
+    """Of a sample."""
+    return -(-layout.allocs_per_sample // selection.KEYS_PER_PROGRAM)
+
+
 def _selection_words(layout: TahLayout) -> tuple[int, int]:
-    """Words of histograms and of tallies."""
-    if not _is_counted(layout):
+    """Words of borders and tallies, and of histograms, which begin as zeros."""
+    if layout.spec.adaptive == "off":
         return 0, 0
     num_samples = layout.tiling.num_samples
-    num_blocks = -(-layout.allocs_per_sample // selection.KEYS_PER_PROGRAM)
-    return 2 * selection.NUM_BINS * num_samples, 2 * num_blocks * num_samples
+    counts = selection.NUM_LEVELS * selection.NUM_BINS * num_samples if _is_counted(layout) else 0
+    return 2 * num_samples * (1 + _num_key_blocks(layout)), counts
 
 
 def _measure(layout: TahLayout, tile_slots: int, counts_at: int, num_counts: int) -> Launch:
     tiling = layout.tiling
     constants = {
         "G": tiling.group,
+        "BYTES": launch.bytes_per_word(tiling.group),
         "TILES": launch.measuring_tiles(tiling.group),
         "PADDED": tiling.padding > 0,
         "ENTROPY": layout.spec.adaptive == "on",
         "num_warps": launch.MEASURING_WARPS,
         "num_stages": 1,
     }
-    numbers = (tiling.num_tiles, tile_slots, tiling.channels, tiling.tiles_per_token, counts_at, num_counts)
-    return Launch(encoding.measure_kernel, (_num_measured(layout), 1, 1), numbers, constants)
+    shape = (tiling.num_tiles, tile_slots, tiling.channels, tiling.tiles_per_token)
+    tau = layout.spec.tau
+    most_second = (1 + 2.0**-20) / tau if tau >= 1 else 2.0
+    numbers = (*shape, most_second, counts_at, num_counts)
+    return Launch(measuring.measure_kernel, (_num_measured(layout), 1, 1), numbers, constants)
 
 
 def _num_measured(layout: TahLayout) -> int:
@@ -134,31 +149,24 @@ def _num_measured(layout: TahLayout) -> int:
 def _select(layout: TahLayout, tile_slots: int, alloc_slots: int) -> tuple[Launch, ...]:
     if layout.spec.adaptive == "off":
         return (_spread(layout, tile_slots),)
-    if _is_counted(layout):
-        return _select_by_counting(layout, tile_slots, alloc_slots)
-    block = 1 << max(8, (layout.allocs_per_sample - 1).bit_length())
-    constants = {"BLOCK": block, "num_warps": min(32, max(1, block // 512)), "num_stages": 1}
-    numbers = (tile_slots, _num_measured(layout), layout.allocs_per_sample, layout.num_low, layout.tiles_per_alloc)
-    grid = (layout.tiling.num_samples, 1, 1)
-    return (Launch(selection.select_kernel, grid, numbers, _key_constants(layout) | constants),)
-
-
-def _key_constants(layout: TahLayout) -> dict[str, Any]:
-    return {"IS_SINGLE": layout.tiles_per_alloc == 1, "REVERSE": layout.spec.select == "low"}
-
-
-def _select_by_counting(layout: TahLayout, tile_slots: int, alloc_slots: int) -> tuple[Launch, ...]:
-    n, num_low = layout.allocs_per_sample, layout.num_low
-    grid = (-(-n // selection.KEYS_PER_PROGRAM), layout.tiling.num_samples, 1)
+    n, num_low, num_samples = layout.allocs_per_sample, layout.num_low, layout.tiling.num_samples
     keyed = (tile_slots, alloc_slots, _num_measured(layout), n, layout.tiles_per_alloc)
-    ranked = (tile_slots, alloc_slots, n, num_low)
-    options = {"num_warps": 8, "num_stages": 1}
-    return (
-        Launch(selection.count_upper_kernel, grid, keyed, _key_constants(layout) | options),
-        Launch(selection.count_lower_kernel, grid, ranked, options),
-        Launch(selection.tally_kernel, grid, ranked, options),
-        Launch(selection.place_kernel, grid, ranked, options),
-    )
+    is_counted = _is_counted(layout)
+    constants = {
+        "IS_SINGLE": layout.tiles_per_alloc == 1,
+        "REVERSE": layout.spec.select == "low",
+        "COUNTED": is_counted,
+    }
+    grid, ranked = (_num_key_blocks(layout), num_samples, 1), (tile_slots, alloc_slots, n, num_low)
+    options = {"num_warps": 4, "num_stages": 1}
+    keys = Launch(selection.key_kernel, grid, keyed, constants | options)
+    place = Launch(selection.place_kernel, grid, ranked, options)
+    if is_counted:
+        counts = [Launch(selection.count_kernel, grid, ranked, {"LEVEL": level} | options) for level in (1, 2)]
+        return keys, *counts, Launch(selection.tally_kernel, grid, ranked, options), place
+    block = max(selection.KEYS_PER_PROGRAM, 1 << (n - 1).bit_length())
+    in_registers = {"BLOCK": block, "num_warps": max(4, block // 1024), "num_stages": 1}
+    return keys, Launch(selection.bisect_kernel, (num_samples, 1, 1), ranked, in_registers), place
 
 
 def _spread(layout: TahLayout, tile_slots: int) -> Launch:
@@ -173,32 +181,35 @@ def _section_starts(layout: TahLayout) -> tuple[int, ...]:
     return tuple(section.start for section in layout.sections.by_name.values())
 
 
-def _coding_constants(layout: TahLayout) -> dict[str, Any]:
+def _coding_constants(layout: TahLayout, elements_per_warp: int) -> dict[str, Any]:
     group = layout.tiling.group
     return {
         "G": group,
         "WIDTH": group.bit_length() - 1,
-        "TILES": launch.tiles_per_block(group),
+        "TILES": launch.tiles_per_block(group, elements_per_warp),
         "LOW": layout.spec.low,
         "HIGH": layout.spec.high,
         "IS_SINGLE": layout.tiles_per_alloc == 1,
         "PADDED": layout.tiling.padding > 0,
         "NORM": group**-0.5,
-        "num_warps": launch.warps_per_block(group),
+        "num_warps": launch.warps_per_block(group, elements_per_warp),
         **launch.EXACT,
     }
 
 
 def _quantize(layout: TahLayout, tile_slots: int) -> Launch:
     tiling, tau = layout.tiling, layout.spec.tau
+    group = tiling.group
+    num_blocks = -(-tiling.num_tiles // launch.tiles_per_block(group, ENCODED_PER_WARP))
     numbers = (
         *(_num_measured(layout), tiling.num_tiles, tile_slots, layout.num_allocs, layout.num_high),
         *(layout.tiles_per_alloc, tiling.channels, tiling.tiles_per_token),
         tau if tau <= torch.finfo(torch.float32).max else math.inf,
         *_section_starts(layout),
     )
-    grid = (launch.programs(tiling.num_tiles, tiling.group), 1, 1)
-    return Launch(encoding.quantize_kernel, grid, numbers, _coding_constants(layout))
+    constants = _coding_constants(layout, ENCODED_PER_WARP) | {"BYTES": launch.bytes_per_word(group)}
+    grid = (min(num_blocks, MAX_PROGRAMS), 1, 1)
+    return Launch(encoding.quantize_kernel, grid, numbers, constants)
 
 
 def _place(layout: TahLayout) -> Launch:
@@ -220,5 +231,6 @@ def _values(layout: TahLayout) -> Launch:
         *(layout.tiles_per_alloc, tiling.channels, tiling.tiles_per_token),
         *_section_starts(layout)[1:],
     )
-    grid = (launch.programs(tiling.num_tiles, tiling.group), 1, 1)
-    return Launch(decoding.values_kernel, grid, numbers, _coding_constants(layout))
+    constants = _coding_constants(layout, ENCODED_PER_WARP) | {"BYTES": launch.bytes_per_word(tiling.group)}
+    num_blocks = -(-tiling.num_tiles // launch.tiles_per_block(tiling.group, ENCODED_PER_WARP))
+    return Launch(decoding.values_kernel, (min(num_blocks, MAX_PROGRAMS), 1, 1), numbers, constants)

@@ -14,46 +14,47 @@ import triton.language as tl
 from tahq.quant.gpu.tiles import (
     DAMAGED,
     MARKED,
-    any_of,
     as_halves,
-    exchange,
-    from_eights,
-    hadamard,
+    from_half,
     header_verdict,
     is_gap_dirty,
     is_left_over,
-    locate_eights,
-    place_planes,
-    plane_words,
+    locate_tiles,
+    only,
+    popcount,
     power_of_two,
     store_values,
     store_verdict,
-    to_eights,
-    unpack_bits,
 )
+from tahq.quant.gpu.words import as_floats, as_words, locate_words, over_block, unpack_codes, words_of
 from tahq.quant.tah.reference import TOP_EXPONENT
+from tahq.quant.tah.triton_tile import decode_tile
 
 ALLOCS_PER_PROGRAM = 2048
 _DAMAGED, _MARKED = tl.constexpr(DAMAGED), tl.constexpr(MARKED)
 _ALLOCS = tl.constexpr(ALLOCS_PER_PROGRAM)
-_BYTES = tl.constexpr(4096)
+_WORDS = tl.constexpr(4096)
+_SAFE_EXPONENT = tl.constexpr(60)
 _MIN_EXPONENT = tl.constexpr(TOP_EXPONENT - 127)
 
 
 @triton.jit
-def _count_ones(bit_map, skipped, count):
-    """How many of `count` bits behind the first `skipped` ones (0 to 7) are set."""
-    ones = tl.zeros([_BYTES], tl.int32)
-    stop = skipped + count
-    for first in range(0, (stop + 7) // 8, _BYTES):
-        byte = first + tl.arange(0, _BYTES)
-        bits = tl.load(bit_map + byte, mask=byte < (stop + 7) // 8, other=0).to(tl.int32)
-        leading = tl.minimum(tl.maximum(skipped - 8 * byte, 0), 8)
-        trailing = tl.minimum(tl.maximum(stop - 8 * byte, 0), 8)
-        bits &= ((1 << trailing) - 1) & ~((1 << leading) - 1)
-        bits -= (bits >> 1) & 0x55
-        bits = (bits & 0x33) + ((bits >> 2) & 0x33)
-        ones += (bits + (bits >> 4)) & 0x0F
+def _below(place):
+    """int32 with the lowest `place` bits set, of −∞ to 31; all of them from 32."""
+    return tl.where(place >= 32, -1, (1 << tl.maximum(tl.minimum(place, 31), 0)) - 1)
+
+
+@triton.jit
+def _count_ones(bit_map, first, count):
+    """How many of `count` bits from `first` on are set; words of 32 bits are read, inside the section."""
+    words = bit_map.to(tl.pointer_type(tl.int32), bitcast=True) + first // 32
+    start = (first % 32).to(tl.int32)
+    stop = start + count
+    ones = tl.zeros([_WORDS], tl.int32)
+    for begin in range(0, (stop + 31) // 32, _WORDS):
+        word = begin + tl.arange(0, _WORDS)
+        bits = tl.load(words + word, mask=word < (stop + 31) // 32, other=0)
+        ones += popcount(bits & _below(stop - 32 * word) & ~_below(start - 32 * word))
     return tl.sum(ones, axis=0)
 
 
@@ -86,7 +87,7 @@ def place_kernel(
     bit = sample_first + index
     byte = tl.load(buf + bit_map_at + bit // 8, mask=is_real, other=0).to(tl.int32)
     is_high = (byte >> (bit % 8).to(tl.int32)) & 1
-    counted = _count_ones(buf + bit_map_at + sample_first // 8, (sample_first % 8).to(tl.int32), first)
+    counted = _count_ones(buf + bit_map_at, sample_first, first)
     num_high_allocs = allocs_per_sample - num_low
     rank = counted + tl.cumsum(is_high, axis=0) - is_high
     place = tl.where((is_high > 0) & (rank < num_high_allocs), tl.program_id(1) * num_high_allocs + rank, -1)
@@ -119,40 +120,100 @@ def _tile_verdict(scale, zero_point, is_tile):
 
 
 @triton.jit
-def _load_planes(
-    low_buf,
-    high_buf,
-    high_place,
-    num_left,
-    TILES: tl.constexpr,
-    G: tl.constexpr,
+def _load_plane(
+    low_words,
+    high_words,
+    place,
+    is_wanted,
+    PLANE: tl.constexpr,
+    T: tl.constexpr,
+    WORDS: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Codes fp32 [8, G/8, TILES]; the arguments are those of the encoder's `_store_planes`."""
-    NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
-    plane, tile, within = place_planes(0, NUM_PLANES, TILES, G)
-    is_low_plane = (tile < num_left) & (plane < LOW)
-    planes = tl.load(low_buf + (tile * (LOW * G // 8) + within), mask=is_low_plane, other=0)
-    if HIGH > LOW:
-        _, _, within = place_planes(LOW, NUM_PLANES, TILES, G)
-        place = high_place.to(tl.int64)[None, :, None] * ((HIGH - LOW) * G // 8)
-        is_high_plane = (high_place >= 0)[None, :, None] & (plane >= LOW) & (plane < HIGH)
-        planes |= tl.load(high_buf + (place + within), mask=is_high_plane, other=0)
-    codes = unpack_bits(plane_words(planes, 0, NUM_PLANES))
-    if HIGH > 4:
-        codes |= unpack_bits(plane_words(planes, 4, NUM_PLANES)) << 4
-    return codes.to(tl.float32)
+    """Words int32 [T, words] of one plane of tiles; zeros where it has none."""
+    tile, word = tl.arange(0, T)[:, None], tl.arange(0, WORDS)[None, :]
+    if PLANE < LOW:
+        at = tile * (LOW * WORDS) + (PLANE * WORDS + word)
+        words = tl.load(low_words + at, mask=is_wanted[:, None], other=0).to(tl.int32)
+    elif PLANE < HIGH:
+        at = place.to(tl.int64)[:, None] * ((HIGH - LOW) * WORDS) + ((PLANE - LOW) * WORDS + word)
+        words = tl.load(high_words + at, mask=(is_wanted & (place >= 0))[:, None], other=0).to(tl.int32)
+    else:
+        words = tl.zeros([T, WORDS], tl.int32)
+    return words
 
 
 @triton.jit
-def _pivots(buf, tiles, is_tile, num_tiles, WIDTH: tl.constexpr):
-    """Pivots [TILES]: WIDTH bits each, which lie in two bytes at most."""
+def _load_four(
+    low_buf,
+    high_buf,
+    place,
+    is_wanted,
+    FIRST: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    BYTES: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """Bits FIRST to FIRST + 3 of the codes of tiles, int32 [BYTES, T, words, 8]."""
+    WORDS: tl.constexpr = G // 8 // BYTES
+    low, high = as_words(low_buf, BYTES), as_words(high_buf, BYTES)
+    words = words_of(
+        _load_plane(low, high, place, is_wanted, FIRST, T, WORDS, LOW, HIGH),
+        _load_plane(low, high, place, is_wanted, FIRST + 1, T, WORDS, LOW, HIGH),
+        _load_plane(low, high, place, is_wanted, FIRST + 2, T, WORDS, LOW, HIGH),
+        _load_plane(low, high, place, is_wanted, FIRST + 3, T, WORDS, LOW, HIGH),
+        BYTES,
+        T,
+        WORDS,
+    )
+    return unpack_codes(words)
+
+
+@triton.jit
+def _load_codes(
+    low_buf,
+    high_buf,
+    place,
+    is_wanted,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    BYTES: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """Codes fp32 [BYTES, T, words, 8] of the tiles `is_wanted` [T], 0 of others.
+
+    Args:
+        low_buf: where the first tile's low planes are.
+        high_buf: where the high planes of the first tile with H bits in the tensor are.
+        place: of each tile [T] among those with H bits, negative for L bits.
+    """
+    codes = _load_four(low_buf, high_buf, place, is_wanted, 0, T, G, BYTES, LOW, HIGH)
+    if HIGH > 4:
+        codes |= _load_four(low_buf, high_buf, place, is_wanted, 4, T, G, BYTES, LOW, HIGH) << 4
+    return as_floats(codes)
+
+
+@triton.jit
+def _pivots(buf, tiles, num_tiles, WIDTH: tl.constexpr):
+    """Pivots of tiles: WIDTH bits each, which lie in two bytes at most."""
     bit = tiles.to(tl.int64) * WIDTH
     last_byte = (num_tiles.to(tl.int64) * WIDTH - 1) // 8
-    low = tl.load(buf + bit // 8, mask=is_tile, other=0).to(tl.int32)
-    high = tl.load(buf + bit // 8 + 1, mask=is_tile & (bit // 8 < last_byte), other=0).to(tl.int32)
+    low = tl.load(buf + bit // 8).to(tl.int32)
+    high = tl.load(buf + bit // 8 + 1, mask=bit // 8 < last_byte, other=0).to(tl.int32)
     return ((low | (high << 8)) >> (bit % 8).to(tl.int32)) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def _store(pointers, y, is_real, after, is_safe):
+    """Values times `after`; where that is 1, none is too large for bf16 and fp32."""
+    if is_safe and pointers.dtype.element_ty != tl.float16:
+        tl.store(pointers, y.to(pointers.dtype.element_ty), mask=is_real)
+    else:
+        store_values(pointers, y * after, is_real)
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_tiles", "tiles_per_alloc", "channels", "tiles_per_token"])
@@ -174,19 +235,27 @@ def values_kernel(
     G: tl.constexpr,
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
+    BYTES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     IS_SINGLE: tl.constexpr,
     PADDED: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Values of all tiles, and the rest of the verdict."""
+    """Values of all tiles, and the rest of the verdict.
+
+    Of all but very large and very small tensors, steps and zero-points are multiplied by the power of two, not values:
+    nothing is rounded by that, or too large for fp32 and bf16.
+    """
     exponent = tl.load(buf + 5).to(tl.int8, bitcast=True).to(tl.int32)
-    factor = power_of_two(-exponent)
+    is_safe = tl.abs(exponent) <= _SAFE_EXPONENT
+    before = power_of_two(tl.where(is_safe, -exponent, 0))
+    after = power_of_two(tl.where(is_safe, 0, -exponent))
+    tile = tl.arange(0, TILES)
     places = work + sample_slots
     verdict = tl.zeros([TILES], tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(num_tiles, TILES), tl.num_programs(0)):
-        tiles = block * TILES + tl.arange(0, TILES)
+        tiles = block * TILES + tile
         is_tile = tiles < num_tiles
         if IS_SINGLE:
             place = tl.load(places + tiles, mask=is_tile, other=-1)
@@ -199,16 +268,35 @@ def values_kernel(
         verdict |= _tile_verdict(scale, zero_point, is_tile)
         verdict |= tl.load(work + 1 + tiles, mask=tiles < num_samples, other=0)
         low_buf = buf + low_planes_at + tl.cast(block, tl.int64) * (TILES * LOW * G // 8)
-        num_left = num_tiles - block * TILES
-        codes = _load_planes(low_buf, buf + high_planes_at, place, num_left, TILES, G, LOW, HIGH)
-        step = (scale & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        start = zero_point.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        y = codes * step[None, None, :] + start[None, None, :]
         is_transformed = scale > 0x7FFF
-        if any_of(is_transformed):
-            pivot = _pivots(buf + pivot_at, tiles, is_tile, num_tiles, WIDTH)
-            back = exchange(hadamard(from_eights(y, TILES, G), NORM, TILES, G, WIDTH), pivot, G)
-            y = tl.where(is_transformed[None, None, :], to_eights(back, TILES, G), y)
-        pointers, is_real = locate_eights(x, block, num_tiles, channels, tiles_per_token, TILES, G, PADDED)
-        store_values(pointers, y * factor, is_real)
+        is_plain = is_tile & (scale <= 0x7FFF)
+        codes = _load_codes(low_buf, buf + high_planes_at, place, is_plain, TILES, G, BYTES, LOW, HIGH)
+        step, start = from_half(scale & 0x7FFF) * before, from_half(zero_point) * before
+        y = tl.fma(codes, over_block(step), over_block(start))
+        pointers, is_real = locate_words(x, block, num_tiles, channels, tiles_per_token, TILES, G, BYTES, PADDED)
+        rows = tl.broadcast_to(is_plain.to(tl.int32)[None, :, None], [BYTES, TILES, G // 8 // BYTES])
+        is_real &= (tl.reshape(rows, [BYTES * TILES * (G // 8 // BYTES)]) > 0)[:, None]
+        _store(pointers, tl.reshape(y, pointers.shape), is_real, after, is_safe)
+        waiting = tl.where(is_transformed, tile, TILES)
+        first = tl.min(waiting, axis=0)
+        while first < TILES:
+            is_own = tile == first
+            own_y = decode_tile(
+                only(scale, is_own),
+                only(zero_point, is_own),
+                only(place, is_own),
+                _pivots(buf + pivot_at, block * TILES + first + tl.arange(0, 1), num_tiles, WIDTH),
+                before,
+                low_buf + first * (LOW * G // 8),
+                buf + high_planes_at,
+                G,
+                WIDTH,
+                LOW,
+                HIGH,
+                NORM,
+            )
+            own, is_there = locate_tiles(x, block * TILES + first, num_tiles, channels, tiles_per_token, 1, G, PADDED)
+            _store(own, own_y, is_there, after, is_safe)
+            waiting = tl.where(is_own, TILES, waiting)
+            first = tl.min(waiting, axis=0)
     store_verdict(work, verdict)

@@ -1,13 +1,14 @@
 """Which allocation tiles get H bits, on CUDA: an exact selection by rank, without sorting.
 
-A tile's entropy becomes a whole number, its key: ⌊H·2^20⌋, below 2^24, so that a rank is found by counting
-keys. (Entropies closer than 2^-20 may so be taken for equal, and then the lower index ranks first, as of
-equal ones; sums of logarithms in fp32 are not more exact than that.) Up to `MAX_KEYS_IN_REGISTERS` tiles a
-sample, one program a sample holds all keys and bisects. Beyond, four small kernels count the keys' upper and
-then lower twelve bits in histograms, which gives the border key and how many of its equals get L bits.
+A tile's entropy becomes a whole number, its key: ⌊H·2^20⌋, below 2^24, so that a rank is found by counting keys.
+(Entropies closer than 2^-20 may so be taken for equal, and then the lower index ranks first, as of equal ones; sums of
+logarithms in fp32 are not more exact than that.) What is looked for is the border: the key of rank ⌊(1−p)·n⌋, and how
+many of the keys that equal it get L bits. Up to `MAX_KEYS_IN_REGISTERS` tiles a sample, one program a sample holds all
+keys and bisects; beyond, histograms of the keys' bytes are counted, one byte after the other. Then every block of keys
+is told how many above the border, and how many at it, lie in the blocks before.
 
-Each way leaves, for every allocation tile, its place among those with H bits, or −1 for L bits. Shape
-letters: n allocation tiles a sample.
+What is left is, for every allocation tile, its place among those with H bits, or −1 for L bits. Shape letters: n
+allocation tiles a sample.
 """
 
 import triton
@@ -17,9 +18,12 @@ from tahq.quant.gpu.tiles import MAX_MEASURED, as_floats, power_of_two, tensor_e
 from tahq.quant.tah.reference import TOP_EXPONENT
 
 MAX_KEYS_IN_REGISTERS = 32768
-KEYS_PER_PROGRAM = 4096
-NUM_BINS = 4096
+KEYS_PER_PROGRAM = 1024
+NUM_BINS, NUM_LEVELS = 256, 3
+NOT_FINITE = tl.constexpr(-128.0)
+"""Stands for the entropy of a tile that is not finite."""
 _BINS = tl.constexpr(NUM_BINS)
+_LEVELS = tl.constexpr(NUM_LEVELS)
 _BLOCK = tl.constexpr(KEYS_PER_PROGRAM)
 _TALLIES = tl.constexpr(256)
 _LARGEST_KEY = tl.constexpr((1 << 24) - 1)
@@ -38,6 +42,12 @@ def _scaled_mass(masses, tiles, is_real, exponent):
 
 
 @triton.jit
+def _load_entropy(entropies, is_real):
+    entropy = tl.load(entropies, mask=is_real, other=0.0)
+    return tl.where(entropy == NOT_FINITE, 0.0, tl.abs(entropy))
+
+
+@triton.jit
 def _entropy(entropies, masses, allocs, is_real, exponent, tiles_per_alloc, IS_SINGLE: tl.constexpr):
     """Entropy of allocation tiles from their tiles': Σ w·(H − log w), w = mass/total, then ϵ's share in it.
 
@@ -46,14 +56,14 @@ def _entropy(entropies, masses, allocs, is_real, exponent, tiles_per_alloc, IS_S
     first = allocs * tiles_per_alloc
     total = _scaled_mass(masses, first, is_real, exponent)
     if IS_SINGLE:
-        entropy = tl.load(entropies + first, mask=is_real, other=0.0)
+        entropy = _load_entropy(entropies + first, is_real)
     else:
         for k in range(1, tiles_per_alloc):
             total += _scaled_mass(masses, first + k, is_real, exponent)
         entropy = tl.zeros_like(total)
         for k in range(tiles_per_alloc):
             weight = _scaled_mass(masses, first + k, is_real, exponent) / tl.where(total > 0, total, 1.0)
-            within = tl.load(entropies + first + k, mask=is_real, other=0.0)
+            within = _load_entropy(entropies + first + k, is_real)
             entropy += weight * (within - tl.log(tl.maximum(weight, _TINY)))
     ratio = total / (total + _EPSILON)
     return ratio * (entropy - tl.log(tl.maximum(ratio, _TINY)))
@@ -61,14 +71,17 @@ def _entropy(entropies, masses, allocs, is_real, exponent, tiles_per_alloc, IS_S
 
 @triton.jit
 def entropies_in(work):
-    """Where the entropies of tiles are; their masses follow `tile_slots` further on."""
+    """Where the entropies of tiles are, negative where a tile may have an outlier, NOT_FINITE where it is not finite.
+
+    Masses, minima and maxima follow, each `tile_slots` further on.
+    """
     return as_floats(work + _MEASURED)
 
 
 @triton.jit
 def places_in(work, tile_slots):
     """Where the places of allocation tiles are; of large samples, the keys follow `alloc_slots` further on."""
-    return work + _MEASURED + 2 * tile_slots
+    return work + _MEASURED + 4 * tile_slots
 
 
 @triton.jit
@@ -93,63 +106,6 @@ def _key(
 
 
 @triton.jit
-def _place(key, border, num_ties_low, above_before, equal_before):
-    """Place of each tile among those with H bits, −1 for L: `num_ties_low` of the keys at the border get L."""
-    is_high = (key > border) | ((key == border) & (equal_before >= num_ties_low))
-    return tl.where(is_high, above_before + tl.maximum(equal_before - num_ties_low, 0), -1)
-
-
-@triton.jit(do_not_specialize=["num_measured", "allocs_per_sample", "num_low", "tiles_per_alloc"])
-def select_kernel(
-    work,
-    tile_slots,
-    num_measured,
-    allocs_per_sample,
-    num_low,
-    tiles_per_alloc,
-    IS_SINGLE: tl.constexpr,
-    REVERSE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program a sample: bisect for the smallest key that `num_low` keys do not exceed."""
-    index = tl.arange(0, BLOCK)
-    is_real = index < allocs_per_sample
-    first = tl.program_id(0) * allocs_per_sample
-    key = _key(work, tile_slots, num_measured, first + index, is_real, tiles_per_alloc, IS_SINGLE, REVERSE)
-    border = tl.min(key, axis=0)
-    most = tl.max(tl.where(is_real, key, 0), axis=0)
-    while border < most:
-        middle = (border + most) // 2
-        is_enough = tl.sum((key <= middle).to(tl.int32), axis=0) >= num_low
-        most = tl.where(is_enough, middle, most)
-        border = tl.where(is_enough, border, middle + 1)
-    above, equal = ((key > border) & is_real).to(tl.int32), (key == border).to(tl.int32)
-    num_ties_low = num_low - tl.sum((key < border).to(tl.int32), axis=0)
-    both = above + (equal << 16)
-    before = tl.cumsum(both, axis=0) - both  # of each kind at most 32,767
-    place = _place(key, border, num_ties_low, before & 0xFFFF, before >> 16)
-    high_before = tl.program_id(0) * (allocs_per_sample - num_low)
-    tl.store(places_in(work, tile_slots) + first + index, tl.where(place < 0, -1, high_before + place), mask=is_real)
-
-
-@triton.jit
-def _find_bin(counts, rank):
-    """The first bin up to which `rank` keys are counted, and how many of them are in this bin."""
-    counted = tl.cumsum(tl.load(counts + tl.arange(0, _BINS)), axis=0)
-    is_below = counted < rank
-    bin = tl.sum(is_below.to(tl.int32), axis=0)
-    return bin, rank - tl.max(tl.where(is_below, counted, 0), axis=0)
-
-
-@triton.jit
-def _find_border(counts, num_low):
-    """The border key of this program's sample, and how many of the keys that equal it get L bits."""
-    upper, rank = _find_bin(counts, num_low)
-    lower, num_ties_low = _find_bin(counts + _BINS, rank)
-    return upper * _BINS + lower, num_ties_low
-
-
-@triton.jit
 def _own_lanes(allocs_per_sample):
     """This program's allocation tiles, [_BLOCK], and which of its lanes have one. Grid [blocks, samples]."""
     index = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
@@ -157,26 +113,32 @@ def _own_lanes(allocs_per_sample):
 
 
 @triton.jit
-def _own_counts(work, tile_slots, alloc_slots):
-    """The histograms of this program's sample: upper bits, then lower ones."""
-    return places_in(work, tile_slots) + 2 * alloc_slots + tl.program_id(1) * (2 * _BINS)
+def _borders(work, tile_slots, alloc_slots):
+    """Where the borders of samples are, and how many of the keys at them get L bits: two words a sample."""
+    return places_in(work, tile_slots) + 2 * alloc_slots
 
 
 @triton.jit
-def _own_tallies(work, tile_slots, alloc_slots):
-    """Pairs of tallies of this program's sample, a pair a block."""
-    counts = places_in(work, tile_slots) + 2 * alloc_slots
-    return counts + tl.num_programs(1) * (2 * _BINS) + tl.program_id(1) * tl.num_programs(0) * 2
+def _tallies(work, tile_slots, alloc_slots, sample, num_blocks, num_samples):
+    """Where the tallies of a sample are, two words a block: how many of its keys are above the border, and at it."""
+    return _borders(work, tile_slots, alloc_slots) + 2 * num_samples + sample * (2 * num_blocks)
 
 
 @triton.jit
-def _own_keys(work, tile_slots, alloc_slots, allocs, is_real):
+def _counts(work, tile_slots, alloc_slots):
+    """Where the histograms of this program's sample are, of the first byte of its keys, the second and the third."""
+    words = 2 * tl.num_programs(1) * (1 + tl.num_programs(0))
+    return _borders(work, tile_slots, alloc_slots) + words + tl.program_id(1) * (_LEVELS * _BINS)
+
+
+@triton.jit
+def _load_keys(work, tile_slots, alloc_slots, allocs, is_real):
     keys = places_in(work, tile_slots) + alloc_slots
     return tl.load(keys + allocs, mask=is_real, other=_LARGEST_KEY + 1)
 
 
 @triton.jit(do_not_specialize=["num_measured", "allocs_per_sample", "tiles_per_alloc"])
-def count_upper_kernel(
+def key_kernel(
     work,
     tile_slots,
     alloc_slots,
@@ -185,61 +147,117 @@ def count_upper_kernel(
     tiles_per_alloc,
     IS_SINGLE: tl.constexpr,
     REVERSE: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
-    """Keys of all allocation tiles; histogram of their upper twelve bits."""
+    """Keys of all allocation tiles, and the histogram of their first bytes if it is needed. Grid [blocks, samples]."""
     allocs, is_real = _own_lanes(allocs_per_sample)
     key = _key(work, tile_slots, num_measured, allocs, is_real, tiles_per_alloc, IS_SINGLE, REVERSE)
     tl.store(places_in(work, tile_slots) + alloc_slots + allocs, key, mask=is_real)
-    bins = _own_counts(work, tile_slots, alloc_slots) + key // _BINS
-    tl.atomic_add(bins, tl.full([_BLOCK], 1, tl.int32), mask=is_real, sem="relaxed")
+    if COUNTED:
+        _count(_counts(work, tile_slots, alloc_slots), key >> 16, is_real)
 
 
 @triton.jit(do_not_specialize=["allocs_per_sample", "num_low"])
-def count_lower_kernel(work, tile_slots, alloc_slots, allocs_per_sample, num_low):
-    """Histogram of the lower twelve bits of the keys whose upper ones are the border's."""
+def bisect_kernel(work, tile_slots, alloc_slots, allocs_per_sample, num_low, BLOCK: tl.constexpr):
+    """The border and the tallies of one sample a program: the smallest key that `num_low` keys do not exceed."""
+    index = tl.arange(0, BLOCK)
+    sample = tl.program_id(0)
+    is_real = index < allocs_per_sample
+    key = _load_keys(work, tile_slots, alloc_slots, sample * allocs_per_sample + index, is_real)
+    border = tl.min(key, axis=0)
+    most = tl.max(tl.where(is_real, key, 0), axis=0)
+    while border < most:
+        middle = (border + most) // 2
+        is_enough = tl.sum((key <= middle).to(tl.int32), axis=0) >= num_low
+        most = tl.where(is_enough, middle, most)
+        border = tl.where(is_enough, border, middle + 1)
+    borders = _borders(work, tile_slots, alloc_slots) + 2 * sample
+    tl.store(borders, border)
+    tl.store(borders + 1, num_low - tl.sum((key < border).to(tl.int32), axis=0))
+    blocks = tl.reshape(tl.where(is_real, key, -1), [BLOCK // _BLOCK, _BLOCK])
+    block = tl.arange(0, BLOCK // _BLOCK)
+    num_blocks = tl.cdiv(allocs_per_sample, _BLOCK)
+    tallies = _tallies(work, tile_slots, alloc_slots, sample, num_blocks, tl.num_programs(0)) + 2 * block
+    tl.store(tallies, tl.sum((blocks > border).to(tl.int32), axis=1), mask=block < num_blocks)
+    tl.store(tallies + 1, tl.sum((blocks == border).to(tl.int32), axis=1), mask=block < num_blocks)
+
+
+@triton.jit
+def _find_prefix(counts, rank, LEVELS: tl.constexpr):
+    """The first LEVELS bytes of the key that has this rank, and its rank among the keys that begin so."""
+    prefix = 0
+    for level in tl.static_range(LEVELS):
+        counted = tl.cumsum(tl.load(counts + level * _BINS + tl.arange(0, _BINS)), axis=0)
+        is_below = counted < rank
+        prefix = prefix * _BINS + tl.sum(is_below.to(tl.int32), axis=0)
+        rank -= tl.max(tl.where(is_below, counted, 0), axis=0)
+    return prefix, rank
+
+
+@triton.jit
+def _count(counts, bytes_, is_counted):
+    """Add to a histogram how often each byte [_BLOCK] occurs."""
+    number = tl.histogram(tl.where(is_counted, bytes_, 0), _BINS)
+    bin = tl.arange(0, _BINS)
+    number -= tl.where(bin == 0, _BLOCK - tl.sum(is_counted.to(tl.int32), axis=0), 0)
+    tl.atomic_add(counts + bin, number, mask=number > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["allocs_per_sample", "num_low"])
+def count_kernel(work, tile_slots, alloc_slots, allocs_per_sample, num_low, LEVEL: tl.constexpr):
+    """Histogram of byte LEVEL (1 or 2) of the keys that agree with the border in the bytes before."""
     allocs, is_real = _own_lanes(allocs_per_sample)
-    key = _own_keys(work, tile_slots, alloc_slots, allocs, is_real)
-    counts = _own_counts(work, tile_slots, alloc_slots)
-    upper, _ = _find_bin(counts, num_low)
-    is_counted = is_real & (key // _BINS == upper)
-    bins = counts + _BINS + key % _BINS
-    tl.atomic_add(bins, tl.full([_BLOCK], 1, tl.int32), mask=is_counted, sem="relaxed")
+    key = _load_keys(work, tile_slots, alloc_slots, allocs, is_real)
+    counts = _counts(work, tile_slots, alloc_slots)
+    prefix, _ = _find_prefix(counts, num_low, LEVEL)
+    is_counted = is_real & (key >> (24 - 8 * LEVEL) == prefix)
+    _count(counts + LEVEL * _BINS, (key >> (16 - 8 * LEVEL)) & (_BINS - 1), is_counted)
 
 
 @triton.jit(do_not_specialize=["allocs_per_sample", "num_low"])
 def tally_kernel(work, tile_slots, alloc_slots, allocs_per_sample, num_low):
-    """How many keys of each block lie above the border, and how many at it."""
+    """The tallies of this program's block; the border, which every program of a sample finds."""
     allocs, is_real = _own_lanes(allocs_per_sample)
-    key = _own_keys(work, tile_slots, alloc_slots, allocs, is_real)
-    border, _ = _find_border(_own_counts(work, tile_slots, alloc_slots), num_low)
-    own = _own_tallies(work, tile_slots, alloc_slots) + 2 * tl.program_id(0)
-    tl.store(own, tl.sum((is_real & (key > border)).to(tl.int32), axis=0))
-    tl.store(own + 1, tl.sum((is_real & (key == border)).to(tl.int32), axis=0))
+    key = _load_keys(work, tile_slots, alloc_slots, allocs, is_real)
+    border, num_ties_low = _find_prefix(_counts(work, tile_slots, alloc_slots), num_low, _LEVELS)
+    sample, block, num_blocks = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
+    tallies = _tallies(work, tile_slots, alloc_slots, sample, num_blocks, tl.num_programs(1)) + 2 * block
+    tl.store(tallies, tl.sum((is_real & (key > border)).to(tl.int32), axis=0))
+    tl.store(tallies + 1, tl.sum((is_real & (key == border)).to(tl.int32), axis=0))
+    if block == 0:
+        borders = _borders(work, tile_slots, alloc_slots) + 2 * sample
+        tl.store(borders, border)
+        tl.store(borders + 1, num_ties_low)
 
 
 @triton.jit
 def _sum_before(tallies):
-    """Sum of the tallies of the blocks before this program's."""
-    total = tl.zeros([_TALLIES], tl.int32)
+    """Sums of the tallies of the blocks before this program's."""
+    above, equal = tl.zeros([_TALLIES], tl.int32), tl.zeros([_TALLIES], tl.int32)
     for start in range(0, tl.program_id(0), _TALLIES):
         block = start + tl.arange(0, _TALLIES)
-        total += tl.load(tallies + 2 * block, mask=block < tl.program_id(0), other=0)
-    return tl.sum(total, axis=0)
+        is_before = block < tl.program_id(0)
+        above += tl.load(tallies + 2 * block, mask=is_before, other=0)
+        equal += tl.load(tallies + 2 * block + 1, mask=is_before, other=0)
+    return tl.sum(above, axis=0), tl.sum(equal, axis=0)
 
 
 @triton.jit(do_not_specialize=["allocs_per_sample", "num_low"])
 def place_kernel(work, tile_slots, alloc_slots, allocs_per_sample, num_low):
-    """Places, counted on from those of the blocks before."""
+    """Place of each tile among those with H bits, −1 for L, counted on from the blocks before."""
     allocs, is_real = _own_lanes(allocs_per_sample)
-    key = _own_keys(work, tile_slots, alloc_slots, allocs, is_real)
-    border, num_ties_low = _find_border(_own_counts(work, tile_slots, alloc_slots), num_low)
-    above, equal = (is_real & (key > border)).to(tl.int32), (is_real & (key == border)).to(tl.int32)
-    tallies = _own_tallies(work, tile_slots, alloc_slots)
-    above_before = tl.cumsum(above, axis=0) - above + _sum_before(tallies)
-    equal_before = tl.cumsum(equal, axis=0) - equal + _sum_before(tallies + 1)
-    high_before = tl.program_id(1) * (allocs_per_sample - num_low)
-    place = _place(key, border, num_ties_low, above_before, equal_before)
-    tl.store(places_in(work, tile_slots) + allocs, tl.where(place < 0, -1, high_before + place), mask=is_real)
+    key = _load_keys(work, tile_slots, alloc_slots, allocs, is_real)
+    sample, num_samples = tl.program_id(1), tl.num_programs(1)
+    borders = _borders(work, tile_slots, alloc_slots) + 2 * sample
+    border, num_ties_low = tl.load(borders), tl.load(borders + 1)
+    before, ties_before = _sum_before(_tallies(work, tile_slots, alloc_slots, sample, tl.num_programs(0), num_samples))
+    is_above, is_equal = is_real & (key > border), is_real & (key == border)
+    both = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+    counted = tl.cumsum(both, axis=0) - both  # of each kind at most a block's keys
+    ties = ties_before + (counted >> 16)
+    place = sample * (allocs_per_sample - num_low) + before + (counted & 0xFFFF) + tl.maximum(ties - num_ties_low, 0)
+    is_high = is_above | (is_equal & (ties >= num_ties_low))
+    tl.store(places_in(work, tile_slots) + allocs, tl.where(is_high, place, -1), mask=is_real)
 
 
 @triton.jit(do_not_specialize=["num_allocs", "allocs_per_sample", "num_low", "numerator", "denominator"])

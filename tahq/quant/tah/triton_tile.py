@@ -1,0 +1,218 @@
+"""`tah` on CUDA, one tile at a time: what encoder and decoder do with tiles that their fast paths leave out.
+
+Of an encoder that are tiles with an outlier, which the transform may spread; tiles with a quotient so near the middle
+of two codes that only the exact division tells which, or with one to be clamped; and tiles that are not finite or not
+full; of a decoder, the transformed ones. All of a program's threads work on the one tile, [1, G].
+"""
+
+import triton
+import triton.language as tl
+
+from tahq.quant.gpu.tiles import (
+    ROUNDING,
+    ROUNDING_BITS,
+    exchange,
+    from_eights,
+    from_half,
+    hadamard,
+    pack_bits,
+    place_planes,
+    plane_bytes,
+    plane_words,
+    unpack_bits,
+)
+
+_EPSILON = tl.constexpr(1e-12)
+
+
+@triton.jit
+def _range(y, is_hidden, PADDED: tl.constexpr):
+    """Minimum and maximum [T] of tiles [T, G], without the hidden channels."""
+    if PADDED:
+        smallest = tl.min(tl.where(is_hidden, float("inf"), y), axis=1)
+        return smallest, tl.max(tl.where(is_hidden, float("-inf"), y), axis=1)
+    return tl.min(y, axis=1), tl.max(y, axis=1)
+
+
+@triton.jit
+def _transform(
+    y, largest, next_largest, is_finite, tau, NORM: tl.constexpr, T: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Swap and transform the outliers among tiles [T, G]; `next_largest` is without those equal to the largest.
+
+    Returns y, and of each tile whether it was transformed, and its pivot: the lowest channel of the largest.
+    """
+    channel = tl.arange(0, G)[None, :]
+    is_largest = tl.abs(y) == largest[:, None]
+    second = tl.where(tl.sum(is_largest.to(tl.int32), axis=1) == 1, next_largest, largest)
+    is_transformed = is_finite & (tl.div_rn(largest, second + _EPSILON) > tau)
+    pivot = tl.where(is_transformed, tl.min(tl.where(is_largest, channel, G), axis=1), 0)
+    y = tl.where(is_transformed[:, None], hadamard(exchange(y, pivot, G), NORM, T, G, WIDTH), y)
+    return y, is_transformed, pivot
+
+
+@triton.jit
+def scale_and_zero_point(smallest, largest, levels):
+    """fp16 bits [T], as int32, of (max − min)/(2^b − 1) and of the minimum; neither is ever −0."""
+    scale = tl.div_rn(largest - smallest, levels).to(tl.float16).to(tl.int16, bitcast=True)
+    zero_point = smallest.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return scale.to(tl.int32) & 0x7FFF, tl.where(zero_point == 0x8000, 0, zero_point)
+
+
+@triton.jit
+def _codes(y, scale, zero_point, levels):
+    """clamp(round-half-even((y − z)/s), 0, 2^b − 1), int32 [T, G]; 0 where s = 0."""
+    offset = y - zero_point[:, None]
+    divisor = tl.where(scale == 0, float("inf"), scale)
+    quotient = tl.div_rn(offset, tl.broadcast_to(divisor[:, None], offset.shape))
+    rounded = tl.minimum(tl.maximum(quotient, 0.0), levels[:, None]) + ROUNDING
+    return rounded.to(tl.int32, bitcast=True) - ROUNDING_BITS
+
+
+@triton.jit
+def _store_planes(
+    low_buf,
+    high_buf,
+    codes,
+    is_coded,
+    high_place,
+    num_left,
+    TILES: tl.constexpr,
+    G: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """Planes of codes [T, G], zero where `is_coded` [T] is false, of the first `num_left` tiles.
+
+    Args:
+        low_buf: where the first tile's low planes go.
+        high_buf: where the high planes of the first tile with H bits in the tensor go.
+        codes: int32.
+        is_coded: bool [T].
+        high_place: of each tile [T] among those with H bits, negative for L bits.
+        num_left: tiles.
+    """
+    NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
+    words = tl.where(is_coded[:, None], pack_bits(codes, 0, HIGH <= 4, TILES, G), 0)
+    words_above = words
+    if HIGH > 4:
+        words_above = tl.where(is_coded[:, None], pack_bits(codes, 4, False, TILES, G), 0)
+    planes = plane_bytes(words, words_above, NUM_PLANES)
+    plane, tile, within = place_planes(0, NUM_PLANES, TILES, G)
+    tl.store(low_buf + (tile * (LOW * G // 8) + within), planes, mask=(tile < num_left) & (plane < LOW))
+    if HIGH > LOW:
+        _, _, within = place_planes(LOW, NUM_PLANES, TILES, G)
+        place = high_place.to(tl.int64)[None, :, None] * ((HIGH - LOW) * G // 8)
+        is_high_plane = (high_place >= 0)[None, :, None] & (plane >= LOW) & (plane < HIGH)
+        tl.store(high_buf + (place + within), planes, mask=is_high_plane)
+
+
+@triton.jit
+def encode_tile(
+    y,
+    is_hidden,
+    is_finite,
+    place,
+    tau,
+    low_buf,
+    high_buf,
+    G: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Write the planes of a tile y [1, G]; return its scale and zero-point, bits of fp16, and its pivot.
+
+    They are returned as scalars, so that the layout of one tile does not become that of the block's.
+
+    Args:
+        y: the tile, times the tensor's power of two.
+        is_hidden: bool [1, G]: channels that are there only to fill the tile up.
+        is_finite: bool [1].
+        place: int32 [1], among the tiles with H bits, negative for L bits.
+        tau: outliers exceed the second largest this many times.
+        low_buf: where the tile's low planes go.
+        high_buf: where the high planes of the first tile with H bits in the tensor go.
+    """
+    smallest, largest = _range(y, is_hidden, PADDED)
+    magnitude, size = tl.maximum(largest, -smallest), tl.abs(y)
+    next_largest = tl.max(tl.where(size == magnitude[:, None], 0.0, size), axis=1)
+    y, is_transformed, pivot = _transform(y, magnitude, next_largest, is_finite, tau, NORM, 1, G, WIDTH)
+    smallest, largest = _range(y, is_hidden & ~is_transformed[:, None], PADDED)
+    levels = tl.where(place >= 0, (1 << HIGH) - 1.0, (1 << LOW) - 1.0)
+    scale, zero_point = scale_and_zero_point(smallest, largest, levels)
+    codes = _codes(y, from_half(scale), from_half(zero_point), levels)
+    if PADDED:
+        codes = tl.where(is_hidden & ~is_transformed[:, None], 0, codes)
+    _store_planes(low_buf, high_buf, codes, is_finite, place, 1, 1, G, LOW, HIGH)
+    scale = tl.where(is_finite, scale | (is_transformed.to(tl.int32) << 15), 0)
+    zero_point = tl.where(is_finite, zero_point, 0x7E00)
+    return tl.sum(scale, axis=0), tl.sum(zero_point, axis=0), tl.sum(pivot, axis=0)
+
+
+@triton.jit
+def _load_planes(
+    low_buf,
+    high_buf,
+    high_place,
+    num_left,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """Codes int32 [T, G] of the first `num_left` tiles.
+
+    Args:
+        low_buf: where the first tile's low planes are.
+        high_buf: where the high planes of the first tile with H bits in the tensor are.
+        high_place: of each tile [T] among those with H bits, negative for L bits.
+        num_left: tiles.
+    """
+    NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
+    plane, tile, within = place_planes(0, NUM_PLANES, T, G)
+    is_low_plane = (tile < num_left) & (plane < LOW)
+    planes = tl.load(low_buf + (tile * (LOW * G // 8) + within), mask=is_low_plane, other=0)
+    if HIGH > LOW:
+        _, _, within = place_planes(LOW, NUM_PLANES, T, G)
+        place = high_place.to(tl.int64)[None, :, None] * ((HIGH - LOW) * G // 8)
+        is_high_plane = (high_place >= 0)[None, :, None] & (plane >= LOW) & (plane < HIGH)
+        planes |= tl.load(high_buf + (place + within), mask=is_high_plane, other=0)
+    codes = unpack_bits(plane_words(planes, 0, NUM_PLANES))
+    if HIGH > 4:
+        codes |= unpack_bits(plane_words(planes, 4, NUM_PLANES)) << 4
+    return from_eights(codes, T, G)
+
+
+@triton.jit
+def decode_tile(
+    scale,
+    zero_point,
+    place,
+    pivot,
+    factor,
+    low_buf,
+    high_buf,
+    G: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Values [1, G] of a transformed tile, times `factor`.
+
+    Args:
+        scale: bits of fp16, int32 [1]; its sign is not looked at.
+        zero_point: bits of fp16, int32 [1].
+        place: int32 [1], among the tiles with H bits, negative for L bits.
+        pivot: int32 [1].
+        factor: a power of two.
+        low_buf: where the tile's low planes are.
+        high_buf: where the high planes of the first tile with H bits in the tensor are.
+    """
+    codes = _load_planes(low_buf, high_buf, place, 1, 1, G, LOW, HIGH).to(tl.float32)
+    step, start = from_half(scale & 0x7FFF) * factor, from_half(zero_point) * factor
+    y = codes * step[:, None] + start[:, None]
+    return exchange(hadamard(y, NORM, 1, G, WIDTH), pivot, G)
