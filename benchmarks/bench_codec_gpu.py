@@ -6,7 +6,7 @@ to back with one synchronisation at their end (decoding waits for its verdict in
 kernel by kernel, from torch's profiler. Bandwidth counts the input read once and the output written once, and its share
 is of a copy between two tensors of 1 GiB in the same run, read and written.
 
-Run:  python benchmarks/bench_codec_gpu.py [--out benchmarks/results/codec_gpu_<hardware>_<yyyymm>.md] [--blocks]
+Run:  python benchmarks/bench_codec_gpu.py [--out benchmarks/results/codec_gpu_<hardware>_<yyyymm>.md]
 """
 
 import argparse
@@ -15,16 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 
 import torch
 from machine import describe_device
 
 from tahq.quant import Codec, get_codec
-from tahq.quant.fixed import triton as fixed_triton
-from tahq.quant.gpu import launch as triton_launch
-from tahq.quant.tah import triton as tah_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL, LARGE = (2, 1024, 1600), (4, 4096, 4096)
@@ -45,8 +41,6 @@ OUTLIER_SHARE = 0.02
 """Of tiles of 64, as on the boundaries of a trained GPT-2 small."""
 CACHE_NBYTES = 256 << 20
 """Input sets together exceed this, several times the L2 cache."""
-BLOCKS = ((256, None), (512, None), (512, 80), (512, 64), (1024, None), (1024, 128), (2048, None))
-"""Elements a warp and limits of registers that --blocks compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,46 +216,11 @@ def kernel_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-@contextmanager
-def blocks_of(elements: int, registers: int | None) -> Iterator[None]:
-    """Kernels that code are launched with other blocks."""
-    kept = triton_launch.ELEMENTS_PER_WARP, triton_launch.EXACT
-    triton_launch.ELEMENTS_PER_WARP = elements
-    triton_launch.EXACT = kept[1] | ({"maxnreg": registers} if registers else {})
-    clear_plans()
-    try:
-        yield
-    finally:
-        triton_launch.ELEMENTS_PER_WARP, triton_launch.EXACT = kept
-        clear_plans()
-
-
-def clear_plans() -> None:
-    tah_triton._plan.cache_clear()
-    fixed_triton._plan.cache_clear()
-
-
-def block_table() -> list[str]:
-    """Device time of the coding kernels by size of block."""
-    lines = ["| codec | elements a warp | registers at most | quantize, ms | values, ms |", "|---|---|---|---|---|"]
-    for spec in ("tah", "fixed"):
-        xs = cycle([activations(LARGE, BF16, seed) for seed in range(3)])
-        for elements, registers in BLOCKS:
-            with blocks_of(elements, registers):
-                codec, x = get_codec(spec, backend="triton"), next(xs)
-                buf = codec.encode(x)
-                kernels = time_kernels(lambda number, codec=codec, x=x: codec.encode(x), 10)
-                kernels |= time_kernels(lambda number, codec=codec, buf=buf: codec.decode(buf, LARGE, BF16), 10)
-            times = [sum(ms for name, ms in kernels.items() if part in name) for part in ("quantize", "values")]
-            lines.append(f"| {spec} | {elements} | {registers or ''} | {times[0]:.4f} | {times[1]:.4f} |")
-    return lines
-
-
-def report(rows: list[Row], bandwidth: float, blocks: list[str]) -> str:
+def report(rows: list[Row], bandwidth: float) -> str:
     lines = [
         "# Codecs on a GPU",
         "",
-        f"{describe_device()}. `python benchmarks/bench_codec_gpu.py{' --blocks' if blocks else ''}`",
+        f"{describe_device()}. `python benchmarks/bench_codec_gpu.py`",
         "",
         f"A copy of 1 GiB moves {bandwidth / 1e12:.2f} TB/s, read and written. One tile in {1 / OUTLIER_SHARE:.0f} has "
         "an outlier. Before, streams and values were compared with the reference's.",
@@ -270,15 +229,12 @@ def report(rows: list[Row], bandwidth: float, blocks: list[str]) -> str:
         "",
         *kernel_table(rows),
     ]
-    if blocks:
-        lines += ["", f"Blocks, on {list(LARGE)} bf16:", "", *blocks]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "codec_gpu_h200_202611.md")
-    parser.add_argument("--blocks", action="store_true", help="also compare block sizes of the coding kernels")
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     rows = []
@@ -286,7 +242,7 @@ def main() -> None:
         rows.append(run_case(*case))
         torch.cuda.empty_cache()
         print("\n".join(table(rows[-1:], bandwidth)[2:] + kernel_table(rows[-1:])[2:]), flush=True)
-    text = report(rows, bandwidth, block_table() if arguments.blocks else [])
+    text = report(rows, bandwidth)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text)
     print(text)

@@ -126,15 +126,16 @@ def run_selection(tah_triton, spec: str, entropies: torch.Tensor) -> torch.Tenso
     """Places [B, n] that the selection gives to tiles of these entropies, whose masses are 1."""
     layout = TahLayout.of(get_codec(spec).spec, (*entropies.shape, 8))
     plan = tah_triton._plan(layout.spec, layout.tiling)
+    selection, slots = tah_triton.selection, tah_triton.launch.slots
     count = layout.tiling.num_tiles
-    entropies_at, slots = tah_triton.MAX_MEASURED, tah_triton.launch.slots(count)
+    tiles_at, places_at = selection.WORDS_BEFORE_TILES, selection.WORDS_BEFORE_TILES + 4 * slots(count)
     work = torch.zeros(plan.encode_words, dtype=torch.int32)
     work[0] = torch.tensor(1.0).view(torch.int32)
-    work[entropies_at : entropies_at + count] = entropies.flatten().view(torch.int32)
-    work[entropies_at + slots : entropies_at + slots + count] = work[0]
+    measured = work[tiles_at : tiles_at + 4 * count].view(torch.float32).view(count, 4)
+    measured[:, 0], measured[:, 1] = entropies.flatten(), 1.0
     for kernel in plan.select:
         kernel(work)
-    return work[entropies_at + 4 * slots :][:count].view(entropies.shape)
+    return work[places_at : places_at + count].view(entropies.shape)
 
 
 @pytest.mark.parametrize("is_counted", [False, True])

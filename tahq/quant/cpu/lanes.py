@@ -17,18 +17,19 @@ WORDS = 4
 """64-bit words of codes, eight a word, that one call takes."""
 _BYTE = ir.IntType(8)
 _BITS = ir.IntType(32)
-_CODES = ir.VectorType(_BYTE, 32)
-_FLAGS = ir.VectorType(ir.IntType(1), 32)
+_LANES = 8 * WORDS
+_CODES = ir.VectorType(_BYTE, _LANES)
+_FLAGS = ir.VectorType(ir.IntType(1), _LANES)
 _control: Any = cgutils  # it has no types
 
 
 def _take_bits(typing_context: Any, words: Any, first: Any, place: Any, plane: Any, at: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         words, first, place, plane, at = arguments
-        codes = builder.load(_address(context, builder, signature.args[0], words, first, _CODES), align=1)
+        codes = builder.load(address(context, builder, signature.args[0], words, first, _CODES), align=1)
         distance = builder.sub(ir.Constant(_BYTE, 7), builder.trunc(place, _BYTE))
-        signs = builder.icmp_signed("<", builder.shl(codes, _everywhere(builder, distance)), _CODES(None))
-        target = _address(context, builder, signature.args[3], plane, at, _BITS)
+        signs = builder.icmp_signed("<", builder.shl(codes, everywhere(builder, distance, _LANES)), _CODES(None))
+        target = address(context, builder, signature.args[3], plane, at, _BITS)
         builder.store(builder.bitcast(signs, _BITS), target, align=1)
         return context.get_dummy_value()
 
@@ -40,15 +41,15 @@ def _put_planes(
 ) -> Any:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         planes, at, stride, first_bit, num_bits, words, first = arguments
-        target = _address(context, builder, signature.args[5], words, first, _CODES)
+        target = address(context, builder, signature.args[5], words, first, _CODES)
         codes = _control.alloca_once_value(builder, builder.load(target, align=1))
         lowest = builder.shl(ir.Constant(_BYTE, 1), builder.trunc(first_bit, _BYTE))
         weight = _control.alloca_once_value(builder, lowest)
         with _control.for_range(builder, num_bits) as loop:
             place = builder.add(at, builder.mul(loop.index, stride))
-            bits = builder.load(_address(context, builder, signature.args[0], planes, place, _BITS), align=1)
+            bits = builder.load(address(context, builder, signature.args[0], planes, place, _BITS), align=1)
             single = builder.load(weight)
-            added = builder.select(builder.bitcast(bits, _FLAGS), _everywhere(builder, single), _CODES(None))
+            added = builder.select(builder.bitcast(bits, _FLAGS), everywhere(builder, single, _LANES), _CODES(None))
             builder.store(builder.or_(builder.load(codes), added), codes)
             builder.store(builder.add(single, single), weight)
         builder.store(builder.load(codes), target, align=1)
@@ -58,16 +59,17 @@ def _put_planes(
     return types.void(planes, *places, words, types.intp), build
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+def address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
     """Where element `index` of an array lies, as an address of `pointee`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
-def _everywhere(builder: Any, value: Any) -> Any:
-    """A byte in all 32 lanes."""
-    single = builder.insert_element(_CODES(ir.Undefined), value, ir.Constant(_BITS, 0))
-    return builder.shuffle_vector(single, _CODES(ir.Undefined), ir.Constant(ir.VectorType(_BITS, 32), None))
+def everywhere(builder: Any, value: Any, lanes: int) -> Any:
+    """A number in all lanes of a vector."""
+    vector = ir.VectorType(value.type, lanes)
+    single = builder.insert_element(vector(ir.Undefined), value, ir.Constant(_BITS, 0))
+    return builder.shuffle_vector(single, vector(ir.Undefined), ir.Constant(ir.VectorType(_BITS, lanes), None))
 
 
 _make: Any = intrinsic  # numba's type for it has the compiler's own argument among the caller's

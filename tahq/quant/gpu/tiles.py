@@ -43,9 +43,9 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def tensor_exponent(work, num_measured, TOP: tl.constexpr):
-    """e = TOP − ⌊log2 max|x|⌋, at most 127, 0 for zeros; and whether a tile is not finite."""
-    program = tl.arange(0, _MEASURED)
+def tensor_exponent(work, num_measured, TOP: tl.constexpr, MOST: tl.constexpr = _MEASURED):
+    """e = TOP − ⌊log2 max|x|⌋, at most 127, 0 for zeros; and whether a tile is not finite. MOST: of `num_measured`."""
+    program = tl.arange(0, MOST)
     words = tl.load(work + program, mask=program < num_measured, other=0)
     largest = tl.max(words & 0x7FFFFFFF, axis=0)
     exponent = tl.minimum(TOP + 127 - (largest >> 23), 127)  # beyond 127, too, where the largest is subnormal

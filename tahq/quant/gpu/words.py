@@ -90,6 +90,16 @@ def choose_bytes(a, b, CHOICE: tl.constexpr):
 
 
 @triton.jit
+def approximate_inverse(numbers):
+    """1/x to 1 ulp, in one instruction, for normal numbers."""
+    if IS_INTERPRETED:
+        return 1.0 / numbers
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [numbers], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def weights():
     """[8] powers of 16: the place of a channel's code in its half of the number, c₀c₂."""
     channel = tl.arange(0, 8)

@@ -83,7 +83,8 @@ def decode(layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int
     values, grid, rule, factor = Values.of(x), Grid.of(layout.tiling), Rule.of(layout), power_of_two(-exponent)
 
     def read(first: int, stop: int) -> None:
-        read_tiles(values, grid, rule, factor, is_high, first, stop, sections, Scratch.of(grid.group))
+        y = np.empty(grid.group, np.float32)
+        read_tiles(values, grid, rule, factor, is_high, first, stop, sections, y)
 
     with Team(threads, x.numel()) as team:
         team.share(layout.tiling.num_tiles, read)

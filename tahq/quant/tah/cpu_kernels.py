@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.numbers import (
+    FP16,
+    FP32,
     INFINITY_BITS,
     Fp32Array,
     Integer,
@@ -22,17 +24,21 @@ from tahq.quant.cpu.numbers import (
     write_nan,
     write_scaled,
 )
-from tahq.quant.cpu.planes import ByteArray, read_number, read_planes, write_number, write_planes
+from tahq.quant.cpu.planes import ByteArray, read_number, write_number, write_planes
 from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
 from tahq.quant.stream import CANONICAL_NAN
-from tahq.quant.tah.cpu_tiles import dequantize, extremes, is_outlier, quantize, restore_outlier, suppress_outlier
+from tahq.quant.tah.cpu_lanes import Line, Planes, read_values
+from tahq.quant.tah.cpu_tiles import extremes, is_outlier, quantize, restore_outlier, suppress_outlier
 from tahq.quant.tah.stream import TahLayout
 
 TILES_A_BYTE = 8
 _TRANSFORMED = 0x8000
 """The scale's sign bit."""
+_SCALE = 0x7FFF
 _HALF_INFINITY = 0x7C00
 _MINUS_ZERO = 0x8000
+_ONE = np.float32(1.0)
+_LARGEST = np.finfo(np.float32).max
 
 
 class Rule(NamedTuple):
@@ -135,7 +141,7 @@ def _transform(
     largest = float_of(magnitude) * factor
     if not is_outlier(y, grid.group, largest, rule.tau):
         return False
-    write_number(suppress_outlier(y, grid.group, largest, rule.norm), tile, grid.log2_group, pivots)
+    write_number(suppress_outlier(y, largest, rule.norm), tile, grid.log2_group, pivots)
     return True
 
 
@@ -224,37 +230,45 @@ def read_tiles(
     first: int,
     stop: int,
     sections: Sections,
-    scratch: Scratch,
+    y: Fp32Array,
 ) -> None:
-    """Write the values of tiles, times factor; of marked ones, NaN."""
-    y, codes, words = scratch
+    """Write the values of tiles, times factor; of marked ones, NaN. `y`, fp32 [G], is room for one tile."""
     high_tiles = _count_high(is_high, rule.tiles_per_alloc, first)
     for tile in range(first, stop):
         start, count = place_of_tile(grid, tile)
         has_high_bits = is_high[tile // rule.tiles_per_alloc]
+        planes = _planes_of(sections, grid, rule, tile, has_high_bits, high_tiles)
+        is_transformed = sections.scale[tile] >= _TRANSFORMED
         if (sections.zero_point[tile] & _HALF_INFINITY) == _HALF_INFINITY:
             write_nan(values, start, count)
-        else:
-            _read_codes(sections, rule, tile, has_high_bits, high_tiles, words)
-            _restore(sections, grid, rule, tile, codes, y)
+        elif is_transformed or count < grid.group or values.kind == FP16:
+            read_values(planes, _line_of(sections, tile, _ONE, _LARGEST), y, 0)
+            if is_transformed:
+                restore_outlier(y, read_number(tile, grid.log2_group, sections.pivot), rule.norm)
             write_scaled(y[:count], factor, values, start)
+        else:
+            _read_whole(planes, _line_of(sections, tile, factor, values.largest), values, start)
         high_tiles += has_high_bits
 
 
 @kernel
-def _read_codes(
-    sections: Sections, rule: Rule, tile: int, has_high_bits: int, high_tiles: int, words: NDArray[np.uint64]
-) -> None:
-    plane, extra = words.size, rule.high - rule.low
-    words[:] = 0
-    read_planes(sections.low_planes, tile * rule.low * plane, 0, rule.low, words)
-    if has_high_bits:
-        read_planes(sections.high_planes, high_tiles * extra * plane, rule.low, extra, words)
+def _planes_of(sections: Sections, grid: Grid, rule: Rule, tile: int, has_high_bits: int, high_tiles: int) -> Planes:
+    nbytes, extra = grid.group >> 3, rule.high - rule.low
+    low_at, high_at = tile * rule.low * nbytes, high_tiles * extra * nbytes
+    num_high = extra if has_high_bits else 0
+    return Planes(sections.low_planes, low_at, rule.low, sections.high_planes, high_at, num_high, nbytes)
 
 
 @kernel
-def _restore(sections: Sections, grid: Grid, rule: Rule, tile: int, codes: ByteArray, y: Fp32Array) -> None:
-    scale = np.int32(sections.scale[tile])
-    dequantize(codes, half_to_float(scale & 0x7FFF), half_to_float(np.int32(sections.zero_point[tile])), y)
-    if scale & _TRANSFORMED:
-        restore_outlier(y, grid.group, read_number(tile, grid.log2_group, sections.pivot), rule.norm)
+def _line_of(sections: Sections, tile: int, factor: np.float32, largest: np.float32) -> Line:
+    scale = half_to_float(np.int32(sections.scale[tile] & _SCALE))
+    return Line(scale, half_to_float(np.int32(sections.zero_point[tile])), factor, largest)
+
+
+@kernel
+def _read_whole(planes: Planes, line: Line, values: Values, start: int) -> None:
+    """A tile without filling, of fp32 or bf16, straight to where it belongs."""
+    if values.kind == FP32:
+        read_values(planes, line, values.wide, start)
+    else:
+        read_values(planes, line, values.narrow, start)

@@ -7,6 +7,7 @@ All is equal to `tah.reference` to the bit.
 
 import numpy as np
 
+from tahq.quant.cpu.hadamard import hadamard
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.numbers import MAGNITUDE, Fp32Array, Integer, bits_of, float_of, round_half_even
 from tahq.quant.cpu.planes import ByteArray
@@ -47,7 +48,7 @@ def _second_largest(y: Fp32Array, group: int) -> np.float32:
 
 
 @kernel
-def suppress_outlier(y: Fp32Array, group: int, largest: np.float32, norm: np.float32) -> int:
+def suppress_outlier(y: Fp32Array, largest: np.float32, norm: np.float32) -> int:
     """Swap the pivot, the lowest index of magnitude `largest`, with channel 0, and transform (§3.3, Eq. 4).
 
     Returns:
@@ -57,14 +58,14 @@ def suppress_outlier(y: Fp32Array, group: int, largest: np.float32, norm: np.flo
     while abs(y[pivot]) != largest:
         pivot += 1
     _exchange(y, pivot)
-    hadamard(y, group, norm)
+    hadamard(y, norm)
     return pivot
 
 
 @kernel
-def restore_outlier(y: Fp32Array, group: int, pivot: Integer, norm: np.float32) -> None:
+def restore_outlier(y: Fp32Array, pivot: Integer, norm: np.float32) -> None:
     """The inverse of `suppress_outlier`."""
-    hadamard(y, group, norm)
+    hadamard(y, norm)
     _exchange(y, pivot)
 
 
@@ -73,34 +74,6 @@ def _exchange(y: Fp32Array, pivot: Integer) -> None:
     first = y[0]
     y[0] = y[pivot]
     y[pivot] = first
-
-
-@kernel
-def hadamard(y: Fp32Array, group: int, norm: np.float32) -> None:
-    """y[:group]·H·norm, in place: butterflies at distances 1, 2, … G/2, in this order."""
-    for start in range(0, group, 8):
-        _hadamard_of_8(y[start : start + 8])
-    distance = 8
-    while distance < group:
-        for start in range(0, group, 2 * distance):
-            left, right = y[start : start + distance], y[start + distance : start + 2 * distance]
-            for i in range(distance):
-                u, v = left[i], right[i]
-                left[i], right[i] = u + v, u - v
-        distance *= 2
-    for i in range(group):
-        y[i] *= norm
-
-
-@kernel
-def _hadamard_of_8(y: Fp32Array) -> None:
-    """The first three rounds, in registers."""
-    a, b, c, d = y[0] + y[1], y[0] - y[1], y[2] + y[3], y[2] - y[3]
-    e, f, g, h = y[4] + y[5], y[4] - y[5], y[6] + y[7], y[6] - y[7]
-    a, b, c, d = a + c, b + d, a - c, b - d
-    e, f, g, h = e + g, f + h, e - g, f - h
-    y[0], y[1], y[2], y[3] = a + e, b + f, c + g, d + h
-    y[4], y[5], y[6], y[7] = a - e, b - f, c - g, d - h
 
 
 @kernel
@@ -143,10 +116,3 @@ def quantize(y: Fp32Array, scale: np.float32, zero_point: np.float32, levels: np
     for i in range(y.size):
         kept = min(max((y[i] - zero_point) / divisor, _ZERO), levels)
         codes[i] = np.uint8(round_half_even(kept))
-
-
-@kernel
-def dequantize(codes: ByteArray, scale: np.float32, zero_point: np.float32, y: Fp32Array) -> None:
-    """y = codes·s + z."""
-    for i in range(codes.size):
-        y[i] = np.float32(codes[i]) * scale + zero_point

@@ -18,7 +18,6 @@ from tahq.errors import CodecError
 from tahq.quant import stream
 from tahq.quant.gpu import launch
 from tahq.quant.gpu.launch import Launch
-from tahq.quant.gpu.tiles import MAX_MEASURED
 from tahq.quant.spec import TahSpec
 from tahq.quant.tah import stream as tah_stream
 from tahq.quant.tah import triton_decode as decoding
@@ -30,6 +29,10 @@ from tahq.quant.tiling import Tiling
 
 ENCODED_PER_WARP = 1024
 """Elements of a warp of the kernels that code: two threads have a tile of 64."""
+MEASURED_ELEMENTS, MEASURING_WARPS = 4096, 4
+"""Of a program of the first kernel."""
+MOST_REGISTERS = 80
+"""Of a thread that codes up to four bits: it would take a few more, but so more of them run at a time."""
 MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
 """Of the kernels that code: more than a device holds at a time, as blocks with tiles to be coded alone take longer."""
 
@@ -93,11 +96,11 @@ def _plan(spec: TahSpec, tiling: Tiling) -> Plan:
     layout = TahLayout.of(spec, tiling.shape)
     tile_slots, alloc_slots = launch.slots(tiling.num_tiles), launch.slots(layout.num_allocs)
     num_tallies, num_counts = _selection_words(layout)
-    counts_at = MAX_MEASURED + 4 * tile_slots + 2 * alloc_slots + num_tallies
+    counts_at = selection.WORDS_BEFORE_TILES + 4 * tile_slots + 2 * alloc_slots + num_tallies
     return Plan(
         encode_words=counts_at + num_counts,
         decode_words=launch.slots(1 + tiling.num_samples) + layout.num_allocs,
-        measure=_measure(layout, tile_slots, counts_at, num_counts),
+        measure=_measure(layout, counts_at, num_counts),
         select=_select(layout, tile_slots, alloc_slots),
         quantize=_quantize(layout, tile_slots),
         place=_place(layout),
@@ -124,18 +127,18 @@ def _selection_words(layout: TahLayout) -> tuple[int, int]:
     return 2 * num_samples * (1 + _num_key_blocks(layout)), counts
 
 
-def _measure(layout: TahLayout, tile_slots: int, counts_at: int, num_counts: int) -> Launch:
+def _measure(layout: TahLayout, counts_at: int, num_counts: int) -> Launch:
     tiling = layout.tiling
     constants = {
         "G": tiling.group,
         "BYTES": launch.bytes_per_word(tiling.group),
-        "TILES": launch.measuring_tiles(tiling.group),
+        "TILES": MEASURED_ELEMENTS // tiling.group,
         "PADDED": tiling.padding > 0,
         "ENTROPY": layout.spec.adaptive == "on",
-        "num_warps": launch.MEASURING_WARPS,
+        "num_warps": MEASURING_WARPS,
         "num_stages": 1,
     }
-    shape = (tiling.num_tiles, tile_slots, tiling.channels, tiling.tiles_per_token)
+    shape = (tiling.num_tiles, tiling.channels, tiling.tiles_per_token)
     tau = layout.spec.tau
     most_second = (1 + 2.0**-20) / tau if tau >= 1 else 2.0
     numbers = (*shape, most_second, counts_at, num_counts)
@@ -143,7 +146,8 @@ def _measure(layout: TahLayout, tile_slots: int, counts_at: int, num_counts: int
 
 
 def _num_measured(layout: TahLayout) -> int:
-    return launch.measuring_programs(layout.tiling.num_tiles, layout.tiling.group)
+    tiling = layout.tiling
+    return min(-(-tiling.num_tiles * tiling.group // MEASURED_ELEMENTS), selection.MAX_MEASURED)
 
 
 def _select(layout: TahLayout, tile_slots: int, alloc_slots: int) -> tuple[Launch, ...]:
@@ -173,7 +177,7 @@ def _spread(layout: TahLayout, tile_slots: int) -> Launch:
     share = layout.even_share
     sample = (layout.allocs_per_sample, layout.num_low)
     grid = (-(-layout.num_allocs // selection.KEYS_PER_PROGRAM), 1, 1)
-    numbers = (tile_slots, layout.num_allocs, *sample, share.numerator, share.denominator)
+    numbers = (tile_slots, _num_measured(layout), layout.num_allocs, *sample, share.numerator, share.denominator)
     return Launch(selection.spread_kernel, grid, numbers, {"num_warps": 8, "num_stages": 1})
 
 
@@ -202,12 +206,14 @@ def _quantize(layout: TahLayout, tile_slots: int) -> Launch:
     group = tiling.group
     num_blocks = -(-tiling.num_tiles // launch.tiles_per_block(group, ENCODED_PER_WARP))
     numbers = (
-        *(_num_measured(layout), tiling.num_tiles, tile_slots, layout.num_allocs, layout.num_high),
+        *(tiling.num_tiles, tile_slots, layout.num_allocs, layout.num_high),
         *(layout.tiles_per_alloc, tiling.channels, tiling.tiles_per_token),
         tau if tau <= torch.finfo(torch.float32).max else math.inf,
         *_section_starts(layout),
     )
     constants = _coding_constants(layout, ENCODED_PER_WARP) | {"BYTES": launch.bytes_per_word(group)}
+    if layout.spec.high <= 4:
+        constants["maxnreg"] = MOST_REGISTERS
     grid = (min(num_blocks, MAX_PROGRAMS), 1, 1)
     return Launch(encoding.quantize_kernel, grid, numbers, constants)
 

@@ -20,14 +20,11 @@ from tahq.quant.gpu.tiles import (
     only,
     power_of_two,
     store_header,
-    tensor_exponent,
 )
-from tahq.quant.gpu.words import as_words, halves, locate_words, pack_codes, planes_of, weights
-from tahq.quant.tah.reference import TOP_EXPONENT
-from tahq.quant.tah.triton_select import NOT_FINITE, entropies_in, places_in
+from tahq.quant.gpu.words import approximate_inverse, as_words, halves, locate_words, pack_codes, planes_of, weights
+from tahq.quant.tah.triton_select import NOT_FINITE, load_exponent, locate_measured, places_in
 from tahq.quant.tah.triton_tile import encode_tile, scale_and_zero_point
 
-_TOP = tl.constexpr(TOP_EXPONENT)
 _MOST_EXPONENT = tl.constexpr(90)
 """Of a tensor that the fast path takes: the product of 2^e and 1/s stays finite."""
 
@@ -43,13 +40,13 @@ def _codes(values, smallest, largest, scale, zero_point, levels, factor, HIGH: t
     """round((x·2^e − z)/s)·weight, fp32 [BYTES, T, words, 8], and which tiles [T] are not to be trusted.
 
     One fused multiply-add of x, weighted, rounded where the weight's last bit is. For a zero-point below 2^H steps,
-    the product errs from the quotient, as correctly rounded division gives it, by less than NEAR: 2^-22 of |x·2^e/s|,
+    the product errs from the quotient, as correctly rounded division gives it, by less than NEAR: 2^-21 of |x·2^e/s|,
     which is below 2·2^H, and of |z/s|, and 2^-24 of either for every rounding. A tile is not trusted where the product
     lies that close to the middle of two codes, where a code would have to be clamped, or where |z/s| is larger.
     """
     FAR: tl.constexpr = 2.0**HIGH
     NEAR: tl.constexpr = 2.0 ** (HIGH - 19)
-    inverse = tl.where(scale == 0, 0.0, 1.0 / scale)
+    inverse = tl.where(scale == 0, 0.0, approximate_inverse(scale))
     shift = zero_point * inverse
     weight = weights()[None, None, None, :]
     slope, start = _of_tiles(factor * inverse) * weight, _of_tiles(-shift) * weight
@@ -149,7 +146,6 @@ def _finish(
 
 @triton.jit(
     do_not_specialize=[
-        "num_measured",
         "num_tiles",
         "num_allocs",
         "num_high",
@@ -163,7 +159,6 @@ def quantize_kernel(
     x,
     work,
     buf,
-    num_measured,
     num_tiles,
     tile_slots,
     num_allocs,
@@ -189,9 +184,9 @@ def quantize_kernel(
     NORM: tl.constexpr,
 ):
     """Every byte of `buf`. WIDTH is log2 G, NORM 1/√G."""
-    exponent, is_flagged = tensor_exponent(work, num_measured, _TOP)
+    exponent, is_flagged = load_exponent(work)
     factor, is_extreme = power_of_two(exponent), tl.abs(exponent) > _MOST_EXPONENT
-    places, entropies = places_in(work, tile_slots), entropies_in(work)
+    places = places_in(work, tile_slots)
     tile = tl.arange(0, TILES)
     for block in range(tl.program_id(0), tl.cdiv(num_tiles, TILES), tl.num_programs(0)):
         tiles = block * TILES + tile
@@ -199,18 +194,19 @@ def quantize_kernel(
         pointers, is_real = locate_words(x, block, num_tiles, channels, tiles_per_token, TILES, G, BYTES, PADDED)
         rows = tl.load(pointers, mask=is_real, other=0.0)
         values = tl.reshape(rows.to(tl.float32), [BYTES, TILES, G // 8 // BYTES, 8])
-        place = tl.load(places + tiles, mask=tiles < num_allocs, other=-1)
-        if block * TILES < num_allocs:
-            _store_bit_map(buf + bit_map_at, place, block, num_allocs, TILES)
+        place_of_alloc = tl.load(places + tiles, mask=tiles < num_allocs, other=-1)
+        place = place_of_alloc
         if not IS_SINGLE:
             alloc = tiles // tiles_per_alloc
             place = tl.load(places + alloc, mask=is_tile, other=-1)
             place = tl.where(place >= 0, place * tiles_per_alloc + (tiles - alloc * tiles_per_alloc), -1)
-        entropy = tl.load(entropies + tiles, mask=is_tile, other=0.0)
-        smallest = tl.load(entropies + 2 * tile_slots + tiles, mask=is_tile, other=0.0) * factor
-        largest = tl.load(entropies + 3 * tile_slots + tiles, mask=is_tile, other=0.0) * factor
+        measured = tl.load(locate_measured(work, tiles), mask=is_tile[:, None], other=0.0)
+        entropies_and_lowest, masses_and_highest = tl.split(tl.reshape(measured, [TILES, 2, 2]))
+        entropy, lowest = tl.split(entropies_and_lowest)
+        _, highest = tl.split(masses_and_highest)
+        smallest, largest = lowest * factor, highest * factor
         levels = tl.where(place >= 0, (1 << HIGH) - 1.0, (1 << LOW) - 1.0)
-        scale, zero_point = scale_and_zero_point(smallest, largest, levels)
+        scale, zero_point = scale_and_zero_point(smallest, largest, place >= 0, LOW, HIGH)
         codes, is_awkward = _codes(
             values, smallest, largest, from_half(scale), from_half(zero_point), levels, factor, HIGH
         )
@@ -250,6 +246,8 @@ def quantize_kernel(
         eights = tl.zeros([TILES // 8], tl.int64)
         if any_of(pivots):
             eights = _eights(pivots, TILES, WIDTH)
+        if block * TILES < num_allocs:
+            _store_bit_map(buf + bit_map_at, place_of_alloc, block, num_allocs, TILES)
         _store_pivots(buf + pivot_at, eights, block, num_tiles, TILES, WIDTH)
         tl.store(as_halves(buf + scale_at) + tiles, scale.to(tl.int16), mask=is_tile)
         tl.store(as_halves(buf + zero_point_at) + tiles, zero_point.to(tl.int16), mask=is_tile)

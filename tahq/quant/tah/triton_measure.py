@@ -14,7 +14,7 @@ from tahq.quant.gpu.tiles import (
     store_measured,
 )
 from tahq.quant.gpu.words import locate_words, over_block, range_of, sum_of
-from tahq.quant.tah.triton_select import NOT_FINITE, entropies_in
+from tahq.quant.tah.triton_select import NOT_FINITE, locate_measured
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LARGE = tl.constexpr(127 + 64)
@@ -48,7 +48,6 @@ def measure_kernel(
     x,
     work,
     num_tiles,
-    tile_slots,
     channels,
     tiles_per_token,
     most_second,
@@ -60,7 +59,7 @@ def measure_kernel(
     PADDED: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Four numbers a tile, see `triton_select.entropies_in`; largest magnitude of every program; no counts yet.
+    """Four numbers a tile, see `triton_select.locate_measured`; largest magnitude of every program; no counts yet.
 
     A tile has no outlier if two of its magnitudes are at least `most_second` of the largest: a little more than 1/τ,
     and 2 where τ < 1, so that every tile is looked at. The sign of its entropy says that it may have one.
@@ -83,15 +82,13 @@ def measure_kernel(
         border = largest.to(tl.float32, bitcast=True) * unit * most_second
         below = (magnitude - over_block(border)).to(tl.int32, bitcast=True)
         is_plain = sum_of((below >> 31) & 1) <= G - 2
-        entropy = tl.zeros([TILES], tl.float32)
-        entropies = entropies_in(work) + tiles
+        entropy, mass = tl.zeros([TILES], tl.float32), tl.zeros([TILES], tl.float32)
         if ENTROPY:
             entropy, mass = _entropy(magnitude, exponent)
-            tl.store(entropies + tile_slots, tl.where(is_finite, mass, 0.0), mask=is_tile)
+            mass = tl.where(is_finite, mass, 0.0)
         entropy = tl.where(is_finite, tl.where(is_plain, entropy, _negated(entropy)), NOT_FINITE)
-        tl.store(entropies, entropy, mask=is_tile)
-        tl.store(entropies + 2 * tile_slots, lowest, mask=is_tile)
-        tl.store(entropies + 3 * tile_slots, highest, mask=is_tile)
+        measured = tl.reshape(tl.join(tl.join(entropy, lowest), tl.join(mass, highest)), [TILES, 4])
+        tl.store(locate_measured(work, tiles), measured, mask=is_tile[:, None])
     store_measured(work, largest_seen, largest_finite)
     for start in range(tl.program_id(0) * 1024, num_counts, tl.num_programs(0) * 1024):
         count = start + tl.arange(0, 1024)

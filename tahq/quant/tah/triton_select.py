@@ -14,12 +14,17 @@ allocation tiles a sample.
 import triton
 import triton.language as tl
 
-from tahq.quant.gpu.tiles import MAX_MEASURED, as_floats, power_of_two, tensor_exponent
+from tahq.quant.gpu.tiles import as_floats, power_of_two, tensor_exponent
+from tahq.quant.stream import ALIGNMENT
 from tahq.quant.tah.reference import TOP_EXPONENT
 
 MAX_KEYS_IN_REGISTERS = 32768
-KEYS_PER_PROGRAM = 1024
+KEYS_PER_PROGRAM = 2048
 NUM_BINS, NUM_LEVELS = 256, 3
+MAX_MEASURED = 1024
+"""Programs of an encoder's first kernel: more, and smaller, than those of the other codecs, as they do more."""
+WORDS_BEFORE_TILES = MAX_MEASURED + ALIGNMENT
+"""Of the work buffer: what programs measured, then the exponent of the tensor."""
 NOT_FINITE = tl.constexpr(-128.0)
 """Stands for the entropy of a tile that is not finite."""
 _BINS = tl.constexpr(NUM_BINS)
@@ -29,65 +34,72 @@ _TALLIES = tl.constexpr(256)
 _LARGEST_KEY = tl.constexpr((1 << 24) - 1)
 _KEYS_PER_NAT = tl.constexpr(float(1 << 20))
 _MEASURED = tl.constexpr(MAX_MEASURED)
+_TILES_AT = tl.constexpr(WORDS_BEFORE_TILES)
 _TOP = tl.constexpr(TOP_EXPONENT)
 _EPSILON = tl.constexpr(1e-12)
 _TINY = tl.constexpr(1e-37)
 
 
 @triton.jit
-def _scaled_mass(masses, tiles, is_real, exponent):
-    """‖α‖₁·2^e of tiles; a negative mass stands for one of 2^64 times its magnitude."""
-    mass = tl.load(masses + tiles, mask=is_real, other=0.0)
+def _store_exponent(work, exponent, is_flagged):
+    """What `tensor_exponent` says, for the last kernel, of whose many programs none shall have to look for it."""
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(work + _MEASURED, exponent)
+        tl.store(work + _MEASURED + 1, is_flagged.to(tl.int32))
+
+
+@triton.jit
+def load_exponent(work):
+    """The tensor's exponent, and whether a tile is not finite."""
+    return tl.load(work + _MEASURED), tl.load(work + _MEASURED + 1) != 0
+
+
+@triton.jit
+def _load_tile(tile, is_real):
+    """Entropy of tiles, 0 where they are not finite, and ‖α‖₁: a negative one stands for 2^64 times its magnitude."""
+    entropy = tl.load(tile, mask=is_real, other=0.0)
+    return tl.where(entropy == NOT_FINITE, 0.0, tl.abs(entropy)), tl.load(tile + 1, mask=is_real, other=0.0)
+
+
+@triton.jit
+def _scaled(mass, exponent):
+    """‖α‖₁·2^e."""
     return tl.abs(mass) * power_of_two(exponent + tl.where(mass < 0, 64, 0))
 
 
 @triton.jit
-def _load_entropy(entropies, is_real):
-    entropy = tl.load(entropies, mask=is_real, other=0.0)
-    return tl.where(entropy == NOT_FINITE, 0.0, tl.abs(entropy))
+def _join_tiles(first, mass, is_real, exponent, tiles_per_alloc):
+    """Entropy of allocation tiles from their tiles', Σ w·(H − log w), w = mass/total, and the total."""
+    total = _scaled(mass, exponent)
+    for k in range(1, tiles_per_alloc):
+        _, mass = _load_tile(first + 4 * k, is_real)
+        total += _scaled(mass, exponent)
+    entropy = tl.zeros_like(total)
+    for k in range(tiles_per_alloc):
+        within, mass = _load_tile(first + 4 * k, is_real)
+        weight = _scaled(mass, exponent) / tl.where(total > 0, total, 1.0)
+        entropy += weight * (within - tl.log(tl.maximum(weight, _TINY)))
+    return entropy, total
 
 
 @triton.jit
-def _entropy(entropies, masses, allocs, is_real, exponent, tiles_per_alloc, IS_SINGLE: tl.constexpr):
-    """Entropy of allocation tiles from their tiles': Σ w·(H − log w), w = mass/total, then ϵ's share in it.
+def locate_measured(work, tiles):
+    """Where the numbers of tiles are, fp32 [T, 4]: entropy, ‖α‖₁, minimum and maximum.
 
-    With r = ‖a‖₁/(‖a‖₁ + ϵ), the shares p = r·|a|/‖a‖₁ have r times the entropy, and −r·log r.
+    An entropy is negative where a tile may have an outlier, NOT_FINITE where it is not finite.
     """
-    first = allocs * tiles_per_alloc
-    total = _scaled_mass(masses, first, is_real, exponent)
-    if IS_SINGLE:
-        entropy = _load_entropy(entropies + first, is_real)
-    else:
-        for k in range(1, tiles_per_alloc):
-            total += _scaled_mass(masses, first + k, is_real, exponent)
-        entropy = tl.zeros_like(total)
-        for k in range(tiles_per_alloc):
-            weight = _scaled_mass(masses, first + k, is_real, exponent) / tl.where(total > 0, total, 1.0)
-            within = _load_entropy(entropies + first + k, is_real)
-            entropy += weight * (within - tl.log(tl.maximum(weight, _TINY)))
-    ratio = total / (total + _EPSILON)
-    return ratio * (entropy - tl.log(tl.maximum(ratio, _TINY)))
-
-
-@triton.jit
-def entropies_in(work):
-    """Where the entropies of tiles are, negative where a tile may have an outlier, NOT_FINITE where it is not finite.
-
-    Masses, minima and maxima follow, each `tile_slots` further on.
-    """
-    return as_floats(work + _MEASURED)
+    return as_floats(work + _TILES_AT) + (4 * tiles[:, None] + tl.arange(0, 4)[None, :])
 
 
 @triton.jit
 def places_in(work, tile_slots):
     """Where the places of allocation tiles are; of large samples, the keys follow `alloc_slots` further on."""
-    return work + _MEASURED + 4 * tile_slots
+    return work + _TILES_AT + 4 * tile_slots
 
 
 @triton.jit
-def _key(
+def _keys(
     work,
-    tile_slots,
     num_measured,
     allocs,
     is_real,
@@ -95,10 +107,19 @@ def _key(
     IS_SINGLE: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Keys in the order of rank; of lanes without a tile, one above all."""
-    exponent, _ = tensor_exponent(work, num_measured, _TOP)
-    entropies = entropies_in(work)
-    entropy = _entropy(entropies, entropies + tile_slots, allocs, is_real, exponent, tiles_per_alloc, IS_SINGLE)
+    """Keys in the order of rank; of lanes without a tile, one above all.
+
+    With r = ‖a‖₁/(‖a‖₁ + ϵ), the shares p = r·|a|/‖a‖₁ have r times the entropy, and −r·log r.
+    """
+    first = as_floats(work + _TILES_AT) + allocs * (4 * tiles_per_alloc)
+    entropy, mass = _load_tile(first, is_real)  # before the exponent, which has to be looked for
+    exponent, is_flagged = tensor_exponent(work, num_measured, _TOP, _MEASURED)
+    _store_exponent(work, exponent, is_flagged)
+    total = _scaled(mass, exponent)
+    if not IS_SINGLE:
+        entropy, total = _join_tiles(first, mass, is_real, exponent, tiles_per_alloc)
+    ratio = total / (total + _EPSILON)
+    entropy = ratio * (entropy - tl.log(tl.maximum(ratio, _TINY)))
     key = tl.minimum(tl.maximum(entropy * _KEYS_PER_NAT, 0.0).to(tl.int32), _LARGEST_KEY)
     if REVERSE:
         key = _LARGEST_KEY - key
@@ -151,7 +172,7 @@ def key_kernel(
 ):
     """Keys of all allocation tiles, and the histogram of their first bytes if it is needed. Grid [blocks, samples]."""
     allocs, is_real = _own_lanes(allocs_per_sample)
-    key = _key(work, tile_slots, num_measured, allocs, is_real, tiles_per_alloc, IS_SINGLE, REVERSE)
+    key = _keys(work, num_measured, allocs, is_real, tiles_per_alloc, IS_SINGLE, REVERSE)
     tl.store(places_in(work, tile_slots) + alloc_slots + allocs, key, mask=is_real)
     if COUNTED:
         _count(_counts(work, tile_slots, alloc_slots), key >> 16, is_real)
@@ -260,9 +281,13 @@ def place_kernel(work, tile_slots, alloc_slots, allocs_per_sample, num_low):
     tl.store(places_in(work, tile_slots) + allocs, tl.where(is_high, place, -1), mask=is_real)
 
 
-@triton.jit(do_not_specialize=["num_allocs", "allocs_per_sample", "num_low", "numerator", "denominator"])
-def spread_kernel(work, tile_slots, num_allocs, allocs_per_sample, num_low, numerator, denominator):
+@triton.jit(
+    do_not_specialize=["num_measured", "num_allocs", "allocs_per_sample", "num_low", "numerator", "denominator"]
+)
+def spread_kernel(work, tile_slots, num_measured, num_allocs, allocs_per_sample, num_low, numerator, denominator):
     """Places where L bits are spread evenly: of the first i tiles, ⌊i·share⌋ have them."""
+    exponent, is_flagged = tensor_exponent(work, num_measured, _TOP, _MEASURED)
+    _store_exponent(work, exponent, is_flagged)
     allocs = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     sample = allocs // allocs_per_sample
     index = (allocs - sample * allocs_per_sample).to(tl.int64)
