@@ -53,7 +53,7 @@ demo: $(READY)  ## train the demo on this machine: four workers, packed wire
 test: test-parallel test-serial  ## run the tests
 
 test-parallel: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile -m 'not serial'
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m 'not serial'
 
 test-serial: $(READY) test-parallel
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS) -m serial

@@ -11,6 +11,9 @@ import pytest
 from tahq.quant.backends import interprets_triton
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 900
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(TIMEOUT_S + 20)]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -21,6 +24,6 @@ ROOT = Path(__file__).parents[2]
 def test_kernels_pass_their_tests_in_the_interpreter(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", str(Path(__file__).parent / file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
