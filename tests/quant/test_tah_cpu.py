@@ -20,7 +20,8 @@ from tahq.quant.spec import CodecSpec
 from tahq.quant.tah import cpu as tah_cpu
 from tahq.quant.tah.codec import decode_reference, encode_reference
 from tahq.quant.tah.cpu_entropy import Sums, entropies, log2_of, measure_and_sum
-from tahq.quant.tah.cpu_tiles import is_outlier
+from tahq.quant.tah.cpu_packing import scan
+from tahq.quant.tah.cpu_tiles import is_outlier, least_second
 from tahq.quant.tah.reference import EPSILON, entropy_, outlier_ratio
 from tahq.quant.tah.stream import TahLayout
 from tahq.quant.tiling import Tiling
@@ -245,7 +246,10 @@ def test_outlier_test_is_the_references(pool, tau, seed, factor):
     y[0, 1:] *= y[0, 0] / (y[0].max() + 1e-45)  # often a pair close to the threshold
     y = y.nan_to_num(0.0).clamp(max=2047.0)
     expected = bool((outlier_ratio(y) > tau).item())
-    assert is_outlier(y[0].numpy(), 32, F(y.max()), F(tau)) == expected
+    largest = F(y.max())
+    room = np.empty(32, np.float32)
+    extent = scan(y[0].numpy(), 0, F(1.0), least_second(largest, F(tau)), room)
+    assert is_outlier(room, largest, extent.beyond, F(tau)) == expected
 
 
 @pytest.mark.serial

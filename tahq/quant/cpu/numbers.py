@@ -30,7 +30,7 @@ _KINDS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _UNIT = np.float32(2.0**-24)
 _ONE_HALF = np.float32(0.5)
 _ONE_HALF_BITS = 0x3F000000
-_TO_WHOLE = np.float32(1.5 * 2**23)
+TO_WHOLE = np.float32(1.5 * 2**23)
 _TO_WHOLE_BITS = 0x4B400000
 
 
@@ -74,7 +74,7 @@ def float_of(bits: np.int32) -> np.float32:
 @kernel
 def round_half_even(value: np.float32) -> np.int32:
     """The nearest whole number, of two the even one; |value| < 2^22. The adder does the rounding."""
-    return np.int32(bits_of(value + _TO_WHOLE) - _TO_WHOLE_BITS)
+    return np.int32(bits_of(value + TO_WHOLE) - _TO_WHOLE_BITS)
 
 
 @kernel

@@ -3,13 +3,14 @@
 Block sizes are fixed numbers by G, so that nothing is tuned, and nothing compiled twice, in a training step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 from tahq.quant.gpu.tiles import DAMAGED, FLAGGED, MARKED, MAX_MEASURED
 from tahq.quant.stream import ALIGNMENT
@@ -36,21 +37,33 @@ class Launch:
     grid: tuple[int, int, int]
     numbers: tuple[int | float, ...]
     constants: Mapping[str, Any]
-    _compiled: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _compiled: dict[tuple[object, ...], Callable[..., None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(self, *tensors: torch.Tensor, last: tuple[int, ...] = ()) -> None:
         """Launch it on these tensors, with `last` behind the numbers, on the caller's stream."""
-        of = (tensors[0].device, tensors[0].dtype, tensors[-1].dtype)
+        of = (tensors[0].get_device(), tensors[0].dtype, tensors[-1].dtype)
         known = self._compiled.get(of)
         if known is not None:
-            run, constants = known
-            run(*(tensor.data_ptr() for tensor in tensors), *self.numbers, *last, *constants)
+            known(*(tensor.data_ptr() for tensor in tensors), *self.numbers, *last)
             return
         arguments = (*tensors, *self.numbers, *last)
         compiled = self.kernel[self.grid](*arguments, **self.constants)
         if compiled is not None:  # as it is of the interpreter
             names = self.kernel.arg_names[len(arguments) :]
-            self._compiled[of] = (compiled[self.grid], tuple(self.constants[name] for name in names))
+            self._compiled[of] = _launcher(compiled, self.grid, of[0], tuple(self.constants[name] for name in names))
+
+
+def _launcher(compiled: Any, grid: tuple[int, int, int], index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
+    """What `compiled[grid]` does (Triton 3.2 to 3.9), in 5 µs instead of 8: without a look for profilers' hooks."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream_of, hooks = driver.active.get_current_stream, (None, None, None)
+
+    def launch(*arguments: float) -> None:
+        run(*grid, stream_of(index), function, metadata, *hooks, *arguments, *constants)
+
+    return launch
 
 
 def is_refused(verdict: int) -> bool:

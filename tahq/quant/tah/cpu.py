@@ -20,7 +20,7 @@ from tahq.quant.cpu.selection import NUM_COUNTS, mark_smallest
 from tahq.quant.cpu.tiles import Grid, Magnitudes, measure, power_of_two, top_exponent
 from tahq.quant.tah import stream as tah_stream
 from tahq.quant.tah.cpu_entropy import Sums, entropies, measure_and_sum
-from tahq.quant.tah.cpu_kernels import TILES_A_BYTE, Rule, Scratch, Sections, is_sound, read_tiles, write_tiles
+from tahq.quant.tah.cpu_kernels import TILES_A_BYTE, Rule, Sections, is_sound, read_tiles, write_tiles
 from tahq.quant.tah.reference import TOP_EXPONENT, spread_high
 from tahq.quant.tah.stream import VERSION, TahLayout
 
@@ -50,9 +50,8 @@ def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1
         sections.bit_map[:] = np.packbits(is_high, bitorder="little")
 
         def write(first: int, stop: int) -> None:
-            write_tiles(
-                values, grid, rule, factor, magnitudes.of_tiles, is_high, first, stop, sections, Scratch.of(grid.group)
-            )
+            y = np.empty(grid.group, np.float32)
+            write_tiles(values, grid, rule, factor, magnitudes.of_tiles, is_high, first, stop, sections, y)
 
         team.share(layout.tiling.num_tiles, write, multiple_of=TILES_A_BYTE)
     return buf

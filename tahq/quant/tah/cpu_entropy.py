@@ -11,8 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from tahq.quant.cpu.kernel import estimate, kernel
-from tahq.quant.cpu.numbers import Fp32Array, Values, bits_of, float_of
-from tahq.quant.cpu.tiles import Grid, Int32Array, measure_tiles, read_tile
+from tahq.quant.cpu.numbers import (
+    BF16,
+    FP32,
+    INFINITY_BITS,
+    Fp32Array,
+    Values,
+    bits_of,
+    float_of,
+    largest_magnitude,
+)
+from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
+from tahq.quant.tah.cpu_packing import magnitude_of, scan
 from tahq.quant.tah.reference import EPSILON
 
 _EPSILON = np.float32(EPSILON)
@@ -61,14 +71,30 @@ def log2_of(value: np.float32) -> np.float32:
 
 
 @estimate
-def sum_magnitudes(y: Fp32Array) -> tuple[np.float32, np.float32]:
-    """Σ|y| and Σ|y|·log2|y|."""
+def sum_magnitudes(y: Fp32Array, factor: np.float32) -> tuple[np.float32, np.float32]:
+    """Σ|a| and Σ|a|·log2|a| of a = y·factor."""
     total, weighted = _ZERO, _ZERO
     for i in range(y.size):
-        magnitude = abs(y[i])
+        magnitude = abs(y[i] * factor)
         total += magnitude
         weighted += magnitude * log2_of(magnitude)
     return total, weighted
+
+
+@kernel
+def read_and_measure(values: Values, grid: Grid, tile: int, y: Fp32Array) -> np.int32:
+    """y = the tile as `tiles.read_tile` gives it; its largest magnitude, as `numbers.largest_magnitude` does."""
+    start, count = place_of_tile(grid, tile)
+    if count == grid.group and values.kind == FP32:
+        magnitude = magnitude_of(scan(values.wide, start, _ONE, np.int32(0), y))
+    elif count == grid.group and values.kind == BF16:
+        magnitude = magnitude_of(scan(values.narrow, start, _ONE, np.int32(0), y))
+    else:
+        magnitude = largest_magnitude(values, start, count)
+        read_tile(values, grid, tile, _ONE, magnitude, y)
+    if magnitude >= INFINITY_BITS:
+        y[:] = _ZERO
+    return magnitude
 
 
 @kernel
@@ -82,7 +108,7 @@ def measure_and_sum(
     sums: Sums,
     y: Fp32Array,
 ) -> tuple[np.int32, bool]:
-    """`measure_tiles` over the tiles of a range of allocation tiles, whose sums are written too.
+    """`tiles.measure_tiles` over the tiles of a range of allocation tiles, whose sums are written too.
 
     Args:
         values: the tensor.
@@ -96,16 +122,19 @@ def measure_and_sum(
     """
     overall, all_finite = np.int32(0), True
     for alloc in range(first, stop):
-        start = alloc * tiles_per_alloc
-        largest, is_finite = measure_tiles(values, grid, start, start + tiles_per_alloc, of_tiles)
-        power = min(np.int32(np.int32(largest >> 23) - 127), np.int32(_LARGEST_POWER))
-        factor = float_of(np.int32(np.int32(127 - power) << 23))
+        largest = np.int32(0)
         for part in range(tiles_per_alloc):
-            slot = y[part * grid.group : (part + 1) * grid.group]
-            read_tile(values, grid, start + part, factor, of_tiles[start + part], slot)
-        sums.total[alloc], sums.weighted[alloc] = sum_magnitudes(y)
+            tile = alloc * tiles_per_alloc + part
+            magnitude = read_and_measure(values, grid, tile, y[part * grid.group : (part + 1) * grid.group])
+            of_tiles[tile] = magnitude
+            if magnitude < INFINITY_BITS:
+                largest = max(largest, magnitude)
+            else:
+                all_finite = False
+        power = min(np.int32(np.int32(largest >> 23) - 127), np.int32(_LARGEST_POWER))
+        sums.total[alloc], sums.weighted[alloc] = sum_magnitudes(y, float_of(np.int32(np.int32(127 - power) << 23)))
         sums.power[alloc] = power
-        overall, all_finite = max(overall, largest), all_finite and is_finite
+        overall = max(overall, largest)
     return overall, all_finite
 
 

@@ -24,11 +24,19 @@ from tahq.quant.cpu.numbers import (
     write_nan,
     write_scaled,
 )
-from tahq.quant.cpu.planes import ByteArray, read_number, write_number, write_planes
+from tahq.quant.cpu.planes import ByteArray, read_number, write_number
 from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
 from tahq.quant.stream import CANONICAL_NAN
 from tahq.quant.tah.cpu_lanes import Line, Planes, read_values
-from tahq.quant.tah.cpu_tiles import extremes, is_outlier, quantize, restore_outlier, suppress_outlier
+from tahq.quant.tah.cpu_packing import Extent, Steps, pack, scan
+from tahq.quant.tah.cpu_tiles import (
+    extremes,
+    extremes_of,
+    is_outlier,
+    least_second,
+    restore_outlier,
+    suppress_outlier,
+)
 from tahq.quant.tah.stream import TahLayout
 
 TILES_A_BYTE = 8
@@ -37,7 +45,9 @@ _TRANSFORMED = 0x8000
 _SCALE = 0x7FFF
 _HALF_INFINITY = 0x7C00
 _MINUS_ZERO = 0x8000
+_ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_INFINITY = np.float32(np.inf)
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -84,26 +94,6 @@ class Sections(NamedTuple):
         return cls(bit_map, scale.view(np.uint16), zero_point.view(np.uint16), *rest)
 
 
-class Scratch(NamedTuple):
-    """Room for one tile.
-
-    Attributes:
-        y: fp32 [G], its values.
-        codes: uint8 [G].
-        words: uint64 [G/8], the memory of `codes`.
-    """
-
-    y: Fp32Array
-    codes: ByteArray
-    words: NDArray[np.uint64]
-
-    @classmethod
-    def of(cls, group: int) -> "Scratch":
-        """Fresh memory, for one thread."""
-        codes = np.empty(group, np.uint8)
-        return cls(np.empty(group, np.float32), codes, codes.view(np.uint64))
-
-
 @kernel
 def write_tiles(
     values: Values,
@@ -115,57 +105,56 @@ def write_tiles(
     first: int,
     stop: int,
     sections: Sections,
-    scratch: Scratch,
+    y: Fp32Array,
 ) -> None:
-    """Transform, quantise and pack tiles; all sections but the bit map, of which the pivots must be zeros."""
-    y, codes, words = scratch
+    """Transform, quantise and pack tiles; all sections but the bit map, of which the pivots must be zeros.
+
+    `y`, fp32 [G], is room for one tile.
+    """
     high_tiles = _count_high(is_high, rule.tiles_per_alloc, first)
     for tile in range(first, stop):
-        count = read_tile(values, grid, tile, factor, magnitudes[tile], y)
-        is_finite = magnitudes[tile] < INFINITY_BITS
-        is_transformed = is_finite and _transform(y, grid, rule, factor, magnitudes[tile], tile, sections.pivot)
-        known = grid.group if is_transformed else count
         has_high_bits = is_high[tile // rule.tiles_per_alloc]
-        scale, zero_point = _quantize(y, known, rule.high if has_high_bits else rule.low, codes)
+        planes = _planes_of(sections, grid, rule, tile, has_high_bits, high_tiles)
+        is_finite = magnitudes[tile] < INFINITY_BITS
+        largest = float_of(magnitudes[tile]) * factor if is_finite else _ZERO
+        count, extent = _read(values, grid, rule, factor, magnitudes[tile], tile, y)
+        is_transformed = is_outlier(y, largest, extent.beyond, rule.tau)
+        if is_transformed:
+            write_number(suppress_outlier(y, largest, rule.norm), tile, grid.log2_group, sections.pivot)
+            count, extent = grid.group, scan(y, 0, _ONE, np.int32(0), y)
+        scale, zero_point = _quantize(y, count, extent, rule.high if has_high_bits else rule.low, planes)
         sections.scale[tile] = scale | (_TRANSFORMED if is_transformed else 0)
         sections.zero_point[tile] = zero_point if is_finite else CANONICAL_NAN
-        _write_codes(words, rule, tile, has_high_bits, high_tiles, sections)
         high_tiles += has_high_bits
 
 
 @kernel
-def _transform(
-    y: Fp32Array, grid: Grid, rule: Rule, factor: np.float32, magnitude: np.int32, tile: int, pivots: ByteArray
-) -> bool:
-    """Whether the tile had an outlier; if so it is transformed, and its pivot written."""
-    largest = float_of(magnitude) * factor
-    if not is_outlier(y, grid.group, largest, rule.tau):
-        return False
-    write_number(suppress_outlier(y, largest, rule.norm), tile, grid.log2_group, pivots)
-    return True
+def _read(
+    values: Values, grid: Grid, rule: Rule, factor: np.float32, magnitude: np.int32, tile: int, y: Fp32Array
+) -> tuple[int, Extent]:
+    """`read_tile`, and the extent of y."""
+    start, count = place_of_tile(grid, tile)
+    limit = least_second(float_of(magnitude) * factor, rule.tau)
+    if magnitude < INFINITY_BITS and count == grid.group and values.kind != FP16:
+        if values.kind == FP32:
+            return count, scan(values.wide, start, factor, limit, y)
+        return count, scan(values.narrow, start, factor, limit, y)
+    read_tile(values, grid, tile, factor, magnitude, y)
+    return count, scan(y, 0, _ONE, limit, y)
 
 
 @kernel
-def _quantize(y: Fp32Array, count: int, bits: int, codes: ByteArray) -> tuple[Integer, Integer]:
-    """fp16 bits of scale and zero-point; codes of the first `count` channels, and zeros behind them."""
-    smallest, largest = extremes(y[:count])
+def _quantize(y: Fp32Array, count: int, extent: Extent, bits: int, planes: Planes) -> tuple[Integer, Integer]:
+    """Write codes of the first `count` channels, and zeros behind them; fp16 bits of scale and zero-point."""
+    smallest, largest = extremes(y, extent) if count == y.size else extremes_of(y[:count])
     levels = np.float32((1 << bits) - 1)
     scale, zero_point = float_to_half((largest - smallest) / levels), float_to_half(smallest)
     if zero_point == _MINUS_ZERO:
         zero_point = np.int32(0)
-    quantize(y[:count], half_to_float(scale), half_to_float(zero_point), levels, codes)
-    codes[count:] = 0
+    steps = Steps(half_to_float(zero_point), half_to_float(scale) if scale != 0 else _INFINITY, levels)
+    y[count:] = steps.zero_point
+    pack(y, steps, planes)
     return scale, zero_point
-
-
-@kernel
-def _write_codes(
-    words: NDArray[np.uint64], rule: Rule, tile: int, has_high_bits: int, high_tiles: int, sections: Sections
-) -> None:
-    plane, extra = words.size, rule.high - rule.low
-    write_planes(words, 0, rule.low, sections.low_planes, tile * rule.low * plane)
-    if has_high_bits:
-        write_planes(words, rule.low, extra, sections.high_planes, high_tiles * extra * plane)
 
 
 @kernel

@@ -169,7 +169,7 @@ def _select(layout: TahLayout, tile_slots: int, alloc_slots: int) -> tuple[Launc
         counts = [Launch(selection.count_kernel, grid, ranked, {"LEVEL": level} | options) for level in (1, 2)]
         return keys, *counts, Launch(selection.tally_kernel, grid, ranked, options), place
     block = max(selection.KEYS_PER_PROGRAM, 1 << (n - 1).bit_length())
-    in_registers = {"BLOCK": block, "num_warps": max(4, block // 1024), "num_stages": 1}
+    in_registers = {"BLOCK": block, "num_warps": max(4, block // 2048), "num_stages": 1}
     return keys, Launch(selection.bisect_kernel, (num_samples, 1, 1), ranked, in_registers), place
 
 
