@@ -11,18 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tahq.quant.cpu.kernel import estimate, kernel
-from tahq.quant.cpu.numbers import (
-    BF16,
-    FP32,
-    INFINITY_BITS,
-    Fp32Array,
-    Values,
-    bits_of,
-    float_of,
-    largest_magnitude,
-)
+from tahq.quant.cpu.numbers import INFINITY_BITS, Fp32Array, Values, bits_of, float_of, largest_magnitude
 from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
-from tahq.quant.tah.cpu_packing import magnitude_of, scan
+from tahq.quant.tah.cpu_packing import is_scannable, magnitude_of, scan_values
 from tahq.quant.tah.reference import EPSILON
 
 _EPSILON = np.float32(EPSILON)
@@ -85,10 +76,8 @@ def sum_magnitudes(y: Fp32Array, factor: np.float32) -> tuple[np.float32, np.flo
 def read_and_measure(values: Values, grid: Grid, tile: int, y: Fp32Array) -> np.int32:
     """y = the tile as `tiles.read_tile` gives it; its largest magnitude, as `numbers.largest_magnitude` does."""
     start, count = place_of_tile(grid, tile)
-    if count == grid.group and values.kind == FP32:
-        magnitude = magnitude_of(scan(values.wide, start, _ONE, np.int32(0), y))
-    elif count == grid.group and values.kind == BF16:
-        magnitude = magnitude_of(scan(values.narrow, start, _ONE, np.int32(0), y))
+    if is_scannable(values, count, grid.group):
+        magnitude = magnitude_of(scan_values(values, start, _ONE, np.int32(0), y))
     else:
         magnitude = largest_magnitude(values, start, count)
         read_tile(values, grid, tile, _ONE, magnitude, y)

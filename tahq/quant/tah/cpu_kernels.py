@@ -28,7 +28,7 @@ from tahq.quant.cpu.planes import ByteArray, read_number, write_number
 from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
 from tahq.quant.stream import CANONICAL_NAN
 from tahq.quant.tah.cpu_lanes import Line, Planes, read_values
-from tahq.quant.tah.cpu_packing import Extent, Steps, pack, scan
+from tahq.quant.tah.cpu_packing import Extent, Steps, is_scannable, pack, scan, scan_values
 from tahq.quant.tah.cpu_tiles import (
     extremes,
     extremes_of,
@@ -135,10 +135,8 @@ def _read(
     """`read_tile`, and the extent of y."""
     start, count = place_of_tile(grid, tile)
     limit = least_second(float_of(magnitude) * factor, rule.tau)
-    if magnitude < INFINITY_BITS and count == grid.group and values.kind != FP16:
-        if values.kind == FP32:
-            return count, scan(values.wide, start, factor, limit, y)
-        return count, scan(values.narrow, start, factor, limit, y)
+    if magnitude < INFINITY_BITS and is_scannable(values, count, grid.group):
+        return count, scan_values(values, start, factor, limit, y)
     read_tile(values, grid, tile, factor, magnitude, y)
     return count, scan(y, 0, _ONE, limit, y)
 

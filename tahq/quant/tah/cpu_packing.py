@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.lanes import address, everywhere
-from tahq.quant.cpu.numbers import MAGNITUDE, TO_WHOLE, Fp32Array
+from tahq.quant.cpu.numbers import FP16, FP32, MAGNITUDE, TO_WHOLE, Fp32Array, Values
 from tahq.quant.tah.cpu_lanes import Numbers, Planes
 
 _BIT, _BYTE, _WORD, _SINGLE = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.FloatType()
@@ -63,6 +63,20 @@ def scan(values: Numbers, start: int, factor: np.float32, limit: np.int32, y: Fp
         for at in range(0, y.size, 8):
             extent = _join(extent, _scan_8(values, start + at, factor, limit, y, at))
     return extent
+
+
+@kernel
+def is_scannable(values: Values, count: int, group: int) -> bool:
+    """Whether a tile of so many channels can be scanned where it lies: it has no filling, and is not of fp16."""
+    return count == group and values.kind != FP16
+
+
+@kernel
+def scan_values(values: Values, start: int, factor: np.float32, limit: np.int32, y: Fp32Array) -> Extent:
+    """`scan` of a tile that is scannable."""
+    if values.kind == FP32:
+        return scan(values.wide, start, factor, limit, y)
+    return scan(values.narrow, start, factor, limit, y)
 
 
 @kernel
