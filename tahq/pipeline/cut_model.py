@@ -23,7 +23,8 @@ from tahq.models.families import FamilyLayout
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import CutIdentity, codec_key
 from tahq.pipeline.codec_cut import CodecCut
-from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.gradients import scale_gradients
+from tahq.pipeline.loss import gradient_scale, summed_cross_entropy
 from tahq.pipeline.tie import TiedEmbedding
 from tahq.quant import get_codec
 
@@ -111,17 +112,19 @@ class CutModel:
             CodecError: what a codec refuses.
         """
         cut = wire.cut()
-        losses = []
+        losses, num_tokens = [], max(batch.num_tokens, 1)
+        scale = gradient_scale(num_tokens)
         for parameter in self.parameters.values():
             parameter.grad = None
         for index in range(len(batch.sample_ids) // batch.micro_batch_size):
             tokens, labels = (tensor.to(self._device) for tensor in batch.micro_batch(index))
             loss = summed_cross_entropy(self._logits(tokens, step, index, cut), labels)
-            (loss / max(batch.num_tokens, 1)).backward()  # type: ignore[no-untyped-call]
+            (loss / (num_tokens / scale)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+        scale_gradients(self.parameters.values(), 1 / scale)
         if self.tied is not None:
             self.tied.exchange(step)
-        return math.fsum(torch.stack(losses).tolist()) / max(batch.num_tokens, 1)
+        return math.fsum(torch.stack(losses).tolist()) / num_tokens
 
     def _logits(self, tokens: torch.Tensor, step: int, micro_batch: int, cut: CodecCut) -> torch.Tensor:
         """[B, S, V] of tokens [B, S]."""

@@ -3,6 +3,7 @@
 Invariants:
 - actions run in schedule order; an action waits for its frame and for nothing else;
 - gradients of micro-batches are accumulated in ascending order (the schedule guarantees it);
+- gradients are multiplied by `StepShape.gradient_scale` on the wire and off it until the last backward has run;
 - weights are touched by nobody here: a step ends with gradients, `update.py` applies the commit;
 - a micro-batch's graph is freed when its backward has run.
 
@@ -22,7 +23,8 @@ from tahq.errors import ScheduleError
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, Stopwatch
-from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.gradients import scale_gradients
+from tahq.pipeline.loss import gradient_scale, summed_cross_entropy
 from tahq.pipeline.schedule import Action, ActionKind
 from tahq.pipeline.tie import TiedEmbedding
 
@@ -49,6 +51,11 @@ class StepShape:
     def boundary(self) -> tuple[int, int, int]:
         """[B, S, C] of what crosses a cut."""
         return (self.micro_batch, self.seq_len, self.hidden_size)
+
+    @property
+    def gradient_scale(self) -> float:
+        """See `loss.gradient_scale`; here by the tokens that go in, labelled or not."""
+        return gradient_scale(self.num_micro_batches * self.micro_batch * self.seq_len)
 
 
 @dataclass(slots=True)
@@ -132,11 +139,13 @@ class StageEngine:
             PeerLostError, RemoteProtocolError, CodecError: from the links.
         """
         self._begin(step)
+        self._scale_gradients(self._shape.gradient_scale)  # of steps before, which nobody has taken
         self._post_receives()
         for action in self._actions:
             if self._on_action is not None:
                 self._on_action(step, action)
             self._execute(action)
+        self._scale_gradients(1 / self._shape.gradient_scale)
         if self._tied is not None:
             with self._stopwatch.measure("tie"):
                 self._tied.exchange(step)
@@ -168,6 +177,10 @@ class StageEngine:
             self._sample_ids = self._order.micro_batches(step) if self._order is not None else None
         for chunk in self._chunks.values():
             chunk.module.train()
+
+    def _scale_gradients(self, factor: float) -> None:
+        for chunk in self._chunks.values():
+            scale_gradients(chunk.module.parameters(), factor)
 
     def _post_receives(self) -> None:
         every = range(self._shape.num_micro_batches)
@@ -223,7 +236,7 @@ class StageEngine:
         _, labels = batch.micro_batch(micro_batch)
         loss = summed_cross_entropy(logits, labels.to(self._device, non_blocking=True))
         self._losses.append(loss.detach())
-        return loss / max(batch.num_tokens, 1)
+        return loss / (max(batch.num_tokens, 1) / self._shape.gradient_scale)
 
     def _send(self, boundary: Boundary, direction: Direction, micro_batch: int, tensor: torch.Tensor) -> None:
         ids = self._ids_of(micro_batch)

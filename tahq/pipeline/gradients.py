@@ -28,7 +28,7 @@ def _squared_norm(parameter: Parameter) -> torch.Tensor:
 
 
 def scale_gradients(parameters: Iterable[Parameter], factor: float) -> None:
-    """Multiply every gradient by the commit's clip factor, in place; 1.0 touches nothing."""
+    """Multiply every gradient, in place; 1.0 touches nothing."""
     if factor == 1.0:
         return
     for parameter in parameters:

@@ -75,6 +75,20 @@ def test_gradients_without_codecs_are_those_of_the_uncut_model_to_the_bit(sectio
     assert_same_gradients(model, expected)
 
 
+def test_gradients_too_small_for_fp16_cross_in_fp16():
+    """A head of small weights stands for a step of many tokens: without the scale fp16 errs by a tenth."""
+    config = configured()
+    model, batch = cut_model(config), first_batch(config)
+    with torch.no_grad():
+        model.parameters[HEAD_WEIGHT].mul_(1e-4)
+    model.compute_gradients(batch, 0)
+    exact = {name: p.grad.clone() for name, p in model.parameters.items()}
+    model.compute_gradients(batch, 0, Wire("raw:dtype=fp32", "raw:dtype=fp16"))
+    below = [name for name in exact if name.startswith("transformer.h.0.") and name.endswith(".weight")]
+    errors = {name: float((model.parameters[name].grad - exact[name]).norm() / exact[name].norm()) for name in below}
+    assert all(0 < error < 1e-3 for error in errors.values()), errors
+
+
 def test_gradients_do_not_add_up_over_calls():
     config = configured()
     model, batch = cut_model(config), first_batch(config)

@@ -116,6 +116,27 @@ def test_evaluation_touches_no_gradient_and_counts_each_token_once(batches):
     assert all(p.grad is None for p in module.parameters())
 
 
+def test_gradients_cross_a_cut_times_a_power_of_two_and_weights_see_nothing_of_it(batches):
+    pair, table = InprocPair(VirtualClock()), CodecTable("raw:dtype=fp32", "raw:dtype=fp32")
+    below, above = (
+        Boundary(end, CutIdentity(1, 0, 0), table, torch.device("cpu"), Stopwatch()) for end in pair.transports
+    )
+    activations = [torch.randn(SHAPE.boundary, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    below.post(0, Purpose.TRAIN, Direction.BACKWARD, range(3), SHAPE.boundary)
+    for n, x in enumerate(activations):
+        below.send(0, Purpose.TRAIN, Direction.FORWARD, n, x)
+    module, reference = make_slice(1, LAYERS), make_slice(1, LAYERS)
+    make_engine(module, generate("gpipe", 2, 3).actions[1], batches, incoming=above).run_step(0)
+    batch = batches.train(0)
+    assert batch.num_tokens == 48
+    for n, x in enumerate(activations):
+        x.requires_grad_()
+        (summed_cross_entropy(reference(x), batch.micro_batch(n)[1]) / 48).backward()
+        assert torch.equal(below.receive(0, Purpose.TRAIN, Direction.BACKWARD, n, SHAPE.boundary), 64 * x.grad)
+    expected = {name: p.grad for name, p in reference.canonical_parameters().items()}
+    assert all(torch.equal(p.grad, expected[name]) for name, p in module.canonical_parameters().items())
+
+
 def test_a_weight_that_is_not_finite_is_reported_by_loss_and_gradients(batches):
     module = make_slice(0, LAYERS)
     with torch.no_grad():
