@@ -23,6 +23,7 @@ from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
+from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.manifest import StageMeta
 from tahq.pipeline.schedule import Action
@@ -34,6 +35,33 @@ from tahq.pipeline.stage import Stage, StagePlan
 def block_ranges(config: ClusterConfig, spec: ModelSpec) -> tuple[BlockRange, ...]:
     """The blocks of every stage; a resolved configuration lists them, another is divided by counted cost."""
     return divide(counted_costs(spec, config.data.seq_len), config.pipeline.stages, config.pipeline.layers)
+
+
+def stage_module(
+    config: ClusterConfig,
+    spec: ModelSpec,
+    stage: int,
+    *,
+    device: torch.device,
+    random: RandomContext,
+    weights: bool = True,
+) -> ModelSlice:
+    """What a stage computes: its slice of the model, or under `model.sleep` one that only takes time.
+
+    Args:
+        config: resolved.
+        spec: its model.
+        stage: which.
+        device: where it lives.
+        random: what keyed dropout reads.
+        weights: False leaves them uninitialised, for a snapshot to fill.
+    """
+    blocks = block_ranges(config, spec)[stage]
+    if config.model.sleep is not None:
+        return build_sleeping_slice(spec, blocks, *config.model.sleep.of(stage), device=device, random=random)
+    module = build_slice(spec, blocks, seed=config.run.seed, device=device, random=random, weights=weights)
+    module.checkpoint_blocks = config.training.activation_checkpointing == "block"
+    return module
 
 
 def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> ModelSpec:
@@ -126,8 +154,7 @@ class Assembly:
         blocks = block_ranges(config, spec)[stage]
         reader = _open_snapshot(assign, config)
         random = RandomContext(config.run.seed)
-        module = build_slice(spec, blocks, seed=config.run.seed, device=where, random=random, weights=reader is None)
-        module.checkpoint_blocks = config.training.activation_checkpointing == "block"
+        module = stage_module(config, spec, stage, device=where, random=random, weights=reader is None)
         return cls(assign, config, where, module, blocks, data, reader)
 
     @property

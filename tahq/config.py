@@ -5,9 +5,12 @@ sections say about each other. Whatever needs the model's folder, the tokenizer 
 by those who read them.
 """
 
-from pydantic import Field, field_validator, model_validator
+import math
+
+from pydantic import Field, model_validator
 
 from tahq.comm.config import Hosts, LinksConfig
+from tahq.comm.network_config import NetworkConfig
 from tahq.config_errors import DisagreementError
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError
@@ -34,20 +37,12 @@ class ClusterConfig(Section):
     links: LinksConfig = LinksConfig()
     hosts: Hosts = Field(default="local")
 
-    @field_validator("hosts")
-    @classmethod
-    def _hosts_that_exist(cls, hosts: Hosts) -> Hosts:
-        if hosts == "namespaces":
-            raise ValueError(
-                "namespaces needs networks made by tahq-netem, which this version does not have; "
-                "use local, where links.rate and links.delay are enforced too"
-            )
-        return hosts
-
     @model_validator(mode="after")
     def _sections_agree(self) -> "ClusterConfig":
         self._check_hosts()
+        self._check_network()
         self._check_layers()
+        self._check_sleep()
         self._check_wire()
         self._check_sequence()
         self._check_evaluation()
@@ -61,6 +56,25 @@ class ClusterConfig(Section):
                 f"hosts lists {len(self.hosts)} machines, pipeline.stages is {self.pipeline.stages}; "
                 "the n-th machine runs stage n",
             )
+
+    def _check_network(self) -> None:
+        if self.hosts == "namespaces":
+            if self.links.profile is None:  # else it is checked when the profile has been put in its place
+                self._network()
+            return
+        said = self.links.shapes_in_namespaces
+        if said:
+            raise DisagreementError(
+                ("links", said[0]),
+                f"links.{said[0]} is for hosts: namespaces, where the network is one of this machine's own; with "
+                f"hosts: {'local' if self.hosts == 'local' else 'a list'} only rate, delay and piece can be enforced",
+            )
+
+    def _network(self) -> NetworkConfig:
+        try:
+            return self.links.network(self.pipeline.stages)
+        except ValueError as error:
+            raise DisagreementError(("links",), f"links.{error}") from error
 
     def _check_layers(self) -> None:
         num_layers, listed = self.model.num_layers, self.pipeline.layers
@@ -77,6 +91,16 @@ class ClusterConfig(Section):
                 f"pipeline.stages {self.pipeline.stages} is above model.num_layers {num_layers}; "
                 "each stage needs a layer",
             )
+
+    def _check_sleep(self) -> None:
+        sleep, stages = self.model.sleep, self.pipeline.stages
+        for key in ("forward", "backward") if sleep is not None else ():
+            count = len(getattr(sleep, key))
+            if count not in (1, stages):
+                raise DisagreementError(
+                    ("model", "sleep", key),
+                    f"model.sleep.{key} lists {count} durations, pipeline.stages is {stages}; give one each, or one",
+                )
 
     def _check_wire(self) -> None:
         channels = self.model.hidden_size
@@ -109,13 +133,23 @@ class ClusterConfig(Section):
             )
 
     def _check_timeouts(self) -> None:
-        links, timeout_s = self.links, self.run.peer_timeout
-        piece_s = 8 * links.piece / links.rate if links.rate else 0.0
-        silence_s = 2 * links.delay + piece_s
-        if silence_s >= timeout_s:
-            piece = f" and a piece of {format_size(links.piece)} takes {piece_s:.3g} s" if piece_s else ""
+        rate, delay_s = self._slowest()
+        piece, timeout_s = self.links.piece, self.run.peer_timeout
+        piece_s = 8 * piece / rate
+        if 2 * delay_s + piece_s >= timeout_s:
+            takes = f" and a piece of {format_size(piece)} takes {piece_s:.3g} s" if piece_s else ""
             raise DisagreementError(
                 ("links",),
-                f"a peer would look lost: a round trip takes {2 * links.delay:.3g} s{piece}, run.peer_timeout is "
+                f"a peer would look lost: a round trip takes {2 * delay_s:.3g} s{takes}, run.peer_timeout is "
                 f"{write_duration(timeout_s)}; raise run.peer_timeout or lower links.piece",
             )
+
+    def _slowest(self) -> tuple[float, float]:
+        """The lowest rate and the longest delay between any two hosts; inf and 0 where nothing is said."""
+        if self.hosts != "namespaces" or self.links.profile is not None:
+            return self.links.rate or math.inf, self.links.delay
+        network = self._network()
+        hosts, pairs = list(network.hosts.values()), network.pairs
+        rates = [*(host.up for host in hosts), *(host.down for host in hosts), *(pair.rate for pair in pairs)]
+        delays_s = [*(host.delay for host in hosts), *(pair.delay or 0.0 for pair in pairs)]
+        return min((rate for rate in rates if rate), default=math.inf), max(delays_s)

@@ -234,11 +234,11 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     """Write out what the configuration leaves to this machine and to this version of tahq.
 
     Codec specs get all their parameters, so that a run goes on as it began even if a default changes;
-    under ``hosts: local`` the cores are divided among the workers, so that a resumed run computes with
-    as many threads. What needs the model or the tokenizer is left open. Resolving twice changes nothing.
+    where all workers are on this machine, its cores are divided among them, so that a resumed run computes
+    with as many threads. What needs the model or the tokenizer is left open. Resolving twice changes nothing.
     """
     changed: dict[str, Any] = {"wire": config.wire.resolved()}
-    if config.hosts == "local" and config.run.threads is None:
+    if isinstance(config.hosts, str) and config.run.threads is None:
         threads = max(1, _num_usable_cores() // config.pipeline.stages)
         changed["run"] = config.run.model_copy(update={"threads": threads})
     return config.model_copy(update=changed)

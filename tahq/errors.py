@@ -8,6 +8,7 @@
     │   ├── DataError                2   text, tokens or tokenizer
     │   ├── ModelError               2   a model that cannot be built, cut or loaded
     │   ├── SnapshotError            2   a snapshot that is missing, damaged or does not fit
+    │   ├── NetworkError             2   a network of hosts that cannot be made on this machine
     │   └── RefusedError             2   the coordinator refused this worker, and said why
     ├── CodecError                   1   bytes that are not a valid stream, or a tensor no stream holds
     ├── ScheduleError                1   a schedule that deadlocks or is incomplete
@@ -21,6 +22,11 @@
 
 A message says what was got, what was expected, where, and what to do next.
 """
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says, and what was noted on it on its way."""
+    return "; ".join([str(error), *getattr(error, "__notes__", [])])
 
 
 class TahqError(Exception):
@@ -49,6 +55,10 @@ class ModelError(UserError):
 
 class SnapshotError(UserError):
     """A snapshot that is missing, damaged, or does not fit the configuration."""
+
+
+class NetworkError(UserError):
+    """A network of hosts that this machine, its kernel or this user cannot make or change."""
 
 
 class RefusedError(UserError):

@@ -63,12 +63,13 @@ OUT_OF_RANGE = [
     ("{name: test}", "{bind: 'a:70000'}", 1, "run.bind: expected host:port"),
     ("{name: test}", "{advertise: 'a:0'}", 1, "run.advertise: peers dial this address, so it needs the real port"),
     ("hosts: local", "hosts: []", 15, "hosts: expected 1 or more entries; got a list of 0"),
-    (
-        "hosts: local",
-        "hosts: namespaces",
-        15,
-        "hosts: namespaces needs networks made by tahq-netem, which this version",
-    ),
+    (*_inside("rate", "up: 5kbit"), 15, "links.up: expected 10000.0 or more; got '5kbit'"),
+    (*_inside("rate", "loss: 2"), 15, "links.loss: expected at most 1.0; got 2"),
+    (*_inside("rate", "backend: magic"), 15, "links.backend: expected auto, kernel, tun or relay; got 'magic'"),
+    (*_inside("rate", "hosts: {host1: {delay: 5min}}"), 15, "links.hosts.host1.delay: expected at most 60.0"),
+    (*_inside("rate", "hosts: {host1: {upp: 1mbit}}"), 15, "links.hosts.host1.upp is not a key of links.hosts.host1"),
+    (*_inside("rate", "pairs: [{between: [a]}]"), 15, "links.pairs.0.between: expected 2 or more entries; got fewer"),
+    (*_inside("rate", "pairs: [{between: [a b, c]}]"), 15, "links.pairs.0.between.0: expected at most 32 letters"),
     ("hosts: local", "hosts:\n- address: a:5", 16, "hosts.0.address: expected a host name or an IP address"),
     ("hosts: local", "hosts:\n- {address: a, ssh: -oX}", 16, "hosts.0.ssh: expected [user@]host for ssh; got '-oX'"),
     (
@@ -135,6 +136,30 @@ def test_contradiction_names_the_line_to_look_at(file, old, new, line, message):
         text = text.replace("text: stdlib", "seq_len: 256\n  text: stdlib")
         line += 1
     assert file.refusal(text).startswith(f"cluster.yaml:{line}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ("hosts: {host4: {}}", "links.hosts: no host host4; there are host0, host1, host2, host3"),
+        ("hosts: {host1: {site: a}}, pairs: [{between: [a, b]}]", "links.pairs: 'b' is no host or site of host0"),
+        ("pairs: [{between: [host1, host1]}]", "links.pairs: an exception joins two hosts; got host1 twice"),
+        ("profile: cable, delay: 5ms", "links: profile cable says the network's delay too; take one of them away"),
+        ("hosts: {host1: {delay: 6s}}", "a peer would look lost: a round trip takes 12 s"),
+        ("hosts: {host1: {up: 100kbit}}", "a peer would look lost: a round trip takes 0 s and a piece of 262 kB takes"),
+    ],
+)
+def test_network_that_contradicts_itself_is_refused(file, links, message):
+    text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{{links}}}\nhosts: namespaces")
+    assert file.refusal(text).startswith(f"cluster.yaml:13: {message}")
+
+
+def test_key_of_namespaces_is_refused_where_nothing_could_enforce_it(file):
+    for hosts, what in (("local", "local"), ("[{address: a}, {address: b}, {address: c}, {address: d}]", "a list")):
+        text = changed("hosts: local", f"  loss: 0.01\nhosts: {hosts}")
+        message = file.refusal(text)
+        assert message.startswith("cluster.yaml:15: links.loss is for hosts: namespaces")
+        assert f"with hosts: {what} only rate, delay and piece can be enforced" in message
 
 
 def test_evaluation_without_validation_samples_is_refused(file):

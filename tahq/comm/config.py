@@ -6,7 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from tahq.units import Duration, Rate, Section, Size
+from tahq.comm.network_config import (
+    BackendName,
+    CongestionControl,
+    Delay,
+    HostChanges,
+    Name,
+    NetworkConfig,
+    PairConfig,
+    Share,
+    Speed,
+    check_pairs,
+    host_names,
+    listed,
+)
+from tahq.comm.network_config import HostConfig as NetworkHostConfig
+from tahq.units import Rate, Section, Size
 
 _HOST_PORT = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[^:\s\[\]/]+):([0-9]{1,5})")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
@@ -67,14 +82,75 @@ Device = Annotated[str, AfterValidator(_device)]
 class LinksConfig(Section):
     """How fast and how far away the hosts are from each other.
 
-    `rate` caps each host's uplink and, separately, its downlink; `delay` is one-way. None: not
-    shaped. Enforced between session and socket, in user space, wherever the workers run.
+    `rate` caps each host's uplink and, separately, its downlink; `delay` is one-way. None: not shaped.
+    Under ``hosts: namespaces`` a network of this machine is made so, and the keys from `up` on may say more
+    of it; elsewhere rate and delay are enforced between session and socket, in user space.
     """
 
     rate: Rate | None = None
-    delay: Duration = Field(default=0.0, le=60.0)
+    delay: Delay = 0.0
     piece: Size = Field(default=256 * 1024, ge=4096, le=1024 * 1024)
     """Longest message; a larger frame travels in pieces, so that control is never stuck behind it."""
+    up: Speed | None = None
+    """Of each host, in place of `rate`."""
+    down: Speed | None = None
+    jitter: Delay = 0.0
+    loss: Share = 0.0
+    reorder: Share = 0.0
+    profile: str | None = Field(default=None, min_length=1)
+    """A kind of connection, in place of all of the above but `piece`; its name, or the path of a file with one."""
+    hosts: dict[Name, HostChanges] = Field(default_factory=dict)
+    """What is otherwise with some hosts; host0 runs stage 0, and so on."""
+    pairs: list[PairConfig] = Field(default_factory=list)
+    """What is otherwise between some hosts or sites."""
+    congestion_control: CongestionControl | None = None
+    """TCP's, on every host; None: cubic."""
+    backend: BackendName = "auto"
+    """What imitates the network."""
+
+    @model_validator(mode="after")
+    def _profile_says_it_all(self) -> "LinksConfig":
+        said = [key for key in ("rate", "up", "down", "delay", "jitter", "loss", "reorder") if getattr(self, key)]
+        if self.profile is not None and said:
+            raise ValueError(
+                f"profile {self.profile} says the network's {', '.join(said)} too; take one of them away "
+                "(null), or say under hosts what is otherwise"
+            )
+        return self
+
+    @property
+    def shapes_in_namespaces(self) -> list[str]:
+        """The keys with a value that only a network of namespaces can imitate."""
+        fields = type(self).model_fields
+        defaults = {key: fields[key].get_default(call_default_factory=True) for key in _OF_NAMESPACES}
+        return [key for key, default in defaults.items() if getattr(self, key) != default]
+
+    def network(self, num_hosts: int) -> NetworkConfig:
+        """The network of `num_hosts` stages under ``hosts: namespaces``, its profile put in place before.
+
+        Raises:
+            ValueError: `hosts` or `pairs` name what there is not.
+        """
+        names = host_names(num_hosts)
+        unknown = [name for name in self.hosts if name not in names]
+        if unknown:
+            raise ValueError(f"hosts: no host {unknown[0]}; there are {listed(names)}, which run the stages in order")
+        hosts = {name: self._host(self.hosts.get(name, HostChanges())) for name in names}
+        check_pairs(hosts, self.pairs)
+        control, backend = self.congestion_control, self.backend
+        return NetworkConfig(hosts=hosts, pairs=self.pairs, congestion_control=control, backend=backend)
+
+    def _host(self, own: HostChanges) -> NetworkHostConfig:
+        common = {"up": self.up or self.rate, "down": self.down or self.rate}
+        common |= {key: getattr(self, key) for key in ("delay", "jitter", "loss", "reorder")}
+        said = {key: value for key, value in own.model_dump().items() if value is not None}
+        return NetworkHostConfig.model_validate({**common, **said})
+
+
+_OF_NAMESPACES = (
+    *("up", "down", "jitter", "loss", "reorder"),
+    *("profile", "hosts", "pairs", "congestion_control", "backend"),
+)
 
 
 class HostConfig(Section):

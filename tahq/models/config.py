@@ -1,11 +1,11 @@
 """`model:` of cluster.yaml."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from tahq.units import Section
+from tahq.units import Duration, Section
 
 Family = Literal["gpt2", "llama", "qwen2", "qwen3", "mistral"]
 
@@ -17,6 +17,29 @@ def _refuse_non_finite(value: object) -> None:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _refuse_non_finite(part)
+
+
+def _one_for_all(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+Durations = Annotated[list[Duration], BeforeValidator(_one_for_all), Field(min_length=1)]
+"""A duration for every stage, or one for all of them."""
+
+
+class SleepConfig(Section):
+    """Imitated compute, for measuring networks where there are fewer cores than stages: stages sleep.
+
+    `forward` and `backward` are what a micro-batch takes, on every stage or listed by stage.
+    """
+
+    forward: Durations
+    backward: Durations
+
+    def of(self, stage: int) -> tuple[float, float]:
+        """Seconds of a stage's forward and backward."""
+        forward, backward = (row[stage if len(row) > 1 else 0] for row in (self.forward, self.backward))
+        return forward, backward
 
 
 class ModelConfig(Section):
@@ -42,6 +65,8 @@ class ModelConfig(Section):
     """`untied`: embedding and head are two parameters at every number of stages. `sync`: their
     gradients are exchanged and summed each step, which promises a tolerance, not equal bits."""
     overrides: dict[str, Any] = Field(default_factory=dict)
+    sleep: SleepConfig | None = None
+    """Stages sleep in place of computing; what crosses a cut has the model's shape and means nothing."""
 
     @field_validator("overrides")
     @classmethod
@@ -60,4 +85,6 @@ class ModelConfig(Section):
             missing = [n for n in ("family", "num_layers", "hidden_size", "num_heads") if getattr(self, n) is None]
             if missing:
                 raise ValueError(f"needs {', '.join(missing)}, or a path to a folder with config.json and safetensors")
+        if self.sleep is not None and self.tie == "sync":
+            raise ValueError("sleep leaves no embedding whose gradients tie: sync could exchange; take one away")
         return self

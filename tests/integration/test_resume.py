@@ -1,5 +1,8 @@
 """A run that is stopped and resumed is the run that was never stopped; and what may change on the way."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from support.runs import Run, launch, tiny
@@ -28,11 +31,20 @@ def uninterrupted(tmp_path_factory) -> Run:
     return launch(tmp_path_factory.mktemp("whole"), with_steps(6))
 
 
-@pytest.fixture
-def halfway(tmp_path) -> Run:
-    run = launch(tmp_path, with_steps(3))
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A folder with a run that ended after half of its steps."""
+    folder = tmp_path_factory.mktemp("halfway")
+    run = launch(folder, with_steps(3))
     assert run.returncode == 0, run.stderr
-    return run
+    return folder
+
+
+@pytest.fixture
+def halfway(stopped, tmp_path) -> Path:
+    """The folder of such a run in `tmp_path`, as if it had been made there."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "runs" / CONFIG["run"]["name"]
 
 
 def resume(tmp_path, *overrides: str) -> Run:
@@ -89,7 +101,7 @@ def test_resume_refuses_what_cannot_change(tmp_path, halfway, change):
 
 
 def test_a_damaged_snapshot_is_refused_by_the_name_of_its_file(tmp_path, halfway):
-    damaged = next((halfway.folder / "snapshots").glob("step-*/stage-001*.safetensors"))
+    damaged = next((halfway / "snapshots").glob("step-*/stage-001*.safetensors"))
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)
@@ -100,8 +112,8 @@ def test_a_damaged_snapshot_is_refused_by_the_name_of_its_file(tmp_path, halfway
 
 
 def test_a_run_folder_is_never_overwritten(tmp_path, halfway):
-    before = (halfway.folder / "metrics.jsonl").read_bytes()
+    before = (halfway / "metrics.jsonl").read_bytes()
     run = launch(tmp_path, with_steps(3))
     assert run.returncode == 2
     assert "--resume" in run.stderr
-    assert (halfway.folder / "metrics.jsonl").read_bytes() == before
+    assert (halfway / "metrics.jsonl").read_bytes() == before

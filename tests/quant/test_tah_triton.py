@@ -72,8 +72,10 @@ def test_allocation_tiles_of_several_tiles(spec):
     check_round_trip(spec, awkward((2, 3, 384)))
 
 
-@pytest.mark.parametrize("tau", ["0", "2"])
-@pytest.mark.parametrize("power", [-149, -140, -126, -80, -40, 15, 70, 100, 127])
+@pytest.mark.parametrize(
+    ("power", "tau"),
+    [(-149, 0), (-140, 2), (-126, 0), (-126, 2), (-80, 0), (-40, 2), (15, 0), (70, 2), (100, 0), (127, 0), (127, 2)],
+)
 def test_magnitudes_of_every_size(power, tau):
     x = awkward((2, 3, 72), seed=5)
     scaled = (x / x.abs().max()).double() * 2.0**power
@@ -205,13 +207,13 @@ def test_damaged_streams_are_refused_as_the_reference_refuses_them():
     x = awkward(shape)
     x[1, 2, 99] = torch.nan
     buf = check_encoding(spec, x)
-    for _ in range(40):
+    for _ in range(25):
         check_decoding(spec, damaged(buf, rng), shape, torch.float32, CPU)
 
 
 def test_bit_map_of_ones_is_refused_and_reads_nothing_outside():
-    spec, shape = "tah:group=8", (2, 10, 64)
+    spec, shape = "tah:group=8", (1, 4, 64)
     buf = get_codec(spec).encode(awkward(shape))
-    buf[16 : 16 + 20] = 0xFF
+    buf[16 : 16 + 4] = 0xFF
     with pytest.raises(CodecError, match="the bit map must give H bits to"):
         get_codec(spec, backend="triton").decode(buf, shape)

@@ -23,7 +23,8 @@ def check_kernels(spec: str, x: torch.Tensor, key: int = 0, dtypes: Sequence[tor
     """Both backends read both streams of x (on the CPU) to the same bits; what the streams differ in."""
     codecs = {backend: get_codec(spec, backend=backend) for backend in BACKENDS}
     streams = [encode(codec, x, backend, key) for backend, codec in codecs.items()]
-    for buf in streams:
+    # the interpreter is slow: a stream that is the same byte for byte need not be read again
+    for buf in streams[:1] if torch.equal(*streams) else streams:
         for dtype in dtypes or decoded_dtypes():
             ours, theirs = (decode(codec, buf, x.shape, backend, dtype, key) for backend, codec in codecs.items())
             assert (theirs.shape, theirs.dtype, theirs.is_contiguous()) == (x.shape, dtype, True)

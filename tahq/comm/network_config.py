@@ -1,0 +1,158 @@
+"""What a user writes about a network of hosts: how each is connected, and what is otherwise between two of them.
+
+Every network that tahq-netem builds is described by these sections, and `links:` of cluster.yaml is made
+of them under ``hosts: namespaces``, so both mean the same by the same key. They lie here because
+cluster.yaml is checked without tahq-netem; what they come to for each pair of hosts is
+`tahq_netem.description.plan_network`.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from tahq.units import Duration, Rate, Section
+
+MAX_HOSTS: Final = 250
+"""Hosts of one network: they share 10.77.0.0/24."""
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")
+
+
+def _name(text: str) -> str:
+    if _NAME.fullmatch(text) is None:
+        raise ValueError(f"expected at most 32 letters, digits, - and _; got {text!r}")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_name)]
+"""The name of a host or a site."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A share of packets, 0 to 1."""
+
+Delay = Annotated[Duration, Field(le=60.0)]
+"""A one-way delay of at most a minute."""
+
+Speed = Annotated[Rate, Field(ge=1e4, le=34e9)]
+"""A rate that packets can still be sent at, and that the kernel's shapers can count: 10kbit to 34gbit."""
+
+CongestionControl = Annotated[str, Field(pattern="^[a-z0-9_]{1,15}$")]
+"""A name as Linux has it: cubic, bbr, reno."""
+
+BackendName = Literal["auto", "kernel", "tun", "relay"]
+"""What imitates a network; auto: the best that this machine has."""
+
+
+class PathConfig(Section):
+    """What a host's sending meets on its way."""
+
+    delay: Delay = 0.0
+    """One-way, on what this host sends."""
+    jitter: Delay = 0.0
+    """Uniform, ± around `delay` and never below zero; packets keep their order unless `reorder` is set."""
+    loss: Share = 0.0
+    """Share of packets that are lost: 0.01 is 1 %."""
+    reorder: Share = 0.0
+    """Share of packets that overtake, being sent without delay; needs a delay."""
+
+
+class HostConfig(PathConfig):
+    """One host: its access link, and what its sending meets. None: not shaped."""
+
+    up: Speed | None = None
+    down: Speed | None = None
+    site: Name | None = None
+    """Hosts of one site can be near each other: see `pairs`."""
+
+
+class PathChanges(Section):
+    """What is otherwise than the next wider place says; None: nothing."""
+
+    delay: Delay | None = None
+    jitter: Delay | None = None
+    loss: Share | None = None
+    reorder: Share | None = None
+
+
+class HostChanges(PathChanges):
+    """What is otherwise with one host of a network whose hosts are alike."""
+
+    up: Speed | None = None
+    down: Speed | None = None
+    site: Name | None = None
+
+
+class PairConfig(PathChanges):
+    """An exception: traffic between two hosts or sites, in both directions; None: as without it."""
+
+    between: tuple[Name, Name]
+    """Hosts or sites; the same site twice is traffic inside it."""
+    rate: Speed | None = None
+    """Cap of the pair in each direction, below the hosts' up and down."""
+
+
+class NetworkConfig(Section):
+    """A network of hosts on one machine."""
+
+    hosts: dict[Name, HostConfig] = Field(min_length=1, max_length=MAX_HOSTS)
+    """In order: the k-th host has the k-th address."""
+    pairs: list[PairConfig] = Field(default_factory=list)
+    congestion_control: CongestionControl | None = None
+    """TCP's, on every host; None: cubic, as on most machines."""
+    backend: BackendName = "auto"
+
+    @field_validator("hosts", mode="before")
+    @classmethod
+    def _host_without_figures(cls, value: object) -> object:
+        # `host2:` with nothing behind it is null in YAML and means: as unshaped as they come.
+        if isinstance(value, Mapping):
+            return {name: {} if host is None else host for name, host in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _pairs_name_hosts_and_sites(self) -> "NetworkConfig":
+        check_pairs(self.hosts, self.pairs)
+        return self
+
+
+def host_names(num_hosts: int) -> list[str]:
+    """host0, host1, …; under ``hosts: namespaces`` the n-th runs stage n."""
+    return [f"host{index}" for index in range(num_hosts)]
+
+
+def check_pairs(hosts: Mapping[str, HostConfig], pairs: Sequence[PairConfig]) -> None:
+    """Raise ValueError for exceptions that name what there is not, or the same twice."""
+    sites = {host.site for host in hosts.values() if host.site is not None}
+    both = sites & set(hosts)
+    if both:
+        raise ValueError(f"{min(both)!r} is the name of a host and of a site; give one of them another")
+    known = [*hosts, *sorted(sites)]
+    seen: set[frozenset[str]] = set()
+    for pair in pairs:
+        _check_pair(pair, hosts, known)
+        if frozenset(pair.between) in seen:
+            raise ValueError(f"pairs: {' and '.join(pair.between)} are named twice; join the two exceptions")
+        seen.add(frozenset(pair.between))
+
+
+def _check_pair(pair: PairConfig, hosts: Iterable[str], known: Sequence[str]) -> None:
+    for name in pair.between:
+        if name not in known:
+            raise ValueError(f"pairs: {name!r} is no host or site of {listed(known)}{nearest(name, known)}")
+    first, second = pair.between
+    if first == second and first in hosts:
+        raise ValueError(f"pairs: an exception joins two hosts; got {first} twice")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """`; did you mean X?`, or nothing where no name is near."""
+    found = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names with commas, the middle of many left out."""
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:11])}, … {names[-1]}"

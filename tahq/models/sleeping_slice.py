@@ -1,0 +1,123 @@
+"""A stage that takes a model's time without computing it, for measuring networks on few cores.
+
+Four stages of real compute on two cores get half a core each, and what is measured then is the machine.
+A sleeping slice takes the time that its stage would take alone, and leaves the cores to what is being
+measured: codecs, transport and schedule, all of them real. What it sends has the shape of activations
+and is spread like them (normal, no two channels alike); gradients come from a real loss at the last
+stage. It learns nothing.
+
+Shapes: B samples, S positions, C hidden channels, V vocabulary.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, Parts
+
+_NUM_ROWS = 257
+"""Rows of the table that stands for the embedding: more would only take memory."""
+
+
+class SleepingSlice(ModelSlice):
+    """The interface of a model slice around two naps.
+
+    The time of the little that is computed, a product and a look-up, is part of the nap in forward, and
+    comes on top in backward (a multiplication of [B, S, C]).
+
+    Args:
+        spec: the model that is imitated.
+        parts: the slice that is imitated.
+        random: unused, kept for the interface.
+        forward_s: seconds of a micro-batch's forward.
+        backward_s: seconds of its backward.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, parts: Parts, random: RandomContext, *, forward_s: float, backward_s: float
+    ) -> None:
+        super().__init__(spec, parts, random)
+        self.table: torch.Tensor
+        self.forward_s = forward_s
+        self.backward_s = backward_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sleep as long as the slice would compute.
+
+        Args:
+            x: int64 tokens [B, S] in the first stage, else [B, S, C].
+
+        Returns:
+            Logits [B, S, V] from the last stage, else [B, S, C].
+        """
+        end_s = time.perf_counter() + self.forward_s
+        hidden = self.table[x % _NUM_ROWS] if self.parts.embedding else x
+        hidden = hidden * self.scale
+        if self.parts.head:
+            hidden = _resized(hidden, self.spec.vocab_size)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        output: torch.Tensor = _NapInBackward.apply(hidden, self.backward_s)  # type: ignore[no-untyped-call]
+        return output
+
+    def materialise(self, device: torch.device) -> None:
+        """Take memory on `device`: one factor a channel, and the table in place of an embedding."""
+        self.to_empty(device=device)
+        with torch.no_grad():
+            self.scale.fill_(1.0)
+        if self.parts.embedding:
+            generator = torch.Generator("cpu").manual_seed(self.random.seed % 2**63)
+            rows = torch.empty(_NUM_ROWS, self.spec.hidden_size).normal_(generator=generator)
+            self.register_buffer("table", rows.to(device), persistent=False)
+
+    def _add_modules(self) -> None:
+        self.scale = nn.Parameter(torch.empty(self.spec.hidden_size))
+
+    def canonical_parameters(self) -> dict[str, nn.Parameter]:
+        """The factors, under a name that no other stage has."""
+        return {f"sleep.{self.parts.blocks.start}.scale": self.scale}
+
+
+class _NapInBackward(torch.autograd.Function):
+    """The identity, whose gradient is late."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+def _resized(hidden: torch.Tensor, num_channels: int) -> torch.Tensor:
+    """[B, S, C] as [B, S, num_channels]: channels repeated, or those that are too many added to the first.
+
+    Every channel of `hidden` gets a gradient, as it would from a head.
+    """
+    repeats = -(-num_channels // hidden.shape[-1])
+    if repeats > 1:
+        return hidden.repeat(1, 1, repeats)[..., :num_channels]
+    folds = torch.split(hidden, num_channels, dim=-1)
+    return sum((nn.functional.pad(part, (0, num_channels - part.shape[-1])) for part in folds[1:]), folds[0])
+
+
+def build_sleeping_slice(
+    spec: ModelSpec,
+    block_range: BlockRange,
+    forward_s: float,
+    backward_s: float,
+    *,
+    device: torch.device | str,
+    random: RandomContext,
+) -> SleepingSlice:
+    """A slice on `device` that takes so many seconds a micro-batch."""
+    model = SleepingSlice(spec, Parts.of(block_range), random, forward_s=forward_s, backward_s=backward_s)
+    model.materialise(torch.device(device))
+    return model
