@@ -1,6 +1,7 @@
 """What every test may use: golden files, and hypothesis without deadlines (the machine may be busy)."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,24 +23,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _let_programs_hear_signals()
     if os.environ.get("TRITON_INTERPRET") == "1":
         # Interpreted kernels compute in numpy, which warns of 1/0 and of maxima of NaNs; devices do not.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 
+def _let_programs_hear_signals() -> None:
+    """Under nohup, or in a script's background, SIGHUP or SIGINT is ignored, and would be by all that tests start.
+
+    A handler that does nothing is as deaf, but does not outlive exec.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files are handed to processes in this order: a long one that comes last keeps all but one of them waiting.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not _has_cuda():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for mark, obstacle in (("gpu", _no_cuda), ("netns", _no_namespaces)):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        reason = obstacle() if marked else None
+        if reason is not None:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _has_cuda() -> bool:
+def _no_cuda() -> str | None:
     import torch  # only where a GPU test was collected
 
-    return torch.cuda.is_available()
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _no_namespaces() -> str | None:
+    from tahq_netem.probe import probe
+
+    found = probe()
+    if found.namespaces_obstacle is not None:
+        return found.namespaces_obstacle
+    return None if found.parts["htb"] and (found.parts["tun"] or found.has_netem) else "no TUN device and no netem"
 
 
 @pytest.fixture

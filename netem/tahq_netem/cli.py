@@ -1,0 +1,232 @@
+"""The commands of `tahq-netem`, which are those of `tahq netem` too.
+
+Only words are here: what a command does is imported when it is run.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tahq.units import parse_duration
+
+Profile = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROFILE",
+        show_default=False,
+        help="A kind of connection, e.g. cable (tahq-netem profiles lists them), or a YAML file that describes one.",
+    ),
+]
+Hosts = Annotated[int, typer.Option("--hosts", min=2, max=250, metavar="N", help="Hosts of the network.")]
+Backend = Annotated[
+    Literal["auto", "kernel", "tun", "relay"],
+    typer.Option("--backend", help="What imitates the links; auto: kernel where it has netem, else tun."),
+]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write all figures there too.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks. Default: one line an error.")]
+
+
+def probe(debug: Debug = False) -> int:
+    """Say which networks this machine can imitate, and what is missing for the others.
+
+    Tries each part of the kernel on a throwaway link.
+
+    Example: tahq-netem probe
+    """
+    from tahq_netem.probe import probe as find_out
+
+    print(*find_out().lines(), sep="\n")
+    return 0
+
+
+def profiles(debug: Debug = False) -> int:
+    """List the kinds of connections that have a name, with their figures and where those are from.
+
+    Example: tahq-netem profiles
+    """
+    from tahq_netem.profile_list import profile_lines
+
+    print(*profile_lines(), sep="\n")
+    return 0
+
+
+def run(
+    profile: Profile,
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND",
+            show_default=False,
+            help="What to run, after --, e.g. -- curl http://{host1}:8000; {host1} stands for that host's address.",
+        ),
+    ],
+    hosts: Hosts = 2,
+    backend: Backend = "auto",
+    on: Annotated[
+        str, typer.Option("--on", metavar="HOST|all", help="Where COMMAND runs; all: on every host at once.")
+    ] = "host0",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST=COMMAND",
+            show_default=False,
+            help="What runs beside, such as a server; may be given several times. COMMAND is started when it listens "
+            "(TCP or UDP), after ten seconds in any case, and it is ended after COMMAND. Default: nothing.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            show_default=False,
+            help="Measure the network first, keep the figures in FILE, and start nothing if one is off. "
+            "Default: not measured.",
+        ),
+    ] = None,
+    faults: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="YAML list of what happens to the links and when, e.g. - {at: 5s, link: host1, what: down, for: 2s}. "
+            "Default: nothing.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Run a program on a host whose connection to the others is slow.
+
+    The hosts are called host0, host1 and so on, and reach each other and nothing else. COMMAND finds its own
+    name in TAHQ_HOST and all names with their addresses in TAHQ_HOSTS (host0=10.77.0.1,host1=10.77.0.2).
+
+    Example: tahq-netem run cable --also 'host1=python3 -m http.server' -- curl http://{host1}:8000
+
+    Exit status: that of COMMAND; 2 if there could be no such network.
+    """
+    from tahq_netem.run_command import RunRequest, run_command
+
+    beside = tuple(also or ())
+    return run_command(RunRequest(profile, tuple(command), hosts, backend, on, beside, calibration, faults))
+
+
+def clean(debug: Debug = False) -> int:
+    """Remove what killed runs left behind; networks in use stay.
+
+    Every start of a network does the same.
+
+    Example: tahq-netem clean
+    """
+    from tahq_netem.leftovers import sweep_leftovers
+
+    removed = sweep_leftovers()
+    print(f"removed {', '.join(removed)}" if removed else "nothing was left behind")
+    return 0
+
+
+def calibrate(
+    profile: Profile,
+    hosts: Hosts = 2,
+    backend: Backend = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Shorter flows, and nothing that is not judged. Default: all of it.")
+    ] = False,
+    json_path: JsonPath = None,
+    debug: Debug = False,
+) -> int:
+    """Build a network, measure it, and say whether it is as described.
+
+    Example: tahq-netem calibrate cable --hosts 2
+
+    Exit status: 0 if every figure is within its bounds, 2 if one is off.
+    """
+    from tahq_netem.calibrate_command import calibrate_command
+
+    return calibrate_command(profile, hosts, backend, quick=quick, json_path=json_path)
+
+
+def sweep(
+    sweep_yaml: Annotated[
+        Path, typer.Argument(metavar="SWEEP.YAML", show_default=False, help="What to measure over which networks.")
+    ],
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="JSON lines, one a point; points that are in it are not measured again. Default: NAME.jsonl beside "
+            "SWEEP.YAML.",
+        ),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            show_default=False,
+            help="Begin no point that is expected to end after so long, e.g. 30min. Default: no limit.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Measure a product of networks, codecs, schedules and runtimes.
+
+    Goes on where it was interrupted when it is called again.
+
+    Example: tahq-netem sweep netem/results/four_stages.yaml --limit 30min
+
+    Exit status: 0 if every point has a result, 1 if one failed, 2 for a mistake in the input, 3 if some are left.
+    """
+    try:
+        limit_s = None if limit is None else parse_duration(limit)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--limit") from None
+    from tahq_netem.sweep_command import run_sweep_file
+
+    outcome = run_sweep_file(sweep_yaml, results, limit_s)
+    if outcome.num_failed:
+        return 1
+    return 3 if outcome.num_left else 0
+
+
+def plot(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS.JSONL", show_default=False, help="What sweeps have written.")
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The table; plots are written beside it, under its name.")
+    ] = Path("sweep.md"),
+    debug: Debug = False,
+) -> int:
+    """Make a Markdown table and plots of what sweeps have measured.
+
+    Plots need matplotlib: pip install 'tahq[plots]'.
+
+    Example: tahq-netem plot netem/results/four_stages.jsonl --out netem/results/four_stages.md
+    """
+    from tahq_netem.sweep_command import plot_results
+
+    for path in plot_results(results, out):
+        print(path)
+    return 0
+
+
+COMMANDS = (probe, profiles, run, clean, calibrate, sweep, plot)
+"""In the order in which help lists them."""
+
+
+def netem_app() -> typer.Typer:
+    """`tahq-netem`; each command returns its exit status."""
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="Slow networks on this machine."
+    )
+    for command in COMMANDS:
+        app.command(command.__name__)(command)
+    return app
+
+
+if __name__ == "__main__":  # where there is no tahq_launch to turn errors into lines, as in the guest of netem/vm
+    sys.exit(netem_app()(sys.argv[1:] or ["--help"], prog_name="tahq-netem", standalone_mode=False))

@@ -1,0 +1,243 @@
+"""What a network of hosts looks like: as a user writes it, and resolved for every pair of hosts.
+
+A host's own figures say what its *sending* meets: `delay` is one-way, so that the round trip between a
+and b is delay(a→b) + delay(b→a). Exceptions (`pairs`) name two hosts, a host and a site, or two sites,
+and hold in both directions; a figure that an exception leaves out comes from the next wider one, and at
+last from the host that sends. `plan_network` is pure; what it returns, every backend builds. The sections
+that a user writes are in `tahq.comm.network_config`, where cluster.yaml uses them too.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Final
+
+from tahq.comm.network_config import (
+    MAX_HOSTS,
+    BackendName,
+    HostChanges,
+    HostConfig,
+    NetworkConfig,
+    PairConfig,
+    PathChanges,
+    PathConfig,
+    host_names,
+    listed,
+    nearest,
+)
+from tahq.errors import ConfigError
+
+__all__ = [
+    "MAX_HOSTS",
+    "BackendName",
+    "HostChanges",
+    "HostConfig",
+    "HostShape",
+    "NetworkConfig",
+    "NetworkPlan",
+    "PairConfig",
+    "PathChanges",
+    "PathConfig",
+    "PathShape",
+    "host_names",
+    "known_host",
+    "nearest",
+    "plan_network",
+    "uniform",
+]
+
+
+MIN_RATE_BITS_PER_S: Final = 1e4
+"""Below, a full packet would take more than a second."""
+
+RateChange = float | EllipsisType | None
+"""bit/s; None: not shaped from now on; ...: as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathShape:
+    """What packets from one host to another meet; the rate is the pair's own cap."""
+
+    delay_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    reorder: float = 0.0
+    rate_bits_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.reorder and not self.delay_s:
+            raise ConfigError("reorder needs a delay: packets overtake only those that wait")
+        _check_rates(self.rate_bits_per_s)
+
+    @property
+    def needs_netem(self) -> bool:
+        """Whether it takes more than shaping of rates."""
+        return (self.delay_s, self.jitter_s, self.loss, self.reorder) != (0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostShape:
+    """A host's access link; None: not shaped."""
+
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_rates(self.up_bits_per_s, self.down_bits_per_s)
+
+
+def _check_rates(*rates_bits_per_s: float | None) -> None:
+    for rate in rates_bits_per_s:
+        if rate is not None and rate < MIN_RATE_BITS_PER_S:
+            raise ConfigError(f"a rate must be at least {MIN_RATE_BITS_PER_S:g} bit/s; got {rate:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    """A network with every exception applied. Read the mappings, never change them.
+
+    `paths` has every ordered pair of different hosts.
+    """
+
+    hosts: tuple[str, ...]
+    host_shapes: Mapping[str, HostShape]
+    paths: Mapping[tuple[str, str], PathShape]
+    congestion_control: str | None = None
+
+    @property
+    def needs_netem(self) -> bool:
+        """Whether any path takes more than shaping of rates."""
+        return any(path.needs_netem for path in self.paths.values())
+
+    def with_rates(self, host: str, up: RateChange = ..., down: RateChange = ...) -> "NetworkPlan":
+        """The plan with other rates of a host in bit/s (None: not shaped, ...: as it is)."""
+        shape = self.host_shapes[known_host(host, self.hosts)]
+        changed = HostShape(
+            shape.up_bits_per_s if isinstance(up, EllipsisType) else up,
+            shape.down_bits_per_s if isinstance(down, EllipsisType) else down,
+        )
+        return replace(self, host_shapes={**self.host_shapes, host: changed})
+
+    def with_path(self, source: str, destination: str, shape: PathShape) -> "NetworkPlan":
+        """The plan with another path from `source` to `destination`."""
+        for host in (source, destination):
+            known_host(host, self.hosts)
+        if source == destination:
+            raise ConfigError(f"a path joins two hosts; got {source} twice")
+        return replace(self, paths={**self.paths, (source, destination): shape})
+
+    def rate_bits_per_s(self, source: str, destination: str) -> float | None:
+        """The smallest of the source's up, the destination's down and the pair's cap; None: not shaped."""
+        rates = (
+            self.host_shapes[source].up_bits_per_s,
+            self.host_shapes[destination].down_bits_per_s,
+            self.paths[source, destination].rate_bits_per_s,
+        )
+        return min((rate for rate in rates if rate is not None), default=None)
+
+    def round_trip_s(self, one: str, other: str) -> float:
+        """Round trip of a packet between two hosts that meets no queue."""
+        return self.paths[one, other].delay_s + self.paths[other, one].delay_s
+
+
+def known_host(name: str, hosts: Iterable[str]) -> str:
+    """`name`, if it is one of `hosts`.
+
+    Raises:
+        ConfigError: it is none; names the hosts and the nearest.
+    """
+    names = list(hosts)
+    if name not in names:
+        raise ConfigError(f"no host {name!r} in this network of {listed(names)}{nearest(name, names)}")
+    return name
+
+
+def uniform(
+    num_hosts: int,
+    *,
+    rate: float | None = None,
+    up: float | None = None,
+    down: float | None = None,
+    delay: float = 0.0,
+    jitter: float = 0.0,
+    loss: float = 0.0,
+    reorder: float = 0.0,
+    names: Sequence[str] | None = None,
+    congestion_control: str | None = None,
+    backend: BackendName = "auto",
+) -> NetworkConfig:
+    """A network of hosts that are all alike, called host0, host1, … unless `names` says otherwise.
+
+    Args:
+        num_hosts: how many.
+        rate: bit/s of each host's uplink and downlink; None: not shaped.
+        up: bit/s of each uplink, where it is not `rate`.
+        down: bit/s of each downlink, where it is not `rate`.
+        delay: one-way, in seconds; the round trip is twice that.
+        jitter: ± seconds around the delay.
+        loss: share of packets, 0 to 1.
+        reorder: share of packets that overtake, 0 to 1.
+        names: the hosts' names.
+        congestion_control: TCP's; None: cubic.
+        backend: which one builds it.
+    """
+    host = HostConfig(
+        up=rate if up is None else up,
+        down=rate if down is None else down,
+        delay=delay,
+        jitter=jitter,
+        loss=loss,
+        reorder=reorder,
+    )
+    chosen = host_names(num_hosts) if names is None else list(names)
+    return NetworkConfig(hosts=dict.fromkeys(chosen, host), congestion_control=congestion_control, backend=backend)
+
+
+def plan_network(config: NetworkConfig) -> NetworkPlan:
+    """The network with every exception applied: host pair, then host and site, then site pair, then the host's own.
+
+    Raises:
+        ConfigError: a path would reorder packets that no delay holds.
+    """
+    return NetworkPlan(
+        hosts=tuple(config.hosts),
+        host_shapes={name: HostShape(host.up, host.down) for name, host in config.hosts.items()},
+        paths={
+            (source, destination): _path(config, source, destination)
+            for source in config.hosts
+            for destination in config.hosts
+            if source != destination
+        },
+        congestion_control=config.congestion_control,
+    )
+
+
+def _path(config: NetworkConfig, source: str, destination: str) -> PathShape:
+    levels: list[PathConfig | PairConfig] = [*_exceptions(config, source, destination), config.hosts[source]]
+    try:
+        return PathShape(
+            delay_s=_first(levels, "delay"),
+            jitter_s=_first(levels, "jitter"),
+            loss=_first(levels, "loss"),
+            reorder=_first(levels, "reorder"),
+            rate_bits_per_s=next(
+                (pair.rate for pair in levels[:-1] if isinstance(pair, PairConfig) and pair.rate), None
+            ),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"from {source} to {destination}: {error}") from None
+
+
+def _first(levels: Sequence[PathConfig | PairConfig], field: str) -> float:
+    return next(float(value) for level in levels if (value := getattr(level, field)) is not None)
+
+
+def _exceptions(config: NetworkConfig, source: str, destination: str) -> list[PairConfig]:
+    """Those that hold for a pair of hosts, the most specific first."""
+    source_site, destination_site = config.hosts[source].site, config.hosts[destination].site
+    levels: list[set[frozenset[str | None]]] = [
+        {frozenset((source, destination))},
+        {frozenset((source, destination_site)), frozenset((source_site, destination))},
+        {frozenset((source_site, destination_site))},
+    ]
+    return [pair for level in levels for pair in config.pairs if frozenset(pair.between) in level]

@@ -1,0 +1,215 @@
+"""Faults on a timeline: a link that is down for a time, a rate that changes, a burst of loss, a connection reset.
+
+A timeline is a list that people write::
+
+    - {at: 10s, link: host1, what: down, for: 2s}
+    - {at: 20s, link: host0, what: rate, to: 10mbit, for: 30s}
+    - {step: 40, link: [host0, host1], what: loss, to: 0.05, for: 5s}
+    - {step: 50, link: host2, what: reset}
+
+`link` is a host (its link as a whole, its rate both ways, the delay and loss of all that it sends), or
+``[source, destination]`` for that one direction. Without `for` a fault lasts to the end; `up` ends what is down.
+
+What a network is like at a moment is a pure function of its plan and of the faults that are active then, later
+ones on top of earlier ones. So overlapping faults may end in any order without anybody remembering what was
+before, and with no fault active the network is as it was. `fault_player` makes it happen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from tahq import yaml_positions
+from tahq.config_errors import Origin, Origins, one_line
+from tahq.errors import ConfigError
+from tahq.units import WRITTEN_BY_HAND, Duration, Section, parse_duration, parse_rate
+from tahq.yaml_positions import YamlError, parse_yaml
+from tahq_netem.description import HostShape, NetworkPlan, PathShape, known_host
+
+What = Literal["down", "up", "rate", "loss", "delay", "reset"]
+"""What happens to a link."""
+
+_AT_ONCE: Final = ("up", "reset")
+_WITH_VALUE: Final = ("rate", "loss", "delay")
+
+
+class Fault(Section):
+    """Something that happens to a link at a time, or at a step, and for a time."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    at: Duration | None = None
+    """Since the timeline began; or `step`."""
+    step: Annotated[int, Field(ge=0)] | None = None
+    """As soon as this many steps are done; or `at`."""
+    link: str | tuple[str, str]
+    """A host, or [source, destination]."""
+    what: What
+    to: float | str | None = None
+    """What a `rate`, `loss` or `delay` becomes: 10mbit, 0.05, 200ms."""
+    lasts: Duration | None = Field(default=None, alias="for")
+    """How long; null: to the end."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if (self.at is None) == (self.step is None):
+            raise ValueError("a fault happens at a time or at a step: give exactly one of `at` and `step`")
+        if self.what == "reset" and not isinstance(self.link, str):
+            raise ValueError("reset ends the connections of a host; give one host as `link`")
+        if self.what in _AT_ONCE and self.lasts is not None:
+            raise ValueError(f"{self.what} happens at once and does not last; leave `for` out")
+        if (self.what in _WITH_VALUE) != (self.to is not None):
+            needs = f"needs `to`, such as {_EXAMPLES[self.what]}" if self.what in _WITH_VALUE else "takes no `to`"
+            raise ValueError(f"{self.what} {needs}")
+        if self.what in _WITH_VALUE:
+            _ = self.value  # raises where it cannot be read
+        return self
+
+    @property
+    def value(self) -> float:
+        """`to` in bit/s, seconds, or as a share.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if self.what in _READERS and isinstance(self.to, str):
+            return _READERS[self.what](self.to)
+        if self.what in _READERS:
+            raise ValueError(f"a {self.what} needs a unit, such as {_EXAMPLES[self.what]}; got {self.to!r}")
+        if isinstance(self.to, float | int) and 0 <= self.to <= 1:
+            return float(self.to)
+        raise ValueError(f"a loss is a share of packets, 0 to 1; got {self.to!r}")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those that `link` names."""
+        return (self.link,) if isinstance(self.link, str) else self.link
+
+
+_READERS: Final[dict[str, Callable[[object], float]]] = {"rate": parse_rate, "delay": parse_duration}
+_EXAMPLES: Final = {"rate": "10mbit", "loss": "0.05", "delay": "200ms"}
+
+
+class Timeline(Section):
+    """The faults of a run."""
+
+    faults: list[Fault] = Field(default_factory=list)
+
+    @classmethod
+    def parse(cls, text: str, source: str = "faults") -> "Timeline":
+        """Read a timeline: YAML with a list of faults, or with such a list under the key `faults`.
+
+        Args:
+            text: the YAML.
+            source: what it is called in messages.
+
+        Raises:
+            ConfigError: it makes no sense; one line that names source and line.
+        """
+        try:
+            document = parse_yaml(text)
+        except YamlError as error:
+            raise ConfigError(f"{source}:{error.line}: {error}") from error
+        values, lines = document.value, dict(document.lines)
+        if isinstance(values, list):
+            values, lines = {"faults": values}, {("faults", *where): line for where, line in lines.items()}
+        return cls._checked(values, source, lines)
+
+    @classmethod
+    def load(cls, path: Path) -> "Timeline":
+        """Read a timeline from a file.
+
+        Raises:
+            ConfigError: it cannot be read, or makes no sense.
+        """
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+
+    @classmethod
+    def _checked(cls, values: Any, source: str, lines: Mapping[yaml_positions.Path, int]) -> "Timeline":
+        try:
+            return cls.model_validate(values, context=WRITTEN_BY_HAND)
+        except ValidationError as error:
+            known = {where: Origin(f"{source}:{line}", line) for where, line in lines.items()}
+            raise ConfigError(
+                one_line(error, values, cls, Origins(source, known | {(): Origin(source)}, {}))
+            ) from error
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether somebody has to count steps."""
+        return any(fault.step is not None for fault in self.faults)
+
+    def check(self, plan: NetworkPlan, *, has_steps: bool = True) -> None:
+        """Refuse faults that this network cannot have.
+
+        Args:
+            plan: the network's.
+            has_steps: whether somebody counts steps.
+
+        Raises:
+            ConfigError: one names a host that is not there, makes a path that cannot be, or waits for a step
+                that nobody counts.
+        """
+        if self.needs_steps and not has_steps:
+            raise ConfigError(
+                "the timeline has faults at steps, and nothing counts steps here; give them a time with `at`"
+            )
+        for fault in self.faults:
+            for host in fault.hosts:
+                known_host(host, plan.hosts)
+            conditions(plan, [fault])
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a network is like at a moment."""
+
+    host_shapes: Mapping[str, HostShape]
+    paths: Mapping[tuple[str, str], PathShape]
+    cut_off: frozenset[str] = field(default_factory=frozenset)
+
+
+def conditions(plan: NetworkPlan, active: Sequence[Fault]) -> Conditions:
+    """The plan with faults on top of it, in this order.
+
+    Raises:
+        ConfigError: a path that cannot be, such as one that reorders without a delay.
+    """
+    current = Conditions(plan.host_shapes, plan.paths)
+    for fault in active:
+        current = _with_fault(current, fault)
+    return current
+
+
+def _with_fault(current: Conditions, fault: Fault) -> Conditions:
+    if fault.what in _AT_ONCE:
+        return current
+    if isinstance(fault.link, str) and fault.what == "down":
+        return replace(current, cut_off=current.cut_off | {fault.link})
+    if isinstance(fault.link, str) and fault.what == "rate":
+        return replace(current, host_shapes={**current.host_shapes, fault.link: HostShape(fault.value, fault.value)})
+    changed = {ends: _on_path(shape, fault) for ends, shape in current.paths.items() if _is_on(fault, ends)}
+    return replace(current, paths={**current.paths, **changed})
+
+
+def _is_on(fault: Fault, ends: tuple[str, str]) -> bool:
+    return ends[0] == fault.link if isinstance(fault.link, str) else ends == fault.link
+
+
+def _on_path(shape: PathShape, fault: Fault) -> PathShape:
+    match fault.what:
+        case "down":
+            return replace(shape, loss=1.0)
+        case "rate":
+            return replace(shape, rate_bits_per_s=fault.value)
+        case "loss":
+            return replace(shape, loss=fault.value)
+        case "delay":
+            return replace(shape, delay_s=fault.value)
+    raise AssertionError(f"{fault.what} changes no path")

@@ -1,0 +1,140 @@
+"""What a network should measure, and how far off it may be: pure arithmetic over a plan.
+
+- A rate carries 1448 bytes of data in each 1514 on the wire (Ethernet frame of a TCP segment with timestamps), so
+  goodput is 0.956 of it, ± 3 %.
+- A round trip is the sum of both delays, within 2 ms; with jitter the median of n trips strays, too.
+- A loss is a binomial count: outside its 99.9 % interval it is another loss.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from tahq.units import format_rate
+from tahq_netem.binomial import acceptance_interval
+from tahq_netem.description import NetworkPlan
+
+WIRE_BYTES: Final = 1514
+GOODPUT_SHARE: Final = 1448 / WIRE_BYTES
+RATE_TOLERANCE: Final = 0.03
+ROUND_TRIP_TOLERANCE_S: Final = 2e-3
+LOSS_CONFIDENCE: Final = 0.999
+
+DATAGRAM_HEADERS_BYTES: Final = 42
+"""Ethernet, IP and UDP."""
+
+Unit = Literal["s", "bit/s", "share"]
+
+_MEDIAN_SPREAD: Final = 1.25 * 3.3
+"""σ of a median is 1.25·σ/√n; 3.3 of them are passed once in a thousand times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One thing that was measured of the path from a host to another, and what it may be; None: anything."""
+
+    what: str
+    source: str
+    destination: str
+    unit: Unit
+    measured: float
+    expected: float | None = None
+    low: float | None = None
+    high: float | None = None
+    num_samples: int = 1
+
+    @property
+    def is_too_low(self) -> bool:
+        """Whether it is below what it may be."""
+        return self.low is not None and self.measured < self.low
+
+    @property
+    def is_too_high(self) -> bool:
+        """Whether it is above what it may be."""
+        return self.high is not None and self.measured > self.high
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it is off on the side that a busy machine is off on."""
+        return self.is_too_high if self.unit == "s" else self.is_too_low
+
+    @property
+    def speed(self) -> float:
+        """The larger, the faster."""
+        return -self.measured if self.unit == "s" else self.measured
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the network is as it was described, in this respect."""
+        return not (self.is_too_low or self.is_too_high)
+
+    def line(self) -> str:
+        """One line for people."""
+        path = f"{self.source} → {self.destination}: {self.what} {_text(self.measured, self.unit)}"
+        if self.expected is None or self.low is None or self.high is None:
+            return path
+        within = f"{_text(self.low, self.unit)} to {_text(self.high, self.unit)}"
+        return f"{path}, expected {_text(self.expected, self.unit)} ({within})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, and the verdict, fit for JSON."""
+        return {**asdict(self), "is_within": self.is_within}
+
+
+def _text(value: float, unit: Unit) -> str:
+    if unit == "bit/s":
+        return format_rate(value)
+    return f"{value * 1e3:.2f} ms" if unit == "s" else f"{value:.3%}"
+
+
+def goodput(plan: NetworkPlan, source: str, destination: str) -> float | None:
+    """Payload bits a second that TCP moves over a path that only its rate holds back; None: not shaped."""
+    rate = plan.rate_bits_per_s(source, destination)
+    return None if rate is None else GOODPUT_SHARE * rate
+
+
+def goodput_figure(plan: NetworkPlan, what: str, source: str, destination: str, measured: float) -> Figure:
+    """A goodput, which is to be within 3 % of 0.956 of the path's rate."""
+    expected = goodput(plan, source, destination)
+    if expected is None:
+        return Figure(what, source, destination, "bit/s", measured)
+    low, high = expected * (1 - RATE_TOLERANCE), expected * (1 + RATE_TOLERANCE)
+    return Figure(what, source, destination, "bit/s", measured, expected, low, high)
+
+
+def round_trip_figure(
+    plan: NetworkPlan, source: str, destination: str, median_s: float, num_trips: int, datagram_bytes: int
+) -> Figure:
+    """A median round trip, which is to be within 2 ms of both delays, and what jitter and slow serialisation add."""
+    expected = plan.round_trip_s(source, destination)
+    there, back = plan.paths[source, destination], plan.paths[destination, source]
+    if (1 - there.reorder) * (1 - back.reorder) < 0.75:
+        # So many overtake that the median says little of those that wait.
+        return Figure("round trip", source, destination, "s", median_s, num_samples=num_trips)
+    spread = ROUND_TRIP_TOLERANCE_S + _jitter_spread(plan, source, destination, num_trips)
+    wire_s = _serialisation(plan, source, destination, datagram_bytes)
+    low, high = max(0.0, expected - spread), expected + spread + wire_s
+    return Figure("round trip", source, destination, "s", median_s, expected, low, high, num_trips)
+
+
+def _jitter_spread(plan: NetworkPlan, source: str, destination: str, num_trips: int) -> float:
+    paths = plan.paths[source, destination], plan.paths[destination, source]
+    if any(path.jitter_s > path.delay_s for path in paths):
+        return sum(path.jitter_s for path in paths)  # cut off at zero, so not even
+    variance = sum(path.jitter_s**2 / 3 for path in paths)
+    return _MEDIAN_SPREAD * math.sqrt(variance / max(1, num_trips))
+
+
+def _serialisation(plan: NetworkPlan, source: str, destination: str, datagram_bytes: int) -> float:
+    """Seconds that a datagram takes onto the wires there and back, at both ends of each."""
+    bits = 8 * (datagram_bytes + DATAGRAM_HEADERS_BYTES)
+    rates = plan.rate_bits_per_s(source, destination), plan.rate_bits_per_s(destination, source)
+    return sum(2 * bits / rate for rate in rates if rate is not None)
+
+
+def loss_figure(plan: NetworkPlan, source: str, destination: str, num_sent: int, num_arrived: int) -> Figure:
+    """A share of datagrams that did not arrive, which is to be inside the 99.9 % interval of the loss that is set."""
+    share = plan.paths[source, destination].loss
+    low, high = acceptance_interval(num_sent, share, LOSS_CONFIDENCE)
+    measured = 1 - num_arrived / num_sent
+    return Figure("loss", source, destination, "share", measured, share, low / num_sent, high / num_sent, num_sent)

@@ -1,0 +1,235 @@
+"""The near end of a measurement: sends to a `responder` on another host and says how long things took.
+
+Each function is one measurement of the path to `target`, which is an address and a port. What it returns is
+raw: durations and counts. What they should have been is `calibration`'s business.
+"""
+
+import os
+import random
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from tahq_netem.responder import ASK, COUNT, DATAGRAM, ECHO, STREAM_HEADER, TALLY, StreamReport, receive_report
+from tahq_netem.scheduling import hurrying
+
+Target = tuple[str, int]
+
+ECHO_BYTES: Final = 64
+COUNTED_BYTES: Final = 64
+"""Length of the datagrams that are sent there and back, and of those that are counted."""
+
+_BLOCK_BYTES: Final = 1024 * 1024
+_UNSENT_BYTES: Final = 256 * 1024
+_SO_SNDBUFFORCE: Final = 32  # socket has no names for these
+_TCP_NOTSENT_LOWAT: Final = 25
+_ASK_ATTEMPTS: Final = 20
+_WAKER_INTERVAL_S: Final = 5e-4
+_WAKER_WAIT_S: Final = 0.05
+_PATIENCE_S: Final = 20.0
+"""For what is still under way when the time of a measurement is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFigures:
+    """A stream as both ends saw it.
+
+    `total_s` is from the first byte's sending to the last byte's arrival; the steady figures are of what arrived
+    after the time that was to be skipped.
+    """
+
+    num_bytes: int
+    total_s: float
+    steady_bytes: int
+    steady_s: float
+    congestion_control: str
+
+
+@dataclass(slots=True)
+class _EchoTrain:
+    """Datagrams that are under way there and back."""
+
+    datagrams: socket.socket
+    length: int
+    nonce: int = field(default_factory=lambda: random.SystemRandom().getrandbits(63))
+    sent_ns: list[int] = field(default_factory=list)
+    trips_s: dict[int, float] = field(default_factory=dict)
+
+    def send(self) -> None:
+        self.sent_ns.append(time.monotonic_ns())
+        self.datagrams.send(DATAGRAM.pack(ECHO, self.nonce, len(self.sent_ns) - 1).ljust(ECHO_BYTES, b"\0"))
+
+    def collect(self, until_ns: int) -> None:
+        """Note what comes back until then, or until all have."""
+        while len(self.trips_s) < self.length and (left_ns := until_ns - time.monotonic_ns()) > 0:
+            if not select.select([self.datagrams], [], [], left_ns / 1e9)[0]:
+                return
+            received_ns = time.monotonic_ns()
+            _kind, nonce, number = DATAGRAM.unpack_from(self.datagrams.recv(2048))
+            if nonce == self.nonce:
+                self.trips_s.setdefault(number, (received_ns - self.sent_ns[number]) / 1e9)
+
+
+def round_trips(target: Target, count: int, interval_s: float, wait_s: float) -> list[float]:
+    """Seconds that each datagram of a train took there and back; one that was lost is missing.
+
+    Args:
+        target: a responder.
+        count: how many are sent.
+        interval_s: from one to the next, whether or not an answer has come.
+        wait_s: how long an answer to the last is waited for.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams, hurrying():
+        datagrams.connect(target)
+        train = _EchoTrain(datagrams, count)
+        start_ns = time.monotonic_ns()
+        for number in range(count):
+            train.collect(start_ns + int(number * interval_s * 1e9))
+            train.send()
+        train.collect(time.monotonic_ns() + int(wait_s * 1e9))
+    return list(train.trips_s.values())
+
+
+def stream_round_trips(target: Target, count: int, interval_s: float, wait_s: float) -> list[float]:
+    """The same over a TCP connection that has been made before, one after another: for networks that carry only TCP."""
+    trips_s = []
+    with _connect(target, wait_s) as connection:
+        for _ in range(count):
+            start_ns = time.monotonic_ns()
+            connection.sendall(STREAM_HEADER.pack(0, 0.0))
+            receive_report(connection)
+            trips_s.append((time.monotonic_ns() - start_ns) / 1e9)
+            time.sleep(interval_s)
+    return trips_s
+
+
+def message(
+    target: Target, num_bytes: int, idle_s: float, timeout_s: float, wake_with: str, num_wakers: int
+) -> StreamFigures:
+    """One message on a connection that was made before and then idle, as every message of a slow pipeline is.
+
+    A machine that sleeps for a second takes up to a millisecond to wake up, caches and all, which at 1 Gbit/s is a
+    tenth of a message of 1 MB. So at the end of the idle time a few small packets go there and back.
+
+    Args:
+        target: a responder.
+        num_bytes: length of the message.
+        idle_s: how long nothing is sent before, but for the wakers.
+        timeout_s: after so long it is cut off, and the figures are of what did arrive.
+        wake_with: `datagrams` or `streams`.
+        num_wakers: how many.
+    """
+    with _connect(target, timeout_s) as connection:
+        _widen_send_buffer(connection, 4 * num_bytes)
+        time.sleep(idle_s)
+        with hurrying():
+            _WAKERS[wake_with](target, num_wakers, _WAKER_INTERVAL_S, _WAKER_WAIT_S)
+            return _stream(connection, num_bytes, skip_s=0.0, timeout_s=timeout_s)
+
+
+_WAKERS: Final[dict[str, Callable[[Target, int, float, float], list[float]]]] = {
+    "datagrams": round_trips,
+    "streams": stream_round_trips,
+}
+
+
+def steady(target: Target, max_bytes: int, skip_s: float, duration_s: float) -> StreamFigures:
+    """A flow of `duration_s`, or of `max_bytes`; the first `skip_s` of it are no part of the steady figures."""
+    with _connect(target, duration_s) as connection:
+        # What waits unsent in the socket's buffer would still have to drain when the time is over.
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        return _stream(connection, max_bytes, skip_s, duration_s)
+
+
+def _connect(target: Target, timeout_s: float) -> socket.socket:
+    connection = socket.create_connection(target, timeout=timeout_s + _PATIENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _widen_send_buffer(connection: socket.socket, num_bytes: int) -> None:
+    """Make room for a whole message, so that none of it waits for this program to be woken up.
+
+    Only root may have any length. SO_SNDBUF would be held to net.core.wmem_max, and keep TCP from widening the
+    buffer by itself, which it does for others up to the last of net.ipv4.tcp_wmem.
+    """
+    with suppress(PermissionError):
+        connection.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, num_bytes)
+
+
+def _stream(connection: socket.socket, num_bytes: int, skip_s: float, timeout_s: float) -> StreamFigures:
+    start_ns = time.monotonic_ns()
+    # With what follows: a packet of its own would be one more to wait for.
+    connection.sendall(STREAM_HEADER.pack(num_bytes, skip_s), socket.MSG_MORE)
+    if _send_zeros(connection, num_bytes, start_ns + int(timeout_s * 1e9)) < num_bytes:
+        connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(timeout_s + _PATIENCE_S)
+    return _figures(receive_report(connection), start_ns, _congestion_control(connection))
+
+
+def _send_zeros(connection: socket.socket, num_bytes: int, deadline_ns: int) -> int:
+    """Send until done or late, straight from memory's pages: a copy would cost time that the network needs."""
+    block = os.memfd_create("tahq-netem-zeros", os.MFD_CLOEXEC)
+    sent = 0
+    try:
+        os.ftruncate(block, _BLOCK_BYTES)
+        while sent < num_bytes and (left_ns := deadline_ns - time.monotonic_ns()) > 0:
+            if select.select([], [connection], [], left_ns / 1e9)[1]:
+                sent += os.sendfile(connection.fileno(), block, 0, min(_BLOCK_BYTES, num_bytes - sent))
+    finally:
+        os.close(block)
+    return sent
+
+
+def _congestion_control(connection: socket.socket) -> str:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0].decode()
+
+
+def _figures(report: StreamReport, start_ns: int, congestion_control: str) -> StreamFigures:
+    is_marked = report.marked_ns > 0
+    return StreamFigures(
+        num_bytes=report.num_bytes,
+        total_s=max(0, report.last_ns - start_ns) / 1e9,
+        steady_bytes=report.num_bytes - report.marked_bytes if is_marked else 0,
+        steady_s=(report.last_ns - report.marked_ns) / 1e9 if is_marked else 0.0,
+        congestion_control=congestion_control,
+    )
+
+
+def count_datagrams(target: Target, count: int, datagrams_per_s: float, wait_s: float) -> int:
+    """How many of a train of datagrams arrive.
+
+    Args:
+        target: a responder.
+        count: how many are sent.
+        datagrams_per_s: their rate; below what any queue on the way holds, or the queue loses some, too.
+        wait_s: round trip at most; the tally is asked for after it, and again until the answer gets through.
+
+    Raises:
+        TimeoutError: no answer ever came.
+    """
+    train = random.SystemRandom().getrandbits(63)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.connect(target)
+        start_s = time.monotonic()
+        for number in range(count):
+            early_s = start_s + number / datagrams_per_s - time.monotonic()
+            if early_s > 0:
+                time.sleep(early_s)
+            datagrams.send(DATAGRAM.pack(COUNT, train, number).ljust(COUNTED_BYTES, b"\0"))
+        time.sleep(wait_s)
+        return _ask_tally(datagrams, train, wait_s)
+
+
+def _ask_tally(datagrams: socket.socket, train: int, wait_s: float) -> int:
+    for _ in range(_ASK_ATTEMPTS):
+        datagrams.send(DATAGRAM.pack(ASK, train, 0))
+        if select.select([datagrams], [], [], wait_s)[0]:
+            _kind, answered, tally = TALLY.unpack_from(datagrams.recv(2048))
+            if answered == train:
+                return int(tally)
+    raise TimeoutError(f"no answer to {_ASK_ATTEMPTS} questions for how many datagrams had arrived")

@@ -1,0 +1,243 @@
+"""The measurements of two hosts of a network: how each is made, how long it takes, and when it is made again.
+
+Each figure is taken where it means something:
+
+- round trip and loss on the path as it is set;
+- goodput (a message after idle, a steady flow) with delay, jitter, loss and reordering of that pair of hosts lifted
+  for the moment: over a long or lossy path TCP's own dynamics decide, which are what is to be studied and no
+  fault of the network. What TCP reaches on the path as it is set is measured too, and not judged.
+
+A busy machine makes everything slower and nothing faster. So what is too slow is measured again, a few times at
+most, and the fastest counts; what is too fast (a burst) counts at once.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tahq.errors import NetworkError
+from tahq_netem.description import PathShape
+from tahq_netem.figures import (
+    DATAGRAM_HEADERS_BYTES,
+    WIRE_BYTES,
+    Figure,
+    goodput,
+    goodput_figure,
+    loss_figure,
+    round_trip_figure,
+)
+from tahq_netem.measuring_agent import MeasuringAgents
+from tahq_netem.meter import COUNTED_BYTES, ECHO_BYTES, StreamFigures
+from tahq_netem.network import Network
+
+MESSAGE_BYTES: Final = 1_000_000
+ATTEMPTS: Final = 3
+SHORT_ATTEMPTS: Final = 6
+"""Of what takes milliseconds: at 1 Gbit/s a message takes 8, of which one wake-up that comes late may take a tenth."""
+
+_LONGEST_MESSAGE_S: Final = 10.0
+_FEWEST_PACKETS: Final = 100
+"""Of a flow: one packet more or less is then 1 %."""
+_UNBOUNDED_BYTES: Final = 1 << 62
+"""More than any link carries while it is measured."""
+_UNSHAPED_TIMEOUT_S: Final = 10.0
+_MOST_WAKERS: Final = 50
+_BYTES_A_WAKER: Final = 10_000
+"""So that what wakes the machine up takes the link for about 1 % of the message's time, and before it."""
+_TRIP_INTERVAL_S: Final = 0.01
+_COUNTED_PER_S: Final = 10_000.0
+_LOST_WANTED: Final = 400
+_WAIT_S: Final = 0.5
+"""For an answer, beyond the round trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long each figure may take."""
+
+    num_trips: int
+    idle_s: float
+    skip_s: float
+    steady_s: float
+    counting_s: float
+    has_unjudged: bool
+
+
+FULL: Final = Effort(num_trips=31, idle_s=1.0, skip_s=0.5, steady_s=2.0, counting_s=4.0, has_unjudged=True)
+QUICK: Final = Effort(num_trips=21, idle_s=1.0, skip_s=0.2, steady_s=1.0, counting_s=1.0, has_unjudged=False)
+
+
+@contextmanager
+def lifted(network: Network, one: str, other: str) -> Iterator[None]:
+    """Between two hosts only rates hold for the moment: no delay, jitter, loss or reordering."""
+    before = {ends: network.plan.paths[ends] for ends in ((one, other), (other, one))}
+    changed = {ends: shape for ends, shape in before.items() if shape.needs_netem}
+    try:
+        for ends, shape in changed.items():
+            network.set_path(*ends, PathShape(rate_bits_per_s=shape.rate_bits_per_s))
+        yield
+    finally:
+        for ends, shape in changed.items():
+            network.set_path(*ends, shape)
+
+
+class PathMeasurements:
+    """Makes the measurements of a network's paths, one after another."""
+
+    def __init__(self, network: Network, agents: MeasuringAgents, effort: Effort) -> None:
+        self._network = network
+        self._agents = agents
+        self._effort = effort
+        self.congestion_controls: set[str] = set()
+        """TCP's, as the sockets of all streams so far had it."""
+
+    @property
+    def _carries_datagrams(self) -> bool:
+        return self._network.backend != "relay"
+
+    def between(self, one: str, other: str, directions: Sequence[tuple[str, str]]) -> list[Figure]:
+        """All figures of two hosts, and in which directions those that have one."""
+        figures = [self.round_trip(one, other)]
+        for path in directions:
+            figures += self._as_set(*path)
+        with lifted(self._network, one, other):
+            for path in directions:
+                figures += [self.message(*path), self.steady(*path)]
+        return figures
+
+    def _as_set(self, source: str, destination: str) -> Iterator[Figure]:
+        paths = self._network.plan.paths
+        if paths[source, destination].loss > 0:
+            yield self.loss(source, destination)
+        if self._effort.has_unjudged and (
+            paths[source, destination].needs_netem or paths[destination, source].needs_netem
+        ):
+            stream = self._steady_stream(source, destination)
+            measured = _goodput_of(stream.steady_bytes, stream.steady_s)
+            yield Figure("steady goodput over the path as set", source, destination, "bit/s", measured)
+
+    def round_trip(self, source: str, destination: str) -> Figure:
+        """The median of a train of datagrams (over the relay: of TCP messages), the path as it is set."""
+
+        def attempt() -> Figure:
+            trips_s = self._trips_s(source, destination)
+            median_s = statistics.median(trips_s)
+            return round_trip_figure(self._network.plan, source, destination, median_s, len(trips_s), ECHO_BYTES)
+
+        return fastest(attempt, SHORT_ATTEMPTS)
+
+    def _trips_s(self, source: str, destination: str) -> list[float]:
+        paths = [self._network.plan.paths[ends] for ends in ((source, destination), (destination, source))]
+        # Packets keep their order, so those sent within the jitter of each other would push each other back.
+        interval_s = _TRIP_INTERVAL_S + 2 * max(path.jitter_s for path in paths)
+        wait_s = sum(path.delay_s + path.jitter_s for path in paths) + _WAIT_S
+        count = self._effort.num_trips
+        trips_s: list[float] = self._agents.measure(
+            "round_trips" if self._carries_datagrams else "stream_round_trips",
+            source,
+            destination,
+            lasts_s=count * (interval_s + wait_s),
+            count=count,
+            interval_s=interval_s,
+            wait_s=wait_s,
+        )
+        if not trips_s:
+            raise NetworkError(f"none of {count} datagrams came back from {destination} to {source}: is a link down?")
+        return trips_s
+
+    def loss(self, source: str, destination: str) -> Figure:
+        """The share of a train of datagrams that does not arrive; the path has to have a loss."""
+        plan = self._network.plan
+        rate = plan.rate_bits_per_s(source, destination)
+        wire_bits = 8 * (COUNTED_BYTES + DATAGRAM_HEADERS_BYTES)
+        # At half the rate no queue fills, whose losses would be counted, too.
+        datagrams_per_s = _COUNTED_PER_S if rate is None else min(_COUNTED_PER_S, rate / 2 / wire_bits)
+        wanted = _LOST_WANTED / plan.paths[source, destination].loss
+        count = max(1, round(min(wanted, self._effort.counting_s * datagrams_per_s)))
+        wait_s = plan.round_trip_s(source, destination) + _WAIT_S
+        arrived: int = self._agents.measure(
+            "count_datagrams",
+            source,
+            destination,
+            lasts_s=count / datagrams_per_s + wait_s,
+            count=count,
+            datagrams_per_s=datagrams_per_s,
+            wait_s=wait_s,
+        )
+        return loss_figure(plan, source, destination, count, arrived)
+
+    def message(self, source: str, destination: str) -> Figure:
+        """Goodput of 1 MB after the connection was idle."""
+        plan = self._network.plan
+        # The last byte's way is no part of the time that the link is busy. The shortest one is the network's own:
+        # in longer ones somebody was late, and taking that off would make the message too fast.
+        way_s = min(self._trips_s(source, destination)) / 2
+        expected = goodput(plan, source, destination)
+        num_bytes = MESSAGE_BYTES if expected is None else min(MESSAGE_BYTES, int(expected * _LONGEST_MESSAGE_S / 8))
+        timeout_s = _UNSHAPED_TIMEOUT_S if expected is None else 3 * 8 * num_bytes / expected + 1.0
+
+        def attempt() -> Figure:
+            stream = self._stream(
+                "message",
+                source,
+                destination,
+                lasts_s=self._effort.idle_s + timeout_s,
+                num_bytes=num_bytes,
+                idle_s=self._effort.idle_s,
+                timeout_s=timeout_s,
+                wake_with="datagrams" if self._carries_datagrams else "streams",
+                num_wakers=min(_MOST_WAKERS, num_bytes // _BYTES_A_WAKER),
+            )
+            measured = _goodput_of(stream.num_bytes, stream.total_s - way_s)
+            return goodput_figure(plan, "goodput of a message after idle", source, destination, measured)
+
+        return fastest(attempt, SHORT_ATTEMPTS)
+
+    def steady(self, source: str, destination: str) -> Figure:
+        """Goodput of a flow, but for its beginning."""
+
+        def attempt() -> Figure:
+            stream = self._steady_stream(source, destination)
+            measured = _goodput_of(stream.steady_bytes, stream.steady_s)
+            return goodput_figure(self._network.plan, "steady goodput", source, destination, measured)
+
+        return fastest(attempt, ATTEMPTS)
+
+    def _steady_stream(self, source: str, destination: str) -> StreamFigures:
+        plan = self._network.plan
+        rate = plan.rate_bits_per_s(source, destination)
+        skip_s = self._effort.skip_s + 4 * plan.round_trip_s(source, destination)
+        steady_s = (
+            self._effort.steady_s
+            if rate is None
+            else max(self._effort.steady_s, 8 * WIRE_BYTES * _FEWEST_PACKETS / rate)
+        )
+        return self._stream(
+            "steady",
+            source,
+            destination,
+            lasts_s=skip_s + steady_s,
+            max_bytes=_UNBOUNDED_BYTES if rate is None else int((skip_s + steady_s) * rate / 8),
+            skip_s=skip_s,
+            duration_s=skip_s + steady_s,
+        )
+
+    def _stream(self, do: str, source: str, destination: str, lasts_s: float, **arguments: Any) -> StreamFigures:
+        stream = StreamFigures(**self._agents.measure(do, source, destination, lasts_s, **arguments))
+        self.congestion_controls.add(stream.congestion_control)
+        return stream
+
+
+def fastest(attempt: Callable[[], Figure], num_attempts: int) -> Figure:
+    """The fastest of a few attempts, the first that is not too slow being the last."""
+    figures: list[Figure] = []
+    while not figures or (len(figures) < num_attempts and figures[-1].is_too_slow):
+        figures.append(attempt())
+    return max(figures, key=lambda figure: figure.speed)
+
+
+def _goodput_of(num_bytes: int, duration_s: float) -> float:
+    """Bits a second; 0 if nothing came, or in no time."""
+    return 8 * num_bytes / duration_s if duration_s > 0 else 0.0

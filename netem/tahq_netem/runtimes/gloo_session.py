@@ -1,0 +1,80 @@
+"""Runtimes over torch.distributed and gloo, seen from the sweep: one program a stage, told what to do by a file.
+
+The programs (`torch_pipelining`, `bare_async`) write what each stage knows of a step as JSON lines; a step is
+over when the first stage is done with it, since its last backward is the last of all.
+"""
+
+import json
+
+from tahq.config_file import config_json
+from tahq.errors import NetworkError
+from tahq_netem.interpreter import module_argv
+from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
+
+STORE_PORT = 7702
+PLAN_FILE = "plan.json"
+BYTES_AN_ELEMENT = 4
+
+
+class GlooSession(Session):
+    """Processes that joined one gloo group.
+
+    Args:
+        request: what to run.
+        module: the program, `python -m` of which takes the plan's path and a rank.
+
+    Raises:
+        NetworkError: the network is made of relays, which gloo does not go through.
+    """
+
+    def __init__(self, request: SessionRequest, module: str) -> None:
+        super().__init__()
+        network, hosts, config = request.network, request.hosts, request.config
+        if network.backend == "relay":
+            raise NetworkError("gloo connects to addresses itself and passes relays by; use the backend kernel or tun")
+        frame = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0) * BYTES_AN_ELEMENT
+        self._frames = (float(frame * config.training.num_micro_batches),) * (len(hosts) - 1)
+        self._processes = HostProcesses(request)
+        self._seconds = GrowingLines(request.folder / steps_file(0))
+        self._losses = GrowingLines(request.folder / steps_file(len(hosts) - 1))
+        self._loss_of: dict[int, float] = {}
+        plan = {
+            "config": config_json(config),
+            "schedule": request.schedule,
+            "addresses": [network.address(host) for host in hosts],
+            "port": STORE_PORT,
+        }
+        (request.folder / PLAN_FILE).write_text(json.dumps(plan), encoding="utf-8")
+        try:
+            for rank, host in enumerate(hosts):
+                core = request.cores[rank] if request.cores else None
+                self._processes.start(f"rank {rank}", host, module_argv(module, PLAN_FILE, str(rank)), core=core)
+        except BaseException:
+            self.close()
+            raise
+
+    def steps_so_far(self) -> list[StepRecord]:
+        """What the first stage has finished, with the loss that the last one knew before."""
+        rows = list(self._seconds.read())
+        self._loss_of |= {row["step"]: row["loss"] for row in self._losses.read()}
+        return [
+            StepRecord(row["step"], row["seconds"], self._loss_of.pop(row["step"], None), self._frames, self._frames)
+            for row in rows
+        ]
+
+    def check(self) -> None:
+        """Raise RuntimeLostError if a process has ended."""
+        self._processes.check()
+
+    def last_words(self) -> str:
+        """What the logs end with."""
+        return self._processes.last_words()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._processes.close()
+
+
+def steps_file(rank: int) -> str:
+    """Where a rank writes its steps."""
+    return f"steps-{rank}.jsonl"

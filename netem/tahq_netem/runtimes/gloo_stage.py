@@ -1,0 +1,200 @@
+"""One stage's process under gloo: what the runtimes that use it have in common.
+
+Tensors cross the wire from the CPU's memory in fp32, wherever the stage computes; so the boundary of a stage on
+CUDA, which copies them, is part of its module.
+
+Shapes: B samples a micro-batch, S tokens, C channels, V words, m micro-batches a step.
+"""
+
+import array
+import fcntl
+import json
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made at run time
+
+from tahq.assembly import StageData, compute_device, computes_in_bf16
+from tahq.config import ClusterConfig
+from tahq.config_file import config_from_json
+from tahq.data.batches import BatchSource
+from tahq.models.slice import ModelSlice
+from tahq.pipeline.loss import summed_cross_entropy
+from tahq_netem.compute import build_stage
+from tahq_netem.runtimes.gloo_session import steps_file
+from tahq_netem.runtimes.stdin_watch import leave_with_stdin
+
+_SIOCGIFADDR = 0x8915
+_TIMEOUT = timedelta(hours=1)
+"""A slow network is no failure here; the sweep decides what takes too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """What one process holds.
+
+    Attributes:
+        rank: its stage.
+        config: of the run.
+        schedule: its name.
+        module: from a micro-batch's tensor in the CPU's memory to the next; the last one gives logits.
+        device: where the last stage's labels have to be.
+        optimizer: of the module's parameters.
+        batches: where tokens and labels come from; first and last stage have it.
+        log: told of every step.
+    """
+
+    rank: int
+    config: ClusterConfig
+    schedule: str
+    module: nn.Module
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    batches: BatchSource | None
+    log: "StepLog"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether tokens go in here."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is here."""
+        return self.rank == self.config.pipeline.stages - 1
+
+    @property
+    def boundary(self) -> tuple[int, int, int]:
+        """[B, S, C] of what crosses a cut."""
+        config = self.config
+        return config.training.micro_batch, config.data.seq_len, config.model.hidden_size or 0
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """A micro-batch's part of the step's loss."""
+        return summed_cross_entropy(logits, labels.to(self.device)) / max(num_tokens, 1)
+
+    def finish_step(self, step: int, losses: Sequence[torch.Tensor]) -> None:
+        """Update the weights, and say that the step is done."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.log.write(step, math.fsum(float(loss) for loss in losses) if self.is_last else None)
+
+
+class Boundaries(nn.Module):
+    """A slice between two wires: from the CPU's memory to its device and back, fp32 outside.
+
+    Args:
+        module: the slice, on its device.
+        config: says whether it computes in bf16.
+        device: the slice's.
+        is_last: whether what comes out stays there, for the loss.
+    """
+
+    def __init__(self, module: ModelSlice, config: ClusterConfig, device: torch.device, *, is_last: bool) -> None:
+        super().__init__()
+        self.module = module
+        self._device = device
+        self._bf16 = computes_in_bf16(config, device)
+        self._is_last = is_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the slice."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+            y: torch.Tensor = self.module(x.to(self._device))
+        return y if self._is_last else y.float().cpu()
+
+
+class StepLog:
+    """Steps as JSON lines: number, seconds since the last, loss."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._begin_s = time.perf_counter()
+
+    def write(self, step: int, loss: float | None) -> None:
+        """A step has ended now."""
+        now_s = time.perf_counter()
+        seconds, self._begin_s = now_s - self._begin_s, now_s
+        finite = loss if loss is not None and math.isfinite(loss) else None
+        self._file.write(json.dumps({"step": step + 1, "seconds": seconds, "loss": finite}) + "\n")
+
+
+def join(argv: Sequence[str]) -> StagePart:
+    """Build the stage that the command line names (PLAN RANK), and join the group of all of them."""
+    leave_with_stdin()
+    plan, rank = json.loads(Path(argv[1]).read_text(encoding="utf-8")), int(argv[2])
+    config = config_from_json(plan["config"])
+    torch.set_num_threads(config.run.threads or 1)
+    device = compute_device(config, rank, None)
+    is_last = rank == config.pipeline.stages - 1
+    module = Boundaries(build_stage(config, rank, device), config, device, is_last=is_last)
+    module.train()
+    batches = _batches(config) if rank == 0 or is_last else None
+    _join_group(plan["addresses"], plan["port"], rank)
+    return StagePart(
+        rank,
+        config,
+        plan["schedule"],
+        module,
+        device,
+        _optimizer(config, module),
+        batches,
+        StepLog(Path(steps_file(rank))),
+    )
+
+
+def _batches(config: ClusterConfig) -> BatchSource:
+    training = config.training
+    return BatchSource(
+        StageData.load(config).dataset,
+        seed=config.run.seed,
+        global_batch=training.global_batch,
+        micro_batch=training.micro_batch,
+    )
+
+
+def _optimizer(config: ClusterConfig, module: nn.Module) -> torch.optim.Optimizer:
+    training = config.training
+    return torch.optim.AdamW(
+        module.parameters(), training.lr, training.betas, training.epsilon, training.weight_decay, fused=True
+    )
+
+
+def _join_group(addresses: Sequence[str], port: int, rank: int) -> None:
+    # Without a name gloo takes loopback in a namespace, and hangs.
+    os.environ["GLOO_SOCKET_IFNAME"] = device_of(addresses[rank])
+    store = TCPStore(addresses[0], port, len(addresses), is_master=rank == 0, timeout=_TIMEOUT)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=len(addresses), timeout=_TIMEOUT)
+
+
+def device_of(address: str) -> str:
+    """The name of the network device that has an IPv4 address, in this process's namespace.
+
+    Raises:
+        OSError: none has it.
+    """
+    for _, name in socket.if_nameindex():
+        if _address_of(name) == address:
+            return name
+    if address.startswith("127."):  # all of 127.0.0.0/8 is lo's, which is said to have one of them
+        return "lo"
+    raise OSError(f"no network device here has the address {address}")
+
+
+def _address_of(device: str) -> str | None:
+    request = array.array("B", struct.pack("256s", device.encode()[:15]))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anything:
+        try:
+            fcntl.ioctl(anything.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None  # it has none
+    return socket.inet_ntoa(request[20:24].tobytes())

@@ -1,0 +1,96 @@
+"""tahq itself: its coordinator and its workers, by their own commands, on the hosts of a network.
+
+The coordinator runs on the first stage's host, as it does for most who start a run on a machine that takes part in
+it; so a step's commit crosses the network, from every other host, as any message does.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tahq.comm.addresses import format_address
+from tahq.config_file import dump_yaml
+from tahq_netem.interpreter import module_argv
+from tahq_netem.network import Network
+from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
+
+CONTROL_PORT = 7700
+DATA_PORT = 7701
+_TAHQ = "tahq_launch.cli"
+_STDIN_WATCH = "tahq_netem.runtimes.stdin_watch"
+
+
+class TahqSession(Session):
+    """A run of tahq.
+
+    Args:
+        request: what to run.
+    """
+
+    def __init__(self, request: SessionRequest) -> None:
+        super().__init__()
+        config = request.config
+        self._num_cuts = config.pipeline.stages - 1
+        self._on_cpu = config.run.device == "cpu"
+        self._processes = HostProcesses(request)
+        self._metrics = GrowingLines(request.folder / config.run.dir / config.run.name / "metrics.jsonl")
+        (request.folder / "cluster.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        try:
+            self._start(request)
+        except BaseException:
+            self.close()
+            raise
+
+    def steps_so_far(self) -> list[StepRecord]:
+        """The lines of metrics.jsonl since the last call."""
+        return [self._record(row) for row in self._metrics.read()]
+
+    def check(self) -> None:
+        """Raise RuntimeLostError if the coordinator or a worker has ended."""
+        self._processes.check()
+
+    def last_words(self) -> str:
+        """What the logs end with."""
+        return self._processes.last_words()
+
+    def close(self) -> None:
+        """End coordinator and workers."""
+        self._processes.close()
+
+    def _start(self, request: SessionRequest) -> None:
+        network, hosts = request.network, request.hosts
+        bind = format_address(network.address(hosts[0]), CONTROL_PORT)
+        coordinator = module_argv(_STDIN_WATCH, _TAHQ, "coordinator", "cluster.yaml", "--bind", bind)
+        self._processes.start("coordinator", hosts[0], coordinator)
+        for stage, host in enumerate(hosts):
+            core = request.cores[stage] if request.cores else None
+            places = _places(network, hosts, stage)
+            worker = module_argv(_TAHQ, "worker", "--stage", str(stage), *places, "--exit-with-stdin")
+            self._processes.start(f"stage {stage}", host, worker, core=core)
+
+    def _record(self, row: Mapping[str, Any]) -> StepRecord:
+        timings = [stage["timing_s"] for stage in row["stages"]]
+        computing = tuple((float(t.get("forward", 0.0)), float(t.get("backward", 0.0))) for t in timings)
+        return StepRecord(
+            step=int(row["step"]),
+            seconds=float(row["step_time_s"]),
+            loss=row["loss"],
+            activation_nbytes=_by_cut(row["links"], "activations", self._num_cuts),
+            gradient_nbytes=_by_cut(row["links"], "gradients", self._num_cuts),
+            # On CUDA the time until kernels are queued, which says nothing.
+            compute_s=computing if self._on_cpu else (),
+        )
+
+
+def _by_cut(links: Iterable[Mapping[str, Any]], direction: str, num_cuts: int) -> tuple[float, ...]:
+    nbytes = {link["link"]: float(link["payload_bytes"]) for link in links if link["direction"] == direction}
+    return tuple(nbytes.get(cut, 0.0) for cut in range(num_cuts))
+
+
+def _places(network: Network, hosts: Sequence[str], stage: int) -> tuple[str, ...]:
+    """Where a worker finds the coordinator, listens, and is dialled: by the stage after it, if there is one."""
+    host = hosts[stage]
+    peer = format_address(*network.dial_address(host, hosts[0], CONTROL_PORT))
+    places = ("--peer", peer, "--bind", format_address(network.address(host), DATA_PORT))
+    if stage == len(hosts) - 1:
+        return places
+    return (*places, "--advertise", format_address(*network.dial_address(hosts[stage + 1], host, DATA_PORT)))

@@ -1,0 +1,77 @@
+"""torch.distributed.pipelining over gloo, as its documentation has it: what a user would take instead of tahq.
+
+Public parts only: `PipelineStage`, `ScheduleGPipe`, `Schedule1F1B`. Nothing is compressed, and nothing is done to
+hide the wire beyond what these do. No gradient norm is taken over the stages, which tahq does.
+
+Run by the sweep:  python -m tahq_netem.runtimes.torch_pipelining PLAN RANK
+"""
+
+import inspect
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed import pipelining
+
+from tahq_netem.runtimes.gloo_session import GlooSession
+from tahq_netem.runtimes.gloo_stage import StagePart, join
+from tahq_netem.runtimes.session import Session, SessionRequest
+
+SCHEDULES: Mapping[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+
+
+def start_torch(request: SessionRequest) -> Session:
+    """The sweep's side: a process a stage."""
+    return GlooSession(request, "tahq_netem.runtimes.torch_pipelining")
+
+
+class TorchPipeline:
+    """One stage under torch's schedule.
+
+    Args:
+        part: what this process holds.
+    """
+
+    def __init__(self, part: StagePart) -> None:
+        self._part = part
+        config = part.config
+        self._num_tokens = 1
+        stage = pipelining.PipelineStage(part.module, part.rank, config.pipeline.stages, torch.device("cpu"))
+        # A stage without a loss function would take it that there is no backward pass. The loss is divided by the
+        # step's tokens, so gradients are not to be divided by the micro-batches.
+        count = config.training.num_micro_batches
+        self._schedule = SCHEDULES[part.schedule](stage, count, loss_fn=self._loss, scale_grads=False)
+        takes = inspect.signature(self._schedule.step).parameters
+        self._options = {"return_outputs": False} if "return_outputs" in takes else {}
+
+    def run_step(self, step: int) -> list[torch.Tensor]:
+        """Forward and backward of a step; returns the micro-batches' losses on the last stage."""
+        losses: list[torch.Tensor] = []
+        part = self._part
+        if part.batches is None:
+            self._schedule.step(**self._options)
+            return losses
+        batch = part.batches.train(step)
+        self._num_tokens = batch.num_tokens
+        if part.is_first:
+            self._schedule.step(batch.tokens, **self._options)
+        else:
+            self._schedule.step(target=batch.labels, losses=losses, **self._options)
+        return losses
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self._part.loss(logits, labels, self._num_tokens)
+
+
+def main() -> None:
+    """Train until the end of stdin."""
+    part = join(sys.argv)
+    pipeline = TorchPipeline(part)
+    for step in itertools.count():
+        part.finish_step(step, pipeline.run_step(step))
+
+
+if __name__ == "__main__":
+    main()

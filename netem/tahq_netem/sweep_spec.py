@@ -1,0 +1,226 @@
+"""sweep.yaml: what is measured over which networks, as the product of lists.
+
+    name: four-stages
+    model: {family: gpt2, num_layers: 4, hidden_size: 512, num_heads: 8, vocab_size: 257}
+    compute: {forward: 73ms, backward: 152ms}        # sleep so long; or real, or calibrated
+    rates: [unshaped, 300mbit, 100mbit]
+    round_trips: [0, 50ms]
+    runtimes:
+      - {name: tahq, wires: ["raw:dtype=fp32", "tah / fixed:bits=6"]}
+      - {name: torch, schedules: [gpipe, 1f1b]}
+
+Everything but `runtimes` holds for all runtimes; a runtime has its own schedules and wires, since not
+every one takes all of them. `sweep_points` makes the product.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from tahq import yaml_positions
+from tahq.comm.config import Device
+from tahq.comm.network_config import BackendName, CongestionControl, Speed
+from tahq.config_errors import Origin, Origins, one_line
+from tahq.data.config import DataConfig
+from tahq.errors import ConfigError
+from tahq.models.config import ModelConfig, SleepConfig
+from tahq.quant.spec import CodecSpec
+from tahq.units import WRITTEN_BY_HAND, Duration, Section
+from tahq.yaml_positions import YamlError, parse_yaml
+from tahq_netem.faults import Fault, Timeline
+
+UNSHAPED = "unshaped"
+PLAIN_WIRE = "raw:dtype=fp32"
+_ALWAYS_SAID = ("bits", "dtype")
+RuntimeName = Literal["tahq", "torch", "bare"]
+ScheduleName = Literal["gpipe", "1f1b", "1f1b-deep"]
+SCHEDULES: dict[RuntimeName, tuple[ScheduleName, ...]] = {
+    "tahq": ("gpipe", "1f1b"),
+    "torch": ("gpipe", "1f1b"),
+    "bare": ("gpipe", "1f1b", "1f1b-deep"),
+}
+"""The schedules that each runtime knows; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r."""
+
+
+def _a_list(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+def _all_different(values: list[Any]) -> list[Any]:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise ValueError(f"{value!r} stands there twice")
+    return values
+
+
+def _unshaped_is_none(value: object) -> object:
+    return None if value == UNSHAPED else value
+
+
+def _written(spec: CodecSpec) -> str:
+    """What differs from the defaults, and in any case how many bits, or of what type."""
+    usual = type(spec)().parameters()
+    said = {key: value for key, value in spec.parameters().items() if key in _ALWAYS_SAID or value != usual[key]}
+    return ":".join(filter(None, (spec.name, ",".join(f"{key}={value}" for key, value in said.items()))))
+
+
+def split_wire(text: str) -> tuple[str, str]:
+    """(activations, gradients) of `tah / fixed:bits=6`; one codec alone is for both directions.
+
+    Raises:
+        ValueError: three codecs or more, or one that is unknown.
+    """
+    parts = [part.strip() for part in text.split("/")]
+    if len(parts) > 2:
+        raise ValueError(f"a wire is one codec, or two with / between them; got {text!r}")
+    try:
+        specs = [_written(CodecSpec.parse(part)) for part in parts]
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return specs[0], specs[-1]
+
+
+def _known_wire(text: str) -> str:
+    split_wire(text)
+    return text
+
+
+Axis = (BeforeValidator(_a_list), AfterValidator(_all_different), Field(min_length=1))
+Wires = Annotated[list[Annotated[str, AfterValidator(_known_wire)]], *Axis]
+Rates = Annotated[list[Annotated[Speed | None, BeforeValidator(_unshaped_is_none)]], *Axis]
+Durations = Annotated[list[Duration], *Axis]
+Counts = Annotated[list[Annotated[int, Field(ge=1)]], *Axis]
+Compute = Literal["real", "calibrated"] | SleepConfig
+"""What stages do: compute, sleep as long as computing took here, or sleep as long as is said."""
+
+
+class RuntimeConfig(Section):
+    """One runtime with the schedules and wires that it is measured with."""
+
+    name: RuntimeName
+    schedules: Annotated[list[ScheduleName], *Axis] = Field(default=["1f1b"])
+    wires: Wires = Field(default=[PLAIN_WIRE])
+    """`activations / gradients`, or one codec for both. Only tahq takes others than raw fp32."""
+
+    @model_validator(mode="after")
+    def _can_do_that(self) -> "RuntimeConfig":
+        unknown = [name for name in self.schedules if name not in SCHEDULES[self.name]]
+        if unknown:
+            raise ValueError(f"{self.name} has the schedules {', '.join(SCHEDULES[self.name])}; got {unknown[0]}")
+        packed = [wire for wire in self.wires if split_wire(wire) != split_wire(PLAIN_WIRE)]
+        if self.name != "tahq" and packed:
+            raise ValueError(f"{self.name} sends {PLAIN_WIRE} and nothing else; got {packed[0]}")
+        return self
+
+
+class StepsConfig(Section):
+    """How many steps a point is measured for: as many as fit into `about`, and not fewer than `at_least`.
+
+    How long a step takes is estimated from its bound. Before, `settle` steps go by: the first one was begun
+    under the network before, and TCP has to find its window.
+    """
+
+    settle: int = Field(default=1, ge=1)
+    at_least: int = Field(default=2, ge=1)
+    at_most: int = Field(default=5, ge=1)
+    about: Duration = 15.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "StepsConfig":
+        if self.at_most < self.at_least:
+            raise ValueError(f"at_most {self.at_most} is below at_least {self.at_least}")
+        return self
+
+
+class SweepConfig(Section):
+    """A sweep: every runtime with every network, number of stages, micro-batch size and way of computing."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelConfig
+    data: DataConfig | None = None
+    """None: random tokens, one global batch of them, so that every step is an epoch."""
+    seq_len: int = Field(default=256, ge=1)
+    """Tokens of a sample, where `data` does not say."""
+    global_batch: int = Field(default=32, ge=1)
+    micro_batches: Counts = Field(default=[4])
+    stages: Annotated[list[Annotated[int, Field(ge=2, le=64)]], *Axis] = Field(default=[4])
+    compute: Annotated[list[Compute], *Axis] = Field(default=["real"])
+    """Durations are those of the first of `stages` and `micro_batches`, and scaled to the others."""
+    rates: Rates = Field(default=[None])
+    """Of each host's uplink and downlink."""
+    round_trips: Durations = Field(default=[0.0])
+    """Between any two hosts, half of it each way."""
+    profiles: list[str] = Field(default_factory=list)
+    """More networks, by name."""
+    runtimes: list[RuntimeConfig] = Field(min_length=1)
+    steps: StepsConfig = StepsConfig()
+    faults: list[Fault] = Field(default_factory=list)
+    """What happens to the links at every point, since the first step that counts began; `step` counts from there."""
+    device: Device = "cpu"
+    threads: int = Field(default=1, ge=1)
+    """Compute threads of a worker."""
+    backend: BackendName = "auto"
+    congestion_control: CongestionControl = "cubic"
+    calibrate: bool = True
+    """Measure every network first, and skip its points where it is not what it should be."""
+    max_busy_cores: float | None = Field(default=None, gt=0)
+    """Above, a point whose stages sleep is rejected; None: 0.6 of the cores there are, 1.2 of two."""
+    timeout: Duration = 120.0
+    """Longest wait for a start, and beyond what a step should take, for a step."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "SweepConfig":
+        for size in self.micro_batches:
+            if self.global_batch % size:
+                raise ValueError(f"global_batch {self.global_batch} is not divisible by micro-batches of {size}")
+        if self.model.sleep is not None:
+            raise ValueError("say under compute how long stages sleep, not in model.sleep")
+        layers = self.model.num_layers
+        if layers is not None and max(self.stages) > layers:
+            raise ValueError(f"{max(self.stages)} stages need as many layers; model.num_layers is {layers}")
+        for sleep in (compute for compute in self.compute if isinstance(compute, SleepConfig)):
+            if max(len(sleep.forward), len(sleep.backward)) > 1 and len(self.stages) > 1:
+                raise ValueError("durations listed by stage fit one number of stages; stages lists several")
+        return self
+
+    @property
+    def timeline(self) -> Timeline:
+        """The faults, to be played."""
+        return Timeline(faults=self.faults)
+
+    @property
+    def sample_len(self) -> int:
+        """Tokens of a sample."""
+        return self.data.seq_len if self.data is not None else self.seq_len
+
+
+def load_sweep(path: Path, changes: Sequence[tuple[str, Any]] = ()) -> SweepConfig:
+    """Read and check a sweep.yaml.
+
+    Args:
+        path: the file.
+        changes: (key, value) of keys at the top that replace the file's.
+
+    Raises:
+        ConfigError: the file cannot be read or does not make sense; one line that names the place.
+    """
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except YamlError as error:
+        raise ConfigError(f"{path}:{error.line}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; is it a sweep.yaml?") from error
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{path}: expected keys such as `rates:`, got {document.value!r:.60}")
+    return _checked(str(path), {**document.value, **dict(changes)}, document.lines)
+
+
+def _checked(source: str, values: dict[str, Any], lines: Mapping[yaml_positions.Path, int]) -> SweepConfig:
+    try:
+        return SweepConfig.model_validate(values, context=WRITTEN_BY_HAND)
+    except ValidationError as error:
+        known = {where: Origin(f"{source}:{line}", line) for where, line in lines.items()}
+        origins = Origins(source, known | {(): Origin(source)}, {})
+        raise ConfigError(one_line(error, values, SweepConfig, origins)) from error

@@ -1,0 +1,141 @@
+"""A frame as the kernel hands it to the wire, counted and cut the way a real network card would.
+
+A TUN device with IFF_VNET_HDR puts a virtio-net header before each frame. Where the kernel leaves
+segmentation to the device (TSO), one frame holds many TCP segments, up to 64 kB. The wire moves such a
+frame whole, which is what makes Python fast enough, but counts it as the packets that it stands for:
+
+    wire bytes = (bytes of the frame) + (segments − 1) · (bytes of its headers)
+
+`cut` takes a run of segments out of it, so that losing, overtaking and queueing happen to single
+packets of MTU size, as if segmentation offload were off, at a fraction of its cost. What is cut is again
+a valid frame: length, IP identification, IP checksum, sequence number, flags and the pseudo-header sum
+(the checksum that the kernel left to the device, NEEDS_CSUM) are those of that run; every other bit,
+the virtio-net header included, is as the kernel wrote it.
+"""
+
+from dataclasses import dataclass
+from struct import Struct
+from typing import Final
+
+VNET_HEADER_BYTES: Final = 10
+ETHERNET_HEADER_BYTES: Final = 14
+FULL_FRAME_BYTES: Final = 1514
+"""An MTU of 1,500 and the Ethernet header: what rates are counted in, as on a real interface."""
+LARGEST_FRAME_BYTES: Final = VNET_HEADER_BYTES + ETHERNET_HEADER_BYTES + 65536
+
+_IP: Final = VNET_HEADER_BYTES + ETHERNET_HEADER_BYTES
+_DESTINATION: Final = slice(_IP + 16, _IP + 20)
+_ETHERTYPE: Final = slice(_IP - 2, _IP)
+_IPV4: Final = b"\x08\x00"
+_SHORTEST: Final = _IP + 20
+
+_GSO_NONE: Final = 0
+_VNET: Final = Struct("=BBHHHH")  # flags, gso_type, hdr_len, gso_size, csum_start, csum_offset
+_U16: Final = Struct("!H")
+_U32: Final = Struct("!I")
+_FIN_PSH: Final = 0x09
+
+
+@dataclass(slots=True)
+class Packet:
+    """A frame with its virtio-net header, and the packets that it stands for.
+
+    `header_bytes` counts Ethernet, IP and TCP headers, `segment_bytes` the payload of each segment but
+    the last; both are 0 for a frame that is one packet.
+    """
+
+    frame: bytes
+    wire_bytes: int
+    num_segments: int = 1
+    header_bytes: int = 0
+    segment_bytes: int = 0
+
+
+def destination_address(frame: bytes) -> bytes:
+    """The four bytes of the IPv4 destination; empty if the frame is no IPv4."""
+    if len(frame) < _SHORTEST or frame[_ETHERTYPE] != _IPV4:
+        return b""
+    return frame[_DESTINATION]
+
+
+def read_packet(frame: bytes) -> Packet:
+    """Count a frame: one packet, or the TCP segments that the kernel left to the device to make."""
+    if frame[1] == _GSO_NONE:
+        return Packet(frame, len(frame) - VNET_HEADER_BYTES)
+    tcp = _IP + (frame[_IP] & 15) * 4
+    payload = tcp + (frame[tcp + 12] >> 4) * 4
+    segment_bytes = frame[4] | frame[5] << 8  # gso_size; little-endian, like every machine tahq runs on
+    num_segments = max(1, -(-(len(frame) - payload) // segment_bytes))
+    header_bytes = payload - VNET_HEADER_BYTES
+    wire_bytes = len(frame) - VNET_HEADER_BYTES + (num_segments - 1) * header_bytes
+    return Packet(frame, wire_bytes, num_segments, header_bytes, segment_bytes)
+
+
+def cut(packet: Packet, first: int, count: int) -> Packet:
+    """Segments [first, first + count) of a packet, as a packet of their own."""
+    if count == packet.num_segments:
+        return packet
+    header = VNET_HEADER_BYTES + packet.header_bytes
+    start = header + first * packet.segment_bytes
+    end = start + count * packet.segment_bytes
+    payload = packet.frame[start:end]
+    is_last = first + count == packet.num_segments
+    frame = _headers_of_run(packet.frame[:header], first, count, packet, len(payload), is_last) + payload
+    wire_bytes = len(frame) - VNET_HEADER_BYTES + (count - 1) * packet.header_bytes
+    return Packet(frame, wire_bytes, count, packet.header_bytes, packet.segment_bytes)
+
+
+def runs(packet: Packet, longest: int) -> list[Packet]:
+    """The packet in pieces of at most `longest` segments, in order."""
+    num_segments = packet.num_segments
+    if num_segments <= longest:
+        return [packet]
+    return [cut(packet, first, min(longest, num_segments - first)) for first in range(0, num_segments, longest)]
+
+
+def _headers_of_run(header: bytes, first: int, count: int, packet: Packet, payload_bytes: int, is_last: bool) -> bytes:
+    changed = bytearray(header)
+    if count == 1:
+        flags, _, _, _, csum_start, csum_offset = _VNET.unpack_from(changed)
+        _VNET.pack_into(changed, 0, flags, _GSO_NONE, 0, 0, csum_start, csum_offset)
+    tcp = _IP + (changed[_IP] & 15) * 4
+    old_bytes = len(packet.frame) - tcp
+    new_bytes = len(header) - tcp + payload_bytes
+    _change_ip(changed, tcp, new_bytes, first)
+    _change_tcp(changed, tcp, first * packet.segment_bytes, is_last=is_last)
+    _change_pseudo_header_sum(changed, tcp, old_bytes, new_bytes)
+    return bytes(changed)
+
+
+def _change_ip(header: bytearray, tcp: int, tcp_bytes: int, first: int) -> None:
+    """Total length; identification, which a card counts up by one for each segment; checksum."""
+    _U16.pack_into(header, _IP + 2, tcp - _IP + tcp_bytes)
+    (identification,) = _U16.unpack_from(header, _IP + 4)
+    _U16.pack_into(header, _IP + 4, (identification + first) & 0xFFFF)
+    _U16.pack_into(header, _IP + 10, 0)
+    _U16.pack_into(header, _IP + 10, ~_fold(sum(_words(header[_IP:tcp]))) & 0xFFFF)
+
+
+def _change_tcp(header: bytearray, tcp: int, offset: int, *, is_last: bool) -> None:
+    """Sequence number; FIN and PSH belong to the last segment. (A frame with CWR the kernel cuts itself.)"""
+    (sequence,) = _U32.unpack_from(header, tcp + 4)
+    _U32.pack_into(header, tcp + 4, (sequence + offset) & 0xFFFFFFFF)
+    if not is_last:
+        header[tcp + 13] &= ~_FIN_PSH & 0xFF
+
+
+def _change_pseudo_header_sum(header: bytearray, tcp: int, old_bytes: int, new_bytes: int) -> None:
+    """NEEDS_CSUM: the checksum field holds the sum of the pseudo header, of which the length is a part."""
+    (partial,) = _U16.unpack_from(header, tcp + 16)
+    _U16.pack_into(header, tcp + 16, _fold(partial + (~old_bytes & 0xFFFF) + new_bytes))
+
+
+def _words(data: bytearray) -> tuple[int, ...]:
+    return Struct(f"!{len(data) // 2}H").unpack(data)
+
+
+def _fold(total: int) -> int:
+    """Ones' complement: carries go round."""
+    while total > 0xFFFF:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total

@@ -1,0 +1,80 @@
+"""The files of the guest before they are packed: guest path -> entry, with every parent folder made on the way.
+
+A path is added once; a second time with other content is a mistake of ours, and is refused. Links of this machine
+stay links, and what they point at must be added as well.
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+from .cpio_archive import Entry
+
+
+class GuestTree:
+    """A root file system in the making."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return path.strip("/") in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add_folder(self, path: str, mode: int = 0o755) -> None:
+        """An empty folder, if there is none yet."""
+        if path.strip("/") and path not in self:
+            self._add(Entry(path.strip("/"), stat.S_IFDIR | mode))
+
+    def add_bytes(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """A file with this content."""
+        self._add(Entry(path.strip("/"), stat.S_IFREG | mode, content))
+
+    def add_link(self, path: str, target: str) -> None:
+        """A symbolic link."""
+        self._add(Entry(path.strip("/"), stat.S_IFLNK | 0o777, target.encode()))
+
+    def add_device(self, path: str, major: int, minor: int) -> None:
+        """A character device."""
+        self._add(Entry(path.strip("/"), stat.S_IFCHR | 0o600, device=(major, minor)))
+
+    def add_file(self, source: Path, path: str | None = None) -> None:
+        """A copy of this machine's file, with its permissions and time; under its own absolute path if none is given.
+
+        A link is followed as far as it goes: each link on the way is added, then the file.
+        """
+        path = str(source) if path is None else path
+        if path in self:
+            return
+        if source.is_symlink():
+            target = os.readlink(source)
+            self.add_link(path, target)
+            self.add_file(_normal(source.parent / target), str(_normal(Path(path).parent / target)))
+        else:
+            found = source.stat()
+            self._add(Entry(path.strip("/"), stat.S_IFREG | stat.S_IMODE(found.st_mode), source, int(found.st_mtime)))
+
+    def add_copy_of_folder(self, source: Path, path: str, keep: Callable[[Path], bool]) -> None:
+        """The files under a folder of this machine; `keep` gets a path relative to it, a folder's before its files'."""
+        for folder, folder_names, file_names in os.walk(source):
+            inside = Path(folder).relative_to(source)
+            folder_names[:] = sorted(name for name in folder_names if keep(inside / name))
+            for name in sorted(file_names):
+                if keep(inside / name):
+                    self.add_file(Path(folder, name), str(PurePosixPath(path) / inside / name))
+
+    def _add(self, entry: Entry) -> None:
+        if self._entries.get(entry.path, entry) != entry:
+            raise ValueError(f"/{entry.path} of the guest would come from two places")
+        self.add_folder(str(PurePosixPath(entry.path).parent).removeprefix("."))
+        self._entries[entry.path] = entry
+
+
+def _normal(path: Path) -> Path:
+    return Path(os.path.normpath(path))

@@ -1,0 +1,173 @@
+import pytest
+from pydantic import ValidationError
+
+from tahq.errors import ConfigError
+from tahq.units import WRITTEN_BY_HAND
+from tahq_netem.description import (
+    HostConfig,
+    HostShape,
+    NetworkConfig,
+    PairConfig,
+    PathShape,
+    known_host,
+    plan_network,
+    uniform,
+)
+
+TWO_SITES = {
+    "hosts": {
+        "a1": {"site": "a", "delay": 0.1, "loss": 0.1},
+        "a2": {"site": "a", "delay": 0.2},
+        "b1": {"site": "b", "delay": 0.3, "up": 1e7, "down": 2e7},
+        "alone": {"delay": 0.4},
+    }
+}
+
+
+def plan_with(*pairs):
+    return plan_network(NetworkConfig(**TWO_SITES, pairs=list(pairs)))
+
+
+def test_uniform_network_has_the_same_rate_and_delay_everywhere():
+    plan = plan_network(uniform(3, rate=1e8, delay=0.025))
+    assert plan.hosts == ("host0", "host1", "host2")
+    assert set(plan.host_shapes.values()) == {HostShape(1e8, 1e8)}
+    assert len(plan.paths) == 6
+    assert set(plan.paths.values()) == {PathShape(delay_s=0.025)}
+    assert plan.round_trip_s("host0", "host2") == 0.05
+
+
+def test_uniform_network_can_be_asymmetric_and_named():
+    plan = plan_network(uniform(2, rate=1e8, up=1e7, names=["home", "lab"]))
+    assert plan.host_shapes == {"home": HostShape(1e7, 1e8), "lab": HostShape(1e7, 1e8)}
+
+
+def test_path_has_the_figures_of_the_host_that_sends():
+    plan = plan_with()
+    assert plan.paths["a1", "b1"] == PathShape(delay_s=0.1, loss=0.1)
+    assert plan.paths["b1", "a1"] == PathShape(delay_s=0.3)
+    assert plan.round_trip_s("a1", "b1") == pytest.approx(0.4)
+
+
+def test_exception_holds_in_both_directions():
+    plan = plan_with(PairConfig(between=("a1", "b1"), delay=0.5))
+    assert plan.paths["a1", "b1"].delay_s == plan.paths["b1", "a1"].delay_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("pairs", "delay_s"),
+    [
+        (["a-b"], 0.01),
+        (["a-b", "a1-b"], 0.02),
+        (["a-b", "a-b1"], 0.03),
+        (["a1-b1", "a-b", "a1-b"], 0.04),
+        (["a-a"], 0.1),
+    ],
+)
+def test_most_specific_exception_wins_whatever_the_order(pairs, delay_s):
+    delays = {"a-b": 0.01, "a1-b": 0.02, "a-b1": 0.03, "a1-b1": 0.04, "a-a": 0.05}
+    exceptions = [PairConfig(between=tuple(name.split("-")), delay=delays[name]) for name in pairs]
+    for order in (exceptions, exceptions[::-1]):
+        assert plan_with(*order).paths["a1", "b1"].delay_s == delay_s
+
+
+def test_figure_that_an_exception_leaves_out_comes_from_the_next_wider_place():
+    plan = plan_with(
+        PairConfig(between=("a1", "b1"), rate=1e6),
+        PairConfig(between=("a", "b"), delay=0.5, rate=1e7),
+    )
+    assert plan.paths["a1", "b1"] == PathShape(delay_s=0.5, loss=0.1, rate_bits_per_s=1e6)
+    assert plan.paths["a2", "b1"] == PathShape(delay_s=0.5, rate_bits_per_s=1e7)
+
+
+def test_site_with_itself_is_the_traffic_inside_it():
+    plan = plan_with(PairConfig(between=("a", "a"), delay=0.0))
+    assert plan.paths["a1", "a2"].delay_s == plan.paths["a2", "a1"].delay_s == 0
+    assert plan.paths["a1", "b1"].delay_s == 0.1
+
+
+def test_host_without_a_site_is_in_no_site_pair():
+    assert plan_with(PairConfig(between=("a", "b"), delay=0.5)).paths["alone", "b1"].delay_s == 0.4
+
+
+def test_rate_between_two_hosts_is_the_smallest_on_the_way():
+    plan = plan_with(PairConfig(between=("a1", "b1"), rate=5e6))
+    assert plan.rate_bits_per_s("b1", "a1") == 5e6
+    assert plan.rate_bits_per_s("b1", "a2") == 1e7
+    assert plan.rate_bits_per_s("a2", "b1") == 2e7
+    assert plan.rate_bits_per_s("a1", "a2") is None
+
+
+def test_quantities_read_as_people_write_them_and_a_bare_host_is_unshaped():
+    text = {"hosts": {"a": {"up": "20mbit", "delay": "10ms"}, "b": None}}
+    plan = plan_network(NetworkConfig.model_validate(text, context=WRITTEN_BY_HAND))
+    assert plan.host_shapes == {"a": HostShape(2e7, None), "b": HostShape()}
+    assert plan.paths["a", "b"].delay_s == 0.01
+
+
+def test_written_out_configuration_means_the_same_when_read_again():
+    config = NetworkConfig(**TWO_SITES, pairs=[PairConfig(between=("a", "b"), rate=1e6)])
+    assert plan_network(NetworkConfig.model_validate(config.model_dump())) == plan_network(config)
+
+
+def test_rates_change_one_by_one():
+    plan = plan_with()
+    assert plan.with_rates("b1", up=None).host_shapes["b1"] == HostShape(None, 2e7)
+    assert plan.with_rates("b1", down=3e7).host_shapes["b1"] == HostShape(1e7, 3e7)
+    assert plan.host_shapes["b1"] == HostShape(1e7, 2e7)
+
+
+def test_path_changes_in_one_direction_only():
+    plan = plan_with().with_path("a1", "b1", PathShape(loss=0.5))
+    assert plan.paths["a1", "b1"] == PathShape(loss=0.5)
+    assert plan.paths["b1", "a1"] == PathShape(delay_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "needed"),
+    [({}, False), ({"rate_bits_per_s": 1e6}, False), ({"loss": 0.01}, True), ({"jitter_s": 0.1}, True)],
+)
+def test_netem_is_needed_for_more_than_rates(shape, needed):
+    assert PathShape(**shape).needs_netem is needed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan.with_rates("allone", up=1e6), "no host 'allone'.*did you mean alone"),
+        (lambda plan: plan.with_rates("b1", up=100), "at least 10000 bit/s; got 100"),
+        (lambda plan: plan.with_path("a1", "a1", PathShape()), "got a1 twice"),
+        (lambda plan: plan.with_path("a1", "b1", PathShape(reorder=0.1)), "reorder needs a delay"),
+    ],
+)
+def test_change_that_makes_no_sense_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        change(plan_with())
+
+
+def test_reordering_without_a_delay_names_the_path():
+    config = NetworkConfig(hosts={"a": HostConfig(reorder=0.1), "b": HostConfig()})
+    with pytest.raises(ConfigError, match="from a to b: reorder needs a delay"):
+        plan_network(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hosts": {}}, "at least 1"),
+        ({"hosts": {"a b": {}}}, "letters, digits"),
+        ({"hosts": {"a": {"loss": 1.5}}}, "less than or equal to 1"),
+        ({"hosts": {"a": {}}, "pairs": [{"between": ["a", "c"]}]}, "'c' is no host or site"),
+        ({"hosts": {"a": {"site": "b"}, "b": {}}}, "name of a host and of a site"),
+        ({"hosts": {"a": {}, "b": {}}, "pairs": [{"between": ["a", "b"]}, {"between": ["b", "a"]}]}, "named twice"),
+        ({"hosts": {f"h{k}": {} for k in range(251)}}, "at most 250"),
+    ],
+)
+def test_description_that_makes_no_sense_is_refused(config, message):
+    with pytest.raises(ValidationError, match=message):
+        NetworkConfig.model_validate(config)
+
+
+def test_unknown_host_of_many_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"no host 'host1O' .*… host39.*did you mean host1"):
+        known_host("host1O", [f"host{index}" for index in range(40)])

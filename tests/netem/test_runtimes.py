@@ -1,0 +1,211 @@
+"""Every runtime for real, on loopback: processes that train the same model on the same data."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.loopback_network import LoopbackNetwork
+from support.processes import children, is_alive, wait_until
+from support.sweeps import small
+
+from tahq.pipeline.schedule import Schedule
+from tahq.pipeline.validator import validate
+from tahq_netem.compute import StageTimes, calibrate, time_stage
+from tahq_netem.description import host_names, uniform
+from tahq_netem.interpreter import module_argv, module_environment
+from tahq_netem.runtimes.bare_async import DEEP, actions_of
+from tahq_netem.runtimes.gloo_stage import device_of
+from tahq_netem.runtimes.registry import RUNTIMES
+from tahq_netem.runtimes.session import GrowingLines, HostProcesses, RuntimeLostError, SessionRequest
+from tahq_netem.session_config import session_config
+from tahq_netem.sweep_points import SessionKey
+
+TIMEOUT_S = 120.0
+RAW = "raw:dtype=fp32"
+
+
+def request(folder, runtime, schedule, times=None, **changes):
+    """A session of the small sweep: two stages, raw fp32."""
+    key = SessionKey(runtime, schedule, RAW, RAW, stages=2, micro_batch=2, compute="real" if times is None else "sleep")
+    config = session_config(small(**changes), key, folder, times)
+    return SessionRequest(config, schedule, LoopbackNetwork(uniform(2)), tuple(host_names(2)), folder)
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """Losses of the first steps, by runtime and schedule; filled by the tests below."""
+    return {}
+
+
+@pytest.mark.parametrize(("runtime", "schedule"), [("tahq", "1f1b"), ("torch", "1f1b"), ("bare", DEEP)])
+def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtime, schedule):
+    with RUNTIMES[runtime](request(tmp_path, runtime, schedule)) as session:
+        records = [session.next_step(TIMEOUT_S) for _ in range(3)]
+        ours = [pid for child in session._processes.running.values() for pid in (child.pid, *children(child.pid))]
+    assert not any(is_alive(pid) for pid in ours)
+    assert [record.step for record in records] == [1, 2, 3]
+    frames = 4 * 2 * 32 * 64 * 4  # micro-batches, samples, tokens, channels, bytes
+    assert all(record.activation_nbytes == record.gradient_nbytes == (frames,) for record in records)
+    assert all(record.seconds > 0 for record in records)
+    losses[runtime, schedule] = [record.loss for record in records]
+    # One batch again and again, from ln 256 downwards. Clipping and AdamW differ after the first step.
+    assert records[0].loss == pytest.approx(5.545, abs=0.2)
+    assert records[2].loss < records[0].loss
+    first = [values[0] for values in losses.values()]
+    # fp32 sums of 2,048 terms, in another order
+    assert max(first) - min(first) < 1e-4
+
+
+def test_sleeping_stages_set_the_pace_and_one_that_dies_is_named(tmp_path):
+    times = StageTimes((0.02, 0.02), (0.04, 0.04))
+    with RUNTIMES["torch"](request(tmp_path, "torch", "gpipe", times)) as session:
+        records = [session.next_step(TIMEOUT_S) for _ in range(4)]
+        # f + b of the first stage, and four times those of the second
+        assert sum(record.seconds for record in records[1:]) >= 3 * (0.06 + 4 * 0.06) * 0.98
+        session._processes.running["rank 1"].kill()
+        with pytest.raises(RuntimeLostError, match=r"rank \d ended with status"):
+            _step_until_it_fails(session)
+
+
+def _step_until_it_fails(session):
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        session.next_step(TIMEOUT_S)
+
+
+def test_stage_leaves_when_its_sweep_is_gone(tmp_path):
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'from tahq_netem.runtimes.stdin_watch import leave_with_stdin"
+        " as watch; import time; watch(); print(1, flush=True); time.sleep(600)'], stdin=subprocess.PIPE, "
+        "stdout=subprocess.PIPE, start_new_session=True)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)\n"
+    )
+    sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    stage = int(sweep.stdout.readline())
+    assert is_alive(stage)
+    sweep.kill()
+    sweep.communicate()
+    wait_until(lambda: not is_alive(stage), 10, "the stage leaves")
+
+
+def test_program_that_does_not_watch_its_stdin_is_watched(tmp_path):
+    (tmp_path / "deaf.py").write_text("import sys, time\nprint(__name__, sys.argv[1:], flush=True)\ntime.sleep(600)\n")
+    argv = module_argv("tahq_netem.runtimes.stdin_watch", "deaf", "one", "two")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(argv, cwd=tmp_path, env=module_environment(), text=True, **pipes) as held:
+        assert held.stdout.readline() == "__main__ ['one', 'two']\n"
+        held.stdin.close()
+        assert held.wait(60) == 1
+
+
+@pytest.mark.parametrize(("runtime", "num_processes"), [("tahq", 3), ("bare", 2)])
+def test_nothing_outlives_a_sweep_that_was_killed(tmp_path, runtime, num_processes):
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from test_runtimes import RUNTIMES, request\n"
+        f"session = RUNTIMES['{runtime}'](request(Path.cwd(), '{runtime}', '1f1b'))\n"
+        "print(*(process.pid for process in session._processes.running.values()), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    here = {"PYTHONPATH": f"{Path(__file__).parent}:{module_environment()['PYTHONPATH']}"}
+    sweep = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, env=os.environ | here, stdout=subprocess.PIPE, text=True
+    )
+    with sweep:
+        pids = [int(word) for word in sweep.stdout.readline().split()]
+        assert len(pids) == num_processes
+        assert all(map(is_alive, pids))
+        sweep.kill()
+    # They import torch before they look at their stdin, and a coordinator without workers would wait for ever.
+    wait_until(lambda: not any(map(is_alive, pids)), TIMEOUT_S, "all of the sweep's processes end")
+
+
+class StartedHere:
+    """A network to start processes on, and what they were started with."""
+
+    def __init__(self) -> None:
+        self.options = {}
+
+    def popen(self, _host, argv, **options) -> subprocess.Popen:
+        self.options = options
+        return subprocess.Popen(argv, **options)
+
+
+@pytest.fixture
+def host_processes(tmp_path):
+    """Processes of a session, on no network."""
+    there = StartedHere()
+    config = request(tmp_path, "tahq", "1f1b").config
+    return HostProcesses(SessionRequest(config, "1f1b", there, ("host0",), tmp_path))
+
+
+def test_children_of_a_process_that_has_ended_end_with_the_session(host_processes, tmp_path):
+    # It has ended when the session is closed, and what it started has not.
+    host_processes.start("leader", "host0", ["sh", "-c", "sleep 600 & echo $! > child"])
+    with pytest.raises(RuntimeLostError, match="leader ended with status 0"):
+        wait_until(host_processes.check, 30, "the leader ends")
+    child = int((tmp_path / "child").read_text())
+    assert is_alive(child)
+    host_processes.close()
+    wait_until(lambda: not is_alive(child), 10, "its child ends")
+    host_processes.close()
+
+
+def test_modules_are_found_in_the_sessions_folder_too(host_processes, monkeypatch):
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "path", ["", "here/launch", *sys.path])
+    host_processes.start("nothing", "host0", ["true"])
+    host_processes.close()
+    folders = host_processes.request.network.options["env"]["PYTHONPATH"].split(":")
+    assert folders[1:3] == ["/", "/here/launch"]
+    assert all(folder.startswith("/") for folder in folders)
+
+
+def test_stages_are_timed_in_order(tmp_path):
+    key = SessionKey("tahq", "1f1b", RAW, RAW, stages=2, micro_batch=2, compute="calibrated")
+    slept = calibrate(session_config(small(), key, tmp_path, StageTimes((0.05, 0.06), (0.1, 0.12))))
+    assert 0.05 <= slept.forward_s[0] < 0.1
+    assert 0.06 <= slept.forward_s[1] < 0.12
+    assert 0.1 <= slept.backward_s[0] < 0.2
+
+
+def test_real_compute_can_be_timed(tmp_path):
+    key = SessionKey("tahq", "1f1b", RAW, RAW, stages=2, micro_batch=2, compute="real")
+    forward_s, backward_s = time_stage(session_config(small(), key, tmp_path, None), stage=1, repeats=3)
+    assert 0 < forward_s < 5
+    assert 0 < backward_s < 5
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_deep_schedule_is_valid_and_as_deep_as_it_says(stages, count):
+    rows = tuple(actions_of(DEEP, stage, stages, count) for stage in range(stages))
+    schedule = Schedule(DEEP, count, rows, tuple(range(stages)))
+    validate(schedule)
+    assert [schedule.max_in_flight(stage) for stage in range(stages)] == [
+        min(count, 2 * (stages - stage) - 1) for stage in range(stages)
+    ]
+
+
+def test_device_of_an_address_is_found():
+    assert device_of("127.0.0.1") == "lo"
+    assert device_of("127.9.8.7") == "lo"
+    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
+        device_of("192.0.2.1")
+
+
+def test_lines_are_read_when_they_are_whole(tmp_path):
+    path = Path(tmp_path / "lines.jsonl")
+    lines = GrowingLines(path)
+    assert not list(lines.read())
+    path.write_text('{"a": 1}\n{"a"')
+    assert list(lines.read()) == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert list(lines.read()) == [{"a": 2}]
+    assert not list(lines.read())

@@ -1,0 +1,47 @@
+"""A network for tests that need no slow links: every host is an address of this machine's loopback."""
+
+import os
+import subprocess
+from itertools import count
+
+from tahq_netem.description import NetworkConfig, plan_network
+from tahq_netem.network import Network
+
+_NETWORKS = count()
+
+
+class LoopbackNetwork(Network):
+    """Hosts at 127.x.y.1, 127.x.y.2 …; rates and paths are taken note of and not enforced."""
+
+    backend = "loopback"
+    congestion_control = "none"
+
+    def __init__(self, config: NetworkConfig) -> None:
+        self.plan = plan_network(config)
+        number = os.getpid() * 8 + next(_NETWORKS) % 8
+        self._prefix = f"127.{number // 250 % 250 + 1}.{number % 250 + 1}"
+        self.is_closed = False
+
+    def address(self, host):
+        return f"{self._prefix}.{self.plan.hosts.index(host) + 1}"
+
+    def popen(self, host, argv, *, env=None, **options):
+        return subprocess.Popen(argv, env=env, **options)
+
+    def set_rate(self, host, *, up=..., down=...):
+        self.plan = self.plan.with_rates(host, up, down)
+
+    def set_path(self, source, destination, shape):
+        self.plan = self.plan.with_path(source, destination, shape)
+
+    def set_link(self, host, *, is_up):
+        raise AssertionError("no link to cut")
+
+    def reset_tcp(self, host):
+        raise AssertionError("no connection of this network's own")
+
+    def describe(self):
+        return {"backend": self.backend, "shows_tcp_dynamics": False, "congestion_control": self.congestion_control}
+
+    def close(self):
+        self.is_closed = True
