@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from tahq.comm.config import HostConfig
+from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
 from tahq.units import WRITTEN_BY_HAND
 from tahq.yaml_positions import parse_yaml
@@ -15,7 +16,7 @@ DOC = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encodi
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \|$", re.MULTILINE)
 SECTIONS: dict[str, type[BaseModel]] = {
     name: HostConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
-}
+} | {"links.hosts": HostChanges, "links.pairs": PairConfig}
 
 
 def rows(section: str) -> dict[str, str]:
@@ -49,8 +50,16 @@ def test_every_row_is_read_by_these_tests():
 @pytest.mark.parametrize("example", re.findall(r"Example: `(.+?)`(?: or `(.+?)`)?$", DOC, re.MULTILINE))
 def test_examples_name_only_known_keys(example):
     for text in filter(None, example):
-        ((section, keys),) = parse_yaml(text).value.items()
-        assert set(keys) <= set(SECTIONS[section].model_fields)
+        ((section, value),) = parse_yaml(text).value.items()
+        for keys in _entries(section, value):
+            assert set(keys) <= set(SECTIONS[section].model_fields)
+
+
+def _entries(section, value):
+    """What has the section's keys: the value itself, or each of many."""
+    if section == "links.pairs":
+        return value
+    return value.values() if section == "links.hosts" else [value]
 
 
 def test_yaml_blocks_are_yaml():

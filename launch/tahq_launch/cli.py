@@ -1,4 +1,4 @@
-"""The commands of tahq: `tahq`, and `tahq-launch` and `tahq-worker`, which are two of its commands.
+"""The commands of tahq: `tahq`, and `tahq-launch`, `tahq-worker` and `tahq-netem`, which are three of them.
 
 Only words are here: what a command does is imported when it is run, so that `--help` needs no torch.
 """
@@ -15,6 +15,7 @@ from tahq import __version__
 from tahq.units import parse_size
 from tahq_launch.codec_commands import codec_app
 from tahq_launch.reporting import log_to_stderr, run_app
+from tahq_netem.cli import netem_app
 
 # -- options that several commands share ---------------------------------------------------------
 
@@ -250,6 +251,7 @@ def _umbrella() -> typer.Typer:
     for command in (launch, worker, coordinator, export, probe):
         app.command(command.__name__)(command)
     app.add_typer(codec_app(), name="codec")
+    app.add_typer(netem_app(), name="netem")
     return app
 
 
@@ -276,6 +278,11 @@ def launch_main() -> int:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(launch)
     return run_app(app, "tahq-launch", sys.argv[1:])
+
+
+def netem_main() -> int:
+    """The program `tahq-netem`: `tahq netem` under a name of its own."""
+    return run_app(netem_app(), "tahq-netem", sys.argv[1:] or ["--help"])
 
 
 def worker_main() -> int:

@@ -5,6 +5,7 @@ Nothing is allocated and nothing contacted; the model is on the meta device. Eve
 alone, apart from `device: auto`, and is at most 100 columns wide.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -23,6 +24,8 @@ from tahq.pipeline.simulator import draw_grid
 from tahq.pipeline.validator import validate
 from tahq.units import format_rate, format_size
 from tahq_launch.codec_memory import codec_memory
+from tahq_launch.link_speeds import LinkSpeeds, link_speeds
+from tahq_launch.network_text import describe_network
 from tahq_launch.step_traffic import Flow, host_traffic, step_flows, wire_only_step_s
 from tahq_launch.tables import plain_table
 
@@ -47,7 +50,8 @@ def dry_run(config: ClusterConfig) -> str:
     """
     plan = _Plan.make(config)
     remembered = codec_memory(config, plan.spec)
-    parts = [_header(plan), _stages(plan), _memory(plan), _links(plan), remembered, _hosts(plan), _grid(plan)]
+    parts = [_header(plan), _stages(plan), _memory(plan), describe_network(config), _links(plan), remembered]
+    parts += [_hosts(plan), _grid(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -61,6 +65,7 @@ class _Plan:
     schedule: Schedule
     flows: tuple[Flow, ...]
     memory: tuple[StageMemory, ...]
+    speeds: LinkSpeeds
 
     @classmethod
     def make(cls, config: ClusterConfig) -> "_Plan":
@@ -72,7 +77,7 @@ class _Plan:
         flows = step_flows(config, spec)
         numbers = [_step_numbers(config, schedule, flows, stage) for stage in range(len(ranges))]
         memory = tuple(stage_memory(spec, blocks, each) for blocks, each in zip(ranges, numbers, strict=True))
-        return cls(config, spec, ranges, schedule, flows, memory)
+        return cls(config, spec, ranges, schedule, flows, memory, link_speeds(config))
 
 
 def _spec(config: ClusterConfig) -> ModelSpec:
@@ -148,6 +153,8 @@ def _stages(plan: _Plan) -> str:
 
 
 def _host_name(config: ClusterConfig, stage: int) -> str:
+    if config.hosts == "namespaces":
+        return f"host{stage}"
     name = config.hosts[stage].address if isinstance(config.hosts, list) else config.hosts
     return name if len(name) <= 24 else f"{name[:23]}…"
 
@@ -175,10 +182,10 @@ def _memory(plan: _Plan) -> str:
 def _links(plan: _Plan) -> str:
     if not plan.flows:
         return "One stage: nothing crosses a wire."
-    rate = plan.config.links.rate
+    rates = [plan.speeds.rate(flow.source, flow.target) for flow in plan.flows]
     titles = ["link", "from-to", "carries", "frames", "payload each", "bits/element", "bytes a step"]
-    titles += [f"s at {format_rate(rate)}"] if rate is not None else []
-    rows = [_link_row(flow, rate) for flow in plan.flows]
+    titles += [_seconds_title(plan)] if min(rates) < math.inf else []
+    rows = [_link_row(flow, rate, len(titles)) for flow, rate in zip(plan.flows, rates, strict=True)]
     total = sum(flow.step_nbytes for flow in plan.flows)
     lines = [
         "Bytes a step on every link (frame headers included; acknowledgements and TCP/IP come on top)",
@@ -190,7 +197,12 @@ def _links(plan: _Plan) -> str:
     return "\n".join(lines)
 
 
-def _link_row(flow: Flow, rate: float | None) -> list[str]:
+def _seconds_title(plan: _Plan) -> str:
+    rate = plan.config.links.rate
+    return "s alone" if plan.config.hosts == "namespaces" or rate is None else f"s at {format_rate(rate)}"
+
+
+def _link_row(flow: Flow, rate_bits_per_s: float, num_cells: int) -> list[str]:
     carries = "activations" if flow.direction is Direction.FORWARD else "gradients"
     row = [
         str(flow.link),
@@ -200,8 +212,9 @@ def _link_row(flow: Flow, rate: float | None) -> list[str]:
         f"{flow.payload_nbytes:,}",
         f"{flow.bits_per_element:.3f}",
         f"{flow.step_nbytes:,}",
+        f"{8 * flow.step_nbytes / rate_bits_per_s:.3f}",
     ]
-    return [*row, f"{8 * flow.step_nbytes / rate:.3f}"] if rate is not None else row
+    return row[:num_cells]
 
 
 def _whole_run(plan: _Plan, step_nbytes: int) -> str:
@@ -211,30 +224,35 @@ def _whole_run(plan: _Plan, step_nbytes: int) -> str:
 
 def _hosts(plan: _Plan) -> str:
     """What rate and delay make of the traffic; nothing without either of them."""
-    links = plan.config.links
-    if not plan.flows or (links.rate is None and links.delay == 0):
+    speeds = plan.speeds
+    if not plan.flows or not speeds.is_shaped:
         return ""
     lines = []
-    if links.rate is not None:
-        lines += [
-            f"Traffic of each host a step, both links together, at {format_rate(links.rate)} each way",
-            _host_table(plan, links.rate),
-        ]
-    wire_s = wire_only_step_s(plan.config, plan.schedule, plan.flows)
+    if min(*speeds.up, *speeds.down) < math.inf:
+        lines += [_traffic_title(plan), _host_table(plan)]
+    wire_s = wire_only_step_s(plan.config, speeds, plan.schedule, plan.flows)
     lines.append(
         f"  if computing took no time, a step would take {wire_s:.3f} s: schedule, rate and a delay of "
-        f"{1000 * links.delay:g} ms,\n  simulated"
+        f"{1000 * speeds.longest_delay_s:g} ms,\n  simulated"
     )
     return "\n".join(lines)
 
 
-def _host_table(plan: _Plan, rate: float) -> str:
+def _traffic_title(plan: _Plan) -> str:
+    rate = plan.config.links.rate
+    if plan.config.hosts == "namespaces" or rate is None:
+        return "Traffic of each host a step, all its links together, at 1448/1514 of its rates"
+    return f"Traffic of each host a step, both links together, at {format_rate(rate)} each way"
+
+
+def _host_table(plan: _Plan) -> str:
+    speeds = plan.speeds
     rows = [
         [
             str(host.stage),
             f"{host.sent_nbytes:,}",
             f"{host.received_nbytes:,}",
-            f"{host.seconds(rate):.3f}",
+            f"{host.seconds(speeds.up[host.stage], speeds.down[host.stage]):.3f}",
         ]
         for host in host_traffic(plan.flows, plan.config.pipeline.stages)
     ]

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -38,11 +38,20 @@ class ForkedChild:
         arguments: what follows `tahq` on the command line.
         log_path: what its stdout and stderr are appended to.
         environment: for the fork server, where none runs yet.
+        namespace: the network namespace that it serves in; None: this process's.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str],
+        namespace: str | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_serve, args=(name, tuple(arguments), str(log_path)), daemon=True)
+        call = (name, tuple(arguments), str(log_path), namespace)
+        self._process = context.Process(target=_serve, args=call, daemon=True)
         with _changed_environment(environment):
             self._process.start()
 
@@ -68,15 +77,25 @@ class ForkedChild:
         self._process.terminate()
 
 
-def _serve(name: str, arguments: tuple[str, ...], log_path: str) -> None:
-    """In the child: a session and a log of its own, then the command."""
+def _serve(name: str, arguments: tuple[str, ...], log_path: str, namespace: str | None) -> None:
+    """In the child: a session, a log and perhaps a network of its own, then the command."""
     os.setsid()
     _redirect(log_path)
     Path("/proc/self/comm").write_text(name)  # what ps and top call it
     sys.argv = ["tahq", *arguments]
     from tahq_launch.cli import main
 
-    sys.exit(main())
+    # Before any thread: those that come later are in the namespace of the one that starts them.
+    with _network(namespace):
+        sys.exit(main())
+
+
+def _network(namespace: str | None) -> AbstractContextManager[None]:
+    if namespace is None:
+        return nullcontext()
+    from tahq_netem.namespaces import entered
+
+    return entered(namespace)
 
 
 def _redirect(log_path: str) -> None:

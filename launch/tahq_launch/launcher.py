@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from tahq.comm.addresses import format_address, parse_address
 from tahq.comm.control_channel import ControlServer
@@ -25,6 +25,9 @@ from tahq_launch.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.ssh_host import ssh_command, worker_by_hand
 from tahq_launch.stage_process import StageProcess, WorkerCommand
+
+if TYPE_CHECKING:
+    from tahq_launch.namespace_host import NamespaceHosts
 
 LEAVE_S = 5.0
 """How long workers may take to leave by themselves once the coordinator has ended the run."""
@@ -116,11 +119,11 @@ def launch(request: StartRequest, announce: Announce) -> int:
         UserError: the run could not begin; nothing was started.
     """
     with (
-        _opened(request, announce, import_for_workers) as (prepared, coordinator),
+        _opened(request, announce, _import_ahead) as (prepared, coordinator, hosts),
         Fleet(coordinator.worker_exited) as fleet,
     ):
         for stage in range(prepared.config.pipeline.stages):
-            command = worker_command(prepared.config, stage, coordinator.address, debug=request.debug)
+            command = worker_command(prepared.config, stage, coordinator.address, hosts, debug=request.debug)
             if command is not None:
                 fleet.start(command, prepared.folder.stage_log(stage))
             else:
@@ -130,20 +133,38 @@ def launch(request: StartRequest, announce: Announce) -> int:
         return status
 
 
+def _import_ahead(config: ClusterConfig) -> None:
+    """Have workers imported for while the configuration is resolved; not while a network is measured."""
+    if config.hosts != "namespaces":
+        import_for_workers(config)
+
+
 def serve(request: StartRequest, announce: Announce) -> int:
     """Run the coordinator alone, for workers that are started by hand; else as `launch`."""
-    with _opened(request, announce, lambda config: None) as (prepared, coordinator):
+    with _opened(request, announce, _refuse_namespaces) as (prepared, coordinator, _):
         for stage in range(prepared.config.pipeline.stages):
             announce(_by_hand(prepared.config, stage, coordinator.address))
         return coordinator.run(lambda: None)
 
 
+def _refuse_namespaces(config: ClusterConfig) -> None:
+    if config.hosts == "namespaces":
+        raise UserError(
+            "hosts: namespaces is for tahq-launch, which makes the network and starts the workers in it; workers "
+            "that are started by hand need hosts: local or a list"
+        )
+
+
 @contextlib.contextmanager
 def _opened(
     request: StartRequest, announce: Announce, meanwhile: Callable[[ClusterConfig], None]
-) -> Iterator[tuple[PreparedRun, Coordinator]]:
-    """A coordinator that listens, with signals going to it."""
-    with prepared_run(request, meanwhile) as prepared, listening(prepared.config) as server:
+) -> Iterator["tuple[PreparedRun, Coordinator, NamespaceHosts | None]"]:
+    """A coordinator that listens, with signals going to it, and the network around it if there is one."""
+    with (
+        prepared_run(request, meanwhile) as prepared,
+        _hosts(prepared, announce) as hosts,
+        listening(prepared.config, hosts) as server,
+    ):
         observer = watch_run(
             prepared.folder.metrics,
             prepared.options.start_step,
@@ -155,14 +176,30 @@ def _opened(
         with signals_to(coordinator.request_stop):
             for line in prepared.notes:
                 announce(line)
-            yield prepared, coordinator
+            yield prepared, coordinator, hosts
 
 
 @contextlib.contextmanager
-def listening(config: ClusterConfig) -> Iterator[ControlServer]:
-    """The coordinator's socket; UserError if its address cannot be bound."""
-    run = config.run
-    server = ControlServer(run.bind, heartbeat_s=run.peer_timeout / 5, advertise=run.advertise)
+def _hosts(prepared: PreparedRun, announce: Announce) -> "Iterator[NamespaceHosts | None]":
+    if prepared.config.hosts != "namespaces":
+        yield None
+        return
+    from tahq_launch.namespace_host import open_hosts  # pyroute2 takes a while, and nobody else needs it
+
+    with open_hosts(prepared, announce) as hosts:
+        import_for_workers(prepared.config)
+        yield hosts
+
+
+@contextlib.contextmanager
+def listening(config: ClusterConfig, hosts: "NamespaceHosts | None" = None) -> Iterator[ControlServer]:
+    """The coordinator's socket, on its own host where there are `hosts`; UserError if its address cannot be bound."""
+    run, heartbeat_s = config.run, config.run.peer_timeout / 5
+    if hosts is None:
+        server = ControlServer(run.bind, heartbeat_s=heartbeat_s, advertise=run.advertise)
+    else:
+        with hosts.on_coordinator():
+            server = ControlServer(hosts.bind, heartbeat_s=heartbeat_s)
     try:
         yield server
     finally:
@@ -187,17 +224,22 @@ def signals_to(request_stop: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def worker_command(config: ClusterConfig, stage: int, address: str, *, debug: bool = False) -> WorkerCommand | None:
+def worker_command(
+    config: ClusterConfig, stage: int, address: str, hosts: "NamespaceHosts | None" = None, *, debug: bool = False
+) -> WorkerCommand | None:
     """What starts the worker of a stage; None where a person does.
 
     Args:
         config: resolved.
         stage: which.
         address: host:port that the coordinator tells workers to dial.
+        hosts: of the run's own network, if it has one.
         debug: have the worker log in detail.
     """
+    threads = threads_of_each(config.pipeline.stages, config.run.threads)
+    if hosts is not None:
+        return hosts.worker_command(stage, address, threads, debug=debug)
     if isinstance(config.hosts, str):
-        threads = threads_of_each(config.pipeline.stages, config.run.threads)
         return local_command(stage, local_peer(config.run.bind, address), threads, debug=debug)
     host = config.hosts[stage]
     return None if host.ssh is None else ssh_command(host, stage, address, threads=config.run.threads, debug=debug)

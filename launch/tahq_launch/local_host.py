@@ -32,7 +32,8 @@ def import_for_workers(config: ClusterConfig) -> None:
     """Start importing what local workers need, if there will be any; returns at once."""
     if isinstance(config.hosts, str):
         threads = threads_of_each(config.pipeline.stages, config.run.threads)
-        start_fork_server(thread_environment(threads), [*_modeling_modules(config), *_compiler_modules(config)])
+        modules = [*_modeling_modules(config), *_compiler_modules(config), *_namespace_modules(config)]
+        start_fork_server(thread_environment(threads), modules)
 
 
 def _modeling_modules(config: ClusterConfig) -> list[str]:
@@ -44,6 +45,10 @@ def _compiler_modules(config: ClusterConfig) -> list[str]:
     codecs = {CodecSpec.parse(spec).name for spec in config.wire.specs().values()}
     uses_numba = config.pipeline.stages > 1 and config.wire.backend in (AUTO, "cpu") and codecs != {"raw"}
     return [_NUMBA] if uses_numba else []
+
+
+def _namespace_modules(config: ClusterConfig) -> list[str]:
+    return ["tahq_netem.namespaces"] if config.hosts == "namespaces" else []
 
 
 def thread_environment(threads: int) -> Mapping[str, str]:

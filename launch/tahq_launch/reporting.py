@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tahq.errors import TahqError
+from tahq.errors import TahqError, message_of
 
 log = logging.getLogger("tahq")
 
@@ -46,10 +46,10 @@ def _report(program: str, error: Exception, *, debug: bool) -> int:
         traceback.print_exception(error)
     if isinstance(error, TahqError):
         log.debug("ended by", exc_info=error)
-        return _say(program, str(error), error.exit_status)
+        return _say(program, message_of(error), error.exit_status)
     log.critical("internal error", exc_info=error)
     again = "" if debug else " (run again with --debug for the traceback)"
-    return _say(program, f"internal error: {type(error).__name__}: {error}{again}", TahqError.exit_status)
+    return _say(program, f"internal error: {type(error).__name__}: {message_of(error)}{again}", TahqError.exit_status)
 
 
 def _say(program: str, message: str, status: int) -> int:

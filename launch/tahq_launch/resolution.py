@@ -6,12 +6,17 @@ on every machine; so both are written into the configuration before anybody rece
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
+from pydantic import ValidationError
 
+from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
+from tahq.config_errors import Origins, one_line
 from tahq.config_file import resolve
 from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs, measured_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import LayerCosts, divide
@@ -22,14 +27,15 @@ log = logging.getLogger(__name__)
 def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with nothing left to the machine that reads it.
 
-    Beyond `tahq.config_file.resolve`: `model.vocab_size` (unless a folder has it) and `pipeline.layers`,
-    divided by counted or by measured cost. Resolving twice changes nothing.
+    Beyond `tahq.config_file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
+    by counted or by measured cost, and what `links.profile` stands for. Resolving twice changes nothing.
 
     Raises:
+        ConfigError: no such profile, or one that does not go with the rest.
         DataError: a tokenizer that cannot be loaded.
         ModelError: a model that cannot be built, cut into so many stages, or take so long samples.
     """
-    config = resolve(config)
+    config = resolve(with_profile(config))
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
     model = config.model
@@ -39,6 +45,40 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     layers = [blocks.stop - blocks.start for blocks in ranges]
     pipeline = config.pipeline.model_copy(update={"layers": layers})
     return config.model_copy(update={"model": model, "pipeline": pipeline})
+
+
+def with_profile(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the hosts that `links.profile` stands for in its place, changed as `links.hosts` says.
+
+    Raises:
+        ConfigError: there is no such profile, or it does not go with the rest.
+    """
+    links = config.links
+    if config.hosts != "namespaces" or links.profile is None:
+        return config
+    from tahq_netem.profiles import profile
+
+    network = profile(links.profile, config.pipeline.stages)
+    hosts = {name: HostChanges(**host.model_dump()) for name, host in network.hosts.items()}
+    hosts |= {name: _changed(hosts.get(name, HostChanges()), own) for name, own in links.hosts.items()}
+    control = links.congestion_control or network.congestion_control
+    pairs = [*links.pairs, *(pair for pair in network.pairs if not _has(links.pairs, pair))]
+    expanded = {"profile": None, "hosts": hosts, "pairs": pairs, "congestion_control": control}
+    values = config.model_copy(update={"links": links.model_copy(update=expanded)}).model_dump(mode="json")
+    try:
+        return ClusterConfig.model_validate(values)
+    except ValidationError as error:
+        source = f"with links.profile {links.profile}"
+        raise ConfigError(one_line(error, values, ClusterConfig, Origins(source, {}, {}))) from error
+
+
+def _changed(host: HostChanges, own: HostChanges) -> HostChanges:
+    said = {key: value for key, value in own.model_dump().items() if value is not None}
+    return host.model_copy(update=said)
+
+
+def _has(pairs: Sequence[PairConfig], wanted: PairConfig) -> bool:
+    return any(set(pair.between) == set(wanted.between) for pair in pairs)
 
 
 def _costs(config: ClusterConfig, spec: ModelSpec) -> LayerCosts:

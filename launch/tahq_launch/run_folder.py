@@ -4,6 +4,7 @@
 
     config.yaml      the configuration as resolved     snapshots/  weights to resume and export from
     metrics.jsonl    one object a step                 logs/       launcher.log, stage-N.log
+    network.json     under hosts: namespaces, the network as made and as measured
 
 Invariants:
 - one launcher at a time writes a run folder (a lock that the kernel drops with the process);
@@ -36,6 +37,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object a step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def network(self) -> Path:
+        """The network that the workers are in, and what was measured on it before they started."""
+        return self.path / "network.json"
 
     @property
     def snapshots(self) -> Path:

@@ -25,8 +25,8 @@ class WorkerCommand:
     """What starts a worker.
 
     `env` is added to this process's environment. With `is_forked`, `argv` is a command line of `tahq`, run
-    by a process that has everything imported. With `holds_stdin` the child's stdin is a pipe that stays
-    open for as long as it is wanted; else it is empty.
+    by a process that has everything imported, in the network namespace `namespace` if there is one. With
+    `holds_stdin` the child's stdin is a pipe that stays open for as long as it is wanted; else it is empty.
     """
 
     stage: int
@@ -35,6 +35,7 @@ class WorkerCommand:
     """Host, for messages."""
     env: Mapping[str, str]
     is_forked: bool = False
+    namespace: str | None = None
     holds_stdin: bool = False
 
 
@@ -114,7 +115,8 @@ class StageProcess:
 
     def _start(self, command: WorkerCommand, log: BinaryIO) -> Child:
         if command.is_forked:
-            return ForkedChild(f"tahq stage {command.stage}", command.argv, self.log_path, command.env)
+            name = f"tahq stage {command.stage}"
+            return ForkedChild(name, command.argv, self.log_path, command.env, command.namespace)
         return SpawnedChild(command, log)
 
     @property

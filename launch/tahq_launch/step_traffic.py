@@ -15,6 +15,7 @@ from tahq.pipeline.costs import Costs, CutCosts, HostCosts
 from tahq.pipeline.schedule import ActionKind, Schedule
 from tahq.pipeline.simulator import simulate
 from tahq.quant import get_codec
+from tahq_launch.link_speeds import LinkSpeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ class HostTraffic:
     sent_nbytes: int
     received_nbytes: int
 
-    def seconds(self, rate_bits_per_s: float) -> float:
-        """Least time for it at this rate each way."""
-        return 8 * max(self.sent_nbytes, self.received_nbytes) / rate_bits_per_s
+    def seconds(self, up_bits_per_s: float, down_bits_per_s: float) -> float:
+        """Least time for it at these rates."""
+        return max(8 * self.sent_nbytes / up_bits_per_s, 8 * self.received_nbytes / down_bits_per_s)
 
 
 def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[Flow, ...]:
@@ -120,7 +121,7 @@ def host_traffic(flows: Iterable[Flow], num_stages: int) -> tuple[HostTraffic, .
     )
 
 
-def wire_only_step_s(config: ClusterConfig, schedule: Schedule, flows: Sequence[Flow]) -> float:
+def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedule, flows: Sequence[Flow]) -> float:
     """Seconds of a step if computing and coding took none: what schedule, rate and delay alone make of it.
 
     Simulated with `tahq.pipeline.simulator`; the tied embeddings' exchange is not in it.
@@ -130,13 +131,12 @@ def wire_only_step_s(config: ClusterConfig, schedule: Schedule, flows: Sequence[
         CutCosts(nbytes[cut, Direction.FORWARD], nbytes[cut, Direction.BACKWARD])
         for cut in range(schedule.num_chunks - 1)
     ]
-    rate = config.links.rate / 8 if config.links.rate is not None else math.inf
     costs = Costs(
         compute_s={(chunk, kind): 0.0 for chunk in range(schedule.num_chunks) for kind in ActionKind},
         cuts=cuts,
-        hosts=[HostCosts(rate, rate)] * schedule.num_stages,
-        latency_s=config.links.delay,
-        commit_s=2 * config.links.delay,
+        hosts=[HostCosts(up / 8, down / 8) for up, down in zip(speeds.up, speeds.down, strict=True)],
+        latency_s=speeds.longest_delay_s,
+        commit_s=2 * speeds.longest_delay_s,
         piece_nbytes=config.links.piece,
     )
     return simulate(schedule, costs).step_time_s

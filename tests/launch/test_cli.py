@@ -10,7 +10,12 @@ from support.runs import command, environment, tiny, write_config
 
 from tahq_launch import cli, launcher
 
-PROGRAMS = {"tahq": cli.main, "tahq-launch": cli.launch_main, "tahq-worker": cli.worker_main}
+PROGRAMS = {
+    "tahq": cli.main,
+    "tahq-launch": cli.launch_main,
+    "tahq-worker": cli.worker_main,
+    "tahq-netem": cli.netem_main,
+}
 TINY = tiny(pipeline={"stages": 2})
 
 
@@ -49,7 +54,7 @@ def test_help_names_units_defaults_and_an_example(tahq):
 def test_tahq_alone_lists_its_commands(tahq):
     status, stdout, _ = tahq("tahq")
     assert status == 0
-    assert all(f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "export", "probe"))
+    assert all(f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "export", "probe", "netem"))
 
 
 def test_help_needs_neither_torch_nor_pydantic():
@@ -108,7 +113,7 @@ def test_unknown_key_names_file_line_and_the_nearest_key(tahq, tmp_path):
         ("training.micro_batch=3", "not divisible by micro_batch 3"),
         ("pipeline.stages=5", "model.num_layers 4"),
         ("model.max_seq_len=16", "data.seq_len 32"),
-        ("hosts=namespaces", "namespaces"),
+        ("hosts=namespace", "expected local or namespaces"),
         ("data.tokenizer=nowhere", "nowhere"),
         ("links.rate=100", "100mbit"),
     ],
@@ -169,6 +174,27 @@ def test_dry_run_starts_nothing(tahq, tmp_path):
     assert (status, stderr) == (0, "")
     assert "0F0" in stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_shows_the_network_of_namespaces(tahq, tmp_path):
+    links = {"rate": "100mbit", "hosts": {"host1": {"up": "5mbit", "site": "home"}}}
+    write_config(tmp_path, {**TINY, "hosts": "namespaces", "links": links})
+    status, stdout, stderr = tahq("tahq-launch", "cluster.yaml", "--dry-run")
+    assert (status, stderr) == (0, "")
+    assert "Network of 2 hosts" in stdout
+    assert "host1      1    5 Mbit/s  100 Mbit/s" in stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_profile_that_there_is_not_is_one_line(tahq, tmp_path):
+    write_config(tmp_path, {**TINY, "hosts": "namespaces", "links": {"profile": "cabel"}})
+    for arguments in (["--dry-run"], []):
+        assert_one_line(tahq("tahq-launch", "cluster.yaml", *arguments), 2, "no profile 'cabel'", "did you mean cable?")
+
+
+def test_workers_by_hand_cannot_be_in_namespaces(tahq, tmp_path):
+    write_config(tmp_path, {**TINY, "hosts": "namespaces"})
+    assert_one_line(tahq("tahq", "coordinator", "cluster.yaml"), 2, "hosts: namespaces is for tahq-launch")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tahq.models.model_spec import load_spec
 from tahq.pipeline.schedule import generate
 from tahq.quant import get_codec
 from tahq_launch.dry_run import WIDTH, dry_run
+from tahq_launch.link_speeds import link_speeds
 from tahq_launch.step_traffic import host_traffic, step_flows, wire_only_step_s
 
 
@@ -82,14 +83,15 @@ def test_hosts_add_up_what_their_links_carry():
     first, second, *_ = host_traffic(flows, 4)
     assert (first.sent_nbytes, first.received_nbytes) == (flows[0].step_nbytes, flows[1].step_nbytes)
     assert second.sent_nbytes == flows[1].step_nbytes + flows[2].step_nbytes
-    assert second.seconds(1e8) == 8 * second.sent_nbytes / 1e8
+    assert second.seconds(1e8, 2e8) == 8 * second.sent_nbytes / 1e8
+    assert second.seconds(2e8, 5e7) == 8 * second.received_nbytes / 5e7
 
 
 def test_wire_only_step_is_between_the_busiest_host_and_everything_in_a_row():
     config = load()
     flows = step_flows(config, spec_of(config))
-    step_s = wire_only_step_s(config, generate("1f1b", 4, 8), flows)
-    busiest_s = max(host.seconds(1e8) for host in host_traffic(flows, 4))
+    step_s = wire_only_step_s(config, link_speeds(config), generate("1f1b", 4, 8), flows)
+    busiest_s = max(host.seconds(1e8, 1e8) for host in host_traffic(flows, 4))
     in_a_row_s = sum(8 * flow.step_nbytes / 1e8 + 8 * 0.02 for flow in flows)
     assert busiest_s + 2 * 3 * 0.02 < step_s < in_a_row_s
 
@@ -97,7 +99,7 @@ def test_wire_only_step_is_between_the_busiest_host_and_everything_in_a_row():
 def test_wire_only_step_without_a_rate_is_made_of_delays():
     config = load("links={delay: 20ms}")
     # GPipe: 3 cuts there, 3 back, then a round trip to the coordinator.
-    step_s = wire_only_step_s(config, generate("gpipe", 4, 8), step_flows(config, spec_of(config)))
+    step_s = wire_only_step_s(config, link_speeds(config), generate("gpipe", 4, 8), step_flows(config, spec_of(config)))
     assert step_s == pytest.approx((3 + 3 + 2) * 0.02)
 
 

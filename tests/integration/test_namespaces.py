@@ -1,0 +1,156 @@
+"""Whole runs with ``hosts: namespaces``: real workers on real hosts, and nothing of them left afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.capabilities import run_without_network_rights
+from support.processes import is_alive, wait_until, workers
+from support.runs import command, environment, launch, tiny, write_config
+
+pytestmark = pytest.mark.netns
+
+NAMESPACES = Path("/run/netns")
+DELAY_S = 0.010
+TWO = {
+    **tiny(pipeline={"stages": 2}, training={"steps": 3}, model={"num_layers": 2, "hidden_size": 32}),
+    "links": {"rate": "100mbit", "delay": "10ms"},
+    "hosts": "namespaces",
+}
+ENDLESS = {**TWO, "training": {**TWO["training"], "steps": 1_000_000}}
+
+
+def namespaces_of(pid: int) -> list[str]:
+    return [name for name in os.listdir(NAMESPACES) if name.startswith(f"tahq-{pid}")] if NAMESPACES.exists() else []
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(config) launches a run in the test's folder; none outlives the test."""
+    started = []
+
+    def begin(config) -> subprocess.Popen:
+        argv = [command("tahq-launch"), str(write_config(tmp_path, config))]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(argv, cwd=tmp_path, env=environment(), text=True, **pipes)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture
+def training(start, tmp_path):
+    """A launcher whose run has made a step on a network, and would go on for ever."""
+    launcher = start(ENDLESS)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+
+    def has_stepped() -> bool:
+        return launcher.poll() is not None or (metrics.exists() and "\n" in metrics.read_text())
+
+    wait_until(has_stepped, 150, "a first step")
+    assert launcher.poll() is None, launcher.communicate()
+    assert namespaces_of(launcher.pid)
+    return launcher
+
+
+def test_run_of_two_stages_learns_the_same_over_a_network_that_was_measured(tmp_path):
+    over_network = launch(tmp_path, TWO)
+    assert over_network.returncode == 0, over_network.stderr
+    local = launch(tmp_path, {**TWO, "links": {}, "hosts": "local", "run": {**TWO["run"], "name": "local"}})
+    assert over_network.losses == local.losses
+
+    measured = json.loads((over_network.folder / "network.json").read_text())
+    assert measured["is_within"]
+    assert measured["network"]["backend"] in ("kernel", "tun")
+    paths = {(figure["source"], figure["destination"]) for figure in measured["figures"]}
+    assert paths == {("host0", "host1"), ("host1", "host0")}
+    # A step takes a forward, a backward, a PREPARE and a COMMIT, one after another, each under way for the delay.
+    assert all(row["step_time_s"] > 4 * DELAY_S for row in over_network.metrics)
+
+
+def test_each_worker_has_a_host_and_all_go_when_the_run_is_stopped(training):
+    stages = workers(training.pid)
+    own = os.readlink("/proc/self/ns/net")
+    places = {os.readlink(f"/proc/{pid}/ns/net") for pid in stages}
+    assert len(places) == 2
+    assert own not in places
+    assert os.readlink(f"/proc/{training.pid}/ns/net") == own
+
+    training.send_signal(signal.SIGTERM)
+    _, stderr = training.communicate(timeout=60)
+    assert training.returncode == 143, stderr
+    assert "--resume" in stderr
+    assert not any(map(is_alive, stages))
+    assert namespaces_of(training.pid) == []
+
+
+def test_network_goes_with_a_run_whose_worker_is_killed(training):
+    os.kill(workers(training.pid)[0], signal.SIGKILL)
+    _, stderr = training.communicate(timeout=60)
+    assert training.returncode == 3, stderr
+    assert "SIGKILL" in stderr
+    assert namespaces_of(training.pid) == []
+
+
+def test_what_a_killed_launcher_leaves_is_swept(training):
+    stages, pid = workers(training.pid), training.pid
+    training.kill()
+    training.communicate(timeout=30)
+    wait_until(lambda: not any(map(is_alive, stages)), 15, "workers leave")
+    done = subprocess.run([command("tahq-netem"), "clean"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert namespaces_of(pid) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_network_goes_when_it_is_stopped_while_it_is_measured(start, number):
+    launcher = start(TWO)
+    wait_until(lambda: launcher.poll() is not None or len(namespaces_of(launcher.pid)) >= 3, 60, "namespaces")
+    launcher.send_signal(number)
+    _, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode in (128 + number, -number), stderr
+    assert "Traceback" not in stderr
+    assert namespaces_of(launcher.pid) == []
+
+
+def test_network_that_is_not_as_described_starts_no_worker(start, tmp_path):
+    # More than a process can carry from one device to another.
+    launcher = start({**TWO, "links": {"hosts": {"host0": {"up": "30gbit"}}}})
+    _, stderr = launcher.communicate(timeout=200)
+    assert launcher.returncode == 2, stderr
+    assert stderr.count("\n") == 1, stderr
+    assert "host0 → host1" in stderr
+    assert "goodput" in stderr
+    assert namespaces_of(launcher.pid) == []
+    run = tmp_path / "runs" / "tiny"
+    assert not json.loads((run / "network.json").read_text())["is_within"]
+    assert not list(run.glob("logs/stage-*.log"))
+
+
+def test_without_rights_one_line_says_what_to_do(tmp_path):
+    path = write_config(tmp_path, TWO)
+    argv = [command("tahq-launch"), str(path)]
+    done = run_without_network_rights(argv, environment(), cwd=tmp_path, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "links.backend: relay" in done.stderr
+    assert "hosts: local" in done.stderr
+
+
+def test_relay_needs_no_rights(tmp_path):
+    path = write_config(tmp_path, {**TWO, "links": {**TWO["links"], "backend": "relay"}})
+    done = run_without_network_rights([command("tahq-launch"), str(path)], environment(), cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "tiny"
+    assert json.loads((run / "network.json").read_text())["network"]["backend"] == "relay"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert all(row["step_time_s"] > 4 * DELAY_S for row in rows)
