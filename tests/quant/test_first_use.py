@@ -2,13 +2,23 @@
 
 import fcntl
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tahq.quant.first_use import one_compiles
 
 PATIENCE_S = 30
+
+
+def num_waiting(folder) -> int:
+    """How many wait for the lock in this folder."""
+    (path,) = folder.iterdir()
+    inode = f":{path.stat().st_ino}"
+    locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return sum(fields[1] == "->" and any(field.endswith(inode) for field in fields) for fields in locks)
 
 
 def test_who_comes_while_the_first_compiles_waits_and_then_all_go_together(tmp_path):
@@ -22,6 +32,9 @@ def test_who_comes_while_the_first_compiles_waits_and_then_all_go_together(tmp_p
     with ThreadPoolExecutor(3) as pool:
         with one_compiles(tmp_path):
             followers = [pool.submit(follow) for _ in range(3)]
+            deadline_s = time.monotonic() + PATIENCE_S
+            while num_waiting(tmp_path) < 3 and time.monotonic() < deadline_s:
+                time.sleep(0.01)
             assert not any(follower.done() for follower in followers)
             done.append("first")
         for follower in followers:
