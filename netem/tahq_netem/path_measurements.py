@@ -34,8 +34,8 @@ from tahq_netem.network import Network
 
 MESSAGE_BYTES: Final = 1_000_000
 ATTEMPTS: Final = 6
-"""At 1 Gbit/s a message takes 8 ms, of which one wake-up that comes late may take a tenth; and the machine under a virtual
-one may be busy for seconds, as long as a few steady flows."""
+"""At 1 Gbit/s a message takes 8 ms, of which one wake-up that comes late may take a tenth; and the machine under a
+virtual one may be busy for seconds, as long as a few steady flows."""
 
 _LONGEST_MESSAGE_S: Final = 10.0
 _FEWEST_PACKETS: Final = 100

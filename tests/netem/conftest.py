@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 from support.real_networks import BUILDERS
 
+from tahq_netem import path_measurements
 from tahq_netem.description import plan_network
 from tahq_netem.measuring_agent import MeasuringAgents
 from tahq_netem.names import owner_pid
@@ -58,8 +59,13 @@ def build(own_namespaces, monkeypatch):
 
 
 @pytest.fixture
-def measure(build):
-    """measure(network, effort) is the calibration's measurements of it."""
+def measure(build, monkeypatch):
+    """measure(network, effort) is the calibration's measurements of it.
+
+    What is too slow is tried more often than a user would wait for: noise makes networks slower, for minutes at a time
+    on a virtual machine whose host is busy, and one that is shaped wrongly is too slow at every attempt.
+    """
+    monkeypatch.setattr(path_measurements, "ATTEMPTS", 25)
     with ExitStack() as started:
 
         def begin(network, effort=QUICK):
