@@ -8,7 +8,7 @@
 PYTHON          ?= python3
 VENV            ?= .venv
 TORCH_PIP_FLAGS ?=
-# More than cores: a third of the tests' time is waiting for processes and networks.
+# More than cores: tests wait a part of their time for processes and networks.
 TEST_PROCESSES  ?= $(shell n=$$(( $$(nproc) * 3 / 2 )); echo $$(( n < 8 ? n : 8 )))
 TEST_FLAGS      ?= -q
 DEMO_NAME       ?= demo-$(shell date +%Y%m%d-%H%M%S)

@@ -33,7 +33,6 @@ def tah_triton():
     tah_triton._plan.cache_clear()
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 64), (3, 100)], ids=str)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -49,8 +48,8 @@ def tah_triton():
         "tah:adaptive=off,int4=2/7,group=16",
     ],
 )
-def test_stream_and_values_equal_the_references(spec, shape):
-    check_round_trip(spec, awkward(shape, seed=shape[-1]))
+def test_stream_and_values_equal_the_references(spec):
+    check_round_trip(spec, awkward((3, 100), seed=100))
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 1, 2, 320)], ids=str)
@@ -74,7 +73,7 @@ def test_allocation_tiles_of_several_tiles(spec):
 
 @pytest.mark.parametrize(
     ("power", "tau"),
-    [(-149, 0), (-140, 2), (-126, 0), (-126, 2), (-80, 0), (-40, 2), (15, 0), (70, 2), (100, 0), (127, 0), (127, 2)],
+    [(-149, 0), (-140, 2), (-126, 2), (-80, 0), (15, 0), (70, 2), (127, 0)],
 )
 def test_magnitudes_of_every_size(power, tau):
     x = awkward((1, 2, 72), seed=5)
@@ -192,14 +191,14 @@ def test_every_byte_is_written(monkeypatch):
 
 def test_tensors_and_buffers_may_lie_anywhere():
     spec, codec = "tah", get_codec("tah", backend="triton")
-    x = awkward((4, 5, 64))
+    x = awkward((2, 3, 64))
     buf = check_encoding(spec, x.transpose(0, 1))
     backing = torch.zeros(x.numel() + 1)
     backing[1:] = x.flatten()
     assert torch.equal(codec.encode(backing[1:].view(x.shape)), codec.encode(x))
     moved = torch.zeros(buf.numel() + 1, dtype=torch.uint8)
     moved[1:] = buf
-    assert torch.equal(codec.decode(moved[1:], (5, 4, 64)), codec.decode(buf, (5, 4, 64)))
+    assert torch.equal(codec.decode(moved[1:], (3, 2, 64)), codec.decode(buf, (3, 2, 64)))
 
 
 def test_damaged_streams_are_refused_as_the_reference_refuses_them():
@@ -207,7 +206,7 @@ def test_damaged_streams_are_refused_as_the_reference_refuses_them():
     x = awkward(shape)
     x[1, 2, 99] = torch.nan
     buf = check_encoding(spec, x)
-    for _ in range(12):
+    for _ in range(6):
         check_decoding(spec, damaged(buf, rng), shape, torch.float32, CPU)
 
 

@@ -35,7 +35,6 @@ def wf_triton():
     wf_triton._plan.cache_clear()
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 64), (3, 100)], ids=str)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -49,11 +48,11 @@ def wf_triton():
         "wf:bits=8,group=256",
     ],
 )
-def test_streams_and_values_equal_the_references(spec, shape):
-    assert check_kernels(spec, gaussians(shape, seed=shape[-1])).same_bytes
+def test_streams_and_values_equal_the_references(spec):
+    assert check_kernels(spec, gaussians((3, 100), seed=100)).same_bytes
 
 
-@pytest.mark.parametrize("shape", [(1,), (2, 1001), (1, 3, 2, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 333), (1, 3, 2, 40)], ids=str)
 def test_other_shapes(shape):
     assert check_kernels("wf:bits=3", gaussians(shape), dtypes=[torch.float32]).same_bytes
 
@@ -61,13 +60,13 @@ def test_other_shapes(shape):
 def test_differences_are_few():
     """A sum off by some units of 2^−24 moves a width or the choice between two steps whose errors are that near, in
     about one tile of 10,000; a mean summed in fp64 moves only at a border of fp16 and fp64."""
-    counted = check_kernels("wf:bits=2.5,group=32", gaussians((2, 20, 320), 1), dtypes=[torch.float32])
+    counted = check_kernels("wf:bits=2.5,group=32", gaussians((2, 12, 320), 1), dtypes=[torch.float32])
     assert counted.share < 5e-3
     assert counted.means == 0
 
 
 def test_tokens_of_more_tiles_than_are_summed_at_once():
-    assert check_kernels("wf:bits=1.5,group=8", gaussians((3, 1040), 2, spread=0.0), dtypes=[torch.float32]).same_bytes
+    assert check_kernels("wf:bits=1.5,group=8", gaussians((1, 1040), 2, spread=0.0), dtypes=[torch.float32]).same_bytes
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_half_precision_is_read_as_it_is(dtype):
 
 @pytest.mark.parametrize("spec", ["wf:bits=2", "wf:center=off,bits=2,group=8"])
 def test_magnitudes_of_every_size(spec):
-    for x in of_all_sizes((1, 72), 2):
+    for x in of_all_sizes((1, 72), 2)[::2]:
         assert check_kernels(spec, x, dtypes=[torch.float32]).same_bytes
 
 
@@ -169,7 +168,7 @@ def test_damaged_streams_are_refused_as_the_reference_refuses_them():
     rng, x = random.Random(2), gaussians(SHAPE)
     x[1, 2, 89] = torch.nan
     buf = get_codec(SPEC, backend="triton").encode(x)
-    for _ in range(20):
+    for _ in range(8):
         check_decoding(SPEC, damaged(buf, rng), SHAPE, torch.float32, CPU)
 
 
