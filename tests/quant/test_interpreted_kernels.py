@@ -1,4 +1,7 @@
-"""Runs the tests of Triton's kernels in Triton's interpreter, which has to be chosen before triton is imported."""
+"""Runs the tests of Triton's kernels in Triton's interpreter, which has to be chosen before triton is imported.
+
+It takes thousands of times as long as a GPU, so what is marked `thorough` runs only with TAHQ_THOROUGH=1.
+"""
 
 import os
 import subprocess
@@ -22,7 +25,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(TIMEOUT_S + 20)]
     "file", ["test_tah_triton.py", "test_fixed_triton.py", "test_eden_triton.py", "test_wf_triton.py"]
 )
 def test_kernels_pass_their_tests_in_the_interpreter(file):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", str(Path(__file__).parent / file)]
+    marks = [] if os.environ.get("TAHQ_THOROUGH") else ["-m", "not thorough"]
+    path = str(Path(__file__).parent / file)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *marks, path]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
