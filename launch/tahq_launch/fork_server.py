@@ -1,93 +1,218 @@
 """Local workers, forked from one process that has imported everything.
 
-Importing torch and transformers takes about five seconds of a core. Four workers that each do it keep two
-cores busy for ten seconds, and then have the same modules four times; so one process imports them once,
-while the launcher resolves the configuration, and the workers are forked from it. multiprocessing's fork
-server is that process. It computes nothing and starts no thread, so forking it is safe. When the launcher
-dies the workers notice (`parent_watch`), and when they have left, so does the server.
+Importing torch and transformers takes eight seconds of a core. Four workers that each do it keep two cores busy for
+sixteen seconds, and then have the same modules four times. So the launcher forks a server before it does anything
+else. That begins with what the launcher has imported, imports the rest while the launcher resolves the
+configuration, and is what the workers are forked from. It computes nothing and starts no thread, so forking it is
+safe. When the launcher dies the server does too, and then the workers (`parent_watch`).
 """
 
+import contextlib
+import errno
+import importlib
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from multiprocessing import forkserver
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NoReturn, Self
 
-_PRELOADED = ("tahq.worker", "transformers.modeling_utils")
+import torch
 
-
-def start_fork_server(environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
-    """Have the process that workers are forked from start importing; returns at once.
-
-    Args:
-        environment: added to this process's for the fork server, and so for every local worker.
-        modules: what workers will need beside the usual.
-    """
-    multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
-    with _changed_environment(environment):
-        forkserver.ensure_running()
+_FORK = multiprocessing.get_context("fork")
 
 
-class ForkedChild:
-    """A process forked from the fork server that runs one `tahq` command line.
+@dataclass(frozen=True, slots=True)
+class ForkedCommand:
+    """A command line of `tahq` for a process that has everything imported.
 
-    Args:
+    Attributes:
         name: what ps calls it, at most 15 letters.
-        arguments: what follows `tahq` on the command line.
+        arguments: what follows `tahq`.
         log_path: what its stdout and stderr are appended to.
-        environment: for the fork server, where none runs yet.
-        namespace: the network namespace that it serves in; None: this process's.
+        threads: for torch's operations.
+        environment: added to the launcher's.
+        namespace: the network namespace that it serves in; None: the launcher's.
     """
 
-    def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        log_path: Path,
-        environment: Mapping[str, str],
-        namespace: str | None = None,
-    ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        call = (name, tuple(arguments), str(log_path), namespace)
-        self._process = context.Process(target=_serve, args=call, daemon=True)
-        with _changed_environment(environment):
-            self._process.start()
+    name: str
+    arguments: tuple[str, ...]
+    log_path: str
+    threads: int
+    environment: Mapping[str, str]
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Exited:
+    pid: int
+    status: int
+
+
+class ForkServer:
+    """The process that workers are forked from; as a context, neither it nor any of them is left when it ends.
+
+    To be made while this process has one thread, and holds nothing open that workers must not hold.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[int, int] = {}
+        self._is_lost = False
+        self._line, theirs = _FORK.Pipe()
+        self._process = _FORK.Process(target=_serve, args=(self._line, theirs))
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.close()
+        self._process.kill()
+        self._process.join()
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        pid = self._process.pid
-        if pid is None:
-            raise AssertionError("a started process has a pid")
-        return pid
+        return _known(self._process.pid)
+
+    def import_modules(self, modules: Sequence[str]) -> None:
+        """Have it import what workers will need; returns at once."""
+        with contextlib.suppress(BrokenPipeError):  # `start` says it
+            self._line.send(tuple(modules))
+
+    def start(self, command: ForkedCommand) -> "ForkedChild":
+        """Fork a process, once what was asked for is imported.
+
+        Raises:
+            OSError: the server has died.
+        """
+        self._line.send(command)
+        while not self._is_lost:
+            said = self._listen()
+            if isinstance(said, _Started):
+                return ForkedChild(self, said.pid)
+        raise OSError(errno.ECHILD, "the process that workers are forked from has died")
+
+    def status_of(self, pid: int, timeout_s: float = 0.0) -> int | None:
+        """Exit status of a child, negative for a signal; None if it still runs after so long."""
+        deadline_s = time.monotonic() + timeout_s
+        while pid not in self._statuses and not self._is_lost:
+            if not self._line.poll(max(0.0, deadline_s - time.monotonic())):
+                return None
+            self._listen()
+        return self._statuses.get(pid, -signal.SIGKILL)  # who loses the server is killed
+
+    def _listen(self) -> _Started | _Exited | None:
+        """What the server says next; None when it is gone."""
+        try:
+            said: _Started | _Exited = self._line.recv()
+        except (EOFError, ConnectionResetError):
+            self._is_lost = True
+            return None
+        if isinstance(said, _Exited):
+            self._statuses[said.pid] = said.status
+        return said
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedChild:
+    """A process that a fork server has started.
+
+    Attributes:
+        server: is told how it ends.
+        pid: its process id.
+    """
+
+    server: ForkServer
+    pid: int
 
     def poll(self) -> int | None:
         """Exit status, negative for a signal; None while it runs."""
-        return self._process.exitcode
+        return self.server.status_of(self.pid)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has left by then."""
-        self._process.join(timeout_s)
-        return self._process.exitcode is not None
+        return self.server.status_of(self.pid, timeout_s) is not None
 
     def ask_to_leave(self) -> None:
         """SIGTERM."""
-        self._process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
 
 
-def _serve(name: str, arguments: tuple[str, ...], log_path: str, namespace: str | None) -> None:
-    """In the child: a session, a log and perhaps a network of its own, then the command."""
+def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
+    """In the server: do what the launcher asks, tell it who has left, and leave when it is gone."""
+    launchers_end.close()
     os.setsid()
-    _redirect(log_path)
-    Path("/proc/self/comm").write_text(name)  # what ps and top call it
-    sys.argv = ["tahq", *arguments]
+    for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal says is for the launcher
+        signal.signal(number, signal.SIG_IGN)
+    _name_this_process("tahq forks")
+    children: dict[Any, BaseProcess] = {}
+    try:
+        while True:
+            for ready in wait([line, *children]):
+                if ready is line:
+                    _obey(line, children)
+                else:
+                    child = children.pop(ready)
+                    child.join()
+                    line.send(_Exited(_known(child.pid), _known(child.exitcode)))
+    except (EOFError, ConnectionError):
+        os._exit(0)  # no waiting for the children, who see it
+
+
+def _obey(line: Connection, children: dict[Any, BaseProcess]) -> None:
+    request: ForkedCommand | tuple[str, ...] = line.recv()
+    if isinstance(request, ForkedCommand):
+        child = _FORK.Process(target=_run, args=(request, line), daemon=True)
+        child.start()
+        children[child.sentinel] = child
+        line.send(_Started(_known(child.pid)))
+    else:
+        for module in request:
+            with contextlib.suppress(ImportError):  # the worker that needs it says it
+                importlib.import_module(module)
+
+
+def _run(command: ForkedCommand, servers_line: Connection) -> NoReturn:
+    """In the child: a session, a log and perhaps a network of its own, then the command."""
+    servers_line.close()
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _redirect(command.log_path)
+    _name_this_process(command.name)
+    os.environ.update(command.environment)
+    torch.set_num_threads(command.threads)  # its libraries have read the environment before
+    sys.argv = ["tahq", *command.arguments]
     from tahq_launch.cli import main
 
     # Before any thread: those that come later are in the namespace of the one that starts them.
-    with _network(namespace):
+    with _network(command.namespace):
         sys.exit(main())
+
+
+def _known(number: int | None) -> int:
+    if number is None:
+        raise AssertionError("a started process has a pid, and a status when it has ended")
+    return number
+
+
+def _name_this_process(name: str) -> None:
+    """For ps and top."""
+    Path("/proc/self/comm").write_text(name)
 
 
 def _network(namespace: str | None) -> AbstractContextManager[None]:
@@ -105,17 +230,3 @@ def _redirect(log_path: str) -> None:
         os.dup2(source, target)
     os.close(log)
     os.close(nothing)
-
-
-@contextmanager
-def _changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

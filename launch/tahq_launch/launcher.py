@@ -10,6 +10,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
@@ -20,7 +21,8 @@ from tahq.config import ClusterConfig
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import watch_run
-from tahq_launch.local_host import import_for_workers, local_command, threads_of_each
+from tahq_launch.fork_server import ForkServer
+from tahq_launch.local_host import local_command, modules_of_workers, threads_of_each
 from tahq_launch.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.ssh_host import ssh_command, worker_by_hand
@@ -51,10 +53,12 @@ class Fleet:
 
     Args:
         on_exit: told once of each worker that leaves.
+        forks: what local workers are forked from.
     """
 
-    def __init__(self, on_exit: ExitListener) -> None:
+    def __init__(self, on_exit: ExitListener, forks: ForkServer | None = None) -> None:
         self._on_exit = on_exit
+        self._forks = forks
         self._running: list[StageProcess] = []
 
     def __enter__(self) -> Self:
@@ -72,7 +76,7 @@ class Fleet:
             UserError: its program cannot be started (there is no ssh, for instance).
         """
         try:
-            self._running.append(StageProcess(command, log_path))
+            self._running.append(StageProcess(command, log_path, self._forks))
         except OSError as error:
             raise UserError(f"cannot start {command.argv[0]} for stage {command.stage}: {error.strerror}") from error
 
@@ -119,8 +123,9 @@ def launch(request: StartRequest, announce: Announce) -> int:
         UserError: the run could not begin; nothing was started.
     """
     with (
-        _opened(request, announce, _import_ahead) as (prepared, coordinator, hosts),
-        Fleet(coordinator.worker_exited) as fleet,
+        ForkServer() as forks,
+        _opened(request, announce, forks) as (prepared, coordinator, hosts),
+        Fleet(coordinator.worker_exited, forks) as fleet,
     ):
         for stage in range(prepared.config.pipeline.stages):
             command = worker_command(prepared.config, stage, coordinator.address, hosts, debug=request.debug)
@@ -133,22 +138,20 @@ def launch(request: StartRequest, announce: Announce) -> int:
         return status
 
 
-def _import_ahead(config: ClusterConfig) -> None:
-    """Have workers imported for while the configuration is resolved; not while a network is measured."""
-    if config.hosts != "namespaces":
-        import_for_workers(config)
-
-
 def serve(request: StartRequest, announce: Announce) -> int:
     """Run the coordinator alone, for workers that are started by hand; else as `launch`."""
-    with _opened(request, announce, _refuse_namespaces) as (prepared, coordinator, _):
+    with _opened(request, announce, None) as (prepared, coordinator, _):
         for stage in range(prepared.config.pipeline.stages):
             announce(_by_hand(prepared.config, stage, coordinator.address))
         return coordinator.run(lambda: None)
 
 
-def _refuse_namespaces(config: ClusterConfig) -> None:
-    if config.hosts == "namespaces":
+def _meanwhile(forks: ForkServer | None, config: ClusterConfig) -> None:
+    """While the configuration is resolved, import for workers; with namespaces only when their network is measured."""
+    if config.hosts != "namespaces":
+        if forks is not None:
+            forks.import_modules(modules_of_workers(config))
+    elif forks is None:
         raise UserError(
             "hosts: namespaces is for tahq-launch, which makes the network and starts the workers in it; workers "
             "that are started by hand need hosts: local or a list"
@@ -157,12 +160,15 @@ def _refuse_namespaces(config: ClusterConfig) -> None:
 
 @contextlib.contextmanager
 def _opened(
-    request: StartRequest, announce: Announce, meanwhile: Callable[[ClusterConfig], None]
+    request: StartRequest, announce: Announce, forks: ForkServer | None
 ) -> Iterator["tuple[PreparedRun, Coordinator, NamespaceHosts | None]"]:
-    """A coordinator that listens, with signals going to it, and the network around it if there is one."""
+    """A coordinator that listens, with signals going to it, and the network around it if there is one.
+
+    Local workers are forked from `forks`; without it, workers are started by hand.
+    """
     with (
-        prepared_run(request, meanwhile) as prepared,
-        _hosts(prepared, announce) as hosts,
+        prepared_run(request, partial(_meanwhile, forks)) as prepared,
+        _hosts(prepared, announce, forks) as hosts,
         listening(prepared.config, hosts) as server,
     ):
         observer = watch_run(
@@ -180,14 +186,14 @@ def _opened(
 
 
 @contextlib.contextmanager
-def _hosts(prepared: PreparedRun, announce: Announce) -> "Iterator[NamespaceHosts | None]":
-    if prepared.config.hosts != "namespaces":
+def _hosts(prepared: PreparedRun, announce: Announce, forks: ForkServer | None) -> "Iterator[NamespaceHosts | None]":
+    if prepared.config.hosts != "namespaces" or forks is None:
         yield None
         return
     from tahq_launch.namespace_host import open_hosts  # pyroute2 takes a while, and nobody else needs it
 
     with open_hosts(prepared, announce) as hosts:
-        import_for_workers(prepared.config)
+        forks.import_modules(modules_of_workers(prepared.config))
         yield hosts
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from tahq.config import ClusterConfig
 from tahq.models.families import FAMILIES
 from tahq.quant import AUTO, CodecSpec
-from tahq_launch.fork_server import start_fork_server
 from tahq_launch.stage_process import WorkerCommand
 
+_ALWAYS = ("tahq.worker", "transformers.modeling_utils")
 # Brings with it most of what numba imports with its first kernel.
 _NUMBA = "numba.np.arraymath"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -25,15 +25,15 @@ def local_command(stage: int, peer: str, threads: int, *, debug: bool = False) -
     """
     flags = ("--die-with-launcher", *(("--debug",) if debug else ()))
     argv = ("worker", "--stage", str(stage), "--peer", peer, *flags)
-    return WorkerCommand(stage, argv, where="this machine", env=thread_environment(threads), is_forked=True)
+    env = thread_environment(threads)
+    return WorkerCommand(stage, argv, where="this machine", env=env, forked_threads=threads)
 
 
-def import_for_workers(config: ClusterConfig) -> None:
-    """Start importing what local workers need, if there will be any; returns at once."""
-    if isinstance(config.hosts, str):
-        threads = threads_of_each(config.pipeline.stages, config.run.threads)
-        modules = [*_modeling_modules(config), *_compiler_modules(config), *_namespace_modules(config)]
-        start_fork_server(thread_environment(threads), modules)
+def modules_of_workers(config: ClusterConfig) -> list[str]:
+    """What this run's local workers import; empty if it has none."""
+    if not isinstance(config.hosts, str):
+        return []
+    return [*_ALWAYS, *_modeling_modules(config), *_compiler_modules(config), *_namespace_modules(config)]
 
 
 def _modeling_modules(config: ClusterConfig) -> list[str]:

@@ -1,8 +1,8 @@
 """How a worker notices that whoever started it is gone, so that no orphan keeps a machine busy.
 
-A local worker watches the pipe that multiprocessing keeps between it and the launcher: one that was killed
-cannot clean up, and what is committed is safe in snapshots. A worker started over ssh has sshd as its
-parent, which outlives the connection; but its stdin ends with the connection, so it watches that.
+A local worker watches the pipe that multiprocessing keeps between it and the fork server, which ends with the
+launcher: one that was killed cannot clean up, and what is committed is safe in snapshots. A worker started over ssh has
+sshd as its parent, which outlives the connection; but its stdin ends with the connection, so it watches that.
 """
 
 import multiprocessing
@@ -20,14 +20,14 @@ GRACE_S = 5.0
 
 def die_with_launcher() -> None:
     """In a process that multiprocessing has made: from now on, the end of who made it is SIGKILL for this one."""
-    launcher = multiprocessing.parent_process()
-    if launcher is None:
+    server = multiprocessing.parent_process()
+    if server is None:
         raise AssertionError("only a worker that was forked for a launcher can die with it")
-    threading.Thread(target=_die_after, args=(launcher,), name="launcher-watch", daemon=True).start()
+    threading.Thread(target=_die_after, args=(server,), name="launcher-watch", daemon=True).start()
 
 
-def _die_after(launcher: BaseProcess) -> None:
-    launcher.join()
+def _die_after(server: BaseProcess) -> None:
+    server.join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

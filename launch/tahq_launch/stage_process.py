@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from tahq_launch.fork_server import ForkedChild
+from tahq_launch.fork_server import ForkedCommand, ForkServer
 
 _TAIL_NBYTES = 8192
 
@@ -24,9 +24,10 @@ _TAIL_NBYTES = 8192
 class WorkerCommand:
     """What starts a worker.
 
-    `env` is added to this process's environment. With `is_forked`, `argv` is a command line of `tahq`, run
-    by a process that has everything imported, in the network namespace `namespace` if there is one. With
-    `holds_stdin` the child's stdin is a pipe that stays open for as long as it is wanted; else it is empty.
+    `env` is added to this process's environment. With `forked_threads`, `argv` is a command line of `tahq`, run
+    by a fork of a process that has everything imported, with so many threads for torch's operations, in the network
+    namespace `namespace` if there is one. With `holds_stdin` the child's stdin is a pipe that stays open for as long as
+    it is wanted; else it is empty.
     """
 
     stage: int
@@ -34,7 +35,7 @@ class WorkerCommand:
     where: str
     """Host, for messages."""
     env: Mapping[str, str]
-    is_forked: bool = False
+    forked_threads: int | None = None
     namespace: str | None = None
     holds_stdin: bool = False
 
@@ -101,23 +102,27 @@ class StageProcess:
     Args:
         command: what to run.
         log_path: what its stdout and stderr are appended to.
+        forks: what a command with `forked_threads` is forked from.
 
     Raises:
         OSError: the program cannot be started.
     """
 
-    def __init__(self, command: WorkerCommand, log_path: Path) -> None:
+    def __init__(self, command: WorkerCommand, log_path: Path, forks: ForkServer | None = None) -> None:
         self.command = command
         self.log_path = log_path
         with log_path.open("ab") as log:
             self._log_start = log.tell()
-            self._child = self._start(command, log)
+            self._child = self._start(command, log, forks)
 
-    def _start(self, command: WorkerCommand, log: BinaryIO) -> Child:
-        if command.is_forked:
-            name = f"tahq stage {command.stage}"
-            return ForkedChild(name, command.argv, self.log_path, command.env, command.namespace)
-        return SpawnedChild(command, log)
+    def _start(self, command: WorkerCommand, log: BinaryIO, forks: ForkServer | None) -> Child:
+        if command.forked_threads is None:
+            return SpawnedChild(command, log)
+        if forks is None:
+            raise AssertionError("who starts local workers has a process to fork them from")
+        name = f"tahq stage {command.stage}"
+        threads, namespace = command.forked_threads, command.namespace
+        return forks.start(ForkedCommand(name, command.argv, str(self.log_path), threads, command.env, namespace))
 
     @property
     def pid(self) -> int:

@@ -77,10 +77,8 @@ def test_local_workers_dial_loopback_where_every_address_is_bound():
         (("pipeline.stages=1",), False),
     ],
 )
-def test_numba_is_imported_ahead_of_the_workers_that_need_it(changes, is_imported, monkeypatch):
-    imported = []
-    monkeypatch.setattr(local_host, "start_fork_server", lambda environment, modules: imported.extend(modules))
-    local_host.import_for_workers(load_config(EXAMPLES / "demo.yaml", changes))
+def test_numba_is_imported_ahead_of_the_workers_that_need_it(changes, is_imported):
+    imported = local_host.modules_of_workers(load_config(EXAMPLES / "demo.yaml", changes))
     assert any(module.startswith("numba") for module in imported) == is_imported
 
 
@@ -138,27 +136,6 @@ def test_signals_become_requests_and_go_back_to_what_they_were():
 
 
 # -- how a worker notices -------------------------------------------------------------------------
-
-
-def test_forked_child_dies_with_the_launcher(tmp_path):
-    program = (
-        "import multiprocessing, os, sys, time\n"
-        "from tahq_launch.parent_watch import die_with_launcher\n"
-        "def child():\n"
-        "    die_with_launcher()\n"
-        "    print(os.getpid(), flush=True)\n"
-        "    time.sleep(60)\n"
-        "if __name__ == '__main__':\n"
-        "    process = multiprocessing.get_context('forkserver').Process(target=child)\n"
-        "    process.start()\n"
-        "    process.join()\n"
-    )
-    (tmp_path / "launcher.py").write_text(program)
-    process = subprocess.Popen([sys.executable, str(tmp_path / "launcher.py")], stdout=subprocess.PIPE, text=True)
-    with process:
-        pid = int(process.stdout.readline())
-        process.kill()
-    wait_until_gone([pid])
 
 
 @pytest.mark.parametrize(("deaf", "status"), [(False, -signal.SIGTERM), (True, -signal.SIGKILL)])

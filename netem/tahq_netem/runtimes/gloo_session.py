@@ -1,10 +1,13 @@
 """Runtimes over torch.distributed and gloo, seen from the sweep: one program a stage, told what to do by a file.
 
-The programs (`torch_pipelining`, `bare_async`) write what each stage knows of a step as JSON lines; a step is
-over when the first stage is done with it, since its last backward is the last of all.
+The programs (`torch_pipelining`, `bare_async`) write what each stage knows of a step as JSON lines; a step is over when
+the first stage is done with it, since its last backward is the last of all, and the last one has said the loss.
 """
 
+import itertools
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from tahq.config_file import config_json
 from tahq.errors import NetworkError
@@ -37,7 +40,8 @@ class GlooSession(Session):
         self._processes = HostProcesses(request)
         self._seconds = GrowingLines(request.folder / steps_file(0))
         self._losses = GrowingLines(request.folder / steps_file(len(hosts) - 1))
-        self._loss_of: dict[int, float] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._loss_of: dict[int, float | None] = {}
         plan = {
             "config": config_json(config),
             "schedule": request.schedule,
@@ -54,13 +58,16 @@ class GlooSession(Session):
             raise
 
     def steps_so_far(self) -> list[StepRecord]:
-        """What the first stage has finished, with the loss that the last one knew before."""
-        rows = list(self._seconds.read())
+        """The first stage's rows, as far as the last stage has said the loss."""
+        self._rows += self._seconds.read()
         self._loss_of |= {row["step"]: row["loss"] for row in self._losses.read()}
-        return [
-            StepRecord(row["step"], row["seconds"], self._loss_of.pop(row["step"], None), self._frames, self._frames)
-            for row in rows
-        ]
+        finished = list(itertools.takewhile(lambda row: row["step"] in self._loss_of, self._rows))
+        del self._rows[: len(finished)]
+        return [self._record(row) for row in finished]
+
+    def _record(self, row: Mapping[str, Any]) -> StepRecord:
+        loss = self._loss_of.pop(row["step"])
+        return StepRecord(row["step"], row["seconds"], loss, self._frames, self._frames)
 
     def check(self) -> None:
         """Raise RuntimeLostError if a process has ended."""
