@@ -10,6 +10,8 @@ import pytest
 from support.capabilities import run_without_network_rights
 from support.processes import is_alive, wait_until, workers
 from support.runs import command, environment, launch, tiny, write_config
+from support.runs import start as start_program
+from support.warm_process import WarmProcess
 
 pytestmark = pytest.mark.netns
 
@@ -32,10 +34,8 @@ def start(tmp_path):
     """start(config) launches a run in the test's folder; none outlives the test."""
     started = []
 
-    def begin(config) -> subprocess.Popen:
-        argv = [command("tahq-launch"), str(write_config(tmp_path, config))]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(argv, cwd=tmp_path, env=environment(), text=True, **pipes)
+    def begin(config) -> WarmProcess:
+        process = start_program(tmp_path, "tahq-launch", str(write_config(tmp_path, config)))
         started.append(process)
         return process
 

@@ -4,7 +4,8 @@ import subprocess
 
 import pytest
 import torch
-from support.runs import command, environment, launch, tiny, write_config
+from support.runs import launch, start, tiny, write_config
+from support.warm_process import WarmProcess
 
 RAW = {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"}
 
@@ -79,7 +80,6 @@ def test_workers_with_other_data_are_refused_by_the_name_of_the_field(tmp_path):
     write_config(tmp_path, config)
     coordinator = start(tmp_path, "tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
     try:
-        assert coordinator.stdout is not None
         peer = coordinator.stdout.readline().split()[-1]
         workers = [
             start(folder, "tahq-worker", "--stage", str(stage), "--peer", peer) for stage, folder in enumerate(folders)
@@ -96,19 +96,7 @@ def test_workers_with_other_data_are_refused_by_the_name_of_the_field(tmp_path):
             worker.communicate(timeout=60)
 
 
-def start(folder, program: str, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [command(program), *arguments],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_one(processes: list[subprocess.Popen], timeout_s: float = 120) -> subprocess.Popen:
+def wait_for_one(processes: list[WarmProcess], timeout_s: float = 120) -> WarmProcess:
     """The first of these that has ended."""
     for _ in range(int(timeout_s / 0.1)):
         for process in processes:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from support.processes import is_alive, wait_until
-from support.runs import command, environment, tiny, write_config
+from support.runs import start as start_program
+from support.runs import tiny, write_config
+from support.warm_process import WarmProcess
 
 TWO_STAGES = tiny(pipeline={"stages": 2}, training={"steps": 2}, model={"num_layers": 2, "hidden_size": 32})
 ENDLESS = tiny(pipeline={"stages": 2}, training={"steps": 1_000_000}, model={"num_layers": 2, "hidden_size": 32})
@@ -16,16 +18,8 @@ def start(tmp_path):
     """start("tahq-launch", ...) runs a command in the test's folder; none outlives the test."""
     started = []
 
-    def begin(program: str, *arguments: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [command(program), *arguments],
-            cwd=tmp_path,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def begin(program: str, *arguments: str) -> WarmProcess:
+        process = start_program(tmp_path, program, *arguments)
         started.append(process)
         return process
 
@@ -49,7 +43,7 @@ def training(tmp_path, start):
     return launcher
 
 
-def wait_for_steps(launcher: subprocess.Popen, run_folder: Path, num_steps: int) -> None:
+def wait_for_steps(launcher: WarmProcess, run_folder: Path, num_steps: int) -> None:
     metrics = run_folder / "metrics.jsonl"
 
     def has_steps() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 
+from support.warm_process import WarmProcess
 from tahq.pipeline.manifest import latest_folder, read_manifest
 from tahq.pipeline.snapshot_reader import SnapshotReader
 
@@ -77,13 +78,15 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 def launch(folder: Path, config: dict[str, Any], *arguments: str, timeout_s: float = 240) -> Run:
     """`tahq-launch cluster.yaml` in `folder`, to its end."""
     path = write_config(folder, config)
-    done = subprocess.run(
-        [command("tahq-launch"), str(path), *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        stdin=subprocess.DEVNULL,
-    )
-    return Run(folder / "runs" / config["run"]["name"], done.returncode, done.stdout, done.stderr)
+    process = start(folder, "tahq-launch", str(path), *arguments)
+    try:
+        stdout, stderr = process.communicate(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Run(folder / "runs" / config["run"]["name"], process.returncode, stdout, stderr)
+
+
+def start(folder: Path, program: str, *arguments: str) -> WarmProcess:
+    """One of tahq's commands in `folder`, with nothing on its stdin."""
+    return WarmProcess(program, arguments, folder, environment())
