@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import torch
-from support.runs import Run, command, environment, launch, tiny
+from support.runs import Run, finish, launch, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tahq.models.config import ModelConfig
@@ -29,14 +29,7 @@ def run(tmp_path_factory) -> Run:
 
 
 def export(run: Run, out: str, *options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [command("tahq"), "export", str(run.folder), out, *options],
-        cwd=run.folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return finish(run.folder, "tahq", "export", str(run.folder), out, *options)
 
 
 def trained_logits(run: Run, tokens: torch.Tensor) -> torch.Tensor:

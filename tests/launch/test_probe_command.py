@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from support.plain_loop import train_plainly
-from support.runs import Run, command, environment, launch, tiny, write_config
+from support.runs import Run, command, environment, finish, launch, tiny, write_config
 
 from tahq.config import ClusterConfig
 from tahq.errors import ConfigError
@@ -160,13 +160,7 @@ def test_resume_goes_on_from_the_snapshot_to_the_bit(run):
 
 
 def test_weights_of_a_folder_are_read(run, tmp_path):
-    done = subprocess.run(
-        [command("tahq"), "export", str(run.folder), str(tmp_path / "hf")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = finish(tmp_path, "tahq", "export", str(run.folder), "hf")
     assert done.returncode == 0, done.stderr
     setup = open_setup(request(run, weights=tmp_path / "hf"))
     assert setup.start_step == 0

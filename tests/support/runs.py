@@ -77,14 +77,19 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 def launch(folder: Path, config: dict[str, Any], *arguments: str, timeout_s: float = 240) -> Run:
     """`tahq-launch cluster.yaml` in `folder`, to its end."""
-    path = write_config(folder, config)
-    process = start(folder, "tahq-launch", str(path), *arguments)
+    done = finish(folder, "tahq-launch", str(write_config(folder, config)), *arguments, timeout_s=timeout_s)
+    return Run(folder / "runs" / config["run"]["name"], done.returncode, done.stdout, done.stderr)
+
+
+def finish(folder: Path, program: str, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """One of tahq's commands in `folder`, to its end."""
+    process = start(folder, program, *arguments)
     try:
         stdout, stderr = process.communicate(timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Run(folder / "runs" / config["run"]["name"], process.returncode, stdout, stderr)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def start(folder: Path, program: str, *arguments: str) -> WarmProcess:
