@@ -34,8 +34,8 @@ class NamespaceGroup:
         self._guard = Guard(self._remove)
         try:
             for label in labels:
+                self._names[label] = prefix + label  # first: a signal may come when it is half made
                 create_namespace(prefix + label)
-                self._names[label] = prefix + label
         except BaseException:
             self.close()
             raise
