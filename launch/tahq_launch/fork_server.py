@@ -1,7 +1,7 @@
 """Local workers, forked from one process that has imported everything.
 
-Importing torch and transformers takes eight seconds of a core. Four workers that each do it keep two cores busy for
-sixteen seconds, and then have the same modules four times. So the launcher forks a server before it does anything
+Importing torch and transformers keeps a core busy for several seconds. Workers that each do it share the cores for as
+many times that, and then have the same modules as many times. So the launcher forks a server before it does anything
 else. That begins with what the launcher has imported, imports the rest while the launcher resolves the
 configuration, and is what the workers are forked from. It computes nothing and starts no thread, so forking it is
 safe. When the launcher dies the server does too, and then the workers (`parent_watch`).

@@ -22,8 +22,8 @@ def tell_and_end():
     end, number = sys.argv[1], int(sys.argv[2])
     words = [
         os.environ["GREETING"],
-        str(torch.get_num_threads()),
-        str(os.getsid(0) == os.getpid()),
+        torch.get_num_threads(),
+        os.getsid(0) == os.getpid(),
         "wave" in sys.modules,
     ]
     os.write(1, f"{' '.join(map(str, words))}\n".encode())  # what pytest captures with is forked too

@@ -1,4 +1,4 @@
-"""tahq's commands without the ten seconds of a core that their imports take.
+"""tahq's commands without the time that their imports take.
 
 They are the same commands in processes of their own, with their own session of signals, folder, environment and pipes;
 only what they import was imported before, in a server that every process of pytest has once. So what is read from the
