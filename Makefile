@@ -20,8 +20,8 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
 CODE  := tahq launch netem tests benchmarks
 
-# These need root and GPUs, and are called again and again until nothing is left; their first lines say how.
-NOT_IN_BENCH := benchmarks/bench_paper_throughput.py benchmarks/bench_time_to_loss.py
+# These need root, some of them GPUs, and a quiet machine for long; their first lines say how.
+NOT_IN_BENCH := $(patsubst %,benchmarks/bench_%.py,dropin engine follow heterogeneous paper_throughput time_to_loss)
 BENCHMARKS   := $(filter-out $(NOT_IN_BENCH),$(sort $(wildcard benchmarks/bench_*.py)))
 
 .PHONY: help setup demo test test-parallel test-serial test-netem-vm check lint types imports format bench clean
@@ -83,7 +83,7 @@ format: $(READY)  ## rewrite the code in the house format
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
-bench: $(READY)  ## run the benchmarks, but for the two of slow networks; results go to benchmarks/results
+bench: $(READY)  ## run the benchmarks, but for the three of slow networks; results go to benchmarks/results
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean:  ## remove .venv and caches; runs/ stays

@@ -37,8 +37,9 @@ from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
-from tahq.pipeline.engine import Chunk, StageEngine, StepShape
-from tahq.pipeline.schedule import generate
+from tahq.pipeline.chunk import Chunk, StepShape
+from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.generators import generate
 
 WORKERS = 4
 MICRO_BATCHES = 64

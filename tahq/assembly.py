@@ -33,32 +33,34 @@ from tahq.pipeline.stage import Stage, StagePlan
 
 
 def block_ranges(config: ClusterConfig, spec: ModelSpec) -> tuple[BlockRange, ...]:
-    """The blocks of every stage; a resolved configuration lists them, another is divided by counted cost."""
-    return divide(counted_costs(spec, config.data.seq_len), config.pipeline.stages, config.pipeline.layers)
+    """The blocks of every chunk; a resolved configuration lists them, another is divided by counted cost."""
+    return divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
 
 
-def stage_module(
+def chunk_module(
     config: ClusterConfig,
     spec: ModelSpec,
-    stage: int,
+    chunk: int,
     *,
     device: torch.device,
     random: RandomContext,
     weights: bool = True,
 ) -> ModelSlice:
-    """What a stage computes: its slice of the model, or under `model.sleep` one that only takes time.
+    """What a stage computes for one of its chunks: a slice of the model, or under `model.sleep` one that takes time.
 
     Args:
         config: resolved.
         spec: its model.
-        stage: which.
+        chunk: which; a stage's number is that of its only chunk, but for interleaved schedules.
         device: where it lives.
         random: what keyed dropout reads.
         weights: False leaves them uninitialised, for a snapshot to fill.
     """
-    blocks = block_ranges(config, spec)[stage]
+    blocks = block_ranges(config, spec)[chunk]
     if config.model.sleep is not None:
-        return build_sleeping_slice(spec, blocks, *config.model.sleep.of(stage), device=device, random=random)
+        naps = config.model.sleep.of(chunk % config.pipeline.stages)
+        forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in naps)
+        return build_sleeping_slice(spec, blocks, forward_s, backward_s, device=device, random=random)
     module = build_slice(spec, blocks, seed=config.run.seed, device=device, random=random, weights=weights)
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
     return module
@@ -114,16 +116,14 @@ class Assembly:
         assign: Assign,
         config: ClusterConfig,
         device: torch.device,
-        module: ModelSlice,
-        blocks: BlockRange,
+        modules: Mapping[int, ModelSlice],
         data: StageData | None,
         reader: SnapshotReader | None,
     ) -> None:
         self.config = config
         self.device = device
         self._assign = assign
-        self._module = module
-        self._blocks = blocks
+        self._modules = modules
         self._data = data
         self._reader = reader
         self._batches = self._batch_source()
@@ -151,11 +151,13 @@ class Assembly:
         data = StageData.load(config) if needs_data else None
         working("building the model")
         spec = resolved_spec(config, data.tokenizer.vocab_size if data is not None else None)
-        blocks = block_ranges(config, spec)[stage]
         reader = _open_snapshot(assign, config)
         random = RandomContext(config.run.seed)
-        module = stage_module(config, spec, stage, device=where, random=random, weights=reader is None)
-        return cls(assign, config, where, module, blocks, data, reader)
+        modules = {
+            chunk: chunk_module(config, spec, chunk, device=where, random=random, weights=reader is None)
+            for chunk in range(stage, config.pipeline.num_chunks, config.pipeline.stages)
+        }
+        return cls(assign, config, where, modules, data, reader)
 
     @property
     def tokenizer_hash(self) -> str:
@@ -180,7 +182,7 @@ class Assembly:
     @property
     def num_parameters(self) -> int:
         """Parameters of this stage."""
-        return sum(p.numel() for p in self._module.parameters())
+        return sum(p.numel() for module in self._modules.values() for p in module.parameters())
 
     def connect(
         self, plan: Plan, transports: Mapping[int, Transport], on_action: Callable[[int, Action], None] | None = None
@@ -203,7 +205,7 @@ class Assembly:
                 wire=config.wire,
                 tie=config.model.tie == "sync",
             ),
-            self._module,
+            self._modules,
             self._batches,
             transports,
             device=self.device,
@@ -211,6 +213,7 @@ class Assembly:
             order=self._sample_order(plan),
             cache_folder=Path(config.run.dir) / config.run.name / "cache",
             on_action=on_action,
+            beside=True,
         )
         if self._reader is not None:
             stage.load(self._reader.tensor, set(self._reader.names()))
@@ -233,8 +236,8 @@ class Assembly:
             step=step,
             stage=self._assign.stage,
             num_stages=self.config.pipeline.stages,
-            block_start=self._blocks.start,
-            block_stop=self._blocks.stop,
+            block_start=min(module.parts.blocks.start for module in self._modules.values()),
+            block_stop=max(module.parts.blocks.stop for module in self._modules.values()),
             cursor=asdict(cursor),
             config_hash=self._assign.config_hash,
             versions={"tahq": __version__, "torch": str(torch.__version__)},

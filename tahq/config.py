@@ -9,15 +9,17 @@ import math
 
 from pydantic import Field, model_validator
 
-from tahq.comm.config import Hosts, LinksConfig
+from tahq.comm.config import Hosts, LinksConfig, LinkTransport
 from tahq.comm.network_config import NetworkConfig
 from tahq.config_errors import DisagreementError
 from tahq.data.config import DataConfig
-from tahq.errors import CodecError
+from tahq.errors import CodecError, ConfigError, ScheduleError
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
+from tahq.pipeline.generators import generate
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
+from tahq.quant.ladder import ladder_for
 from tahq.run_config import RunConfig
 from tahq.units import Section, format_size, write_duration
 
@@ -41,7 +43,9 @@ class ClusterConfig(Section):
     def _sections_agree(self) -> "ClusterConfig":
         self._check_hosts()
         self._check_network()
+        self._check_inside()
         self._check_layers()
+        self._check_schedule()
         self._check_sleep()
         self._check_wire()
         self._check_sequence()
@@ -70,6 +74,41 @@ class ClusterConfig(Section):
                 f"hosts: {'local' if self.hosts == 'local' else 'a list'} only rate, delay and piece can be enforced",
             )
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The site of each stage; "" = one of its own. Under `hosts: local` all are one."""
+        if self.hosts == "local":
+            return ("local",) * self.pipeline.stages
+        hosts = self.hosts if isinstance(self.hosts, list) else self._network().hosts.values()
+        return tuple(host.site or "" for host in hosts)
+
+    def transport_between(self, one: int, other: int) -> LinkTransport:
+        """What carries the frames between two neighbouring stages."""
+        sites = self.sites
+        return self.links.inside if sites[one] and sites[one] == sites[other] else "zmq"
+
+    def _check_inside(self) -> None:
+        inside = self.links.inside
+        if inside == "zmq" or self.links.profile is not None:  # a profile's hosts are checked when it is in its place
+            return
+        why = self._why_no_groups()
+        if why:
+            raise DisagreementError(("links", "inside"), f"links.inside: {inside}: {why}; use links.inside: zmq")
+
+    def _why_no_groups(self) -> str:
+        """What keeps links inside a site off process groups; empty: nothing."""
+        if self.hosts == "namespaces":
+            if self.links.backend == "relay":
+                return "links.backend: relay has no way for connections other than ZMQ's"
+        elif self.links.rate is not None or self.links.delay:
+            return "links.rate and links.delay are enforced on ZMQ links only"
+        pairs = [(stage, stage + 1) for stage in range(self.pipeline.stages - 1)]
+        pairs += [(0, self.pipeline.stages - 1)] if pairs and self.model.tie == "sync" else []
+        if pairs and all(self.transport_between(*pair) == "zmq" for pair in pairs):
+            where = "links.hosts" if self.hosts == "namespaces" else "hosts"
+            return f"no two neighbours are of one site (set site under {where})"
+        return ""
+
     def _network(self) -> NetworkConfig:
         try:
             return self.links.network(self.pipeline.stages)
@@ -85,12 +124,22 @@ class ClusterConfig(Section):
                 ("pipeline", "layers"),
                 f"pipeline.layers {listed} adds up to {sum(listed)} layers, model.num_layers is {num_layers}",
             )
-        if self.pipeline.stages > num_layers:
+        if self.pipeline.num_chunks > num_layers:
+            times = f" times pipeline.chunks {self.pipeline.chunks}" if self.pipeline.chunks > 1 else ""
             raise DisagreementError(
                 ("pipeline", "stages"),
-                f"pipeline.stages {self.pipeline.stages} is above model.num_layers {num_layers}; "
-                "each stage needs a layer",
+                f"pipeline.stages {self.pipeline.stages}{times} is above model.num_layers {num_layers}; "
+                f"each {'chunk' if times else 'stage'} needs a layer",
             )
+
+    def _check_schedule(self) -> None:
+        pipeline, count = self.pipeline, self.training.num_micro_batches
+        try:
+            generate(
+                pipeline.schedule, pipeline.stages, count, depths=pipeline.depths, chunks_per_stage=pipeline.chunks
+            )
+        except ScheduleError as error:
+            raise DisagreementError(("pipeline", "in_flight"), f"pipeline.in_flight: {error}") from error
 
     def _check_sleep(self) -> None:
         sleep, stages = self.model.sleep, self.pipeline.stages
@@ -113,6 +162,17 @@ class ClusterConfig(Section):
                 raise DisagreementError(
                     ("wire", direction), f"wire.{direction} does not go with model.hidden_size {channels}: {error}"
                 ) from error
+        self._check_ladders((self.training.micro_batch, self.data.seq_len, channels))
+
+    def _check_ladders(self, boundary: tuple[int, int, int]) -> None:
+        if self.wire.follow is None:
+            return
+        for direction, rungs in self.wire.rungs().items():
+            try:
+                ladder_for(rungs, boundary)
+            except ConfigError as error:
+                where = f"wire.follow.{direction}"
+                raise DisagreementError(("wire", "follow", direction), f"{where}: {error}") from error
 
     def _check_sequence(self) -> None:
         longest, vocab_size = self.model.max_seq_len, self.model.vocab_size

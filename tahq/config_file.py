@@ -20,7 +20,7 @@ from tahq.config import ClusterConfig
 from tahq.config_errors import Origin, Origins, dotted, one_line
 from tahq.errors import ConfigError
 from tahq.quant.config import PAPER, PAPER_WORD
-from tahq.units import WRITTEN_BY_HAND
+from tahq.units import WRITTEN_BY_HAND, Section
 from tahq.yaml_positions import YamlError, parse_yaml
 
 
@@ -147,6 +147,8 @@ def _with_keys(path: yaml_positions.Path, section: Any) -> Any:
     """What an override finds where nothing was written, or a word that stands for keys."""
     if path == ("wire",) and section == PAPER_WORD:
         return dict(PAPER)
+    if path == ("wire", "follow") and section is True:
+        return {}
     return {} if section is None else section
 
 
@@ -197,12 +199,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def dump_yaml(config: ClusterConfig) -> str:
+def dump_yaml(config: Section, *, with_none: bool = True) -> str:
     """A cluster.yaml that `load_config` reads back to an equal configuration, every default written out.
 
-    Quantities get the unit that makes them shortest: ``rate: 100mbit``.
+    Quantities get the unit that makes them shortest: ``rate: 100mbit``. Works for any section; without `with_none`
+    keys that are None are left out.
     """
-    values = config.model_dump(mode="json", context=WRITTEN_BY_HAND)
+    values = config.model_dump(mode="json", context=WRITTEN_BY_HAND, exclude_none=not with_none)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 

@@ -1,9 +1,9 @@
 """`run:` of cluster.yaml."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tahq.comm.config import Device, DialledHostPort, HostPort
 from tahq.units import Duration, Section
@@ -15,6 +15,20 @@ def _folder_name(text: str) -> str:
     if _NAME.fullmatch(text) is None:
         raise ValueError(f"expected letters, digits, dots, dashes and underscores, at most 100; got {text!r}")
     return text
+
+
+def _first_and_last(value: Any) -> Any:
+    return [value, value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError(f"expected the first step and the last one to trace, such as [10, 12]; got {list(steps)}")
+    return steps
+
+
+StepNumber = Annotated[int, Field(ge=1)]
+TracedSteps = Annotated[tuple[StepNumber, StepNumber], BeforeValidator(_first_and_last), AfterValidator(_in_order)]
 
 
 class RunConfig(Section):
@@ -39,3 +53,9 @@ class RunConfig(Section):
     """Steps between snapshots; one is always written at the end and on interruption."""
     keep_snapshots: int = Field(default=2, ge=1)
     log_level: Literal["debug", "info", "warning"] = "info"
+    trace_steps: TracedSteps | None = None
+    """First and last step, from 1, of which every action of every worker is kept, as a picture."""
+
+    def is_traced(self, step: int) -> bool:
+        """Whether this step, from 0, is one of `trace_steps`."""
+        return self.trace_steps is not None and self.trace_steps[0] <= step + 1 <= self.trace_steps[1]

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 from pydantic import (
     BaseModel,
@@ -199,7 +199,7 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         # Python counts True as 1, and pydantic follows; `steps: true` is still a mistake.
-        field = cls.model_fields[str(info.field_name)]
-        if isinstance(value, bool) and field.annotation is not bool:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError(f"{str(value).lower()} is for switches, and this key is none")
         return value

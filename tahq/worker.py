@@ -1,6 +1,7 @@
 """The composition root of tahq-worker: one process, one stage, from JOIN to BYE.
 
     JOIN → ASSIGN → build → HELLO → PLAN → links → READY → START → (step, PREPARE, COMMIT)* → BYE
+    JOIN → ASSIGN → HELLO → (order, what was measured)* → BYE                       under `tahq measure`
 
 Two threads beside the compute loop: one owns the data sockets (`ZmqEndpoint`), one the control socket
 (`ControlClient`). An ABORT that arrives while the compute loop waits for a frame ends that wait.
@@ -18,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from tahq import __version__
-from tahq.assembly import Assembly
+from tahq.assembly import Assembly, compute_device
 from tahq.comm.addresses import format_address, local_address_towards
 from tahq.comm.control import (
     Abort,
@@ -38,10 +39,15 @@ from tahq.comm.control import (
     StopRequest,
 )
 from tahq.comm.control_channel import ControlClient
+from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
+from tahq.comm.group_rendezvous import GroupSpec, open_group
+from tahq.comm.group_transport import GroupTransport
+from tahq.comm.host_shaping import host_shaping
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
 from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.zmq_transport import ZmqTransport
 from tahq.config import ClusterConfig
 from tahq.config_file import config_from_json, config_hash
 from tahq.errors import (
@@ -53,9 +59,12 @@ from tahq.errors import (
     RunAbortedError,
     TahqError,
 )
+from tahq.measure.member import MeasuringMember
+from tahq.memory.exhaustion import is_out_of_memory
 from tahq.pipeline.engine import StepResult
 from tahq.pipeline.schedule import Action
 from tahq.pipeline.stage import Stage
+from tahq.pipeline.step_meter import StepMeter
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -92,7 +101,7 @@ def run_worker(options: WorkerOptions) -> int:
         worker.report(error)
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             lost = _out_of_memory(worker.stage, error)
             worker.report(lost)
             raise lost from error
@@ -110,6 +119,7 @@ class Worker:
         self._signals: list[int] = []
         self._stop_requested = False
         self._endpoint: ZmqEndpoint | None = None
+        self._groups: list[GroupTransport] = []
         self.stage = options.stage
         self._step = -1
         self._client = ControlClient(
@@ -129,19 +139,26 @@ class Worker:
         config = config_from_json(assign.config_json)
         self._log_as_configured(config)
         self._client.set_timing(
-            shaping=_shaping(config), peer_timeout_s=config.run.peer_timeout, heartbeat_s=config.run.peer_timeout / 5
+            shaping=_control_shaping(config),
+            peer_timeout_s=config.run.peer_timeout,
+            heartbeat_s=config.run.peer_timeout / 5,
         )
+        if assign.is_measuring:
+            return self._measure(assign, config)
         assembly = Assembly.build(assign, config, self._options.device, self._working)
         self._endpoint = self._open_endpoint(assign, config)
         plan = self._hello(assign, assembly, self._endpoint.address)
         if plan is None:
             return 0
-        stage = assembly.connect(plan, self._connect(plan, config), self._before_action)
+        transports = self._connect(assign, plan, assembly)
+        stage = assembly.connect(plan, transports, self._before_action)
         self._working("preparing the codecs")
         stage.prepare()
+        meter = StepMeter(stage.stopwatch, self.stage, _peers(plan), config.run.is_traced)
         self._client.send(Ready(self.stage))
         start = self._await(Start)
-        self._train(stage, assembly, start.step)
+        stage.use_codecs(start.step, start.codecs)
+        self._train(stage, assembly, meter, start.step)
         return self._await(Bye).exit_status
 
     def report(self, error: TahqError) -> None:
@@ -154,6 +171,8 @@ class Worker:
 
     def close(self) -> None:
         """Release the sockets; the links say goodbye."""
+        for group in self._groups:
+            group.close()
         if self._endpoint is not None:
             self._endpoint.close()
         self._client.close()
@@ -180,9 +199,11 @@ class Worker:
             identity=PeerIdentity(assign.run_id, 0, assign.stage, assign.config_hash),
             bind=bind,
             advertise=advertise,
-            shaping=_shaping(config),
+            shaping=host_shaping(config.links, config.hosts, assign.stage, config.pipeline.stages),
             peer_timeout_s=config.run.peer_timeout,
             heartbeat_s=config.run.peer_timeout / 5,
+            first=config.links.first,
+            connections=config.links.connections,
         )
 
     def _hello(self, assign: Assign, assembly: Assembly, address: str) -> Plan | None:
@@ -206,42 +227,93 @@ class Worker:
         plan = self._receive(Plan, Bye)
         return plan if isinstance(plan, Plan) else None
 
-    def _connect(self, plan: Plan, config: ClusterConfig) -> dict[int, Transport]:
+    def _connect(self, assign: Assign, plan: Plan, assembly: Assembly) -> dict[int, Transport]:
         if self._endpoint is None:
             raise AssertionError("links need the endpoint")
         self._working("connecting")
         self._endpoint.set_epoch(plan.epoch)
-        transports: dict[int, Transport] = {}
-        for link, peer_stage, peer_name, dial in plan.links:
-            transports[int(link)] = self._endpoint.open_link(int(link), int(peer_stage), str(peer_name), str(dial))
-        self._endpoint.wait_connected(config.run.join_timeout)
+        links: dict[int, ZmqTransport] = {}
+        for link, peer_stage, peer_name, dial, _ in plan.links:
+            links[int(link)] = self._endpoint.open_link(int(link), int(peer_stage), str(peer_name), str(dial))
+        self._endpoint.wait_connected(assembly.config.run.join_timeout)
+        transports: dict[int, Transport] = {**links}
+        for link, _, _, dial, transport in plan.links:
+            if transport != "zmq":
+                spec = self._group_spec(assign, plan, assembly, str(dial), str(transport))
+                self._groups.append(open_group(links[int(link)], spec))
+                transports[int(link)] = self._groups[-1]
         return transports
+
+    @staticmethod
+    def _group_spec(assign: Assign, plan: Plan, assembly: Assembly, dial: str, transport: str) -> GroupSpec:
+        if transport not in ("gloo", "nccl"):
+            raise RemoteProtocolError(f"the plan has a link over {transport!r}; expected zmq, gloo or nccl")
+        return GroupSpec(
+            backend="nccl" if transport == "nccl" else "gloo",
+            identity=PeerIdentity(assign.run_id, plan.epoch, assign.stage, assign.config_hash),
+            dial=dial,
+            device=assembly.device,
+            timeout_s=assembly.config.run.peer_timeout,
+        )
+
+    # -- measuring -------------------------------------------------------------------------------
+
+    def _measure(self, assign: Assign, config: ClusterConfig) -> int:
+        """Carry out orders to measure until there are no more; returns the status to leave with."""
+        device = compute_device(config, assign.stage, self._options.device)
+        if config.run.threads is not None:
+            torch.set_num_threads(config.run.threads)
+        listening = listening_addresses(self._options, config, assign.stage)
+        with MeasuringMember(assign, config, device, listening, self._working) as member:
+            self._working("waiting for the others")
+            self._client.send(_greeting_without_model(assign, config, member.address, device))
+            while True:
+                order = self._receive(MeasureCompute, MeasurePaths, Bye)
+                if isinstance(order, Bye):
+                    return order.exit_status
+                if isinstance(order, MeasureCompute | MeasurePaths):
+                    self._client.send(member.carry_out(order))
 
     # -- training --------------------------------------------------------------------------------
 
-    def _train(self, stage: Stage, assembly: Assembly, first_step: int) -> None:
+    def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int) -> None:
+        meter.begin(first_step)
         for step in range(first_step, stage.plan.total_steps):
             self._step = step
             result = stage.engine.run_step(step)
-            self._client.send(_prepare(step, stage, result))
+            self._client.send(_prepare(step, stage, result, meter))
             self._working("commit")
-            commit = self._await(Commit)
+            with stage.stopwatch.measure("commit"):
+                commit = self._await(Commit)
             if commit.step != step:
                 raise RemoteProtocolError(f"the coordinator committed step {commit.step} while step {step} is computed")
-            self._carry_out(commit, stage, assembly)
+            self._tell_trace(step, stage, meter)
+            self._carry_out(commit, stage, assembly, meter)
             if commit.stop:
                 return
 
-    def _carry_out(self, commit: Commit, stage: Stage, assembly: Assembly) -> None:
-        if commit.apply:
-            stage.update.apply(commit.step, commit.clip_factor)
-        else:
-            stage.update.discard()
+    def _tell_trace(self, step: int, stage: Stage, meter: StepMeter) -> None:
+        """The step is committed: send what was kept of it, if it is traced; the next one begins."""
+        if stage.stopwatch.is_recording:
+            meter.note(stage.take_link_stats())
+        for part in meter.trace(step):
+            self._client.send(part)
+        meter.begin(step + 1)
+
+    def _carry_out(self, commit: Commit, stage: Stage, assembly: Assembly, meter: StepMeter) -> None:
+        with stage.stopwatch.measure("optimizer"):
+            if commit.apply:
+                stage.update.apply(commit.step, commit.clip_factor)
+            else:
+                stage.update.discard()
+        stage.use_codecs(commit.step + 1, commit.codecs)
         if commit.evaluate:
             self._evaluate(commit.step, stage)
+            meter.begin(commit.step + 1)
         if commit.snapshot:
             self._working("snapshot")
-            self._client.send(assembly.write_snapshot(commit.step + 1, stage))
+            with stage.stopwatch.measure("snapshot"):
+                self._client.send(assembly.write_snapshot(commit.step + 1, stage))
 
     def _evaluate(self, step: int, stage: Stage) -> None:
         self._working("evaluate")
@@ -316,42 +388,59 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
     return options.bind or bind, options.advertise or advertise
 
 
-def _shaping(config: ClusterConfig) -> Shaping:
-    """What this process imitates of the links; in a namespace nothing, since there the network does it."""
+def _greeting_without_model(assign: Assign, config: ClusterConfig, address: str, device: torch.device) -> Hello:
+    return Hello(
+        stage=assign.stage,
+        version=__version__,
+        config_hash=config_hash(config),
+        tokenizer_hash="",
+        data_hash="",
+        address=address,
+        device=str(device),
+        torch_version=str(torch.__version__),
+        num_parameters=0,
+        num_train_samples=0,
+    )
+
+
+def _control_shaping(config: ClusterConfig) -> Shaping:
+    """What is imitated of the way to the coordinator; control messages are small, and not counted in any cap."""
     if config.hosts == "namespaces":
-        return Shaping(piece_nbytes=config.links.piece)
-    return Shaping(config.links.rate, config.links.delay, config.links.piece)
+        return Shaping()
+    return Shaping(config.links.rate, config.links.delay)
 
 
-def _prepare(step: int, stage: Stage, result: StepResult) -> Prepare:
-    rows = [
-        [float(s.link), float(s.direction), s.frames, s.payload_bytes, s.wire_bytes, s.elements, s.busy_s]
-        for s in stage.take_link_stats()
-    ]
+def _peers(plan: Plan) -> dict[int, int]:
+    """The stage at the other end of each link."""
+    return {int(link): int(peer_stage) for link, peer_stage, *_ in plan.links}
+
+
+def _prepare(step: int, stage: Stage, result: StepResult, meter: StepMeter) -> Prepare:
+    meter.note(stage.take_link_stats())
+    with stage.stopwatch.measure("norms"):
+        norm2 = stage.update.squared_norms()
+    timing = dict(result.timing)
+    for activity, seconds in stage.stopwatch.take().items():
+        timing[activity] = timing.get(activity, 0.0) + seconds
     return Prepare(
         step=step,
         stage=stage.plan.stage,
-        norm2=stage.update.squared_norms(),
+        norm2=norm2,
         finite=result.finite,
         loss_sum=result.loss_sum,
         tokens=result.tokens,
         batch_digest=result.batch_digest,
-        timing=result.timing,
-        links=rows,
+        timing=timing,
+        links=meter.take_rows(),
         codec_state_bytes=stage.codec_state_nbytes,
+        active_s=meter.active_s,
+        codec_errors=[[float(e.link), float(e.direction), e.relative_error] for e in stage.take_codec_errors()],
     )
 
 
 def _refusal(refuse: Refuse) -> str:
     rows = "; ".join(f"{field}: here {mine}, expected {theirs}" for field, mine, theirs in refuse.differences)
     return f"{refuse.reason}: {rows}" if rows else refuse.reason
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; torch has no exception of its own for the CPU's memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
 
 
 def _out_of_memory(stage: int, error: BaseException) -> OutOfMemoryError:

@@ -127,9 +127,11 @@ def test_override_takes_yaml_values(file):
 def test_the_word_paper_stands_for_the_papers_pair(file):
     expected = {"activations": "tah", "gradients": "fixed:bits=8", "backend": "auto", "threads": 1}
     config = file.load(changed("hosts: local", "wire: paper"))
-    assert config.wire.model_dump() == expected
+    assert config.wire.model_dump(exclude_none=True) == expected
     assert file.load(LEAST, "wire=paper") == config
-    assert file.load(LEAST, "wire=paper", "wire.threads=2").wire.model_dump() == expected | {"threads": 2}
+    assert file.load(LEAST, "wire=paper", "wire.threads=2").wire.model_dump(exclude_none=True) == expected | {
+        "threads": 2
+    }
     raw_first = changed("hosts: local", "wire: {activations: raw, gradients: raw}")
     assert file.load(raw_first, "wire=paper") == config
 
@@ -137,6 +139,26 @@ def test_the_word_paper_stands_for_the_papers_pair(file):
 def test_override_makes_a_section_that_is_missing(file):
     assert file.load(LEAST, "wire.activations=raw").wire.activations == "raw"
     assert file.load(LEAST, "model.overrides.a.b=5").model.overrides == {"a": {"b": 5}}
+
+
+@pytest.mark.parametrize(
+    ("links", "hosts", "expected"),
+    [
+        ("inside: gloo", "hosts: local", ["gloo", "gloo", "gloo"]),
+        ("rate: 1mbit", "hosts: local", ["zmq", "zmq", "zmq"]),
+        (
+            *("inside: nccl", "hosts: [{address: a, site: x}, {address: b, site: x}, {address: c}, {address: d}]"),
+            ["nccl", "zmq", "zmq"],
+        ),
+        (
+            "inside: gloo, hosts: {host0: {site: x}, host2: {site: y}, host3: {site: y}}",
+            *("hosts: namespaces", ["zmq", "zmq", "gloo"]),
+        ),
+    ],
+)
+def test_links_between_hosts_of_one_site_have_the_sites_transport(file, links, hosts, expected):
+    config = file.load(LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{{links}}}\n{hosts}"))
+    assert [config.transport_between(stage, stage + 1) for stage in range(3)] == expected
 
 
 FOUR_HOSTS = changed("hosts: local", "hosts: [{address: a}, {address: b}, {address: c}, {address: d}]")
@@ -210,3 +232,18 @@ def test_any_override_is_taken_or_refused_by_name(override):
     except ConfigError as error:
         result = str(error)
     assert isinstance(result, ClusterConfig) or " ".join(override.splitlines()) in result
+
+
+# -- run.trace_steps -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "traced"), [("[2, 4]", [2, 3, 4]), ("3", [3]), ("null", [])])
+def test_traced_steps_are_the_first_to_the_last_from_one(file, text, traced):
+    run = file.load(LEAST, f"run.trace_steps={text}").run
+    assert [step + 1 for step in range(6) if run.is_traced(step)] == traced
+
+
+@pytest.mark.parametrize("text", ["[4, 2]", "0", "[1]", "true", "[1, 2, 3]"])
+def test_traced_steps_that_are_none_are_refused(file, text):
+    with pytest.raises(ConfigError, match=r"run\.trace_steps"):
+        file.load(LEAST, f"run.trace_steps={text}")

@@ -162,6 +162,28 @@ def test_key_of_namespaces_is_refused_where_nothing_could_enforce_it(file):
         assert f"with hosts: {what} only rate, delay and piece can be enforced" in message
 
 
+FOUR_AT_HOME = "hosts: [{address: a, site: x}, {address: b, site: x}, {address: c}, {address: d}]"
+
+
+@pytest.mark.parametrize(
+    ("links", "hosts", "message"),
+    [
+        ("rate: 100mbit", "hosts: local", "links.rate and links.delay are enforced on ZMQ links only"),
+        ("delay: 5ms", FOUR_AT_HOME, "links.rate and links.delay are enforced on ZMQ links only"),
+        ("backend: relay", "hosts: namespaces", "links.backend: relay has no way for connections other than ZMQ's"),
+        ("rate: 1gbit", "hosts: namespaces", "no two neighbours are of one site (set site under links.hosts)"),
+        (
+            "delay: 0",
+            FOUR_AT_HOME.replace("b, site: x", "b"),
+            "no two neighbours are of one site (set site under hosts)",
+        ),
+    ],
+)
+def test_group_inside_a_site_that_cannot_be_is_refused(file, links, hosts, message):
+    text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{inside: gloo, {links}}}\n{hosts}")
+    assert f"links.inside: gloo: {message}; use links.inside: zmq" in file.refusal(text)
+
+
 def test_evaluation_without_validation_samples_is_refused(file):
     text = changed("stdlib", "stdlib\n  validation: 0").replace("steps: 10", "steps: 10\n  eval_every: 5")
     assert file.refusal(text) == (

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from tahq.comm.config import HostConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
+from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.units import WRITTEN_BY_HAND
 from tahq.yaml_positions import parse_yaml
 
@@ -16,7 +17,12 @@ DOC = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encodi
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \|$", re.MULTILINE)
 SECTIONS: dict[str, type[BaseModel]] = {
     name: HostConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
-} | {"links.hosts": HostChanges, "links.pairs": PairConfig}
+} | {
+    "wire.follow": FollowConfig,
+    "wire.follow.guard": GuardConfig,
+    "links.hosts": HostChanges,
+    "links.pairs": PairConfig,
+}
 
 
 def rows(section: str) -> dict[str, str]:

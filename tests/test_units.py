@@ -28,6 +28,7 @@ class Quantities(Section):
     piece: Size = 1024
     count: int = 1
     switch: bool = False
+    choice: bool | None = None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_bare_float_passes_from_python_but_not_from_yaml():
 def test_section_is_dumped_as_numbers_or_by_hand():
     section = Quantities(rate="100mbit", delay="20ms", piece="64KiB")
     assert section.model_dump(mode="json") == {
-        "rate": 1e8, "delay": 0.02, "piece": 65536, "count": 1, "switch": False,
+        "rate": 1e8, "delay": 0.02, "piece": 65536, "count": 1, "switch": False, "choice": None,
     }  # fmt: skip
     by_hand = section.model_dump(mode="json", context=WRITTEN_BY_HAND)
     assert (by_hand["rate"], by_hand["delay"], by_hand["piece"]) == ("100mbit", "20ms", "64kib")
@@ -145,6 +146,10 @@ def test_section_is_frozen_and_closed():
 def test_switch_for_a_number_is_refused(key):
     with pytest.raises(ValidationError, match="true is for switches"):
         Quantities(**{key: True})
+
+
+def test_switch_that_may_be_left_open_is_a_switch():
+    assert [Quantities(choice=value).choice for value in (True, False, None)] == [True, False, None]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -5,7 +5,8 @@ import torch
 from support.runs import tiny
 
 from tahq.config import ClusterConfig
-from tahq.worker import WorkerOptions, _is_out_of_memory, listening_addresses
+from tahq.memory.exhaustion import is_out_of_memory
+from tahq.worker import WorkerOptions, listening_addresses
 
 HOSTS = [
     {"address": "192.0.2.1"},
@@ -37,14 +38,14 @@ def test_the_command_line_wins():
         assert listening_addresses(given, config, 1) == ("127.0.0.1:9000", "none")
 
 
-def test_an_allocation_that_fails_is_out_of_memory():
+def test_an_allocation_that_failsis_out_of_memory():
     with pytest.raises(RuntimeError) as failure:
         torch.empty(1 << 50)
-    assert _is_out_of_memory(failure.value)
-    assert _is_out_of_memory(MemoryError())
+    assert is_out_of_memory(failure.value)
+    assert is_out_of_memory(MemoryError())
 
 
 def test_another_error_is_not_out_of_memory():
     with pytest.raises(RuntimeError) as failure:
         torch.ones(2) @ torch.ones(3)
-    assert not _is_out_of_memory(failure.value)
+    assert not is_out_of_memory(failure.value)

@@ -196,6 +196,31 @@ def export(
     return 0
 
 
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The run's folder, e.g. runs/demo.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Of this step. Default: medians of the last 20.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            show_default=False,
+            help="Write the steps of run.trace_steps (or --step) as one picture for ui.perfetto.dev. Default: none.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Say what a run's steps are spent on, and what limits them.
+
+    Example: tahq trace runs/demo --step 10 --output demo.json
+    """
+    from tahq_launch.trace_command import trace as show_trace
+
+    show_trace(run, step, output)
+    return 0
+
+
 def probe(
     cluster_yaml: ConfigPath,
     wire: Annotated[
@@ -242,13 +267,143 @@ def probe(
     return 0
 
 
+def plan(
+    cluster_yaml: ConfigPath,
+    numbers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MEASURED.YAML",
+            show_default=False,
+            help="Numbers of the hosts and of the paths between them, as tahq measure writes them. "
+            "Default: estimated from CLUSTER.YAML.",
+        ),
+    ] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC|ladder",
+            show_default=False,
+            help="A codec that may be chosen, link by link, the most faithful first, e.g. --codecs wf:bits=5 "
+            "--codecs wf:bits=3; ladder: those of docs/planner.md. May be repeated. Default: as wire says.",
+        ),
+    ] = None,
+    schedules: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="A schedule that may be chosen, e.g. --schedules zero-bubble. May be repeated. "
+            "Default: all but interleaved.",
+        ),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Stages. Default: as many as are best.")
+    ] = None,
+    max_replicas: Annotated[
+        int, typer.Option(min=1, help="Most pipelines side by side, each on hosts of its own.")
+    ] = 1,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Write a cluster.yaml with the plan put in."),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write all figures there too.")
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="Draw the simulated step.")] = False,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> int:
+    """Say which hosts, in which order, with how many layers each, train fastest, and why.
+
+    Predicts tokens a second by simulation; starts nothing and contacts nobody.
+
+    Example: tahq plan cluster.yaml --numbers measured.yaml --write planned.yaml
+    """
+    from tahq_launch.plan_command import PlanRequest, plan_cluster
+    from tahq_launch.plan_problem import PlanChoices
+
+    choices = PlanChoices(tuple(codecs or ()), tuple(schedules or ()), stages, max_replicas)
+    plan_cluster(PlanRequest(cluster_yaml, numbers, tuple(overrides or ()), choices, write, json_path, grid))
+    return 0
+
+
+def measure(
+    cluster_yaml: ConfigPath,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the figures go, for `tahq plan`.")] = Path(
+        "measured.yaml"
+    ),
+    micro_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="SAMPLES",
+            show_default=False,
+            help="A size to time, e.g. --micro-batch 4. May be repeated. Default: the run's, half of it and twice.",
+        ),
+    ] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC",
+            show_default=False,
+            help="A codec to time, e.g. --codecs eden:bits=3. May be repeated. Default: those of wire.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long each stream is looked at, at least; 30 at most.")
+    ] = 1.0,
+    connections: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Try each way over so many connections too, e.g. --connections 4. May be repeated. Default: one.",
+        ),
+    ] = None,
+    parallel: Annotated[
+        bool,
+        typer.Option("--parallel", help="Pairs without a common host at the same time. Default: one pair at a time."),
+    ] = False,
+    access: Annotated[
+        bool, typer.Option(help="Measure each host's uplink and downlink, with all others at once.")
+    ] = True,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> int:
+    """Have the hosts of CLUSTER.YAML measure themselves and each other.
+
+    Times the parts of the model and the codecs, and what every way between two hosts carries. Starts workers as
+    tahq-launch does, but touches no run.
+
+    Example: tahq measure launch/examples/demo.yaml --output measured.yaml
+
+    Exit status: as tahq-launch; 3 if a host could not reach another. What was measured is written all the same.
+    """
+    from tahq_launch.measure import MeasureOptions
+    from tahq_launch.measure import measure as measure_hosts
+
+    options = MeasureOptions(
+        config_path=cluster_yaml,
+        output=output,
+        overrides=tuple(overrides or ()),
+        micro_batches=tuple(micro_batch or ()),
+        codecs=tuple(codecs or ()),
+        seconds=seconds,
+        parallel=parallel,
+        access=access,
+        connections=tuple(connections or ()),
+        debug=debug,
+    )
+    return measure_hosts(options, _announce)
+
+
 # -- programs ------------------------------------------------------------------------------------
 
 
 def _umbrella() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(_version)
-    for command in (launch, worker, coordinator, export, probe):
+    for command in (launch, worker, coordinator, measure, plan, export, trace, probe):
         app.command(command.__name__)(command)
     app.add_typer(codec_app(), name="codec")
     app.add_typer(netem_app(), name="netem")

@@ -27,8 +27,10 @@ def codec_memory(config: ClusterConfig, spec: ModelSpec) -> str:
     shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
     num_samples = seen_samples(config)
     rows = []
+    last = config.pipeline.num_chunks - 1
     for stage in range(stages):
-        num_ends = (stage > 0) + (stage < stages - 1)
+        chunks = range(stage, last + 1, stages)
+        num_ends = sum((chunk > 0) + (chunk < last) for chunk in chunks)
         nbytes = num_ends * codec.predicted_state_nbytes(shape, num_samples)
         rows.append([str(stage), str(num_ends), f"{nbytes:,}", format_size(nbytes)])
     a_sample, later = codec.predicted_state_nbytes(shape, 1), codec.revisit_nbytes(shape)

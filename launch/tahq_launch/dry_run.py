@@ -7,7 +7,7 @@ alone, apart from `device: auto`, and is at most 100 columns wide.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 import torch
 
@@ -19,9 +19,9 @@ from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
-from tahq.pipeline.schedule import Schedule, generate
+from tahq.pipeline.schedule import ActionKind, Schedule, in_flight
 from tahq.pipeline.simulator import draw_grid
-from tahq.pipeline.validator import validate
+from tahq.quant.config import WireConfig
 from tahq.units import format_rate, format_size
 from tahq_launch.codec_memory import codec_memory
 from tahq_launch.link_speeds import LinkSpeeds, link_speeds
@@ -71,12 +71,10 @@ class _Plan:
     def make(cls, config: ClusterConfig) -> "_Plan":
         spec = _spec(config)
         costs = counted_costs(spec, config.data.seq_len)
-        ranges = divide(costs, config.pipeline.stages, config.pipeline.layers)
-        schedule = generate(config.pipeline.schedule, config.pipeline.stages, config.training.num_micro_batches)
-        validate(schedule)
+        ranges = divide(costs, config.pipeline.num_chunks, config.pipeline.layers)
+        schedule = config.pipeline.actions(config.training.num_micro_batches)
         flows = step_flows(config, spec)
-        numbers = [_step_numbers(config, schedule, flows, stage) for stage in range(len(ranges))]
-        memory = tuple(stage_memory(spec, blocks, each) for blocks, each in zip(ranges, numbers, strict=True))
+        memory = tuple(_memory_of(config, spec, ranges, schedule, flows, stage) for stage in range(schedule.num_stages))
         return cls(config, spec, ranges, schedule, flows, memory, link_speeds(config))
 
 
@@ -88,14 +86,36 @@ def _spec(config: ClusterConfig) -> ModelSpec:
     return load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
 
 
-def _step_numbers(config: ClusterConfig, schedule: Schedule, flows: Sequence[Flow], stage: int) -> StepNumbers:
+def _memory_of(
+    config: ClusterConfig,
+    spec: ModelSpec,
+    ranges: Sequence[BlockRange],
+    schedule: Schedule,
+    flows: Sequence[Flow],
+    stage: int,
+) -> StageMemory:
+    """All chunks of a stage together, each at its own peak."""
+    chunks = [
+        stage_memory(spec, ranges[chunk], _step_numbers(config, schedule, flows, chunk))
+        for chunk in _chunks(config, stage)
+    ]
+    return StageMemory(*(sum(kind) for kind in zip(*map(astuple, chunks), strict=True)))
+
+
+def _chunks(config: ClusterConfig, stage: int) -> range:
+    return range(stage, config.pipeline.num_chunks, config.pipeline.stages)
+
+
+def _step_numbers(config: ClusterConfig, schedule: Schedule, flows: Sequence[Flow], chunk: int) -> StepNumbers:
+    stage = chunk % config.pipeline.stages
     training = config.training
     in_bf16 = computes_in_bf16(training.precision, _device(config, stage))
     states = _OPTIMIZER_STATES.get(training.optimizer, int(training.momentum > 0))
-    cuts = [flow for flow in flows if stage in (flow.source, flow.target) and not flow.is_tie]
+    cuts = [flow for flow in flows if flow.link in (chunk - 1, chunk) and not flow.is_tie]
+    row = tuple(action for action in schedule.actions[stage] if action.chunk == chunk)
     return StepNumbers(
         shape=MicroBatchShape(training.micro_batch, config.data.seq_len, in_bf16),
-        in_flight=schedule.max_in_flight(stage),
+        in_flight=max(in_flight(row)),
         optimizer_states=states,
         checkpoint_blocks=training.activation_checkpointing == "block",
         frame_nbytes=sum(flow.payload_nbytes for flow in cuts),
@@ -142,11 +162,11 @@ def _stages(plan: _Plan) -> str:
             _host_name(plan.config, stage),
             _device(plan.config, stage),
             "bf16" if computes_in_bf16(plan.config.training.precision, _device(plan.config, stage)) else "fp32",
-            _layers(blocks),
+            " | ".join(_layers(plan.ranges[chunk]) for chunk in _chunks(plan.config, stage)),
             f"{memory.weights // 4:,}",
             f"{memory.weights / total:.1%}",
         ]
-        for stage, (blocks, memory) in enumerate(zip(plan.ranges, plan.memory, strict=True))
+        for stage, memory in enumerate(plan.memory)
     ]
     titles = ["stage", "host", "device", "in", "layers", "parameters", "share"]
     return "Layers\n" + plain_table(titles, rows, left=(1, 2, 3, 4))
@@ -190,16 +210,40 @@ def _links(plan: _Plan) -> str:
     lines = [
         "Bytes a step on every link (frame headers included; acknowledgements and TCP/IP come on top)",
         plain_table(titles, rows, left=(1, 2)),
-        f"  activations: {plan.config.wire.activations}",
-        f"  gradients: {plan.config.wire.gradients}",
+        *_codecs(plan.config.wire),
         f"  together {format_size(total)} a step" + _whole_run(plan, total),
     ]
+    lines += [_transports(plan)] if plan.config.links.inside != "zmq" else []
     return "\n".join(lines)
 
 
+def _codecs(wire: WireConfig) -> list[str]:
+    """The codecs that a run begins with, and what they may change to."""
+    rungs = wire.rungs()
+    return [
+        f"  {direction}: {spec}" + (f", to follow the link among {', '.join(rungs[direction])}" if wire.follow else "")
+        for direction, spec in wire.specs().items()
+    ]
+
+
+def _transports(plan: _Plan) -> str:
+    """Which links lie inside a site, and so do not go over ZMQ."""
+    config = plan.config
+    inside = {flow.link for flow in plan.flows if config.transport_between(flow.source, flow.target) != "zmq"}
+    between = {flow.link for flow in plan.flows} - inside
+    text = f"  {config.links.inside} carries link{'s' * (len(inside) > 1)} {', '.join(map(str, sorted(inside)))}"
+    return f"{text}, ZMQ {', '.join(map(str, sorted(between)))}" if between else text
+
+
 def _seconds_title(plan: _Plan) -> str:
-    rate = plan.config.links.rate
-    return "s alone" if plan.config.hosts == "namespaces" or rate is None else f"s at {format_rate(rate)}"
+    rate = _common_rate(plan)
+    return "s alone" if rate is None else f"s at {format_rate(rate)}"
+
+
+def _common_rate(plan: _Plan) -> float | None:
+    """What every host is held to in both directions, if it is `links.rate` alone."""
+    rates = {*plan.speeds.up, *plan.speeds.down}
+    return plan.config.links.rate if plan.config.hosts != "namespaces" and rates == {plan.config.links.rate} else None
 
 
 def _link_row(flow: Flow, rate_bits_per_s: float, num_cells: int) -> list[str]:
@@ -239,9 +283,11 @@ def _hosts(plan: _Plan) -> str:
 
 
 def _traffic_title(plan: _Plan) -> str:
-    rate = plan.config.links.rate
-    if plan.config.hosts == "namespaces" or rate is None:
-        return "Traffic of each host a step, all its links together, at 1448/1514 of its rates"
+    rate = _common_rate(plan)
+    if rate is None:
+        in_namespaces = plan.config.hosts == "namespaces"
+        held_to = "at 1448/1514 of its rates" if in_namespaces else "at its rate or its cap"
+        return f"Traffic of each host a step, all its links together, {held_to}"
     return f"Traffic of each host a step, both links together, at {format_rate(rate)} each way"
 
 
@@ -260,11 +306,15 @@ def _host_table(plan: _Plan) -> str:
 
 
 def _grid(plan: _Plan) -> str:
-    title = (
-        f"Schedule {plan.schedule.name} (0F2: chunk 0, forward, micro-batch 2; a backward, B, is drawn twice as long)"
-    )
+    title = f"Schedule {plan.schedule.name} (0F2: chunk 0, forward, micro-batch 2; {_drawn(plan.schedule)})"
     column = 1 + max(len(str(action)) for row in plan.schedule.actions for action in row)
     return f"{title}\n{_wrapped(draw_grid(plan.schedule), len('stage 0  '), column)}"
+
+
+def _drawn(schedule: Schedule) -> str:
+    if any(action.kind is ActionKind.I for row in schedule.actions for action in row):
+        return "I and W: gradient of the input, of the weights"
+    return "a backward, B, is drawn twice as long"
 
 
 def _wrapped(grid: str, margin: int, column: int) -> str:

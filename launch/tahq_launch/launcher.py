@@ -27,6 +27,7 @@ from tahq_launch.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.ssh_host import ssh_command, worker_by_hand
 from tahq_launch.stage_process import StageProcess, WorkerCommand
+from tahq_launch.trace_command import wire_facts
 
 if TYPE_CHECKING:
     from tahq_launch.namespace_host import NamespaceHosts
@@ -38,7 +39,9 @@ ABORTED_S = 1.0
 TERMINATE_S = 3.0
 """How long one that was asked to leave may take before it is killed."""
 
-_ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit statuses of what went well, or was stopped by somebody."""
+
 _WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 Announce = Callable[[str], None]
@@ -127,15 +130,42 @@ def launch(request: StartRequest, announce: Announce) -> int:
         _opened(request, announce, forks) as (prepared, coordinator, hosts),
         Fleet(coordinator.worker_exited, forks) as fleet,
     ):
-        for stage in range(prepared.config.pipeline.stages):
-            command = worker_command(prepared.config, stage, coordinator.address, hosts, debug=request.debug)
-            if command is not None:
-                fleet.start(command, prepared.folder.stage_log(stage))
-            else:
-                announce(_by_hand(prepared.config, stage, coordinator.address))
-        status = coordinator.run(fleet.tick)
-        fleet.close(LEAVE_S if status in _ORDERLY else ABORTED_S)
-        return status
+        start_workers(prepared, coordinator.address, hosts, fleet, announce, debug=request.debug)
+        return lead(coordinator, fleet)
+
+
+def start_workers(
+    prepared: PreparedRun,
+    address: str,
+    hosts: "NamespaceHosts | None",
+    fleet: Fleet,
+    announce: Announce,
+    *,
+    debug: bool,
+) -> None:
+    """Start a worker for every stage, or say what to type where a person starts it.
+
+    Args:
+        prepared: what they are for.
+        address: host:port that the coordinator tells workers to dial.
+        hosts: of the run's own network, if it has one.
+        fleet: they belong to.
+        announce: told what to type.
+        debug: have them log in detail.
+    """
+    for stage in range(prepared.config.pipeline.stages):
+        command = worker_command(prepared.config, stage, address, hosts, debug=debug)
+        if command is not None:
+            fleet.start(command, prepared.folder.stage_log(stage))
+        else:
+            announce(_by_hand(prepared.config, stage, address))
+
+
+def lead(coordinator: Coordinator, fleet: Fleet) -> int:
+    """Lead the workers to the end; returns the exit status, when none of them is left."""
+    status = coordinator.run(fleet.tick)
+    fleet.close(LEAVE_S if status in ORDERLY else ABORTED_S)
+    return status
 
 
 def serve(request: StartRequest, announce: Announce) -> int:
@@ -146,7 +176,7 @@ def serve(request: StartRequest, announce: Announce) -> int:
         return coordinator.run(lambda: None)
 
 
-def _meanwhile(forks: ForkServer | None, config: ClusterConfig) -> None:
+def import_meanwhile(forks: ForkServer | None, config: ClusterConfig) -> None:
     """While the configuration is resolved, import for workers; with namespaces only when their network is measured."""
     if config.hosts != "namespaces":
         if forks is not None:
@@ -167,8 +197,8 @@ def _opened(
     Local workers are forked from `forks`; without it, workers are started by hand.
     """
     with (
-        prepared_run(request, partial(_meanwhile, forks)) as prepared,
-        _hosts(prepared, announce, forks) as hosts,
+        prepared_run(request, partial(import_meanwhile, forks)) as prepared,
+        own_network(prepared, announce, forks) as hosts,
         listening(prepared.config, hosts) as server,
     ):
         observer = watch_run(
@@ -177,6 +207,8 @@ def _opened(
             program=request.program,
             resume_command=request.resume_command,
             export_command=_export_command(prepared.folder),
+            facts=wire_facts(prepared.config),
+            traces=prepared.folder.traces,
         )
         coordinator = Coordinator(prepared.options, server, observer)
         with signals_to(coordinator.request_stop):
@@ -186,7 +218,10 @@ def _opened(
 
 
 @contextlib.contextmanager
-def _hosts(prepared: PreparedRun, announce: Announce, forks: ForkServer | None) -> "Iterator[NamespaceHosts | None]":
+def own_network(
+    prepared: PreparedRun, announce: Announce, forks: ForkServer | None
+) -> "Iterator[NamespaceHosts | None]":
+    """The network that is made for `hosts: namespaces`, measured; None where there is none to make."""
     if prepared.config.hosts != "namespaces" or forks is None:
         yield None
         return

@@ -6,8 +6,9 @@ worker's; shaped in the workers it counts what they send.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tahq.comm.host_shaping import host_shaping
 from tahq.config import ClusterConfig
 from tahq_netem.description import NetworkPlan, plan_network
 from tahq_netem.figures import GOODPUT_SHARE
@@ -38,12 +39,19 @@ class LinkSpeeds:
 
 
 def link_speeds(config: ClusterConfig) -> LinkSpeeds:
-    """The speeds of a configuration without a profile."""
+    """The speeds of a configuration without a profile, its caps kept.
+
+    Raises:
+        ConfigError: a cap is a share of a rate that is not known.
+    """
     stages, links = config.pipeline.stages, config.links
-    if config.hosts != "namespaces":
-        rates = (links.rate or math.inf,) * stages
-        return LinkSpeeds(rates, rates, links.delay, {})
-    return _of_network(plan_network(links.network(stages)))
+    own = [host_shaping(links, config.hosts, stage, stages) for stage in range(stages)]
+    network = LinkSpeeds((math.inf,) * stages, (math.inf,) * stages, links.delay, {})
+    if config.hosts == "namespaces":
+        network = _of_network(plan_network(links.network(stages)))
+    up = tuple(min(rate, shaping.up_bits_per_s) for rate, shaping in zip(network.up, own, strict=True))
+    down = tuple(min(rate, shaping.down_bits_per_s) for rate, shaping in zip(network.down, own, strict=True))
+    return replace(network, up=up, down=down)
 
 
 def _of_network(plan: NetworkPlan) -> LinkSpeeds:

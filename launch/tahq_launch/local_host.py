@@ -42,7 +42,7 @@ def _modeling_modules(config: ClusterConfig) -> list[str]:
 
 
 def _compiler_modules(config: ClusterConfig) -> list[str]:
-    codecs = {CodecSpec.parse(spec).name for spec in config.wire.specs().values()}
+    codecs = {CodecSpec.parse(spec).name for rungs in config.wire.rungs().values() for spec in rungs}
     uses_numba = config.pipeline.stages > 1 and config.wire.backend in (AUTO, "cpu") and codecs != {"raw"}
     return [_NUMBA] if uses_numba else []
 

@@ -128,7 +128,7 @@ def open_hosts(prepared: PreparedRun, announce: Callable[[str], None]) -> Iterat
         _keep(prepared, measured)
         measured.check()
         found = f"{len(measured.figures)} figures within their bounds" if measured.figures else "it has no links"
-        announce(f"  {found}, kept in {prepared.folder.network}")
+        announce(f"  {found} ({prepared.folder.network.name})")
         yield NamespaceHosts(network)
 
 

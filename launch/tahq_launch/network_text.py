@@ -33,6 +33,8 @@ def describe_network(config: ClusterConfig) -> str:
 
 def _title(network: NetworkConfig) -> str:
     control = network.congestion_control or "cubic"
+    if network.tcp_slow_start_after_idle is not None:
+        control += f", {'with' if network.tcp_slow_start_after_idle else 'without'} slow start after pauses"
     return (
         f"Network of {len(network.hosts)} hosts, made by {_BACKENDS[network.backend]}; TCP is {control}.\n"
         "It is measured before the workers start, and kept in network.json"

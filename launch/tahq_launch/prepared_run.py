@@ -21,6 +21,7 @@ from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError
 from tahq.pipeline.manifest import Manifest, read_latest
 from tahq.pipeline.resume import compare_configs, keep_model_sizes
+from tahq_launch.codec_choice import codec_options
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder
 
@@ -61,7 +62,7 @@ class StartRequest:
 class Origin:
     """Where a run begins: at nothing, or at a snapshot of itself.
 
-    `notes` say what is different from the run that is continued.
+    `notes` say what is different from the run that is continued; `codecs` is what its links were packed with.
     """
 
     run_id: int
@@ -69,6 +70,7 @@ class Origin:
     snapshot: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    codecs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, 
 
 
 def _origin_at(snapshot: Path, manifest: Manifest, lines: list[str]) -> Origin:
-    return Origin(manifest.run_id, manifest.step, str(snapshot), manifest.sha256, tuple(lines))
+    codecs = dict(manifest.meta.get("codecs") or {})
+    return Origin(manifest.run_id, manifest.step, str(snapshot), manifest.sha256, tuple(lines), codecs)
 
 
 def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
@@ -176,10 +179,14 @@ def _coordinator_options(
         snapshot=origin.snapshot,
         snapshot_files=origin.files,
         tie_link=config.model.tie == "sync",
+        chunks_per_stage=config.pipeline.chunks,
+        sites=config.sites,
+        inside=config.links.inside,
         hosts=() if isinstance(config.hosts, str) else tuple(host.address for host in config.hosts),
         name=run.name,
         epoch=epoch,
         resume_command=resume_command,
+        codecs=codec_options(config, origin.codecs),
     )
 
 

@@ -6,11 +6,13 @@ on every machine; so both are written into the configuration before anybody rece
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
 from pydantic import ValidationError
 
+from tahq.comm.host_shaping import host_shaping
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
 from tahq.config_errors import Origins, one_line
@@ -31,20 +33,33 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     by counted or by measured cost, and what `links.profile` stands for. Resolving twice changes nothing.
 
     Raises:
-        ConfigError: no such profile, or one that does not go with the rest.
+        ConfigError: no such profile, or one that does not go with the rest; a cap that is a share of nothing known.
         DataError: a tokenizer that cannot be loaded.
         ModelError: a model that cannot be built, cut into so many stages, or take so long samples.
     """
     config = resolve(with_profile(config))
+    _check_caps(config)
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
     model = config.model
     if model.path is None:
         model = model.model_copy(update={"vocab_size": spec.vocab_size})
-    ranges = divide(_costs(config, spec), config.pipeline.stages, config.pipeline.layers)
+    ranges = divide(_costs(config, spec), config.pipeline.num_chunks, config.pipeline.layers)
     layers = [blocks.stop - blocks.start for blocks in ranges]
     pipeline = config.pipeline.model_copy(update={"layers": layers})
     return config.model_copy(update={"model": model, "pipeline": pipeline})
+
+
+def _check_caps(config: ClusterConfig) -> None:
+    stages = range(config.pipeline.stages)
+    shapings = [host_shaping(config.links, config.hosts, stage, len(stages)) for stage in stages]
+    free = [stage for stage in stages if shapings[stage].up_bits_per_s == math.inf]
+    if config.links.first != "oldest" and free:
+        log.warning(
+            "links.first: %s has little effect on stage %d's host, whose uplink nothing holds back: TCP shares it out; "
+            "set links.cap_up a little below its rate",
+            *(config.links.first, free[0]),
+        )
 
 
 def with_profile(config: ClusterConfig) -> ClusterConfig:
@@ -62,8 +77,12 @@ def with_profile(config: ClusterConfig) -> ClusterConfig:
     hosts = {name: HostChanges(**host.model_dump()) for name, host in network.hosts.items()}
     hosts |= {name: _changed(hosts.get(name, HostChanges()), own) for name, own in links.hosts.items()}
     control = links.congestion_control or network.congestion_control
+    slow_start = links.tcp_slow_start_after_idle
+    if slow_start is None:
+        slow_start = network.tcp_slow_start_after_idle
     pairs = [*links.pairs, *(pair for pair in network.pairs if not _has(links.pairs, pair))]
-    expanded = {"profile": None, "hosts": hosts, "pairs": pairs, "congestion_control": control}
+    of_tcp = {"congestion_control": control, "tcp_slow_start_after_idle": slow_start}
+    expanded = {"profile": None, "hosts": hosts, "pairs": pairs, **of_tcp}
     values = config.model_copy(update={"links": links.model_copy(update=expanded)}).model_dump(mode="json")
     try:
         return ClusterConfig.model_validate(values)

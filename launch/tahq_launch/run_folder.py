@@ -4,6 +4,7 @@
 
     config.yaml      the configuration as resolved     snapshots/  weights to resume and export from
     metrics.jsonl    one object a step                 logs/       launcher.log, stage-N.log
+    trace/           step-000010.json: pictures of the steps of run.trace_steps
     network.json     under hosts: namespaces, the network as made and as measured
 
 Invariants:
@@ -42,6 +43,11 @@ class RunFolder:
     def network(self) -> Path:
         """The network that the workers are in, and what was measured on it before they started."""
         return self.path / "network.json"
+
+    @property
+    def traces(self) -> Path:
+        """Folder of pictures of traced steps."""
+        return self.path / "trace"
 
     @property
     def snapshots(self) -> Path:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tahq.comm.frame import HEADER_NBYTES, Direction
+from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
+from tahq.comm.host_shaping import host_shaping
 from tahq.config import ClusterConfig
 from tahq.models.model_spec import ModelSpec
 from tahq.pipeline.costs import Costs, CutCosts, HostCosts
@@ -68,8 +70,10 @@ def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[Flow, ...]:
 def _cut_flows(config: ClusterConfig, spec: ModelSpec) -> Iterator[Flow]:
     shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
     num_frames = config.training.num_micro_batches
-    for cut in range(config.pipeline.stages - 1):
-        ends = {Direction.FORWARD: (cut, cut + 1), Direction.BACKWARD: (cut + 1, cut)}
+    stages = config.pipeline.stages
+    for cut in range(config.pipeline.num_chunks - 1):
+        before, after = cut % stages, (cut + 1) % stages
+        ends = {Direction.FORWARD: (before, after), Direction.BACKWARD: (after, before)}
         codecs = {Direction.FORWARD: config.wire.activations, Direction.BACKWARD: config.wire.gradients}
         for direction, codec in codecs.items():
             yield _flow(config, cut, ends[direction], direction, codec, num_frames, shape)
@@ -80,7 +84,15 @@ def _tie_flows(config: ClusterConfig, spec: ModelSpec) -> Iterator[Flow]:
     if config.model.tie != "sync" or last == 0:
         return
     for direction, ends in ((Direction.FORWARD, (0, last)), (Direction.BACKWARD, (last, 0))):
-        yield _flow(config, last, ends, direction, "raw:dtype=fp32", 1, (spec.vocab_size, spec.hidden_size))
+        yield _flow(
+            config,
+            config.pipeline.num_chunks - 1,
+            ends,
+            direction,
+            "raw:dtype=fp32",
+            1,
+            (spec.vocab_size, spec.hidden_size),
+        )
 
 
 def _flow(
@@ -93,10 +105,9 @@ def _flow(
     shape: tuple[int, ...],
 ) -> Flow:
     payload_nbytes = get_codec(codec).encoded_nbytes(shape)
-    num_pieces = max(1, math.ceil(payload_nbytes / config.links.piece))
     return Flow(
         link=link,
-        is_tie=link == config.pipeline.stages - 1,
+        is_tie=link == config.pipeline.num_chunks - 1,
         source=ends[0],
         target=ends[1],
         direction=direction,
@@ -104,8 +115,16 @@ def _flow(
         num_frames=num_frames,
         num_elements=math.prod(shape),
         payload_nbytes=payload_nbytes,
-        frame_nbytes=payload_nbytes + num_pieces * HEADER_NBYTES,
+        frame_nbytes=payload_nbytes + _headers_nbytes(config, ends, payload_nbytes),
     )
+
+
+def _headers_nbytes(config: ClusterConfig, ends: tuple[int, int], payload_nbytes: int) -> int:
+    """Of a frame: one a piece over ZMQ, one in all over a process group."""
+    if config.transport_between(*ends) != "zmq":
+        return ANNOUNCEMENT_NBYTES
+    sender = host_shaping(config.links, config.hosts, ends[0], config.pipeline.stages)
+    return HEADER_NBYTES * max(1, math.ceil(payload_nbytes / sender.message_nbytes))
 
 
 def host_traffic(flows: Iterable[Flow], num_stages: int) -> tuple[HostTraffic, ...]:
@@ -137,6 +156,7 @@ def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedu
         hosts=[HostCosts(up / 8, down / 8) for up, down in zip(speeds.up, speeds.down, strict=True)],
         latency_s=speeds.longest_delay_s,
         commit_s=2 * speeds.longest_delay_s,
+        codec_lane=True,
         piece_nbytes=config.links.piece,
     )
     return simulate(schedule, costs).step_time_s

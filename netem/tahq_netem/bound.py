@@ -6,7 +6,7 @@ after the last that s does, it has to go back through all of them:
     before_s = Σ_{r<s} (f_r + x_r + d)        after_s = Σ_{r<s} (b_r + y_r + d)
 
     compute of s:   T ≥ before_s + m·(f_s + b_s) + after_s
-    uplink of s:    T ≥ before_s + f_s + m·(x_s + y_{s−1}) + after_s − y_{s−1}
+    uplink of s:    T ≥ before_s + f_s + m·(x_s + y_{s−1}) + after_s − y_{s−1}     (of the last stage, + b_s)
     downlink of s:  T ≥ before_s − x_{s−1} + m·(x_{s−1} + y_s) + b_s + after_s     (of the last stage, + f_s)
 
 with f and b the seconds of a forward and a backward, m micro-batches, d the one-way delay, and x_r, y_r the seconds
@@ -18,6 +18,17 @@ last of them has to go all the way and back, `trip`; its gradients come in no so
 
 The largest of all of these is the bound. No schedule and no transport can be faster with these bytes; that
 one can be as fast is not said. Codecs, optimizer and commit are not in it.
+
+A backward that is split, i_s seconds for the gradient of the input and the rest for that of the weights, lets a
+gradient go on after i_s, and the weights wait. Then the way back has i in place of b, but where it ends, since a
+stage that gets a gradient still has all of its own backward to do; and what a stage computes need not be over when the
+last gradient leaves it:
+
+    after_0 = 0        after_{s+1} = y_s + d + max(i_s + after_s, b_s)
+
+    compute of s:   T ≥ before_s + m·(f_s + i_s) + after_s   and   T ≥ before_s + m·(f_s + b_s)
+
+and above max(i_s + after_s, b_s) in place of b_s + after_s, and i in `trip`. With i = b it is all as above.
 """
 
 import math
@@ -38,6 +49,7 @@ class StepWork:
         activation_nbytes: of a micro-batch, by cut.
         gradient_nbytes: of a micro-batch, by cut.
         num_micro_batches: a step.
+        input_gradient_s: the part of `backward_s` after which the gradient can go on, by stage; None: all of it.
     """
 
     forward_s: Sequence[float]
@@ -45,6 +57,7 @@ class StepWork:
     activation_nbytes: Sequence[float]
     gradient_nbytes: Sequence[float]
     num_micro_batches: int
+    input_gradient_s: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -53,6 +66,16 @@ class StepWork:
             raise ValueError(
                 f"{stages} stages need as many backwards and one cut less, and two at least; got {lengths}"
             )
+        if len(self.returns_s) != stages or any(i > b for i, b in zip(self.returns_s, self.backward_s, strict=True)):
+            raise ValueError(
+                f"a gradient of the input is a part of each of the {stages} backwards; got {self.input_gradient_s} "
+                f"of {self.backward_s}"
+            )
+
+    @property
+    def returns_s(self) -> Sequence[float]:
+        """Seconds from a gradient's coming to a stage to its going on, by stage."""
+        return self.backward_s if self.input_gradient_s is None else self.input_gradient_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +108,13 @@ def step_bound_s(work: StepWork, speed: LinkSpeed) -> float:
 
 
 def _compute_bounds(work: StepWork, speed: LinkSpeed) -> list[float]:
-    spans = _before_and_after(work, speed)
-    computes = zip(work.forward_s, work.backward_s, strict=True)
+    count = work.num_micro_batches
+    computes = zip(work.forward_s, work.backward_s, work.returns_s, strict=True)
     return [
-        before_s + work.num_micro_batches * (forward_s + backward_s) + after_s
-        for (before_s, after_s), (forward_s, backward_s) in zip(spans, computes, strict=True)
+        before_s + count * forward_s + max(count * return_s + after_s, count * backward_s)
+        for (before_s, after_s), (forward_s, backward_s, return_s) in zip(
+            _before_and_after(work, speed), computes, strict=True
+        )
     ]
 
 
@@ -100,8 +125,13 @@ def _before_and_after(work: StepWork, speed: LinkSpeed) -> Iterator[tuple[float,
     yield before_s, after_s
     for cut in range(len(work.activation_nbytes)):
         before_s += work.forward_s[cut] + _seconds(work.activation_nbytes[cut], slower) + speed.delay_s
-        after_s += work.backward_s[cut] + _seconds(work.gradient_nbytes[cut], slower) + speed.delay_s
+        after_s = _tail_s(work, cut, after_s) + _seconds(work.gradient_nbytes[cut], slower) + speed.delay_s
         yield before_s, after_s
+
+
+def _tail_s(work: StepWork, stage: int, after_s: float) -> float:
+    """What is left of the step when a stage gets its last gradient."""
+    return max(work.returns_s[stage] + after_s, work.backward_s[stage])
 
 
 def _link_bounds(work: StepWork, speed: LinkSpeed) -> list[float]:
@@ -117,7 +147,7 @@ def _first_host_bounds(work: StepWork, speed: LinkSpeed) -> tuple[float, float]:
     slower = min(speed.up_bits_per_s, speed.down_bits_per_s)
     out, back = work.activation_nbytes, work.gradient_nbytes
     frames_s = math.fsum(_seconds(nbytes, slower) for nbytes in (*out[1:], *back[1:]))
-    trip_s = math.fsum(work.forward_s[1:]) + math.fsum(work.backward_s[1:]) + frames_s + 2 * len(out) * speed.delay_s
+    trip_s = math.fsum(work.forward_s[1:]) + math.fsum(work.returns_s[1:]) + frames_s + 2 * len(out) * speed.delay_s
     own_s = work.forward_s[0] + work.backward_s[0]
     count = work.num_micro_batches
     up_s = own_s + count * _seconds(out[0], speed.up_bits_per_s) + trip_s + _seconds(back[0], slower)
@@ -133,13 +163,13 @@ def _later_host_bounds(
     outgoing = 0.0 if is_last else work.activation_nbytes[stage]
     returning = 0.0 if is_last else work.gradient_nbytes[stage]
     incoming, leaving = work.activation_nbytes[stage - 1], work.gradient_nbytes[stage - 1]
-    count, forward_s, backward_s = work.num_micro_batches, work.forward_s[stage], work.backward_s[stage]
+    count, forward_s, return_s = work.num_micro_batches, work.forward_s[stage], work.returns_s[stage]
     # What the last stage sends first is a gradient, after a backward; what it gets last still has to go forward.
-    up_s = count * _seconds(outgoing + leaving, speed.up_bits_per_s) + (backward_s if is_last else 0.0)
+    up_s = count * _seconds(outgoing + leaving, speed.up_bits_per_s) + (return_s if is_last else 0.0)
     down_s = count * _seconds(incoming + returning, speed.down_bits_per_s) + (forward_s if is_last else 0.0)
     return (
         before_s + forward_s + up_s + after_s - _seconds(leaving, slower),
-        before_s - _seconds(incoming, slower) + down_s + backward_s + after_s,
+        before_s - _seconds(incoming, slower) + down_s + _tail_s(work, stage, after_s),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.assembly import computes_in_bf16, resolved_spec, stage_module
+from tahq.assembly import chunk_module, computes_in_bf16, resolved_spec
 from tahq.config import ClusterConfig
 from tahq.config_file import config_from_json, config_json
 from tahq.errors import TahqError
@@ -43,7 +43,7 @@ def build_stage(config: ClusterConfig, stage: int, device: torch.device) -> Mode
         device: where it lives.
     """
     spec = resolved_spec(config, config.model.vocab_size)
-    return stage_module(config, spec, stage, device=device, random=RandomContext(config.run.seed))
+    return chunk_module(config, spec, stage, device=device, random=RandomContext(config.run.seed))
 
 
 def calibrate(config: ClusterConfig) -> StageTimes:

@@ -103,6 +103,7 @@ class NetworkPlan:
     host_shapes: Mapping[str, HostShape]
     paths: Mapping[tuple[str, str], PathShape]
     congestion_control: str | None = None
+    tcp_slow_start_after_idle: bool | None = None
 
     @property
     def needs_netem(self) -> bool:
@@ -164,6 +165,7 @@ def uniform(
     reorder: float = 0.0,
     names: Sequence[str] | None = None,
     congestion_control: str | None = None,
+    tcp_slow_start_after_idle: bool | None = None,
     backend: BackendName = "auto",
 ) -> NetworkConfig:
     """A network of hosts that are all alike, called host0, host1, … unless `names` says otherwise.
@@ -179,6 +181,7 @@ def uniform(
         reorder: share of packets that overtake, 0 to 1.
         names: the hosts' names.
         congestion_control: TCP's; None: cubic.
+        tcp_slow_start_after_idle: whether TCP begins slowly again after a pause; None: as the kernel has it.
         backend: which one builds it.
     """
     host = HostConfig(
@@ -190,7 +193,12 @@ def uniform(
         reorder=reorder,
     )
     chosen = host_names(num_hosts) if names is None else list(names)
-    return NetworkConfig(hosts=dict.fromkeys(chosen, host), congestion_control=congestion_control, backend=backend)
+    return NetworkConfig(
+        hosts=dict.fromkeys(chosen, host),
+        congestion_control=congestion_control,
+        tcp_slow_start_after_idle=tcp_slow_start_after_idle,
+        backend=backend,
+    )
 
 
 def plan_network(config: NetworkConfig) -> NetworkPlan:
@@ -209,6 +217,7 @@ def plan_network(config: NetworkConfig) -> NetworkPlan:
             if source != destination
         },
         congestion_control=config.congestion_control,
+        tcp_slow_start_after_idle=config.tcp_slow_start_after_idle,
     )
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from tahq_netem.congestion_control import set_congestion_control
 from tahq_netem.description import NetworkPlan
@@ -16,6 +16,8 @@ from tahq_netem.namespaces import (
     remove_namespace,
     write_sysctl,
 )
+
+_AFTER_IDLE: Final = "tcp_slow_start_after_idle"
 
 
 class NamespaceGroup:
@@ -44,7 +46,7 @@ class NamespaceGroup:
         return self._names[label]
 
     def tune_tcp(self, plan: NetworkPlan) -> dict[str, Any]:
-        """Set TCP's congestion control and buffers in every namespace; returns what is in force, for the record.
+        """Set up TCP in every namespace; returns what is in force, for the record.
 
         Buffers get room for the largest product of rate and round trip, as hosts on such paths are set up:
         else the window, not the link, would limit a long flow. Metrics of earlier connections are not
@@ -56,8 +58,10 @@ class NamespaceGroup:
         in_force = {}
         for name in self._names.values():
             write_sysctl(name, "net.ipv4.tcp_no_metrics_save", "1")
+            pauses = {_AFTER_IDLE: _set_after_idle(name, plan.tcp_slow_start_after_idle)}
             buffers = {key: _widen(name, f"net.ipv4.{key}", _window_nbytes(plan)) for key in ("tcp_rmem", "tcp_wmem")}
-            in_force = {"congestion_control": set_congestion_control(name, plan.congestion_control), **buffers}
+            control = set_congestion_control(name, plan.congestion_control)
+            in_force = {"congestion_control": control, **pauses, **buffers}
         return in_force
 
     def close(self) -> None:
@@ -74,6 +78,13 @@ class NamespaceGroup:
         for name in names:
             remove_namespace(name)
         forget_process(self._owner)
+
+
+def _set_after_idle(namespace: str, is_slow: bool | None) -> bool:
+    """Whether connections begin slowly again after a pause; None leaves the kernel's own. Returns what is in force."""
+    if is_slow is not None:
+        write_sysctl(namespace, f"net.ipv4.{_AFTER_IDLE}", str(int(is_slow)))
+    return read_sysctl(namespace, f"net.ipv4.{_AFTER_IDLE}").strip() == "1"
 
 
 def _window_nbytes(plan: NetworkPlan) -> int:

@@ -70,7 +70,9 @@ def setting_of(row: Row) -> Setting:
 def _congestion_control(row: Row) -> str:
     """As asked for; earlier versions stored only what was in force, and that only beside what they measured."""
     network = (row.get("calibration") or {}).get("network", {})
-    return str(row["point"].get("congestion_control") or network.get("congestion_control", "unknown"))
+    control = str(row["point"].get("congestion_control") or network.get("congestion_control", "unknown"))
+    after_idle = row["point"].get("tcp_slow_start_after_idle")
+    return control if after_idle is None else f"{control}, {'' if after_idle else 'no '}slow start after pauses"
 
 
 def series_of(row: Row) -> Series:
@@ -78,7 +80,9 @@ def series_of(row: Row) -> Series:
     point = row["point"]
     activations, gradients = point["activations"], point["gradients"]
     wire = activations if activations == gradients else f"{activations} / {gradients}"
-    return Series(point["runtime"], point["schedule"], wire)
+    depth = point.get("in_flight")
+    schedule = point["schedule"] if depth is None else f"{point['schedule']} {depth} in flight"
+    return Series(point["runtime"], schedule, wire)
 
 
 def network_label(row: Row) -> str:

@@ -5,6 +5,7 @@ and nothing is shaped in user space.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +16,9 @@ from tahq.data.config import DataConfig
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.config import SleepConfig
+from tahq.models.sleeping_slice import INPUT_GRADIENT_SHARE
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
-from tahq.pipeline.schedule import GENERATORS
+from tahq.pipeline.generators import GENERATORS
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
 from tahq.run_config import RunConfig
@@ -28,6 +30,8 @@ from tahq_netem.sweep_spec import SweepConfig
 MANY_STEPS = 1_000_000
 """A session trains until it is ended."""
 NUM_BYTE_TOKENS = 256
+SPLIT_SCHEDULES = ("zero-bubble",)
+"""Those that take the gradient of the input first and that of the weights later."""
 
 
 def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: StageTimes | None) -> ClusterConfig:
@@ -51,7 +55,7 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
         model=model,
         data=data,
         training=TrainingConfig(steps=MANY_STEPS, global_batch=sweep.global_batch, micro_batch=key.micro_batch),
-        pipeline=PipelineConfig.model_validate({"stages": key.stages, "schedule": _known_schedule(key.schedule)}),
+        pipeline=_pipeline(key),
         wire=WireConfig(activations=key.activations, gradients=key.gradients),
         links=LinksConfig(),
     )
@@ -72,11 +76,28 @@ def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) 
         activation_nbytes=(float(get_codec(key.activations).encoded_nbytes(shape)),) * cuts,
         gradient_nbytes=(float(get_codec(key.gradients).encoded_nbytes(shape)),) * cuts,
         num_micro_batches=sweep.global_batch // key.micro_batch,
+        input_gradient_s=_input_gradients(key, times),
     )
 
 
+def _input_gradients(key: SessionKey, times: StageTimes | None) -> tuple[float, ...] | None:
+    """None where a backward is one; what sleeping stages take for it, and nothing where nobody knows how much it is."""
+    if key.schedule not in SPLIT_SCHEDULES:
+        return None
+    if times is None:
+        return (0.0,) * key.stages
+    return tuple(INPUT_GRADIENT_SHARE * seconds for seconds in times.backward_s)
+
+
+def _pipeline(key: SessionKey) -> PipelineConfig:
+    values: dict[str, Any] = {"stages": key.stages, "schedule": _known_schedule(key.schedule)}
+    if key.in_flight is not None:
+        values["in_flight"] = key.in_flight if isinstance(key.in_flight, int) else list(key.in_flight)
+    return PipelineConfig.model_validate(values)
+
+
 def _known_schedule(name: str) -> str:
-    """1f1b-deep is no schedule of tahq's: the runtime that has it goes by the session's name for it."""
+    """What tahq has no schedule for, the runtime that has it knows by the session's name for it."""
     return name if name in GENERATORS else "1f1b"
 
 

@@ -6,7 +6,7 @@ and what share of the bound the step came to.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tahq.errors import TahqError
@@ -40,6 +40,8 @@ class Measurement:
 
     steps: tuple[StepRecord, ...]
     busy: BusyCores
+    work: StepWork | None
+    """With the bytes that crossed and the time that compute took; None where nobody knows the latter."""
     bound_s: float | None
     tokens_a_step: int
     faults: tuple[FaultEvent, ...] = ()
@@ -117,29 +119,26 @@ def measure_point(
         while len(steps) < num_steps(config.steps, expected_s):
             steps.append(session.next_step(timeout_s))
         missed, busy = faults.waiting, meter.read()
-    bound_s = _bound_s(steps, planned, times, plan)
+    work = _work_done(steps, planned, times)
+    bound_s = step_bound_s(work, LinkSpeed.of(plan)) if work is not None else None
     tokens = config.global_batch * config.sample_len
-    return Measurement(tuple(steps), busy, bound_s, tokens, tuple(faults.log), missed)
+    return Measurement(tuple(steps), busy, work, bound_s, tokens, tuple(faults.log), missed)
 
 
-def _bound_s(
-    steps: Sequence[StepRecord], planned: StepWork, times: StageTimes | None, plan: NetworkPlan
-) -> float | None:
-    """With the bytes that crossed and the time that compute took; None where nobody knows the latter."""
+def _work_done(steps: Sequence[StepRecord], planned: StepWork, times: StageTimes | None) -> StepWork | None:
     count = planned.num_micro_batches
     if times is None:
         if not all(step.compute_s for step in steps):
             return None
         times = _mean_times(steps, count)
     last = steps[-1]
-    work = StepWork(
-        times.forward_s,
-        times.backward_s,
-        [nbytes / count for nbytes in last.activation_nbytes],
-        [nbytes / count for nbytes in last.gradient_nbytes],
-        count,
+    return replace(
+        planned,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        activation_nbytes=[nbytes / count for nbytes in last.activation_nbytes],
+        gradient_nbytes=[nbytes / count for nbytes in last.gradient_nbytes],
     )
-    return step_bound_s(work, LinkSpeed.of(plan))
 
 
 def _mean_times(steps: Sequence[StepRecord], count: int) -> StageTimes:

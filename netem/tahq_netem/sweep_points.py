@@ -20,7 +20,7 @@ from tahq.models.config import SleepConfig
 from tahq.units import format_rate, write_duration
 from tahq_netem.description import NetworkConfig, NetworkPlan, plan_network, uniform
 from tahq_netem.profiles import profile
-from tahq_netem.sweep_spec import RuntimeConfig, SweepConfig, split_wire
+from tahq_netem.sweep_spec import InFlight, RuntimeConfig, SweepConfig, split_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class NetworkChoice:
         rate = "unshaped" if self.rate_bits_per_s is None else format_rate(self.rate_bits_per_s)
         return f"{rate}, {write_duration(self.round_trip_s)}" if self.round_trip_s else rate
 
-    def config(self, num_hosts: int, congestion_control: str | None = None) -> NetworkConfig:
-        """The network for so many hosts."""
+    def config(
+        self, num_hosts: int, congestion_control: str | None = None, after_idle: bool | None = None
+    ) -> NetworkConfig:
+        """The network for so many hosts; `after_idle`: whether TCP begins slowly again after a pause."""
+        of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
         if self.profile is None:
-            return uniform(
-                num_hosts,
-                rate=self.rate_bits_per_s,
-                delay=self.round_trip_s / 2,
-                congestion_control=congestion_control,
-            )
-        return profile(self.profile, num_hosts).model_copy(update={"congestion_control": congestion_control})
+            network = uniform(num_hosts, rate=self.rate_bits_per_s, delay=self.round_trip_s / 2)
+        else:
+            network = profile(self.profile, num_hosts)
+        return network.model_copy(update=of_tcp)
 
     def plan(self, num_hosts: int) -> NetworkPlan:
         """The same, resolved for every pair."""
@@ -72,6 +72,8 @@ class SessionKey:
     compute: str
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
+    in_flight: int | tuple[int, ...] | None = None
+    """Micro-batches under way on every stage, or on each; None: as the schedule has it."""
 
     @property
     def wire(self) -> str:
@@ -81,9 +83,9 @@ class SessionKey:
     @property
     def label(self) -> str:
         """Such as `tahq 1f1b, tah / fixed:bits=6, 4 stages of 4, sleep`."""
-        return (
-            f"{self.runtime} {self.schedule}, {self.wire}, {self.stages} stages of {self.micro_batch}, {self.compute}"
-        )
+        depth = "" if self.in_flight is None else f" {self.in_flight}"
+        stages = f"{self.stages} stages of {self.micro_batch}"
+        return f"{self.runtime} {self.schedule}{depth}, {self.wire}, {stages}, {self.compute}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +135,15 @@ def _sessions(config: SweepConfig) -> Iterator[SessionKey]:
     axes = product(config.compute, config.stages, config.micro_batches, config.runtimes)
     for compute, stages, micro_batch, runtime in axes:
         kind, forward_s, backward_s = _compute(config, compute, stages, micro_batch)
-        for schedule, (activations, gradients) in _variants(runtime):
+        for schedule, (activations, gradients), depth in _variants(runtime):
             yield SessionKey(
-                *(runtime.name, schedule, activations, gradients, stages, micro_batch, kind, forward_s, backward_s)
+                *(runtime.name, schedule, activations, gradients, stages, micro_batch, kind, forward_s, backward_s),
+                in_flight=depth,
             )
 
 
-def _variants(runtime: RuntimeConfig) -> Iterator[tuple[str, tuple[str, str]]]:
-    yield from product(runtime.schedules, map(split_wire, runtime.wires))
+def _variants(runtime: RuntimeConfig) -> Iterator[tuple[str, tuple[str, str], InFlight | None]]:
+    yield from product(runtime.schedules, map(split_wire, runtime.wires), runtime.in_flight)
 
 
 def _compute(
@@ -159,11 +162,15 @@ def _workload(config: SweepConfig) -> dict[str, Any]:
     kept = {"model", "data", "seq_len", "global_batch", "device", "threads", "congestion_control", "backend", "steps"}
     if config.faults:
         kept.add("faults")
+    if config.tcp_slow_start_after_idle is not None:
+        kept.add("tcp_slow_start_after_idle")
     return config.model_dump(mode="json", include=kept)
 
 
 def _id(workload: dict[str, Any], session: SessionKey, network: NetworkChoice) -> str:
     # A profile's file may change under its name.
     shapes = None if network.profile is None else repr(network.plan(session.stages))
-    content = json.dumps([workload, asdict(session), asdict(network), shapes], sort_keys=True)
+    # Keys that came later are left out where they say nothing: ids of earlier results stay what they were.
+    said = {key: value for key, value in asdict(session).items() if (key, value) != ("in_flight", None)}
+    content = json.dumps([workload, said, asdict(network), shapes], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

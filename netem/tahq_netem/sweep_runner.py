@@ -27,6 +27,7 @@ from tahq_netem.compute import calibrate as calibrate_compute
 from tahq_netem.description import NetworkConfig, NetworkPlan
 from tahq_netem.machine import describe_machine
 from tahq_netem.network import Network
+from tahq_netem.prediction import prediction_of
 from tahq_netem.runtimes.session import Session, SessionRequest, StartSession
 from tahq_netem.session_config import planned_work, session_config
 from tahq_netem.sweep_durations import START_S, expected_point_s, expected_step_s, expected_sweep_s
@@ -114,7 +115,7 @@ class SweepRun:
         """Points whose hosts are as many, and that need the same of the kernel."""
         hosts = points[0].session.stages
         hardest = max((point.network for point in points), key=lambda choice: demands(choice, hosts))
-        config = hardest.config(hosts, self.config.congestion_control)
+        config = hardest.config(hosts, self.config.congestion_control, self.config.tcp_slow_start_after_idle)
         with self.outside.open_network(config, self.config) as network:
             caution = "" if network.describe()["shows_tcp_dynamics"] else ", which shows no TCP dynamics"
             self.progress.say(
@@ -207,6 +208,7 @@ class SweepRun:
         measured = measure_point(session, self.config, network, work, times, self.outside.busy_meter)
         seconds = self.outside.clock() - begin_s
         row = self._row(point, DONE) | measured.as_dict() | {"seconds": seconds, "stage_times": _as_rows(times)}
+        row |= prediction_of(key, work, plan, measured)
         row["elements_a_step"] = measured.tokens_a_step * (self.config.model.hidden_size or 0)
         row["calibration"] = self._calibrations.get((key.stages, point.network))
         error = self._objection(measured, times)
@@ -286,6 +288,7 @@ class SweepRun:
             "global_batch": config.global_batch,
             "seq_len": config.sample_len,
             "congestion_control": config.congestion_control,
+            "tcp_slow_start_after_idle": config.tcp_slow_start_after_idle,
         }
 
     def _outcome(self, points: Sequence[Point]) -> SweepOutcome:

@@ -35,13 +35,14 @@ UNSHAPED = "unshaped"
 PLAIN_WIRE = "raw:dtype=fp32"
 _ALWAYS_SAID = ("bits", "dtype")
 RuntimeName = Literal["tahq", "torch", "bare"]
-ScheduleName = Literal["gpipe", "1f1b", "1f1b-deep"]
+ScheduleName = Literal["gpipe", "1f1b", "zero-bubble", "1f1b-deep", "1f1b-runtime"]
 SCHEDULES: dict[RuntimeName, tuple[ScheduleName, ...]] = {
-    "tahq": ("gpipe", "1f1b"),
-    "torch": ("gpipe", "1f1b"),
+    "tahq": ("gpipe", "1f1b", "zero-bubble"),
+    "torch": ("gpipe", "1f1b", "1f1b-runtime"),
     "bare": ("gpipe", "1f1b", "1f1b-deep"),
 }
-"""The schedules that each runtime knows; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r."""
+"""The schedules that each runtime knows; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r, and
+`1f1b-runtime` is 1F1B in torch's `_PipelineScheduleRuntime`, which does not wait for what it sends."""
 
 
 def _a_list(value: object) -> object:
@@ -91,7 +92,9 @@ Axis = (BeforeValidator(_a_list), AfterValidator(_all_different), Field(min_leng
 Wires = Annotated[list[Annotated[str, AfterValidator(_known_wire)]], *Axis]
 Rates = Annotated[list[Annotated[Speed | None, BeforeValidator(_unshaped_is_none)]], *Axis]
 Durations = Annotated[list[Duration], *Axis]
-Counts = Annotated[list[Annotated[int, Field(ge=1)]], *Axis]
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[list[Count], *Axis]
+InFlight = Count | Annotated[tuple[Count, ...], Field(min_length=2)]
 Compute = Literal["real", "calibrated"] | SleepConfig
 """What stages do: compute, sleep as long as computing took here, or sleep as long as is said."""
 
@@ -103,6 +106,8 @@ class RuntimeConfig(Section):
     schedules: Annotated[list[ScheduleName], *Axis] = Field(default=["1f1b"])
     wires: Wires = Field(default=[PLAIN_WIRE])
     """`activations / gradients`, or one codec for both. Only tahq takes others than raw fp32."""
+    in_flight: Annotated[list[InFlight | None], *Axis] = Field(default=[None])
+    """Micro-batches that a stage may have under way, for all or by stage; None: as the schedule has it. Only tahq's."""
 
     @model_validator(mode="after")
     def _can_do_that(self) -> "RuntimeConfig":
@@ -112,6 +117,8 @@ class RuntimeConfig(Section):
         packed = [wire for wire in self.wires if split_wire(wire) != split_wire(PLAIN_WIRE)]
         if self.name != "tahq" and packed:
             raise ValueError(f"{self.name} sends {PLAIN_WIRE} and nothing else; got {packed[0]}")
+        if self.in_flight != [None] and self.name != "tahq":
+            raise ValueError(f"in_flight is tahq's; {self.name} has what its schedule has")
         return self
 
 
@@ -163,6 +170,8 @@ class SweepConfig(Section):
     """Compute threads of a worker."""
     backend: BackendName = "auto"
     congestion_control: CongestionControl = "cubic"
+    tcp_slow_start_after_idle: bool | None = None
+    """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it."""
     calibrate: bool = True
     """Measure every network first, and skip its points where it is not what it should be."""
     max_busy_cores: float | None = Field(default=None, gt=0)

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from tahq.comm.cap import Cap
+from tahq.comm.hello import MAX_CONNECTIONS
 from tahq.comm.network_config import (
     BackendName,
     CongestionControl,
@@ -21,7 +23,11 @@ from tahq.comm.network_config import (
     listed,
 )
 from tahq.comm.network_config import HostConfig as NetworkHostConfig
+from tahq.comm.sending_order import First
 from tahq.units import Rate, Section, Size
+
+LinkTransport = Literal["zmq", "gloo", "nccl"]
+"""What carries the frames of a link."""
 
 _HOST_PORT = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[^:\s\[\]/]+):([0-9]{1,5})")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
@@ -84,13 +90,23 @@ class LinksConfig(Section):
 
     `rate` caps each host's uplink and, separately, its downlink; `delay` is one-way. None: not shaped.
     Under ``hosts: namespaces`` a network of this machine is made so, and the keys from `up` on may say more
-    of it; elsewhere rate and delay are enforced between session and socket, in user space.
+    of it; elsewhere rate and delay are enforced between session and socket, in user space. How tahq uses the
+    links, from `piece` to `cap_down`, holds everywhere.
     """
 
     rate: Rate | None = None
     delay: Delay = 0.0
     piece: Size = Field(default=256 * 1024, ge=4096, le=1024 * 1024)
     """Longest message; a larger frame travels in pieces, so that control is never stuck behind it."""
+    inside: LinkTransport = "zmq"
+    """What carries frames between neighbours of one site; between sites it is ZMQ."""
+    first: First = "oldest"
+    """What a host's uplink takes first of all that waits on its links."""
+    connections: int = Field(default=1, ge=1, le=MAX_CONNECTIONS)
+    """TCP connections of each link."""
+    cap_up: Cap | None = None
+    """What tahq may use of each host's uplink."""
+    cap_down: Cap | None = None
     up: Speed | None = None
     """Of each host, in place of `rate`."""
     down: Speed | None = None
@@ -98,13 +114,15 @@ class LinksConfig(Section):
     loss: Share = 0.0
     reorder: Share = 0.0
     profile: str | None = Field(default=None, min_length=1)
-    """A kind of connection, in place of all of the above but `piece`; its name, or the path of a file with one."""
+    """A kind of connection, in place of all that says so itself; its name, or the path of a file with one."""
     hosts: dict[Name, HostChanges] = Field(default_factory=dict)
     """What is otherwise with some hosts; host0 runs stage 0, and so on."""
     pairs: list[PairConfig] = Field(default_factory=list)
     """What is otherwise between some hosts or sites."""
     congestion_control: CongestionControl | None = None
     """TCP's, on every host; None: cubic."""
+    tcp_slow_start_after_idle: bool | None = None
+    """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it."""
     backend: BackendName = "auto"
     """What imitates the network."""
 
@@ -137,8 +155,8 @@ class LinksConfig(Section):
             raise ValueError(f"hosts: no host {unknown[0]}; there are {listed(names)}, which run the stages in order")
         hosts = {name: self._host(self.hosts.get(name, HostChanges())) for name in names}
         check_pairs(hosts, self.pairs)
-        control, backend = self.congestion_control, self.backend
-        return NetworkConfig(hosts=hosts, pairs=self.pairs, congestion_control=control, backend=backend)
+        of_all = {key: getattr(self, key) for key in _OF_ALL_HOSTS}
+        return NetworkConfig(hosts=hosts, pairs=self.pairs, **of_all)
 
     def _host(self, own: HostChanges) -> NetworkHostConfig:
         common = {"up": self.up or self.rate, "down": self.down or self.rate}
@@ -147,9 +165,11 @@ class LinksConfig(Section):
         return NetworkHostConfig.model_validate({**common, **said})
 
 
+_OF_ALL_HOSTS = ("congestion_control", "tcp_slow_start_after_idle", "backend")
 _OF_NAMESPACES = (
     *("up", "down", "jitter", "loss", "reorder"),
-    *("profile", "hosts", "pairs", "congestion_control", "backend"),
+    *("profile", "hosts", "pairs"),
+    *_OF_ALL_HOSTS,
 )
 
 
@@ -168,12 +188,17 @@ class HostConfig(Section):
     """host:port that neighbours dial, if it differs (a port forwarded by a router); `none`: this
     host can only dial out. None: address and the bound port."""
     device: Device = "auto"
+    cap_up: Cap | None = None
+    """What tahq may use of its uplink, in place of `links.cap_up`."""
+    cap_down: Cap | None = None
     python: str = Field(default="python3", min_length=1)
     """Interpreter there that has tahq installed."""
     workdir: str | None = None
     """Folder there that relative paths (runs, data, models) start from; None: the login folder."""
     env: dict[Annotated[str, AfterValidator(_variable_name)], str] = Field(default_factory=dict)
     """Environment of its worker."""
+    site: Name | None = None
+    """Hosts of one site are on one fast network; see `links.inside`. None: a site of its own."""
 
     @model_validator(mode="after")
     def _ssh_settings_need_ssh(self) -> "HostConfig":

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import msgpack
 
+from tahq.comm.control_measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.comm.typed_fields import check_fields, field_types
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
@@ -39,6 +40,8 @@ class Assign:
     snapshot_files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file of that snapshot, by name."""
     start_step: int = 0
+    is_measuring: bool = False
+    """Whether there is no run: nothing is built, and after HELLO come orders to measure in place of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,9 @@ class Refuse:
 class Plan:
     """coordinator → worker: all have joined; these are your links.
 
-    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled]. The last two
-    numbers tell stages without data which samples a step is made of.
+    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled, what carries its
+    frames: zmq, gloo or nccl], by link. The last two numbers tell stages without data which samples a step is
+    made of.
     """
 
     epoch: int
@@ -96,9 +100,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """coordinator → worker: everybody is ready, begin with this step."""
+    """coordinator → worker: everybody is ready, begin with this step.
+
+    `codecs` has a row for each link and direction that does not begin with what the configuration says: [link,
+    direction, index into the plan's table of codecs].
+    """
 
     step: int
+    codecs: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +116,12 @@ class Prepare:
 
     `norm2` has one fp64 squared gradient norm a parameter. Loss sum, token count and batch digest are
     set by the stages that know them (None, None and "" elsewhere). `timing` holds seconds by
-    activity (forward, backward, encode, decode, wait, …). A row of `links` is [link, direction,
-    frames, payload bytes, wire bytes, elements, busy seconds], for what this worker sent.
+    activity (forward, backward, encode, decode, wait:1, beside:encode, …; see `pipeline/spans.py`), out of
+    the `active_s` from the COMMIT before (or START) to this message. A row of `links` is [link, direction,
+    frames, payload bytes, wire bytes, elements, busy, sending and wire seconds], for what this worker sent.
     `codec_state_bytes` is what its codecs remember.
+    A row of `codec_errors` is [link, direction, ‖x̂ − x‖/‖x‖] of a tensor that this worker sent, at the steps at
+    which that is measured.
     """
 
     step: int
@@ -122,11 +134,16 @@ class Prepare:
     timing: dict[str, float]
     links: list[list[float]]
     codec_state_bytes: int = 0
+    active_s: float = 0.0
+    codec_errors: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """coordinator → worker: apply (or skip) this step with this clip factor, then do the rest named."""
+    """coordinator → worker: apply (or skip) this step with this clip factor, then do the rest named.
+
+    `codecs` has a row for each link and direction that has another codec from the next step on, as in START.
+    """
 
     step: int
     apply: bool
@@ -134,6 +151,7 @@ class Commit:
     evaluate: bool
     snapshot: bool
     stop: bool
+    codecs: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +174,29 @@ class Snapshotted:
     sha256: str
     nbytes: int
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """worker → coordinator: a part of what I did in a traced step, column by column.
+
+    Entry i of every list is one span: on which lane it was, its category and name, from `begins_s` to `ends_s`
+    of my clock. `frames` names the frame that it was about (empty: none), `nbytes` how much of it went, and
+    `queued_s` how long that had waited (0 where it is no sending). Parts count from 0.
+    """
+
+    step: int
+    stage: int
+    part: int
+    num_parts: int
+    lanes: list[str]
+    categories: list[str]
+    names: list[str]
+    frames: list[str]
+    begins_s: list[float]
+    ends_s: list[float]
+    nbytes: list[int]
+    queued_s: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +233,23 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """both ways: I am alive; a worker says what it is doing (`activity`) and at which step."""
+    """both ways: I am alive; a worker says what it is doing (`activity`) and at which step.
+
+    The times compare clocks (`clock_offset.py`): `sent_s` is the sender's clock; `echo_s` is the `sent_s` of the
+    heartbeat that it heard last, and `held_s` how long before this one that was; negative: it has heard none.
+    """
 
     stage: int = -1
     step: int = -1
     activity: str = ""
+    sent_s: float = 0.0
+    echo_s: float = 0.0
+    held_s: float = -1.0
 
 
 Message = (
-    Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted
-    | StopRequest | Failed | Abort | Bye | Heartbeat
+    Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
+    | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 
@@ -83,6 +83,8 @@ class ControlClient:
         self._on_abort = on_abort
         self._on_lost = on_lost
         self._heartbeat = Heartbeat()
+        self._echo: tuple[float, float] | None = None
+        """When the heartbeat heard last was sent, by the coordinator's clock, and when it was heard, by this one."""
         self._outbox: deque[tuple[bytes, float]] = deque()
         self._inbox: Inbox[Message] = Inbox(self._peer)
         self._numbering = Numbering()
@@ -237,10 +239,17 @@ class ControlClient:
     def _hand_over(self, until_s: float) -> None:
         for message in self._downlink.take_due(until_s):
             self._is_over |= isinstance(message, Abort | Bye | Refuse)
-            if not isinstance(message, Heartbeat):
+            if isinstance(message, Heartbeat):
+                self._note_heartbeat(message)
+            else:
                 self._inbox.put(message)
             if isinstance(message, Abort):
                 self._note_abort(message)
+
+    def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Answer at once: the round trip tells the coordinator how far this clock is from its own."""
+        self._echo = (heartbeat.sent_s, time.monotonic())
+        self._heartbeat_at_s = min(self._heartbeat_at_s, self._echo[1])
 
     def _note_abort(self, abort: Abort) -> None:
         self.aborted = abort
@@ -251,7 +260,9 @@ class ControlClient:
         now_s = time.monotonic()
         if now_s >= self._heartbeat_at_s and self._close_by_s is None:
             self._heartbeat_at_s = now_s + self._timing.heartbeat_s
-            self._outbox.append((encode_message(self._heartbeat), now_s))
+            sent_s, heard_s = self._echo or (0.0, now_s + 1.0)
+            heartbeat = replace(self._heartbeat, sent_s=now_s, echo_s=sent_s, held_s=now_s - heard_s)
+            self._outbox.append((encode_message(heartbeat), now_s))
 
     def _transmit(self) -> None:
         self._uplink.reshape(self._timing.shaping)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from tahq.comm.addresses import advertised_address, bind_router
+from tahq.comm.clock_offset import ClockComparison, ClockOffset
 from tahq.comm.control import MAX_MESSAGE_NBYTES, Abort, Heartbeat, Message, decode_message, encode_message
 from tahq.comm.control_numbering import Numbering
 from tahq.comm.rate_limited_log import RateLimitedLog
@@ -50,6 +51,7 @@ class ControlServer:
         self._clock = clock
         self._heartbeat_at_s = clock() + heartbeat_s
         self._peers: dict[bytes, Numbering] = {}
+        self._clocks: dict[bytes, ClockComparison] = {}
         self._lost: set[bytes] = set()
         self._warnings = RateLimitedLog(_log, clock=clock)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -88,6 +90,11 @@ class ControlServer:
         except zmq.ZMQError as error:
             _log.debug("%s: cannot be sent %s: %s", _name(identity), type(message).__name__, error)
 
+    def clock_offset(self, identity: bytes) -> ClockOffset | None:
+        """The clock of this worker minus this one's, by heartbeats; None: none has come back yet."""
+        comparison = self._clocks.get(identity)
+        return comparison.best if comparison is not None else None
+
     def close(self, linger_s: float = 1.0) -> None:
         """Release the socket after what is queued has gone, or `linger_s`; safe to call twice."""
         if not self._router.closed:
@@ -99,7 +106,7 @@ class ControlServer:
         if now_s >= self._heartbeat_at_s:
             self._heartbeat_at_s = now_s + self._heartbeat_s
             for identity in self._peers.keys() - self._lost:
-                self.send(identity, Heartbeat())
+                self.send(identity, Heartbeat(sent_s=now_s))
 
     def _receive(self) -> Iterator[tuple[bytes, Message]]:
         for _ in range(_MESSAGES_A_POLL):
@@ -132,13 +139,16 @@ class ControlServer:
         numbering.check(parts[0], name)
         if known is None:
             self._welcome(identity, numbering, name)
+        if isinstance(message, Heartbeat) and message.held_s >= 0:
+            comparison = self._clocks.setdefault(identity, ClockComparison())
+            comparison.note(message.echo_s, message.sent_s - message.held_s, message.sent_s, self._clock())
         return message
 
     def _welcome(self, identity: bytes, numbering: Numbering, name: str) -> None:
         if len(self._peers) >= _MAX_PEERS:
             raise RemoteProtocolError(f"{name}: is one too many; {_MAX_PEERS} have been heard from")
         self._peers[identity] = numbering
-        self.send(identity, Heartbeat())
+        self.send(identity, Heartbeat(sent_s=self._clock()))
 
     def _lose(self, identity: bytes, error: PeerLostError) -> None:
         _log.warning("%s", error)

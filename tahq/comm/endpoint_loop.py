@@ -2,8 +2,8 @@
 
 One turn: run what the compute thread has asked for; take what the sockets have; give the sessions
 what the downlink releases; fire timers; let the uplink take the sessions' next messages, urgent ones
-first and pieces of the links in turn, and put on the sockets what has left it; wait. No call blocks
-but that wait, whoever is slow on the other side.
+first and then pieces in the order that the user wants, and put on the sockets what has left it; wait. No call
+blocks but that wait, whoever is slow on the other side.
 """
 
 import logging
@@ -18,6 +18,7 @@ import zmq
 from tahq.comm.frame import FrameKind, peek_kind
 from tahq.comm.outbound import Outgoing
 from tahq.comm.reception import Reception
+from tahq.comm.sending_order import next_to_send
 from tahq.comm.session import End
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.socket_wait import Socket, WaitSet, Waker
@@ -45,7 +46,7 @@ class EndpointLoop:
         self._downlink: Downlink[Arrival] = Downlink(shaping)
         self._waker = Waker()
         self._commands: deque[tuple[LinkEnd | None, Callable[[], None]]] = deque()
-        self._wires: deque[Wire] = deque()
+        self._wires: list[Wire] = []
         self._wait_set = WaitSet(self._waker)
         if reception is not None:
             self._wait_set.add(reception.router)
@@ -63,11 +64,11 @@ class EndpointLoop:
         if urgent:
             self._waker.wake()
 
-    def open(self, end: LinkEnd, dealer: Socket | None) -> None:
-        """Take over a link, with its connected socket if it is dialled from here."""
-        if dealer is None and self._reception is None:
+    def open(self, end: LinkEnd, dealers: list[Socket]) -> None:
+        """Take over a link, with its connected sockets if it is dialled from here, else none."""
+        if not dealers and self._reception is None:
             raise UserError(f"{end.spec}: nothing listens here for the peer to dial; set the host's `bind`")
-        self.submit(end, partial(self._open, end, dealer))
+        self.submit(end, partial(self._open, end, dealers))
 
     def stop(self) -> None:
         """End the thread's body, and release the sockets."""
@@ -129,12 +130,14 @@ class EndpointLoop:
 
     # Links
 
-    def _open(self, end: LinkEnd, dealer: Socket | None) -> None:
-        if dealer is not None:
-            self._wait_set.add(dealer)
-            self._wires.append(Wire(end, dealer, is_dialled=True))
+    def _open(self, end: LinkEnd, dealers: list[Socket]) -> None:
+        if dealers:
+            for dealer in dealers:
+                self._wait_set.add(dealer)
+            self._wires.append(Wire(end, dealers, is_dialled=True, routes=[]))
         elif self._reception is not None:
-            wire = Wire(end, self._reception.router, is_dialled=False)
+            count = end.session.num_connections
+            wire = Wire(end, [self._reception.router] * count, is_dialled=False, routes=[None] * count)
             self._wires.append(wire)
             for arrival in self._reception.open(wire):
                 self._arrive(arrival)
@@ -175,29 +178,29 @@ class EndpointLoop:
 
     def _receive(self) -> None:
         for wire in self._wires:
-            if wire.is_dialled:
-                for parts in take_messages(wire.socket, _MESSAGES_A_TURN):
-                    self._arrive_from(wire, parts)
+            for connection, dealer in enumerate(wire.sockets if wire.is_dialled else ()):
+                for parts in take_messages(dealer, _MESSAGES_A_TURN):
+                    self._arrive_from(wire, connection, parts)
         if self._reception is not None:
             for route, *parts in take_messages(self._reception.router, _MESSAGES_A_TURN):
                 self._receive_routed(self._reception, route.bytes, parts)
 
     def _receive_routed(self, reception: Reception, route: bytes, parts: list[zmq.Frame]) -> None:
-        wire = reception.wire_of(route)
-        if wire is not None:
-            self._arrive_from(wire, parts)
+        known = reception.wire_of(route)
+        if known is not None:
+            self._arrive_from(*known, parts)
         elif (arrival := reception.sort(route, parts)) is not None:
             self._arrive(arrival)
 
-    def _arrive_from(self, wire: Wire, parts: list[zmq.Frame]) -> None:
+    def _arrive_from(self, wire: Wire, connection: int, parts: list[zmq.Frame]) -> None:
         if len(parts) == 2:
-            self._arrive(Arrival(wire, *parts))
+            self._arrive(Arrival(wire, connection, *parts))
         else:
             self._fail(wire.end, RemoteProtocolError(f"{wire.end.spec}: sent {len(parts)} message parts; expected 2"))
 
     def _arrive(self, arrival: Arrival) -> None:
         now_s = time.monotonic()
-        arrival.wire.end.session.heard(now_s)
+        arrival.wire.end.session.heard(now_s, arrival.connection)
         # An acknowledgement says nothing about what it overtakes; all else keeps its place.
         if peek_kind(arrival.header.buffer) == FrameKind.ACK:
             self._take_in(arrival)
@@ -209,8 +212,8 @@ class EndpointLoop:
             self._take_in(arrival)
 
     def _take_in(self, arrival: Arrival) -> None:
-        end = arrival.wire.end
-        receive = partial(end.session.receive, arrival.header.buffer, arrival.payload.buffer, time.monotonic())
+        end, header, payload = arrival.wire.end, arrival.header.buffer, arrival.payload.buffer
+        receive = partial(end.session.receive, header, payload, time.monotonic(), arrival.connection)
         self._guard(end, receive)
 
     # Out
@@ -231,18 +234,14 @@ class EndpointLoop:
     def _enter_next(self, now_s: float) -> bool:
         for wire in self._wires:
             if (urgent := wire.end.session.next_urgent(now_s)) is not None:
-                return self._enter(wire, urgent)
-        for wire in self._wires:
-            if (piece := wire.end.session.next_piece(now_s)) is not None:
-                # Pieces of the links take turns: who has sent goes to the end.
-                self._wires.remove(wire)
-                self._wires.append(wire)
-                return self._enter(wire, piece)
-        return False
+                return self._enter(wire, urgent, now_s)
+        first = next_to_send((wire.end.session.next_rank, wire) for wire in self._wires)
+        piece = None if first is None else first.end.session.next_piece(now_s)
+        return first is not None and piece is not None and self._enter(first, piece, now_s)
 
-    def _enter(self, wire: Wire, outgoing: Outgoing) -> bool:
+    def _enter(self, wire: Wire, outgoing: Outgoing, now_s: float) -> bool:
         wire.in_transit += 1
-        self._uplink.send((wire, outgoing), outgoing.nbytes, outgoing.ready_s)
+        self._uplink.send((wire, outgoing), outgoing.nbytes, outgoing.ready_s, now_s)
         return True
 
     def _put(self, wire: Wire, outgoing: Outgoing) -> None:

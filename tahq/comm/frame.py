@@ -23,6 +23,8 @@ class Purpose(IntEnum):
     EVAL = 1
     EVAL_RAW = 2
     TIE = 3
+    GROUP = 4
+    """No tensor of the model: the address at which a link's process group is made."""
 
 
 class Direction(IntEnum):
@@ -72,6 +74,7 @@ class Frame:
     shard: int = 0
 
 
+CPU = torch.device("cpu")
 MAGIC = b"TAHQ"
 HEADER_VERSION = 1
 MAX_DIMS = 4
@@ -91,16 +94,16 @@ _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 
 
-def check_sendable(frame: Frame) -> None:
-    """Whether a transport that sends from host memory can take this frame.
+def check_sendable(frame: Frame, device: torch.device = CPU) -> None:
+    """Whether a transport that sends from this device's memory can take this frame.
 
     Raises:
-        LocalProtocolError: the payload is no contiguous 1-D uint8 CPU tensor, or a field has no place.
+        LocalProtocolError: the payload is no contiguous 1-D uint8 tensor there, or a field has no place.
     """
     payload = frame.payload
-    if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_cpu or not payload.is_contiguous():
+    if payload.dtype != torch.uint8 or payload.ndim != 1 or payload.device != device or not payload.is_contiguous():
         raise LocalProtocolError(
-            f"{frame.id}: a payload must be uint8, 1-D, contiguous and on the CPU; got {payload.dtype}, shape "
+            f"{frame.id}: a payload must be uint8, 1-D, contiguous and on {device}; got {payload.dtype}, shape "
             f"{tuple(payload.shape)}, on {payload.device}"
         )
     if len(frame.shape) > MAX_DIMS or frame.dtype not in DTYPES:

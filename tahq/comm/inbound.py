@@ -2,14 +2,15 @@
 
 Invariants: memory for a frame is allocated once, at its whole length, and only after that length was
 checked against what was posted for its id, or against the bound on frames that nobody has posted yet;
-the pieces of a frame arrive in order and together; an id is delivered once.
+the pieces of a frame arrive in order, and of each direction one frame after the other; an id is
+delivered once.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from tahq.comm.frame import Frame, FrameHeader, LogicalId, buffer_of
+from tahq.comm.frame import Direction, Frame, FrameHeader, LogicalId, buffer_of
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.units import format_size
 
@@ -56,7 +57,7 @@ def _same_frame(one: FrameHeader, other: FrameHeader) -> bool:
 
 
 class Inbound:
-    """Posted ids, frames that came before their time, and the frame that is coming in."""
+    """Posted ids, frames that came before their time, and the frames that are coming in, one a direction."""
 
     def __init__(self, bound: UnexpectedBound, peer: str) -> None:
         self._bound = bound
@@ -64,8 +65,9 @@ class Inbound:
         self._posted: dict[LogicalId, int] = {}
         self._early: dict[LogicalId, Frame] = {}
         self._early_nbytes = 0
+        self._admitted: dict[LogicalId, int] = {}
         self._consumed: dict[LogicalId, None] = {}
-        self._assembly: _Assembly | None = None
+        self._assemblies: dict[Direction, _Assembly] = {}
 
     @property
     def has_early(self) -> bool:
@@ -81,9 +83,8 @@ class Inbound:
         """
         if id in self._posted or id in self._consumed:
             raise LocalProtocolError(f"{self._peer}: {id} was expected before; an id is delivered once")
-        assembly = self._assembly
-        if assembly is not None and assembly.header.id == id:
-            self._check_posted_size(id, assembly.header.total_nbytes, max_nbytes)
+        if id in self._admitted:
+            self._check_posted_size(id, self._admitted[id], max_nbytes)
         frame = self._early.get(id)
         if frame is None:
             self._posted[id] = max_nbytes
@@ -99,34 +100,43 @@ class Inbound:
         Raises:
             RemoteProtocolError: it is not the next piece of the frame before it, or too much.
         """
-        if self._assembly is None:
-            self._assembly = self._begin(header)
-        if not self._assembly.continues_with(header) or (not piece and header.total_nbytes):
+        assembly = self._assemblies.get(header.id.direction)
+        if assembly is None:
+            assembly = self._assemblies[header.id.direction] = self._begin(header)
+        if not assembly.continues_with(header) or (not piece and header.total_nbytes):
             raise RemoteProtocolError(
                 f"{self._peer}: sent bytes {header.offset} to {header.offset + len(piece)} of {header.id} when byte "
-                f"{self._assembly.received} of {self._assembly.header.id} was next"
+                f"{assembly.received} of {assembly.header.id} was next"
             )
-        self._assembly.add(header, piece)
-        if not self._assembly.is_whole:
-            return None
-        whole, self._assembly = self._assembly, None
-        return self._finish(whole)
+        assembly.add(header, piece)
+        return self._finish(self._assemblies.pop(header.id.direction)) if assembly.is_whole else None
 
     def _begin(self, header: FrameHeader) -> _Assembly:
-        id, max_nbytes = header.id, self._posted.get(header.id)
-        if max_nbytes is not None:
-            self._check_posted_size(id, header.total_nbytes, max_nbytes)
-        elif id in self._consumed or id in self._early:
-            return _Assembly(header, keep=False)
-        else:
-            self._check_bound(header)
-        return _Assembly(header, keep=True)
+        return _Assembly(header, keep=self.admit(header))
 
     def _finish(self, whole: _Assembly) -> Frame | None:
-        if whole.payload is None:
-            return None
-        header = whole.header
-        frame = Frame(header.id, header.codec, header.dtype, header.shape, whole.payload, header.shard)
+        return None if whole.payload is None else self.complete(whole.header, whole.payload)
+
+    def admit(self, header: FrameHeader) -> bool:
+        """Whether memory may be taken for this frame; no if its id is coming in, kept or delivered already.
+
+        Raises:
+            RemoteProtocolError: it is larger than was posted, or more than is kept for nobody.
+        """
+        id, max_nbytes = header.id, self._posted.get(header.id)
+        if id in self._consumed or id in self._early or id in self._admitted:
+            return False
+        if max_nbytes is not None:
+            self._check_posted_size(id, header.total_nbytes, max_nbytes)
+        else:
+            self._check_bound(header)
+        self._admitted[id] = header.total_nbytes
+        return True
+
+    def complete(self, header: FrameHeader, payload: torch.Tensor) -> Frame | None:
+        """A frame that was admitted is whole: the frame if it was posted, else it is kept."""
+        frame = Frame(header.id, header.codec, header.dtype, header.shape, payload, header.shard)
+        del self._admitted[header.id]
         if self._posted.pop(header.id, None) is None:
             self._early[header.id] = frame
             self._early_nbytes += header.total_nbytes
@@ -144,7 +154,8 @@ class Inbound:
             raise RemoteProtocolError(f"{self._peer}: sent {nbytes} bytes as {id}, where at most {max_nbytes} may come")
 
     def _check_bound(self, header: FrameHeader) -> None:
-        frames, nbytes = len(self._early) + 1, self._early_nbytes + header.total_nbytes
+        coming = [nbytes for id, nbytes in self._admitted.items() if id not in self._posted]
+        frames, nbytes = len(self._early) + len(coming) + 1, self._early_nbytes + sum(coming) + header.total_nbytes
         if frames > self._bound.frames or nbytes > self._bound.nbytes:
             raise RemoteProtocolError(
                 f"{self._peer}: sent {frames} frames, {format_size(nbytes)}, that nobody here expects, {header.id} the "

@@ -6,7 +6,7 @@ test needs neither sleeps nor a second thread. What can go wrong on a network ca
 can `vanish` as if its process were killed, and messages can be lost with `lose_next`.
 """
 
-from tahq.comm.frame import Frame, LogicalId, check_sendable
+from tahq.comm.frame import CPU, Frame, LogicalId, check_sendable
 from tahq.comm.inbox import Inbox
 from tahq.comm.link_counter import LinkCounter
 from tahq.comm.outbound import Outgoing
@@ -19,6 +19,8 @@ from tahq.errors import LocalProtocolError, PeerLostError, TahqError
 
 class InprocTransport:
     """One end of the link (contract: tahq.comm.transport.Transport). Payloads are CPU tensors."""
+
+    payload_device = CPU
 
     def __init__(
         self, identity: PeerIdentity, spec: LinkSpec, limits: SessionLimits, shaping: Shaping, clock: VirtualClock
@@ -70,7 +72,13 @@ class InprocTransport:
 
     def take_stats(self) -> list[LinkStats]:
         """What was sent since the last call; see Transport.take_stats."""
-        return self._counter.take(lambda direction: self._session.busy_s(direction, self._clock()))
+        session, now_s = self._session, self._clock()
+        return self._counter.take(
+            lambda direction: session.busy_s(direction, now_s),
+            lambda direction: session.sending_s(direction, now_s),
+            session.take_pieces(),
+            session.round_trip_s,
+        )
 
     def close(self) -> None:
         """Send what is queued, say BYE; moves the clock until the peer has it. Safe to call twice."""
@@ -92,10 +100,10 @@ class InprocTransport:
         self._to_lose = count
 
     def greet(self) -> None:
-        """Say HELLO, past all shaping."""
-        hello = self._session.next_urgent(self._clock())
-        if hello is not None and self.peer is not None:
-            self.peer._session.receive(hello.header, hello.payload, self._clock())
+        """Say what a session begins with, one message, past all shaping."""
+        message = self._session.next_urgent(self._clock())
+        if message is not None and self.peer is not None:
+            self.peer._session.receive(message.header, message.payload, self._clock())
 
     # What the clock calls
 
@@ -127,7 +135,7 @@ class InprocTransport:
             outgoing = self._session.next_urgent(now_s) or self._session.next_piece(now_s)
             if outgoing is None:
                 break
-            self._uplink.send(outgoing, outgoing.nbytes, outgoing.ready_s)
+            self._uplink.send(outgoing, outgoing.nbytes, outgoing.ready_s, now_s)
         else:
             self._resume_s = self._uplink.free_s
         for outgoing in self._uplink.take_due(now_s):
@@ -168,6 +176,10 @@ class InprocTransport:
             raise self._inbox.error.with_traceback(None)
 
 
+_GREETINGS = 4
+"""Turns that it takes both ends to say HELLO, give a sign of life and have it acknowledged."""
+
+
 class InprocPair:
     """Both ends of one link, who have met: `lower` at stage `link`, `upper` at stage `link + 1`."""
 
@@ -192,7 +204,7 @@ class InprocPair:
             limits: times and bounds of both sessions.
         """
         shaping = shaping or Shaping()
-        limits = limits or SessionLimits(piece_nbytes=shaping.piece_nbytes)
+        limits = limits or SessionLimits(piece_nbytes=shaping.message_nbytes)
 
         def end(stage: int, peer_stage: int) -> InprocTransport:
             spec = LinkSpec(link, peer_stage, "in this process", dials=stage > peer_stage)
@@ -201,8 +213,8 @@ class InprocPair:
 
         self.lower, self.upper = end(link, link + 1), end(link + 1, link)
         self.lower.peer, self.upper.peer = self.upper, self.lower
-        self.upper.greet()
-        self.lower.greet()
+        for transport in (self.upper, self.lower) * _GREETINGS:
+            transport.greet()
         clock.enrol(self.lower)
         clock.enrol(self.upper)
 

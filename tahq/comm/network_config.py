@@ -102,6 +102,8 @@ class NetworkConfig(Section):
     pairs: list[PairConfig] = Field(default_factory=list)
     congestion_control: CongestionControl | None = None
     """TCP's, on every host; None: cubic, as on most machines."""
+    tcp_slow_start_after_idle: bool | None = None
+    """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it, which is yes."""
     backend: BackendName = "auto"
 
     @field_validator("hosts", mode="before")

@@ -1,24 +1,37 @@
 """The sending half of a session: frames are queued, cut into numbered pieces, and acknowledged.
 
 A piece gets its sequence number when it is taken for the wire, never before, so the number of the
-last piece taken is the number of the last one on its way. Frames go out in the order queued, the
-pieces of one without another's between them. At most `window_nbytes` are on their way unacknowledged;
-the rest waits here as references to the caller's tensors.
+last piece taken is the number of the last one on its way. Frames of one direction go out in the order
+queued, the pieces of one without another's between them; a frame of the other direction may go between
+them if it is to go first. At most `window_nbytes` are on their way unacknowledged; the rest waits here
+as references to the caller's tensors.
 """
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tahq.comm.frame import Direction, Frame, FrameHeader, FrameKind, buffer_of, pack_header
+from tahq.comm.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, buffer_of, pack_header
+from tahq.comm.sending_order import First, Rank, next_to_send, rank_of
+from tahq.comm.stripes import Stripes
+from tahq.comm.wire_time import PieceTimes
+
+MAX_PIECES_KEPT = 1 << 16
+"""Times of acknowledged pieces that nobody has asked for yet; older ones are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message for the wire. `ready_s` is since when it could have been sent, had the wire been free."""
+    """A message for the wire, over one of the link's connections.
+
+    `ready_s` is since when it could have been sent, had the wire been free.
+    """
 
     header: bytes
     payload: memoryview | bytes
     ready_s: float
+    connection: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -30,8 +43,10 @@ class Outgoing:
 class _SentPiece:
     sequence: int
     nbytes: int
-    finishes: Direction | None
-    """The direction of the frame whose last piece this is; None for the other pieces."""
+    id: LogicalId
+    is_last: bool
+    queued_s: float
+    taken_s: float
 
 
 @dataclass(slots=True)
@@ -75,24 +90,39 @@ class BusyClock:
 
 
 class Outbound:
-    """Queue, scissors and the list of what is not acknowledged yet."""
+    """Queues, scissors and the list of what is not acknowledged yet."""
 
-    def __init__(self, link: int, epoch: int, piece_nbytes: int, window_nbytes: int) -> None:
+    def __init__(
+        self,
+        link: int,
+        epoch: int,
+        piece_nbytes: int,
+        window_nbytes: int,
+        first: First = "oldest",
+        connections: int = 1,
+    ) -> None:
         self._link = link
         self._epoch = epoch
         self._piece_nbytes = piece_nbytes
         self._window_nbytes = window_nbytes
-        self._queue: deque[_Cutting] = deque()
+        self._first: First = first
+        self._stripes = Stripes(connections)
+        self._queues: dict[Direction, deque[_Cutting]] = {direction: deque() for direction in Direction}
         self._unacknowledged: deque[_SentPiece] = deque()
         self._in_flight_nbytes = 0
         self._queued_nbytes = 0
+        self._room_since_s = -math.inf
         self.last_sequence = 0
         self.busy = {direction: BusyClock() for direction in Direction}
+        self.sending = {direction: BusyClock() for direction in Direction}
+        """As `busy`, but from when a piece is taken: a frame that waits for others is not being sent."""
+        self.pieces: deque[PieceTimes] = deque(maxlen=MAX_PIECES_KEPT)
+        """Of what was acknowledged; filled here, emptied by any one thread."""
 
     @property
     def is_settled(self) -> bool:
         """Whether everything queued has been taken and acknowledged."""
-        return not self._queue and not self._unacknowledged
+        return self.is_drained and not self._unacknowledged
 
     @property
     def nbytes(self) -> int:
@@ -102,12 +132,22 @@ class Outbound:
     @property
     def is_drained(self) -> bool:
         """Whether everything queued has been taken for the wire."""
-        return not self._queue
+        return not any(self._queues.values())
 
     @property
-    def can_send(self) -> bool:
-        """Whether there is a piece to take and room for it in the window."""
-        return bool(self._queue) and self._in_flight_nbytes < self._window_nbytes
+    def has_room(self) -> bool:
+        """Whether the window lets another piece go."""
+        return self._in_flight_nbytes < self._window_nbytes
+
+    @property
+    def next_rank(self) -> Rank | None:
+        """The rank of the next piece; None if there is none, or no room for it."""
+        frame = self._next_frame() if self.has_room else None
+        return None if frame is None else self._rank(frame)
+
+    def limit_window(self, nbytes: int) -> None:
+        """Have no more than this on its way unacknowledged; the receiver wants it so."""
+        self._window_nbytes = min(self._window_nbytes, nbytes)
 
     def queue(self, frame: Frame, now_s: float) -> None:
         """Take a frame for sending; its payload is a uint8 CPU tensor, contiguous."""
@@ -124,40 +164,59 @@ class Outbound:
             shape=frame.shape,
             total_nbytes=len(payload),
         )
-        self._queue.append(_Cutting(header, payload, now_s))
+        self._queues[frame.id.direction].append(_Cutting(header, payload, now_s))
         self._queued_nbytes += len(payload)
         self.busy[frame.id.direction].start(now_s)
 
-    def take_piece(self) -> Outgoing:
-        """The next piece, numbered; only while `can_send`."""
-        cutting = self._queue[0]
+    def take_piece(self, now_s: float) -> Outgoing:
+        """The next piece, numbered; only while there is a `next_rank`."""
+        cutting = self._next_frame()
+        if cutting is None:
+            raise AssertionError("no piece is queued")
         piece = cutting.payload[cutting.offset : cutting.offset + self._piece_nbytes]
         self.last_sequence += 1
         header = replace(cutting.header, sequence=self.last_sequence, offset=cutting.offset, payload_nbytes=len(piece))
         cutting.offset += len(piece)
         is_last = cutting.offset == len(cutting.payload)
         if is_last:
-            self._queue.popleft()
-        self._note_sent(len(piece), header.id.direction if is_last else None)
-        return Outgoing(pack_header(header, piece), piece, cutting.ready_s)
+            self._queues[header.id.direction].popleft()
+        self._note_sent(_SentPiece(self.last_sequence, len(piece), header.id, is_last, cutting.ready_s, now_s))
+        connection = self._stripes.take(self.last_sequence, len(piece))
+        return Outgoing(pack_header(header, piece), piece, max(cutting.ready_s, self._room_since_s), connection)
 
-    def _note_sent(self, nbytes: int, finishes: Direction | None) -> None:
-        self._unacknowledged.append(_SentPiece(self.last_sequence, nbytes, finishes))
-        self._queued_nbytes -= nbytes
-        self._in_flight_nbytes += nbytes
+    def _next_frame(self) -> _Cutting | None:
+        heads = (queue[0] for queue in self._queues.values() if queue)
+        return next_to_send((self._rank(head), head) for head in heads)
 
-    def acknowledge(self, sequence: int, now_s: float) -> None:
-        """The peer has everything up to and with `sequence`."""
+    def _rank(self, frame: _Cutting) -> Rank:
+        return rank_of(frame.header.id.direction, frame.ready_s, self._first)
+
+    def _note_sent(self, piece: _SentPiece) -> None:
+        self._unacknowledged.append(piece)
+        self._queued_nbytes -= piece.nbytes
+        self._in_flight_nbytes += piece.nbytes
+        self.sending[piece.id.direction].start(piece.taken_s)
+
+    def acknowledge(self, sequence: int, now_s: float, arrived: Sequence[int] = ()) -> None:
+        """The peer has everything up to and with `sequence`, and of each connection what `arrived` says."""
+        self._stripes.acknowledge(arrived)
+        had_room = self.has_room
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
             piece = self._unacknowledged.popleft()
             self._in_flight_nbytes -= piece.nbytes
-            if piece.finishes is not None:
-                self.busy[piece.finishes].stop(now_s)
+            direction = piece.id.direction
+            self.sending[direction].stop(now_s)
+            if piece.is_last:
+                self.busy[direction].stop(now_s)
+            self.pieces.append(PieceTimes(piece.id, piece.nbytes, piece.queued_s, piece.taken_s, now_s))
+        if self.has_room and not had_room:
+            self._room_since_s = now_s
 
     def discard(self, now_s: float) -> None:
         """Forget everything: nobody is there to take it."""
-        for cutting in self._queue:
-            self.busy[cutting.header.id.direction].stop(now_s)
-        self._queue.clear()
+        for direction, queue in self._queues.items():
+            for _ in queue:
+                self.busy[direction].stop(now_s)
+            queue.clear()
         self._queued_nbytes = 0
         self.acknowledge(self.last_sequence, now_s)

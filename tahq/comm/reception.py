@@ -25,19 +25,19 @@ class Reception:
     def __init__(self, router: Socket) -> None:
         self.router = router
         self._wires: dict[int, Wire] = {}
-        self._routes: dict[bytes, Wire] = {}
+        self._routes: dict[bytes, tuple[Wire, int]] = {}
         self._waiting: dict[bytes, list[zmq.Frame]] = {}
         self._warnings = RateLimitedLog(_log)
 
     def open(self, wire: Wire) -> list[Arrival]:
-        """Admit the peer of this link from now on; the HELLO that may have come before its time."""
+        """Admit the peer of this link from now on; the HELLOs that may have come before their time."""
         self._wires[wire.end.spec.link] = wire
         waiting, self._waiting = self._waiting, {}
         arrivals = [self.sort(route, parts) for route, parts in waiting.items()]
         return [arrival for arrival in arrivals if arrival is not None]
 
-    def wire_of(self, route: bytes) -> Wire | None:
-        """The link whose admitted peer has this routing id."""
+    def wire_of(self, route: bytes) -> tuple[Wire, int] | None:
+        """The link, and which connection of it, whose admitted peer has this routing id."""
         return self._routes.get(route)
 
     def sort(self, route: bytes, parts: list[zmq.Frame]) -> Arrival | None:
@@ -60,18 +60,21 @@ class Reception:
             self._keep(route, parts)
             return None
         try:
-            self._check(wire, header, parts[1])
+            connection = self._check(wire, header, parts[1])
         except RemoteProtocolError as error:
             self._refuse(route, header, str(error))
             raise
-        wire.route = route
-        self._routes[route] = wire
-        return Arrival(wire, *parts)
+        wire.routes[connection] = route
+        self._routes[route] = (wire, connection)
+        return Arrival(wire, connection, *parts)
 
-    def _check(self, wire: Wire, header: FrameHeader, payload: zmq.Frame) -> None:
-        if wire.route is not None:
+    def _check(self, wire: Wire, header: FrameHeader, payload: zmq.Frame) -> int:
+        if None not in wire.routes:
             raise RemoteProtocolError(f"{wire.end.spec}: is connected already; a second peer for it was refused")
-        wire.end.session.check_hello(header, payload.buffer)
+        connection = wire.end.session.check_hello(header, payload.buffer).connection
+        if wire.routes[connection] is not None:
+            raise RemoteProtocolError(f"{wire.end.spec}: has connection {connection} already; a second was refused")
+        return connection
 
     def _keep(self, route: bytes, parts: list[zmq.Frame]) -> None:
         self._waiting[route] = parts

@@ -10,15 +10,35 @@ Invariants: (epoch, sequence) names a delivery and is taken once, in order; the 
 data and is delivered once; a gap in the sequence, or a HEARTBEAT or BYE that names a later last
 message than has come, means that messages were lost, and the session ends with an error; so does
 silence longer than `peer_timeout_s`. Every error names the link and the peer.
+
+A link may have several connections, each of which keeps its own order. DATA is spread over them and put back
+into order; HELLO, HEARTBEAT and BYE are said on each, and a link is open, or closed, when they have been
+heard on all; ACK goes over the first.
 """
 
 import struct
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tahq.comm.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, Purpose, pack_header, unpack_header
+from tahq.comm.frame import (
+    MAX_PIECE_NBYTES,
+    Direction,
+    Frame,
+    FrameHeader,
+    FrameKind,
+    LogicalId,
+    Purpose,
+    pack_header,
+    unpack_header,
+)
+from tahq.comm.hello import DEFAULT_WINDOW_NBYTES, Hello, decode_text, unpack_hello
 from tahq.comm.inbound import Inbound, UnexpectedBound
+from tahq.comm.link_connections import LinkConnections
 from tahq.comm.outbound import Outbound, Outgoing
+from tahq.comm.resequencing import Resequencer
+from tahq.comm.sending_order import FAREWELL, First, Rank
+from tahq.comm.wire_time import ACK_AT_ONCE_NBYTES, ACK_DELAY_S, PieceTimes
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 
@@ -52,9 +72,15 @@ class SessionLimits:
     peer_timeout_s: float = 10.0
     heartbeat_s: float = 2.0
     piece_nbytes: int = 256 * 1024
-    window_nbytes: int = 64 * 1024 * 1024
+    window_nbytes: int = DEFAULT_WINDOW_NBYTES
     """Most that is on its way and not acknowledged."""
     unexpected: UnexpectedBound = field(default_factory=UnexpectedBound)
+    receive_window_nbytes: int = DEFAULT_WINDOW_NBYTES
+    """What the peer is asked to keep to as its window."""
+    first: First = "oldest"
+    """What goes first of all that waits."""
+    connections: int = 1
+    """Over so many connections; the same at both ends."""
 
 
 class End(Enum):
@@ -76,22 +102,11 @@ _WELCOME: dict[End, frozenset[FrameKind]] = {
 _HEARD_WHEN_CLOSED = frozenset({FrameKind.ACK, FrameKind.BYE})
 """What still matters after we have said BYE: whether everything has arrived."""
 
-_ACK_DELAY_S = 0.005
-_ACK_AT_ONCE_NBYTES = 64 * 1024
-"""Small frames are acknowledged together, after the delay: an ACK of its own would cost as much as the
-frame does. Large ones are acknowledged at once, since goodput is measured by it."""
+_ROUND_TRIPS = 8
+"""Heartbeats whose round trip is remembered."""
 
-_HELLO = struct.Struct("<II")
+_PASSED = struct.Struct("<Q")
 _MAX_REASON_NBYTES = 1024
-
-
-def pack_hello(identity: PeerIdentity, peer_stage: int) -> bytes:
-    """The payload of HELLO: own stage, the stage that is meant to hear it, the configuration's hash."""
-    return _HELLO.pack(identity.stage, peer_stage) + identity.config_hash.encode()
-
-
-def _decode_text(data: bytes | memoryview) -> str:
-    return ascii(bytes(data[:_MAX_REASON_NBYTES]).decode("utf-8", "replace"))[1:-1]
 
 
 class Session:
@@ -101,20 +116,24 @@ class Session:
         self._identity = identity
         self._spec = spec
         self._limits = limits
-        self._outbound = Outbound(spec.link, identity.epoch, limits.piece_nbytes, limits.window_nbytes)
+        self._outbound = Outbound(
+            *(spec.link, identity.epoch, limits.piece_nbytes, limits.window_nbytes, limits.first, limits.connections)
+        )
+        bound_nbytes = limits.receive_window_nbytes + MAX_PIECE_NBYTES
+        self._resequencer = Resequencer(limits.connections, bound_nbytes, str(spec))
         self._inbound = Inbound(limits.unexpected, str(spec))
         self.local = End.OPEN
         self.remote = End.CONNECTING
         self._control_id = LogicalId(identity.run_id, 0, 0, Purpose.TRAIN, 0, 0, Direction.FORWARD)
-        self._received = 0
         self._delivered: list[Frame] = []
-        self._hello_due = spec.dials
+        self._connections = LinkConnections(limits.connections, spec.dials)
         self._unacked_nbytes = 0
         self._ack_at_s: float | None = None
         self._ack_due = False
-        self._heartbeat_due = False
+        self._heartbeat_sent_s: float | None = None
+        """When the last one left, if it met nothing on its way so far."""
+        self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._heartbeat_at_s: float | None = 0.0 if spec.dials else None
-        self._silent_at_s: float | None = None
         self._bye_reason = ""
 
     # What the compute side asks for
@@ -142,6 +161,11 @@ class Session:
         return delivered
 
     @property
+    def num_connections(self) -> int:
+        """Over how many connections it speaks."""
+        return len(self._connections)
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing more is to go out, and all that went has been acknowledged (or nobody is there to)."""
         return self.local is End.CLOSED and self._outbound.is_settled
@@ -160,6 +184,20 @@ class Session:
         """Seconds in which anything sent that way was queued or unacknowledged."""
         return self._outbound.busy[direction].total_s(now_s)
 
+    def sending_s(self, direction: Direction, now_s: float) -> float:
+        """Of these, the seconds in which bytes of it were on their way, and did not wait for others to go."""
+        return self._outbound.sending[direction].total_s(now_s)
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest of the last few heartbeats that had the link for themselves; 0.0: none has come back yet."""
+        return min(tuple(self._round_trips_s), default=0.0)
+
+    def take_pieces(self) -> list[PieceTimes]:
+        """When pieces left and came back acknowledged, for those since the last call; any one thread may ask."""
+        pieces = self._outbound.pieces
+        return [pieces.popleft() for _ in range(len(pieces))]
+
     def close(self, now_s: float, reason: str = "") -> None:
         """Say BYE after what is queued, or at once when there is a `reason` why this end cannot go on."""
         if self.local is End.CLOSED or (self.local is End.CLOSING and not reason):
@@ -172,13 +210,13 @@ class Session:
 
     # What has come from the wire
 
-    def heard(self, now_s: float) -> None:
-        """The peer has given a sign of life (its bytes may still be held back by shaping)."""
+    def heard(self, now_s: float, connection: int = 0) -> None:
+        """The peer has given a sign of life on a connection (its bytes may still be held back by shaping)."""
         if self.remote is End.OPEN:
-            self._silent_at_s = now_s + self._limits.peer_timeout_s
+            self._connections.expect_by(connection, now_s + self._limits.peer_timeout_s)
 
-    def receive(self, data: bytes | memoryview, payload: bytes | memoryview, now_s: float) -> None:
-        """Take one message.
+    def receive(self, data: bytes | memoryview, payload: bytes | memoryview, now_s: float, connection: int = 0) -> None:
+        """Take one message that has come over a connection.
 
         Raises:
             RemoteProtocolError: the peer must not say that, or not now.
@@ -188,10 +226,17 @@ class Session:
         if header.epoch < self._identity.epoch or (self.local is End.CLOSED and header.kind not in _HEARD_WHEN_CLOSED):
             return
         self._check_place(header)
-        if header.kind not in _WELCOME[self.remote]:
-            raise RemoteProtocolError(f"{self._spec}: sent {header.kind.name} while {self.remote.value}")
-        self._handle(header, payload, now_s)
-        self.heard(now_s)
+        peer = self._peer_on(connection)
+        if header.kind not in _WELCOME[peer]:
+            raise RemoteProtocolError(f"{self._spec}: sent {header.kind.name} while {peer.value}")
+        self._handle(header, payload, now_s, connection)
+        self.heard(now_s, connection)
+
+    def _peer_on(self, connection: int) -> End:
+        """How far the peer is on one connection: it may speak on one before we have heard it on another."""
+        if self.remote is End.CLOSED or self._connections.has_left(connection):
+            return End.CLOSED
+        return End.OPEN if self._connections.has_met(connection) else End.CONNECTING
 
     def _check_place(self, header: FrameHeader) -> None:
         got = (header.id.run, header.epoch, header.link)
@@ -199,63 +244,80 @@ class Session:
         if got != expected:
             raise RemoteProtocolError(f"{self._spec}: speaks of (run, epoch, link) {got}; expected {expected}")
 
-    def _handle(self, header: FrameHeader, payload: bytes | memoryview, now_s: float) -> None:
+    def _handle(self, header: FrameHeader, payload: bytes | memoryview, now_s: float, connection: int) -> None:
         match header.kind:
             case FrameKind.DATA:
-                self._handle_data(header, payload, now_s)
+                self._handle_data(header, payload, now_s, connection)
             case FrameKind.HELLO:
-                self.check_hello(header, payload)
-                self._handle_hello(now_s)
+                self._handle_hello(self.check_hello(header, payload), now_s, connection)
             case FrameKind.ACK:
-                self._handle_ack(header.sequence, now_s)
+                self._handle_ack(header.sequence, payload, now_s)
             case FrameKind.HEARTBEAT:
-                self._check_complete(header.sequence)
+                self._resequencer.pass_on(header.sequence, connection)
+                self._ack_due = True
             case FrameKind.BYE:
-                self._handle_bye(header.sequence, payload, now_s)
+                self._handle_bye(header.sequence, payload, now_s, connection)
 
-    def _handle_data(self, header: FrameHeader, payload: bytes | memoryview, now_s: float) -> None:
+    def _handle_data(self, header: FrameHeader, payload: bytes | memoryview, now_s: float, connection: int) -> None:
         self._plan_ack(len(payload), now_s)
-        if header.sequence <= self._received:
-            return
-        self._check_complete(header.sequence - 1)
-        self._received = header.sequence
-        self._deliver(self._inbound.accept(header, payload))
+        for piece_header, piece in self._resequencer.take(header, payload, connection):
+            self._deliver(self._inbound.accept(piece_header, piece))
 
     def _plan_ack(self, nbytes: int, now_s: float) -> None:
         self._unacked_nbytes += nbytes
         if self._ack_at_s is None:
-            self._ack_at_s = now_s + _ACK_DELAY_S
-        self._ack_due |= self._unacked_nbytes >= _ACK_AT_ONCE_NBYTES
+            self._ack_at_s = now_s + ACK_DELAY_S
+        self._ack_due |= self._unacked_nbytes >= ACK_AT_ONCE_NBYTES
 
-    def _handle_hello(self, now_s: float) -> None:
-        if self.remote is End.CONNECTING:
+    def _handle_hello(self, hello: Hello, now_s: float, connection: int) -> None:
+        if hello.connection != connection:
+            raise RemoteProtocolError(
+                f"{self._spec}: says on connection {connection} that it is connection {hello.connection}"
+            )
+        self._connections.take_hello(connection)
+        self._outbound.limit_window(hello.window_nbytes)
+        if self.remote is End.CONNECTING and self._connections.have_met:
             self.remote = End.OPEN
             self._heartbeat_at_s = now_s + self._limits.heartbeat_s
-        self._hello_due = not self._spec.dials
+            self._connections.plan_heartbeats()
+            for each in self._connections:
+                self.heard(now_s, each)
 
-    def check_hello(self, header: FrameHeader, payload: bytes | memoryview) -> None:
-        """Whether a HELLO is from our peer, about this link; RemoteProtocolError if not. Changes nothing."""
+    def check_hello(self, header: FrameHeader, payload: bytes | memoryview) -> Hello:
+        """What a HELLO says if it is from our peer, about this link; RemoteProtocolError if not. Changes nothing."""
         self._check_place(header)
-        if len(payload) < _HELLO.size:
-            raise RemoteProtocolError(f"{self._spec}: sent a HELLO of {len(payload)} bytes")
-        stage, peer_stage = _HELLO.unpack_from(payload)
-        config_hash = _decode_text(payload[_HELLO.size :])
-        got = (stage, peer_stage, config_hash)
-        expected = (self._spec.peer_stage, self._identity.stage, self._identity.config_hash)
+        hello = unpack_hello(payload, str(self._spec))
+        got = (hello.stage, hello.peer_stage, hello.config_hash, hello.connections)
+        expected = (self._spec.peer_stage, self._identity.stage, self._identity.config_hash, self._limits.connections)
         if got != expected:
             raise RemoteProtocolError(
-                f"{self._spec}: says (stage, peer's stage, configuration) {got}; expected {expected}; "
+                f"{self._spec}: says (stage, peer's stage, configuration, connections) {got}; expected {expected}; "
                 f"is it a worker of another run?"
             )
+        return hello
 
-    def _handle_ack(self, sequence: int, now_s: float) -> None:
+    def _handle_ack(self, sequence: int, payload: bytes | memoryview, now_s: float) -> None:
         last = self._outbound.last_sequence
         if sequence > last:
             raise RemoteProtocolError(f"{self._spec}: acknowledged message {sequence}; the last one sent was {last}")
-        self._outbound.acknowledge(sequence, now_s)
+        count = len(self._connections)
+        if len(payload) != (count * _PASSED.size if count > 1 else 0):
+            raise RemoteProtocolError(f"{self._spec}: sent {len(payload)} bytes with an ACK for {count} connections")
+        passed = [number for (number,) in _PASSED.iter_unpack(payload)]
+        self._outbound.acknowledge(sequence, now_s, passed)
+        if self._heartbeat_sent_s is not None and now_s > self._heartbeat_sent_s:
+            self._round_trips_s.append(now_s - self._heartbeat_sent_s)
+        self._heartbeat_sent_s = None
 
-    def _handle_bye(self, sequence: int, payload: bytes | memoryview, now_s: float) -> None:
-        reason = _decode_text(payload)
+    def _handle_bye(self, sequence: int, payload: bytes | memoryview, now_s: float, connection: int) -> None:
+        reason = decode_text(payload)
+        self._connections.take_bye(connection)
+        if reason or self._connections.have_left:
+            self._end(reason, sequence, now_s, connection)
+        else:
+            self._resequencer.pass_on(sequence, connection)
+
+    def _end(self, reason: str, sequence: int, now_s: float, connection: int) -> None:
         self.remote = End.CLOSED
         self._outbound.discard(now_s)
         if self.local is End.CLOSED:
@@ -264,15 +326,8 @@ class Session:
             self.local = End.CLOSED
         if reason:
             raise PeerLostError(f"{self._spec}: the peer ended it: {reason}")
-        self._check_complete(sequence)
+        self._resequencer.pass_on(sequence, connection)
         self._ack_due = True
-
-    def _check_complete(self, sequence: int) -> None:
-        if sequence > self._received:
-            raise PeerLostError(
-                f"{self._spec}: messages {self._received + 1} to {sequence} were lost on the way (a connection "
-                f"that was reset?); resume the run from its last snapshot"
-            )
 
     def _deliver(self, frame: Frame | None) -> None:
         if frame is not None:
@@ -285,32 +340,60 @@ class Session:
         # An ACK is owed whoever has closed: the peer waits for it before it leaves.
         if self._ack_due or (self._ack_at_s is not None and self.local is not End.OPEN):
             self._ack_due, self._ack_at_s, self._unacked_nbytes = False, None, 0
-            return self._message(FrameKind.ACK, self._received, now_s)
+            return self._message(FrameKind.ACK, self._resequencer.received, now_s, self._passed())
         if self.local is End.CLOSED:
             return None
-        if self._hello_due:
-            self._hello_due = False
-            return self._message(FrameKind.HELLO, 0, now_s, pack_hello(self._identity, self._spec.peer_stage))
-        if self._heartbeat_due:
-            self._heartbeat_due = False
-            return self._message(FrameKind.HEARTBEAT, self._outbound.last_sequence, now_s)
+        if (connection := self._connections.next_hello()) is not None:
+            return self._message(FrameKind.HELLO, 0, now_s, self._hello(connection).pack(), connection)
+        if (connection := self._connections.next_heartbeat()) is not None:
+            self._heartbeat_sent_s = now_s if self._outbound.is_settled else None
+            return self._message(FrameKind.HEARTBEAT, self._outbound.last_sequence, now_s, b"", connection)
         return None
+
+    def _passed(self) -> bytes:
+        """For the peer to see how much each of several connections still carries."""
+        passed = self._resequencer.passed if len(self._connections) > 1 else ()
+        return b"".join(map(_PASSED.pack, passed))
+
+    def _hello(self, connection: int) -> Hello:
+        limits = self._limits
+        return Hello(
+            *(self._identity.stage, self._spec.peer_stage, self._identity.config_hash),
+            *(connection, limits.connections, limits.receive_window_nbytes),
+        )
+
+    @property
+    def next_rank(self) -> Rank | None:
+        """How urgent `next_piece` is; None if there is none."""
+        if self.remote is not End.OPEN or self.local is End.CLOSED:
+            return None
+        rank = self._outbound.next_rank
+        if rank is None and self.local is End.CLOSING and self._outbound.is_drained:
+            return FAREWELL
+        return rank
 
     def next_piece(self, now_s: float) -> Outgoing | None:
         """The next piece of a frame, or BYE after the last; None if there is nothing, or no room in the window."""
-        if self.remote is not End.OPEN or self.local is End.CLOSED:
+        rank = self.next_rank
+        if rank is None:
             return None
-        if self._outbound.can_send:
-            return self._outbound.take_piece()
-        if self.local is End.CLOSING and self._outbound.is_drained:
+        if rank == FAREWELL:
+            return self._next_bye(now_s)
+        self._heartbeat_sent_s = None
+        return self._outbound.take_piece(now_s)
+
+    def _next_bye(self, now_s: float) -> Outgoing:
+        connection = self._connections.next_bye()
+        if self._connections.are_left:
             self.local = End.CLOSED
-            return self._message(FrameKind.BYE, self._outbound.last_sequence, now_s, self._reason())
-        return None
+        return self._message(FrameKind.BYE, self._outbound.last_sequence, now_s, self._reason(), connection)
 
     def _reason(self) -> bytes:
         return self._bye_reason.encode("utf-8", "replace")[:_MAX_REASON_NBYTES]
 
-    def _message(self, kind: FrameKind, sequence: int, now_s: float, payload: bytes = b"") -> Outgoing:
+    def _message(
+        self, kind: FrameKind, sequence: int, now_s: float, payload: bytes = b"", connection: int = 0
+    ) -> Outgoing:
         header = FrameHeader(
             kind=kind,
             epoch=self._identity.epoch,
@@ -319,7 +402,7 @@ class Session:
             id=self._control_id,
             payload_nbytes=len(payload),
         )
-        return Outgoing(pack_header(header, payload), payload, now_s)
+        return Outgoing(pack_header(header, payload), payload, now_s, connection)
 
     # Time
 
@@ -328,7 +411,7 @@ class Session:
         if self.local is End.CLOSED or self.remote is End.CLOSED:
             return None
         next_s = self._heartbeat_at_s
-        for time_s in (self._silent_at_s, self._ack_at_s):
+        for time_s in (self._connections.silent_at_s, self._ack_at_s):
             if next_s is None or (time_s is not None and time_s < next_s):
                 next_s = time_s
         return next_s
@@ -343,10 +426,13 @@ class Session:
             return
         if self._ack_at_s is not None and now_s >= self._ack_at_s:
             self._ack_due, self._ack_at_s = True, None
-        if self._silent_at_s is not None and now_s >= self._silent_at_s:
-            self._silent_at_s = None
+        silent_at_s = self._connections.silent_at_s
+        if silent_at_s is not None and now_s >= silent_at_s:
+            self._connections.forget_silence()
             raise PeerLostError(f"{self._spec}: no sign of life for {self._limits.peer_timeout_s:.1f} s")
         if self._heartbeat_at_s is not None and now_s >= self._heartbeat_at_s:
             self._heartbeat_at_s = now_s + self._limits.heartbeat_s
-            self._hello_due |= self.remote is End.CONNECTING
-            self._heartbeat_due = self.remote is End.OPEN
+            if self.remote is End.OPEN:
+                self._connections.plan_heartbeats()
+            else:
+                self._connections.plan_hellos()

@@ -5,9 +5,12 @@ Pure cores: items and times in, items that are due out; the I/O thread brings th
 - `Uplink` serialises what the host sends, on all its links, at `rate`, then holds each message for
   `delay`. A message starts when the uplink is free *and* it was ready, both in virtual time, so that
   a thread that wakes late catches up and an idle uplink saves nothing for later.
+  Under a cap it is a token bucket of 20 ms instead: what has been idle so long may catch up so much, no more.
 - `Downlink` lets what the host receives through at `rate`: release = max(arrival, free + n/rate),
   free = release. A message has already been serialised by its sender, so where the rates are equal
   and nobody else sends, nothing is added; two senders to one receiver share its downlink.
+
+Rates imitate a network, caps keep to a share of one that is there; where both are set, the lower holds.
 
 Both are first in, first out: nothing that has entered is overtaken. Priority is given before the
 uplink, by choosing what enters next whenever it is free (`is_free`).
@@ -21,22 +24,57 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+_BURST_S = 0.02
+"""Depth of the bucket of a cap, as time at its rate."""
+_MESSAGE_S = 0.025
+"""What a message may take of a cap: with the bucket's depth, under a twentieth of a second."""
+_LEAST_MESSAGE_NBYTES = 4096
+_WINDOW_S = 0.25
+"""What may be under way to a host whose downlink is capped, as time at the cap: longer than most round trips."""
+_LEAST_WINDOW_NBYTES = 64 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What a host's connection to the others is capped to.
+    """What a host's connection to the others is held to.
 
-    `rate_bits_per_s` caps the uplink and, separately, the downlink (None: not capped); `delay_s` is
-    one-way; a frame longer than `piece_nbytes` travels in pieces.
+    `rate_bits_per_s` is imitated on the uplink and, separately, on the downlink (None: not); `delay_s` is
+    one-way; a frame longer than `piece_nbytes` travels in pieces; the caps are what the host may use.
     """
 
     rate_bits_per_s: float | None = None
     delay_s: float = 0.0
     piece_nbytes: int = 256 * 1024
+    cap_up_bits_per_s: float | None = None
+    cap_down_bits_per_s: float | None = None
 
-    def serialisation_s(self, nbytes: int) -> float:
-        """Seconds that `nbytes` occupy the wire: 8·n / rate."""
-        return 8 * nbytes / self.rate_bits_per_s if self.rate_bits_per_s else 0.0
+    @property
+    def up_bits_per_s(self) -> float:
+        """The uplink's rate; inf: not held."""
+        return min(self.rate_bits_per_s or math.inf, self.cap_up_bits_per_s or math.inf)
+
+    @property
+    def down_bits_per_s(self) -> float:
+        """The downlink's rate; inf: not held."""
+        return min(self.rate_bits_per_s or math.inf, self.cap_down_bits_per_s or math.inf)
+
+    @property
+    def is_up_capped(self) -> bool:
+        """Whether the cap is what holds the uplink."""
+        return self.up_bits_per_s < (self.rate_bits_per_s or math.inf)
+
+    @property
+    def message_nbytes(self) -> int:
+        """Longest message: a piece, or less where a cap would pass it in lumps."""
+        if self.cap_up_bits_per_s is None:
+            return self.piece_nbytes
+        return min(self.piece_nbytes, max(_LEAST_MESSAGE_NBYTES, int(_MESSAGE_S * self.cap_up_bits_per_s / 8)))
+
+    def receive_window_nbytes(self, most: int) -> int:
+        """What may be under way to this host on a link: little where its downlink is capped, so that senders wait."""
+        if self.cap_down_bits_per_s is None:
+            return most
+        return min(most, max(_LEAST_WINDOW_NBYTES, int(_WINDOW_S * self.cap_down_bits_per_s / 8)))
 
 
 class DelayLine(Generic[Item]):
@@ -71,20 +109,25 @@ class Uplink(DelayLine[Item]):
         self.free_s = -math.inf
 
     def reshape(self, shaping: Shaping) -> None:
-        """Use another rate and delay for what enters from now on."""
+        """Use other rates and another delay for what enters from now on."""
         self._shaping = shaping
 
     def is_free(self, now_s: float) -> bool:
         """Whether the next message may enter."""
         return self.free_s <= now_s
 
-    def send(self, item: Item, nbytes: int, ready_s: float) -> None:
-        """Enter a message of `nbytes` that has been waiting since `ready_s`."""
-        start_s = max(self.free_s, ready_s)
-        end_s = start_s + self._shaping.serialisation_s(nbytes)
-        if self._shaping.rate_bits_per_s:
+    def send(self, item: Item, nbytes: int, ready_s: float, now_s: float | None = None) -> None:
+        """Enter, at `now_s`, a message of `nbytes` that has been waiting since `ready_s` (None: it has not)."""
+        now_s = ready_s if now_s is None else now_s
+        shaping = self._shaping
+        start_s = max(self.free_s, now_s - _BURST_S if shaping.is_up_capped else ready_s)
+        end_s = start_s + 8 * nbytes / shaping.up_bits_per_s
+        if shaping.up_bits_per_s < math.inf:
             self.free_s = end_s
-        self.put(item, end_s + self._shaping.delay_s)
+        if shaping.is_up_capped:
+            # A full bucket lets it go at once, and then the imitated line still takes its time.
+            end_s = max(end_s, now_s + 8 * nbytes / (shaping.rate_bits_per_s or math.inf))
+        self.put(item, end_s + shaping.delay_s)
 
 
 class Downlink(DelayLine[Item]):
@@ -101,5 +144,5 @@ class Downlink(DelayLine[Item]):
 
     def receive(self, item: Item, nbytes: int, arrival_s: float) -> None:
         """Enter a message of `nbytes` that has just arrived whole."""
-        self._free_s = max(arrival_s, self._free_s + self._shaping.serialisation_s(nbytes))
+        self._free_s = max(arrival_s, self._free_s + 8 * nbytes / self._shaping.down_bits_per_s)
         self.put(item, self._free_s)

@@ -6,7 +6,10 @@ Nothing here knows a model. A transport owns its sockets in one thread and is us
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from tahq.comm.frame import Direction, Frame, LogicalId
+from tahq.comm.wire_time import PieceTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,20 @@ class LinkStats:
     wire_bytes: int
     elements: int
     busy_s: float
+    sending_s: float = 0.0
+    """Of `busy_s`, while its bytes were on their way; the rest it was queued behind other data."""
+    pieces: tuple[PieceTimes, ...] = ()
+    """When each piece left and was acknowledged, where the transport knows."""
+    round_trip_s: float = 0.0
+    """Of a heartbeat that met nobody; 0: not known."""
 
 
 class Transport(Protocol):
     """One link. `link` is its number: the cut it crosses."""
 
     link: int
+    payload_device: torch.device
+    """Where the payloads lie that it takes and gives."""
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive: a frame with this id and at most this payload may arrive.

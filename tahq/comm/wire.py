@@ -16,21 +16,23 @@ _NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
 @dataclass(slots=True)
 class Wire:
-    """Where a link's messages go: its own DEALER, or the shared ROUTER and the peer's routing id there."""
+    """Where a link's messages go: by connection, its own DEALER, or the shared ROUTER and a routing id there."""
 
     end: LinkEnd
-    socket: Socket
+    sockets: list[Socket]
     is_dialled: bool
-    route: bytes | None = None
+    routes: list[bytes | None]
+    """Of a link that is dialled from elsewhere; None: not yet."""
     in_transit: int = 0
     """Messages that the uplink holds."""
 
     def put(self, outgoing: Outgoing) -> None:
         """Put a message on the socket; a long payload is not copied. Raises zmq.ZMQError if its peer is gone."""
+        socket = self.sockets[outgoing.connection]
         if not self.is_dialled:
-            self.socket.send(self.route or b"", _NOWAIT_MORE)
-        self.socket.send(outgoing.header, _NOWAIT_MORE)
-        self.socket.send(outgoing.payload, _NOWAIT, copy=False)
+            socket.send(self.routes[outgoing.connection] or b"", _NOWAIT_MORE)
+        socket.send(outgoing.header, _NOWAIT_MORE)
+        socket.send(outgoing.payload, _NOWAIT, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Arrival:
     """A message that has come whole; the ZMQ frames keep the buffers alive."""
 
     wire: Wire
+    connection: int
     header: zmq.Frame
     payload: zmq.Frame
 

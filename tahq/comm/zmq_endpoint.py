@@ -1,8 +1,8 @@
 """A worker's place on the network: every data socket it has, in one I/O thread.
 
 A ROUTER listens where neighbours may dial in; each link that is dialled from here has a DEALER of its
-own. ZMQ's own high-water marks are off: the window of each session bounds what a socket may hold, so
-that no call ever blocks on a slow peer.
+own for each of its connections. ZMQ's own high-water marks are off: the window of each session bounds what a
+socket may hold, so that no call ever blocks on a slow peer.
 """
 
 import logging
@@ -16,7 +16,9 @@ import zmq
 from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
 from tahq.comm.endpoint_loop import EndpointLoop
 from tahq.comm.frame import MAX_PIECE_NBYTES
+from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
 from tahq.comm.reception import Reception
+from tahq.comm.sending_order import First
 from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
 from tahq.comm.shaping import Shaping
 from tahq.comm.socket_wait import Socket
@@ -40,6 +42,8 @@ class ZmqEndpoint:
         shaping: Shaping,
         peer_timeout_s: float,
         heartbeat_s: float,
+        first: First = "oldest",
+        connections: int = 1,
     ) -> None:
         """Bind and start the I/O thread.
 
@@ -51,12 +55,21 @@ class ZmqEndpoint:
             shaping: what this host's connection is capped to.
             peer_timeout_s: a peer that is silent for so long is gone.
             heartbeat_s: how often to give a sign of life.
+            first: what goes first of all that waits for this host's uplink.
+            connections: TCP connections of each link; the same at both ends.
 
         Raises:
             UserError: the address is malformed or in use.
         """
         self._identity = identity
-        self._limits = SessionLimits(peer_timeout_s, heartbeat_s, min(shaping.piece_nbytes, MAX_PIECE_NBYTES))
+        self._limits = SessionLimits(
+            peer_timeout_s,
+            heartbeat_s,
+            piece_nbytes=min(shaping.message_nbytes, MAX_PIECE_NBYTES),
+            receive_window_nbytes=shaping.receive_window_nbytes(DEFAULT_WINDOW_NBYTES),
+            first=first,
+            connections=connections,
+        )
         _start_zero_copy()
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
@@ -114,7 +127,7 @@ class ZmqEndpoint:
         name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
         spec = LinkSpec(link, peer_stage, name, dials=bool(dial))
         end = LinkEnd(spec, Session(self._identity, spec, self._limits))
-        self._loop.open(end, self._dial(spec, dial) if dial else None)
+        self._loop.open(end, [self._dial(spec, dial) for _ in range(self._limits.connections)] if dial else [])
         self._ends[link] = end
         if self._aborted is not None:
             end.inbox.abort(self._aborted)

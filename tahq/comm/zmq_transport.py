@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from tahq.comm.frame import Frame, LogicalId, check_sendable
+from tahq.comm.frame import CPU, Frame, LogicalId, check_sendable
 from tahq.comm.inbox import Inbox
 from tahq.comm.link_counter import LinkCounter
 from tahq.comm.session import LinkSpec, Session
 from tahq.comm.transport import LinkStats
-from tahq.errors import LocalProtocolError
+from tahq.errors import LocalProtocolError, TahqError
 from tahq.units import format_size
 
 MAX_QUEUED_NBYTES = 4 << 30
@@ -40,6 +40,8 @@ def _nothing() -> None:
 
 class ZmqTransport:
     """A Transport; made by `ZmqEndpoint.open_link`, used by one thread. Payloads are CPU tensors."""
+
+    payload_device = CPU
 
     def __init__(
         self,
@@ -91,8 +93,13 @@ class ZmqTransport:
 
     def take_stats(self) -> list[LinkStats]:
         """What was sent since the last call; see Transport.take_stats."""
-        now_s = time.monotonic()
-        return self._counter.take(lambda direction: self._end.session.busy_s(direction, now_s))
+        session, now_s = self._end.session, time.monotonic()
+        return self._counter.take(
+            lambda direction: session.busy_s(direction, now_s),
+            lambda direction: session.sending_s(direction, now_s),
+            session.take_pieces(),
+            session.round_trip_s,
+        )
 
     def close(self, linger_s: float = 5.0) -> None:
         """Send what is queued, say BYE and wait up to `linger_s` until the peer has it; safe to call twice."""
@@ -102,6 +109,30 @@ class ZmqTransport:
             self._end.inbox.fail(LocalProtocolError(f"{self}: closed on this side"))
             self._submit(self._end, lambda: self._end.session.close(time.monotonic(), reason), True)
         self._end.flushed.wait(linger_s)
+
+    # For a transport whose frames go another way, and which has this one watch the peer; any thread may call these
+
+    @property
+    def spec(self) -> LinkSpec:
+        """The link as this end sees it."""
+        return self._end.spec
+
+    @property
+    def error(self) -> Exception | None:
+        """Why nothing more can be sent, or will be received; None while all is well."""
+        return self._end.inbox.error
+
+    def deliver(self, frame: Frame) -> None:
+        """Have `recv` return a frame that has come another way."""
+        self._end.inbox.put(frame)
+
+    def fail(self, error: TahqError) -> None:
+        """End the link with this error: `recv` raises it after what was delivered, and the peer is told."""
+
+        def give_up() -> None:
+            raise error
+
+        self._submit(self._end, give_up, True)
 
     def _check_usable(self) -> None:
         error = self._end.inbox.error

@@ -30,6 +30,8 @@ class CommitRules:
     max_skipped_in_a_row: int = 10
     eval_every: int | None = None
     snapshot_every: int | None = None
+    chunks_per_stage: int = 1
+    """Pieces of the model on each stage, which say whose links are whose."""
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:
@@ -140,7 +142,7 @@ class CommitLedger:
         apply = not culprits and math.isfinite(norm)
         self._count_skipped(apply, culprits)
         commit = self._commit(apply, norm, stop_requested)
-        record = step_record(commit, prepares, norm, now_s - self._started_s)
+        record = step_record(commit, prepares, norm, now_s - self._started_s, self._rules.chunks_per_stage)
         self._decided, self._prepared = self._prepared, {}
         self._step += 1
         self._started_s = now_s

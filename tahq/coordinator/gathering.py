@@ -59,6 +59,7 @@ class Gathering:
             snapshot=options.snapshot,
             snapshot_files=dict(options.snapshot_files),
             start_step=options.start_step,
+            is_measuring=options.is_measuring,
         )
 
     def hello(self, identity: bytes, hello: Hello) -> bool:
@@ -100,18 +101,25 @@ class Gathering:
         """Tell every worker its links, and how long the run is.
 
         Raises:
-            UserError: two neighbours of which neither can be dialled.
+            UserError: two neighbours of which neither can be dialled, or that cannot be joined as configured.
         """
         context, options = self._context, self._context.options
         members = context.membership.members
-        endpoints = [Endpoint(m.stage, m.host, m.hello.address if m.hello else "") for m in members]
-        rows = plan_links(endpoints, options.tie_link)
+        endpoints = [self._endpoint(member) for member in members]
+        rows = plan_links(endpoints, options.tie_link, options.chunks_per_stage, options.inside)
         context.state.advance(Event.ALL_GREETED, context.clock())
         context.tell_phase(self.missing)
         context.observer.planned(options.start_step, num_steps)
         for member in members:
             plan = Plan(options.epoch, options.start_step, num_steps, rows[member.stage], *self._data_position())
             context.server.send(member.identity, plan)
+
+    def _endpoint(self, member: Member) -> Endpoint:
+        sites, hello = self._context.options.sites, member.hello
+        site = sites[member.stage] if sites else ""
+        if hello is None:
+            return Endpoint(member.stage, member.host, "", site)
+        return Endpoint(member.stage, member.host, hello.address, site, hello.device)
 
     def ready(self, identity: bytes, ready: Ready) -> bool:
         """Note that a worker is connected; whether all are now.

@@ -5,9 +5,11 @@ and in metrics.jsonl: it is the number of steps committed so far. (Control messa
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from tahq.coordinator.stage_split import StageSplit
 
 Traffic = Literal["activations", "gradients"]
 """What a link carries in one direction."""
@@ -43,8 +45,32 @@ class StageStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecChange:
+    """A link and direction that has another codec from the next step on.
+
+    `reason`: sending took longest (bottleneck), more bits fit (room), quality asked for it (guard), or a run before
+    this one did so (replay). `detail` has the figures.
+    """
+
+    link: int
+    direction: Traffic
+    old: str
+    new: str
+    reason: Literal["bottleneck", "room", "guard", "replay"]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        why = f"{self.reason}: {self.detail}" if self.detail else self.reason
+        return f"link {self.link}, {self.direction}: {self.old} -> {self.new} ({why})"
+
+
+@dataclass(frozen=True, slots=True)
 class LinkRecord:
-    """What one worker sent on one link, in one direction, during one step."""
+    """What one worker sent on one link, in one direction, during one step.
+
+    `codec` is what packed it, in full, empty where nobody said; `relative_error` that of one tensor, at the steps at
+    which it is measured.
+    """
 
     link: int
     sender: int
@@ -55,6 +81,20 @@ class LinkRecord:
     wire_bytes: int
     elements: int
     busy_s: float
+    """Something was queued or not acknowledged."""
+    sending_s: float = 0.0
+    """Of that, bytes were on their way; the rest, what there was waited behind other data."""
+    wire_s: float = 0.0
+    """What the bytes themselves took, the length of the way left out (`comm/wire_time.py`)."""
+    idle_s: float = 0.0
+    """There was nothing to send."""
+    codec: str = ""
+    relative_error: float | None = None
+
+    @property
+    def queued_s(self) -> float:
+        """Something was there to be sent, and other data went first."""
+        return max(0.0, self.busy_s - self.sending_s)
 
     @property
     def bits_per_element(self) -> float:
@@ -69,17 +109,19 @@ class LinkRecord:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """How one stage spent one step: seconds by activity; and what its codecs remember after it."""
+    """How one stage spent one step: seconds by activity as measured, and put in order; what its codecs remember."""
 
     stage: int
     timing: Mapping[str, float]
     codec_state_bytes: int = 0
+    split: StageSplit = field(default_factory=StageSplit)
 
     @property
     def waiting_share(self) -> float:
         """Share of the measured time in activities whose name starts with `wait`; in [0, 1]."""
-        total_s = sum(self.timing.values())
-        waiting_s = sum(seconds for name, seconds in self.timing.items() if name.startswith("wait"))
+        own = {name: seconds for name, seconds in self.timing.items() if not name.startswith("beside")}
+        total_s = sum(own.values())
+        waiting_s = sum(seconds for name, seconds in own.items() if name.startswith("wait"))
         return waiting_s / total_s if total_s > 0 else 0.0
 
 
@@ -103,11 +145,54 @@ class StepRecord:
     """Whether a `ValidationRecord` of this step will follow."""
     stages: Sequence[StageRecord] = ()
     links: Sequence[LinkRecord] = ()
+    codec_changes: Sequence[CodecChange] = ()
+    """Decided with this step; they hold from the next one on."""
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens whose loss counts, a second."""
         return self.tokens / self.step_time_s if self.step_time_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSpan:
+    """One span of a traced step, by the coordinator's clock.
+
+    `frame` names the frame that it was about (empty: none), alike on both ends of its link.
+    """
+
+    lane: str
+    category: str
+    name: str
+    begin_s: float
+    end_s: float
+    frame: str = ""
+    nbytes: int = 0
+    queued_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageTrace:
+    """What one stage did in a traced step.
+
+    Its clock was `offset_s` ahead of the coordinator's, to within `clock_error_s` (NaN: not known).
+    """
+
+    stage: int
+    name: str
+    offset_s: float
+    clock_error_s: float
+    spans: tuple[TracedSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """A traced step of all stages, from commit to commit, by the coordinator's clock."""
+
+    step: int
+    begin_s: float
+    end_s: float
+    stages: tuple[StageTrace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +250,9 @@ class RunObserver:
 
     def step_committed(self, record: StepRecord) -> None:
         """A step was committed (applied or skipped) by all stages."""
+
+    def step_traced(self, trace: StepTrace) -> None:
+        """All stages have told what they did in a traced step, some time after its commit."""
 
     def validated(self, record: ValidationRecord) -> None:
         """The validation loss of the step committed last has come in."""

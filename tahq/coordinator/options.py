@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tahq.comm.config import LinkTransport
+from tahq.coordinator.link_codecs import CodecOptions
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
@@ -43,6 +46,12 @@ class CoordinatorOptions:
     """SHA-256 of each of its files, by name."""
     tie_link: bool = False
     """One more link between the first and the last stage, for the gradients of tied embeddings."""
+    chunks_per_stage: int = 1
+    """Pieces of the model on each stage, which interleaved schedules take turns at."""
+    sites: tuple[str, ...] = ()
+    """The site of each stage, "" = one of its own; empty: each has its own."""
+    inside: LinkTransport = "zmq"
+    """What carries the frames between neighbours of one site."""
     hosts: tuple[str, ...] = ()
     """Where each stage is meant to run, for messages; empty: what the workers call themselves."""
     name: str = "run"
@@ -50,5 +59,9 @@ class CoordinatorOptions:
     """Number of this start of the run: frames of another one are not taken."""
     resume_command: str = ""
     """What continues the run, for messages: `tahq-launch cluster.yaml --resume`."""
+    codecs: CodecOptions = field(default_factory=CodecOptions)
+    """What links are packed with, and what changes it."""
+    is_measuring: bool = False
+    """Whether workers are told to measure in place of training."""
     leave_timeout_s: float = 1.0
     """How long workers are given to leave at the end before the coordinator does."""

@@ -1,15 +1,16 @@
-"""The plan of a run, once all stages are there: how long it is, and who dials whom.
+"""The plan of a run, once all stages are there: how long it is, who dials whom, and what carries a link's frames.
 
-Link i is the cut between stage i and i + 1; the link of tied embeddings, if there is one, has the
-number P − 1 and joins stage 0 and stage P − 1. The higher stage dials the lower one; where the lower
-one only dials out (it has no address), it dials the higher one.
+Link c is the cut between chunk c and c + 1; chunk c lies on stage c mod P, so with one chunk a stage it joins
+stage c and c + 1. The link of tied embeddings, if there is one, has the number P·v − 1 and joins stage 0 and stage
+P − 1. The stage of the later chunk dials the other one; where that only dials out (it has no address), it dials.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tahq.errors import UserError
+from tahq.comm.config import LinkTransport
+from tahq.errors import ConfigError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,10 @@ class Endpoint:
     host: str
     address: str
     """host:port that can be dialled; empty: it only dials out."""
+    site: str = ""
+    """Which site it is in; empty: one of its own."""
+    device: str = "cpu"
+    """Where it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,34 +36,58 @@ class LinkEnds:
     upper: int
 
 
-def link_ends(num_stages: int, tie_link: bool) -> tuple[LinkEnds, ...]:
+def link_ends(num_stages: int, tie_link: bool, chunks_per_stage: int = 1) -> tuple[LinkEnds, ...]:
     """Every link of a pipeline, by number."""
-    cuts = [LinkEnds(cut, cut, cut + 1) for cut in range(num_stages - 1)]
-    tie = [LinkEnds(num_stages - 1, 0, num_stages - 1)] if tie_link and num_stages >= 2 else []
+    last = num_stages * chunks_per_stage - 1
+    cuts = [LinkEnds(cut, cut % num_stages, (cut + 1) % num_stages) for cut in range(last)]
+    tie = [LinkEnds(last, 0, num_stages - 1)] if tie_link and num_stages >= 2 else []
     return (*cuts, *tie)
 
 
-def plan_links(endpoints: Sequence[Endpoint], tie_link: bool) -> list[list[list[str | int]]]:
-    """Rows of (link, peer stage, peer's host, address to dial or "") for each stage.
+def plan_links(
+    endpoints: Sequence[Endpoint], tie_link: bool, chunks_per_stage: int = 1, inside: LinkTransport = "zmq"
+) -> list[list[list[str | int]]]:
+    """Rows of (link, peer stage, peer's host, address to dial or "", transport) for each stage, by link.
 
     Args:
         endpoints: all workers, by stage.
         tie_link: whether first and last stage have a link of their own.
+        chunks_per_stage: pieces of the model on each.
+        inside: what carries the frames between two stages of one site.
 
     Raises:
-        UserError: a pair of which neither can be dialled; the message names both.
+        UserError: a pair of which neither can be dialled, or that NCCL cannot join; the message names both.
     """
     rows: list[list[list[str | int]]] = [[] for _ in endpoints]
-    for ends in link_ends(len(endpoints), tie_link):
+    for ends in link_ends(len(endpoints), tie_link, chunks_per_stage):
         lower, upper = endpoints[ends.lower], endpoints[ends.upper]
         if not lower.address and not upper.address:
             raise UserError(
                 f"link {ends.link} cannot be made: stage {lower.stage} ({lower.host}) and stage {upper.stage} "
                 f"({upper.host}) both only dial out; give one of them an address that the other reaches (advertise)"
             )
-        rows[lower.stage].append([ends.link, upper.stage, upper.host, "" if lower.address else upper.address])
-        rows[upper.stage].append([ends.link, lower.stage, lower.host, lower.address])
+        transport = _transport(lower, upper, inside)
+        dialled = "" if lower.address else upper.address
+        rows[lower.stage].append([ends.link, upper.stage, upper.host, dialled, transport])
+        rows[upper.stage].append([ends.link, lower.stage, lower.host, lower.address, transport])
     return rows
+
+
+def _transport(lower: Endpoint, upper: Endpoint, inside: LinkTransport) -> LinkTransport:
+    if not lower.site or lower.site != upper.site:
+        return "zmq"
+    if inside == "nccl":
+        _check_devices(lower, upper)
+    return inside
+
+
+def _check_devices(lower: Endpoint, upper: Endpoint) -> None:
+    one, other = (f"stage {end.stage} ({end.host}) is on {end.device}" for end in (lower, upper))
+    both = f"{one}, {other}"
+    if not (lower.device.startswith("cuda") and upper.device.startswith("cuda")):
+        raise ConfigError(f"links.inside: nccl joins CUDA devices, but {both}; use links.inside: gloo or zmq")
+    if (lower.host, lower.device) == (upper.host, upper.device):
+        raise ConfigError(f"links.inside: nccl joins two devices, but {both}; use links.inside: gloo or zmq")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class SnapshotPublisher:
     def __call__(self, parts: SnapshotParts) -> None:
         """Publish one snapshot; raises SnapshotError, `latest` then names the one before."""
         files = [StageFile(part.file, part.sha256, part.nbytes) for part in parts.parts]
-        publish(self._snapshots, parts.step, files, self._meta)
+        publish(self._snapshots, parts.step, files, {**self._meta, "codecs": dict(parts.codecs)})
         try:
             prune(self._snapshots, self._keep)
         except SnapshotError as error:

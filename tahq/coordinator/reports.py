@@ -4,7 +4,9 @@ Pure. A snapshot is complete once every stage has reported its part; one part wi
 whole snapshot has failed. Training does not wait for either, only the end of the run does.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from tahq.comm.control import Commit, Evaluated, Snapshotted
 from tahq.coordinator.observer import ValidationRecord
@@ -13,10 +15,14 @@ from tahq.errors import RemoteProtocolError
 
 @dataclass(frozen=True, slots=True)
 class SnapshotParts:
-    """Every stage's part of the snapshot after `step` steps, by stage."""
+    """Every stage's part of the snapshot after `step` steps, by stage.
+
+    `codecs` is what `LinkCodecs.saved` says of the links then.
+    """
 
     step: int
     parts: tuple[Snapshotted, ...]
+    codecs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -4,13 +4,16 @@ Pure: times are arguments. The whole life of a run is the two tables below. ::
 
     JOINING ──all greeted──▶ CONNECTING ──all ready──▶ TRAINING ──last commit──▶ FINISHING ──nothing owed──▶ OVER
        └────────────────────────┴───────── an error, a lost worker, a second signal ──┴───────────────────────▶ OVER
+
+Under `tahq measure` there are no steps: JOINING ──all there──▶ MEASURING ──all measured, or an error──▶ OVER.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from tahq.comm.control import Evaluated, Hello, Message, Prepare, Ready, Snapshotted
+from tahq.comm.control import Evaluated, Hello, Message, Prepare, Ready, Snapshotted, Traced
+from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 
@@ -21,6 +24,7 @@ class Phase(Enum):
     CONNECTING = "connecting"
     TRAINING = "training"
     FINISHING = "finishing"
+    MEASURING = "measuring"
     OVER = "over"
 
 
@@ -31,6 +35,8 @@ class Event(Enum):
     ALL_READY = "all stages are connected"
     LAST_COMMIT = "the last step is committed"
     NOTHING_OWED = "all reports are in"
+    ALL_THERE = "all who measure are there"
+    ALL_MEASURED = "all is measured"
     ENDED = "the run cannot or need not go on"
 
 
@@ -43,6 +49,9 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
     (Phase.TRAINING, Event.ENDED): Phase.OVER,
     (Phase.FINISHING, Event.NOTHING_OWED): Phase.OVER,
     (Phase.FINISHING, Event.ENDED): Phase.OVER,
+    (Phase.JOINING, Event.ALL_THERE): Phase.MEASURING,
+    (Phase.MEASURING, Event.ALL_MEASURED): Phase.OVER,
+    (Phase.MEASURING, Event.ENDED): Phase.OVER,
 }
 
 WHEN: Mapping[type[Message], frozenset[Phase]] = {
@@ -51,6 +60,9 @@ WHEN: Mapping[type[Message], frozenset[Phase]] = {
     Prepare: frozenset({Phase.TRAINING}),
     Evaluated: frozenset({Phase.TRAINING, Phase.FINISHING}),
     Snapshotted: frozenset({Phase.TRAINING, Phase.FINISHING}),
+    ComputeMeasured: frozenset({Phase.MEASURING}),
+    PathsMeasured: frozenset({Phase.MEASURING}),
+    Traced: frozenset({Phase.TRAINING, Phase.FINISHING}),
 }
 """In which phases a message may come; what is not listed may always come."""
 

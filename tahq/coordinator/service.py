@@ -24,10 +24,13 @@ from tahq.comm.control import (
     Snapshotted,
     Start,
     StopRequest,
+    Traced,
 )
 from tahq.comm.control_channel import ControlServer
+from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.gathering import Gathering
+from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.membership import Membership
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
@@ -35,7 +38,14 @@ from tahq.coordinator.publisher import Publish, SnapshotPublisher
 from tahq.coordinator.run_state import Ending, Event, Phase, RunState
 from tahq.coordinator.training import Training
 from tahq.coordinator.watch import check_exits, check_silence, check_waiting
-from tahq.errors import InterruptedRunError, LocalProtocolError, RemoteProtocolError, TahqError, UserError
+from tahq.errors import (
+    InterruptedRunError,
+    LocalProtocolError,
+    PeerLostError,
+    RemoteProtocolError,
+    TahqError,
+    UserError,
+)
 
 POLL_S = 0.1
 """Longest wait for a message, and so the longest that a signal or a dead child goes unnoticed."""
@@ -49,6 +59,7 @@ class Coordinator:
         server: bound already; used by the thread of `run` only, closed by whoever made it.
         observer: told what happens.
         publish: makes a complete snapshot the newest one; None: as files under the run's folder.
+        measuring: what is done in place of a run, once all are there; `options.is_measuring` tells the workers.
         clock: seconds, monotonic.
     """
 
@@ -59,6 +70,7 @@ class Coordinator:
         observer: RunObserver,
         *,
         publish: Publish | None = None,
+        measuring: Measuring | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         membership = Membership(options.num_stages, options.version, options.config_hash, options.hosts)
@@ -67,6 +79,7 @@ class Coordinator:
         self._gathering = Gathering(self._context)
         self._training: Training | None = None
         self._publish = publish or SnapshotPublisher(options)
+        self._measuring = measuring
         self._num_steps = 0
         self._signals: deque[int] = deque()
         self._num_signals = 0
@@ -181,6 +194,10 @@ class Coordinator:
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         if not self._gathering.hello(identity, hello):
             return
+        if self._measuring is not None:
+            self._context.advance(Event.ALL_THERE)
+            self._measuring.begin(self._context)
+            return
         self._num_steps = self._gathering.num_steps()
         if self._context.options.start_step >= self._num_steps:
             self._say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
@@ -190,7 +207,7 @@ class Coordinator:
     def _on_ready(self, identity: bytes, ready: Ready) -> None:
         if self._gathering.ready(identity, ready):
             self._training = Training(self._context, self._num_steps, self._publish)
-            self._context.broadcast(Start(self._context.options.start_step))
+            self._context.broadcast(Start(self._context.options.start_step, self._training.start_codecs))
             self._context.advance(Event.ALL_READY)
 
     def _on_prepare(self, identity: bytes, prepare: Prepare) -> None:
@@ -203,6 +220,17 @@ class Coordinator:
     def _on_snapshotted(self, identity: bytes, part: Snapshotted) -> None:
         self._begun().snapshotted(identity, part)
         self._finish_if_nothing_is_owed()
+
+    def _on_compute_measured(self, identity: bytes, figures: ComputeMeasured) -> None:
+        self._measures().computed(identity, figures)
+        self._finish_if_all_is_measured()
+
+    def _on_paths_measured(self, identity: bytes, figures: PathsMeasured) -> None:
+        self._measures().paths_measured(identity, figures)
+        self._finish_if_all_is_measured()
+
+    def _on_traced(self, identity: bytes, part: Traced) -> None:
+        self._begun().traced(identity, part)
 
     def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
         member = self._context.membership.claim(identity, request.stage)
@@ -225,13 +253,19 @@ class Coordinator:
             raise LocalProtocolError("training has not begun")
         return self._training
 
+    def _measures(self) -> Measuring:
+        if self._measuring is None:
+            raise LocalProtocolError("this is a run, not a measurement")
+        return self._measuring
+
     # -- the end ---------------------------------------------------------------------------------
 
     def _stop(self, signal_number: int, who: str) -> None:
         first = self._state.stop_signal is None
         name = signal_name(signal_number)
         if not self._state.request_stop(signal_number):
-            raise InterruptedRunError(f"{who} got {name} before the first step", signal_number)
+            when = "while measuring" if self._state.phase is Phase.MEASURING else "before the first step"
+            raise InterruptedRunError(f"{who} got {name} {when}", signal_number)
         if first and self._state.phase is Phase.TRAINING:
             step = self._begun().steps_done + 1
             self._context.observer.warned(f"{who} got {name}: finishing step {step}, then a snapshot")
@@ -243,6 +277,11 @@ class Coordinator:
         self._context.tell_phase(owed)
         if not owed:
             self._say_bye(Event.NOTHING_OWED, self._orderly_ending(self._begun()))
+
+    def _finish_if_all_is_measured(self) -> None:
+        if self._measures().is_finished:
+            failures = self._measures().measured.failures
+            self._say_bye(Event.ALL_MEASURED, Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0))
 
     def _orderly_ending(self, training: Training) -> Ending:
         done, signal_number, hint = training.steps_done, self._state.stop_signal, self._resume_hint()
@@ -300,6 +339,9 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     Prepare: Coordinator._on_prepare,
     Evaluated: Coordinator._on_evaluated,
     Snapshotted: Coordinator._on_snapshotted,
+    ComputeMeasured: Coordinator._on_compute_measured,
+    PathsMeasured: Coordinator._on_paths_measured,
+    Traced: Coordinator._on_traced,
     StopRequest: Coordinator._on_stop_request,
     Failed: Coordinator._on_failed,
     Heartbeat: Coordinator._on_heartbeat,

@@ -3,23 +3,31 @@
 A COMMIT leaves as soon as the last PREPARE is in, before anything is shown or written.
 """
 
-from tahq.comm.control import Evaluated, Prepare, Snapshotted
+from dataclasses import replace
+from typing import Any
+
+from tahq.comm.control import Evaluated, Prepare, Snapshotted, Traced
 from tahq.coordinator.commit import CommitLedger, CommitRules
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SnapshotRecord
 from tahq.coordinator.publisher import Publish
 from tahq.coordinator.reports import Reports, SnapshotParts
 from tahq.coordinator.run_state import Event
+from tahq.coordinator.tracing import TraceCollector
 from tahq.errors import TahqError
 
 
 class Training:
-    """Answers Prepare, Evaluated and Snapshotted.
+    """Answers Prepare, Evaluated, Snapshotted and Traced.
 
     Args:
         context: the run; all members are ready.
         num_steps: length of the run.
         publish: makes a complete snapshot the newest one.
+
+    Raises:
+        SnapshotError: what the snapshot keeps of the links' codecs makes no sense.
     """
 
     def __init__(self, context: RunContext, num_steps: int, publish: Publish) -> None:
@@ -27,13 +35,22 @@ class Training:
         self._publish = publish
         self._reports = Reports(context.options.num_stages)
         self._num_steps = num_steps
+        options = context.options
+        self._codecs = LinkCodecs(options.codecs, options.num_stages * options.chunks_per_stage - 1, options.start_step)
+        self._codecs_kept: dict[int, dict[str, Any]] = {}
         names = [member.name for member in context.membership.members]
         self._ledger = CommitLedger(commit_rules(context, num_steps), names, context.clock())
+        self._traces = TraceCollector(names)
 
     @property
     def steps_done(self) -> int:
         """Steps committed so far."""
         return self._ledger.step
+
+    @property
+    def start_codecs(self) -> list[list[int]]:
+        """For START: the codecs that are not as configured."""
+        return self._codecs.start_rows()
 
     @property
     def finished(self) -> bool:
@@ -54,13 +71,20 @@ class Training:
         context = self._context
         context.membership.claim(identity, prepare.stage)
         stop_requested = context.state.stop_signal is not None
-        decision = self._ledger.take(prepare, context.clock(), stop_requested=stop_requested)
+        now_s = context.clock()
+        decision = self._ledger.take(prepare, now_s, stop_requested=stop_requested)
         if decision is None:
             return
         commit, record = decision
+        record = self._codecs.described(record)
+        changes, rows = self._codecs.decide(record)
+        commit = replace(commit, codecs=rows)
         context.broadcast(commit)
+        self._traces.committed(commit.step, now_s - record.step_time_s, now_s)
         self._reports.owe(commit)
-        context.observer.step_committed(record)
+        if commit.snapshot:
+            self._codecs_kept[commit.step + 1] = self._codecs.saved()
+        context.observer.step_committed(replace(record, codec_changes=changes))
         if commit.stop:
             context.advance(Event.LAST_COMMIT, self.owed)
 
@@ -77,7 +101,17 @@ class Training:
         member = self._context.membership.claim(identity, part.stage)
         parts = self._reports.snapshotted(part, member.name)
         if parts is not None:
-            self._complete(parts)
+            self._complete(replace(parts, codecs=self._codecs_kept.pop(parts.step)))
+
+    def traced(self, identity: bytes, part: Traced) -> None:
+        """Take a part of a traced step; raises RemoteProtocolError if it makes no sense."""
+        context = self._context
+        context.membership.claim(identity, part.stage)
+        members = map(context.membership.at, range(context.options.num_stages))
+        offsets = [context.server.clock_offset(member.identity) if member else None for member in members]
+        trace = self._traces.take(part, offsets)
+        if trace is not None:
+            context.observer.step_traced(trace)
 
     def _complete(self, parts: SnapshotParts) -> None:
         error = parts.error or self._publishing_error(parts)
@@ -104,4 +138,5 @@ def commit_rules(context: RunContext, num_steps: int) -> CommitRules:
         max_skipped_in_a_row=options.max_skipped_in_a_row,
         eval_every=options.eval_every,
         snapshot_every=options.snapshot_every,
+        chunks_per_stage=options.chunks_per_stage,
     )

@@ -10,6 +10,7 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, Parts
+
+INPUT_GRADIENT_SHARE = 0.5
+"""Of a backward that is split: two matrix products of equal size, one for the input and one for the weights."""
 
 _NUM_ROWS = 257
 """Rows of the table that stands for the embedding: more would only take memory."""
@@ -61,7 +65,11 @@ class SleepingSlice(ModelSlice):
         if self.parts.head:
             hidden = _resized(hidden, self.spec.vocab_size)
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        output: torch.Tensor = _NapInBackward.apply(hidden, self.backward_s)  # type: ignore[no-untyped-call]
+        nap_s = self.backward_s
+        if self.deferred is not None:
+            nap_s = INPUT_GRADIENT_SHARE * self.backward_s
+            self.deferred.add(partial(time.sleep, self.backward_s - nap_s))
+        output: torch.Tensor = _NapInBackward.apply(hidden, nap_s)  # type: ignore[no-untyped-call]
         return output
 
     def materialise(self, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tahq.errors import ModelError
 from tahq.models.attention import ATTENTION_NAME, register_attention, window_mask
+from tahq.models.deferred_gradients import DeferredGradients, recording
 from tahq.models.init import initialise
 from tahq.models.keyed_dropout import DrawName, RandomContext, key_dropout
 from tahq.models.model_spec import ModelSpec
@@ -48,6 +49,7 @@ class ModelSlice(nn.Module):
 
     `checkpoint_blocks`: keep only each block's input for the backward pass, and compute the rest
     again then; gradients are equal to the bit, since all randomness has names.
+    `deferred`: where the next forward pass leaves its weights' gradients; None: its backward computes them too.
     """
 
     def __init__(self, spec: ModelSpec, parts: Parts, random: RandomContext) -> None:
@@ -56,6 +58,7 @@ class ModelSlice(nn.Module):
         self.parts = parts
         self.random = random
         self.checkpoint_blocks = False
+        self.deferred: DeferredGradients | None = None
         self._config = copy.deepcopy(spec.hf_config)
         self._config._attn_implementation = ATTENTION_NAME
         self._rotary: nn.Module | None = None
@@ -79,7 +82,8 @@ class ModelSlice(nn.Module):
         for index, block in zip(self.parts.blocks, self._blocks(), strict=True):
             hidden = self._run(block, hidden, shared | {"attention_mask": masks[self._window(index)]})
         if self.parts.head:
-            hidden = self.lm_head(self._part(self.spec.layout.final_norm)(hidden))
+            with recording(self.deferred):
+                hidden = self.lm_head(self._part(self.spec.layout.final_norm)(hidden))
         return hidden
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
@@ -161,16 +165,22 @@ class ModelSlice(nn.Module):
 
     def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
-            return _hidden_states(block(hidden, **arguments))
-        again = (block, hidden, arguments, self.random.current)
+            with recording(self.deferred):
+                return _hidden_states(block(hidden, **arguments))
+        again = (block, hidden, arguments, self.random.current, self.deferred)
         output: torch.Tensor = checkpoint(self._run_named, *again, use_reentrant=False, preserve_rng_state=False)
         return output
 
     def _run_named(
-        self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any], name: DrawName
+        self,
+        block: nn.Module,
+        hidden: torch.Tensor,
+        arguments: Mapping[str, Any],
+        name: DrawName,
+        deferred: DeferredGradients | None,
     ) -> torch.Tensor:
         """A block under the name its first computation had: other micro-batches came in between."""
-        with self.random.pinned(name):
+        with self.random.pinned(name), recording(deferred):
             return _hidden_states(block(hidden, **arguments))
 
 

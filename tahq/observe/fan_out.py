@@ -9,6 +9,7 @@ from tahq.coordinator.observer import (
     SnapshotRecord,
     StageStatus,
     StepRecord,
+    StepTrace,
     ValidationRecord,
 )
 
@@ -46,6 +47,10 @@ class Observers(RunObserver):
     def step_committed(self, record: StepRecord) -> None:
         """Pass it on."""
         self._tell(lambda observer: observer.step_committed(record))
+
+    def step_traced(self, trace: StepTrace) -> None:
+        """Pass it on."""
+        self._tell(lambda observer: observer.step_traced(trace))
 
     def validated(self, record: ValidationRecord) -> None:
         """Pass it on."""

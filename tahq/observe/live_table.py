@@ -19,12 +19,14 @@ from tahq.coordinator.observer import (
     RunHeader,
     RunObserver,
     SnapshotRecord,
+    StageRecord,
     StageStatus,
     StepRecord,
     ValidationRecord,
 )
+from tahq.coordinator.stage_split import StageSplit
 from tahq.observe import figures
-from tahq.observe.plain_lines import snapshot_line, validation_line
+from tahq.observe.plain_lines import change_line, snapshot_line, validation_line
 from tahq.observe.run_history import RunHistory
 from tahq.units import format_size
 
@@ -61,7 +63,9 @@ class LiveTable(RunObserver):
         self._draw()
 
     def step_committed(self, record: StepRecord) -> None:
-        """Draw a step."""
+        """Draw a step; leave a line above the table for each codec that changes."""
+        for change in record.codec_changes:
+            self._live.console.print(Text(change_line(record.step, change)))
         self._draw()
 
     def validated(self, record: ValidationRecord) -> None:
@@ -99,6 +103,9 @@ def render(history: RunHistory) -> RenderableType:
         parts += [Text(), _stage_table(history)]
     if history.last is not None and history.last.links:
         parts += [Text(), _link_table(history, history.last)]
+    diagnosis = history.diagnosis()
+    if diagnosis is not None:
+        parts += [Text(), Text(f"limited by {diagnosis.brief} of the step")]
     if history.missing:
         parts += [Text(), Text(f"{history.phase}: waiting for {history.missing}", style="yellow")]
     return Group(*parts)
@@ -118,27 +125,45 @@ def headline(history: RunHistory) -> str:
 
 def _stage_table(history: RunHistory) -> Table:
     table = Table("stage", "host", "device", "does", box=None, pad_edge=False)
-    table.add_column("waiting", justify="right")
-    waiting = {s.stage: figures.share(s.waiting_share) for s in history.last.stages} if history.last else {}
+    for heading in ("computing", "coding", "waiting", "commit"):
+        table.add_column(heading, justify="right")
+    last = history.last
+    shares = {record.stage: _shares(record, last.step_time_s) for record in last.stages} if last else {}
     for number in sorted(history.stages):
         stage = history.stages[number]
-        cells = (str(number), stage.host, stage.device, stage.activity, waiting.get(number, "–"))
+        cells = (str(number), stage.host, stage.device, stage.activity, *shares.get(number, ("–",) * 4))
         table.add_row(*map(escape, cells))
     return table
 
 
+def _shares(record: StageRecord, step_time_s: float) -> tuple[str, str, str, str]:
+    """Computing, coding, waiting for frames and for the commit, as shares of the step: ``31 % (1)`` for stage 1."""
+    split = record.split
+    if step_time_s <= 0 or split == StageSplit():
+        return ("–", "–", figures.share(record.waiting_share), "–")
+    sender = max(split.wait_s, key=lambda stage: split.wait_s[stage], default=None)
+    waiting = figures.share((split.frames_s + split.wait_codec_s + split.wait_memory_s) / step_time_s)
+    return (
+        figures.share(split.compute_s / step_time_s),
+        figures.share(split.codec_s / step_time_s),
+        waiting if sender is None else f"{waiting} ({sender})",
+        figures.share(split.commit_s / step_time_s),
+    )
+
+
 def _link_table(history: RunHistory, last: StepRecord) -> Table:
     table = Table("link", "carries", box=None, pad_edge=False)
-    for heading in ("sent", "bits/element", "goodput"):
+    for heading in ("sent", "bits/element", "goodput", "sending", "queued"):
         table.add_column(heading, justify="right")
     for link in last.links:
         total = history.links.get((link.link, link.sender, link.receiver), link)
-        table.add_row(*_link_cells(link, total))
+        table.add_row(*_link_cells(link, total, last.step_time_s))
     return table
 
 
-def _link_cells(link: LinkRecord, total: LinkRecord) -> tuple[str, ...]:
-    """What was sent since the start; bits an element and goodput of the last step."""
+def _link_cells(link: LinkRecord, total: LinkRecord, step_time_s: float) -> tuple[str, ...]:
+    """What was sent since the start; bits an element, goodput and shares of the step of the last step."""
     bits = f"{link.bits_per_element:.2f}"
     ends = f"{link.sender} → {link.receiver}"
-    return ends, link.direction, format_size(total.wire_bytes), bits, figures.goodput(link)
+    shares = [figures.share(s / step_time_s) if step_time_s > 0 else "–" for s in (link.sending_s, link.queued_s)]
+    return ends, link.direction, format_size(total.wire_bytes), bits, figures.goodput(link), *shares

@@ -8,10 +8,13 @@ run continues from a snapshot, what the file says about later steps is cut off f
 import json
 import math
 import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from tahq.coordinator.observer import LinkRecord, RunEnd, RunObserver, StageRecord, StepRecord, ValidationRecord
+from tahq.coordinator.stage_split import BESIDE, StageSplit
 
 
 class MetricsFile(RunObserver):
@@ -65,6 +68,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "skipped": record.skipped,
         "links": [link_object(link) for link in record.links],
         "stages": [stage_object(stage) for stage in record.stages],
+        "codec_changes": [asdict(change) for change in record.codec_changes],
     }
 
 
@@ -80,8 +84,14 @@ def link_object(link: LinkRecord) -> dict[str, Any]:
         "wire_bytes": link.wire_bytes,
         "elements": link.elements,
         "busy_s": finite(link.busy_s),
+        "sending_s": finite(link.sending_s),
+        "queued_s": finite(link.queued_s),
+        "idle_s": finite(link.idle_s),
+        "wire_s": finite(link.wire_s),
         "bits_per_element": finite(link.bits_per_element),
         "goodput_bits_per_s": finite(link.goodput_bits_per_s),
+        "codec": link.codec,
+        "relative_error": finite(link.relative_error) if link.relative_error is not None else None,
     }
 
 
@@ -90,9 +100,29 @@ def stage_object(stage: StageRecord) -> dict[str, Any]:
     return {
         "stage": stage.stage,
         "waiting_share": finite(stage.waiting_share),
-        "timing_s": {name: finite(seconds) for name, seconds in stage.timing.items()},
+        "timing_s": {name: finite(seconds) for name, seconds in timing_by_activity(stage.timing).items()},
         "codec_state_bytes": stage.codec_state_bytes,
+        **split_object(stage.split),
     }
+
+
+def split_object(split: StageSplit) -> dict[str, Any]:
+    """A stage's step in parts that add up to it; waits for frames by the stage they come from."""
+    values: dict[str, Any] = {}
+    for field in fields(split):
+        value = getattr(split, field.name)
+        by_key = isinstance(value, Mapping)
+        values[field.name] = {str(key): finite(s) for key, s in value.items()} if by_key else finite(value)
+    return values
+
+
+def timing_by_activity(timing: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by activity, whichever thread did it and whomever it waited for."""
+    sums: dict[str, float] = {}
+    for name, seconds in timing.items():
+        activity = name.removeprefix(BESIDE).partition(":")[0]
+        sums[activity] = sums.get(activity, 0.0) + seconds
+    return sums
 
 
 def validation_object(record: ValidationRecord) -> dict[str, Any]:

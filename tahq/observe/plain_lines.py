@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tahq.coordinator.observer import (
+    CodecChange,
     RunHeader,
     RunObserver,
     SnapshotRecord,
@@ -71,6 +72,8 @@ class PlainLines(RunObserver):
         if rested or record.skipped or record.step in (1, last) or record.step % EVERY == 0:
             self._printed_s = now_s
             self._print(step_line(record, self._history))
+        for change in record.codec_changes:
+            self._print(change_line(record.step, change))
 
     def validated(self, record: ValidationRecord) -> None:
         """Print a validation loss."""
@@ -97,18 +100,24 @@ class PlainLines(RunObserver):
 
 
 def step_line(record: StepRecord, history: RunHistory) -> str:
-    """``step 12/60  loss 3.2140  4,812 tokens/s  1.7 s a step  3.42 MB sent  1:22 left``."""
-    remaining_s = history.remaining_s
+    """``step 12/60  loss 3.2140  4,812 tokens/s  1.7 s a step  3.42 MB sent  link 2→1 gradients 71 %  1:22 left``."""
+    remaining_s, diagnosis = history.remaining_s, history.diagnosis()
     parts = [
         f"step {record.step}/{history.total_steps}",
         f"loss {figures.loss(record.loss)}",
         figures.tokens_rate(record.tokens_per_s),
         f"{figures.duration(record.step_time_s)} a step",
         f"{format_size(sum(link.wire_bytes for link in record.links))} sent",
+        *([diagnosis.brief] if diagnosis is not None else []),
         *(["skipped: NaN or infinity"] if record.skipped else []),
         *([f"{figures.duration(remaining_s)} left"] if remaining_s else []),
     ]
     return "  ".join(parts)
+
+
+def change_line(step: int, change: CodecChange) -> str:
+    """``after step 12: link 0, gradients: eden:bits=4,group=256 -> eden:bits=2,group=256 (bottleneck: …)``."""
+    return f"after step {step}: {change}"
 
 
 def validation_line(record: ValidationRecord) -> str:

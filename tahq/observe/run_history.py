@@ -1,8 +1,9 @@
 """What is known of a run so far, in one place: what the table, the lines and the summary are made of.
 
-Totals and one number a step are kept, never the records of all steps.
+Totals, one number a step and the last few records are kept, never the records of all steps.
 """
 
+from collections import deque
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -17,18 +18,26 @@ from tahq.coordinator.observer import (
     Traffic,
     ValidationRecord,
 )
+from tahq.observe.bottleneck import Diagnosis, WireFacts, diagnose
+from tahq.observe.step_split import median_step
 
 RECENT_STEPS = 20
-"""Steps that the remaining time is estimated from."""
+"""Steps that the remaining time, and what a step waits for, are estimated from."""
 
 LinkKey = tuple[int, int, int]
 """Link, sender, receiver: one direction of one link."""
 
 
 class RunHistory(RunObserver):
-    """Keeps what the run has said of itself."""
+    """Keeps what the run has said of itself.
 
-    def __init__(self) -> None:
+    Args:
+        facts: of its wire, to say which codec would be fast enough; None: not known.
+    """
+
+    def __init__(self, facts: WireFacts | None = None) -> None:
+        self._facts = facts
+        self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.header: RunHeader | None = None
         self.phase = ""
         self.missing = ""
@@ -68,6 +77,7 @@ class RunHistory(RunObserver):
     def step_committed(self, record: StepRecord) -> None:
         """Add a step to the totals."""
         self.last = record
+        self._recent.append(record)
         self.losses.append(record.loss)
         self.step_times_s.append(record.step_time_s)
         self.tokens_per_s.append(record.tokens_per_s)
@@ -88,6 +98,10 @@ class RunHistory(RunObserver):
     def ended(self, end: RunEnd) -> None:
         """Note how it ended."""
         self.end = end
+
+    def diagnosis(self) -> Diagnosis | None:
+        """What recent steps waited for, by the medians of their parts; None: not known."""
+        return diagnose(median_step(self._recent), self._facts) if self._recent else None
 
     @property
     def remaining_s(self) -> float | None:
@@ -117,4 +131,7 @@ def _sum(a: LinkRecord, b: LinkRecord) -> LinkRecord:
         wire_bytes=a.wire_bytes + b.wire_bytes,
         elements=a.elements + b.elements,
         busy_s=a.busy_s + b.busy_s,
+        sending_s=a.sending_s + b.sending_s,
+        wire_s=a.wire_s + b.wire_s,
+        idle_s=a.idle_s + b.idle_s,
     )

@@ -9,12 +9,14 @@ from rich.console import Console
 
 from tahq.coordinator.observer import RunEnd, RunObserver
 from tahq.errors import UserError
+from tahq.observe.bottleneck import WireFacts
 from tahq.observe.fan_out import Observers
 from tahq.observe.live_table import LiveTable
 from tahq.observe.metrics import MetricsFile
 from tahq.observe.plain_lines import PlainLines
 from tahq.observe.run_history import RunHistory
 from tahq.observe.summary import summary_text
+from tahq.observe.trace_file import TraceFiles
 
 
 def watch_run(
@@ -24,6 +26,8 @@ def watch_run(
     program: str = "tahq-launch",
     resume_command: str = "",
     export_command: str = "",
+    facts: WireFacts | None = None,
+    traces: Path | None = None,
     out: TextIO | None = None,
     err: TextIO | None = None,
 ) -> RunObserver:
@@ -35,6 +39,8 @@ def watch_run(
         program: what the last line on `err` begins with.
         resume_command: for the summary.
         export_command: for the summary.
+        facts: of the run's wire, for saying what would make it faster.
+        traces: folder for pictures of traced steps; None: none are kept.
         out: table, lines and summary; None: stdout.
         err: why the run ended, if not simply at its end, in one line; None: stderr.
 
@@ -42,13 +48,14 @@ def watch_run(
         UserError: metrics.jsonl cannot be written.
     """
     out, err = out or sys.stdout, err or sys.stderr
-    history = RunHistory()
+    history = RunHistory(facts)
     try:
         file = MetricsFile(metrics, start_step)
     except OSError as error:
         raise UserError(f"cannot write {metrics}: {error.strerror}") from error
     last_words = LastWords(out, err, history, program, resume_command, export_command)
-    return Observers([history, file, screen(out, history), last_words])
+    pictures = [TraceFiles(traces)] if traces is not None else []
+    return Observers([history, file, *pictures, screen(out, history), last_words])
 
 
 def screen(out: TextIO, history: RunHistory) -> RunObserver:

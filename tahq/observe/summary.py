@@ -28,6 +28,7 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     rows = [
         ("loss", _losses(history)),
         ("speed", _speed(history)),
+        *_bottleneck(history),
         *([("validation", _validation(history.validation))] if history.validation else []),
         *_wire(history),
         *([("skipped", f"{history.num_skipped} of these steps, for NaN or infinity")] if history.num_skipped else []),
@@ -57,6 +58,11 @@ def _losses(history: RunHistory) -> str:
 def _speed(history: RunHistory) -> str:
     step_s = figures.duration(median(history.step_times_s))
     return f"{figures.tokens_rate(median(history.tokens_per_s))}, {step_s} a step (medians)"
+
+
+def _bottleneck(history: RunHistory) -> list[tuple[str, str]]:
+    diagnosis = history.diagnosis()
+    return [("its limit", diagnosis.sentence)] if diagnosis is not None else []
 
 
 def _validation(record: ValidationRecord) -> str:

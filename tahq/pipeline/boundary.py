@@ -5,8 +5,8 @@ id, derives the codec's key from that id, packs and sends; and on the other side
 checks that what came is what the plan says, and unpacks.
 """
 
-import time
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,10 @@ import torch
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.transport import Transport
 from tahq.errors import LocalProtocolError, RemoteProtocolError
-from tahq.quant import AUTO, get_codec
+from tahq.pipeline.spans import Stopwatch
+from tahq.quant import AUTO, CodecSpec, get_codec
 from tahq.quant.codec import Codec
+from tahq.quant.spec import RawSpec
 from tahq.quant.stateful_codec import StatefulCodec
 from tahq.randomness import derive_seed
 
@@ -23,57 +25,43 @@ BOUNDARY_DTYPE = torch.float32
 """Of what crosses a cut, before it is encoded and after it was decoded."""
 
 
-class Stopwatch:
-    """Seconds spent by activity; what a step's time was made of."""
-
-    def __init__(self) -> None:
-        self._timers: dict[str, Timer] = {}
-
-    def measure(self, activity: str) -> "Timer":
-        """A context that adds the time it takes to `activity`; not to be entered within itself."""
-        timer = self._timers.get(activity)
-        if timer is None:
-            timer = self._timers[activity] = Timer()
-        return timer
-
-    def take(self) -> dict[str, float]:
-        """What was measured since the last call."""
-        taken = {activity: timer.seconds for activity, timer in self._timers.items() if timer.seconds}
-        self._timers = {}
-        return taken
-
-
-class Timer:
-    """Adds up the time spent inside it. A plain class: entering a generator's context costs ten times as much."""
-
-    __slots__ = ("_begin_s", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._begin_s = time.perf_counter()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.seconds += time.perf_counter() - self._begin_s
-
-
 class CodecTable:
     """The plan's table of resolved codec specs; a frame names its codec by the index here.
 
-    A codec with state belongs to one cut, so every cut has a table of its own.
+    First raw, then what activations may have, then what gradients may. Which of these is in force is a matter of the
+    step (`use`), and both ends of a cut are told the same. A codec with state belongs to one cut, so every cut has a
+    table of its own.
 
     Args:
-        activations: spec of what goes forward.
-        gradients: spec of what goes backward.
+        activations: spec of what goes forward at first.
+        gradients: spec of what goes backward at first.
+        rungs: what either may change to, itself among them, by direction; None: nothing.
         backend: which implementation of them, `auto` by device; both ends of a link may differ.
         threads: how many the implementation for CPUs may use.
     """
 
-    def __init__(self, activations: str, gradients: str, *, backend: str = AUTO, threads: int = 1) -> None:
-        self.codecs: tuple[Codec, ...] = tuple(
-            get_codec(spec, backend=backend, threads=threads) for spec in ("raw:dtype=fp32", activations, gradients)
-        )
+    def __init__(
+        self,
+        activations: str,
+        gradients: str,
+        *,
+        rungs: Mapping[Direction, Sequence[str]] | None = None,
+        backend: str = AUTO,
+        threads: int = 1,
+    ) -> None:
+        first = {Direction.FORWARD: activations, Direction.BACKWARD: gradients}
+        tables = {d: [CodecSpec.parse(text) for text in (rungs or {}).get(d, [spec])] for d, spec in first.items()}
+        specs = [RawSpec("fp32"), *tables[Direction.FORWARD], *tables[Direction.BACKWARD]]
+        self.codecs: tuple[Codec, ...] = tuple(get_codec(spec, backend=backend, threads=threads) for spec in specs)
+        num_forward = len(tables[Direction.FORWARD])
+        self._choices = {
+            Direction.FORWARD: range(1, 1 + num_forward),
+            Direction.BACKWARD: range(1 + num_forward, len(specs)),
+        }
+        # By direction (first step, index), newest last. Replaced whole: other threads may be looking.
+        self._in_force: dict[Direction, tuple[tuple[int, int], ...]] = {
+            d: ((0, self._choices[d][tables[d].index(CodecSpec.parse(spec))]),) for d, spec in first.items()
+        }
 
     def prepare(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """Have every kernel that these tensors will need compiled or loaded, whichever way they go.
@@ -87,14 +75,40 @@ class CodecTable:
     @property
     def stateful(self) -> dict[Direction, StatefulCodec]:
         """The codecs that remember what has crossed, by the direction that they are for."""
-        by_direction = dict(zip(Direction, self.codecs[1:], strict=True))
-        return {d: c for d, c in by_direction.items() if isinstance(c, StatefulCodec) and c.is_stateful}
+        by_direction = {d: [self.codecs[index] for index in choice] for d, choice in self._choices.items()}
+        return {d: c for d, cs in by_direction.items() for c in cs if isinstance(c, StatefulCodec) and c.is_stateful}
 
-    def index(self, purpose: Purpose, direction: Direction) -> int:
-        """Which codec packs this kind of tensor."""
+    def use(self, step: int, direction: Direction, index: int) -> None:
+        """Pack this direction with the codec of this index from this step on, until told otherwise.
+
+        The step before may still be going on: what it packs with does not change.
+
+        Raises:
+            LocalProtocolError: this direction has no such codec.
+        """
+        if index not in self._choices[direction]:
+            choice = self._choices[direction]
+            raise LocalProtocolError(
+                f"codec {index} is none of those for {direction.name.lower()}, {choice.start} to {choice.stop - 1}"
+            )
+        before = [entry for entry in self._in_force[direction] if entry[0] < step]
+        self._in_force[direction] = (*before[-1:], (step, index))
+
+    def index(self, purpose: Purpose, direction: Direction, step: int) -> int:
+        """Which codec packs this kind of tensor in this step."""
         if purpose in (Purpose.EVAL_RAW, Purpose.TIE):
             return 0
-        return 1 if direction is Direction.FORWARD else 2
+        entries = self._in_force[direction]
+        return next((index for since, index in reversed(entries) if since <= step), entries[0][1])
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSample:
+    """‖x̂ − x‖/‖x‖ of one tensor that was sent, x̂ being what its receiver decodes."""
+
+    link: int
+    direction: Direction
+    relative_error: float
 
 
 def codec_key(id: LogicalId, seed: int) -> int:
@@ -128,7 +142,10 @@ class Boundary:
         identity: names of what crosses it.
         codecs: the plan's table.
         device: where tensors are encoded from and decoded to.
-        stopwatch: told the seconds of `encode`, `decode` and `wait`.
+        stopwatch: told the seconds of encoding, decoding and waiting.
+        peer: stage at the other end, by which the waiting is called; None: nobody asks who it was for.
+        measure_every: steps between measurements of the codec's error, on what is sent of the first micro-batch;
+            None: never.
     """
 
     def __init__(
@@ -138,22 +155,41 @@ class Boundary:
         codecs: CodecTable,
         device: torch.device,
         stopwatch: Stopwatch,
+        peer: int | None = None,
+        measure_every: int | None = None,
     ) -> None:
         self.transport = transport
         self.codecs = codecs
         self._identity = identity
         self._device = device
         self._stopwatch = stopwatch
+        self._measure_every = measure_every
+        self._errors: list[ErrorSample] = []
+        self.waiting = "wait" if peer is None else f"wait:{peer}"
+        """What waiting for a frame of the other end is called where times are told."""
         self._arrived: dict[LogicalId, Frame] = {}
+
+    def name(self, step: int, purpose: Purpose, micro_batch: int, direction: Direction) -> LogicalId:
+        """The logical id of a tensor that crosses here."""
+        return self._identity.name(step, purpose, micro_batch, direction)
+
+    def use(self, step: int, direction: Direction, index: int) -> None:
+        """See `CodecTable.use`."""
+        self.codecs.use(step, direction, index)
+
+    def take_errors(self) -> list[ErrorSample]:
+        """What was measured since the last call."""
+        errors, self._errors = self._errors, []
+        return errors
 
     def post(
         self, step: int, purpose: Purpose, direction: Direction, micro_batches: Iterable[int], shape: tuple[int, ...]
     ) -> None:
         """Post receives ahead, so that a frame finds its place whenever it comes."""
-        codec = self.codecs.codecs[self.codecs.index(purpose, direction)]
+        codec = self.codecs.codecs[self.codecs.index(purpose, direction, step)]
         max_nbytes = codec.encoded_nbytes(shape)
         for micro_batch in micro_batches:
-            self.transport.expect(self._identity.name(step, purpose, micro_batch, direction), max_nbytes)
+            self.transport.expect(self.name(step, purpose, micro_batch, direction), max_nbytes)
 
     def send(
         self,
@@ -171,13 +207,17 @@ class Boundary:
             tensor: [B, S, C].
             sample_ids: of the B samples, which stateful codecs need in training.
         """
-        id = self._identity.name(step, purpose, micro_batch, direction)
-        index = self.codecs.index(purpose, direction)
+        id = self.name(step, purpose, micro_batch, direction)
+        index = self.codecs.index(purpose, direction, step)
         codec = self.codecs.codecs[index]
-        with self._stopwatch.measure("encode"):
-            payload = self._encode(codec, id, tensor, sample_ids).cpu()
+        with self._stopwatch.measure("encode", id):
+            payload = _at(self.transport.payload_device, self._encode(codec, id, tensor, sample_ids))
             finite = not codec.has_non_finite(payload)
-        self.transport.send(Frame(id, index, tensor.dtype, tuple(tensor.shape), payload))
+        frame = Frame(id, index, tensor.dtype, tuple(tensor.shape), payload)
+        self.transport.send(frame)
+        if self._is_measured(id):
+            with self._stopwatch.measure("guard"):
+                self._errors.append(ErrorSample(self.transport.link, direction, self._error(codec, frame, tensor)))
         return finite
 
     def receive(
@@ -197,14 +237,30 @@ class Boundary:
             RemoteProtocolError: its codec, shape or dtype is not what the plan says.
             CodecError: its payload is not a valid stream.
         """
-        id = self._identity.name(step, purpose, micro_batch, direction)
-        with self._stopwatch.measure("wait"):
-            frame = self._await(id)
-        index = self.codecs.index(purpose, direction)
+        with self._stopwatch.measure(self.waiting, self.name(step, purpose, micro_batch, direction)):
+            frame = self.await_frame(step, purpose, direction, micro_batch)
+        return self.unpack(frame, shape, dtype, sample_ids)
+
+    def await_frame(self, step: int, purpose: Purpose, direction: Direction, micro_batch: int) -> Frame:
+        """Wait for the frame of a posted tensor; of all that wait here, one thread at a time.
+
+        Raises:
+            PeerLostError: the link is lost.
+        """
+        id = self.name(step, purpose, micro_batch, direction)
+        while id not in self._arrived:
+            frame = self.transport.recv()
+            self._arrived[frame.id] = frame
+        return self._arrived.pop(id)
+
+    def unpack(
+        self, frame: Frame, shape: tuple[int, ...], dtype: torch.dtype, sample_ids: Sequence[int] | None
+    ) -> torch.Tensor:
+        """Make a tensor of a frame that is what the plan says; arguments and errors as of `receive`."""
+        index = self.codecs.index(frame.id.purpose, frame.id.direction, frame.id.step)
         _check(frame, index, shape, dtype)
-        codec = self.codecs.codecs[index]
-        with self._stopwatch.measure("decode"):
-            return self._decode(codec, frame, sample_ids)
+        with self._stopwatch.measure("decode", frame.id):
+            return self._decode(self.codecs.codecs[index], frame, sample_ids)
 
     def _encode(
         self, codec: Codec, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None
@@ -213,6 +269,17 @@ class Boundary:
         if isinstance(codec, StatefulCodec):
             return codec.encode(tensor, key=key, sample_ids=_remembered(codec, id, sample_ids))
         return codec.encode(tensor, key=key)
+
+    def _is_measured(self, id: LogicalId) -> bool:
+        every = self._measure_every
+        return every is not None and id.purpose is Purpose.TRAIN and id.micro_batch == 0 and id.step % every == 0
+
+    def _error(self, codec: Codec, frame: Frame, x: torch.Tensor) -> float:
+        """‖x̂ − x‖/‖x‖; infinite where either is not finite, 0 where both are nothing."""
+        error = float((self._decode(codec, frame, None) - x).norm())
+        size = float(x.norm())
+        relative = error / size if size > 0 else math.inf * error if error else 0.0
+        return relative if math.isfinite(relative) else math.inf
 
     def _decode(self, codec: Codec, frame: Frame, sample_ids: Sequence[int] | None) -> torch.Tensor:
         payload, key = frame.payload.to(self._device), self._key(codec, frame.id)
@@ -224,11 +291,17 @@ class Boundary:
     def _key(self, codec: Codec, id: LogicalId) -> int:
         return codec_key(id, self._identity.seed) if codec.is_keyed else 0
 
-    def _await(self, id: LogicalId) -> Frame:
-        while id not in self._arrived:
-            frame = self.transport.recv()
-            self._arrived[frame.id] = frame
-        return self._arrived.pop(id)
+
+def _at(device: torch.device, payload: torch.Tensor) -> torch.Tensor:
+    """The bytes where a transport takes them; to the host through pinned memory, waiting for this stream alone."""
+    if payload.device.type == device.type:
+        return payload
+    if device.type != "cpu":
+        return payload.to(device)
+    pinned = torch.empty_like(payload, device="cpu", pin_memory=True)
+    pinned.copy_(payload, non_blocking=True)
+    torch.cuda.current_stream(payload.device).synchronize()
+    return pinned
 
 
 def _remembered(codec: Codec, id: LogicalId, sample_ids: Sequence[int] | None) -> Sequence[int] | None:

@@ -4,8 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from tahq.errors import ScheduleError
+from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule import Schedule
+from tahq.pipeline.validator import validate
 from tahq.units import Section
 
+Depth = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -71,14 +76,51 @@ class PipelineConfig(Section):
     """How the model is divided and in what order its parts are computed."""
 
     stages: int = Field(default=4, ge=1, le=256)
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "zero-bubble", "interleaved"] = "1f1b"
+    in_flight: Depth | list[Depth] | None = None
+    """Most micro-batches that a stage holds at once, for every stage or listed by stage; under `interleaved`, pairs
+    of a chunk and a micro-batch. None: the schedule's own, which hides no latency."""
+    chunks: int = Field(default=1, ge=1, le=16)
+    """Pieces of the model on each stage; `interleaved` needs 2 or more, other schedules have 1."""
     layers: list[Annotated[int, Field(ge=1)]] | None = None
-    """Transformer blocks of each stage, in order; None: divided by cost."""
+    """Transformer blocks of each chunk, in order (a stage has one but for `interleaved`); None: divided by cost."""
     balance: Literal["counted", "measured"] = "counted"
     """What a layer costs: multiplications counted, or forward and backward timed."""
 
     @model_validator(mode="after")
     def _listed_layers_fit(self) -> "PipelineConfig":
-        if self.layers is not None and len(self.layers) != self.stages:
-            raise ValueError(f"layers lists {len(self.layers)} stages, stages is {self.stages}")
+        if self.layers is not None and len(self.layers) != self.num_chunks:
+            of = f"{self.stages} times {self.chunks} chunks" if self.chunks > 1 else f"stages is {self.stages}"
+            raise ValueError(f"layers lists {len(self.layers)} {'chunks' if self.chunks > 1 else 'stages'}, {of}")
         return self
+
+    @model_validator(mode="after")
+    def _schedule_exists(self) -> "PipelineConfig":
+        try:
+            # Depths are checked against the fewest micro-batches here, against the step's by the whole configuration.
+            generate(self.schedule, self.stages, 1, depths=self.depths, chunks_per_stage=self.chunks)
+        except ScheduleError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces that the model is cut into; chunk c lies on stage c mod `stages`."""
+        return self.stages * self.chunks
+
+    @property
+    def depths(self) -> list[int] | None:
+        """`in_flight`, listed by stage; None: the schedule's own."""
+        return [self.in_flight] * self.stages if isinstance(self.in_flight, int) else self.in_flight
+
+    def actions(self, num_micro_batches: int) -> Schedule:
+        """The schedule of a step of so many micro-batches, checked.
+
+        Raises:
+            ScheduleError: depths that do not go with it.
+        """
+        schedule = generate(
+            self.schedule, self.stages, num_micro_batches, depths=self.depths, chunks_per_stage=self.chunks
+        )
+        validate(schedule)
+        return schedule

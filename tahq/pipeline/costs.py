@@ -6,14 +6,27 @@ All times are seconds, all sizes bytes, all rates bytes a second. `inf` is a rat
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule import ActionKind, Schedule
 
 
+class FirstOut(StrEnum):
+    """`links.first`: which of the frames that wait for a host's uplink goes first."""
+
+    OLDEST = "oldest"
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+
+
 @dataclass(frozen=True, slots=True)
 class CutCosts:
-    """What crosses the cut between chunk c and chunk c + 1, each way, for one micro-batch."""
+    """What crosses the cut between chunk c and chunk c + 1, each way, for one micro-batch, and the path it takes.
+
+    `latency_s` is one-way, the same both ways; None: that of `Costs`. The rates are those of the path in each
+    direction, which may be below what its two hosts could send and receive.
+    """
 
     forward_nbytes: float = 0.0
     backward_nbytes: float = 0.0
@@ -21,6 +34,9 @@ class CutCosts:
     forward_decode_s: float = 0.0
     backward_encode_s: float = 0.0
     backward_decode_s: float = 0.0
+    latency_s: float | None = None
+    forward_bytes_per_s: float = math.inf
+    backward_bytes_per_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +55,14 @@ class Costs:
         compute_s: seconds by (chunk, kind) for one micro-batch.
         cuts: one entry a cut, between chunk c and c + 1.
         hosts: one entry a stage.
-        latency_s: one-way, between any two hosts.
+        latency_s: one-way, between any two hosts whose cut says nothing else.
         commit_s: from the end of the last stage's work to the commit's arrival everywhere: a round trip
             to the coordinator and what it does in between.
-        codec_lane: False: encoding and decoding take the compute loop's time. True: each stage does
-            them beside its compute, one after another.
+        codec_lane: False: encoding and decoding take the compute loop's time. True: each stage encodes in one
+            thread beside its compute and decodes in another.
         piece_nbytes: a frame's largest piece. On a downlink that two neighbours send into, pieces of
-            their frames take turns; None: whole frames do.
+            their frames take turns, and on an uplink what goes first goes between pieces; None: whole frames do.
+        first: which of the frames that wait for an uplink goes first.
         activation_nbytes: what one micro-batch in flight keeps in memory, by chunk; None: not known.
     """
 
@@ -56,6 +73,7 @@ class Costs:
     commit_s: float = 0.0
     codec_lane: bool = False
     piece_nbytes: int | None = None
+    first: FirstOut = FirstOut.OLDEST
     activation_nbytes: Sequence[float] | None = None
 
     def check(self, schedule: Schedule) -> None:

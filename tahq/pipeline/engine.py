@@ -2,10 +2,11 @@
 
 Invariants:
 - actions run in schedule order; an action waits for its frame and for nothing else;
+- what it sends is encoded by a lane beside it (`codec_lanes.py`), and what it receives was decoded there;
 - gradients of micro-batches are accumulated in ascending order (the schedule guarantees it);
 - gradients are multiplied by `StepShape.gradient_scale` on the wire and off it until the last backward has run;
 - weights are touched by nobody here: a step ends with gradients, `update.py` applies the commit;
-- a micro-batch's graph is freed when its backward has run.
+- a micro-batch's graph is freed when its backward, or the input gradient of a split one, has run.
 
 Shapes: B samples a micro-batch, S tokens, C channels, V words.
 """
@@ -13,72 +14,40 @@ Shapes: B samples a micro-batch, S tokens, C channels, V words.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from tahq.comm.frame import Direction, Purpose
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
-from tahq.errors import ScheduleError
+from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.slice import ModelSlice
-from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, Stopwatch
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary
+from tahq.pipeline.chunk import Chunk, StepShape
+from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
 from tahq.pipeline.gradients import scale_gradients
-from tahq.pipeline.loss import gradient_scale, summed_cross_entropy
+from tahq.pipeline.loss import summed_cross_entropy
 from tahq.pipeline.schedule import Action, ActionKind
+from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.tie import TiedEmbedding
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One piece of the model with the cuts on either side; None at the ends of the model."""
-
-    module: ModelSlice
-    incoming: Boundary | None
-    outgoing: Boundary | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """The sizes that every step has in common."""
-
-    num_micro_batches: int
-    micro_batch: int
-    seq_len: int
-    hidden_size: int
-
-    @property
-    def boundary(self) -> tuple[int, int, int]:
-        """[B, S, C] of what crosses a cut."""
-        return (self.micro_batch, self.seq_len, self.hidden_size)
-
-    @property
-    def gradient_scale(self) -> float:
-        """See `loss.gradient_scale`; here by the tokens that go in, labelled or not."""
-        return gradient_scale(self.num_micro_batches * self.micro_batch * self.seq_len)
+from tahq.pipeline.validation_pass import EvaluationResult, ValidationPass
 
 
 @dataclass(slots=True)
 class StepResult:
     """What a stage knows after its part of a step.
 
-    `loss_sum` (nats) and `tokens` are known by the last stage, `batch_digest` by first and last.
+    `loss_sum` (nats) and `tokens` are known by the last stage, `batch_digest` by first and last. `peak_in_flight` is
+    the most (chunk, micro-batch) pairs whose activations were held at once.
     """
 
     finite: bool = True
     loss_sum: float | None = None
     tokens: int | None = None
     batch_digest: str = ""
+    peak_in_flight: int = 0
     timing: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """Validation loss summed over `tokens`, in nats; known by the last stage."""
-
-    tokens: int
-    loss_sum: float
-    raw_loss_sum: float
 
 
 class StageEngine:
@@ -96,6 +65,7 @@ class StageEngine:
         stopwatch: shared with the boundaries.
         tied: exchanges the gradients of tied embeddings, if they are kept in step.
         on_action: called before each action (step, action); raises to leave.
+        lanes: where encoding and decoding are done; None: in the compute loop.
     """
 
     def __init__(
@@ -112,6 +82,7 @@ class StageEngine:
         stopwatch: Stopwatch | None = None,
         tied: TiedEmbedding | None = None,
         on_action: Callable[[int, Action], None] | None = None,
+        lanes: CodecLanes | None = None,
     ) -> None:
         self._chunks = chunks
         self._actions = actions
@@ -124,13 +95,20 @@ class StageEngine:
         self._stopwatch = stopwatch or Stopwatch()
         self._tied = tied
         self._on_action = on_action
+        self._lanes = lanes or InlineLanes(self._stopwatch)
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._step = 0
         self._batch: StepBatch | None = None
         self._sample_ids: list[list[int]] | None = None
         self._finite = True
+        self._peak_in_flight = 0
         self._losses: list[torch.Tensor] = []
-        self._held_out: tuple[int, StepBatch] | None = None
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
+        self._split = {(action.chunk, action.micro_batch) for action in actions if action.kind is ActionKind.I}
+        self._held_up = held_up_by_depth(
+            actions, {number for number, chunk in chunks.items() if chunk.incoming is None}
+        )
+        self._validation = ValidationPass(chunks, shape, batches, device, bf16=bf16)
 
     def run_step(self, step: int) -> StepResult:
         """Forward and backward of every micro-batch of a step; leaves summed gradients behind.
@@ -141,14 +119,15 @@ class StageEngine:
         self._begin(step)
         self._scale_gradients(self._shape.gradient_scale)  # of steps before, which nobody has taken
         self._post_receives()
+        self._lanes.begin(map(self._receive, filter(self._is_receiving, self._actions)))
         for action in self._actions:
             if self._on_action is not None:
                 self._on_action(step, action)
             self._execute(action)
+        self._finite = self._lanes.finish()
         self._scale_gradients(1 / self._shape.gradient_scale)
         if self._tied is not None:
-            with self._stopwatch.measure("tie"):
-                self._tied.exchange(step)
+            self._tied.exchange(step)
         return self._result()
 
     def evaluate(self, step: int, num_batches: int) -> EvaluationResult | None:
@@ -157,13 +136,7 @@ class StageEngine:
         Returns:
             The sums on the last stage, None elsewhere.
         """
-        sums = {
-            purpose: self._evaluate_with(purpose, step, num_batches) for purpose in (Purpose.EVAL, Purpose.EVAL_RAW)
-        }
-        if self._last_chunk() is None:
-            return None
-        tokens = sum(self._validation(index).num_tokens for index in range(num_batches))
-        return EvaluationResult(tokens, sums[Purpose.EVAL], sums[Purpose.EVAL_RAW])
+        return self._validation.run(step, num_batches)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -172,6 +145,8 @@ class StageEngine:
         self._finite = True
         self._losses = []
         self._in_flight.clear()
+        self._deferred.clear()
+        self._peak_in_flight = 0
         with self._stopwatch.measure("data"):
             self._batch = self._batches.train(step) if self._batches is not None else None
             self._sample_ids = self._order.micro_batches(step) if self._order is not None else None
@@ -192,44 +167,55 @@ class StageEngine:
 
     def _execute(self, action: Action) -> None:
         if action.kind is ActionKind.F:
-            self._forward(action.chunk, action.micro_batch)
-        elif action.kind is ActionKind.B:
-            self._backward(action.chunk, action.micro_batch)
+            self._forward(action)
+        elif action.kind is ActionKind.W:
+            self._weight_gradients(action)
         else:
-            raise ScheduleError(f"action {action}: this engine computes F and B, not {action.kind.name}")
+            self._backward(action)
 
-    def _forward(self, number: int, micro_batch: int) -> None:
+    def _forward(self, action: Action) -> None:
+        number, micro_batch = action.chunk, action.micro_batch
         chunk = self._chunks[number]
         x = self._input(chunk, micro_batch)
-        if chunk.incoming is not None:
-            x.requires_grad_()
+        chunk.module.deferred = self._deferral(number, micro_batch)
         self._random.at(self._step, 0, micro_batch, int(Purpose.TRAIN))
-        with self._stopwatch.measure("forward"):
-            y = self._compute(chunk, x)
+        with self._stopwatch.measure("forward", action):
+            y = chunk.compute(x, bf16=self._bf16)
             if chunk.outgoing is None:
                 y = self._loss(y, micro_batch)
         self._in_flight[number, micro_batch] = (x, y)
+        held = self._in_flight.keys() | self._deferred.keys()
+        self._peak_in_flight = max(self._peak_in_flight, len(held))
         if chunk.outgoing is not None:
             self._send(chunk.outgoing, Direction.FORWARD, micro_batch, y.detach())
 
-    def _backward(self, number: int, micro_batch: int) -> None:
+    def _backward(self, action: Action) -> None:
+        number, micro_batch = action.chunk, action.micro_batch
         chunk = self._chunks[number]
         x, y = self._in_flight.pop((number, micro_batch))
-        gradient = None
-        if chunk.outgoing is not None:
-            gradient = self._receive(chunk.outgoing, Direction.BACKWARD, micro_batch, y.dtype)
-        with self._stopwatch.measure("backward"):
+        gradient = self._lanes.take() if chunk.outgoing is not None else None
+        with self._stopwatch.measure("backward" if action.kind is ActionKind.B else "input_gradient", action):
             y.backward(gradient)  # type: ignore[no-untyped-call]
         if chunk.incoming is not None:
             if x.grad is None:
                 raise AssertionError("backward left no gradient on the received activation")
             self._send(chunk.incoming, Direction.BACKWARD, micro_batch, x.grad)
 
+    def _deferral(self, number: int, micro_batch: int) -> DeferredGradients | None:
+        """Where a forward leaves what a split backward computes last; None for a whole one."""
+        if (number, micro_batch) not in self._split:
+            return None
+        return self._deferred.setdefault((number, micro_batch), DeferredGradients())
+
+    def _weight_gradients(self, action: Action) -> None:
+        with self._stopwatch.measure("weight_gradient", action):
+            self._deferred.pop((action.chunk, action.micro_batch)).run()
+
     def _input(self, chunk: Chunk, micro_batch: int) -> torch.Tensor:
         if chunk.incoming is None:
             tokens, _ = self._train_batch().micro_batch(micro_batch)
             return tokens.to(self._device, non_blocking=True)
-        return self._receive(chunk.incoming, Direction.FORWARD, micro_batch, BOUNDARY_DTYPE)
+        return self._lanes.take().requires_grad_()
 
     def _loss(self, logits: torch.Tensor, micro_batch: int) -> torch.Tensor:
         batch = self._train_batch()
@@ -240,27 +226,36 @@ class StageEngine:
 
     def _send(self, boundary: Boundary, direction: Direction, micro_batch: int, tensor: torch.Tensor) -> None:
         ids = self._ids_of(micro_batch)
-        self._finite &= boundary.send(self._step, Purpose.TRAIN, direction, micro_batch, tensor, ids)
+        name = (self._step, Purpose.TRAIN, direction, micro_batch)
+        self._lanes.send(tensor, lambda: boundary.send(*name, tensor, ids))
 
-    def _receive(self, boundary: Boundary, direction: Direction, micro_batch: int, dtype: torch.dtype) -> torch.Tensor:
-        shape, ids = self._shape.boundary, self._ids_of(micro_batch)
-        return boundary.receive(self._step, Purpose.TRAIN, direction, micro_batch, shape, dtype, ids)
+    def _is_receiving(self, action: Action) -> bool:
+        return self._source(action) is not None
+
+    def _source(self, action: Action) -> Boundary | None:
+        """The cut that an action waits at for a frame."""
+        if action.kind is ActionKind.W:
+            return None
+        chunk = self._chunks[action.chunk]
+        return chunk.incoming if action.kind is ActionKind.F else chunk.outgoing
+
+    def _receive(self, action: Action) -> Receive:
+        boundary, ids = self._source(action), self._ids_of(action.micro_batch)
+        if boundary is None:
+            raise AssertionError(f"{action} receives nothing")
+        direction = Direction.FORWARD if action.kind is ActionKind.F else Direction.BACKWARD
+        return Receive(
+            partial(boundary.await_frame, self._step, Purpose.TRAIN, direction, action.micro_batch),
+            lambda frame: boundary.unpack(frame, self._shape.boundary, BOUNDARY_DTYPE, ids),
+            "wait:memory" if action in self._held_up else boundary.waiting,
+            boundary.name(self._step, Purpose.TRAIN, action.micro_batch, direction),
+        )
 
     def _ids_of(self, micro_batch: int) -> list[int] | None:
         return self._sample_ids[micro_batch] if self._sample_ids is not None else None
 
-    def _compute(self, chunk: Chunk, x: torch.Tensor) -> torch.Tensor:
-        if self._bf16:
-            with torch.autocast(self._device.type, torch.bfloat16):
-                y = chunk.module(x)
-        else:
-            y = chunk.module(x)
-        if not isinstance(y, torch.Tensor):
-            raise AssertionError(f"a model slice returned {type(y).__name__}")
-        return y if chunk.outgoing is None else y.float()
-
     def _result(self) -> StepResult:
-        result = StepResult(finite=self._finite, timing=self._stopwatch.take())
+        result = StepResult(self._finite, peak_in_flight=self._peak_in_flight, timing=self._stopwatch.take())
         if self._batch is not None:
             result.batch_digest = self._batch.digest
         if self._losses:
@@ -273,42 +268,11 @@ class StageEngine:
             raise AssertionError("first and last stage need a batch source")
         return self._batch
 
-    # -- validation ------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _evaluate_with(self, purpose: Purpose, step: int, num_batches: int) -> float:
-        every = range(num_batches * self._shape.num_micro_batches)
-        for chunk in self._chunks.values():
-            chunk.module.eval()
-            if chunk.incoming is not None:
-                chunk.incoming.post(step, purpose, Direction.FORWARD, every, self._shape.boundary)
-        losses = [self._evaluate_micro_batch(purpose, step, index) for index in every]
-        return sum(losses)
-
-    def _evaluate_micro_batch(self, purpose: Purpose, step: int, index: int) -> float:
-        batch_index, micro_batch = divmod(index, self._shape.num_micro_batches)
-        loss = 0.0
-        for number in sorted(self._chunks):
-            chunk = self._chunks[number]
-            if chunk.incoming is None:
-                x = self._validation(batch_index).micro_batch(micro_batch)[0].to(self._device)
-            else:
-                x = chunk.incoming.receive(step, purpose, Direction.FORWARD, index, self._shape.boundary)
-            y = self._compute(chunk, x)
-            if chunk.outgoing is not None:
-                chunk.outgoing.send(step, purpose, Direction.FORWARD, index, y)
-            else:
-                labels = self._validation(batch_index).micro_batch(micro_batch)[1].to(self._device)
-                loss = float(summed_cross_entropy(y, labels))
-        return loss
-
-    def _validation(self, index: int) -> StepBatch:
-        """A batch of the validation split; the last one asked for is kept."""
-        if self._batches is None:
-            raise AssertionError("first and last stage need a batch source")
-        if self._held_out is None or self._held_out[0] != index:
-            self._held_out = (index, self._batches.validation(index))
-        return self._held_out[1]
-
-    def _last_chunk(self) -> Chunk | None:
-        return next((chunk for chunk in self._chunks.values() if chunk.outgoing is None), None)
+def held_up_by_depth(actions: Sequence[Action], sources: set[int]) -> set[Action]:
+    """Backwards before the last forward of a chunk that has its tokens here: without the bound on micro-batches in
+    flight, that forward could be computed while the gradient is waited for.
+    """
+    forwards = [index for index, a in enumerate(actions) if a.kind is ActionKind.F and a.chunk in sources]
+    last = max(forwards, default=-1)
+    return {action for action in actions[:last] if action.kind in (ActionKind.B, ActionKind.I)} if last >= 0 else set()

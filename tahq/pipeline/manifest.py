@@ -35,7 +35,7 @@ class StageMeta:
         stage: who wrote it.
         num_stages: stages of the run that wrote it.
         block_start: its first transformer block.
-        block_stop: one past its last.
+        block_stop: one past its last; of several chunks, whose blocks others have between.
         cursor: where the data goes on.
         config_hash: of the configuration that it ran under.
         skipped: steps skipped in a row just before, for non-finite gradients.

@@ -72,6 +72,8 @@ class ResumeReport:
     changed: tuple[Change, ...]
     refused: tuple[Change, ...]
     notes: tuple[str, ...] = ()
+    follows: bool = False
+    """Whether codecs are chosen by what is measured, and so perhaps otherwise than they would have been."""
 
     @property
     def inexact(self) -> tuple[Change, ...]:
@@ -81,7 +83,7 @@ class ResumeReport:
     @property
     def exact(self) -> bool:
         """Whether the continuation is, to the bit, what the unchanged run would have given."""
-        return not self.refused and not self.inexact
+        return not self.refused and not self.inexact and not self.follows
 
     def check(self) -> None:
         """Raise SnapshotError that lists every refused key, its values and what to do; else do nothing."""
@@ -96,7 +98,8 @@ class ResumeReport:
     def lines(self) -> list[str]:
         """For the user: one line a change, and one that says whether the continuation is exact."""
         if not self.changed and not self.refused:
-            return ["resuming with the configuration of the snapshot: exact"]
+            unchanged = "resuming with the configuration of the snapshot"
+            return [f"{unchanged}: {_FOLLOWS if self.follows else 'exact'}"]
         summary = "the continuation is exact" if self.exact else "the continuation is no longer exact, to the bit"
         return [*(str(change) for change in (*self.refused, *self.changed)), *self.notes, summary]
 
@@ -119,7 +122,7 @@ def compare_configs(old: Config, new: Config) -> ResumeReport:
     ]
     changed = tuple(change for change in changes if change.verdict is not Verdict.REFUSED)
     refused = tuple(change for change in changes if change.verdict is Verdict.REFUSED)
-    return ResumeReport(changed, refused, forgotten_samples(old, new))
+    return ResumeReport(changed, refused, forgotten_samples(old, new), follows=_chooses_codecs(new))
 
 
 def keep_model_sizes(old: Config, new: Config) -> dict[str, Any]:
@@ -210,6 +213,11 @@ def forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
     return (f"AQ-SGD starts with nothing at the cuts before block {blocks} (from 0): {anew}",) if added else ()
 
 
+def _chooses_codecs(config: Config) -> bool:
+    wire = config["wire"]
+    return wire.get("follow") is not None and wire.get("replay") is None
+
+
 def _remembers_samples(config: Config) -> bool:
     return any(isinstance(spec, AqsgdSpec) and spec.has_cache for spec in _codecs(config))
 
@@ -251,6 +259,7 @@ def _machines(config: Config) -> object:
     return [(host["address"], host.get("device")) for host in hosts] if isinstance(hosts, list) else "this machine"
 
 
+_FOLLOWS = "codecs go on following the links, so it is exact only as far as they are chosen alike"
 _SEEN = "which samples were seen, and which are held out, would no longer be known"
 _DECAY_LENGTH = "the rate's decay is spread over another length"
 _UNUSED = "not used by this optimizer"
@@ -297,10 +306,14 @@ RULES: Mapping[str, Rule] = {
     "pipeline.stages": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.layers": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.balance": Rule(Verdict.INEXACT, f"the cuts may move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.chunks": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.in_flight": Rule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": Rule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
     "wire": Rule(
         Verdict.INEXACT, "what crosses a cut is rounded differently", (_same_codecs, "the same codecs in other words")
     ),
+    "wire.follow": Rule(Verdict.INEXACT, "codecs change at other steps"),
+    "wire.replay": Rule(Verdict.INEXACT, "codecs change at other steps"),
     "links": Rule(Verdict.EXACT, "when bytes arrive does not matter"),
     "hosts": Rule(
         Verdict.INEXACT, "other machines may round differently", (_same_machines, "the same machines compute")

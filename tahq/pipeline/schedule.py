@@ -12,7 +12,7 @@ Invariants that `validate` checks, and engine and simulator rely on:
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -150,49 +150,3 @@ def schedule_dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]
         return (chunk, micro_batch) in splits
 
     return {action: dependencies(action, schedule.num_chunks, split) for action in every}
-
-
-def generate(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
-    """The schedule of that name for P stages and m micro-batches.
-
-    Raises:
-        ScheduleError: an unknown name, or no stage or micro-batch at all.
-    """
-    if name not in GENERATORS:
-        raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(GENERATORS)}")
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ScheduleError(
-            f"schedule {name} needs at least 1 stage and 1 micro-batch; got {num_stages} and {num_micro_batches}"
-        )
-    rows = tuple(GENERATORS[name](stage, num_stages, num_micro_batches) for stage in range(num_stages))
-    return Schedule(name, num_micro_batches, rows, tuple(range(num_stages)))
-
-
-def _gpipe_row(stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards; both ascending, which costs nothing and fixes the sums."""
-    return _alternating_row(stage, num_micro_batches, warm_up=num_micro_batches)
-
-
-def _one_f_one_b_row(stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """As many forwards as there are stages from here to the end, then backward and forward in turn."""
-    return _alternating_row(stage, num_micro_batches, warm_up=min(num_micro_batches, num_stages - stage))
-
-
-def _alternating_row(chunk: int, num_micro_batches: int, warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then a backward and a forward in turn until the forwards run out.
-
-    `warm_up` is the in-flight depth: never more than that many activations are held.
-    """
-    row = [Action(chunk, ActionKind.F, micro_batch) for micro_batch in range(warm_up)]
-    for micro_batch in range(num_micro_batches):
-        row.append(Action(chunk, ActionKind.B, micro_batch))
-        if warm_up + micro_batch < num_micro_batches:
-            row.append(Action(chunk, ActionKind.F, warm_up + micro_batch))
-    return tuple(row)
-
-
-GENERATORS: Mapping[str, Callable[[int, int, int], tuple[Action, ...]]] = {
-    "gpipe": _gpipe_row,
-    "1f1b": _one_f_one_b_row,
-}
-"""A stage's row by schedule: (stage, number of stages, number of micro-batches) -> actions."""

@@ -1,33 +1,24 @@
 """Discrete-event simulation of one step: a schedule, executed against given costs.
 
-Resources, each of which serves one thing at a time, first come first served:
+Resources, each of which serves one thing at a time:
 - a stage's compute loop, which runs its row in order and never waits for a send;
-- a stage's uplink and its downlink, each shared by activations and gradients;
-- a stage's codec lane, where encoding and decoding run beside compute.
+- a stage's uplink and its downlink, each shared by activations and gradients (`simulated_network.py`);
+- the path from one stage to another, where a cut gives it a rate: what waits for it holds up no other path;
+- a stage's two codec lanes, where encoding and decoding run beside compute.
 
-A transfer is cut through, not stored and forwarded: its bytes leave the sender's uplink one after another
-and enter the receiver's downlink `latency_s` later while the rest is still being sent. With n bytes,
-
-    sent      = max(queued, uplink free) + n / uplink rate
-    delivered = max(sent + latency, max(first byte's arrival, downlink free) + n / downlink rate)
-
-so with equal rates and a free downlink the frame arrives one serialisation and one latency later.
 The simulation is exact for this model and has no randomness: equal inputs give equal timelines.
 """
 
 import heapq
-import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections import defaultdict
 
 from tahq.comm.frame import Direction
 from tahq.errors import ScheduleError
 from tahq.pipeline.costs import Costs, uniform_costs
 from tahq.pipeline.grid import Cell, render
 from tahq.pipeline.schedule import Action, ActionKind, Schedule, schedule_dependencies
+from tahq.pipeline.simulated_network import Event, SimulatedNetwork
 from tahq.pipeline.timeline import ActionSpan, Timeline, TransferSpan
-
-Event = Callable[[float], None]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -86,9 +77,8 @@ class _Simulation:
         self._position = [0 for _ in stages]
         self._computing = [False for _ in stages]
         self._ready: set[tuple[Action, int]] = set()
-        self._lane_free_s = [0.0 for _ in stages]
-        self._uplink_free_s = [0.0 for _ in stages]
-        self._downlink_free_s = [0.0 for _ in stages]
+        self._lane_free_s: dict[tuple[str, int], float] = defaultdict(float)
+        self._network = SimulatedNetwork(costs, self._at)
         self._actions: list[ActionSpan] = []
         self._transfers: list[TransferSpan] = []
         self._memory = [_Memory() for _ in stages]
@@ -188,51 +178,23 @@ class _Simulation:
         if not self._costs.codec_lane:
             self._send(action, transfer, now)
             return
-        encoded_s = self._use_lane(transfer.source, now, self._codec_s(transfer)[0])
+        encoded_s = self._use_lane("encode", transfer.source, now, self._codec_s(transfer)[0])
         self._at(encoded_s, lambda time_s: self._send(action, transfer, time_s))
 
-    def _use_lane(self, stage: int, now: float, seconds: float) -> float:
-        self._lane_free_s[stage] = max(now, self._lane_free_s[stage]) + seconds
-        return self._lane_free_s[stage]
+    def _use_lane(self, lane: str, stage: int, now: float, seconds: float) -> float:
+        self._lane_free_s[lane, stage] = max(now, self._lane_free_s[lane, stage]) + seconds
+        return self._lane_free_s[lane, stage]
 
     def _send(self, action: Action, transfer: TransferSpan, now: float) -> None:
-        """Serialise a frame into the uplink, and announce the arrival of its pieces."""
-        rate = self._costs.hosts[transfer.source].uplink_bytes_per_s
-        start_s = max(now, self._uplink_free_s[transfer.source])
-        sent_s = start_s + transfer.nbytes / rate
-        self._uplink_free_s[transfer.source] = sent_s
-        transfer = replace(transfer, queued_s=now, start_s=start_s, sent_s=sent_s)
-        count = math.ceil(transfer.nbytes / self._costs.piece_nbytes) if self._costs.piece_nbytes else 1
-        for piece in range(max(count, 1)):
-            self._announce(action, transfer, piece, max(count, 1))
+        self._network.send(transfer, now, lambda done: self._deliver(action, done))
 
-    def _announce(self, action: Action, transfer: TransferSpan, piece: int, count: int) -> None:
-        full = transfer.nbytes if count == 1 else float(self._costs.piece_nbytes or 0)
-        nbytes = transfer.nbytes - full * (count - 1) if piece == count - 1 else full
-        rate = self._costs.hosts[transfer.source].uplink_bytes_per_s
-        first_s = transfer.start_s + full * piece / rate + self._costs.latency_s
-        is_last = piece == count - 1
-        last_s = transfer.sent_s + self._costs.latency_s if is_last else first_s + nbytes / rate
-
-        def arrive(now: float) -> None:
-            delivered_s = self._use_downlink(transfer.target, nbytes, first_s, now)
-            if is_last:
-                self._at(delivered_s, lambda time_s: self._deliver(action, transfer, time_s))
-
-        self._at(last_s, arrive)
-
-    def _use_downlink(self, stage: int, nbytes: float, first_s: float, last_s: float) -> float:
-        rate = self._costs.hosts[stage].downlink_bytes_per_s
-        drained_s = max(first_s, self._downlink_free_s[stage]) + nbytes / rate
-        self._downlink_free_s[stage] = max(drained_s, last_s)
-        return self._downlink_free_s[stage]
-
-    def _deliver(self, action: Action, transfer: TransferSpan, now: float) -> None:
-        self._transfers.append(replace(transfer, delivered_s=now))
+    def _deliver(self, action: Action, transfer: TransferSpan) -> None:
+        self._transfers.append(transfer)
+        now = transfer.delivered_s
         if not self._costs.codec_lane:
             self._arrive(action, transfer.target, now)
             return
-        decoded_s = self._use_lane(transfer.target, now, self._codec_s(transfer)[1])
+        decoded_s = self._use_lane("decode", transfer.target, now, self._codec_s(transfer)[1])
         self._at(decoded_s, lambda time_s: self._arrive(action, transfer.target, time_s))
 
     def _arrive(self, action: Action, stage: int, now: float) -> None:

@@ -6,25 +6,28 @@ sections of the configuration and from transports that somebody else has opened.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from tahq.comm.frame import Direction
 from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource
 from tahq.data.sample_order import SampleOrder
-from tahq.errors import CodecError, ConfigError
+from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
-from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, CutIdentity, ErrorSample
+from tahq.pipeline.chunk import Chunk, StepShape
+from tahq.pipeline.codec_lanes import ThreadedLanes
 from tahq.pipeline.codec_state import CodecEnd, codec_ends
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
-from tahq.pipeline.engine import Chunk, StageEngine, StepShape
-from tahq.pipeline.schedule import Action, generate
+from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.schedule import Action
+from tahq.pipeline.spans import Stopwatch, marks_of
 from tahq.pipeline.tie import TiedEmbedding
 from tahq.pipeline.update import StageUpdate
-from tahq.pipeline.validator import validate
 from tahq.quant.config import WireConfig
 from tahq.units import format_size
 
@@ -58,7 +61,12 @@ class StagePlan:
     @property
     def tie_link(self) -> int:
         """Number of the link that joins the two copies of a tied embedding."""
-        return self.pipeline.stages - 1
+        return self.pipeline.num_chunks - 1
+
+    def peer(self, link: int) -> int:
+        """The stage at the other end of one of this stage's links, that of tied embeddings included."""
+        ends = {link % self.pipeline.stages, (link + 1) % self.pipeline.stages}
+        return next(iter(ends - {self.stage}))
 
 
 class Stage:
@@ -66,7 +74,7 @@ class Stage:
 
     Args:
         plan: what it is.
-        module: its slice of the model, on its device.
+        modules: its slices of the model by chunk, on its device.
         batches: for first and last stage.
         transports: its links by number: link i is the cut between stage i and i + 1.
         device: where the module lives.
@@ -74,12 +82,13 @@ class Stage:
         order: which samples a step is made of; needed where a codec remembers samples.
         cache_folder: where codecs that remember samples on disk keep them; None: where they think best.
         on_action: called before each action (step, action); raises to leave.
+        beside: encode and decode in threads beside the compute loop; the transports must allow another thread's recv.
     """
 
     def __init__(
         self,
         plan: StagePlan,
-        module: ModelSlice,
+        modules: Mapping[int, ModelSlice],
         batches: BatchSource | None,
         transports: Mapping[int, Transport],
         *,
@@ -88,37 +97,41 @@ class Stage:
         order: SampleOrder | None = None,
         cache_folder: Path | None = None,
         on_action: Callable[[int, Action], None] | None = None,
+        beside: bool = False,
     ) -> None:
         self.plan = plan
-        self.module = module
+        self._module = next(iter(modules.values()))
         self._transports = dict(transports)
-        self._stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch(marks_of(device))
         self._device = device
-        parameters = module.canonical_parameters()
+        self._boundaries: dict[int, Boundary] = {}
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for module in modules.values():
+            parameters |= module.canonical_parameters()
         tied = self._tied(parameters) if plan.tie else None
-        self.update = StageUpdate(plan.training, parameters, module.is_decayed, plan.total_steps, tied)
-        schedule = generate(plan.pipeline.schedule, plan.pipeline.stages, plan.training.num_micro_batches)
-        validate(schedule)
+        self.update = StageUpdate(plan.training, parameters, self._module.is_decayed, plan.total_steps, tied)
+        schedule = plan.pipeline.actions(plan.training.num_micro_batches)
         self._shape = StepShape(
-            plan.training.num_micro_batches, plan.training.micro_batch, plan.seq_len, module.spec.hidden_size
+            plan.training.num_micro_batches, plan.training.micro_batch, plan.seq_len, self._module.spec.hidden_size
         )
-        chunk = self._chunk()
-        self._codec_ends = _codec_ends(chunk)
+        chunks = {number: self._chunk(number, module) for number, module in modules.items()}
+        self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
         if cache_folder is not None:
             for end in self._codec_ends:
                 end.codec.keep_in(cache_folder)
         self.engine = StageEngine(
-            chunks={plan.stage: chunk},
+            chunks=chunks,
             actions=schedule.actions[plan.stage],
             shape=self._shape,
             batches=batches,
             order=order if self._codec_ends else None,
-            random=module.random,
+            random=self._module.random,
             device=device,
             bf16=bf16,
-            stopwatch=self._stopwatch,
+            stopwatch=self.stopwatch,
             tied=tied,
             on_action=on_action,
+            lanes=ThreadedLanes(device, self.stopwatch) if beside and transports else None,
         )
 
     def prepare(self) -> None:
@@ -159,28 +172,64 @@ class Stage:
         for end in self._codec_ends:
             end.load(names, read, self._shape.boundary[1:])
 
+    def use_codecs(self, step: int, rows: Sequence[Sequence[int]]) -> None:
+        """Pack what crosses this stage's cuts otherwise from this step on.
+
+        Args:
+            step: the first with these codecs.
+            rows: [link, direction, index into the plan's table]; those of other stages' links are passed over.
+
+        Raises:
+            RemoteProtocolError: a row that makes no sense.
+        """
+        try:
+            for link, direction, index in rows:
+                if link in self._boundaries:
+                    self._boundaries[link].use(step, Direction(direction), index)
+        except (ValueError, LocalProtocolError) as error:
+            raise RemoteProtocolError(
+                f"the coordinator changes codecs to {list(map(list, rows))}, which makes no sense: {error}"
+            ) from error
+
+    def take_codec_errors(self) -> list[ErrorSample]:
+        """What was measured of the codecs' errors since the last call."""
+        return [sample for boundary in self._boundaries.values() for sample in boundary.take_errors()]
+
     def take_link_stats(self) -> list[LinkStats]:
         """What this stage sent since the last call, by link and direction."""
         return [stats for transport in self._transports.values() for stats in transport.take_stats()]
 
-    def _chunk(self) -> Chunk:
-        incoming = None if self.plan.is_first else self._boundary(self.plan.stage - 1)
-        outgoing = None if self.plan.is_last else self._boundary(self.plan.stage)
-        return Chunk(self.module, incoming, outgoing)
+    def _chunk(self, number: int, module: ModelSlice) -> Chunk:
+        incoming = None if number == 0 else self._cut(number - 1)
+        outgoing = None if number == self.plan.pipeline.num_chunks - 1 else self._cut(number)
+        return Chunk(module, incoming, outgoing)
+
+    def _cut(self, link: int) -> Boundary:
+        boundary = self._boundaries[link] = self._boundary(link)
+        return boundary
 
     def _boundary(self, link: int) -> Boundary:
-        identity = CutIdentity(self.plan.run, self.plan.seed, link)
-        return Boundary(self._transports[link], identity, self._new_codecs(), self._device, self._stopwatch)
+        identity, codecs = CutIdentity(self.plan.run, self.plan.seed, link), self._new_codecs()
+        peer, follow = self.plan.peer(link), self.plan.wire.follow
+        every = follow.guard.measure_every if follow is not None and follow.guard.max_error is not None else None
+        return Boundary(self._transports[link], identity, codecs, self._device, self.stopwatch, peer, every)
 
     def _new_codecs(self) -> CodecTable:
         wire = self.plan.wire
-        return CodecTable(wire.activations, wire.gradients, backend=wire.backend, threads=wire.threads)
+        rungs = wire.rungs()
+        return CodecTable(
+            wire.activations,
+            wire.gradients,
+            rungs={Direction.FORWARD: rungs["activations"], Direction.BACKWARD: rungs["gradients"]},
+            backend=wire.backend,
+            threads=wire.threads,
+        )
 
     def _tied(self, parameters: Mapping[str, torch.nn.Parameter]) -> TiedEmbedding:
         both_here = self.plan.is_first and self.plan.is_last
         owns_one = self.plan.is_first or self.plan.is_last
         boundary = self._boundary(self.plan.tie_link) if owns_one and not both_here else None
-        embedding = parameters.get(self.module.spec.layout.embedding_weight)
+        embedding = parameters.get(self._module.spec.layout.embedding_weight)
         return TiedEmbedding(embedding, parameters.get(HEAD_WEIGHT), boundary)
 
 

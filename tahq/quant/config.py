@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tahq.errors import ConfigError
+from tahq.quant.ladder import default_ladder, refuse_memory
 from tahq.quant.spec import AqsgdSpec, CodecSpec
 from tahq.units import Section
 
@@ -15,24 +16,76 @@ PAPER: Mapping[str, str] = MappingProxyType({"activations": "tah", "gradients": 
 """What the word stands for: TAH-Quant's pair."""
 
 
+def _stateless(text: str) -> str:
+    try:
+        refuse_memory(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+Rungs = Annotated[list[Annotated[str, AfterValidator(_stateless)]], Field(min_length=1, max_length=32)]
+"""Codecs of a ladder, from the fewest bits to the most."""
+
+
+class GuardConfig(Section):
+    """When bits are raised for the sake of what is learned, whatever the links are like.
+
+    Attributes:
+        max_error: ‖x̂ − x‖/‖x‖ of a tensor above which its link and direction are raised; None: not looked at.
+        measure_every: steps between measurements of it, on one micro-batch.
+        loss_rise: share by which the loss may exceed its moving average, step after step; None: not looked at.
+        hold: steps for which bits that were raised here are not lowered again.
+    """
+
+    max_error: float | None = Field(default=0.5, gt=0)
+    measure_every: int = Field(default=20, ge=1)
+    loss_rise: float | None = Field(default=0.1, gt=0)
+    hold: int = Field(default=50, ge=1)
+
+
+class FollowConfig(Section):
+    """Bits that follow the bandwidth: the codecs to choose from, and how readily another one is taken.
+
+    Attributes:
+        activations: rungs; None: those around `wire.activations`.
+        gradients: rungs; None: those around `wire.gradients`.
+        raise_after: steps in a row in which more bits would have fitted.
+        lower_after: steps in a row in which a link was the bottleneck.
+        guard: what raises bits besides.
+    """
+
+    activations: Rungs | None = None
+    gradients: Rungs | None = None
+    raise_after: int = Field(default=5, ge=1)
+    lower_after: int = Field(default=1, ge=1)
+    guard: GuardConfig = GuardConfig()
+
+
 class WireConfig(Section):
     """Which codec packs what crosses a cut, by direction, and what computes it; docs/wire-format.md has the specs.
 
-    In place of the section the word `paper` may stand: TAH activations, gradients in 8 bits of fixed point.
+    In place of the section the word `paper` may stand: TAH activations, gradients in 8 bits of fixed point; in place
+    of `follow`, true or false.
     """
 
     activations: str = "wf"
     gradients: str = "eden"
     backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
     threads: int = Field(default=1, ge=1)
+    follow: FollowConfig | None = None
+    replay: str | None = Field(default=None, min_length=1)
+    """metrics.jsonl of a run whose changes of codecs are made again, in place of measuring."""
 
     @model_validator(mode="before")
     @classmethod
-    def _keys_of_the_word(cls, value: Any) -> Any:
+    def _keys_of_the_words(cls, value: Any) -> Any:
         if value == PAPER_WORD:
             return dict(PAPER)
         if isinstance(value, str):
             raise ValueError(f"expected keys and values, or the word {PAPER_WORD}; got {value!r}")
+        if isinstance(value, Mapping) and isinstance(value.get("follow"), bool):
+            return {**value, "follow": {} if value["follow"] else None}
         return value
 
     @field_validator("activations", "gradients")
@@ -56,11 +109,43 @@ class WireConfig(Section):
             )
         return text
 
+    @model_validator(mode="after")
+    def _is_on_its_ladders(self) -> Self:
+        if self.follow is None:
+            if self.replay is not None:
+                raise ValueError("wire.replay changes codecs as wire.follow would; give wire.follow its ladders too")
+            return self
+        for name, spec in self.specs().items():
+            rungs = _stateless_ladder(name, spec, getattr(self.follow, name))
+            if str(CodecSpec.parse(spec)) not in rungs:
+                raise ValueError(
+                    f"wire.{name} is where a run begins and must be one of wire.follow.{name}; {spec!r} is not among "
+                    f"{', '.join(rungs)}"
+                )
+        return self
+
     def resolved(self) -> "WireConfig":
-        """The same with all parameters of its codecs written out."""
-        specs = {name: str(CodecSpec.parse(spec)) for name, spec in self.specs().items()}
-        return self.model_copy(update=specs)
+        """The same with all parameters of its codecs, and all rungs, written out."""
+        changed: dict[str, Any] = {name: str(CodecSpec.parse(spec)) for name, spec in self.specs().items()}
+        if self.follow is not None:
+            changed["follow"] = self.follow.model_copy(update=self.rungs())
+        return self.model_copy(update=changed)
+
+    def rungs(self) -> dict[str, list[str]]:
+        """The codecs that each direction may have, canonical, from the fewest bits to the most."""
+        if self.follow is None:
+            return {name: [str(CodecSpec.parse(spec))] for name, spec in self.specs().items()}
+        given = {name: getattr(self.follow, name) for name in self.specs()}
+        return {name: _stateless_ladder(name, spec, given[name]) for name, spec in self.specs().items()}
 
     def specs(self) -> dict[str, str]:
         """The codecs by the key that names them."""
         return {"activations": self.activations, "gradients": self.gradients}
+
+
+def _stateless_ladder(name: str, spec: str, rungs: list[str] | None) -> list[str]:
+    """Rungs as given, or those around `spec`; ValueError if it is a codec that cannot change."""
+    try:
+        return default_ladder(spec) if rungs is None else [str(CodecSpec.parse(rung)) for rung in rungs]
+    except ConfigError as error:
+        raise ValueError(f"wire.{name}: {error}") from error

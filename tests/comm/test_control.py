@@ -117,6 +117,8 @@ PREPARE = {
     "timing": {"forward": 1},
     "links": [[1, 0.5]],
     "codec_state_bytes": 0,
+    "active_s": 0,
+    "codec_errors": [],
 }
 
 

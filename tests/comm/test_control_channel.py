@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from tahq.comm.control import Abort, Bye, Heartbeat, Join, Message, Ready, Start, encode_message
+from tahq.comm.control import Abort, Bye, Heartbeat, Join, Message, Ready, Start, decode_message, encode_message
 from tahq.comm.control_channel import ControlClient, ControlServer
 from tahq.comm.control_numbering import Numbering
 from tahq.comm.shaping import Shaping
@@ -205,7 +205,10 @@ def test_newcomer_is_answered_at_once(server, dealer):
     dealer.send_multipart([Numbering().next_number(), encode_message(JOIN)])
     hear(server, Join)
     assert dealer.poll(1000)
-    assert dealer.recv_multipart()[1] == encode_message(Heartbeat())
+    answer = decode_message(dealer.recv_multipart()[1], "coordinator")
+    assert isinstance(answer, Heartbeat)
+    assert (answer.stage, answer.held_s) == (-1, -1.0)  # it has heard no heartbeat yet
+    assert abs(answer.sent_s - time.monotonic()) < SOON_S
 
 
 def test_worker_of_which_messages_were_lost_is_told_and_not_heard_any_more(server, dealer, caplog):
@@ -262,3 +265,21 @@ def test_numbers_count_from_one_without_gaps():
         receiver.check(first, "peer")
     with pytest.raises(RemoteProtocolError, match="number of 3 bytes"):
         receiver.check(b"abc", "peer")
+
+
+def test_clock_of_a_worker_is_known_to_within_half_a_round_trip(connect):
+    """The coordinator's clock is an hour ahead of the worker's, and messages take 10 ms each way."""
+    server = ControlServer("127.0.0.1:0", heartbeat_s=0.05, clock=lambda: time.monotonic() + 3600)
+    client = connect(server.address, shaping=Shaping(delay_s=0.01))
+    client.send(JOIN)
+    identity, _ = hear(server, Join)
+    assert server.clock_offset(identity) is None
+    deadline_s = time.monotonic() + SOON_S
+    while time.monotonic() < deadline_s and server.clock_offset(identity) is None:
+        server.poll(0.1)
+    offset = server.clock_offset(identity)
+    assert offset is not None
+    assert abs(offset.offset_s + 3600) <= offset.error_s
+    assert 0.01 <= offset.error_s < 1.0
+    assert server.clock_offset(b"a stranger") is None
+    server.close(linger_s=0.1)

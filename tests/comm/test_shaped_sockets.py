@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tahq.comm.frame import Direction
 from tahq.comm.shaping import Shaping
@@ -114,20 +115,32 @@ def test_senders_to_one_host_share_its_downlink(make_endpoint, make_frame):
     assert took_s < 1.5 * 8 * 4e6 / rate
 
 
-def test_small_frame_of_another_link_does_not_wait_for_what_is_queued(make_endpoint, make_frame):
-    shaping = Shaping(rate_bits_per_s=20 * MEGABIT, piece_nbytes=65536)
-    hub = make_endpoint(1, shaping=shaping)
+def time_behind_four_megabytes(first, make_endpoint, make_frame) -> float:
+    """Seconds of a gradient on one link of a host with 4 MB of activations queued on the other, 0.8 s of its uplink."""
+    shaping = Shaping(rate_bits_per_s=40 * MEGABIT, piece_nbytes=65536)
+    hub = make_endpoint(1, shaping=shaping, first=first)
     down, up = make_endpoint(0), make_endpoint(2)
-    busy, quick = hub.open_link(0, 0, "down", down.address), hub.open_link(1, 2, "up", up.address)
-    down.open_link(0, 1, "hub", "")
-    receiver = up.open_link(1, 1, "hub", "")
+    back, onward = hub.open_link(0, 0, "down", down.address), hub.open_link(1, 2, "up", up.address)
+    receiver, sink = down.open_link(0, 1, "hub", ""), up.open_link(1, 1, "hub", "")
     hub.wait_connected(10.0)
-    busy.send(make_frame(2_000_000))  # 0.8 s
-    small = make_frame(1000)
-    receiver.expect(small.id, 1000)
+    activation = make_frame(4_000_000)
+    sink.expect(activation.id, 4_000_000)
+    onward.send(activation)
+    gradient = make_frame(1000, direction=Direction.BACKWARD)
+    receiver.expect(gradient.id, 1000)
     started_s = time.monotonic()
-    quick.send(small)
+    back.send(gradient)
     receiver.recv(10.0)
-    assert time.monotonic() - started_s < 0.3  # a piece takes 26 ms
-    busy_stats = busy.take_stats()[0]
-    assert busy_stats.payload_bytes == 2_000_000
+    took_s = time.monotonic() - started_s
+    assert torch.equal(sink.recv(10.0).payload, activation.payload)
+    return took_s
+
+
+def test_gradient_that_is_to_go_first_goes_between_pieces_of_the_other_link(make_endpoint, make_frame):
+    took_s = time_behind_four_megabytes("gradients", make_endpoint, make_frame)
+    assert took_s < 0.3  # a piece takes 13 ms
+
+
+@pytest.mark.parametrize("first", ["oldest", "activations"])
+def test_gradient_that_is_not_to_go_first_waits_for_what_was_queued_before_it(first, make_endpoint, make_frame):
+    assert time_behind_four_megabytes(first, make_endpoint, make_frame) > 0.7

@@ -1,6 +1,10 @@
 """The shaping cores on virtual times; test_shaped_sockets.py measures the real thing."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tahq.comm.inproc_transport import InprocPair
 from tahq.comm.session import SessionLimits
@@ -85,6 +89,92 @@ def test_new_shaping_holds_for_what_enters_from_then_on():
     uplink.reshape(Shaping(delay_s=3.0))
     uplink.send("b", 1, ready_s=0.0)
     assert releases(uplink) == [("a", 1.0), ("b", 3.0)]
+
+
+# Caps: at 8 Mbit/s a byte takes 1 µs, and the bucket holds 20,000 of them
+
+CAP = 8 * MEGABIT
+BURST_NBYTES = 20_000
+
+
+def test_bucket_that_is_full_lets_a_burst_go_at_once_and_then_the_cap_holds():
+    uplink = Uplink(Shaping(cap_up_bits_per_s=CAP))
+    for item in "abc":
+        uplink.send(item, 15_000, ready_s=10.0)
+    assert releases(uplink) == [("a", 10.0), ("b", 10.01), ("c", 10.025)]
+
+
+def test_thread_that_wakes_late_gets_no_more_than_the_bucket_holds():
+    uplink = Uplink(Shaping(cap_up_bits_per_s=CAP))
+    uplink.send("a", 50_000, ready_s=10.0)
+    uplink.send("b", 50_000, ready_s=10.0, now_s=11.0)
+    assert releases(uplink) == [("a", 10.03), ("b", 11.03)]
+
+
+def test_full_bucket_does_not_make_the_imitated_line_faster():
+    uplink = Uplink(Shaping(rate_bits_per_s=10 * CAP, delay_s=0.5, cap_up_bits_per_s=CAP))
+    uplink.send("a", 10_000, ready_s=10.0)
+    assert releases(uplink) == [("a", 10.501)]
+
+
+def test_cap_above_the_rate_changes_nothing():
+    capped, plain = (Uplink(Shaping(rate_bits_per_s=CAP, cap_up_bits_per_s=cap)) for cap in (2 * CAP, None))
+    for uplink in (capped, plain):
+        for ready_s in (10.0, 10.01, 99.0):
+            uplink.send("a", 15_000, ready_s, now_s=ready_s + 0.001)
+    assert releases(capped) == releases(plain)
+
+
+@given(steps=st.lists(st.tuples(st.floats(0, 0.3), st.integers(0, 60_000)), min_size=1, max_size=30))
+def test_no_stretch_of_time_carries_more_than_cap_bucket_and_a_message(steps):
+    uplink, now_s, let_go = Uplink(Shaping(cap_up_bits_per_s=CAP)), 5.0, []
+    for pause_s, nbytes in steps:
+        now_s += pause_s
+        now_s = now_s if uplink.is_free(now_s) else uplink.free_s
+        uplink.send(nbytes, nbytes, now_s)
+    while (due_s := uplink.next_s()) is not None:
+        let_go += [(due_s, nbytes) for nbytes in uplink.take_due(due_s)]
+    for i, (start_s, _) in enumerate(let_go):
+        for j in range(i, len(let_go)):
+            carried = sum(nbytes for _, nbytes in let_go[i : j + 1])
+            at_most = CAP / 8 * (let_go[j][0] - start_s) + BURST_NBYTES + let_go[i][1]
+            assert carried <= at_most + 1e-3
+
+
+def test_backlog_gets_all_of_the_cap():
+    uplink, now_s = Uplink(Shaping(cap_up_bits_per_s=CAP)), 0.0
+    for _ in range(100):
+        now_s = max(now_s, uplink.free_s)
+        uplink.send("x", 50_000, ready_s=0.0, now_s=now_s)
+    assert releases(uplink)[-1][1] == pytest.approx(100 * 0.05 - 0.02)
+
+
+def test_downlink_lets_through_what_the_cap_allows():
+    downlink = Downlink(Shaping(rate_bits_per_s=10 * CAP, cap_down_bits_per_s=CAP))
+    for item in "abc":
+        downlink.receive(item, 100_000, arrival_s=10.0)
+    assert releases(downlink) == [("a", 10.0), ("b", 10.1), ("c", 10.2)]
+
+
+@pytest.mark.parametrize(
+    ("cap", "longest"), [(None, 262_144), (8e9, 262_144), (8 * MEGABIT, 25_000), (1e4, 4096)], ids=str
+)
+def test_messages_are_short_enough_for_the_cap(cap, longest):
+    assert Shaping(cap_up_bits_per_s=cap).message_nbytes == longest
+
+
+@pytest.mark.parametrize(
+    ("cap", "window"), [(None, 2**26), (8e9, 2**26), (8 * MEGABIT, 250_000), (1e4, 65_536)], ids=str
+)
+def test_little_is_under_way_to_a_host_whose_downlink_is_capped(cap, window):
+    assert Shaping(cap_down_bits_per_s=cap).receive_window_nbytes(2**26) == window
+
+
+def test_unshaped_rates_are_infinite():
+    assert (Shaping().up_bits_per_s, Shaping().down_bits_per_s) == (math.inf, math.inf)
+
+
+# Through sessions
 
 
 @pytest.mark.parametrize("rate_mbit", [20, 100, 300])

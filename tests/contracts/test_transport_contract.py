@@ -8,11 +8,15 @@ import dataclasses
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from tahq.comm.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
+from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
+from tahq.comm.group_rendezvous import Backend, GroupSpec, open_group
 from tahq.comm.inproc_transport import InprocPair
 from tahq.comm.session import PeerIdentity, SessionLimits
 from tahq.comm.shaping import Shaping
@@ -29,6 +33,9 @@ SHORT_S = 0.05
 
 
 class InprocHarness:
+    headers_nbytes = 3 * HEADER_NBYTES
+    """Of a frame of three pieces."""
+
     def __init__(self) -> None:
         limits = SessionLimits(PEER_TIMEOUT_S, PEER_TIMEOUT_S / 5, PIECE_NBYTES)
         self._pair = InprocPair(VirtualClock(), link=2, run_id=RUN, limits=limits)
@@ -44,6 +51,9 @@ class InprocHarness:
 
 
 class ZmqHarness:
+    connections = 1
+    headers_nbytes = 3 * HEADER_NBYTES
+
     def __init__(self) -> None:
         self._endpoints = [self._endpoint(stage) for stage in (2, 3)]
         lower, upper = self._endpoints
@@ -60,6 +70,7 @@ class ZmqHarness:
             shaping=Shaping(piece_nbytes=PIECE_NBYTES),
             peer_timeout_s=PEER_TIMEOUT_S,
             heartbeat_s=PEER_TIMEOUT_S / 5,
+            connections=self.connections,
         )
 
     def vanish_lower(self) -> None:
@@ -70,10 +81,79 @@ class ZmqHarness:
             endpoint.close(linger_s=0.2)
 
 
-HARNESSES = {"inproc": InprocHarness, "zmq": ZmqHarness}
+class StripedZmqHarness(ZmqHarness):
+    connections = 3
 
 
-@pytest.fixture(params=HARNESSES)
+class GlooHarness(ZmqHarness):
+    backend: Backend = "gloo"
+    headers_nbytes = ANNOUNCEMENT_NBYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        upper = self._endpoints[1]
+        with ThreadPoolExecutor(1) as other:
+            opening = other.submit(open_group, self.lower, self._spec(2, upper.address))
+            self.upper = open_group(self.upper, self._spec(3, ""))
+            self.lower = opening.result()
+
+    def _spec(self, stage: int, dial: str) -> GroupSpec:
+        device = torch.device(f"cuda:{stage - 2}" if self.backend == "nccl" else "cpu")
+        return GroupSpec(self.backend, PeerIdentity(RUN, 1, stage, "hash"), dial, device, PEER_TIMEOUT_S)
+
+    def close(self) -> None:
+        for transport in (self.lower, self.upper):
+            transport.close(linger_s=0.2)
+        super().close()
+
+
+class NcclHarness(GlooHarness):
+    backend: Backend = "nccl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = FromHost(self.lower), FromHost(self.upper)
+
+
+class FromHost:
+    """A transport whose payloads lie on a device, for tests that make and compare them in host memory."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, frame: Frame) -> None:
+        if frame.payload.is_contiguous():  # a copy would be
+            frame = dataclasses.replace(frame, payload=frame.payload.to(self._transport.payload_device))
+        self._transport.send(frame)
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        frame = self._transport.recv(timeout_s)
+        assert frame.payload.device == self._transport.payload_device
+        return dataclasses.replace(frame, payload=frame.payload.cpu())
+
+
+HARNESSES = {
+    "inproc": InprocHarness,
+    "zmq": ZmqHarness,
+    "zmq over 3 connections": StripedZmqHarness,
+    "gloo": GlooHarness,
+    "nccl": NcclHarness,
+}
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+
+
+@pytest.fixture(
+    params=[
+        "inproc",
+        "zmq",
+        "zmq over 3 connections",
+        "gloo",
+        pytest.param("nccl", marks=[pytest.mark.gpu, two_devices]),
+    ]
+)
 def harness(request: pytest.FixtureRequest) -> Iterator[InprocHarness | ZmqHarness]:
     harness = HARNESSES[request.param]()
     yield harness
@@ -215,7 +295,7 @@ def test_stats_count_what_was_sent_since_the_last_call(harness):
     forward, backward = harness.lower.take_stats()
     assert (forward.link, forward.direction, forward.frames) == (2, Direction.FORWARD, 3)
     assert (forward.payload_bytes, forward.elements) == (30_000, 3 * 2 * 10_000)
-    assert forward.wire_bytes == 30_000 + 3 * 3 * HEADER_NBYTES  # three pieces a frame
+    assert forward.wire_bytes == 30_000 + 3 * harness.headers_nbytes
     assert (backward.direction, backward.frames, backward.payload_bytes) == (Direction.BACKWARD, 1, 100)
     assert forward.busy_s >= 0.0
     assert harness.lower.take_stats() == []

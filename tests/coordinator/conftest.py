@@ -51,8 +51,8 @@ def make_prepare(step, stage, num_stages=3, **changes):
 
 
 def link_rows(stage, num_stages):
-    forward = [[stage, 0, 4, 1000, 1100, 2000, 0.5]] if stage < num_stages - 1 else []
-    backward = [[stage - 1, 1, 4, 2000, 2100, 2000, 0.5]] if stage else []
+    forward = [[stage, 0, 4, 1000, 1100, 2000, 0.5, 0.4, 0.25]] if stage < num_stages - 1 else []
+    backward = [[stage - 1, 1, 4, 2000, 2100, 2000, 0.5, 0.4, 0.25]] if stage else []
     return [list(map(float, row)) for row in forward + backward]
 
 
@@ -74,6 +74,7 @@ class ScriptedServer:
         self.inbox = []
         self.sent = []
         self.workers = {}
+        self.offsets = {}
         self.random = None
 
     def poll(self, timeout_s):
@@ -95,6 +96,9 @@ class ScriptedServer:
         self.sent.append((identity, message))
         if identity in self.workers:
             self.workers[identity].receive(message)
+
+    def clock_offset(self, identity):
+        return self.offsets.get(identity)
 
     def told(self, identity, kind):
         return [message for who, message in self.sent if who == identity and isinstance(message, kind)]

@@ -1,11 +1,13 @@
 """Who dials whom, and how long a run is."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.coordinator.plan import Endpoint, Position, link_ends, plan_links, total_steps
-from tahq.errors import UserError
+from tahq.errors import ConfigError, UserError
 
 
 def endpoints(*addresses):
@@ -14,14 +16,17 @@ def endpoints(*addresses):
 
 def test_higher_stage_dials_the_lower_one():
     assert plan_links(endpoints("a:1", "b:2", "c:3"), False) == [
-        [[0, 1, "host1", ""]],
-        [[0, 0, "host0", "a:1"], [1, 2, "host2", ""]],
-        [[1, 1, "host1", "b:2"]],
+        [[0, 1, "host1", "", "zmq"]],
+        [[0, 0, "host0", "a:1", "zmq"], [1, 2, "host2", "", "zmq"]],
+        [[1, 1, "host1", "b:2", "zmq"]],
     ]
 
 
 def test_lower_stage_that_only_dials_out_dials_the_higher_one():
-    assert plan_links(endpoints("", "b:2"), False) == [[[0, 1, "host1", "b:2"]], [[0, 0, "host0", ""]]]
+    assert plan_links(endpoints("", "b:2"), False) == [
+        [[0, 1, "host1", "b:2", "zmq"]],
+        [[0, 0, "host0", "", "zmq"]],
+    ]
 
 
 def test_pair_that_only_dials_out_is_refused_with_both_names():
@@ -39,6 +44,37 @@ def test_one_stage_has_no_links_tied_or_not():
     assert plan_links(endpoints("a:1"), True) == [[]]
 
 
+def in_sites(*sites, devices=("cuda:0", "cuda:1", "cuda:0", "cuda:1")):
+    places = zip(sites, devices, strict=False)
+    return [Endpoint(stage, "host", f"a:{stage + 1}", *place) for stage, place in enumerate(places)]
+
+
+def transports(rows):
+    """By link, as both of its ends are told."""
+    told = {}
+    for row in itertools.chain(*rows):
+        told.setdefault(row[0], []).append(row[4])
+    assert all(len(both) == 2 and both[0] == both[1] for both in told.values())
+    return {link: both[0] for link, both in told.items()}
+
+
+def test_links_inside_a_site_have_their_transport_and_all_others_zmq():
+    ends = in_sites("home", "home", "lab", "lab")
+    assert transports(plan_links(ends, True, inside="gloo")) == {0: "gloo", 1: "zmq", 2: "gloo", 3: "zmq"}
+
+
+def test_hosts_without_a_site_are_each_their_own():
+    assert transports(plan_links(in_sites("", ""), False, inside="gloo")) == {0: "zmq"}
+
+
+def test_nccl_joins_different_cuda_devices_only():
+    assert transports(plan_links(in_sites("home", "home"), False, inside="nccl")) == {0: "nccl"}
+    with pytest.raises(ConfigError, match=r"stage 0 \(host\) is on cpu, stage 1 \(host\) is on cuda:1"):
+        plan_links(in_sites("home", "home", devices=("cpu", "cuda:1")), False, inside="nccl")
+    with pytest.raises(ConfigError, match=r"joins two devices, but .* cuda:0, .* cuda:0"):
+        plan_links(in_sites("home", "home", devices=("cuda:0", "cuda:0")), False, inside="nccl")
+
+
 @given(st.lists(st.sampled_from(["", "x:1"]), min_size=1, max_size=8), st.booleans())
 def test_of_every_link_exactly_one_end_dials_an_address_that_exists(addresses, tied):
     ends = endpoints(*addresses)
@@ -49,7 +85,7 @@ def test_of_every_link_exactly_one_end_dials_an_address_that_exists(addresses, t
         return
     by_link = {}
     for stage, stage_rows in enumerate(rows):
-        for link, peer, _, dial in stage_rows:
+        for link, peer, _, dial, _ in stage_rows:
             by_link.setdefault(link, []).append((stage, peer, dial))
     for two in by_link.values():
         (a, peer_of_a, dial_a), (b, peer_of_b, dial_b) = two

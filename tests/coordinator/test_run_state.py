@@ -9,11 +9,12 @@ from tahq.coordinator.run_state import TRANSITIONS, WHEN, Ending, Event, Phase, 
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 WAY = (Event.ALL_GREETED, Event.ALL_READY, Event.LAST_COMMIT, Event.NOTHING_OWED)
+WAY_OF_MEASURING = (Event.ALL_THERE, Event.ALL_MEASURED)
 
 
 def state_in(phase):
     state = RunState(0.0)
-    for event in WAY:
+    for event in WAY_OF_MEASURING if phase is Phase.MEASURING else WAY:
         if state.phase is not phase:
             state.advance(event, 1.0)
     return state
@@ -21,7 +22,14 @@ def state_in(phase):
 
 def test_way_leads_through_all_phases():
     state = RunState(0.0)
-    assert [state.phase, *(state.advance(event, 1.0) for event in WAY)] == list(Phase)
+    way = [state.phase, *(state.advance(event, 1.0) for event in WAY)]
+    assert way == [phase for phase in Phase if phase is not Phase.MEASURING]
+
+
+def test_way_of_measuring_has_no_steps():
+    state = RunState(0.0)
+    way = [state.phase, *(state.advance(event, 1.0) for event in WAY_OF_MEASURING)]
+    assert way == [Phase.JOINING, Phase.MEASURING, Phase.OVER]
 
 
 @pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, Event)))
@@ -63,7 +71,7 @@ def test_first_stop_request_counts():
     assert state.stop_signal == 15
 
 
-@pytest.mark.parametrize("phase", [Phase.JOINING, Phase.CONNECTING])
+@pytest.mark.parametrize("phase", [Phase.JOINING, Phase.CONNECTING, Phase.MEASURING])
 def test_before_the_first_step_there_is_no_order_to_stop_in(phase):
     assert not state_in(phase).request_stop(2)
 

@@ -22,7 +22,10 @@ from tahq.comm.control import (
     Start,
     StopRequest,
 )
-from tahq.errors import ConfigError
+from tahq.coordinator.link_codecs import CodecOptions
+from tahq.coordinator.link_policy import FollowRules
+from tahq.errors import ConfigError, SnapshotError
+from tahq.quant.ladder import Ladder
 
 
 def test_run_reaches_its_last_step(scene):
@@ -50,7 +53,14 @@ def test_assign_and_plan_say_what_the_options_say(scene):
         Assign(1, 7, '{"a": 1}', "c0ffee", "snapshots/step-2", {"a": "b"}, 2)
     ]
     assert scene.server.told(b"worker-1", Plan) == [
-        Plan(9, 2, 4, [[0, 0, "host0", "10.0.0.0:9000"], [1, 2, "host2", ""]], num_train_samples=100, next_sample=0)
+        Plan(
+            9,
+            2,
+            4,
+            [[0, 0, "host0", "10.0.0.0:9000", "zmq"], [1, 2, "host2", "", "zmq"]],
+            num_train_samples=100,
+            next_sample=0,
+        )
     ]
     assert scene.server.told(b"worker-1", Start) == [Start(2)]
     assert [commit.step for commit in scene.server.told(b"worker-1", Commit)] == [2, 3]
@@ -480,3 +490,43 @@ def test_coordinator_leaves_as_soon_as_all_processes_have_ended(scene):
     scene.build(leave_timeout_s=60.0)
     assert scene.run(tick) == 0
     assert scene.clock.now_s - 1000.0 < 1.0
+
+
+GRADIENTS = ("eden:bits=2,group=256", "eden:bits=3,group=256")
+
+
+def follow_options(**changes):
+    ladders = {"activations": Ladder(("raw:dtype=fp32",), (8000,)), "gradients": Ladder(GRADIENTS, (1000, 2000))}
+    start = {"activations": "raw:dtype=fp32", "gradients": GRADIENTS[1]}
+    return CodecOptions(start, FollowRules(ladders), **changes)
+
+
+def test_codecs_that_change_are_told_to_all_with_the_commit_and_kept_in_the_snapshot(scene):
+    """The scripted stages compute for a second and send for half of one, but one of them is slow."""
+    rows = [[1, 0, 4, 1000, 1100, 2000, 0.5, 0.5, 0.1], [0, 1, 4, 2000, 2100, 2000, 3, 3, 3]]
+    slow = {"links": [[float(number) for number in row] for row in rows]}
+    scene.workers(stage1={"prepare": slow})
+    assert scene.run(codecs=follow_options()) == 0
+    for worker in scene.server.workers:
+        told = [commit.codecs for commit in scene.server.told(worker, Commit)]
+        assert told == [[], [[0, 1, 2]], [], []]  # raw, one for activations, then those for gradients
+        assert [start.codecs for start in scene.server.told(worker, Start)] == [[]]
+    records = scene.observer.of("step_committed")
+    assert [record.links[1].codec for record in records] == ["raw:dtype=fp32"] * 4
+    assert [record.links[2].codec for record in records] == [GRADIENTS[1]] * 2 + [GRADIENTS[0]] * 2
+    assert [len(record.codec_changes) for record in records] == [0, 1, 0, 0]
+    (parts,) = scene.published
+    assert [row["rung"] for row in parts.codecs["links"] if row["direction"] == "gradients"] == [*GRADIENTS]
+
+    saved = dict(parts.codecs)
+    again = type(scene)(scene.clock, type(scene.server)(scene.clock), type(scene.observer)(), scene.options)
+    again.workers()
+    assert again.run(codecs=follow_options(saved=saved), start_step=2) == 0
+    told = again.server.told(b"worker-0", Start)
+    assert [start.codecs for start in told] == [[[0, 1, 2]]]
+
+
+def test_a_snapshot_whose_codecs_make_no_sense_ends_the_run_before_its_first_step(scene):
+    scene.workers()
+    assert scene.run(codecs=follow_options(saved={"links": 3})) == SnapshotError.exit_status
+    assert "makes no sense" in scene.end.message

@@ -30,7 +30,7 @@ def test_links_say_who_sent_what_to_whom(prepare):
 @pytest.mark.parametrize(("num_stages", "last"), [(2, 1), (3, 2)])
 def test_link_of_tied_embeddings_joins_first_and_last_stage(prepare, num_stages, last):
     prepares = [prepare(4, stage, num_stages, links=[]) for stage in range(num_stages)]
-    rows = [[float(last), float(direction), 1.0, 8.0, 8.0, 2.0, 1.0] for direction in (0, 1)]
+    rows = [[float(last), float(direction), 1.0, 8.0, 8.0, 2.0, 1.0, 1.0, 0.5] for direction in (0, 1)]
     prepares[0] = prepare(4, 0, num_stages, links=[rows[0]])
     prepares[last] = prepare(4, last, num_stages, links=[rows[1]])
     links = record(prepares).links
@@ -38,6 +38,20 @@ def test_link_of_tied_embeddings_joins_first_and_last_stage(prepare, num_stages,
         (0, last, "gradients"),
         (last, 0, "gradients"),
     ]
+
+
+def test_links_have_the_error_that_was_measured_of_their_codec(prepare):
+    prepares = [prepare(4, stage) for stage in range(3)]
+    prepares[1] = prepare(4, 1, codec_errors=[[1.0, 0.0, 0.25], [0.0, 1.0, math.inf]])
+    assert [link.relative_error for link in record(prepares).links] == [None, 0.25, math.inf, None]
+
+
+@pytest.mark.parametrize("rows", [[[]], [[1.0, 0.0]], [[1.0, 0.0, -0.1]], [[1.0, 0.0, math.nan]]])
+def test_errors_that_make_no_sense_name_the_stage(prepare, rows):
+    prepares = [prepare(4, stage) for stage in range(3)]
+    prepares[1] = prepare(4, 1, codec_errors=rows)
+    with pytest.raises(RemoteProtocolError, match="stage 1 reported errors of codecs"):
+        record(prepares)
 
 
 def test_one_stage_has_no_links(prepare):
@@ -48,12 +62,13 @@ def test_one_stage_has_no_links(prepare):
     "row",
     [
         [],
-        [0.0] * 6,
-        [5.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [-1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [0.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [math.nan, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [0.0, 0.0, math.inf, 1.0, 1.0, 1.0, 1.0],
+        [0.0] * 8,
+        [5.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [-1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [math.nan, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, 0.0, math.inf, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan],
     ],
 )
 def test_traffic_that_makes_no_sense_names_the_stage(prepare, row):
@@ -71,3 +86,18 @@ def test_waiting_share_is_the_part_of_measured_time(prepare):
         ]
     ).stages
     assert [stage.waiting_share for stage in stages] == [0.5, 0.75, 0.0]
+
+
+def test_links_say_how_long_they_sent_had_to_wait_and_were_idle(prepare):
+    link = record([prepare(4, stage) for stage in range(3)]).links[0]
+    assert (link.busy_s, link.sending_s, link.wire_s) == (0.5, 0.4, 0.25)
+    assert link.queued_s == pytest.approx(0.1)
+    assert link.idle_s == 1.5  # of a step of 2 s
+
+
+def test_stage_waits_for_its_commit_from_its_prepare_to_the_end_of_the_step(prepare):
+    timing = {"forward": 0.5, "wait:1": 0.25, "norms": 0.125}
+    split = record([prepare(4, stage, timing=timing, active_s=1.5) for stage in range(3)]).stages[0].split
+    assert (split.commit_s, split.other_s, split.optimizer_s) == (0.5, 0.625, 0.125)
+    assert split.wait_s == {1: 0.25}
+    assert split.total_s == 2.0

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from support.runs import launch, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -55,3 +56,16 @@ def test_a_run_moves_from_cuda_to_the_cpu(tmp_path):
     assert moved.returncode == 0, moved.stderr
     assert len(moved.losses) == 12
     assert moved.losses[-1] < moved.losses[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_nccl_between_devices_gives_what_zmq_gives_to_the_bit(tmp_path):
+    config = with_training({**CONFIG, "run": {**CONFIG["run"], "device": "auto"}}, steps=5)
+    losses = {}
+    for inside in ("zmq", "nccl"):
+        folder = tmp_path / inside
+        folder.mkdir()
+        run = launch(folder, {**config, "links": {"inside": inside}})
+        assert run.returncode == 0, run.stderr
+        losses[inside] = run.losses
+    assert losses["nccl"] == losses["zmq"]

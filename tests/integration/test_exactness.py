@@ -30,15 +30,26 @@ def uncut() -> PlainRun:
     return plain(tiny())
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(1, "gpipe"), (2, "1f1b"), (4, "gpipe"), (4, "1f1b")])
-def test_raw_codec_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut, stages, schedule):
-    run = launch(tmp_path, tiny(pipeline={"stages": stages, "schedule": schedule}))
+PIPELINES = [
+    {"stages": 1, "schedule": "gpipe"},
+    {"stages": 2, "schedule": "1f1b"},
+    {"stages": 4, "schedule": "1f1b", "in_flight": [4, 3, 3, 2]},
+    {"stages": 4, "schedule": "gpipe"},
+    {"stages": 3, "schedule": "zero-bubble"},
+    {"stages": 2, "schedule": "interleaved", "chunks": 2},
+]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda keys: f"{keys['schedule']}-{keys['stages']}")
+def test_raw_codec_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut, pipeline):
+    run = launch(tmp_path, tiny(pipeline=pipeline))
     assert_equal_to_the_bit(run, uncut)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_lossy_codecs_give_the_plain_loop_with_codecs_at_the_cuts(tmp_path, schedule):
-    config = tiny(wire=LOSSY, pipeline={"stages": 4, "schedule": schedule})
+    parts = {"stages": 2, "chunks": 2} if schedule == "interleaved" else {"stages": 4}
+    config = tiny(wire=LOSSY, pipeline={"schedule": schedule, **parts})
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config, cut=True))
 
 
@@ -59,6 +70,11 @@ def test_a_llama_under_a_learning_rate_schedule_gives_the_plain_loop(tmp_path):
         pipeline={"stages": 2},
     )
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
+
+
+def test_how_links_are_used_changes_nothing(tmp_path, uncut):
+    links = {"first": "gradients", "connections": 3, "cap_up": "50mbit", "cap_down": "60%", "rate": "100mbit"}
+    assert_equal_to_the_bit(launch(tmp_path, tiny(pipeline={"stages": 3}, links=links)), uncut)
 
 
 def test_lossy_codecs_change_the_result(tmp_path, uncut):

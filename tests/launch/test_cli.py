@@ -54,7 +54,9 @@ def test_help_names_units_defaults_and_an_example(tahq):
 def test_tahq_alone_lists_its_commands(tahq):
     status, stdout, _ = tahq("tahq")
     assert status == 0
-    assert all(f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "export", "probe", "netem"))
+    assert all(
+        f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "export", "trace", "probe", "netem")
+    )
 
 
 def test_help_needs_neither_torch_nor_pydantic():

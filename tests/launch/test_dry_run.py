@@ -8,11 +8,12 @@ import torch
 from support.cluster_files import EXAMPLES
 
 from tahq.comm.frame import HEADER_NBYTES, Direction
+from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
 from tahq.config import ClusterConfig
 from tahq.config_file import load_config, resolve
 from tahq.errors import ModelError
 from tahq.models.model_spec import load_spec
-from tahq.pipeline.schedule import generate
+from tahq.pipeline.generators import generate
 from tahq.quant import get_codec
 from tahq_launch.dry_run import WIDTH, dry_run
 from tahq_launch.link_speeds import link_speeds
@@ -43,6 +44,19 @@ def test_bytes_are_those_of_the_encoded_tensors():
         assert flow.payload_nbytes == payload.numel()
         assert flow.frame_nbytes == payload.numel() + HEADER_NBYTES * math.ceil(payload.numel() / config.links.piece)
         assert flow.step_nbytes == 8 * flow.frame_nbytes
+
+
+def test_frames_of_a_group_have_one_header_whatever_their_length():
+    config = load("links={inside: gloo}")
+    for flow in step_flows(config, spec_of(config)):
+        assert flow.frame_nbytes == flow.payload_nbytes + ANNOUNCEMENT_NBYTES
+
+
+def test_links_inside_a_site_are_named_with_what_carries_them():
+    hosts = "hosts=[{address: a, site: x}, {address: b, site: x}, {address: c}, {address: d}]"
+    assert "  gloo carries link 0, ZMQ 1, 2" in dry_run(load("links={inside: gloo}", hosts)).splitlines()
+    assert "  gloo carries links 0, 1, 2" in dry_run(load("links={inside: gloo}")).splitlines()
+    assert "carries link" not in dry_run(load())
 
 
 def test_every_cut_has_a_flow_each_way():
@@ -142,6 +156,13 @@ def test_links_show_bytes_and_seconds_at_the_rate():
     assert rows[0] == ["0", "0 → 1", "activations", "8", "144,528", "4.411", "1,157,024", "0.093"]
     assert f"{8 * 1157024 / 1e8:.3f}" == rows[0][-1]
     assert "in 60 steps" in text
+
+
+def test_caps_count_where_they_are_lower():
+    text = dry_run(load("links={rate: 100mbit, cap_up: 20mbit}"))
+    assert "s alone" in text
+    assert "all its links together, at its rate or its cap" in text
+    assert "s at 100 Mbit/s" in dry_run(load("links={rate: 100mbit, cap_up: 200mbit}"))
 
 
 def test_links_without_a_rate_show_no_seconds():

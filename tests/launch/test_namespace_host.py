@@ -14,6 +14,7 @@ from tahq_launch import namespace_host
 from tahq_launch.dry_run import WIDTH, dry_run
 from tahq_launch.link_speeds import link_speeds
 from tahq_launch.namespace_host import COORDINATOR, links_of, network_of
+from tahq_launch.network_text import describe_network
 from tahq_launch.resolution import resolve_for_run, with_profile
 from tahq_netem.description import plan_network
 from tahq_netem.profiles import load_profile
@@ -119,6 +120,15 @@ def test_hosts_and_pairs_change_what_a_profile_says():
     assert plan_network(network).paths["host0", "host3"].delay_s == 0.099
 
 
+@pytest.mark.parametrize(("said", "in_force"), [("null", None), ("false", False), ("true", True)])
+def test_slow_start_after_pauses_is_the_networks_beside_a_profile_or_without(said, in_force):
+    plain = load(f"links.tcp_slow_start_after_idle={said}")
+    assert plan_network(plain.links.network(4)).tcp_slow_start_after_idle is in_force
+    assert ("slow start after pauses" in describe_network(plain)) == (in_force is not None)
+    of_profile = with_profile(load(f"links={{profile: cable, tcp_slow_start_after_idle: {said}}}"))
+    assert of_profile.links.network(4).tcp_slow_start_after_idle is in_force
+
+
 def test_pairs_that_a_profile_does_not_know_are_refused_when_it_is_in_place():
     config = load("links={profile: cable, pairs: [{between: [moon, host0], delay: 1s}]}")
     with pytest.raises(ConfigError, match=r"^with links.profile cable: links.pairs: 'moon' is no host or site"):
@@ -139,6 +149,12 @@ def test_speeds_count_a_workers_own_bytes():
     assert speeds.rate(0, 1) == pytest.approx(100e6 * 1448 / 1514)
     assert speeds.rate(1, 2) == pytest.approx(10e6 * 1448 / 1514)
     assert speeds.longest_delay_s == 0.009
+
+
+def test_speeds_are_no_more_than_the_caps():
+    speeds = link_speeds(load("links={rate: 100mbit, cap_up: 50%, cap_down: 20mbit, hosts: {host1: {up: 10mbit}}}"))
+    assert speeds.up[:2] == pytest.approx((50e6 * 1448 / 1514, 5e6 * 1448 / 1514))
+    assert speeds.down == (20e6,) * 4
 
 
 def test_cap_of_a_pair_and_delays_of_neighbours_count_alone():

@@ -40,6 +40,22 @@ def test_resolving_writes_out_vocabulary_and_layers_and_is_idempotent():
     assert config_hash(resolve_for_run(resolved)) == config_hash(resolved)
 
 
+@pytest.mark.parametrize(
+    "hosts", ["local", [{"address": "192.0.2.1"}, {"address": "192.0.2.2"}]], ids=["local", "list"]
+)
+def test_cap_that_is_a_share_of_nothing_known_starts_no_run(hosts):
+    values = TINY.model_dump(mode="json") | {"hosts": hosts, "links": {"cap_up": "60%"}}
+    with pytest.raises(ConfigError, match=r"links\.cap_up: 60% .*tahq measure"):
+        resolve_for_run(ClusterConfig.model_validate(values))
+
+
+def test_order_on_an_uplink_that_nothing_holds_back_is_warned_of(caplog):
+    resolve_for_run(changed(TINY, "links", first="gradients", rate=1e8))
+    assert "links.first" not in caplog.text
+    resolve_for_run(changed(TINY, "links", first="gradients"))
+    assert "links.first: gradients has little effect on stage 0's host" in caplog.text
+
+
 def test_measured_balance_divides_all_layers():
     resolved = resolve_for_run(changed(TINY, "pipeline", balance="measured"))
     assert sum(resolved.pipeline.layers) == TINY.model.num_layers

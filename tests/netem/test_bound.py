@@ -1,14 +1,17 @@
 """The bound: by hand, against every schedule in the simulator, and for hosts that differ."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.pipeline.costs import Costs, CutCosts, HostCosts
-from tahq.pipeline.schedule import ActionKind, generate
+from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule import ActionKind
 from tahq.pipeline.simulator import simulate
+from tahq.pipeline.validator import validate
 from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
 from tahq_netem.description import plan_network, uniform
 from tahq_netem.figures import GOODPUT_SHARE
@@ -44,6 +47,28 @@ def test_work_that_does_not_fit_together_is_refused():
         StepWork([1.0, 1.0], [2.0, 2.0], [1.0, 1.0], [1.0], 4)
 
 
+def test_example_of_four_stages_at_100_mbit():
+    # 3 · (73 + 25) + 8 · 225 + 3 · (152 + 35) ms: frames of 25 and 35 ms at the goodput of the links
+    frames = [[GOODPUT_SHARE * 100e6 / 8 * seconds] * 3 for seconds in (0.025, 0.035)]
+    work = StepWork([0.073] * 4, [0.152] * 4, *frames, 8)
+    assert step_bound_s(work, LinkSpeed(100e6, 100e6)) == pytest.approx(2.655)
+
+
+def test_split_backward_lets_the_gradient_go_on_at_once():
+    work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 4, input_gradient_s=[0.5, 0.5])
+    # stage 1: 1 + 1 before it, 4 · (1 + 0.5), the gradient, and stage 0's whole backward of the last micro-batch;
+    # or its own 4 · (1 + 2). The latter: all weights' gradients are in the step.
+    assert step_bound_s(work, LinkSpeed(1e6, 1e6)) == pytest.approx(max(2 + 6 + 1 + 2, 2 + 12))
+    # a whole backward has to go back, too
+    assert step_bound_s(two_stages(), LinkSpeed(1e6, 1e6)) == pytest.approx(17)
+
+
+@pytest.mark.parametrize("parts", [[1.0], [1.0, 3.0]])
+def test_input_gradient_is_a_part_of_every_backward(parts):
+    with pytest.raises(ValueError, match="part of each of the 2 backwards"):
+        StepWork([1.0, 1.0], [2.0, 2.0], [1.0], [1.0], 4, input_gradient_s=parts)
+
+
 durations = st.floats(0.0, 2.0)
 nbytes = st.floats(0.0, 3 * SECOND)
 
@@ -66,21 +91,60 @@ def works(draw):
 
 @given(works(), st.sampled_from(["gpipe", "1f1b"]), st.sampled_from([5e5, 1e6, 1e9]), st.floats(0.0, 1.0))
 def test_no_schedule_is_faster(work, schedule_name, rate, delay_s):
-    stages = len(work.forward_s)
-    host = HostCosts(GOODPUT_SHARE * rate / 8, GOODPUT_SHARE * rate / 8)
-    costs = Costs(
-        compute_s={
-            (stage, kind): seconds[stage]
-            for stage in range(stages)
-            for kind, seconds in ((ActionKind.F, work.forward_s), (ActionKind.B, work.backward_s))
-        },
-        cuts=[CutCosts(out, back) for out, back in zip(work.activation_nbytes, work.gradient_nbytes, strict=True)],
-        hosts=[host] * stages,
-        latency_s=delay_s,
-    )
-    step_s = simulate(generate(schedule_name, stages, work.num_micro_batches), costs).step_time_s
+    schedule = generate(schedule_name, len(work.forward_s), work.num_micro_batches)
+    step_s = simulate(schedule, costs_of(work, rate, delay_s)).step_time_s
     bound_s = step_bound_s(work, LinkSpeed(rate, rate, delay_s))
     assert bound_s <= step_s * (1 + 1e-9) + 1e-9
+
+
+@given(
+    works(),
+    st.lists(st.floats(0.0, 1.0), min_size=5, max_size=5),
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.integers(0, 5),
+    st.sampled_from([5e5, 1e6, 1e9]),
+    st.floats(0.0, 1.0),
+)
+def test_no_split_schedule_is_faster(work, shares, schedule_name, lag, rate, delay_s):
+    parts = [share * seconds for share, seconds in zip(shares, work.backward_s, strict=False)]
+    work = replace(work, input_gradient_s=parts)
+    schedule = generate(schedule_name, len(work.forward_s), work.num_micro_batches)
+    split = replace(schedule, actions=tuple(split_row(row, lag) for row in schedule.actions))
+    validate(split)
+    step_s = simulate(split, costs_of(work, rate, delay_s)).step_time_s
+    assert step_bound_s(work, LinkSpeed(rate, rate, delay_s)) <= step_s * (1 + 1e-9) + 1e-9
+
+
+def split_row(row, lag):
+    """Input gradients where the backwards were, and weight gradients `lag` backwards later."""
+    split, waiting = [], []
+    for action in row:
+        if action.kind is not ActionKind.B:
+            split.append(action)
+            continue
+        split.append(replace(action, kind=ActionKind.I))
+        waiting.append(replace(action, kind=ActionKind.W))
+        if len(waiting) > lag:
+            split.append(waiting.pop(0))
+    return (*split, *waiting)
+
+
+def costs_of(work, rate, delay_s):
+    """The same step for the simulator."""
+    host = HostCosts(GOODPUT_SHARE * rate / 8, GOODPUT_SHARE * rate / 8)
+    weights_s = [whole - part for whole, part in zip(work.backward_s, work.returns_s, strict=True)]
+    seconds = {
+        ActionKind.F: work.forward_s,
+        ActionKind.B: work.backward_s,
+        ActionKind.I: work.returns_s,
+        ActionKind.W: weights_s,
+    }
+    return Costs(
+        compute_s={(stage, kind): row[stage] for kind, row in seconds.items() for stage in range(len(work.forward_s))},
+        cuts=[CutCosts(out, back) for out, back in zip(work.activation_nbytes, work.gradient_nbytes, strict=True)],
+        hosts=[host] * len(work.forward_s),
+        latency_s=delay_s,
+    )
 
 
 def test_hosts_that_differ_count_as_the_fastest():

@@ -213,12 +213,13 @@ def test_reset_leaves_connections_within_the_host_alone(backend, build):
 
 
 def test_description_of_the_network_fits_json_and_says_what_is_in_force(backend, build):
-    config = uniform(2, rate=1e8, congestion_control="reno")
+    config = uniform(2, rate=1e8, congestion_control="reno", tcp_slow_start_after_idle=False)
     network = build(backend, network_with(config, PairConfig(between=("host0", "host1"), rate=1e7)))
     network.set_rate("host0", up=2e7)
     described = json.loads(json.dumps(network.describe()))
     assert described["backend"] == backend
     assert described["congestion_control"] == network.congestion_control == "reno"
+    assert described["tcp"]["tcp_slow_start_after_idle"] is False
     assert described["hosts"]["host0"] == {"address": "10.77.0.1", "up_bits_per_s": 2e7, "down_bits_per_s": 1e8}
     assert [path["rate_bits_per_s"] for path in described["paths"]] == [1e7, 1e7]
     assert described["shows_tcp_dynamics"] is True

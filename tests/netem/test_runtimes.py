@@ -40,7 +40,9 @@ def losses():
     return {}
 
 
-@pytest.mark.parametrize(("runtime", "schedule"), [("tahq", "1f1b"), ("torch", "1f1b"), ("bare", DEEP)])
+@pytest.mark.parametrize(
+    ("runtime", "schedule"), [("tahq", "1f1b"), ("torch", "1f1b"), ("torch", "1f1b-runtime"), ("bare", DEEP)]
+)
 def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtime, schedule):
     with RUNTIMES[runtime](request(tmp_path, runtime, schedule)) as session:
         records = [session.next_step(TIMEOUT_S) for _ in range(3)]
@@ -50,6 +52,10 @@ def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtim
     frames = 4 * 2 * 32 * 64 * 4  # micro-batches, samples, tokens, channels, bytes
     assert all(record.activation_nbytes == record.gradient_nbytes == (frames,) for record in records)
     assert all(record.seconds > 0 for record in records)
+    # only tahq has codecs, even if they only copy
+    coding_s = [seconds for record in records for stage in record.codec_s for seconds in stage]
+    assert len(coding_s) == 3 * 2 * 2
+    assert (min(coding_s) > 0) if runtime == "tahq" else not any(coding_s)
     losses[runtime, schedule] = [record.loss for record in records]
     # One batch again and again, from ln 256 downwards. Clipping and AdamW differ after the first step.
     assert records[0].loss == pytest.approx(5.545, abs=0.2)

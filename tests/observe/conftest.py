@@ -29,8 +29,8 @@ def make_record(step, **changes):
         "evaluating": False,
         "stages": (StageRecord(0, {"forward": 3.0, "wait": 1.0}), StageRecord(1, {"backward": 1.0, "wait": 1.0})),
         "links": (
-            LinkRecord(0, 0, 1, "activations", 4, 441_000, 442_000, 800_000, 0.1),
-            LinkRecord(0, 1, 0, "gradients", 4, 800_000, 801_000, 800_000, 0.2),
+            LinkRecord(0, 0, 1, "activations", 4, 441_000, 442_000, 800_000, 0.1, 0.08, 0.05, 0.4),
+            LinkRecord(0, 1, 0, "gradients", 4, 800_000, 801_000, 800_000, 0.2, 0.2, 0.15, 0.3),
         ),
     }
     return StepRecord(**(values | changes))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.observer import ValidationRecord
+from tahq.coordinator.observer import CodecChange, StageRecord, ValidationRecord
+from tahq.coordinator.stage_split import stage_split
 from tahq.observe.metrics import MetricsFile, keep_until, perplexity, step_object
 
 
@@ -34,15 +35,47 @@ def test_line_has_the_agreed_keys(record):
         "wire_bytes": 442_000,
         "elements": 800_000,
         "busy_s": 0.1,
+        "sending_s": 0.08,
+        "queued_s": pytest.approx(0.02),
+        "idle_s": 0.4,
+        "wire_s": 0.05,
         "bits_per_element": 4.41,
         "goodput_bits_per_s": 35_280_000.0,
+        "codec": "",
+        "relative_error": None,
     }
-    assert line["stages"][0] == {
+    stage = line["stages"][0]
+    own = ("stage", "waiting_share", "timing_s", "codec_state_bytes")
+    assert {key: stage[key] for key in own} == {
         "stage": 0,
         "waiting_share": 0.25,
         "timing_s": {"forward": 3.0, "wait": 1.0},
         "codec_state_bytes": 0,
     }
+
+
+def test_changes_of_codecs_are_in_the_line_of_the_step_that_decided_them(record):
+    change = CodecChange(0, "gradients", "eden:bits=3,group=256", "eden:bits=2,group=256", "bottleneck", "too slow")
+    assert step_object(record(3, codec_changes=(change,)))["codec_changes"] == [
+        {
+            "link": 0,
+            "direction": "gradients",
+            "old": "eden:bits=3,group=256",
+            "new": "eden:bits=2,group=256",
+            "reason": "bottleneck",
+            "detail": "too slow",
+        }
+    ]
+
+
+def test_stage_has_its_step_in_parts(record):
+    timing = {"forward": 0.1, "encode": 0.02, "wait:1": 0.125, "wait:2": 0.125, "beside:encode": 0.03}
+    stage = StageRecord(0, timing, 0, stage_split(timing, active_s=0.4, step_time_s=0.5))
+    line = step_object(record(1, stages=(stage,)))["stages"][0]
+    assert line["timing_s"] == {"forward": 0.1, "encode": 0.05, "wait": 0.25}
+    assert (line["wait_s"], line["beside_s"]) == ({"1": 0.125, "2": 0.125}, {"encode": 0.03})
+    parts = [value for key, value in line.items() if key.endswith("_s") and isinstance(value, float)]
+    assert sum(parts) + sum(line["wait_s"].values()) == pytest.approx(0.5)
 
 
 def test_each_line_is_in_the_file_as_soon_as_it_is_complete(path, record, end):

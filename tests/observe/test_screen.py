@@ -6,7 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from tahq.coordinator.observer import RunEnd, SnapshotRecord, StageStatus
+from tahq.coordinator.observer import CodecChange, RunEnd, SnapshotRecord, StageRecord, StageStatus
+from tahq.coordinator.stage_split import StageSplit
 from tahq.errors import UserError
 from tahq.observe.live_table import LiveTable, render
 from tahq.observe.plain_lines import PlainLines
@@ -50,11 +51,27 @@ def played(play_run, make, **options):
 def test_table_shows_run_stages_and_links(history):
     text = drawn(history)
     assert "demo  training  step 20/20  loss 3.8000  2,000 tokens/s" in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["0", "host0", "cpu", "F0", "25", "%"] in rows
-    assert ["1", "host1", "cpu", "F0", "50", "%"] in rows
-    assert ["0", "→", "1", "activations", "8.84", "MB", "4.41", "35.3", "Mbit/s"] in rows
-    assert ["1", "→", "0", "gradients", "16", "MB", "8.00", "32", "Mbit/s"] in rows
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 host0 cpu F0 – – 25 % –" in rows
+    assert "1 host1 cpu F0 – – 50 % –" in rows
+    assert "0 → 1 activations 8.84 MB 4.41 35.3 Mbit/s 16 % 4 %" in rows
+    assert "1 → 0 gradients 16 MB 8.00 32 Mbit/s 40 % 0 %" in rows
+
+
+def test_table_shows_what_the_step_was_spent_on_and_what_limits_it(record):
+    history = RunHistory()
+    for stage in range(2):
+        history.stage_changed(StageStatus(stage, f"host{stage}", 40 + stage, "cpu", 12345, "F0", 0))
+    splits = [
+        StageSplit(forward_s=0.1, backward_s=0.15, wait_s={1: 0.2}, commit_s=0.05, beside_s={"encode": 0.05}),
+        StageSplit(forward_s=0.2, backward_s=0.25, commit_s=0.05),
+    ]
+    history.step_committed(record(1, stages=tuple(StageRecord(n, {}, 0, split) for n, split in enumerate(splits))))
+    text = drawn(history)
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 host0 cpu F0 50 % 10 % 40 % (1) 10 %" in rows
+    assert "1 host1 cpu F0 90 % 0 % 0 % 10 %" in rows
+    assert "limited by stage 1's compute 90 % of the step" in rows
 
 
 def test_table_says_which_stages_are_missing():
@@ -100,6 +117,19 @@ def test_plain_lines_tell_the_run_without_escape_codes(play_run):
 def test_fast_steps_are_not_all_printed(play_run):
     lines = played(play_run, PlainLines, clock=Clock(0.01))
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/20", "10/20", "20/20"]
+
+
+def test_each_change_of_a_codec_is_said_however_fast_steps_are(record):
+    change = CodecChange(0, "gradients", "eden:bits=3,group=256", "eden:bits=2,group=256", "bottleneck", "too slow")
+    said = "after step 3: link 0, gradients: eden:bits=3,group=256 -> eden:bits=2,group=256 (bottleneck: too slow)\n"
+    stream, history = io.StringIO(), RunHistory()
+    PlainLines(stream, history, Clock(0.01)).step_committed(record(3, codec_changes=(change,)))
+    assert stream.getvalue().endswith(said)
+    screen = Terminal()
+    LiveTable(Console(file=screen, force_terminal=True, width=140), history).step_committed(
+        record(3, codec_changes=(change,))
+    )
+    assert said.strip() in screen.getvalue()
 
 
 def test_repeated_state_is_said_once():

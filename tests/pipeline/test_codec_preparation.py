@@ -12,7 +12,7 @@ from support.compiled_kernels import compiled_kernels
 from tahq.comm.frame import Direction, Purpose
 from tahq.comm.inproc_transport import InprocPair
 from tahq.comm.virtual_clock import VirtualClock
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, RemoteProtocolError
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
@@ -30,6 +30,11 @@ WIRES = [
     {"activations": "tah:alloc=token,low=2,high=3", "gradients": "fixed:bits=6,round=stochastic"},
     {"activations": "tah:tau=0", "gradients": "tah:tau=0", "threads": 2},
     {"activations": "fixed:bits=16", "gradients": "tah:adaptive=off,group=256"},
+    {
+        "activations": "fixed:bits=4",
+        "gradients": "tah",
+        "follow": {"activations": ["wf:bits=2", "fixed:bits=4", "raw"]},
+    },
 ]
 
 
@@ -50,17 +55,23 @@ def make_stage(transports, wire, *, stages=2, stage=1):
         wire=wire,
         tie=False,
     )
-    return Stage(plan, module, None, transports, device=CPU, bf16=False)
+    return Stage(plan, {stage: module}, None, transports, device=CPU, bf16=False)
 
 
 def exchange(transports, wire, shape):
     """What a step does with its codecs, with other values and keys each time, and on the way back."""
-    tables = [CodecTable(wire.activations, wire.gradients, backend=wire.backend, threads=wire.threads) for _ in "ab"]
+    rungs = {Direction.FORWARD: wire.rungs()["activations"], Direction.BACKWARD: wire.rungs()["gradients"]}
+    tables = [
+        CodecTable(wire.activations, wire.gradients, rungs=rungs, backend=wire.backend, threads=wire.threads)
+        for _ in "ab"
+    ]
     lower, upper = (
         Boundary(end, CutIdentity(1, 3, 0), table, CPU, Stopwatch())
         for end, table in zip(transports, tables, strict=True)
     )
     for step in range(3):
+        for table in tables:
+            table.use(step, Direction.FORWARD, 1 + step % len(rungs[Direction.FORWARD]))
         for sender, receiver, direction in ((lower, upper, Direction.FORWARD), (upper, lower, Direction.BACKWARD)):
             for purpose in (Purpose.TRAIN, Purpose.EVAL_RAW):
                 receiver.post(step, purpose, direction, [0], shape)
@@ -80,6 +91,16 @@ def test_first_step_compiles_and_loads_nothing(keys, caplog):
     assert before, "the cpu backend has kernels"
     exchange(pair.transports, wire, (2, 8, CHANNELS))
     assert compiled_kernels() == before
+
+
+def test_a_stage_changes_the_codecs_of_its_own_cuts_and_is_told_by_no_one_of_codecs_that_are_none():
+    pair = InprocPair(VirtualClock())
+    stage = make_stage({0: pair.transports[1]}, WireConfig(follow={}))
+    stage.use_codecs(3, [[0, 1, 4], [7, 0, 99]])  # the second is of a link between others
+    assert stage.take_codec_errors() == []
+    for row in ([0, 1, 1], [0, 5, 1], [0, 1], [0, 0, 0]):
+        with pytest.raises(RemoteProtocolError, match="which makes no sense"):
+            stage.use_codecs(4, [row])
 
 
 def test_stage_without_a_cut_prepares_nothing(caplog):

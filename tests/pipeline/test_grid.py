@@ -1,8 +1,8 @@
 import pytest
 
 from tahq.pipeline.costs import CutCosts, HostCosts, uniform_costs
+from tahq.pipeline.generators import generate
 from tahq.pipeline.grid import Cell, render
-from tahq.pipeline.schedule import generate
 from tahq.pipeline.simulator import draw_grid, simulate
 
 

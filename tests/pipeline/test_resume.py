@@ -153,6 +153,21 @@ def test_lines_say_what_changed_and_why():
     ]
 
 
+def test_a_run_whose_codecs_follow_its_links_does_not_promise_the_same_bits():
+    follow = {"wire": {"activations": "wf", "gradients": "eden", "follow": {"raise_after": 5}, "replay": None}}
+    report = compare_configs(config() | follow, config() | follow)
+    assert not report.exact
+    assert report.lines() == [
+        "resuming with the configuration of the snapshot: codecs go on following the links, so it is exact only as far "
+        "as they are chosen alike"
+    ]
+    replayed = {"wire": {**follow["wire"], "replay": "metrics.jsonl"}}
+    assert compare_configs(config() | replayed, config() | replayed).exact
+    assert [str(change) for change in compare_configs(config() | follow, config() | replayed).changed] == [
+        "wire.replay: None -> 'metrics.jsonl' (no longer exact: codecs change at other steps)"
+    ]
+
+
 def test_longer_model_takes_longer_sequences():
     report = compare({"model.max_seq_len": 512}, {"model.max_seq_len": 512, "data.seq_len": 256})
     assert [change.verdict for change in report.changed] == [Verdict.INEXACT]

@@ -1,16 +1,15 @@
 import contextlib
-import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.errors import ScheduleError
-from tahq.pipeline.schedule import GENERATORS, Action, ActionKind, Schedule, generate
+from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule import Action, ActionKind, Schedule
 from tahq.pipeline.validator import validate
 
 ACTIONS = st.builds(Action, st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999))
-SIZES = list(itertools.product(GENERATORS, (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 16)))
 
 
 @given(ACTIONS)
@@ -35,50 +34,10 @@ def test_action_parse_raises_nothing_else(text):
         assert Action.parse(text).micro_batch >= 0
 
 
-@pytest.mark.parametrize(("name", "num_stages", "num_micro_batches"), SIZES)
-def test_generated_schedule_is_valid_and_parses_back(name, num_stages, num_micro_batches):
-    schedule = generate(name, num_stages, num_micro_batches)
-    validate(schedule)
-    assert Schedule.parse(str(schedule), name) == schedule
-
-
-@pytest.mark.parametrize(("name", "num_stages", "num_micro_batches"), SIZES)
-def test_backwards_ascend_in_every_schedule(name, num_stages, num_micro_batches):
-    for row in generate(name, num_stages, num_micro_batches).actions:
-        backwards = [action.micro_batch for action in row if action.kind is ActionKind.B]
-        assert backwards == list(range(num_micro_batches))
-
-
-def test_gpipe_is_all_forwards_then_all_backwards():
-    assert str(generate("gpipe", 2, 3)) == "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2"
-
-
-def test_one_f_one_b_warms_up_less_towards_the_end():
-    assert str(generate("1f1b", 3, 4)) == (
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
-    )
-
-
-@pytest.mark.parametrize(("num_stages", "num_micro_batches"), list(itertools.product((1, 2, 4, 8), (1, 2, 4, 5, 16))))
-def test_in_flight_is_m_under_gpipe_and_stages_left_under_1f1b(num_stages, num_micro_batches):
-    gpipe = generate("gpipe", num_stages, num_micro_batches)
-    one_f_one_b = generate("1f1b", num_stages, num_micro_batches)
-    for stage in range(num_stages):
-        assert gpipe.max_in_flight(stage) == num_micro_batches
-        assert one_f_one_b.max_in_flight(stage) == min(num_micro_batches, num_stages - stage)
-
-
 def test_in_flight_lasts_until_the_weight_gradient():
     # I does not free what W still needs: two activations are held during 0F1
     assert Schedule.parse("0F0 0I0 0F1 0I1 0W0 0W1").max_in_flight(0) == 2
     assert Schedule.parse("0F0 0I0 0W0 0F1 0I1 0W1").max_in_flight(0) == 1
-
-
-def test_generate_refuses_unknown_names_and_empty_steps():
-    with pytest.raises(ScheduleError, match="known: gpipe, 1f1b"):
-        generate("zigzag", 2, 2)
-    with pytest.raises(ScheduleError, match="got 2 and 0"):
-        generate("gpipe", 2, 0)
 
 
 VALID = {

@@ -1,7 +1,9 @@
 """Every expected number is worked out by hand beside it; rates are 1 byte a second unless said."""
 
+import heapq
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,15 @@ from hypothesis import strategies as st
 
 from tahq.comm.frame import Direction
 from tahq.errors import ScheduleError
-from tahq.pipeline.costs import Costs, CutCosts, HostCosts, uniform_costs
-from tahq.pipeline.schedule import GENERATORS, Action, ActionKind, Schedule, generate
+from tahq.pipeline.costs import Costs, CutCosts, FirstOut, HostCosts, uniform_costs
+from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.simulated_network import SimulatedNetwork
 from tahq.pipeline.simulator import simulate
+from tahq.pipeline.timeline import TransferSpan
+
+ONE_CHUNK_WHOLE = ("gpipe", "1f1b")
+"""Schedules of one chunk a stage with whole backwards."""
 
 ONE_BYTE_A_SECOND = HostCosts(uplink_bytes_per_s=1.0, downlink_bytes_per_s=1.0)
 
@@ -22,7 +30,7 @@ def times(timeline, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_stages", "num_micro_batches"), list(itertools.product(GENERATORS, (1, 2, 4), (1, 4, 8)))
+    ("name", "num_stages", "num_micro_batches"), list(itertools.product(ONE_CHUNK_WHOLE, (1, 2, 4), (1, 4, 8)))
 )
 def test_bubble_without_a_wire_is_the_textbook_one(name, num_stages, num_micro_batches):
     timeline = simulate(
@@ -35,9 +43,57 @@ def test_bubble_without_a_wire_is_the_textbook_one(name, num_stages, num_micro_b
     assert timeline.idle_share() == pytest.approx((1 - num_micro_batches / slots,) * num_stages)
 
 
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), list(itertools.product((1, 2, 4, 8), (8, 9, 32))))
+def test_zero_bubble_idles_for_one_unit_a_stage(num_stages, num_micro_batches):
+    """F, I and W of one unit each: 3m + P − 1, where 1F1B takes 3m + 3(P − 1) (Qi et al. 2023, ZB-H1)."""
+    schedule = generate("zero-bubble", num_stages, num_micro_batches)
+    timeline = simulate(schedule, uniform_costs(num_stages, num_stages, forward_s=1, backward_s=2))
+    assert timeline.step_time_s == 3 * num_micro_batches + num_stages - 1
+
+
+@pytest.mark.parametrize("num_micro_batches", [4, 8, 32])
+def test_two_chunks_a_stage_halve_the_bubble(num_micro_batches):
+    """Narayanan et al. 2021, §2.2: (P − 1)·(f + b)/v."""
+    schedule = generate("interleaved", 4, num_micro_batches, chunks_per_stage=2)
+    timeline = simulate(schedule, uniform_costs(8, 4, forward_s=0.5, backward_s=1))
+    assert timeline.step_time_s == 3 * num_micro_batches + 3 * 3 / 2
+
+
+@pytest.mark.parametrize(
+    ("first", "order"),
+    [
+        (FirstOut.OLDEST, ["forward 1", "backward 0", "forward 2"]),
+        (FirstOut.ACTIVATIONS, ["forward 1", "forward 2", "backward 0"]),
+        (FirstOut.GRADIENTS, ["backward 0", "forward 1", "forward 2"]),
+    ],
+)
+def test_what_goes_first_goes_between_pieces(first, order):
+    """Frames of 4 bytes in pieces of 2 at a byte a second; a gradient comes while the first activation is sent."""
+    costs = uniform_costs(3, 3, forward_s=1, backward_s=1, host=ONE_BYTE_A_SECOND)
+    delivered, events, numbers = [], [], itertools.count()
+
+    def at(time_s, event):
+        heapq.heappush(events, (time_s, next(numbers), event))
+
+    network = SimulatedNetwork(replace(costs, piece_nbytes=2, first=first), at)
+
+    def queue(direction, micro_batch, target):
+        span = TransferSpan(0, direction, micro_batch, 1, target, 4, 0, 0, 0, 0)
+        name = f"{direction.name.lower()} {micro_batch}"
+        network.send(span, 0.0, lambda done: delivered.append(name))
+
+    queue(Direction.FORWARD, 1, 2)
+    queue(Direction.BACKWARD, 0, 0)
+    queue(Direction.FORWARD, 2, 2)
+    while events:
+        now, _, event = heapq.heappop(events)
+        event(now)
+    assert delivered == order
+
+
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), list(itertools.product((1, 2, 4), (1, 3, 8))))
 def test_peak_in_flight_is_what_the_schedule_says(num_stages, num_micro_batches):
-    for name in GENERATORS:
+    for name in ("gpipe", "1f1b", "zero-bubble"):
         schedule = generate(name, num_stages, num_micro_batches)
         timeline = simulate(schedule, uniform_costs(num_stages, num_stages, forward_s=1, backward_s=2))
         assert timeline.peak_in_flight == tuple(map(schedule.max_in_flight, range(num_stages)))
@@ -151,6 +207,59 @@ def test_pieces_take_turns_on_a_shared_downlink():
     assert 15 <= arrivals[1][Direction.BACKWARD, 0] <= 16
 
 
+@pytest.mark.parametrize("pieces", [None, 1, 4])
+@pytest.mark.parametrize(
+    ("uplink", "path", "downlink", "arrival"),
+    [
+        # 12 bytes, computed at 1, latency 2: the slowest of the three alone says when the last one is there
+        (3.0, 1.0, 4.0, 15.0),
+        (1.0, 3.0, 4.0, 15.0),
+        (4.0, 3.0, 1.0, 15.0),
+        (math.inf, 2.0, math.inf, 9.0),
+    ],
+)
+def test_a_transfer_takes_the_slowest_of_uplink_path_and_downlink(pieces, uplink, path, downlink, arrival):
+    cut = CutCosts(12, 0, forward_bytes_per_s=path)
+    base = uniform_costs(2, 2, forward_s=1, backward_s=1, cut=cut, host=HostCosts(uplink, downlink), latency_s=2)
+    costs = Costs(base.compute_s, base.cuts, base.hosts, 2.0, piece_nbytes=pieces)
+    assert times(simulate(generate("gpipe", 2, 1), costs), "1F0")[0] == pytest.approx(arrival)
+
+
+def test_a_slow_path_holds_up_no_other_path_of_its_sender():
+    # the middle stage's uplink takes 12 bytes in 1 s; the path down takes 12 s for them, the path up none
+    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
+    hosts = [HostCosts(), HostCosts(uplink_bytes_per_s=12.0), HostCosts()]
+    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
+    cuts = [CutCosts(0, 12), CutCosts(12, 0, forward_bytes_per_s=1.0)]
+    timeline = simulate(schedule, Costs(base.compute_s, cuts, hosts))
+    # 1F0 1–2 and 1F1 2–3 send; the path is busy 2–14–26. 2F0 14–15, 2B0 15–16, 1B0 16–17, its gradient 17–18
+    assert times(timeline, "2F0") == (14, 15)
+    assert times(timeline, "0B0") == (18, 19)
+    assert times(timeline, "2F1") == (26, 27)
+
+
+def test_each_cut_has_its_own_latency_and_rates():
+    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
+    cuts = [CutCosts(2, 2, latency_s=5), CutCosts(2, 2, forward_bytes_per_s=1.0, backward_bytes_per_s=0.5)]
+    timeline = simulate(generate("gpipe", 3, 1), Costs(base.compute_s, cuts, base.hosts, latency_s=10))
+    # 0F0 0–1, + 5; 1F0 6–7, 2 s on the path and the 10 s that all others take; 2F0 19–20, 2B0 20–21
+    assert times(timeline, "1F0") == (6, 7)
+    assert times(timeline, "2F0") == (19, 20)
+    # 4 s on the path, 10 s: 35; 1B0 35–36, 5 s: 0B0 41–42
+    assert times(timeline, "1B0") == (35, 36)
+    assert times(timeline, "0B0") == (41, 42)
+
+
+def test_two_cuts_between_the_same_hosts_share_their_path():
+    # chunks 0 and 2 on stage 0, 1 on stage 1: the activation of 0 and the gradient of 2 both go from 0 to 1
+    schedule = Schedule.parse("0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1\n1F0 1F1 1B0 1B1")
+    base = uniform_costs(3, 2, forward_s=1, backward_s=1)
+    cuts = [CutCosts(10, 0, forward_bytes_per_s=1.0), CutCosts(0, 10, backward_bytes_per_s=1.0)]
+    timeline = simulate(schedule, Costs(base.compute_s, cuts, base.hosts))
+    # 0F0 0–1, 10 s on the path; 1F0 11–12, 2F0 12–13, 2B0 13–14, its gradient 14–24; 0F1 14–15, behind it until 34
+    assert times(timeline, "1F1") == (34, 35)
+
+
 def test_a_lone_transfer_does_not_depend_on_its_pieces():
     for piece_nbytes in (None, 1, 3, 5, 100):
         base = uniform_costs(2, 2, forward_s=1, backward_s=1)
@@ -244,12 +353,20 @@ RATES = st.sampled_from([1.0, 2.0, 5.0, math.inf])
 @st.composite
 def steps(draw):
     num_stages, num_micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    schedule = generate(draw(st.sampled_from(sorted(GENERATORS))), num_stages, num_micro_batches)
-    cuts = [draw(st.builds(CutCosts, *[DURATIONS] * 6)) for _ in range(num_stages - 1)]
+    name = draw(st.sampled_from(("gpipe", "1f1b", "zero-bubble")))
+    depths = (
+        None
+        if name == "gpipe"
+        else draw(st.none() | st.lists(st.integers(1, 8), min_size=num_stages, max_size=num_stages))
+    )
+    schedule = generate(name, num_stages, num_micro_batches, depths=depths)
+    cut = st.builds(CutCosts, *[DURATIONS] * 6, st.none() | DURATIONS, RATES, RATES)
+    cuts = [draw(cut) for _ in range(num_stages - 1)]
     hosts = [draw(st.builds(HostCosts, RATES, RATES)) for _ in range(num_stages)]
     compute_s = {(chunk, kind): draw(DURATIONS) for chunk in range(num_stages) for kind in ActionKind}
     pieces = draw(st.sampled_from([None, 3]))
-    return schedule, Costs(compute_s, cuts, hosts, draw(DURATIONS), draw(DURATIONS), draw(st.booleans()), pieces)
+    first = draw(st.sampled_from(FirstOut))
+    return schedule, Costs(compute_s, cuts, hosts, draw(DURATIONS), draw(DURATIONS), draw(st.booleans()), pieces, first)
 
 
 @given(steps())
@@ -263,11 +380,16 @@ def test_any_step_obeys_its_resources(step):
         spans = [timeline.span(action) for action in row]
         assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
         sent = sorted((t.start_s, t.sent_s) for t in timeline.transfers if t.source == stage)
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sent))
+        if costs.piece_nbytes is None:  # pieces of a frame that goes first come between those of another
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(sent))
         # the stage's own work and its uplink's bytes are both lower bounds
         assert timeline.step_time_s >= timeline.busy_s(stage) + costs.commit_s - 1e-9
     for transfer in timeline.transfers:
         assert transfer.queued_s <= transfer.start_s <= transfer.sent_s
-        assert transfer.delivered_s >= transfer.sent_s + costs.latency_s - 1e-9
-        rate = costs.hosts[transfer.target].downlink_bytes_per_s
-        assert transfer.delivered_s >= transfer.start_s + costs.latency_s + transfer.nbytes / rate - 1e-9
+        cut = costs.cuts[transfer.cut]
+        latency_s = costs.latency_s if cut.latency_s is None else cut.latency_s
+        assert transfer.delivered_s >= transfer.sent_s + latency_s - 1e-9
+        forward = transfer.direction is Direction.FORWARD
+        path = cut.forward_bytes_per_s if forward else cut.backward_bytes_per_s
+        rate = min(path, costs.hosts[transfer.target].downlink_bytes_per_s)
+        assert transfer.delivered_s >= transfer.start_s + latency_s + transfer.nbytes / rate - 1e-9

@@ -67,7 +67,8 @@ class GlooSession(Session):
 
     def _record(self, row: Mapping[str, Any]) -> StepRecord:
         loss = self._loss_of.pop(row["step"])
-        return StepRecord(row["step"], row["seconds"], loss, self._frames, self._frames)
+        nothing = ((0.0, 0.0),) * (len(self._frames) + 1)  # tensors are sent as they are
+        return StepRecord(row["step"], row["seconds"], loss, self._frames, self._frames, codec_s=nothing)
 
     def check(self) -> None:
         """Raise RuntimeLostError if a process has ended."""

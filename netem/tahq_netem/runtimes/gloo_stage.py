@@ -138,21 +138,22 @@ def join(argv: Sequence[str]) -> StagePart:
     is_last = rank == config.pipeline.stages - 1
     module = Boundaries(build_stage(config, rank, device), config, device, is_last=is_last)
     module.train()
-    batches = _batches(config) if rank == 0 or is_last else None
-    _join_group(plan["addresses"], plan["port"], rank)
+    batches = batches_of(config) if rank == 0 or is_last else None
+    join_group(plan["addresses"], plan["port"], rank)
     return StagePart(
         rank,
         config,
         plan["schedule"],
         module,
         device,
-        _optimizer(config, module),
+        optimizer_of(config, module),
         batches,
         StepLog(Path(steps_file(rank))),
     )
 
 
-def _batches(config: ClusterConfig) -> BatchSource:
+def batches_of(config: ClusterConfig) -> BatchSource:
+    """The run's batches, for whoever has its first or last stage."""
     training = config.training
     return BatchSource(
         StageData.load(config).dataset,
@@ -162,14 +163,16 @@ def _batches(config: ClusterConfig) -> BatchSource:
     )
 
 
-def _optimizer(config: ClusterConfig, module: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(config: ClusterConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as the configuration says, of all that the module has."""
     training = config.training
     return torch.optim.AdamW(
         module.parameters(), training.lr, training.betas, training.epsilon, training.weight_decay, fused=True
     )
 
 
-def _join_group(addresses: Sequence[str], port: int, rank: int) -> None:
+def join_group(addresses: Sequence[str], port: int, rank: int) -> None:
+    """Join the default group; the first rank keeps its store."""
     # Without a name gloo takes loopback in a namespace, and hangs.
     os.environ["GLOO_SOCKET_IFNAME"] = device_of(addresses[rank])
     store = TCPStore(addresses[0], port, len(addresses), is_master=rank == 0, timeout=_TIMEOUT)

@@ -62,6 +62,7 @@ class StepRecord:
         activation_nbytes: payload on each cut, forward.
         gradient_nbytes: payload on each cut, backward.
         compute_s: what each stage spent in (forward, backward); empty where it is not known.
+        codec_s: what each stage spent in (encode, decode); empty where it is not known.
     """
 
     step: int
@@ -70,6 +71,7 @@ class StepRecord:
     activation_nbytes: tuple[float, ...]
     gradient_nbytes: tuple[float, ...]
     compute_s: tuple[tuple[float, float], ...] = ()
+    codec_s: tuple[tuple[float, float], ...] = ()
 
 
 class Session(ABC):

@@ -15,6 +15,9 @@ from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, Se
 
 CONTROL_PORT = 7700
 DATA_PORT = 7701
+Names = tuple[str, ...]
+_FORWARD, _BACKWARD = ("forward",), ("backward", "input_gradient", "weight_gradient")
+_ENCODE, _DECODE = ("encode", "beside:encode"), ("decode", "beside:decode")
 _TAHQ = "tahq_launch.cli"
 _STDIN_WATCH = "tahq_netem.runtimes.stdin_watch"
 
@@ -69,7 +72,6 @@ class TahqSession(Session):
 
     def _record(self, row: Mapping[str, Any]) -> StepRecord:
         timings = [stage["timing_s"] for stage in row["stages"]]
-        computing = tuple((float(t.get("forward", 0.0)), float(t.get("backward", 0.0))) for t in timings)
         return StepRecord(
             step=int(row["step"]),
             seconds=float(row["step_time_s"]),
@@ -77,8 +79,18 @@ class TahqSession(Session):
             activation_nbytes=_by_cut(row["links"], "activations", self._num_cuts),
             gradient_nbytes=_by_cut(row["links"], "gradients", self._num_cuts),
             # On CUDA the time until kernels are queued, which says nothing.
-            compute_s=computing if self._on_cpu else (),
+            compute_s=_pairs(timings, _FORWARD, _BACKWARD) if self._on_cpu else (),
+            codec_s=_pairs(timings, _ENCODE, _DECODE) if self._on_cpu else (),
         )
+
+
+def _pairs(timings: Iterable[Mapping[str, Any]], one: Names, other: Names) -> tuple[tuple[float, float], ...]:
+    """Seconds of two kinds of activity, by stage; 0 where there was none of it."""
+
+    def seconds(timing: Mapping[str, Any], names: Names) -> float:
+        return sum(float(timing.get(name, 0.0)) for name in names)
+
+    return tuple((seconds(timing, one), seconds(timing, other)) for timing in timings)
 
 
 def _by_cut(links: Iterable[Mapping[str, Any]], direction: str, num_cuts: int) -> tuple[float, ...]:

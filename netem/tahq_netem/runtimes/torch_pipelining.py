@@ -1,7 +1,9 @@
 """torch.distributed.pipelining over gloo, as its documentation has it: what a user would take instead of tahq.
 
-Public parts only: `PipelineStage`, `ScheduleGPipe`, `Schedule1F1B`. Nothing is compressed, and nothing is done to
-hide the wire beyond what these do. No gradient norm is taken over the stages, which tahq does.
+`PipelineStage` with `ScheduleGPipe` and `Schedule1F1B`, and as `1f1b-runtime` the same 1F1B in the loop that torch runs
+its other schedules with, `_PipelineScheduleRuntime`: it waits for no send before the end of a step. It has no public
+way in for a schedule of one's own; a torch that has it otherwise is refused. Nothing is compressed, and nothing is done
+to hide the wire beyond what these do. No gradient norm is taken over the stages, which tahq does.
 
 Run by the sweep:  python -m tahq_netem.runtimes.torch_pipelining PLAN RANK
 """
@@ -14,12 +16,38 @@ from typing import Any
 
 import torch
 from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
 
+from tahq.errors import TahqError
+from tahq.pipeline.generators import generate
 from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.gloo_stage import StagePart, join
 from tahq_netem.runtimes.session import Session, SessionRequest
 
-SCHEDULES: Mapping[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+
+def _one_f_one_b_in_the_runtime(stage: pipelining.PipelineStage, count: int, **options: Any) -> Any:
+    """1F1B as a list of actions, to which torch adds sends and receives.
+
+    Raises:
+        TahqError: this torch has no such loop.
+    """
+    try:
+        runtime: Any = schedules._PipelineScheduleRuntime([stage], count, **options)  # type: ignore[no-untyped-call]
+        rows = enumerate(generate("1f1b", stage.num_stages, count).actions)
+        actions = {rank: [schedules._Action.from_str(str(action)) for action in row] for rank, row in rows}
+        runtime._prepare_schedule_with_comms(actions)
+    except (AttributeError, TypeError) as error:
+        raise TahqError(
+            f"torch {torch.__version__} has no runtime for schedules that is known here: {error}"
+        ) from error
+    return runtime
+
+
+SCHEDULES: Mapping[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "1f1b-runtime": _one_f_one_b_in_the_runtime,
+}
 
 
 def start_torch(request: SessionRequest) -> Session:

@@ -1,0 +1,131 @@
+"""How good and how fast the planner is: against all plans of small clusters, and on up to 1,000 hosts.
+
+1. *Against all plans.* Random clusters of four hosts (compute 1 : 2 : 4, links of 20 to 1000 Mbit/s, up and down apart,
+   paths of 5 to 150 ms, some with little memory) and a model of twelve layers. All orders of all subsets, all
+   divisions, sizes of micro-batch, schedules and profiles of in-flight depths are simulated, but for those whose lower
+   bound is above the best so far, which cannot win; `--exhaustive` leaves none out, and takes hours. Given is how
+   much slower the planner's choice is than the best.
+2. *Many hosts.* Seconds of processor time for clusters of up to 1,000 hosts in 50 sites, replicas allowed.
+
+Run:  python benchmarks/bench_planner.py [--clusters 3] [--exhaustive] [--output benchmarks/results/planner_….md]
+"""
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+from machine import describe
+
+from tahq.coordinator.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
+from tahq.coordinator.planner import plan
+from tahq.coordinator.planner_exhaustive import best_of_all
+from tahq.coordinator.planner_prediction import step_time_s
+from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, PlanProblem, divisors
+
+HIDDEN, SEQ_LEN, VOCABULARY = 768, 256, 50_257
+BLOCK_BYTES = 16 * 12 * HIDDEN * HIDDEN
+RATES = (20e6, 50e6, 100e6, 1e9)
+ROUND_TRIPS = (0.005, 0.03, 0.15)
+
+
+def model(num_layers: int, global_batch: int) -> ModelNumbers:
+    tensor = 4 * SEQ_LEN * HIDDEN
+    held = {
+        size: HeldBytes(size * 20 * tensor, size * tensor, size * 4 * SEQ_LEN * VOCABULARY, size * tensor)
+        for size in divisors(global_batch)
+    }
+    ends = 16 * VOCABULARY * HIDDEN
+    return ModelNumbers(num_layers, HIDDEN, SEQ_LEN, global_batch, held, BLOCK_BYTES, ends, ends)
+
+
+def host(index: int, draw: random.Random, site: str | None, memory: int | None) -> HostNumbers:
+    forward = draw.choice([0.004, 0.008, 0.016])
+    times = [
+        LayerTimes(micro_batch=size, block_forward=each, block_backward=2 * each, last_forward=each, last_backward=each)
+        for size, each in ((1, forward), (8, 6 * forward))
+    ]
+    up, down = draw.choice(RATES), draw.choice(RATES)
+    return HostNumbers(name=f"h{index}", up=up, down=down, site=site, memory=memory, compute=times)
+
+
+def small_cluster(seed: int) -> ClusterNumbers:
+    draw = random.Random(seed)
+    memory = draw.choice([None, 6_000_000_000])
+    hosts = [host(index, draw, None, memory) for index in range(4)]
+    paths = [
+        PathNumbers(
+            source=one.name,
+            target=other.name,
+            rate=draw.choice([None, 30e6]),
+            round_trip=draw.choice(ROUND_TRIPS),
+        )
+        for one in hosts
+        for other in hosts
+        if one.name < other.name
+    ]
+    return ClusterNumbers(hosts=hosts, paths=paths)
+
+
+def large_cluster(num_hosts: int) -> ClusterNumbers:
+    draw = random.Random(num_hosts)
+    sites = [f"site{index}" for index in range(max(1, num_hosts // 20))]
+    hosts = [host(index, draw, draw.choice(sites), 16_000_000_000) for index in range(num_hosts)]
+    used = sorted({each.site for each in hosts if each.site is not None})
+    inside = [PathNumbers(source=site, target=site, round_trip=0.002) for site in used]
+    return ClusterNumbers(hosts=hosts, paths=inside, round_trip=0.04)
+
+
+def against_all(num_clusters: int, exhaustive: bool) -> list[str]:
+    lines = ["| cluster | planner, s a step | best of all, s a step | slower by | planner, s | all, s | simulated |"]
+    lines.append("|---" * 7 + "|")
+    for seed in range(num_clusters):
+        problem = PlanProblem(model(12, 8), small_cluster(seed), schedules=("1f1b", "gpipe", "zero-bubble"))
+        begun = time.process_time()
+        planned = plan(problem)
+        own_s = time.process_time() - begun
+        _, best_s, simulated = best_of_all(problem, prune=not exhaustive)
+        all_s = time.process_time() - begun - own_s
+        chosen_s = step_time_s(planned.table, planned.best.plan)
+        lines.append(
+            f"| {seed} | {chosen_s:.4f} | {best_s:.4f} | {chosen_s / best_s - 1:.2%} | {own_s:.1f} | {all_s:.1f} | "
+            f"{simulated:,} |"
+        )
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def many_hosts(sizes: list[int]) -> list[str]:
+    lines = ["| hosts | stages | replicas | tokens/s | processor time, s |", "|---|---|---|---|---|"]
+    for num_hosts in sizes:
+        problem = PlanProblem(model(48, 256), large_cluster(num_hosts), max_replicas=4)
+        begun = time.process_time()
+        planned = plan(problem)
+        replicas = len(planned.replicas.plans) if planned.replicas else 1
+        seconds = time.process_time() - begun
+        stages = planned.best.plan.num_stages
+        lines.append(f"| {num_hosts} | {stages} | {replicas} | {planned.tokens_per_s:,.0f} | {seconds:.1f} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How good and how fast the planner is.")
+    parser.add_argument("--clusters", type=int, default=3, help="random clusters of four hosts")
+    parser.add_argument("--exhaustive", action="store_true", help="simulate all plans, however hopeless")
+    parser.add_argument("--hosts", type=int, nargs="*", default=[10, 100, 1000], help="sizes of large clusters")
+    parser.add_argument("--output", type=Path, help="where the tables go; default: standard output")
+    given = parser.parse_args()
+    lines = ["# The planner", "", describe(), "", "## Against all plans", ""]
+    lines += against_all(given.clusters, given.exhaustive)
+    lines += ["", "## Many hosts", "", *many_hosts(given.hosts)]
+    text = "\n".join(lines) + "\n"
+    if given.output is None:
+        print(text)
+    else:
+        given.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

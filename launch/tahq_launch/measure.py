@@ -1,0 +1,179 @@
+"""`tahq measure`: the hosts of a cluster.yaml measure themselves and each other, and a file is written.
+
+The workers are started and join as for a run, but no run folder is touched: what they log goes to a temporary folder,
+which stays only if something went wrong.
+"""
+
+import platform
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from tahq.comm.meter_wire import LONGEST_S
+from tahq.config import ClusterConfig
+from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
+from tahq.coordinator.measure_jobs import MeasureRequest
+from tahq.coordinator.measured import Imitated, Measured
+from tahq.coordinator.measuring import Measuring
+from tahq.coordinator.service import Coordinator
+from tahq.errors import ConfigError, UserError
+from tahq.quant import CodecSpec
+from tahq_launch.fork_server import ForkServer
+from tahq_launch.launcher import (
+    ORDERLY,
+    Announce,
+    Fleet,
+    import_meanwhile,
+    lead,
+    listening,
+    own_network,
+    signals_to,
+    start_workers,
+)
+from tahq_launch.measure_report import MeasureLines, check_writable, print_numbers, write_numbers
+from tahq_launch.prepared_run import StartRequest, prepared_run
+
+_HERE = "this machine"
+_MOST_CONNECTIONS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    """What a person asked for; () leaves it to the configuration.
+
+    `seconds` is how long each stream is looked at, at least. `access`: measure uplinks and downlinks with all
+    others at once. `connections`: how many are tried on each way, beside one.
+    """
+
+    config_path: Path
+    output: Path
+    overrides: tuple[str, ...] = ()
+    micro_batches: tuple[int, ...] = ()
+    codecs: tuple[str, ...] = ()
+    seconds: float = 1.0
+    parallel: bool = False
+    access: bool = True
+    connections: tuple[int, ...] = ()
+    debug: bool = False
+
+
+def measure(options: MeasureOptions, announce: Announce) -> int:
+    """Measure, write what came out, and show it.
+
+    Args:
+        options: what to measure.
+        announce: told what the user should know, line by line.
+
+    Returns:
+        0; 3 if a worker was lost or a host could not reach another; 130 or 143 after a signal. What was measured is
+        then written all the same, beside an older file rather than over it.
+
+    Raises:
+        UserError: it could not begin, or the file cannot be written.
+    """
+    _check(options)
+    folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
+    try:
+        status, numbers = _measured(options, folder, announce)
+    except UserError:
+        shutil.rmtree(folder)
+        raise
+    if numbers is not None:
+        path = write_numbers(numbers, options.output, is_complete=status == 0)
+        print_numbers(numbers)
+        announce(f"written to {path}" if status == 0 else f"what was measured is in {path}")
+    if status in ORDERLY:
+        shutil.rmtree(folder)
+    else:
+        announce(f"the workers' logs are in {folder}")
+    return status
+
+
+def _check(options: MeasureOptions) -> None:
+    check_writable(options.output)
+    if not 0 < options.seconds <= LONGEST_S / 2:
+        raise UserError(f"--seconds must be above 0 and at most {LONGEST_S / 2:g}; got {options.seconds:g}")
+    for spec in options.codecs:
+        CodecSpec.parse(spec)
+    wrong = [count for count in options.connections if not 1 < count <= _MOST_CONNECTIONS]
+    if wrong:
+        raise UserError(f"--connections must be 2 to {_MOST_CONNECTIONS}; got {wrong[0]}")
+
+
+def _measured(options: MeasureOptions, folder: Path, announce: Announce) -> tuple[int, ClusterNumbers | None]:
+    with ForkServer() as forks, prepared_run(_start(options, folder), partial(_begin, forks)) as prepared:
+        config = prepared.config
+        measured = Measured(host_labels(config.hosts, config.pipeline.stages), _computers(config))
+        measuring = Measuring(_request(options, config), measured, _machines(config))
+        told = replace(prepared.options, is_measuring=True, hosts=measured.names)
+        with own_network(prepared, announce, forks) as hosts, listening(config, hosts) as server:
+            coordinator = Coordinator(told, server, MeasureLines(), measuring=measuring)
+            with signals_to(coordinator.request_stop), Fleet(coordinator.worker_exited, forks) as fleet:
+                start_workers(prepared, coordinator.address, hosts, fleet, announce, debug=options.debug)
+                status = lead(coordinator, fleet)
+    for note in measured.notes:
+        announce(f"note: {note}")
+    return status, measured.numbers(_imitated(config), _source()) if measured.has_hosts else None
+
+
+def _start(options: MeasureOptions, folder: Path) -> StartRequest:
+    # Dividing by measured cost would time here what the workers are about to time there.
+    kept_apart = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
+    overrides = (*options.overrides, *kept_apart)
+    return StartRequest(options.config_path, overrides, debug=options.debug, program="tahq measure")
+
+
+def _begin(forks: ForkServer, config: ClusterConfig) -> None:
+    if config.hosts == "namespaces" and config.links.backend == "relay":
+        raise ConfigError(
+            "links.backend: relay joins neighbours only, and measuring needs a way between any two hosts; "
+            "take backend: tun or kernel"
+        )
+    import_meanwhile(forks, config)
+
+
+def _request(options: MeasureOptions, config: ClusterConfig) -> MeasureRequest:
+    given = options.codecs or tuple(config.wire.specs().values())
+    return MeasureRequest(
+        micro_batches=options.micro_batches or micro_batches_of(config),
+        codecs=tuple(dict.fromkeys(str(CodecSpec.parse(spec)) for spec in given)),
+        seconds=options.seconds,
+        parallel=options.parallel,
+        access=options.access,
+        connections=tuple(sorted(set(options.connections))),
+    )
+
+
+def micro_batches_of(config: ClusterConfig) -> tuple[int, ...]:
+    """The configuration's micro-batch, half of it and twice, where the global batch can be made of them."""
+    size, whole = config.training.micro_batch, config.training.global_batch
+    wanted = (size // 2 if size % 2 == 0 else 0, size, 2 * size)
+    return tuple(number for number in wanted if number and whole % number == 0)
+
+
+def _computers(config: ClusterConfig) -> list[str]:
+    """Whose memory each stage has."""
+    if isinstance(config.hosts, str):
+        return [_HERE] * config.pipeline.stages
+    return [host.address for host in config.hosts]
+
+
+def _machines(config: ClusterConfig) -> list[str]:
+    """Whose connection to the network each stage has."""
+    if config.hosts == "namespaces":
+        return host_labels(config.hosts, config.pipeline.stages)
+    return _computers(config)
+
+
+def _imitated(config: ClusterConfig) -> Imitated:
+    """What workers enforce in user space, which the plain sockets of a measurement do not meet."""
+    if config.hosts == "namespaces":
+        return Imitated()
+    return Imitated(config.links.rate, config.links.delay)
+
+
+def _source() -> str:
+    return f"tahq measure on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"

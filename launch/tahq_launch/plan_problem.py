@@ -1,0 +1,177 @@
+"""What `tahq plan` asks the planner, made of a cluster.yaml, numbers and options."""
+
+import math
+from dataclasses import dataclass
+
+from tahq.comm.host_shaping import host_shaping
+from tahq.config import ClusterConfig
+from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
+from tahq.coordinator.planner_codecs import LADDER
+from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.errors import ConfigError, UserError
+from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_embedding, saved_by_head
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import slice_parameters
+from tahq.pipeline.costs import FirstOut
+from tahq.pipeline.generators import GENERATORS
+from tahq.quant import CodecSpec
+from tahq.quant.spec import AqsgdSpec
+from tahq_launch.plan_numbers import computes_bf16
+
+_FP32 = 4
+_OPTIMIZER_STATES = {"adamw": 2, "ema_sgd": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoices:
+    """What may be chosen, as a person said it; empty or None: as `tahq plan --help` says."""
+
+    codecs: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    num_stages: int | None = None
+    max_replicas: int = 1
+
+
+def problem_of(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, choices: PlanChoices) -> PlanProblem:
+    """The planner's question.
+
+    Args:
+        config: resolved.
+        spec: its model.
+        cluster: the hosts to choose from.
+        choices: what is left open.
+
+    Raises:
+        UserError: a codec or a schedule that there is not.
+    """
+    activations, gradients = _codecs(config, choices.codecs)
+    return PlanProblem(
+        model=model_numbers(config, spec),
+        cluster=cluster,
+        activations=activations,
+        gradients=gradients,
+        schedules=_schedules(choices.schedules),
+        num_stages=choices.num_stages,
+        max_replicas=choices.max_replicas,
+        chunks_per_stage=max(2, config.pipeline.chunks),
+        piece_nbytes=config.links.piece,
+        firsts=_firsts(config),
+    )
+
+
+def _firsts(config: ClusterConfig) -> tuple[FirstOut, ...]:
+    """Orders on an uplink that may be chosen: only where every uplink is held back, so that frames wait in tahq."""
+    stages = config.pipeline.stages
+    shapings = [host_shaping(config.links, config.hosts, stage, stages) for stage in range(stages)]
+    own = FirstOut(config.links.first)
+    if any(shaping.up_bits_per_s == math.inf for shaping in shapings):
+        return (own,)
+    return (own, *(first for first in FirstOut if first is not own))
+
+
+def _schedules(named: tuple[str, ...]) -> tuple[str, ...]:
+    """1F1B first: of plans that are equally fast the first is taken."""
+    unknown = [name for name in named if name not in GENERATORS]
+    if unknown:
+        raise UserError(f"--schedules: unknown schedule {unknown[0]!r}; known: {', '.join(GENERATORS)}")
+    return named or ("1f1b", "gpipe", "zero-bubble")
+
+
+def _codecs(config: ClusterConfig, named: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """By direction, in the order given; `ladder` stands for the table of docs/planner.md."""
+    if not named:
+        return (config.wire.activations,), (config.wire.gradients,)
+    by_direction = []
+    for direction in ("activations", "gradients"):
+        specs = [spec for name in named for spec in (LADDER[direction] if name == "ladder" else (name,))]
+        by_direction.append(tuple(dict.fromkeys(_resolved(spec) for spec in specs if _goes(spec, direction))))
+    if not all(by_direction):
+        raise UserError("--codecs: none of these codecs takes gradients; add another")
+    return by_direction[0], by_direction[1]
+
+
+def _resolved(spec: str) -> str:
+    try:
+        return str(CodecSpec.parse(spec))
+    except ConfigError as error:
+        raise UserError(f"--codecs: {error}") from error
+
+
+def _goes(spec: str, direction: str) -> bool:
+    """AQ-SGD's caches are for activations alone."""
+    parsed = CodecSpec.parse(_resolved(spec))
+    return direction == "activations" or not (isinstance(parsed, AqsgdSpec) and parsed.has_cache)
+
+
+def model_numbers(config: ClusterConfig, spec: ModelSpec) -> ModelNumbers:
+    """The model's sizes in bytes; blocks are taken to be alike, the largest standing for all."""
+    training = config.training
+    states = 2 + _OPTIMIZER_STATES.get(training.optimizer, int(training.momentum > 0))
+    block, first, last = (_FP32 * states * count for count in _parameters(spec))
+    return ModelNumbers(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        seq_len=config.data.seq_len,
+        global_batch=training.global_batch,
+        held={size: _held(config, spec, size) for size in divisors(training.global_batch)},
+        block_nbytes=block,
+        first_nbytes=first,
+        last_nbytes=last,
+        num_states=states,
+    )
+
+
+def _parameters(spec: ModelSpec) -> tuple[float, float, float]:
+    """Parameters of a block, and what the two ends add to theirs."""
+    layers = spec.num_layers
+
+    def count(start: int, stop: int) -> float:
+        shapes = slice_parameters(spec, BlockRange(start, stop, layers)).values()
+        return float(sum(math.prod(shape) for shape in shapes))
+
+    if layers < 3:
+        return count(0, layers) / layers, 0.0, 0.0
+    block = count(1, 2)
+    return block, count(0, 1) - block, count(layers - 1, layers) - block
+
+
+def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> HeldBytes:
+    shape = MicroBatchShape(micro_batch, config.data.seq_len, computes_bf16(config))
+    tensor = _FP32 * shape.num_tokens * spec.hidden_size
+    saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
+    again = config.training.activation_checkpointing == "block"
+    element = _FP32 + (shape.element_nbytes if shape.bf16 else 0)
+    return HeldBytes(
+        block=tensor if again else saved,
+        first=saved_by_embedding(spec, shape),
+        last=saved_by_head(spec, shape),
+        tensor=tensor,
+        workspace=element * shape.num_tokens * spec.vocab_size,
+        again=saved if again else 0.0,
+    )
+
+
+def given_plan(config: ClusterConfig, problem: PlanProblem) -> Plan | None:
+    """The plan that the configuration is without any planning; None: the numbers are of other hosts, or it has chunks.
+
+    Args:
+        config: resolved.
+        problem: for which hosts there are.
+    """
+    names = [host.name for host in problem.cluster.hosts]
+    labels = host_labels(config.hosts, config.pipeline.stages)
+    if config.pipeline.chunks > 1 or config.pipeline.layers is None or not set(labels) <= set(names):
+        return None
+    cuts = config.pipeline.stages - 1
+    return Plan(
+        hosts=tuple(names.index(label) for label in labels),
+        layers=tuple(config.pipeline.layers),
+        micro_batch=config.training.micro_batch,
+        num_micro_batches=config.training.num_micro_batches,
+        schedule=config.pipeline.schedule,
+        depths=tuple(config.pipeline.depths or ()),
+        activations=(config.wire.activations,) * cuts,
+        gradients=(config.wire.gradients,) * cuts,
+        first=FirstOut(config.links.first),
+    )

@@ -1,0 +1,100 @@
+"""What `links:` and `hosts:` make of the connection of one stage's host: what its worker imitates, and its caps.
+
+A cap that is a share needs a rate to be a share of: `links.rate` where the workers imitate it, the rates of the
+stage's host under ``hosts: namespaces``, or one that was measured (`with_measured_rates`).
+
+An order of sending (`links.first`) can be kept only among what waits in the worker. What is handed to TCP at once is
+shared out by TCP, so where an order other than the default is wanted and the rate is known, the uplink is capped
+a little below it, as routers do that want the queue to be theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tahq.comm.cap import cap_bits_per_s
+from tahq.comm.config import HostConfig, Hosts, LinksConfig
+from tahq.comm.network_config import host_names
+from tahq.comm.shaping import Shaping
+from tahq.errors import ConfigError
+
+_GOODPUT_SHARE = 1448 / 1514
+"""What TCP carries of a rate that counts everything on the wire, as in namespaces."""
+_ORDERED_CAP = "95%"
+"""Of an uplink whose order of sending is to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """What a host can send and receive, in bits a second of tahq's own bytes; None: not known."""
+
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+
+
+def host_shaping(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> Shaping:
+    """What the worker of a stage holds back between its sessions and its sockets.
+
+    Args:
+        links: without a profile.
+        hosts: of the same configuration.
+        stage: which.
+        num_stages: of how many.
+
+    Raises:
+        ConfigError: a cap is a share, and the host's rate is not known.
+    """
+    rates = _rates(links, hosts, stage, num_stages)
+    own = hosts[stage] if isinstance(hosts, list) else None
+    is_imitated = hosts != "namespaces"
+    cap_up = (own.cap_up if own else None) or links.cap_up or _ordered_cap(links, rates, is_imitated)
+    cap_down = (own.cap_down if own else None) or links.cap_down
+    return Shaping(
+        rate_bits_per_s=links.rate if is_imitated else None,
+        delay_s=links.delay if is_imitated else 0.0,
+        piece_nbytes=links.piece,
+        cap_up_bits_per_s=_known(cap_up, rates.up_bits_per_s, "cap_up", stage),
+        cap_down_bits_per_s=_known(cap_down, rates.down_bits_per_s, "cap_down", stage),
+    )
+
+
+def _rates(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> HostRates:
+    if hosts != "namespaces":
+        return HostRates(links.rate, links.rate)
+    host = links.network(num_stages).hosts[host_names(num_stages)[stage]]
+    return HostRates(host.up and _GOODPUT_SHARE * host.up, host.down and _GOODPUT_SHARE * host.down)
+
+
+def _ordered_cap(links: LinksConfig, rates: HostRates, is_imitated: bool) -> str | None:
+    """The cap that keeps what waits in the worker; None: none is needed, or of a rate that nobody knows."""
+    if links.first == "oldest" or rates.up_bits_per_s is None or (is_imitated and links.rate is not None):
+        return None
+    return _ORDERED_CAP
+
+
+def _known(cap: float | str | None, rate_bits_per_s: float | None, key: str, stage: int) -> float | None:
+    if cap is None:
+        return None
+    bits_per_s = cap_bits_per_s(cap, rate_bits_per_s)
+    if bits_per_s is None:
+        raise ConfigError(
+            f"links.{key}: {cap} is a share of a rate, and that of stage {stage}'s host is not known; measure it with "
+            f"tahq measure, or give the cap as a rate, such as 20mbit"
+        )
+    return bits_per_s
+
+
+def with_measured_rates(
+    links: LinksConfig, hosts: Sequence[HostConfig], rates: Sequence[HostRates]
+) -> list[HostConfig]:
+    """The machines of a `hosts:` list, each with its caps as rates where they were shares of what was measured.
+
+    A host whose rate was not measured keeps its share. `HostRates` are what TCP carries.
+    """
+    return [_with_measured(links, host, own) for host, own in zip(hosts, rates, strict=True)]
+
+
+def _with_measured(links: LinksConfig, host: HostConfig, rates: HostRates) -> HostConfig:
+    caps = {"cap_up": (host.cap_up or links.cap_up or _ordered_cap(links, rates, True), rates.up_bits_per_s)}
+    caps |= {"cap_down": (host.cap_down or links.cap_down, rates.down_bits_per_s)}
+    known = {key: None if cap is None else cap_bits_per_s(cap, rate) for key, (cap, rate) in caps.items()}
+    return host.model_copy(update={key: value for key, value in known.items() if value is not None})

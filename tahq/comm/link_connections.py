@@ -1,0 +1,105 @@
+"""The connections of a link: what has been said and heard on each, and what is due.
+
+HELLO, HEARTBEAT and BYE are said on each connection, since none knows anything of another. A peer has been met when
+it was heard on all, and is gone when it has said BYE on all; after BYE, silence means nothing.
+"""
+
+from collections.abc import Iterator
+
+
+class LinkConnections:
+    """Connections 0, 1, … of one end of a link; `dials` says whose part it is to say HELLO first."""
+
+    def __init__(self, count: int, dials: bool) -> None:
+        self._all = range(count)
+        self._dials = dials
+        self._greeted: set[int] = set()
+        self._dismissed: set[int] = set()
+        self._hellos_due = set(self._all) if dials else set()
+        self._heartbeats_due: set[int] = set()
+        self._byes_said = 0
+        self._silent_at_s: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._all)
+
+    # The peer
+
+    def has_met(self, connection: int) -> bool:
+        """Whether the peer has said HELLO on it."""
+        return connection in self._greeted
+
+    def has_left(self, connection: int) -> bool:
+        """Whether the peer has said BYE on it."""
+        return connection in self._dismissed
+
+    @property
+    def have_met(self) -> bool:
+        """Whether the peer has said HELLO on all."""
+        return len(self._greeted) == len(self._all)
+
+    @property
+    def have_left(self) -> bool:
+        """Whether the peer has said BYE on all."""
+        return len(self._dismissed) == len(self._all)
+
+    def take_hello(self, connection: int) -> None:
+        """The peer has said HELLO: an answer, or to be answered."""
+        self._greeted.add(connection)
+        if self._dials:
+            self._hellos_due.discard(connection)
+        else:
+            self._hellos_due.add(connection)
+
+    def take_bye(self, connection: int) -> None:
+        """The peer has said BYE."""
+        self._dismissed.add(connection)
+        self._silent_at_s.pop(connection, None)
+
+    def expect_by(self, connection: int, time_s: float) -> None:
+        """The peer is to give another sign of life on it by then."""
+        if connection not in self._dismissed:
+            self._silent_at_s[connection] = time_s
+
+    @property
+    def silent_at_s(self) -> float | None:
+        """When one of them will have been silent for too long; None: none can be."""
+        return min(self._silent_at_s.values(), default=None)
+
+    def forget_silence(self) -> None:
+        """Expect no more signs of life."""
+        self._silent_at_s.clear()
+
+    # This end
+
+    def plan_hellos(self) -> None:
+        """Say HELLO again where it was not answered, if it is for this end to begin."""
+        if self._dials:
+            self._hellos_due.update(set(self._all) - self._greeted)
+
+    def plan_heartbeats(self) -> None:
+        """Say HEARTBEAT on each that we have not left."""
+        self._heartbeats_due.update(self._all[self._byes_said :])
+
+    def next_hello(self) -> int | None:
+        """Where HELLO is due; asked once for each."""
+        return self._hellos_due.pop() if self._hellos_due else None
+
+    def next_heartbeat(self) -> int | None:
+        """Where HEARTBEAT is due; asked once for each."""
+        return self._heartbeats_due.pop() if self._heartbeats_due else None
+
+    def next_bye(self) -> int:
+        """Where BYE is to be said next; once for each, and not beyond the last."""
+        connection = self._all[self._byes_said]
+        self._byes_said += 1
+        self._heartbeats_due.discard(connection)
+        return connection
+
+    @property
+    def are_left(self) -> bool:
+        """Whether this end has said BYE on all."""
+        return self._byes_said == len(self._all)

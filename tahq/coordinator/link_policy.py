@@ -1,0 +1,278 @@
+"""Which codec each link has in each direction from step to step: bits that follow the bandwidth.
+
+Pure: `tick` takes what was and what a step was like, and gives what will be. Invariants:
+
+- a link's rung depends on what was measured on that link and direction, on what else its host sent, and on what all
+  stages share: the time that computing takes, the loss, and whether all was finite;
+- the time that computing takes is what a host has for sending; of it a link may use what the host's other links leave,
+  and at least an equal part;
+- bits are lowered when sending takes longer than that, at once to the most bits that fit at the rate that was
+  measured, or to the fewest there are; they are raised when more bits would have fitted with room to spare in each of
+  several steps. Between the two limits nothing changes, so measurements that differ by less than a seventh of each
+  other never move a link to and fro;
+- who raised bits and had to lower them soon waits twice as long before the next attempt;
+- the guard raises bits and holds them, whatever the link is like.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from tahq.coordinator.observer import CodecChange, Traffic
+from tahq.quant.ladder import Ladder
+
+FULL = 1.0
+"""Share of the time there is for it that sending may take; above it the link is the bottleneck."""
+FITS = 0.9
+"""Share that is aimed at when bits are lowered."""
+ROOM = 0.75
+"""Share that more bits would have to leave unexceeded before they are taken."""
+WARM_UP_STEPS = 1
+"""Steps after a start that say nothing about links: kernels are cold, and so is TCP."""
+LOSS_WINDOW = 20
+"""Steps over which the loss is averaged (exponentially), and that must have gone by before it says anything."""
+RISING_STEPS = 3
+"""Steps in a row above the average that count as a rise."""
+MOST_PATIENCE = 16
+
+
+class LinkKey(NamedTuple):
+    """One direction of one link."""
+
+    link: int
+    direction: Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class FollowRules:
+    """What decides. Ladders by direction; the rest as `wire.follow` has it."""
+
+    ladders: Mapping[Traffic, Ladder]
+    raise_after: int = 5
+    lower_after: int = 1
+    max_error: float | None = 0.5
+    loss_rise: float | None = 0.1
+    hold: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """What crossed one link in one direction during a step.
+
+    `sending_s` is what sending took, which grows with the bytes. Links with the same `uplink` share one, and their
+    times add up; None: what else the host sends is in `sending_s` already. `error` is the relative error of a tensor,
+    where it was measured.
+    """
+
+    payload_bytes: int
+    sending_s: float
+    error: float | None = None
+    uplink: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """One step as the policy sees it.
+
+    Attributes:
+        step: its index, from 0; what is decided holds from `step + 1` on.
+        compute_s: what the stage that computes longest took, waiting left out.
+        loss: nats a token; NaN where nobody knows.
+        finite: whether the step could be applied.
+        links: what crossed; a link that is missing was idle.
+    """
+
+    step: int
+    compute_s: float
+    loss: float
+    finite: bool
+    links: Mapping[LinkKey, LinkLoad]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """One link and direction.
+
+    Attributes:
+        rung: in force.
+        num_slow: steps in a row in which it was the bottleneck.
+        num_room: steps in a row in which more bits would have fitted.
+        room: the highest rung that would have fitted in all of those.
+        patience: how many times `raise_after` to wait.
+        raised_at: step of the last raise for room; None: there was none, or it has proved right.
+        floor: not to be lowered below this rung
+        floor_until: before this step.
+    """
+
+    rung: int
+    num_slow: int = 0
+    num_room: int = 0
+    room: int = 0
+    patience: int = 1
+    raised_at: int | None = None
+    floor: int = 0
+    floor_until: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """All that is remembered between steps."""
+
+    links: Mapping[LinkKey, LinkState]
+    steps_seen: int = 0
+    loss_average: float = 0.0
+    num_losses: int = 0
+    num_rising: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What holds from the next step on, and what is different from before."""
+
+    state: PolicyState
+    changes: tuple[CodecChange, ...] = field(default=())
+
+
+def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> Decision:
+    """Decide about the next step.
+
+    Args:
+        rules: what decides.
+        state: after the step before.
+        load: the step that has just been computed.
+    """
+    state, alarm = _watch_loss(rules, state, load)
+    is_warm = state.steps_seen >= WARM_UP_STEPS and load.compute_s > 0
+    links, traffic, changes = dict(state.links), dict(load.links), []
+    for key in sorted(links):
+        before, ladder = links[key], rules.ladders[key.direction]
+        room = _room(key, ladder, before.rung, traffic, load.compute_s) if is_warm else None
+        after, reason, detail = _decide(rules, ladder, before, load, room, alarm or _alarm(rules, traffic.get(key)))
+        links[key] = after
+        if after.rung != before.rung:
+            changes.append(CodecChange(*key, ladder.specs[before.rung], ladder.specs[after.rung], reason, detail))
+            if room is not None:  # what comes after it on the same uplink reckons with it
+                traffic[key] = replace(traffic[key], sending_s=room.seconds(after.rung))
+    return Decision(replace(state, links=links, steps_seen=state.steps_seen + 1), tuple(changes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What sending takes, would take on other rungs, and may take."""
+
+    nbytes: tuple[int, ...]
+    rung: int
+    sending_s: float
+    budget_s: float
+    words: str
+
+    def seconds(self, rung: int) -> float:
+        """On this rung, at the goodput that was measured."""
+        return self.sending_s * self.nbytes[rung] / self.nbytes[self.rung]
+
+    def share(self, rung: int) -> float:
+        """Of what it may take."""
+        return self.seconds(rung) / self.budget_s
+
+
+def _room(key: LinkKey, ladder: Ladder, rung: int, links: Mapping[LinkKey, LinkLoad], compute_s: float) -> _Room | None:
+    """None where nothing was sent."""
+    own = links.get(key)
+    if own is None or own.sending_s <= 0:
+        return None
+    beside = [load.sending_s for other, load in links.items() if other != key and _share_uplink(load, own)]
+    budget_s = max(compute_s - sum(beside), compute_s / (1 + len(beside)))
+    goodput = 8e-6 * own.payload_bytes / own.sending_s
+    words = f"sending took {own.sending_s:.3g} s at {goodput:.3g} Mbit/s, computing {compute_s:.3g} s"
+    words += f", the host's other links {sum(beside):.3g} s" if beside else ""
+    return _Room(ladder.nbytes, rung, own.sending_s, budget_s, words)
+
+
+def _share_uplink(one: LinkLoad, other: LinkLoad) -> bool:
+    return one.uplink is not None and one.uplink == other.uplink
+
+
+_Reason = Literal["bottleneck", "room", "guard"]
+_Outcome = tuple[LinkState, _Reason, str]
+
+
+def _decide(
+    rules: FollowRules, ladder: Ladder, link: LinkState, load: StepLoad, room: _Room | None, alarm: str
+) -> _Outcome:
+    """The guard first, then what the link can carry."""
+    if alarm:
+        rung = min(link.rung + 1, len(ladder.specs) - 1)
+        held = replace(link, rung=rung, floor=rung, floor_until=load.step + 1 + rules.hold, num_slow=0, num_room=0)
+        return held, "guard", alarm
+    if room is None:
+        return replace(link, num_slow=0, num_room=0), "room", ""
+    if room.share(link.rung) > FULL:
+        return _slow(rules, link, load.step, room), "bottleneck", room.words
+    return _roomy(rules, link, load.step, room), "room", room.words
+
+
+def _slow(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkState:
+    link = replace(link, num_slow=link.num_slow + 1, num_room=0)
+    floor = link.floor if step + 1 < link.floor_until else 0
+    if link.num_slow < rules.lower_after or link.rung <= floor:
+        return link
+    fitting = [rung for rung in range(floor, link.rung) if room.share(rung) <= FITS]
+    soon = link.raised_at is not None and step - link.raised_at <= _wait(rules, link)
+    patience = min(MOST_PATIENCE, 2 * link.patience) if soon else link.patience
+    return replace(link, rung=max(fitting, default=floor), num_slow=0, patience=patience, raised_at=None)
+
+
+def _roomy(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkState:
+    if link.raised_at is not None and step - link.raised_at > _wait(rules, link):
+        link = replace(link, raised_at=None, patience=1)
+    link = replace(link, num_slow=0)
+    above = range(link.rung + 1, len(room.nbytes))
+    fitting = max((rung for rung in above if room.share(rung) <= ROOM), default=link.rung)
+    if fitting == link.rung:
+        return replace(link, num_room=0)
+    least = fitting if link.num_room == 0 else min(link.room, fitting)
+    link = replace(link, num_room=link.num_room + 1, room=least)
+    if link.num_room < _wait(rules, link):
+        return link
+    return replace(link, rung=least, num_room=0, raised_at=step)
+
+
+def _wait(rules: FollowRules, link: LinkState) -> int:
+    """Steps with room before bits are raised; a raise that is taken back within as many was too early."""
+    return rules.raise_after * link.patience
+
+
+def _alarm(rules: FollowRules, traffic: LinkLoad | None) -> str:
+    """Why this link is to be raised; empty: it need not be."""
+    if rules.max_error is None or traffic is None or traffic.error is None or traffic.error <= rules.max_error:
+        return ""
+    return f"relative error {traffic.error:.3g}, at most {rules.max_error:g} is wanted"
+
+
+def _watch_loss(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple[PolicyState, str]:
+    """The state with this step's loss in it, and why all bits are to be raised; empty: they need not be."""
+    if not load.finite:
+        return state, "NaN or infinity"
+    if not math.isfinite(load.loss):
+        return state, ""
+    average, count = state.loss_average, state.num_losses
+    limit = average * (1 + rules.loss_rise) if rules.loss_rise is not None and count >= LOSS_WINDOW else math.inf
+    rising = state.num_rising + 1 if load.loss > limit else 0
+    weight = max(1 / (count + 1), 2 / (LOSS_WINDOW + 1))  # the plain mean of few losses, later an exponential one
+    mean = load.loss if count == 0 else average + weight * (load.loss - average)
+    alarm = f"loss {load.loss:.4g}, {average:.4g} on average before" if rising == RISING_STEPS else ""
+    seen = replace(state, loss_average=mean, num_losses=count + 1, num_rising=0 if alarm else rising)
+    return seen, alarm
+
+
+def initial_state(rules: FollowRules, num_links: int, start: Mapping[Traffic, int]) -> PolicyState:
+    """Every link at the rung that a run begins with.
+
+    Args:
+        rules: for its directions.
+        num_links: cuts of the pipeline.
+        start: rung by direction.
+    """
+    keys = [LinkKey(link, direction) for link in range(num_links) for direction in rules.ladders]
+    return PolicyState({key: LinkState(start[key.direction]) for key in keys})

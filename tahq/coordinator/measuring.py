@@ -1,0 +1,158 @@
+"""Leads the workers of `tahq measure`: first what each can do by itself, all at once, then the ways between them.
+
+A way that cannot be measured is noted and the next one is measured; a worker that is lost ends it, with what has
+come in so far kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tahq.comm.control_measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.coordinator.context import RunContext
+from tahq.coordinator.measure_jobs import Job, MeasureRequest, planned_jobs
+from tahq.coordinator.measured import Measured
+from tahq.coordinator.membership import stage_list
+from tahq.coordinator.plan import Endpoint
+from tahq.errors import RemoteProtocolError
+
+MOST_S = 30.0
+"""Of one stream whose rate does not settle."""
+TOGETHER_S = 1.5
+"""Of several streams that share a link, at least: they end together, settled or not."""
+
+
+class Measuring:
+    """Gives orders, and takes what comes back.
+
+    Args:
+        request: what to measure.
+        measured: where figures go.
+        machines: whose connection each stage has; stages of one machine share its uplink.
+    """
+
+    def __init__(self, request: MeasureRequest, measured: Measured, machines: Sequence[str]) -> None:
+        self.measured = measured
+        self._request = request
+        self._machines = machines
+        self._context: RunContext | None = None
+        self._computing: set[int] = set()
+        self._batches: list[list[Job]] = []
+        self._num_batches = 0
+        self._orders: dict[int, Job] = {}
+        self._num_orders = 0
+
+    def begin(self, context: RunContext) -> None:
+        """All workers are there: have them time what they do by themselves."""
+        self._context = context
+        self._computing = {member.stage for member in context.membership.members}
+        context.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs)))
+        self._tell()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to be asked, and nothing outstanding."""
+        return self._context is not None and not self._computing and not self._batches and not self._orders
+
+    def computed(self, identity: bytes, figures: ComputeMeasured) -> None:
+        """A worker has timed its device.
+
+        Raises:
+            RemoteProtocolError: it was not asked, or its figures cannot be.
+        """
+        context = self._begun()
+        member = context.membership.claim(identity, figures.stage)
+        if figures.stage not in self._computing or set(figures.codecs) - set(self._request.codecs):
+            raise RemoteProtocolError(f"{member.name} sent times that it was not asked for")
+        device = member.hello.device if member.hello else ""
+        self.measured.take_compute(figures, device, member.name)
+        self._computing.discard(figures.stage)
+        if not self._computing:
+            self._plan()
+            self._next_batch()
+        self._tell()
+
+    def paths_measured(self, identity: bytes, figures: PathsMeasured) -> None:
+        """A worker has measured its ways.
+
+        Raises:
+            RemoteProtocolError: it was not asked, or its figures cannot be.
+        """
+        member = self._begun().membership.claim(identity, figures.stage)
+        job = self._orders.get(figures.order)
+        if job is None or job.dialler != figures.stage:
+            raise RemoteProtocolError(f"{member.name} sent figures of order {figures.order}, which is not its own")
+        num_failures = len(self.measured.failures)
+        self.measured.take_paths(job, figures, member.name)
+        for failure in self.measured.failures[num_failures:]:
+            self._begun().observer.warned(failure)
+        del self._orders[figures.order]
+        if not self._orders:
+            self._next_batch()
+        self._tell()
+
+    def _plan(self) -> None:
+        members = self._begun().membership.members
+        endpoints = [Endpoint(m.stage, m.host, m.hello.address if m.hello else "") for m in members]
+        self._batches, apart = planned_jobs(endpoints, self._machines, self._request)
+        self._num_batches = len(self._batches)
+        for pair in apart:
+            self.measured.note_apart(pair)
+            self._begun().observer.warned(self.measured.failures[-1])
+
+    def _next_batch(self) -> None:
+        """Order the next jobs of which any can be done; none: all is measured."""
+        while self._batches and not self._orders:
+            for job in self._batches.pop(0):
+                possible = self._without_failed(job)
+                if possible is not None:
+                    self._give_order(possible)
+
+    def _without_failed(self, job: Job) -> Job | None:
+        """The job with the peers that could be reached before; None: that leaves nothing to learn."""
+        if job.kind == "path":
+            return job
+        peers = tuple(peer for peer in job.peers if not self.measured.has_failed(job.dialler, peer))
+        return replace(job, peers=peers) if len(peers) > 1 else None
+
+    def _give_order(self, job: Job) -> None:
+        context = self._begun()
+        dialler = next(member for member in context.membership.members if member.stage == job.dialler)
+        self._num_orders += 1
+        self._orders[self._num_orders] = job
+        context.server.send(dialler.identity, self._order(job))
+
+    def _order(self, job: Job) -> MeasurePaths:
+        """Streams of one path end when they have settled; those that share a link must end together."""
+        peers = [self._peer_row(peer) for peer in job.peers]
+        if job.kind == "path":
+            return MeasurePaths(self._num_orders, peers, self._request.seconds, MOST_S)
+        together_s = max(self._request.seconds, TOGETHER_S)
+        return MeasurePaths(self._num_orders, peers, together_s, together_s)
+
+    def _peer_row(self, stage: int) -> list[str | int]:
+        hello = next(member.hello for member in self._begun().membership.members if member.stage == stage)
+        return [stage, self.measured.names[stage], hello.address if hello else ""]
+
+    def _tell(self) -> None:
+        """Say what is being measured."""
+        self._begun().tell_phase(self._activity())
+
+    def _activity(self) -> str:
+        if self._computing:
+            return f"compute of {stage_list(sorted(self._computing))}"
+        if not self._orders:
+            return ""
+        jobs = ", ".join(self._in_words(job) for job in self._orders.values())
+        return f"{self._num_batches - len(self._batches)}/{self._num_batches}  {jobs}"
+
+    def _in_words(self, job: Job) -> str:
+        names = self.measured.names
+        if job.kind == "access":
+            return f"{names[job.dialler]} and all others"
+        over = f" over {len(job.peers)} connections" if len(job.peers) > 1 else ""
+        return " and ".join(names[stage] for stage in job.pair) + over
+
+    def _begun(self) -> RunContext:
+        if self._context is None:
+            raise RemoteProtocolError("a worker sent figures before anybody was asked to measure")
+        return self._context

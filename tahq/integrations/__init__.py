@@ -1,0 +1,1 @@
+"""tahq's codecs in other people's trainers: a module for each runtime, imported by nothing in tahq."""

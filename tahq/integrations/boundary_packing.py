@@ -1,0 +1,198 @@
+"""What one stage of torch's pipeline sends and receives, packed: torch's point-to-point operations in, others out.
+
+Works on lists of `torch.distributed.P2POp` alone, so it knows nothing of stages' insides. Both ends of a cut go through
+the same steps with equal numbers, and so come to the same keys and lengths.
+
+Which tensors are packed: fp32, bf16 and fp16 whose stream is shorter than they are. All others (integers, masks,
+fp64, a loss of one element) go as they are. A message is a stream and 8 bytes behind it, a hash of what the sender took
+it for: gloo takes a message that is shorter than its buffer without a word.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from tahq.errors import CodecError
+from tahq.quant import Codec
+from tahq.randomness import derive_seed
+
+ACTIVATION, GRADIENT = "activation", "gradient"
+PACKED = (torch.float32, torch.bfloat16, torch.float16)
+TAG_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What crosses one cut at once: all tensors of a micro-batch, in one direction.
+
+    Attributes:
+        kind: ACTIVATION or GRADIENT.
+        cut: the number of the stage before the cut.
+        micro_batch: from 0.
+    """
+
+    kind: str
+    cut: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of the schedule: `train` or `eval`, which are counted apart, and its number."""
+
+    purpose: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message that is coming in, and the tensor it stands for, `index` of those that cross at once."""
+
+    index: int
+    message: torch.Tensor
+    target: torch.Tensor
+
+
+def packing_key(seed: int, step: Step, crossing: Crossing, index: int) -> int:
+    """The 64-bit key of a randomised codec for one tensor, equal on both ends and never sent."""
+    return derive_seed(seed, *_name(step, crossing, index))
+
+
+def _name(step: Step, crossing: Crossing, index: int) -> tuple[int | str, ...]:
+    place = (crossing.kind, crossing.cut, crossing.micro_batch, index)
+    return "torch.distributed.pipelining", step.purpose, step.number, *place
+
+
+class BoundaryPacking:
+    """The codecs of one stage, the steps it has taken, and the messages that it waits for.
+
+    Args:
+        stage: its number, for error messages.
+        activations: packs what goes forward.
+        gradients: packs what goes backward.
+        seed: of randomised codecs; equal on all stages.
+        step: the number of the training step that comes next; equal on all stages.
+    """
+
+    def __init__(self, stage: int, activations: Codec, gradients: Codec, *, seed: int, step: int) -> None:
+        self._stage = stage
+        self._codecs = {ACTIVATION: activations, GRADIENT: gradients}
+        self._seed = seed
+        self._next_number = {"train": step, "eval": 0}
+        self._step = Step("train", step)
+        self._arrivals: dict[Crossing, list[Arrival]] = {}
+        self._sent: dict[tuple[str, int], tuple[torch.Size, torch.dtype]] = {}
+        self._prepared: set[tuple[str, torch.Size, torch.dtype, torch.device]] = set()
+
+    def begin_step(self, *, has_backward: bool) -> None:
+        """A step begins; one without a backward pass is an evaluation."""
+        purpose = "train" if has_backward else "eval"
+        if purpose != self._step.purpose:
+            self._sent.clear()  # torch asks for shapes anew
+        self._step = Step(purpose, self._next_number[purpose])
+        self._next_number[purpose] += 1
+        self._arrivals.clear()  # of a step that failed
+
+    def pack(self, ops: Sequence[distributed.P2POp], crossing: Crossing) -> list[distributed.P2POp]:
+        """The sends in `ops`, with messages in place of what can be packed.
+
+        Raises:
+            CodecError: a tensor is not as in the micro-batches before, to which the peer's buffers were made.
+        """
+        return [self._pack(op, crossing, index) for index, op in enumerate(ops)]
+
+    def expect(self, ops: Sequence[distributed.P2POp], crossing: Crossing) -> list[distributed.P2POp]:
+        """The receives in `ops`, into buffers for messages where these come; `unpack` then fills the tensors."""
+        arrivals = {
+            index: Arrival(index, self._room_for(op.tensor, crossing.kind), op.tensor)
+            for index, op in enumerate(ops)
+            if self._packs(op.tensor, crossing.kind)
+        }
+        self._arrivals[crossing] = list(arrivals.values())
+        return [_with(op, arrivals[index].message) if index in arrivals else op for index, op in enumerate(ops)]
+
+    def unpack(self, crossing: Crossing) -> None:
+        """Decode what has arrived into torch's own buffers; does nothing where nothing is sent, within a rank.
+
+        Raises:
+            CodecError: a message of another length or of something else, or damaged; names stage and micro-batch.
+        """
+        for arrival in self._arrivals.pop(crossing, []):
+            values = self._decode(arrival, crossing)
+            with torch.no_grad():
+                arrival.target.copy_(values)
+
+    def _pack(self, op: distributed.P2POp, crossing: Crossing, index: int) -> distributed.P2POp:
+        tensor, codec = op.tensor, self._codecs[crossing.kind]
+        self._check_alike(tensor, crossing, index)
+        if not self._packs(tensor, crossing.kind):
+            return op
+        self._prepare(tensor, crossing.kind)
+        with torch.no_grad():
+            stream = codec.encode(tensor, key=self._key(codec, crossing, index))
+        tag = torch.tensor(list(self._tag(codec, tensor, crossing, index)), dtype=torch.uint8, device=stream.device)
+        return _with(op, torch.cat([stream, tag]))
+
+    def _decode(self, arrival: Arrival, crossing: Crossing) -> torch.Tensor:
+        target, codec = arrival.target, self._codecs[crossing.kind]
+        stream, tag = arrival.message[:-TAG_NBYTES], arrival.message[-TAG_NBYTES:]
+        where = self._where(crossing, arrival.index)
+        if bytes(tag.tolist()) != self._tag(codec, target, crossing, arrival.index):
+            raise CodecError(
+                f"{where} is not the {arrival.message.numel()} bytes of {codec.spec} that were expected for "
+                f"{_described(target.shape, target.dtype)} in {self._step.purpose} step {self._step.number}; are all "
+                "stages compressed alike, and do they agree on shapes (input_args, output_args)?"
+            )
+        try:
+            return codec.decode(stream, target.shape, target.dtype, key=self._key(codec, crossing, arrival.index))
+        except CodecError as error:
+            raise CodecError(f"{where}: {error}") from error
+
+    def _key(self, codec: Codec, crossing: Crossing, index: int) -> int:
+        return packing_key(self._seed, self._step, crossing, index) if codec.is_keyed else 0
+
+    def _tag(self, codec: Codec, tensor: torch.Tensor, crossing: Crossing, index: int) -> bytes:
+        """Hash of all that both ends should know of a tensor. The seed is left out: what it is for is the key."""
+        kind = (str(codec.spec), str(tensor.dtype), *tensor.shape)
+        return derive_seed("tag", *_name(self._step, crossing, index), *kind).to_bytes(TAG_NBYTES, "little")
+
+    def _packs(self, tensor: torch.Tensor, kind: str) -> bool:
+        if tensor.dtype not in PACKED or tensor.dim() == 0:
+            return False
+        return self._message_nbytes(tensor, kind) < tensor.numel() * tensor.element_size()
+
+    def _message_nbytes(self, tensor: torch.Tensor, kind: str) -> int:
+        return self._codecs[kind].encoded_nbytes(tensor.shape) + TAG_NBYTES
+
+    def _room_for(self, target: torch.Tensor, kind: str) -> torch.Tensor:
+        self._prepare(target, kind)
+        return torch.empty(self._message_nbytes(target, kind), dtype=torch.uint8, device=target.device)
+
+    def _prepare(self, tensor: torch.Tensor, kind: str) -> None:
+        """Have kernels compiled by one process of a machine, not by all at once."""
+        needed = (kind, tensor.shape, tensor.dtype, tensor.device)
+        if needed not in self._prepared:
+            self._codecs[kind].prepare(tensor.shape, tensor.dtype, tensor.device)
+            self._prepared.add(needed)
+
+    def _check_alike(self, tensor: torch.Tensor, crossing: Crossing, index: int) -> None:
+        now = (tensor.shape, tensor.dtype)
+        before = self._sent.setdefault((crossing.kind, index), now)
+        if now != before:
+            raise CodecError(
+                f"{self._where(crossing, index)} is {_described(*now)}, those before it were {_described(*before)}; "
+                "the peer's buffers are made once: give every micro-batch one shape"
+            )
+
+    def _where(self, crossing: Crossing, index: int) -> str:
+        return f"stage {self._stage}, micro-batch {crossing.micro_batch}: {crossing.kind} {index} at cut {crossing.cut}"
+
+
+def _with(op: distributed.P2POp, tensor: torch.Tensor) -> distributed.P2POp:
+    return distributed.P2POp(op.op, tensor, op.peer, op.group, op.tag)
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,133 @@
+"""Weight gradients that are computed later than the gradients that flow on: the W of a split backward.
+
+While a forward pass is recorded, every matrix product with a weight (`F.linear`, and `torch.addmm` as GPT-2's
+layers call it) becomes one whose backward computes the gradient of its input alone, and leaves behind what the
+gradients of weight and bias need. `DeferredGradients.run` computes those, with the products that autograd would
+have used, so that a backward in two parts gives the bits of a whole one. Weights of norms and embeddings, whose
+gradients are cheap, get them at once.
+
+Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here I, and W.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class DeferredGradients:
+    """What is left to compute of one micro-batch's backward in one chunk."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, compute: Callable[[], None]) -> None:
+        """Leave something to be done by `run`."""
+        self._pending.append(compute)
+
+    def run(self) -> None:
+        """Compute everything that was left, and add it to the gradients of the parameters."""
+        pending, self._pending = self._pending, []
+        with torch.no_grad():
+            for compute in pending:
+                compute()
+
+
+def recording(deferred: DeferredGradients | None) -> AbstractContextManager[object]:
+    """A context whose matrix products with weights leave the weights' gradients to `deferred`; None: as always."""
+    return nullcontext() if deferred is None else _Recording(deferred)
+
+
+class _Recording(TorchFunctionMode):
+    """Puts the split product in the place of those that a model's layers call."""
+
+    def __init__(self, deferred: DeferredGradients) -> None:
+        super().__init__()
+        self._deferred = deferred
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and torch.is_grad_enabled():
+            return self._linear(*args, **kwargs)
+        if func is torch.addmm and not kwargs and torch.is_grad_enabled():
+            return self._addmm(*args)
+        return func(*args, **kwargs)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if not isinstance(weight, nn.Parameter):
+            return F.linear(x, weight, bias)
+        return _Product.apply(x, weight, bias, self._deferred, True)  # type: ignore[no-untyped-call]
+
+    def _addmm(self, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        if not (isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1):
+            return torch.addmm(bias, x, weight)
+        return _Product.apply(x, weight, bias, self._deferred, False)  # type: ignore[no-untyped-call]
+
+
+class _Product(torch.autograd.Function):
+    """x·Wᵀ + b with W [out, in] (`transposed`, F.linear), or x·W + b with W [in, out] (torch.addmm)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        deferred: DeferredGradients,
+        transposed: bool,
+    ) -> torch.Tensor:
+        dtype = _product_dtype(x)
+        cast = x.to(dtype)
+        # The parameters are kept as they are: what recomputation under checkpointing saves is a copy without .grad.
+        ctx.weight, ctx.bias, ctx.deferred, ctx.transposed = weight, bias, deferred, transposed
+        ctx.dtype, ctx.input_dtype = dtype, x.dtype
+        ctx.save_for_backward(cast)
+        if transposed:
+            return F.linear(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+        assert bias is not None
+        return torch.addmm(bias.to(dtype), cast, weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        ctx.deferred.add(_weight_gradients(ctx, x.reshape(-1, x.shape[-1]), gradient))
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        weight = ctx.weight.to(ctx.dtype)
+        of_input = gradient.mm(weight if ctx.transposed else weight.t())
+        return of_input.view(x.shape).to(ctx.input_dtype), None, None, None, None
+
+
+def _product_dtype(x: torch.Tensor) -> torch.dtype:
+    """What the product is computed in: autocast's dtype inside autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _weight_gradients(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
+    """What adds the gradients of weight and bias; x [N, in], gradient [N, out]."""
+    weight, bias, transposed = ctx.weight, ctx.bias, ctx.transposed
+
+    def compute() -> None:
+        if weight.requires_grad:
+            _accumulate(weight, gradient.t().mm(x) if transposed else x.t().mm(gradient))
+        if bias is not None and bias.requires_grad:
+            _accumulate(bias, gradient.sum(0))
+
+    return compute
+
+
+def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)

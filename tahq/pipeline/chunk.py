@@ -1,0 +1,60 @@
+"""One piece of the model on a stage: its module, the cuts on either side, and how it is computed.
+
+Shapes: B samples a micro-batch, S tokens, C channels, V words.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tahq.models.slice import ModelSlice
+from tahq.pipeline.boundary import Boundary
+from tahq.pipeline.loss import gradient_scale
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of the model with the cuts on either side; None at the ends of the model."""
+
+    module: ModelSlice
+    incoming: Boundary | None
+    outgoing: Boundary | None
+
+    def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+        """The module's output; in fp32 where it crosses a cut.
+
+        Args:
+            x: tokens [B, S] in the first chunk, else [B, S, C].
+            bf16: compute under bf16 autocast.
+
+        Returns:
+            Logits [B, S, V] from the last chunk, else [B, S, C].
+        """
+        if bf16:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                y = self.module(x)
+        else:
+            y = self.module(x)
+        if not isinstance(y, torch.Tensor):
+            raise AssertionError(f"a model slice returned {type(y).__name__}")
+        return y if self.outgoing is None else y.float()
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes that every step has in common."""
+
+    num_micro_batches: int
+    micro_batch: int
+    seq_len: int
+    hidden_size: int
+
+    @property
+    def boundary(self) -> tuple[int, int, int]:
+        """[B, S, C] of what crosses a cut."""
+        return (self.micro_batch, self.seq_len, self.hidden_size)
+
+    @property
+    def gradient_scale(self) -> float:
+        """See `loss.gradient_scale`; here by the tokens that go in, labelled or not."""
+        return gradient_scale(self.num_micro_batches * self.micro_batch * self.seq_len)

@@ -1,0 +1,148 @@
+"""Links over a gloo group: whole payloads both ways, and a peer that dies is lost in time."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tahq.comm.frame import Direction, Frame
+from tahq.comm.gloo_group import PART_NBYTES
+from tahq.comm.group_rendezvous import GroupSpec, open_group
+from tahq.comm.session import PeerIdentity
+from tahq.errors import ConfigError, LocalProtocolError, PeerLostError, RemoteProtocolError
+
+SOON_S = 20.0
+PEER_TIMEOUT_S = 1.0
+NEIGHBOUR = """
+import sys, time
+import torch
+from tahq.comm.group_rendezvous import GroupSpec, open_group
+from tahq.comm.session import PeerIdentity
+from tahq.comm.shaping import Shaping
+from tahq.comm.zmq_endpoint import ZmqEndpoint
+identity = PeerIdentity(77, 1, 2, "c0ffee")
+endpoint = ZmqEndpoint(identity=identity, bind="127.0.0.1:0", advertise=None, shaping=Shaping(), peer_timeout_s=60.0,
+                       heartbeat_s=0.2)
+control = endpoint.open_link(1, 1, "parent", sys.argv[1])
+endpoint.wait_connected(60.0)
+link = open_group(control, GroupSpec("gloo", identity, sys.argv[1], torch.device("cpu"), 60.0))
+print("connected", flush=True)
+time.sleep(120)
+"""
+
+
+def spec(stage, dial="", *, timeout_s=5.0, backend="gloo"):
+    return GroupSpec(backend, PeerIdentity(77, 1, stage, "c0ffee"), dial, torch.device("cpu"), timeout_s)
+
+
+@pytest.fixture
+def connected(make_endpoint):
+    """Both ends of link 1 over ZMQ, stage 1's first, and the address that stage 2 dialled."""
+    lower, upper = make_endpoint(1), make_endpoint(2)
+    ends = lower.open_link(1, 2, "upper", ""), upper.open_link(1, 1, "lower", lower.address)
+    for endpoint in (lower, upper):
+        endpoint.wait_connected(SOON_S)
+    return *ends, lower.address
+
+
+@pytest.fixture
+def joined(connected):
+    """Both ends of link 1 over gloo, stage 1's first."""
+    below, above, address = connected
+    with ThreadPoolExecutor(1) as other:
+        opening = other.submit(open_group, above, spec(2, address))
+        lower = open_group(below, spec(1))
+        upper = opening.result()
+    yield lower, upper
+    for transport in (lower, upper):
+        transport.close(linger_s=0.2)
+
+
+def random_frame(id, nbytes):
+    return Frame(id, 0, torch.uint8, (nbytes,), torch.randint(256, (nbytes,), dtype=torch.uint8))
+
+
+def test_payloads_of_several_parts_cross_both_ways_at_once(joined, make_id):
+    lower, upper = joined
+    nbytes = 2 * PART_NBYTES + 17
+    forward, backward = (random_frame(make_id(0, direction), nbytes) for direction in Direction)
+    upper.expect(forward.id, nbytes)
+    lower.expect(backward.id, nbytes)
+    lower.send(forward)
+    upper.send(backward)
+    assert torch.equal(upper.recv(SOON_S).payload, forward.payload)
+    assert torch.equal(lower.recv(SOON_S).payload, backward.payload)
+
+
+def test_link_that_is_closed_leaves_no_thread_of_its_own(joined):
+    for transport in joined:
+        transport.close(linger_s=5.0)
+    ours = ("tahq-send", "tahq-answer", "tahq-receive")
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)] == []
+
+
+def test_frame_of_another_run_is_refused_where_it_is_sent(joined, make_id):
+    lower, _ = joined
+    with pytest.raises(LocalProtocolError, match="is not of run 77"):
+        lower.send(random_frame(make_id(0)._replace(run=78), 4))
+
+
+def test_peer_is_told_why_its_frame_was_not_taken(joined, make_id):
+    lower, upper = joined
+    upper.expect(make_id(0), 99)
+    lower.send(random_frame(make_id(0), 100))
+    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 1 .*at most 99"):
+        upper.recv(SOON_S)
+    with pytest.raises(PeerLostError, match=r"link 1 to stage 2 .*the peer ended it: .*at most 99"):
+        lower.recv(SOON_S)
+
+
+def test_peer_that_says_no_address_is_a_protocol_error(connected, make_id):
+    below, above, _ = connected
+    text = torch.frombuffer(bytearray(b"nowhere"), dtype=torch.uint8)
+    above.send(Frame(make_id(0, Direction.BACKWARD)._replace(purpose=4), 0, torch.uint8, (7,), text))
+    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 2 .*said 'nowhere'"):
+        open_group(below, spec(1))
+
+
+def test_nccl_without_cuda_is_a_mistake_in_the_configuration(connected):
+    below, above, address = connected
+    with ThreadPoolExecutor(1) as other:
+        opening = other.submit(open_group, above, spec(2, address, backend="nccl"))
+        with pytest.raises(ConfigError, match="nccl needs CUDA devices"):
+            open_group(below, spec(1, backend="nccl"))
+        with pytest.raises(ConfigError, match="nccl needs CUDA devices"):
+            opening.result()
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_neighbour_that_dies_is_lost_within_the_timeout_and_closing_does_not_hang(make_endpoint, make_id, number):
+    endpoint = make_endpoint(1, peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=PEER_TIMEOUT_S / 5)
+    control = endpoint.open_link(1, 2, "child", "")
+    with subprocess.Popen([sys.executable, "-c", NEIGHBOUR, endpoint.address], stdout=subprocess.PIPE) as child:
+        try:
+            endpoint.wait_connected(60.0)
+            link = open_group(control, spec(1, timeout_s=PEER_TIMEOUT_S))
+            assert child.stdout.readline() == b"connected\n"
+            link.send(random_frame(make_id(0), 16 << 20))
+            with pytest.raises(TimeoutError):
+                link.recv(1.5 * PEER_TIMEOUT_S)
+            died_s = time.monotonic()
+            child.send_signal(number)
+            link.send(random_frame(make_id(1), 16 << 20))
+            with pytest.raises(
+                PeerLostError, match=r"link 1 to stage 2 \(child\): (no sign of life|its process group)"
+            ):
+                link.recv(30.0)
+            # As over ZMQ: a heartbeat less, or a second more on a busy machine.
+            assert time.monotonic() - died_s < PEER_TIMEOUT_S + 1.0
+            link.close()
+            assert time.monotonic() - died_s < 2 * PEER_TIMEOUT_S + 3.0
+        finally:
+            child.kill()

@@ -1,0 +1,228 @@
+"""A link of several connections, its messages carried by the test in any order that connections can bring them in."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
+
+from tahq.comm.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
+from tahq.comm.hello import Hello, unpack_hello
+from tahq.comm.outbound import Outgoing
+from tahq.comm.resequencing import Resequencer
+from tahq.comm.session import End, LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.stripes import Stripes
+from tahq.errors import PeerLostError, RemoteProtocolError
+
+LIMITS = SessionLimits(peer_timeout_s=10.0, heartbeat_s=2.0, piece_nbytes=100, connections=3)
+
+
+def make_frame(nbytes: int, micro_batch: int = 0, direction: Direction = Direction.FORWARD) -> Frame:
+    id = LogicalId(RUN, 0, 0, Purpose.TRAIN, micro_batch, 0, direction)
+    return Frame(id, 0, torch.uint8, (nbytes,), torch.arange(nbytes).add(micro_batch).to(torch.uint8))
+
+
+def as_connections_bring_them(messages: list[Outgoing], rng: random.Random) -> list[Outgoing]:
+    """The messages of each connection in their order, and those of different ones mixed at random."""
+    lanes = {message.connection: [m for m in messages if m.connection == message.connection] for message in messages}
+    brought = []
+    while lanes:
+        connection = rng.choice(sorted(lanes))
+        brought.append(lanes[connection].pop(0))
+        lanes = {connection: lane for connection, lane in lanes.items() if lane}
+    return brought
+
+
+def header_of(message: Outgoing):
+    return unpack_header(message.header, message.payload, "")
+
+
+def beat(session: Session) -> list[Outgoing]:
+    """Its next heartbeats."""
+    session.handle_timer(LIMITS.heartbeat_s)
+    return [m for m in urgent(session, LIMITS.heartbeat_s) if header_of(m).kind is FrameKind.HEARTBEAT]
+
+
+# Opening
+
+
+def test_link_is_open_when_every_connection_has_said_hello():
+    specs = [LinkSpec(0, 1, "", dials=True), LinkSpec(0, 0, "", dials=False)]
+    dialling, listening = (Session(PeerIdentity(RUN, 1, s.peer_stage ^ 1, "c"), s, LIMITS) for s in specs)
+    hellos = sorted(urgent(dialling), key=lambda message: message.connection)
+    assert [unpack_hello(hello.payload, "").connection for hello in hellos] == [0, 1, 2]
+    hear(listening, hellos[:2])
+    hear(dialling, urgent(listening))
+    assert (dialling.remote, listening.remote) == (End.CONNECTING, End.CONNECTING)
+    # Only the one that was not answered is repeated.
+    dialling.handle_timer(2.0)
+    (again,) = urgent(dialling, 2.0)
+    assert again.connection == 2
+    hear(listening, [again])
+    assert listening.remote is End.OPEN
+    hear(dialling, urgent(listening))
+    assert dialling.remote is End.OPEN
+
+
+def test_data_may_come_on_one_connection_before_the_answer_on_another():
+    specs = [LinkSpec(0, 1, "", dials=True), LinkSpec(0, 0, "", dials=False)]
+    dialling, listening = (Session(PeerIdentity(RUN, 1, s.peer_stage ^ 1, "c"), s, LIMITS) for s in specs)
+    hear(listening, urgent(dialling))
+    answers = {message.connection: message for message in reversed(urgent(listening))}  # HELLO is said first
+    frame = make_frame(50)
+    dialling.expect(frame.id, 50)
+    listening.send(frame, 0.0)
+    (piece,) = pieces(listening)
+    hear(dialling, [answers[0], piece, answers[1], answers[2]])
+    assert [got.id for got in dialling.take_delivered()] == [frame.id]
+    assert dialling.remote is End.OPEN
+
+
+@pytest.mark.parametrize("hello", [Hello(0, 1, "c", 0, 2), Hello(0, 1, "c", 1, 3)], ids=["of 2", "another"])
+def test_hello_of_another_connection_or_number_of_them_is_a_protocol_error(hello):
+    listening = Session(PeerIdentity(RUN, 1, 1, "c"), LinkSpec(0, 0, "", dials=False), LIMITS)
+    dialling = Session(PeerIdentity(RUN, 1, 0, "c"), LinkSpec(0, 1, "", dials=True), LIMITS)
+    (message, *_) = sorted(urgent(dialling), key=lambda message: message.connection)
+    header = pack_header(replace(header_of(message), payload_nbytes=len(hello.pack())), hello.pack())
+    with pytest.raises(RemoteProtocolError, match="connection"):
+        listening.receive(header, hello.pack(), 0.0, connection=0)
+
+
+@pytest.mark.parametrize("payload", [b"short", Hello(0, 1, "c", 2, 2).pack(), Hello(0, 1, "c", window_nbytes=0).pack()])
+def test_hello_that_cannot_be_is_a_protocol_error(payload):
+    with pytest.raises(RemoteProtocolError, match="HELLO"):
+        unpack_hello(payload, "peer")
+
+
+# Working
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(0, 900), min_size=1, max_size=6), seed=st.integers(0, 2**32))
+def test_frames_come_out_whole_however_the_connections_are_mixed(sizes, seed):
+    rng = random.Random(seed)
+    lower, upper = met_sessions(LIMITS)
+    frames = [make_frame(nbytes, i, Direction(i % 2)) for i, nbytes in enumerate(sizes)]
+    for i, frame in enumerate(frames):
+        upper.expect(frame.id, 900)
+        lower.send(frame, i / 10)
+    hear(upper, as_connections_bring_them(pieces(lower), rng))
+    got = upper.take_delivered()
+    assert [frame.id for frame in got] == [frame.id for frame in frames]
+    assert all(torch.equal(one.payload, other.payload) for one, other in zip(got, frames, strict=True))
+    # Heartbeats and goodbyes of an orderly end find nothing missing, in whatever order they come.
+    hear(upper, as_connections_bring_them(beat(lower), rng))
+    lower.close(3.0)
+    hear(upper, as_connections_bring_them(pieces(lower, 3.0), rng))
+    assert upper.remote is End.CLOSED
+    hear(lower, urgent(upper, 3.0), 3.0)
+    assert lower.is_settled
+
+
+@settings(deadline=None, max_examples=60)
+@given(lost=st.integers(0, 8), seed=st.integers(0, 2**32))
+def test_piece_lost_on_any_connection_is_found_by_the_next_heartbeats(lost, seed):
+    rng = random.Random(seed)
+    lower, upper = met_sessions(LIMITS)
+    frame = make_frame(900)
+    upper.expect(frame.id, 900)
+    lower.send(frame, 0.0)
+    sent = pieces(lower)
+    del sent[lost]
+    with pytest.raises(PeerLostError, match=f"messages {lost + 1} to"):
+        hear(upper, as_connections_bring_them([*sent, *beat(lower)], rng))
+
+
+def test_piece_that_comes_twice_is_taken_once():
+    lower, upper = met_sessions(LIMITS)
+    frame = make_frame(300)
+    upper.expect(frame.id, 300)
+    lower.send(frame, 0.0)
+    first, second, third = pieces(lower)
+    hear(upper, [third, third, first, first, second, second])
+    (got,) = upper.take_delivered()
+    assert torch.equal(got.payload, frame.payload)
+
+
+def test_acknowledgement_covers_what_came_without_a_gap_and_says_what_each_connection_has_brought():
+    lower, upper = met_sessions(replace(LIMITS, window_nbytes=300))
+    for i in range(8):
+        lower.send(make_frame(100, i), 0.0)
+    one, _, three = pieces(lower)
+    hear(upper, [one, three])
+    upper.handle_timer(0.01)
+    acks = urgent(upper, 0.01)
+    hear(lower, acks, 0.01)
+    # The window is of what has no gap before it, and the connection that is behind gets nothing more yet.
+    assert header_of(acks[0]).sequence == 1
+    (four,) = pieces(lower, 0.01)
+    assert four.connection != 1
+
+
+def test_sender_keeps_to_the_window_that_the_receiver_asks_for():
+    lower, _ = met_sessions(replace(LIMITS, receive_window_nbytes=200))
+    lower.send(make_frame(900), 0.0)
+    assert len(pieces(lower)) == 2
+
+
+def test_silence_of_one_connection_ends_the_link():
+    lower, upper = met_sessions(LIMITS)
+    for now_s in (2.0, 4.0, 6.0, 8.0):
+        for connection in (0, 2):
+            upper.heard(now_s, connection)
+    with pytest.raises(PeerLostError, match="no sign of life for 10"):
+        upper.handle_timer(10.0)
+    assert lower.remote is End.OPEN
+
+
+def test_connection_that_has_said_goodbye_may_be_silent_while_another_still_brings_data():
+    lower, upper = met_sessions(LIMITS)
+    lower.send(make_frame(100), 0.0)
+    lower.close(0.0)
+    goodbyes = [message for message in pieces(lower) if header_of(message).kind is FrameKind.BYE]
+    assert [message.connection for message in goodbyes] == [0, 1, 2]
+    hear(upper, goodbyes[2:])
+    for now_s in (5.0, 10.0, 15.0):
+        upper.heard(now_s, 0)
+        upper.heard(now_s, 1)
+        upper.handle_timer(now_s)
+    assert upper.remote is End.OPEN
+
+
+def test_no_heartbeat_follows_a_goodbye_on_its_connection():
+    lower, upper = met_sessions(LIMITS)
+    lower.close(0.0)
+    said = [lower.next_piece(0.0), *beat(lower), *pieces(lower)]
+    assert {m.connection for m in said if header_of(m).kind is FrameKind.HEARTBEAT} == {1, 2}
+    hear(upper, said)
+    assert upper.remote is End.CLOSED
+
+
+def test_reason_for_leaving_is_told_by_the_first_goodbye():
+    lower, upper = met_sessions(LIMITS)
+    lower.close(0.0, reason="out of memory")
+    with pytest.raises(PeerLostError, match="out of memory"):
+        hear(upper, pieces(lower)[:1])
+
+
+# The parts
+
+
+def test_more_than_may_be_on_its_way_is_a_protocol_error():
+    lower, _ = met_sessions(LIMITS)
+    lower.send(make_frame(500), 0.0)
+    _, second, third, *_ = pieces(lower)
+    resequencer = Resequencer(3, 150, "link 0")
+    assert not list(resequencer.take(header_of(second), second.payload, second.connection))
+    with pytest.raises(RemoteProtocolError, match="link 0: sent 200 B after message 1, which has not come"):
+        list(resequencer.take(header_of(third), third.payload, third.connection))
+
+
+def test_piece_goes_where_least_is_on_its_way():
+    stripes = Stripes(3)
+    assert [stripes.take(sequence, 100) for sequence in (1, 2, 3, 4)] == [0, 1, 2, 0]
+    stripes.acknowledge([0, 2, 0])
+    assert [stripes.take(sequence, 100) for sequence in (5, 6, 7)] == [1, 1, 2]

@@ -1,0 +1,176 @@
+"""Measuring between two ends over loopback, and what becomes of those who should not be there."""
+
+import socket
+import struct
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.comm import meter_wire
+from tahq.comm.meter import Meter, Peer, StreamTimes
+from tahq.comm.meter_server import MAX_CONNECTIONS, MeterServer
+from tahq.comm.meter_wire import GREETING, MAGIC, REPORT, REQUEST, VERSION, Kind, Request, Verdict
+from tahq.errors import PeerLostError, RemoteProtocolError, UserError
+
+RUN = 2**63 - 3
+SHORT = StreamTimes(0.2, 0.5)
+
+
+@pytest.fixture
+def server():
+    server = MeterServer(RUN, 1, "127.0.0.1:0", None)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def peer(server):
+    return Peer(1, "host1", server.address)
+
+
+def answer_of(server, greeting):
+    """What comes back until the connection is closed, or a verdict."""
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(greeting)
+        connection.shutdown(socket.SHUT_WR)
+        return connection.recv(1)
+
+
+def test_round_trip_on_one_machine_is_short(peer):
+    assert 0 < Meter(RUN, 0).round_trip_s(peer, 5) < 0.05
+
+
+def test_both_directions_have_a_rate(peer):
+    for direction in ("out", "in"):
+        (rate,) = Meter(RUN, 0).rates([peer], [0.1], direction, SHORT)
+        assert rate > 1e7
+
+
+def test_several_peers_are_measured_together(peer):
+    rates = Meter(RUN, 0).rates([peer] * 3, [0.1] * 3, "in", SHORT)
+    assert len(rates) == 3
+    assert min(rates) > 1e6
+
+
+def test_nobody_there_is_told_with_the_host_and_why():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    gone = Peer(1, "host1", f"127.0.0.1:{port}")
+    with pytest.raises(PeerLostError, match=rf"^host1 \(127.0.0.1:{port}\): Connection refused$"):
+        Meter(RUN, 0).round_trip_s(gone, 1)
+
+
+def test_one_of_several_who_is_not_there_is_the_one_that_is_named(peer):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = Peer(2, "host2", f"127.0.0.1:{taken.getsockname()[1]}")
+    with pytest.raises(PeerLostError, match=r"host2 .*Connection refused"):
+        Meter(RUN, 0).rates([peer, gone], [0.1] * 2, "out", SHORT)
+
+
+@pytest.mark.parametrize(
+    ("run", "stage", "words"), [(RUN - 1, 1, "worker of another run"), (RUN, 2, "worker of another stage")]
+)
+def test_the_wrong_worker_says_so(server, run, stage, words):
+    with pytest.raises(RemoteProtocolError, match=f"host1 .*{words}"):
+        Meter(run, 0).round_trip_s(Peer(stage, "host1", server.address), 1)
+
+
+def test_another_program_there_is_no_worker():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
+        dialled = Peer(1, "host1", f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(PeerLostError, match="another program"):
+            _dial_while_hanging_up(listener, dialled)
+
+
+def _dial_while_hanging_up(listener, peer):
+    def hang_up():
+        connection, _ = listener.accept()
+        connection.recv(GREETING.size)
+        connection.close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    try:
+        Meter(RUN, 0).round_trip_s(peer, 1)
+    finally:
+        thread.join()
+
+
+def test_a_peer_that_says_nothing_is_given_up(monkeypatch):
+    for module in ("tahq.comm.meter_wire", "tahq.comm.meter"):
+        monkeypatch.setattr(f"{module}.STALL_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = Peer(1, "host1", f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(PeerLostError, match=r"no answer within 0.2 s"):
+            Meter(RUN, 0).round_trip_s(peer, 1)
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost:", b"", b"TAHM"])
+def test_a_stranger_hears_nothing(server, garbage, caplog):
+    assert answer_of(server, garbage) == b""
+
+
+def test_a_request_that_there_is_not_ends_the_connection(server, caplog):
+    host, port = server.address.split(":")
+    for request in (REQUEST.pack(9, 0, 0, 0), REQUEST.pack(1, 0, 0, 1e9), REQUEST.pack(1, float("nan"), 0, 0)):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(GREETING.pack(MAGIC, VERSION, RUN, 0, 1))
+            assert connection.recv(1) == bytes([Verdict.WELCOME])
+            connection.sendall(request)
+            assert connection.recv(1) == b""
+
+
+@given(st.binary(min_size=REQUEST.size, max_size=REQUEST.size))
+def test_any_bytes_are_a_request_or_the_peers_fault(data):
+    try:
+        request = Request.unpack(data, "host1")
+    except RemoteProtocolError:
+        return
+    assert 0 <= request.most_s <= meter_wire.LONGEST_S
+    assert request.pack() == data
+
+
+def test_a_report_that_cannot_be_is_the_peers_fault():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(REPORT.pack(float("inf"), 1, 1.0))
+        with pytest.raises(RemoteProtocolError, match="host1: reported a rate"):
+            meter_wire.send_stream(ours, 1.0, "host1")
+
+
+def test_too_many_are_turned_away(server):
+    host, port = server.address.split(":")
+    held = []
+    try:
+        for _ in range(MAX_CONNECTIONS + 1):
+            connection = socket.create_connection((host, int(port)), timeout=5)
+            held.append(connection)
+            connection.sendall(GREETING.pack(MAGIC, VERSION, RUN, 0, 1))
+            verdict = connection.recv(1)
+        assert verdict == bytes([Verdict.BUSY])
+    finally:
+        for connection in held:
+            connection.close()
+
+
+def test_bytes_of_a_greeting_and_a_request():
+    """As docs/protocol.md has them."""
+    assert GREETING.pack(MAGIC, 1, 0x1122334455667788, 2, 1).hex(" ", 1) == (
+        "54 41 48 4d 01 88 77 66 55 44 33 22 11 02 00 00 00 01 00 00 00"
+    )
+    assert Request(Kind.GIVE, 0.1, 1.0, 30.0).pack() == b"\x02" + struct.pack("<ddd", 0.1, 1.0, 30.0)
+
+
+def test_an_address_that_is_taken_is_the_users_to_mend(server):
+    with pytest.raises(UserError, match=f"cannot listen on {server.address}"):
+        MeterServer(RUN, 0, server.address, None)
+
+
+def test_who_only_dials_out_has_no_address():
+    server = MeterServer(RUN, 0, "127.0.0.1:0", "none")
+    assert server.address == ""
+    server.close()

@@ -1,0 +1,133 @@
+"""What the bytes took on the wire, told from departures and acknowledgements."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.inproc_transport import InprocPair
+from tahq.comm.shaping import Shaping
+from tahq.comm.virtual_clock import VirtualClock
+from tahq.comm.wire_time import PieceTimes, WireClock, busy_seconds
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+def name(micro_batch, direction=FORWARD, cut=0):
+    return LogicalId(1, 0, 0, Purpose.TRAIN, micro_batch, cut, direction)
+
+
+def piece(micro_batch, taken_s, acked_s, nbytes=100_000, direction=FORWARD):
+    return PieceTimes(name(micro_batch, direction), nbytes, taken_s, taken_s, acked_s)
+
+
+def test_pieces_back_to_back_take_the_time_between_their_acknowledgements():
+    """Three pieces of 1 s each over a way of 10 s there and back; all taken at once."""
+    sent = [piece(0, 0.0, 11.0), piece(0, 0.0, 12.0), piece(0, 0.0, 13.0)]
+    clock = WireClock()
+    passages = clock.passages({0: sent})
+    assert clock.bare_round_trip_s(0) == pytest.approx(10.0)
+    assert [(p.begin_s, p.end_s) for p in passages] == [pytest.approx(times) for times in ((0, 1), (1, 2), (2, 3))]
+    assert busy_seconds(passages) == {(0, FORWARD): pytest.approx(3.0)}
+
+
+def test_length_of_the_way_is_not_taken_for_work():
+    """Two frames of two pieces, 0.1 s a piece, 20 s apart: something is unacknowledged nearly all the time."""
+    sent = [piece(0, 0.0, 15.1), piece(0, 0.0, 15.2), piece(1, 20.0, 35.1), piece(1, 20.0, 35.2)]
+    assert busy_seconds(WireClock().passages({0: sent}))[0, FORWARD] == pytest.approx(0.4)
+
+
+def test_links_of_a_host_share_its_uplink_and_no_moment_is_counted_twice():
+    """1 s a piece in turns on two links, with ways of 10 s and 4 s."""
+    near = [piece(0, 100.0, 105.0, direction=BACKWARD), piece(0, 100.0, 107.0, direction=BACKWARD)]
+    far = [piece(3, 100.0, 112.0), piece(3, 100.0, 114.0)]
+    clock = WireClock()
+    # What each way takes alone is known from the step before.
+    clock.passages({0: [piece(9, 0.0, 5.0, direction=BACKWARD), piece(9, 0.0, 6.0, direction=BACKWARD)]})
+    clock.passages({1: [piece(9, 0.0, 11.0), piece(9, 0.0, 12.0)]})
+    busy = busy_seconds(clock.passages({0: near, 1: far}))
+    assert busy == {(0, BACKWARD): pytest.approx(2.0), (1, FORWARD): pytest.approx(2.0)}
+
+
+def test_passages_neither_overlap_nor_run_backwards():
+    sent = [piece(n % 3, 0.3 * n, 0.3 * n + 2 + 0.1 * (n % 5)) for n in range(50)]
+    sent.sort(key=lambda p: p.acked_s)
+    passages = WireClock().passages({0: sent})
+    assert all(p.begin_s <= p.end_s for p in passages)
+    assert all(a.end_s <= b.begin_s for a, b in pairwise(passages))
+
+
+def test_pieces_that_are_told_of_later_do_not_count_what_was_counted_before():
+    """1 s a piece, three taken at once, of which the last is only told of in the next step."""
+    sent = [piece(0, 0.0, 11.0), piece(0, 0.0, 12.0), piece(0, 0.0, 13.0)]
+    clock = WireClock()
+    first, second = (busy_seconds(clock.passages({0: part})) for part in (sent[:2], sent[2:]))
+    assert first[0, FORWARD] + second[0, FORWARD] == pytest.approx(3.0)
+
+
+def test_nothing_sent_is_nothing_taken():
+    assert WireClock().passages({0: []}) == []
+    assert WireClock().bare_round_trip_s(0) == 0.0
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_session_tells_sending_from_queueing_and_the_wire_from_the_way(delay_s):
+    """8 Mbit/s is 1 MB/s: of two frames of 100 kB the second waits for the first."""
+    clock = VirtualClock()
+    pair = InprocPair(clock, shaping=Shaping(8e6, delay_s, piece_nbytes=20_000))
+    for micro_batch, direction in ((0, FORWARD), (1, BACKWARD)):
+        id = name(micro_batch, direction)
+        pair.upper.expect(id, 100_000)
+        pair.lower.send(Frame(id, 0, torch.uint8, (100_000,), torch.zeros(100_000, dtype=torch.uint8)))
+    for _ in range(2):
+        pair.upper.recv()
+    clock.advance(1.0)
+    stats = {entry.direction: entry for entry in pair.lower.take_stats()}
+    first, second = stats[FORWARD], stats[BACKWARD]
+    slack_s = 0.008  # an acknowledgement may wait 5 ms for company, headers take 1 ms
+    assert first.busy_s == pytest.approx(0.1 + 2 * delay_s, abs=slack_s)
+    assert first.sending_s == pytest.approx(first.busy_s)  # it never waits for another
+    assert second.busy_s == pytest.approx(0.2 + 2 * delay_s, abs=slack_s)
+    assert second.sending_s == pytest.approx(0.1 + 2 * delay_s, abs=0.02 + slack_s)  # from its first piece, 20 ms each
+    assert len(first.pieces) == len(second.pieces) == 5
+    wire = busy_seconds(WireClock().passages({0: [*first.pieces, *second.pieces]}))
+    assert wire[0, FORWARD] == pytest.approx(0.1, abs=slack_s)
+    assert wire[0, BACKWARD] == pytest.approx(0.1, abs=slack_s)
+
+
+def test_frames_of_one_piece_far_apart_take_what_a_heartbeat_does_not_explain():
+    """0.5 s a piece over a way of 0.1 s there and back, one every second: nothing ever follows closely."""
+    sent = [piece(n, float(n), n + 0.6) for n in range(8)]
+    assert busy_seconds(WireClock().passages({0: sent})) == {(0, FORWARD): pytest.approx(0.0)}
+    assert busy_seconds(WireClock().passages({0: sent}, {0: 0.1})) == {(0, FORWARD): pytest.approx(4.0)}
+
+
+@pytest.mark.parametrize("nbytes", [20_000, 200_000])
+def test_heartbeats_of_a_session_tell_the_length_of_its_way(nbytes):
+    """50 ms each way at 8 Mbit/s; a small frame's acknowledgement may wait 5 ms, a large one's does not."""
+    clock = VirtualClock()
+    pair = InprocPair(clock, shaping=Shaping(8e6, 0.05))
+    clock.advance(3.0)
+    for micro_batch in range(4):
+        id = name(micro_batch)
+        pair.upper.expect(id, nbytes)
+        pair.lower.send(Frame(id, 0, torch.uint8, (nbytes,), torch.zeros(nbytes, dtype=torch.uint8)))
+        pair.upper.recv()
+        clock.advance(1.0)
+    (stats,) = pair.lower.take_stats()
+    assert stats.round_trip_s == pytest.approx(0.1, abs=1e-3)
+    wire = busy_seconds(WireClock().passages({0: stats.pieces}, {0: stats.round_trip_s}))
+    assert wire[0, FORWARD] == pytest.approx(4 * nbytes / 1e6, rel=0.02)
+
+
+def test_heartbeat_that_met_data_on_its_way_says_nothing():
+    clock = VirtualClock()
+    pair = InprocPair(clock, shaping=Shaping(8e6, 0.05))
+    id = name(0)
+    pair.upper.expect(id, 8_000_000)
+    pair.lower.send(Frame(id, 0, torch.uint8, (8_000_000,), torch.zeros(8_000_000, dtype=torch.uint8)))
+    pair.upper.recv()  # 8 s, in which heartbeats are sent
+    clock.advance(0.5)
+    (stats,) = pair.lower.take_stats()
+    assert stats.round_trip_s == 0.0

@@ -1,0 +1,191 @@
+"""Whole measurements: scripted workers, virtual clock, the coordinator as it is."""
+
+import signal
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from tahq.comm.control import Abort, Assign, Bye, Heartbeat, Hello, Join, Message
+from tahq.comm.control_measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.coordinator.measure_jobs import MeasureRequest
+from tahq.coordinator.measured import Imitated, Measured
+from tahq.coordinator.measuring import Measuring
+from tahq.coordinator.service import Coordinator
+
+CODEC = "raw:dtype=fp32"
+REQUEST = MeasureRequest(micro_batches=(1, 2), codecs=(CODEC,))
+TIMES = {"micro_batch": 1, "block_forward": 0.01, "block_backward": 0.02}
+
+
+@dataclass
+class Measurer:
+    """A worker that answers every order at once; `unreachable` stages refuse it."""
+
+    server: object
+    stage: int
+    hello: dict = field(default_factory=dict)
+    unreachable: tuple = ()
+    replies: bool = True
+    orders: list = field(default_factory=list)
+    say: Message | None = None
+
+    def __post_init__(self):
+        self.server.workers[f"worker-{self.stage}".encode()] = self
+
+    def send(self, message):
+        self.server.inbox.append((f"worker-{self.stage}".encode(), message))
+
+    def beat(self):
+        self.send(Heartbeat(self.stage))
+
+    def receive(self, message):
+        match message:
+            case Assign():
+                assert message.is_measuring
+                hello = Hello(self.stage, "0.1.0", "c0ffee", "", "", f"10.0.0.{self.stage}:9", "cpu", "2", 0, 0)
+                self.send(replace(hello, **self.hello))
+            case MeasureCompute() | MeasurePaths():
+                self.orders.append(message)
+                if self.replies:
+                    self.send(self.say or self.answer(message))
+
+    def answer(self, order):
+        if isinstance(order, MeasureCompute):
+            return ComputeMeasured(self.stage, 10**9, [TIMES], {spec: [1e-9, 2e-9] for spec in order.codecs})
+        refused = [host for stage, host, _ in order.peers if stage in self.unreachable]
+        if refused:
+            return PathsMeasured(self.stage, order.order, [], [], [], f"{refused[0]}: Connection refused")
+        count = len(order.peers)
+        return PathsMeasured(self.stage, order.order, [0.02] * count, [1e7] * count, [2e7] * count)
+
+
+@pytest.fixture
+def begin(scene):
+    """begin(stage1={…}) is a coordinator of three who measure; what it has measured."""
+
+    def make(request=REQUEST, **changes_by_stage):
+        measured = Measured(["host0", "host1", "host2"], "abc")
+        scene.coordinator = Coordinator(
+            replace(scene.options, is_measuring=True),
+            scene.server,
+            scene.observer,
+            measuring=Measuring(request, measured, "abc"),
+            clock=scene.clock,
+        )
+        scene.measurers = [
+            Measurer(scene.server, stage, **changes_by_stage.get(f"stage{stage}", {})) for stage in range(3)
+        ]
+        for stage, worker in enumerate(scene.measurers):
+            worker.send(Join(stage, "0.1.0", f"host{stage}", 100 + stage))
+        return measured
+
+    return make
+
+
+def paths_of(scene, stage):
+    return [[row[0] for row in order.peers] for order in scene.measurers[stage].orders[1:]]
+
+
+def test_everything_is_measured_and_everybody_sent_home(scene, begin):
+    measured = begin()
+    assert scene.run() == 0
+    numbers = measured.numbers(Imitated(), "")
+    assert [host.name for host in numbers.hosts] == ["host0", "host1", "host2"]
+    assert len(numbers.paths) == 6
+    assert all(path.rate in (1e7, 2e7) for path in numbers.paths)
+    assert [host.up for host in numbers.hosts] == [2e7] * 3
+    assert paths_of(scene, 2) == [[1], [0], [0, 1]]
+    for stage in range(3):
+        assert scene.server.told(f"worker-{stage}".encode(), Bye) == [Bye(0)]
+    assert scene.end.message == ""
+
+
+def test_no_way_is_measured_while_somebody_computes(scene, begin):
+    begin(stage2={"replies": False})
+
+    def tick():
+        if scene.clock.now_s > 1005:
+            scene.coordinator.request_stop(signal.SIGINT)
+
+    assert scene.run(tick) == 130
+    assert paths_of(scene, 0) == paths_of(scene, 1) == []
+
+
+def test_a_peer_that_cannot_be_reached_is_named_and_the_rest_measured(scene, begin):
+    measured = begin(stage2={"unreachable": (0,)})
+    assert scene.run() == 3
+    assert scene.end.message == "from host2 to host0: host0: Connection refused"
+    assert scene.observer.of("warned") == ["from host2 to host0: host0: Connection refused"]
+    numbers = measured.numbers(Imitated(), "")
+    failed = {(path.source, path.target) for path in numbers.paths if path.failure}
+    assert failed == {("host0", "host2"), ("host2", "host0")}
+    assert sum(path.rate is not None for path in numbers.paths) == 4
+
+
+def test_what_failed_is_not_tried_again(scene, begin):
+    begin(replace(REQUEST, connections=(2,)), stage2={"unreachable": (0,)})
+    scene.run()
+    assert paths_of(scene, 2) == [[1], [1, 1], [0]]
+    assert paths_of(scene, 1) == [[0], [0, 0], [0, 2]]
+
+
+def test_hosts_that_only_dial_out_are_told_and_the_rest_measured(scene, begin):
+    measured = begin(stage0={"hello": {"address": ""}}, stage1={"hello": {"address": ""}})
+    assert scene.run() == 3
+    assert "host0 and host1: both only dial out" in scene.end.message
+    assert sum(path.rate is not None for path in measured.numbers(Imitated(), "").paths) == 4
+
+
+def test_a_worker_that_dies_ends_it_and_what_came_in_is_kept(scene, begin):
+    measured = begin(stage2={"replies": False})
+
+    def tick():
+        if scene.clock.now_s > 1001:
+            scene.coordinator.worker_exited(2, -9)
+
+    assert scene.run(tick) == 3
+    assert "stage 2 (host2, pid 102): its worker exited with status -9 (SIGKILL)" in scene.end.message
+    assert "resume" not in scene.end.message
+    assert [host.name for host in measured.numbers(Imitated(), "").hosts] == ["host0", "host1"]
+
+
+def test_a_signal_ends_it_at_once(scene, begin):
+    begin(stage1={"replies": False})
+
+    def tick():
+        if scene.clock.now_s > 1001:
+            scene.coordinator.request_stop(signal.SIGTERM)
+
+    assert scene.run(tick) == 143
+    assert scene.end.message == "the coordinator got SIGTERM while measuring"
+    assert scene.server.told(b"worker-0", Abort)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ComputeMeasured(1, 1, [], {}),
+        ComputeMeasured(1, 1, [TIMES], {"tah": [1.0, 1.0]}),
+        ComputeMeasured(0, 1, [TIMES], {}),
+        PathsMeasured(1, 1, [0.1], [1.0], [1.0]),
+    ],
+)
+def test_what_nobody_asked_for_ends_it(scene, begin, said):
+    begin(stage1={"say": said})
+    assert scene.run() == 3
+    assert "stage 1 (host1, pid 101)" in scene.end.message
+
+
+def test_a_run_takes_no_figures(scene):
+    scene.workers(stage1={"say": {1: [PathsMeasured(1, 1, [0.1], [1.0], [1.0])]}})
+    assert scene.run() == 3
+    assert "sent PathsMeasured while the run was training" in scene.end.message
+
+
+def test_progress_says_what_is_measured(scene, begin):
+    begin()
+    scene.run()
+    told = [detail for phase, detail in scene.observer.of("phase_changed") if phase == "measuring"]
+    assert "compute of stages 0, 1, 2" in told
+    assert "1/6  host1 and host2" in told
+    assert "6/6  host2 and all others" in told

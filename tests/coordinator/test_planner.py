@@ -1,0 +1,273 @@
+"""The planner's choices: against all plans of small problems, and by hand where the answer is plain."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.planner_problems import cluster, host, model, random_problem
+
+from tahq.coordinator.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
+from tahq.coordinator.planner import plan
+from tahq.coordinator.planner_codecs import TOLERANCE
+from tahq.coordinator.planner_exhaustive import best_of_all
+from tahq.coordinator.planner_layers import best_divisions
+from tahq.coordinator.planner_orders import all_orders, improved, stage_counts
+from tahq.coordinator.planner_prediction import Speed, predict, step_time_s
+from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.coordinator.planner_stages import StageCosts, Wires
+from tahq.coordinator.planner_table import ClusterTable, times_of
+from tahq.errors import UserError
+from tahq.pipeline.costs import FirstOut
+from tahq.pipeline.generators import generate
+from tahq.pipeline.validator import validate
+
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_choice_is_within_three_percent_of_the_best_of_all(seed):
+    problem = random_problem(seed, num_hosts=3, num_layers=5 + seed % 2, schedules=SCHEDULES[: 2 + seed % 2])
+    planned = plan(problem)
+    _, best_s, _ = best_of_all(problem)
+    assert step_time_s(planned.table, planned.best.plan) <= 1.03 * best_s
+
+
+def test_leaving_out_by_bound_loses_nothing():
+    problem = random_problem(3, num_hosts=2, num_layers=4, schedules=SCHEDULES)
+    pruned, everything = (best_of_all(problem, prune=prune) for prune in (True, False))
+    assert pruned[1] == everything[1]
+    assert pruned[2] < everything[2] / 2
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_any_plan_fits_its_hosts(seed):
+    problem = random_problem(seed, num_layers=6, schedules=SCHEDULES)
+    planned = plan(problem)
+    best = planned.best
+    assert sum(best.plan.layers) == 6
+    assert len(set(best.plan.hosts)) == len(best.plan.layers) == len(best.in_flight)
+    assert all(
+        need <= has for need, has in zip(best.memory_nbytes, planned.table.memory[list(best.plan.hosts)], strict=True)
+    )
+    validate(
+        generate(best.plan.schedule, best.plan.num_stages, best.plan.num_micro_batches, depths=best.plan.depths or None)
+    )
+
+
+def test_equal_problems_give_equal_plans():
+    assert plan(random_problem(5)).best.plan == plan(random_problem(5)).best.plan
+
+
+# -- plain answers -------------------------------------------------------------------------------
+
+
+def test_layers_follow_the_speed_of_hosts():
+    hosts = [host("slow", 0.04), host("fast", 0.01), host("middle", 0.02)]
+    planned = plan(PlanProblem(model(14, 64), cluster(*hosts), num_stages=3))
+    layers = dict(zip(planned.best.plan.hosts, planned.best.plan.layers, strict=True))
+    # no wire: 8 · 0.03 = 4 · 0.06 = 2 · 0.12 seconds a micro-batch
+    assert layers == {0: 2, 1: 8, 2: 4}
+
+
+def test_a_host_that_only_holds_up_is_left_out():
+    hosts = [host("a"), host("b"), host("dial-up", up=1e4, down=1e4)]
+    assert set(plan(PlanProblem(model(6, 8), cluster(*hosts))).best.plan.hosts) == {0, 1}
+
+
+def test_a_slow_uplink_goes_to_the_end_that_sends_less():
+    # activations in 16 bits and gradients in 2: the last stage sends gradients alone
+    hosts = [host("a", up=1e8, down=1e8), host("narrow", up=2e6, down=1e8), host("c", up=1e8, down=1e8)]
+    problem = PlanProblem(
+        model(6, 16), cluster(*hosts), activations=("raw:dtype=bf16",), gradients=("fixed:bits=2",), num_stages=3
+    )
+    assert plan(problem).best.plan.hosts[-1] == 1
+
+
+def test_far_hosts_are_not_neighbours():
+    hosts = [host(name, site=name[:1]) for name in ("e1", "w1", "e2", "w2")]
+    paths = [PathNumbers(source="e", target="w", round_trip=0.4)]
+    planned = plan(PlanProblem(model(8, 8), cluster(*hosts, paths=paths), num_stages=4))
+    sides = [hosts[index].site for index in planned.best.plan.hosts]
+    assert sides in (["e", "e", "w", "w"], ["w", "w", "e", "e"])
+
+
+def test_a_long_round_trip_is_covered_by_depth():
+    hosts = [host(name) for name in "ab"]
+    problem = PlanProblem(model(2, 32), cluster(*hosts, round_trip=0.3), schedules=("1f1b",), num_stages=2)
+    planned = plan(problem)
+    own = step_time_s(planned.table, Plan((0, 1), (1, 1), 1, 32, "1f1b", (), ("wf",), ("eden",)))
+    assert planned.best.in_flight[0] > 2
+    assert planned.best.step_s < own / 3
+
+
+def test_little_memory_keeps_depth_and_layers_down():
+    small = ModelNumbers(6, 8, 8, 8, dict.fromkeys((1, 2, 4, 8), HeldBytes(block=100.0)), block_nbytes=1_000.0)
+    # 64 elements a micro-batch are little beside a block of 1,000 bytes and 100 a micro-batch in flight
+    hosts = [host("a", 0.001, memory=5_000), host("b", 0.1, memory=20_000)]
+    planned = plan(PlanProblem(small, cluster(*hosts, round_trip=0.1)))
+    layers = dict(zip(planned.best.plan.hosts, planned.best.plan.layers, strict=True))
+    assert 1 <= layers[0] <= 4
+    assert max(planned.best.memory_nbytes) <= 20_000
+
+
+def test_no_memory_is_said_in_words():
+    hosts = [host("a", memory=1_000), host("b", memory=2_000)]
+    with pytest.raises(UserError, match=r"no host has the memory .* the largest, b, has 2 kB"):
+        plan(PlanProblem(model(4, 4, block=1e6), cluster(*hosts)))
+    hosts = [host("a", memory=1_500_000), host("b", memory=1_500_000)]
+    with pytest.raises(UserError, match=r"no choice of hosts .* take 4 MB, all 2 hosts together have 3 MB"):
+        plan(PlanProblem(model(4, 4, block=1e6), cluster(*hosts)))
+
+
+def test_more_stages_than_there_are_hosts_or_layers():
+    with pytest.raises(UserError, match="3 stages need 3 hosts, the numbers have 2"):
+        plan(PlanProblem(model(), cluster(host("a"), host("b")), num_stages=3))
+    with pytest.raises(UserError, match="2 stages need 2 layers, the model has 1"):
+        plan(PlanProblem(model(1), cluster(host("a"), host("b")), num_stages=2))
+
+
+def test_codecs_are_coarse_only_where_the_wire_limits():
+    ladder = ("raw:dtype=bf16", "fixed:bits=8", "fixed:bits=4")
+    hosts = [host("a", up=1e9, down=1e9), host("b", up=1e9, down=1e9), host("c", up=1.2e6, down=1e9)]
+    problem = PlanProblem(model(6, 16), cluster(*hosts), activations=ladder, gradients=ladder, num_stages=3)
+    planned = plan(problem)
+    chosen, cut = planned.best.plan, planned.best.plan.hosts.index(2)
+    fast = 1 if cut == 0 else 0
+    assert chosen.activations[fast] == chosen.gradients[fast] == "raw:dtype=bf16"
+    coarse = PlanProblem(model(6, 16), cluster(*hosts), ladder[-1:], ladder[-1:], num_stages=3)
+    assert planned.best.step_s <= (1 + TOLERANCE) * plan(coarse).best.step_s
+    assert "fixed:bits=4" in {*chosen.activations, *chosen.gradients}
+
+
+def test_replicas_add_up_where_averaging_is_cheap():
+    hosts = [host(f"h{index}", up=1e10, down=1e10) for index in range(4)]
+    numbers = model(4, 32, block=4_000.0)
+    one = plan(PlanProblem(numbers, cluster(*hosts), num_stages=2))
+    two = plan(PlanProblem(numbers, cluster(*hosts), num_stages=2, max_replicas=2))
+    assert two.replicas is not None
+    assert [each.num_micro_batches for each in two.replicas.plans] == [16, 16]
+    assert not set(two.replicas.plans[0].hosts) & set(two.replicas.plans[1].hosts)
+    assert 1.7 * one.tokens_per_s < two.tokens_per_s < 2 * one.tokens_per_s
+
+
+def test_replicas_are_refused_where_averaging_costs_more_than_it_saves():
+    hosts = [host(f"h{index}", up=1e6, down=1e6) for index in range(2)]
+    # 10 MB a block to average at 1 Mbit/s
+    planned = plan(PlanProblem(model(2, 8, block=4e7), cluster(*hosts), num_stages=1, max_replicas=2))
+    assert planned.replicas is None
+
+
+def test_what_goes_first_on_an_uplink_is_chosen_by_simulation():
+    hosts = [host(name, up=1e6, down=1e7) for name in "abc"]
+    numbers, choices = model(6, 16), {"num_stages": 3, "schedules": ("1f1b",)}
+    usual = plan(PlanProblem(numbers, cluster(*hosts), **choices))
+    chosen = plan(PlanProblem(numbers, cluster(*hosts), **choices, firsts=tuple(FirstOut)))
+    times = {first: predict(chosen.table, replace(usual.best.plan, first=first)).step_s for first in FirstOut}
+    assert chosen.best.step_s == pytest.approx(min(times.values()), rel=0.002)
+
+
+def test_a_failed_path_is_not_taken():
+    hosts = [host(name) for name in "abc"]
+    paths = [PathNumbers(source="a", target="b", failure="no route")]
+    order = plan(PlanProblem(model(6, 8), cluster(*hosts, paths=paths), num_stages=3)).best.plan.hosts
+    assert order in ((0, 2, 1), (1, 2, 0))
+
+
+# -- parts ---------------------------------------------------------------------------------------
+
+
+def test_times_between_and_beyond_what_was_measured():
+    rows = [LayerTimes(micro_batch=size, block_forward=time, block_backward=1.0) for size, time in ((2, 3.0), (4, 5.0))]
+    measured = HostNumbers(name="a", compute=rows)
+    # the straight line 1 + size; below 2 no less than in proportion, here 1.5, and the line says 2
+    assert [times_of(measured, size)[0] for size in (1, 2, 3, 4, 8)] == [2.0, 3.0, 4.0, 5.0, 9.0]
+    alone = HostNumbers(name="a", compute=rows[:1])
+    assert [times_of(alone, size)[0] for size in (1, 8)] == [1.5, 12.0]
+
+
+def test_paths_of_sites_and_hosts():
+    hosts = [host("a", site="x"), host("b", site="x"), host("c", site="y", up=8e6)]
+    paths = [
+        PathNumbers(source="a", target="c", round_trip=0.5),
+        PathNumbers(source="x", target="y", round_trip=0.1, rate=8e3),
+        PathNumbers(source="x", target="x", round_trip=0.01),
+    ]
+    table = ClusterTable(PlanProblem(model(), cluster(*hosts, paths=paths, round_trip=9.0)))
+    assert table.latency_s[0, 1] == table.latency_s[1, 0] == 0.005
+    assert table.latency_s[1, 2] == table.latency_s[2, 1] == 0.05
+    assert table.latency_s[0, 2] == table.latency_s[2, 0] == 0.25
+    assert table.pair_rate[0, 2] == 1e3
+    assert table.pair_rate[2, 0] == 1e6
+    assert math.isinf(table.pair_rate[0, 1])
+
+
+def test_hosts_that_are_alike_are_told_apart_nowhere():
+    table = ClusterTable(PlanProblem(model(), cluster(host("a"), host("b"), host("c", 0.5))))
+    assert table.kinds[0] == table.kinds[1] != table.kinds[2]
+    assert list(all_orders(table.kinds, range(3), (2,))) == [(0, 1), (0, 2), (2, 0)]
+
+
+def test_filled_divisions_are_as_good_as_all(monkeypatch):
+    hosts = [host("a", 0.01), host("b", 0.03), host("c", 0.02, memory=400_000)]
+    table = ClusterTable(PlanProblem(model(20, 16, block=60_000.0), cluster(*hosts, round_trip=0.05)))
+    stages = StageCosts(table, (0, 1, 2), 1, Wires.same("wf", "eden", 3))
+    every = best_divisions(stages, 20, 1, split=False)
+    monkeypatch.setattr("tahq.coordinator.planner_layers.MAX_ALL", 0)
+    filled = best_divisions(stages, 20, 1, split=False)
+    assert filled.bounds_s[0] <= 1.001 * every.bounds_s[0]
+    assert filled.layers[0].sum() == 20
+
+
+def test_local_search_sorts_a_chain():
+    places = np.random.default_rng(1).permutation(9)
+
+    def length(order):
+        return float(sum(abs(places[a] - places[b]) for a, b in pairwise(order)))
+
+    assert length(improved(tuple(range(9)), (), length, 5_000)) == 8
+
+
+def test_stage_counts_are_all_of_a_few_and_some_of_many():
+    assert stage_counts(4, 12, None) == (1, 2, 3, 4)
+    assert stage_counts(1000, 12, 5) == (5,)
+    many = stage_counts(1000, 100, None)
+    assert many[-1] == 100
+    assert len(many) <= 30
+
+
+def test_long_steps_are_reckoned_from_shorter_ones(monkeypatch):
+    table = ClusterTable(PlanProblem(model(4, 64), cluster(host("a", up=1e7), host("b", down=2e6), round_trip=0.02)))
+    long = Plan((0, 1), (2, 2), 1, 64, "1f1b", (6, 3), ("wf",), ("eden",))
+    whole = step_time_s(table, long)
+    monkeypatch.setattr("tahq.coordinator.planner_prediction.MAX_ACTIONS_SEARCHED", 100)
+    assert step_time_s(table, long) == pytest.approx(whole, rel=0.01)
+
+
+def test_codec_times_are_of_the_host_that_codes():
+    slow = CodecTimes(encode_per_element=1e-6, decode_per_element=2e-6)
+    spec = "fixed:bits=8,group=64,round=nearest"
+    hosts = [host("a", codecs={spec: slow}), host("b")]
+    table = ClusterTable(PlanProblem(model(), cluster(*hosts), (spec,), (spec,)))
+    pair = Plan((0, 1), (3, 3), 1, 4, "1f1b", (), (spec,), (spec,))
+    free = ClusterTable(PlanProblem(model(), cluster(host("a"), host("b")), (spec,), (spec,)))
+    # one micro-batch on its way: 4,096 elements encoded forward and decoded backward, each on a
+    assert step_time_s(table, pair) - step_time_s(free, pair) >= 4096 * 3e-6
+
+
+def test_prediction_at_another_speed():
+    table = ClusterTable(PlanProblem(model(2, 4), cluster(host("a", up=1e6), host("b", up=1e6), round_trip=0.1)))
+    pair = Plan((0, 1), (1, 1), 1, 4, "gpipe", (), ("wf",), ("eden",))
+    usual = predict(table, pair).step_s
+    changed = [predict(table, pair, speed).step_s for speed in (Speed(rates=2), Speed(latency=0.5), Speed(compute=0.5))]
+    assert all(seconds < usual for seconds in changed)
+    # two crossings, and the commit's round trip
+    assert usual - changed[1] == pytest.approx(0.1)
+
+
+def test_divisors():
+    assert divisors(12) == (1, 2, 3, 4, 6, 12)

@@ -1,0 +1,92 @@
+"""What is said of a plan: bottlenecks by hand, what-ifs that go the right way, a second best that is another."""
+
+import pytest
+from support.planner_problems import cluster, host, model, random_problem
+
+from tahq.coordinator.planner import plan
+from tahq.coordinator.planner_explanation import bottleneck, second_best, shares, what_ifs
+from tahq.coordinator.planner_prediction import predict
+from tahq.coordinator.planner_problem import Plan, PlanProblem
+from tahq.coordinator.planner_table import ClusterTable
+from tahq.pipeline.schedule import ActionKind
+
+RAW = ("raw:dtype=fp32",)
+
+
+def predicted(hosts, depths, num_micro_batches=64, round_trip=0.0, layers=(1, 1)):
+    problem = PlanProblem(model(2, num_micro_batches), cluster(*hosts, round_trip=round_trip), RAW, RAW)
+    table = ClusterTable(problem)
+    return table, predict(table, Plan((0, 1), layers, 1, num_micro_batches, "1f1b", depths, RAW, RAW))
+
+
+def test_a_slow_host_is_the_bottleneck():
+    table, prediction = predicted([host("slow", 0.1), host("fast", 0.01)], (4, 2))
+    limit = bottleneck(table, prediction)
+    assert limit.resource == ("compute", 0)
+    assert limit.share == pytest.approx(64 * 0.3 / prediction.step_s)
+    assert limit.share > 0.95
+
+
+def test_a_narrow_uplink_is_the_bottleneck():
+    # 16 kB and a header each; 1 Mbit/s takes 0.13 s for one, twice as long as a micro-batch computes
+    table, prediction = predicted([host("a", up=1e6), host("b")], (12, 6))
+    assert bottleneck(table, prediction).resource == ("uplink", 0)
+    assert shares(table, prediction)["uplink", 0] == pytest.approx(1.0, abs=0.05)
+
+
+def test_too_few_in_flight_on_a_long_path_are_the_bottleneck():
+    hosts = [host("a"), host("b")]
+    table, prediction = predicted(hosts, (2, 1), round_trip=0.5)
+    limit = bottleneck(table, prediction)
+    assert limit.resource == ("depth", 0)
+    # every two micro-batches wait for a round trip of 0.5 s and 0.06 s of compute
+    assert limit.bound_s == pytest.approx(32 * 0.56)
+    assert limit.share > 0.95
+
+
+def test_a_pipeline_that_is_mostly_filling_says_so():
+    table, prediction = predicted([host("a"), host("b")], (2, 1), num_micro_batches=2, round_trip=0.4)
+    assert bottleneck(table, prediction).resource[0] == "fill"
+
+
+def test_shares_of_compute_are_those_of_the_simulation():
+    problem = random_problem(3)
+    planned = plan(problem)
+    needed = shares(planned.table, planned.best)
+    for stage in range(planned.best.plan.num_stages):
+        busy_s = planned.best.timeline.busy_s(stage)
+        assert needed["compute", stage] == pytest.approx(busy_s / planned.best.step_s)
+    assert any(span.action.kind is ActionKind.F for span in planned.best.timeline.actions)
+
+
+def test_second_best_is_another_plan():
+    planned = plan(random_problem(14))
+    second = second_best(planned)
+    assert second is not None
+    best = planned.best.plan
+    assert (second.plan.hosts, second.plan.micro_batch, second.plan.layers) != (
+        best.hosts,
+        best.micro_batch,
+        best.layers,
+    )
+    assert second.tokens_per_s <= planned.best.tokens_per_s * 1.001
+
+
+def test_a_lone_host_has_no_second_best_order():
+    planned = plan(PlanProblem(model(2, 1), cluster(host("a")), RAW, RAW))
+    assert second_best(planned) is None
+    assert [each.change for each in what_ifs(planned)] == ["hosts twice as fast"]
+    assert what_ifs(planned)[0].tokens_per_s == pytest.approx(2 * planned.best.tokens_per_s)
+
+
+def test_what_ifs_change_what_they_say():
+    hosts = [host("a", up=4e5), host("b", down=4e5)]
+    spec = "fixed:bits=8,group=64,round=nearest"
+    planned = plan(PlanProblem(model(4, 16), cluster(*hosts, round_trip=0.05), (spec,), (spec,), num_stages=2))
+    answers = {each.change: each.tokens_per_s for each in what_ifs(planned)}
+    base = planned.best.tokens_per_s
+    assert answers["rates twice as high"] > 1.3 * base
+    assert base < answers["latency half as long"] < 1.2 * base
+    assert answers["hosts twice as fast"] >= base
+    assert answers["activations as fixed:bits=7"] > base
+    assert answers["both of these"] >= answers["gradients as fixed:bits=7"]

@@ -1,0 +1,55 @@
+"""Whole runs whose stages are joined by process groups: the same numbers as over ZMQ, to the bit."""
+
+import pytest
+from support.runs import launch, tiny
+
+from tahq.comm.frame import HEADER_NBYTES
+from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
+
+THREE = tiny(
+    pipeline={"stages": 3},
+    training={"steps": 3},
+    model={"num_layers": 3, "hidden_size": 32},
+    wire={"activations": "tah"},
+)
+
+
+@pytest.fixture(scope="module")
+def over_zmq(tmp_path_factory):
+    run = launch(tmp_path_factory.mktemp("zmq"), THREE)
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def header_nbytes(run):
+    """Of a frame, by link, which tells what carried it; these frames are of one piece."""
+    rows = [row for step in run.metrics for row in step["links"]]
+    return {row["link"]: (row["wire_bytes"] - row["payload_bytes"]) / row["frames"] for row in rows}
+
+
+def assert_same_numbers(run, over_zmq):
+    assert run.returncode == 0, run.stderr
+    assert run.losses == over_zmq.losses
+    assert [row["grad_norm"] for row in run.metrics] == [row["grad_norm"] for row in over_zmq.metrics]
+
+
+def test_run_over_gloo_learns_the_same_as_over_zmq(tmp_path, over_zmq):
+    run = launch(tmp_path, {**THREE, "links": {"inside": "gloo"}})
+    assert_same_numbers(run, over_zmq)
+    assert header_nbytes(run) == {0: ANNOUNCEMENT_NBYTES, 1: ANNOUNCEMENT_NBYTES}
+
+
+@pytest.mark.netns
+def test_gloo_inside_a_site_and_zmq_between_learn_the_same(tmp_path, over_zmq):
+    hosts = {"host0": {"site": "home"}, "host1": {"site": "home"}}
+    links = {"rate": "100mbit", "delay": "5ms", "hosts": hosts, "inside": "gloo"}
+    run = launch(tmp_path, {**THREE, "links": links, "hosts": "namespaces"})
+    assert_same_numbers(run, over_zmq)
+    assert header_nbytes(run) == {0: ANNOUNCEMENT_NBYTES, 1: HEADER_NBYTES}
+
+
+def test_nccl_on_a_cpu_is_a_mistake_that_says_what_to_do(tmp_path):
+    run = launch(tmp_path, {**THREE, "links": {"inside": "nccl"}, "run": {**THREE["run"], "device": "cpu"}})
+    assert run.returncode == 2
+    assert "links.inside: nccl joins CUDA devices, but stage 0" in run.stderr
+    assert "use links.inside: gloo or zmq" in run.stderr

@@ -1,0 +1,82 @@
+"""What `compress` takes and what it refuses, in one line that says what to do."""
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from tahq.errors import ConfigError
+from tahq.integrations.torch_pipelining import OVERRIDDEN, SUPPORTED, CompressedStage, check_torch, compress
+
+pytestmark = pytest.mark.usefixtures("_group")
+
+
+def stage(number: int = 0) -> PipelineStage:
+    return PipelineStage(torch.nn.Identity(), number, 2, torch.device("cpu"))
+
+
+def test_a_stage_and_a_list_come_back_as_they_are() -> None:
+    one, two = stage(0), [stage(0), stage(1)]
+    assert compress(one) is one
+    assert compress(two) is two
+    assert all(isinstance(changed, CompressedStage) for changed in (one, *two))
+
+
+def test_a_rank_without_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every rank of a pipeline has one"):
+        compress([])
+
+
+@pytest.mark.parametrize(
+    ("codecs", "says"),
+    [
+        ({"activations": "thq"}, "no codec 'thq'; did you mean tah"),
+        ({"gradients": "fixed:bits=1"}, "bits must be a whole number from 2 to 16; got 1"),
+        ({"activations": "aqsgd"}, "aqsgd remembers samples.*use aqsgd:cache=none"),
+        ({"gradients": "aqsgd:cache=file"}, "aqsgd:cache=file remembers samples"),
+        ({"backend": "metal"}, "metal"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"step": 2**63}, "step must be from 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_the_stage_left_alone(codecs: dict[str, object], says: str) -> None:
+    untouched = stage()
+    with pytest.raises(ConfigError, match=says):
+        compress(untouched, **codecs)  # type: ignore[arg-type]
+    assert type(untouched) is PipelineStage
+
+
+def test_a_stage_is_compressed_once() -> None:
+    with pytest.raises(ConfigError, match="stage 0 is compressed already"):
+        compress(compress(stage()))
+
+
+def test_a_module_is_no_stage() -> None:
+    with pytest.raises(ConfigError, match="takes PipelineStage, or a list of them; got Identity"):
+        compress([torch.nn.Identity()])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cu130", "2.1.3", "3.0.0a0+git123", "2.131.0"])
+def test_another_torch_is_refused_with_what_there_may_be(version: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"torch {version.replace('+', '.')}: .* work with torch 2\.13.* install one of these"
+    ):
+        check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.13.0.dev20260601+cu130"])
+def test_a_torch_that_was_tried_is_taken(version: str) -> None:
+    check_torch(version)
+
+
+def test_stages_without_a_method_that_is_overridden_are_refused() -> None:
+    parts = {name: lambda self: None for name in OVERRIDDEN if name != "get_bwd_recv_ops"}
+    with pytest.raises(ConfigError, match="Stage has no get_bwd_recv_ops"):
+        check_torch(f"{SUPPORTED[-1]}.0", type("Stage", (), parts))
+
+
+def test_all_that_is_overridden_is_named() -> None:
+    """So that a release of torch that renames one of them is refused, not misunderstood."""
+    own = {
+        name for name in vars(CompressedStage) if not name.startswith("_") and callable(getattr(CompressedStage, name))
+    }
+    assert own == set(OVERRIDDEN)

@@ -1,0 +1,60 @@
+"""torch's own schedules with packed stages train as a plain loop does with the codec put in by hand, to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.torch_pipelines import STEPS, WORLD, Case, PlainTraining, run_world
+
+CASES = {
+    "gpipe on 2": Case("gpipe", (2, 3)),
+    "1f1b on 2, keyed": Case("1f1b", (0, 1), "wf", "eden", first_step=5),
+    "interleaved on 2, stochastic": Case("interleaved", (2, 3), "tah", "fixed:bits=6,round=stochastic"),
+    "v on 2, nothing packed within a rank": Case("zbv", (0, 1), "fixed:bits=4", "eden"),
+    "1f1b on 2, other tensors": Case("1f1b", (2, 3), with_others=True, is_subclass=True),
+    "gpipe on 2, bf16": Case("gpipe", (0, 1), dtype=torch.bfloat16),
+    "1f1b on 2, shapes given": Case("1f1b", (2, 3), "wf", "eden", is_static=True),
+    "breadth first on 2": Case("bfs", (0, 1)),
+    "v that overlaps on 2": Case("dualpipev", (2, 3), "fixed:bits=4", "eden"),
+    "1f1b on 2, aqsgd without a cache": Case("1f1b", (2, 3), "aqsgd:cache=none", "raw:dtype=fp32"),
+    "gpipe on 4": Case("gpipe", (0, 1, 2, 3)),
+    "1f1b on 4, keyed": Case("1f1b", (0, 1, 2, 3), "wf", "eden"),
+    "interleaved on 4, other tensors": Case("interleaved", (0, 1, 2, 3), "wf", "eden", with_others=True),
+}
+
+
+@pytest.fixture(scope="module")
+def found(_tried_torch: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every rank wrote."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    run_world(CASES, folder)
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_codecs_put_in_by_hand(found: list[dict[str, Any]], name: str) -> None:
+    case = CASES[name]
+    plain = PlainTraining(case).results()
+    parts = [found[rank]["cases"][name] for rank in case.ranks]
+    last = parts[case.place(case.num_stages - 1)]
+    for step in range(STEPS):
+        assert last["steps"][step]["losses"] == plain["steps"][step]["losses"]
+        gradients = {stage: tensors for part in parts for stage, tensors in part["steps"][step]["gradients"].items()}
+        assert sorted(gradients) == list(range(case.num_stages))
+        for stage, tensors in gradients.items():
+            for parameter, gradient in tensors.items():
+                assert torch.equal(gradient, plain["steps"][step]["gradients"][stage][parameter]), (stage, parameter)
+    assert last["eval"] == plain["eval"]
+
+
+def test_codecs_matter_to_the_losses(found: list[dict[str, Any]]) -> None:
+    """Nothing would be shown above if packing changed nothing."""
+    lossless = PlainTraining(Case("gpipe", (2, 3), "raw:dtype=fp32", "raw:dtype=fp32")).results()
+    assert found[3]["cases"]["gpipe on 2"]["steps"][0]["losses"] != lossless["steps"][0]["losses"]
+
+
+def test_ranks_with_different_codecs_are_told(found: list[dict[str, Any]]) -> None:
+    for rank in (2, 3):
+        assert "ranks" in found[rank]["told"]
+        assert "compress differently: gradients 'fixed:bits=" in found[rank]["told"]

@@ -1,0 +1,133 @@
+"""`tahq measure` from end to end on this machine."""
+
+import re
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from support.runs import finish, start, tiny, write_config
+
+from tahq.config import ClusterConfig
+from tahq.coordinator.cluster_numbers import ClusterNumbers
+from tahq.units import WRITTEN_BY_HAND
+from tahq.yaml_positions import parse_yaml
+from tahq_launch.measure import micro_batches_of
+from tahq_launch.measure_report import check_writable, write_numbers
+
+CODECS = ["fixed:bits=8,group=64,round=nearest", "raw:dtype=fp32"]
+THREE = tiny(pipeline={"stages": 3})
+NUMBERS = ClusterNumbers.model_validate(
+    {
+        "hosts": [{"name": "host0", "compute": [{"micro_batch": 1, "block_forward": 0.01, "block_backward": 1e-7}]}],
+        "source": "thought up",
+    }
+)
+
+
+def read(path):
+    return ClusterNumbers.model_validate(parse_yaml(path.read_text()).value, context=WRITTEN_BY_HAND)
+
+
+@pytest.mark.serial
+def test_three_workers_measure_themselves_and_each_other(tmp_path):
+    path = str(write_config(tmp_path, {**THREE, "links": {"rate": "300mbit", "delay": "5ms"}}))
+    options = ["--micro-batch", "2", "--micro-batch", "4", "--codecs", CODECS[0], "--codecs", "raw", "--seconds", "0.3"]
+    done = finish(tmp_path, "tahq", "measure", path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = read(tmp_path / "measured.yaml")
+    assert [host.name for host in numbers.hosts] == ["host0", "host1", "host2"]
+    for host in numbers.hosts:
+        assert [times.micro_batch for times in host.compute] == [2, 4]
+        assert host.compute[0].block_input_gradient <= host.compute[0].block_backward
+        assert sorted(host.codecs) == CODECS
+        assert host.up == host.down == 300e6
+    assert len({(path.source, path.target) for path in numbers.paths}) == 6
+    # Loopback has far more than what the workers of a run would keep to, and hardly a delay of its own.
+    assert all(path.rate == 300e6 and 0.010 <= path.round_trip < 0.020 for path in numbers.paths)
+    assert "measuring 3/3" in done.stdout
+    assert re.search(r"host0 +host1 +300 Mbit/s", done.stdout)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cluster.yaml", "measured.yaml"]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_host_that_cannot_be_reached_is_named_and_the_others_figures_written(tmp_path):
+    """Workers by hand, the first of which advertises a port that nobody listens on."""
+    address, dead = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    hosts = [{"address": "127.0.0.1", "bind": "127.0.0.1:0", "advertise": dead}, {"address": "localhost"}]
+    config = tiny(pipeline={"stages": 2}, run={"bind": address})
+    path = str(write_config(tmp_path, {**config, "hosts": hosts}))
+    (tmp_path / "out.yaml").write_text("what was measured last year")
+    options = ["--output", "out.yaml", "--micro-batch", "2", "--codecs", "raw", "--seconds", "0.3"]
+    coordinator = start(tmp_path, "tahq", "measure", path, *options)
+    workers = [start(tmp_path, "tahq-worker", "--stage", str(stage), "--peer", address) for stage in range(2)]
+    out, err = coordinator.communicate(60)
+    said = [worker.communicate(30) for worker in workers]
+    assert coordinator.returncode == 3, (out, err, said)
+    assert f"start stage 1 on localhost with: tahq-worker --stage 1 --peer {address}" in out
+    assert f"tahq measure: from localhost to 127.0.0.1: 127.0.0.1 ({dead}): Connection refused\n" in err
+    assert (tmp_path / "out.yaml").read_text() == "what was measured last year"
+    logs = Path(re.search("the workers' logs are in (.*)", out).group(1))
+    assert (logs / "measure" / "logs" / "launcher.log").is_file()
+    shutil.rmtree(logs)
+    numbers = read(tmp_path / "out.partial.yaml")
+    assert len(numbers.hosts) == 2
+    assert all("Connection refused" in path.failure for path in numbers.paths)
+
+
+def test_a_signal_leaves_no_file_that_says_nothing(tmp_path):
+    path = write_config(tmp_path, {**THREE, "hosts": [{"address": "127.0.0.1"}] * 3})
+    process = start(tmp_path, "tahq", "measure", str(path))
+    line = process.stdout.readline()
+    assert "measuring 3 hosts" in line or "start stage 0" in line
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(30)
+    assert process.returncode == 130
+    assert "the coordinator got SIGINT before the first step" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--output", "nowhere/measured.yaml"], "nowhere is no folder that can be written"),
+        (["--output", "."], "is a folder"),
+        (["--seconds", "0"], "--seconds must be above 0"),
+        (["--connections", "1"], "--connections must be 2 to 32; got 1"),
+        (["--codecs", "tah:bits=3"], "codec"),
+        (["--set", "hosts=namespaces", "--set", "links.backend=relay"], "backend: tun or kernel"),
+        (["--set", "training.colour=1"], "colour"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_starts(tmp_path, options, words):
+    done = finish(tmp_path, "tahq", "measure", str(write_config(tmp_path, THREE)), *options)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "global_batch", "sizes"), [(2, 8, (1, 2, 4)), (1, 8, (1, 2)), (8, 8, (4, 8)), (3, 9, (3,))]
+)
+def test_half_and_twice_the_micro_batch_where_a_global_batch_is_made_of_them(micro_batch, global_batch, sizes):
+    config = tiny(training={"micro_batch": micro_batch, "global_batch": global_batch})
+    assert micro_batches_of(ClusterConfig.model_validate(config)) == sizes
+
+
+def test_what_is_written_reads_back_to_the_same_numbers(tmp_path):
+    path = write_numbers(NUMBERS, tmp_path / "m.yaml", is_complete=True)
+    assert read(path) == NUMBERS
+    assert "block_backward: 1.0e-07" in path.read_text()
+
+
+def test_incomplete_figures_do_not_replace_a_file(tmp_path):
+    path = tmp_path / "m.yaml"
+    assert write_numbers(NUMBERS, path, is_complete=False) == path
+    assert write_numbers(NUMBERS, path, is_complete=False) == tmp_path / "m.partial.yaml"
+    assert write_numbers(NUMBERS, path, is_complete=True) == path
+    check_writable(path)

@@ -1,0 +1,126 @@
+"""What the simulator is told of a measured step, and what it makes of it; by hand where it can be done."""
+
+import pytest
+from support.sweeps import small
+
+from tahq.errors import ScheduleError
+from tahq.pipeline.generators import generate
+from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
+from tahq_netem.busy_cores import BusyCores
+from tahq_netem.compute import StageTimes
+from tahq_netem.description import plan_network, uniform
+from tahq_netem.figures import GOODPUT_SHARE
+from tahq_netem.prediction import (
+    CodecSeconds,
+    predicted_step_s,
+    prediction_of,
+    schedule_with_depth,
+    session_schedule,
+    step_costs,
+)
+from tahq_netem.runtimes.session import StepRecord
+from tahq_netem.session_config import planned_work
+from tahq_netem.sweep_measurement import Measurement
+from tahq_netem.sweep_points import SessionKey
+
+SECOND = GOODPUT_SHARE * 1e6 / 8
+"""Bytes that take a second at 1 Mbit/s."""
+RAW = "raw:dtype=fp32"
+
+
+def key(runtime="tahq", schedule="1f1b", **changes):
+    return SessionKey(runtime, schedule, RAW, RAW, stages=2, micro_batch=2, compute="sleep", **changes)
+
+
+def record(seconds=1.0, codec_s=()):
+    return StepRecord(1, seconds, None, (1000.0,), (1000.0,), codec_s=codec_s)
+
+
+def test_codecs_of_both_ends_are_told_apart():
+    step = record(codec_s=((0.4, 0.8), (5.0, 5.0), (1.2, 1.6)))
+    # the first stage encodes activations and decodes gradients, the last one the other way round
+    assert CodecSeconds.measured([step, step], 4) == CodecSeconds(
+        forward_encode_s=pytest.approx(0.1),
+        forward_decode_s=pytest.approx(0.4),
+        backward_encode_s=pytest.approx(0.3),
+        backward_decode_s=pytest.approx(0.2),
+    )
+
+
+def test_runtime_that_says_nothing_of_its_codecs_has_no_figures():
+    assert CodecSeconds.measured([record()], 4) is None
+    assert CodecSeconds.measured([], 4) is None
+
+
+def test_step_without_a_wire_is_the_pipeline_and_its_codecs():
+    work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 4)
+    plan = plan_network(uniform(2))
+    schedule = generate("1f1b", 2, 4)
+    assert predicted_step_s(schedule, work, plan, CodecSeconds()) == pytest.approx(1 + 4 * 3 + 2)
+    slow = predicted_step_s(schedule, work, plan, CodecSeconds(0.1, 0.1, 0.1, 0.1))
+    assert slow > 15.0
+
+
+def test_rates_are_goodput_and_the_way_to_the_coordinator_counts():
+    work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 1)
+    plan = plan_network(uniform(2, rate=1e6, delay=0.25))
+    alone = predicted_step_s(generate("1f1b", 2, 1), work, plan, CodecSeconds())
+    # forward, its frame, forward and backward there, its frame, backward: nothing overlaps
+    assert alone == pytest.approx(1 + 1.25 + 1 + 2 + 1.25 + 2)
+    # one stage's end is the step's, unless another's PREPARE comes later
+    last = StepWork([0.0, 1.0], [0.0, 2.0], [0.0], [0.0], 1)
+    split = StepWork([0.0, 1.0], [0.0, 2.0], [0.0], [0.0], 1, input_gradient_s=[0.0, 0.0])
+    late = schedule_of_split_backward()
+    assert predicted_step_s(generate("1f1b", 2, 1), last, plan, CodecSeconds()) == pytest.approx(0.25 + 3 + 0.25)
+    assert predicted_step_s(late, split, plan, CodecSeconds()) == pytest.approx(0.25 + 3 + 0.25)
+    assert predicted_step_s(late, split, plan, CodecSeconds(), has_coordinator=False) == pytest.approx(0.25 + 3)
+
+
+def schedule_of_split_backward():
+    schedule = generate("1f1b", 2, 1)
+    return type(schedule).parse(str(schedule).replace("0B0", "0I0 0W0").replace("1B0", "1I0 1W0"), "split")
+
+
+def test_hosts_keep_their_own_rates():
+    config = uniform(2, rate=1e6)
+    hosts = dict(config.hosts)
+    hosts["host1"] = hosts["host1"].model_copy(update={"up": 5e6, "down": None})
+    work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 1)
+    plan = plan_network(config.model_copy(update={"hosts": hosts}))
+    first, second = step_costs(work, plan, CodecSeconds(), ("host1", "host0")).hosts
+    assert (first.uplink_bytes_per_s, first.downlink_bytes_per_s) == (5 * SECOND, float("inf"))
+    assert (second.uplink_bytes_per_s, second.downlink_bytes_per_s) == (SECOND, SECOND)
+
+
+def test_prediction_lies_above_the_bound_and_is_part_of_a_row():
+    times = StageTimes((0.01, 0.01), (0.02, 0.02))
+    work = planned_work(small(), key(), times)
+    plan = plan_network(uniform(2, rate=20e6, delay=0.01))
+    codec = ((0.001, 0.001),) * 2
+    measured = Measurement((record(codec_s=codec),), BusyCores(0.1, 0.1), work, None, tokens_a_step=256)
+    row = prediction_of(key(), work, plan, measured)
+    assert row["predicted_step_s"] >= step_bound_s(work, LinkSpeed.of(plan))
+    assert row["predicted_tokens_per_s"] == pytest.approx(256 / row["predicted_step_s"])
+    assert row["codec_s"]["forward_encode_s"] == pytest.approx(0.001 / 4)
+
+
+@pytest.mark.parametrize("of_runtime", [key("torch", "gpipe"), key("torch", "1f1b-runtime")])
+def test_torch_is_not_predicted(of_runtime):
+    assert session_schedule(of_runtime, 4) is None
+
+
+def test_bare_loop_is_predicted_with_its_own_depth():
+    schedule = session_schedule(key("bare", "1f1b-deep"), 4)
+    assert [schedule.max_in_flight(stage) for stage in range(2)] == [3, 1]
+
+
+def test_depth_is_what_the_schedule_has_unless_said():
+    assert schedule_with_depth("1f1b", 2, 4, None) == generate("1f1b", 2, 4)
+    deep = schedule_with_depth("1f1b", 2, 4, (3, 2))
+    assert [deep.max_in_flight(stage) for stage in range(2)] == [3, 2]
+    assert schedule_with_depth("1f1b", 2, 4, 3).max_in_flight(1) == 3
+
+
+def test_unknown_schedule_is_refused():
+    with pytest.raises(ScheduleError, match="unknown schedule"):
+        schedule_with_depth("2f2b", 2, 4, None)

@@ -1,0 +1,226 @@
+"""What limits a step, and what would change it, in one sentence."""
+
+import math
+
+import pytest
+
+from tahq.coordinator.observer import LinkRecord, StageRecord
+from tahq.coordinator.stage_split import StageSplit
+from tahq.observe.bottleneck import WireFacts, cheaper_codecs, diagnose
+from tahq.observe.resources import flows_of, resources_of
+from tahq.quant import get_codec
+
+SHAPE = (4, 256, 512)
+FACTS = WireFacts("wf:bits=4", "eden:bits=8", SHAPE)
+MICRO_BATCHES = 8
+
+
+def stages(*computes_s, commit_s=0.01, waits_s=None, **changes):
+    """A third of the compute is forward."""
+    return tuple(
+        StageRecord(n, {}, 0, StageSplit(forward_s=s / 3, backward_s=2 * s / 3, commit_s=commit_s, **changes))
+        for n, s in enumerate(computes_s)
+    )
+
+
+def link(sender, receiver, traffic, wire_s, number=None, codec=None, **changes):
+    cut = min(sender, receiver) if number is None else number
+    times = {"busy_s": 1.1 * wire_s, "sending_s": 1.05 * wire_s, "wire_s": wire_s} | changes
+    nbytes = MICRO_BATCHES * get_codec(codec or FACTS.codec(traffic)).encoded_nbytes(SHAPE)
+    return LinkRecord(cut, sender, receiver, traffic, MICRO_BATCHES, nbytes, nbytes + 1000, 4_194_304, **times)
+
+
+def step(record, seconds, stages, *links):
+    return record(1, step_time_s=seconds, stages=stages, links=links)
+
+
+def test_issue_example_names_link_share_and_codec(record):
+    """71 % on gradients of 8 bits; compute takes 28 %, so 3 of 8 bits are few enough, and 4 are not."""
+    slow = step(
+        record, 10.0, stages(2.2, 2.8, 2.2), link(1, 2, "activations", 0.8), link(2, 1, "gradients", 7.1),
+    )  # fmt: skip
+    diagnosis = diagnose(slow, FACTS)
+    assert diagnosis.kind == "link"
+    assert diagnosis.share == pytest.approx(0.71)
+    assert diagnosis.sentence.startswith(
+        "link 2→1, gradients is the bottleneck: 71 % of the step; `eden:bits=3` would make it compute-bound"
+    )
+    assert diagnosis.brief == "link 2→1 gradients 71 %"
+
+
+def test_codec_that_is_named_is_the_dearest_that_is_cheap_enough(record):
+    for compute_s in (1.0, 2.0, 3.0, 4.5, 6.0):
+        slow = step(record, 8.0, stages(compute_s, compute_s), link(1, 0, "gradients", 7.0))
+        present = get_codec(FACTS.gradients).encoded_nbytes(SHAPE)
+        (flow,) = flows_of(slow.links)
+        enough = [spec for spec, ratio in cheaper_codecs(FACTS, flow) if 7.0 * ratio <= compute_s]
+        sentence = diagnose(slow, FACTS).sentence
+        if enough:
+            assert f"`{enough[0]}` would make it compute-bound" in sentence
+            assert 7.0 * get_codec(enough[0]).encoded_nbytes(SHAPE) / present <= compute_s
+        else:
+            assert "even `eden:bits=1` would leave an uplink busy for" in sentence
+
+
+def test_ladder_goes_down_in_bytes_and_stays_below_the_present_codec():
+    for facts, traffic, family in (
+        (FACTS, "gradients", "eden"),
+        (FACTS, "activations", "wf"),
+        (WireFacts("tah", "fixed:bits=8", SHAPE), "gradients", "fixed"),
+        (WireFacts("raw:dtype=fp32", "raw:dtype=fp32", SHAPE), "gradients", "eden"),
+    ):
+        (flow,) = flows_of([link(0, 1, traffic, 1.0, codec=facts.codec(traffic))])
+        ladder = cheaper_codecs(facts, flow)
+        ratios = [ratio for _, ratio in ladder]
+        assert all(spec.startswith(family) for spec, _ in ladder)
+        assert ratios == sorted(ratios, reverse=True)
+        assert ratios[0] < 1
+
+
+def test_link_that_no_codec_can_help_is_told_so(record):
+    slow = step(record, 10.0, stages(1.0, 1.0), link(1, 0, "gradients", 9.5, codec="eden:bits=1"))
+    facts = WireFacts("wf:bits=1", "eden:bits=1", SHAPE)
+    assert "no codec is cheaper than `eden:bits=1`, so only a higher rate would help" in diagnose(slow, facts).sentence
+    assert "fewer bits or a higher rate would help" in diagnose(slow).sentence
+
+
+def test_uplink_that_two_flows_share_is_named_with_both(record):
+    slow = step(
+        record, 10.0, stages(2.0, 2.0, 2.0),
+        link(1, 2, "activations", 4.0), link(1, 0, "gradients", 5.0), link(0, 1, "activations", 4.0),
+    )  # fmt: skip
+    diagnosis = diagnose(slow, FACTS)
+    assert diagnosis.sentence.startswith(
+        "stage 1's uplink (gradients to 0 56 % of it, activations to 2 44 % of it) is the bottleneck: 90 % of the step"
+    )
+    assert diagnosis.brief == "stage 1's uplink 90 %"
+
+
+def test_codec_is_chosen_for_all_links_that_carry_the_same(record):
+    """Both gradients are too slow for 1.9 s of compute; after the slower one is, so is the other."""
+    slow = step(record, 10.0, stages(1.9, 1.9, 1.9), link(1, 0, "gradients", 7.0), link(2, 1, "gradients", 6.9))
+    assert "`eden:bits=2` would make it compute-bound" in diagnose(slow, FACTS).sentence
+
+
+def test_other_traffic_is_named_where_it_and_not_compute_comes_next(record):
+    """No codec of gradients makes activations faster, which take 4 s where compute takes 1 s."""
+    slow = step(record, 10.0, stages(1.0, 1.0, 1.0), link(2, 1, "gradients", 9.0), link(0, 1, "activations", 4.0))
+    sentence = diagnose(slow, FACTS).sentence
+    assert "`eden:bits=3` would bring it below link 0→1, activations, which has the wire for 40 %" in sentence
+
+
+def test_slowest_stage_is_told_to_give_layers_away(record):
+    slow = step(record, 10.0, stages(3.0, 9.0, 3.0), link(0, 1, "activations", 4.0), link(1, 0, "gradients", 3.0))
+    diagnosis = diagnose(slow, FACTS)
+    assert (diagnosis.kind, diagnosis.brief) == ("compute", "stage 1's compute 90 %")
+    assert "fewer layers there (`pipeline.layers`) would help, until link 0→1, activations, busy for 40 %, is next" in (
+        diagnosis.sentence
+    )
+
+
+def test_even_stages_are_compute_bound_together(record):
+    slow = step(record, 10.0, stages(8.8, 9.0, 8.9))
+    assert "all stages compute about as long" in diagnose(slow, FACTS).sentence
+
+
+def test_one_stage_alone_is_compute_bound(record):
+    assert diagnose(step(record, 1.0, stages(0.95)), FACTS).sentence == (
+        "stage 0's compute is the bottleneck: 95 % of the step; a faster machine, or more stages, would help"
+    )
+
+
+def test_filling_and_draining_is_mentioned_where_it_takes_much(record):
+    """Two micro-batches in four stages of 1 s each, a third of it forward: 2 + 3·1 s for 2 s of work."""
+    slow = record(1, step_time_s=5.0, stages=stages(2.0, 2.0, 2.0, 2.0, commit_s=0.0), links=_two_micro_batches())
+    diagnosis = diagnose(slow, FACTS)
+    assert diagnosis.kind == "compute"
+    assert diagnosis.share == pytest.approx(0.4)
+    assert "filling and draining the pipeline takes 60 %: more micro-batches a step" in diagnosis.sentence
+
+
+def _two_micro_batches():
+    ends = [(s, s + 1, "activations") for s in range(3)] + [(s + 1, s, "gradients") for s in range(3)]
+    return tuple(LinkRecord(min(a, b), a, b, t, 2, 100, 200, 100, 1e-3, 1e-3, 1e-3) for a, b, t in ends)
+
+
+def test_latency_is_named_when_nobody_is_busy(record):
+    slow = step(record, 10.0, stages(3.0, 3.1), link(0, 1, "activations", 2.0), link(1, 0, "gradients", 1.0))
+    diagnosis = diagnose(slow, FACTS)
+    assert diagnosis.kind == "latency"
+    assert diagnosis.sentence.startswith("nobody is busy: stage 1's compute, the busiest, is so for 31 % of the step")
+    assert diagnosis.sentence.endswith("; more micro-batches a step would fill it")
+    crowded = step(record, 10.0, stages(3.0, 3.1, wait_memory_s=0.5), link(0, 1, "activations", 2.0))
+    assert "a greater `pipeline.in_flight` or more micro-batches a step" in diagnose(crowded, FACTS).sentence
+
+
+def test_long_way_is_not_taken_for_a_busy_link(record):
+    """Bytes are unacknowledged all the time, and take a fifth of it."""
+    far = link(0, 1, "activations", 2.0, busy_s=9.9, sending_s=9.9)
+    assert diagnose(step(record, 10.0, stages(3.0, 3.0), far), FACTS).kind == "latency"
+    near = link(0, 1, "activations", 9.0, busy_s=9.9, sending_s=9.9)
+    assert diagnose(step(record, 10.0, stages(3.0, 3.0), near), FACTS).kind == "link"
+
+
+def test_stage_without_room_is_named_when_nobody_is_busy(record):
+    held_up = (
+        StageRecord(0, {}, 0, StageSplit(forward_s=1.0, backward_s=2.0, wait_memory_s=4.0)),
+        StageRecord(1, {}, 0, StageSplit(forward_s=1.0, backward_s=2.0, wait_s={0: 4.0})),
+    )
+    diagnosis = diagnose(step(record, 10.0, held_up, link(0, 1, "activations", 1.0)), FACTS)
+    assert (diagnosis.kind, diagnosis.brief) == ("memory", "room on stage 0 40 %")
+    assert "greater `pipeline.in_flight`" in diagnosis.sentence
+
+
+def test_waiting_for_room_behind_a_busy_link_is_the_links_doing(record):
+    held_up = stages(1.0, 1.0, wait_memory_s=6.0)
+    assert diagnose(step(record, 10.0, held_up, link(0, 1, "activations", 8.5)), FACTS).kind == "link"
+
+
+def test_coordinator_far_away_is_named(record):
+    diagnosis = diagnose(step(record, 1.0, stages(0.1, 0.1, commit_s=0.85)), FACTS)
+    assert diagnosis.kind == "coordinator"
+    assert "the way to the coordinator and back is the bottleneck: 85 % of the step" in diagnosis.sentence
+
+
+def test_slow_codec_beside_is_named(record):
+    coding = stages(2.0, 2.0, beside_s={"encode": 9.0, "decode": 1.0})
+    diagnosis = diagnose(step(record, 10.0, coding, link(0, 1, "activations", 1.0)), FACTS)
+    assert diagnosis.kind == "codec"
+    assert "stage 1's encoding and decoding is the bottleneck: 90 % of the step" in diagnosis.sentence
+
+
+def test_what_is_done_once_a_step_explains_its_part(record):
+    """Half the step is compute, and nearly half the optimizer."""
+    slow = step(record, 10.0, stages(5.0, 5.0, optimizer_s=4.0), link(0, 1, "activations", 0.1))
+    assert diagnose(slow, FACTS).kind == "compute"
+
+
+def test_nothing_measured_is_nothing_said(record):
+    assert diagnose(record(1), FACTS) is None
+    assert diagnose(record(1, step_time_s=0.0, stages=stages(1.0)), FACTS) is None
+
+
+def test_transport_that_tells_no_wire_time_is_judged_by_its_sending(record):
+    plain = link(0, 1, "activations", 0.0, sending_s=3.0)
+    (flow,) = flows_of([plain])
+    assert flow.wire_s == 3.0
+
+
+def test_chunks_of_a_stage_are_one_flow(record):
+    """Interleaved: cuts 0 and 2 both go from stage 0 to stage 1."""
+    (flow,) = flows_of([link(0, 1, "activations", 1.0, 0), link(0, 1, "activations", 2.0, 2)])
+    assert (flow.wire_s, flow.frames) == (3.0, 2 * MICRO_BATCHES)
+
+
+def test_no_resource_needs_more_than_a_step_that_it_was_measured_in(record):
+    """1F1B by hand, two stages, m micro-batches of f = 1, b = 2, x = y = 0.5: 1 + 0.5 + 3m + 0.5 + 2 is stage 1's."""
+    m = MICRO_BATCHES
+    seconds = 1 + 0.5 + 3 * m + 0.5 + 2
+    exact = step(
+        record, seconds, stages(3.0 * m, 3.0 * m, commit_s=0.0),
+        link(0, 1, "activations", 0.5 * m), link(1, 0, "gradients", 0.5 * m),
+    )  # fmt: skip
+    leasts = {resource.name: resource.least_s for resource in resources_of(exact)}
+    assert max(leasts.values()) == pytest.approx(seconds)
+    assert leasts["stage 1's compute"] == pytest.approx(seconds)
+    assert all(math.isfinite(least_s) for least_s in leasts.values())

@@ -1,0 +1,111 @@
+"""Traced steps as a picture: Chrome's trace event format."""
+
+import json
+import math
+from collections import defaultdict
+
+import pytest
+
+from tahq.coordinator.observer import StageTrace, StepTrace, TracedSpan
+from tahq.observe.trace_file import TraceFiles, merged, trace_object, trace_path
+
+FRAME = "train step 5 cut 0 forward 0"
+
+
+def trace(step=5, begin_s=100.0, extra=()):
+    first = (
+        TracedSpan("compute", "forward", "0F0", begin_s + 0.001, begin_s + 0.004),
+        TracedSpan("encode", "encode", "encode: activations 0", begin_s + 0.004, begin_s + 0.005, FRAME),
+        TracedSpan(
+            "link 0→1 activations", "send", "activations 0", begin_s + 0.006, begin_s + 0.008, FRAME, 999, 0.001
+        ),
+        *extra,
+    )
+    second = (
+        TracedSpan("compute", "wait", "wait for stage 0: activations 0", begin_s, begin_s + 0.009, FRAME),
+        TracedSpan("decode", "decode", "decode: activations 0", begin_s + 0.009, begin_s + 0.010, FRAME),
+    )
+    a = StageTrace(0, "stage 0 (a, pid 1)", 0.5, 0.001, first)
+    b = StageTrace(1, "stage 1 (b, pid 2)", 0.0, math.nan, second)
+    return StepTrace(step, begin_s, begin_s + 0.02, (a, b))
+
+
+def events(picture, *phases):
+    return [event for event in picture["traceEvents"] if event["ph"] in phases]
+
+
+def check_format(picture):
+    """What the format asks for: known phases, numbers, order; on one lane, events nest or follow each other."""
+    json.loads(json.dumps(picture, allow_nan=False))
+    timed = [event for event in picture["traceEvents"] if "ts" in event]
+    assert all(event["ph"] in "XMstf" for event in picture["traceEvents"])
+    assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
+    names = {(e["pid"], e["tid"]) for e in events(picture, "M") if e["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in timed} <= names
+    lanes = defaultdict(list)
+    for event in events(picture, "X"):
+        assert event["dur"] >= 0
+        lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for spans in lanes.values():
+        open_until = []
+        for begin, end in spans:
+            while open_until and open_until[-1] <= begin + 1e-3:  # a nanosecond, where times are rounded to
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-3
+            open_until.append(end)
+
+
+def test_picture_has_a_process_a_worker_and_a_thread_a_lane():
+    picture = trace_object(trace())
+    check_format(picture)
+    named = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in events(picture, "M")}
+    assert named["process_name", 2, 0] == "stage 0 (a, pid 1)"
+    assert [named["thread_name", 2, tid] for tid in (1, 2, 3)] == ["compute", "encode", "link 0→1 activations"]
+    assert named["thread_name", 1, 1] == "steps, commit to commit"
+    clocks = picture["otherData"]["clocks"]
+    assert clocks == [{"stage": 0, "offset_s": 0.5, "error_s": 0.001}, {"stage": 1, "offset_s": 0.0, "error_s": None}]
+
+
+def test_times_are_microseconds_from_the_commit_before():
+    picture = trace_object(trace())
+    spans = {event["name"]: (event["ts"], event["dur"]) for event in events(picture, "X")}
+    assert spans["step 5"] == (0.0, pytest.approx(20_000))
+    assert spans["0F0"] == (pytest.approx(1000), pytest.approx(3000))
+    send = next(event for event in events(picture, "X") if event["cat"] == "send")
+    assert send["args"] == {"frame": FRAME, "bytes": 999, "queued_ms": 1.0}
+
+
+def test_arrow_follows_a_frame_from_encoder_over_the_wire_to_decoder():
+    picture = trace_object(trace())
+    arrows = events(picture, "s", "t", "f")
+    assert [(arrow["ph"], arrow["pid"]) for arrow in arrows] == [("s", 2), ("t", 2), ("f", 3)]
+    assert len({arrow["id"] for arrow in arrows}) == 1
+    slices = {(event["pid"], event["tid"], event["ts"]) for event in events(picture, "X")}
+    assert all((arrow["pid"], arrow["tid"], arrow["ts"]) in slices for arrow in arrows)
+
+
+def test_frame_that_was_seen_once_has_no_arrow():
+    lonely = TracedSpan("encode", "encode", "encode: activations 7", 100.01, 100.011, "train step 5 cut 0 forward 7")
+    assert len(events(trace_object(trace(extra=[lonely])), "s", "t", "f")) == 3
+
+
+def test_steps_make_one_picture_with_lanes_that_stay_the_same():
+    late = TracedSpan("decode", "decode", "decode: gradients 0", 100.045, 100.046)
+    picture = merged([json.loads(json.dumps(trace_object(t))) for t in (trace(5, 100.0), trace(6, 100.03, [late]))])
+    check_format(picture)
+    lanes = defaultdict(set)
+    for event in events(picture, "M"):
+        if event["name"] == "thread_name":
+            lanes[event["pid"], event["args"]["name"]].add(event["tid"])
+    assert all(len(tids) == 1 for tids in lanes.values())
+    steps = [(event["name"], event["ts"]) for event in events(picture, "X") if event["cat"] == "step"]
+    assert steps == [("step 5", 0.0), ("step 6", pytest.approx(30_000))]
+    assert len({arrow["id"] for arrow in events(picture, "s")}) == 2
+
+
+def test_each_step_is_a_file(tmp_path):
+    files = TraceFiles(tmp_path / "trace")
+    for step in (5, 6):
+        files.step_traced(trace(step))
+    assert json.loads(trace_path(tmp_path / "trace", 6).read_text())["otherData"]["step"] == 6
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == ["step-000005.json", "step-000006.json"]

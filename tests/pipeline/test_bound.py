@@ -1,0 +1,153 @@
+"""The bound by hand, and that no simulated step is under it."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tahq.pipeline.bound import StepCosts, WayCosts, step_bound, step_bounds
+from tahq.pipeline.costs import Costs, CutCosts, HostCosts
+from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.simulator import simulate
+
+
+def bound_costs(costs: Costs, num_micro_batches, depths=None, *, split=False) -> StepCosts:
+    """The same step as the simulator's costs."""
+    stages = range(len(costs.hosts))
+    seconds = {kind: np.array([costs.compute_s[stage, kind] for stage in stages]) for kind in ActionKind}
+    backward = seconds[ActionKind.I] + seconds[ActionKind.W] if split else seconds[ActionKind.B]
+
+    def way(direction, step):
+        rows = []
+        for index, cut in enumerate(costs.cuts):
+            ends = (index, index + 1)[::step]
+            nbytes = getattr(cut, f"{direction}_nbytes")
+            rates = (
+                costs.hosts[ends[0]].uplink_bytes_per_s,
+                getattr(cut, f"{direction}_bytes_per_s"),
+                costs.hosts[ends[1]].downlink_bytes_per_s,
+            )
+            codec = (getattr(cut, f"{direction}_encode_s"), getattr(cut, f"{direction}_decode_s"))
+            rows.append((*codec, nbytes / min(rates), *(nbytes / rate for rate in rates)))
+        return WayCosts(*np.array(rows, dtype=float).reshape(-1, 6).T)
+
+    return StepCosts(
+        seconds[ActionKind.F],
+        backward,
+        seconds[ActionKind.I] if split else backward,
+        way("forward", 1),
+        way("backward", -1),
+        np.array([cut.latency_s for cut in costs.cuts], dtype=float),
+        num_micro_batches,
+        depths,
+    )
+
+
+def costs_of(forward, backward, cuts, hosts) -> Costs:
+    compute = {}
+    for stage, (f, b) in enumerate(zip(forward, backward, strict=True)):
+        compute |= {
+            (stage, ActionKind.F): f,
+            (stage, ActionKind.B): b,
+            (stage, ActionKind.I): b / 4,
+            (stage, ActionKind.W): 3 * b / 4,
+        }
+    return Costs(compute, cuts, hosts, codec_lane=True)
+
+
+def test_each_resource_of_two_stages_by_hand():
+    hosts = [HostCosts(1.0, 1.0), HostCosts(2.0, 2.0)]
+    cut = CutCosts(1, 2, latency_s=10.0, forward_bytes_per_s=0.5, backward_bytes_per_s=4.0)
+    bounds = step_bounds(bound_costs(costs_of([1, 3], [2, 5], [cut], hosts), 4, np.array([2.0, 1.0])))
+    # an activation alone takes 2 s (the path), a gradient 2 s (the downlink of host 0): hops of 12 s
+    assert bounds["compute", 0] == 4 * 3
+    assert bounds["compute", 1] == 1 + 12 + 4 * 8 + 12 + 2
+    # 1, four frames of 1 s; the last has 10 s to go, 3 + 5 of compute, 12 back, 2
+    assert bounds["uplink", 0] == 1 + 4 + 10 + 8 + 12 + 2
+    # the first gradient's first byte: 1 + 12 + 8 + 10, four of 2 s, 2
+    assert bounds["downlink", 0] == 31 + 8 + 2
+    # the first gradient is computed at 1 + 12 + 8; four of 1 s on the uplink, 10, 2
+    assert bounds["uplink", 1] == 21 + 4 + 10 + 2
+    # the first byte is there at 11, four of half a second, 8, 12, 2
+    assert bounds["downlink", 1] == 11 + 2 + 8 + 12 + 2
+    # 1, four of 2 s on the path, and then as after the uplink
+    assert bounds["activations", 0] == 1 + 8 + 10 + 8 + 12 + 2
+    assert bounds["gradients", 0] == 21 + 4 * 0.5 + 10 + 2
+    # two turns of 1 + 12 + 8 + 12 + 2; four of 8 on the last stage
+    assert bounds["depth", 0] == 2 * 35
+    assert bounds["depth", 1] == 13 + 4 * 8 + 14
+
+
+def test_codec_lanes_by_hand():
+    cut = CutCosts(0, 0, 3.0, 4.0, 5.0, 6.0, latency_s=0.0)
+    bounds = step_bounds(bound_costs(costs_of([1, 1], [2, 2], [cut], [HostCosts()] * 2), 4))
+    # 1, four of 3, decoding 4, 1 + 2, encoding and decoding 11, 2
+    assert bounds["encoder", 0] == 1 + 12 + 4 + 3 + 11 + 2
+    # the first gradient is encoded at 1 + 7 + 3 + 5; four of 6, 2
+    assert bounds["decoder", 0] == 16 + 24 + 2
+    assert bounds["encoder", 1] == 1 + 7 + 3 + 4 * 5 + 6 + 2
+    assert bounds["decoder", 1] == 1 + 3 + 4 * 4 + 3 + 11 + 2
+
+
+def test_issue_five_example():
+    # 73 + 152 ms, 25 and 35 ms on the wire: 3·(73+25) + 8·225 + 3·(152+35) = 2,655 ms
+    cuts = [CutCosts(25.0, 35.0, latency_s=0.0)] * 3
+    hosts = [HostCosts(1000.0, 1000.0)] * 4
+    bound = step_bound(bound_costs(costs_of([0.073] * 4, [0.152] * 4, cuts, hosts), 8))
+    assert bound == pytest.approx(2.655)
+
+
+def test_many_candidates_are_bounded_as_one_by_one():
+    generator = np.random.default_rng(0)
+    cuts = [CutCosts(3, 2, latency_s=0.5)] * 2
+    rows = generator.integers(1, 9, (5, 2, 3)).astype(float)
+    each = [bound_costs(costs_of(f, b, cuts, [HostCosts(1.0, 2.0)] * 3), 6) for f, b in rows]
+    stacked = np.stack([one.forward for one in each]), np.stack([one.backward for one in each])
+    way, back, latency = each[0].activations, each[0].gradients, each[0].latency
+    together = step_bound(StepCosts(stacked[0], stacked[1], stacked[1], way, back, latency, 6))
+    assert together == pytest.approx([float(step_bound(one)) for one in each])
+
+
+TIMES = st.integers(0, 20).map(float)
+RATES = st.sampled_from([1.0, 2.0, 5.0, math.inf])
+
+
+@st.composite
+def steps(draw):
+    num_stages, num_micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    cut = st.builds(CutCosts, *[TIMES] * 7, RATES, RATES)
+    cuts = [draw(cut) for _ in range(num_stages - 1)]
+    hosts = [draw(st.builds(HostCosts, RATES, RATES)) for _ in range(num_stages)]
+    times = [[draw(TIMES) for _ in range(num_stages)] for _ in range(2)]
+    depths = sorted((draw(st.integers(1, num_micro_batches)) for _ in range(num_stages)), reverse=True)
+    return costs_of(*times, cuts, hosts), num_micro_batches, depths
+
+
+def with_depths(num_micro_batches, depths, *, split) -> Schedule:
+    rows = []
+    for stage, depth in enumerate(depths):
+        row = [Action(stage, ActionKind.F, index) for index in range(depth)]
+        for index in range(num_micro_batches):
+            kinds = (ActionKind.I, ActionKind.W) if split else (ActionKind.B,)
+            row += [Action(stage, kind, index) for kind in kinds]
+            if depth + index < num_micro_batches:
+                row.append(Action(stage, ActionKind.F, depth + index))
+        rows.append(tuple(row))
+    return Schedule("depths", num_micro_batches, tuple(rows), tuple(range(len(depths))))
+
+
+@given(steps(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_no_schedule_is_faster_than_the_bound(step, split):
+    costs, num_micro_batches, depths = step
+    bound = step_bound(bound_costs(costs, num_micro_batches, np.array(depths, dtype=float), split=split))
+    schedule = with_depths(num_micro_batches, depths, split=split)
+    assert simulate(schedule, costs).step_time_s >= bound - 1e-9
+
+
+def test_gpipe_without_a_wire_meets_the_bound():
+    costs = costs_of([1.0] * 3, [2.0] * 3, [CutCosts(latency_s=0.0)] * 2, [HostCosts()] * 3)
+    assert simulate(generate("gpipe", 3, 4), costs).step_time_s == step_bound(bound_costs(costs, 4))

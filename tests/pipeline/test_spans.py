@@ -1,0 +1,122 @@
+"""Totals and spans of what a stage's threads do, from the same measurements."""
+
+import threading
+import time
+
+import pytest
+
+from tahq.pipeline import spans
+from tahq.pipeline.spans import HostMarks, Stopwatch
+
+
+class LateMarks(HostMarks):
+    """A device that has done what it was given `behind_s` after it was given it."""
+
+    behind_s = 5.0
+
+    def __init__(self):
+        self.num_reads = 0
+
+    def times_s(self, marks):
+        self.num_reads += 1
+        return [mark + self.behind_s for mark in marks]
+
+
+def on_another_thread(work, name="tahq-encode"):
+    thread = threading.Thread(target=work, name=name)
+    thread.start()
+    thread.join()
+
+
+def test_totals_are_the_sums_of_the_spans():
+    stopwatch = Stopwatch()
+    stopwatch.is_recording = True
+    for number in range(50):
+        with stopwatch.measure("forward", number):
+            sum(range(200))
+        with stopwatch.measure("wait:1"):
+            pass
+    totals, kept = stopwatch.take(), stopwatch.take_spans()
+    assert len(kept) == 100
+    for activity in ("forward", "wait:1"):
+        total_s = sum(span.end_s - span.begin_s for span in kept if span.activity == activity)
+        assert totals[activity] == pytest.approx(total_s, abs=1e-9)
+    assert [span.detail for span in kept if span.activity == "forward"] == list(range(50))
+
+
+def test_what_was_taken_is_not_counted_again():
+    stopwatch = Stopwatch()
+    stopwatch.add("forward", 1.0, 3.0)
+    assert stopwatch.take() == {"forward": 2.0}
+    assert stopwatch.take() == {}
+    stopwatch.add("forward", 5.0, 6.0)
+    assert stopwatch.take() == {"forward": 1.0}
+
+
+def test_threads_beside_are_told_apart():
+    stopwatch = Stopwatch()
+    stopwatch.is_recording = True
+    stopwatch.add("encode", 0.0, 1.0)
+    on_another_thread(lambda: stopwatch.add("encode", 0.0, 4.0))
+    on_another_thread(lambda: stopwatch.add("decode", 0.0, 8.0), "tahq-decode")
+    assert stopwatch.take() == {"encode": 1.0, "beside:encode": 4.0, "beside:decode": 8.0}
+    assert {(span.lane, span.activity) for span in stopwatch.take_spans()} == {
+        ("compute", "encode"),
+        ("encode", "encode"),
+        ("decode", "decode"),
+    }
+
+
+def test_lane_that_goes_on_while_totals_are_taken_loses_nothing():
+    stopwatch, stop = Stopwatch(), threading.Event()
+    counted = 0
+
+    def work():
+        nonlocal counted
+        while not stop.is_set():
+            stopwatch.add("encode", 0.0, 1.0)
+            counted += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    taken = sum(stopwatch.take().get("beside:encode", 0.0) for _ in range(2000))
+    stop.set()
+    thread.join()
+    assert taken + stopwatch.take().get("beside:encode", 0.0) == counted
+
+
+def test_no_span_is_kept_of_a_step_that_is_not_traced():
+    stopwatch = Stopwatch()
+    with stopwatch.measure("forward"):
+        pass
+    assert stopwatch.take_spans() == []
+
+
+def test_spans_of_a_step_are_bounded_and_totals_are_not(monkeypatch):
+    monkeypatch.setattr(spans, "MAX_SPANS", 3)
+    stopwatch = Stopwatch()
+    stopwatch.is_recording = True
+    for number in range(10):
+        stopwatch.add("forward", number, number + 1.0)
+    assert stopwatch.take() == {"forward": 10.0}
+    assert len(stopwatch.take_spans()) == 3
+
+
+def test_times_of_a_device_are_read_once_a_step_and_say_when_it_was_done():
+    marks = LateMarks()
+    stopwatch = Stopwatch(marks)
+    stopwatch.is_recording = True
+    begin_s = time.monotonic()
+    for number in range(8):
+        with stopwatch.measure("forward", number):
+            pass
+        with stopwatch.measure("wait:1"):
+            time.sleep(0.001)
+    assert marks.num_reads == 0
+    totals = stopwatch.take()
+    assert marks.num_reads == 1
+    forwards = [span for span in stopwatch.take_spans() if span.activity == "forward"]
+    assert totals["forward"] == pytest.approx(sum(span.end_s - span.begin_s for span in forwards))
+    assert totals["wait:1"] >= 0.008  # on the host's clock
+    assert all(begin_s + marks.behind_s <= span.begin_s <= span.end_s for span in forwards)
+    assert stopwatch.take() == {}

@@ -1,0 +1,105 @@
+"""What a worker reports of a step, and tells of a traced one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tahq.comm.control import decode_message, encode_message
+from tahq.comm.frame import Direction, LogicalId, Purpose
+from tahq.comm.transport import LinkStats
+from tahq.comm.wire_time import PieceTimes
+from tahq.pipeline.schedule import Action
+from tahq.pipeline.spans import Stopwatch
+from tahq.pipeline.step_meter import StepMeter
+from tahq.pipeline.trace_parts import PART, Row, frame_name, trace_parts
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+def name(micro_batch, direction=FORWARD, step=4):
+    return LogicalId(1, 0, step, Purpose.TRAIN, micro_batch, 1, direction)
+
+
+def stats(*pieces, frames=1, busy_s=1.0, sending_s=0.75):
+    nbytes = sum(piece.nbytes for piece in pieces)
+    direction = pieces[0].id.direction if pieces else FORWARD
+    return LinkStats(1, direction, frames, nbytes, nbytes + 100, 4 * nbytes, busy_s, sending_s, pieces)
+
+
+def piece(micro_batch, taken_s, acked_s, **changes):
+    return PieceTimes(name(micro_batch, **changes), 100_000, taken_s - 0.5, taken_s, acked_s)
+
+
+@pytest.fixture
+def meter():
+    return StepMeter(Stopwatch(), 1, {0: 0, 1: 2}, lambda step: step == 4, clock=lambda: 0.0)
+
+
+def test_row_has_what_prepare_says(meter):
+    meter.note([stats(piece(0, 1.0, 2.0), piece(0, 1.0, 3.0))])
+    # Two pieces back to back, 1 s each: the bare round trip is nothing, and the wire was taken from 1 to 3.
+    assert meter.take_rows() == [[1.0, 0.0, 1.0, 200_000.0, 200_100.0, 800_000.0, 1.0, 0.75, pytest.approx(2.0)]]
+    assert meter.take_rows() == []
+
+
+def test_what_a_link_did_after_prepare_counts_in_the_next_step(meter):
+    meter.note([stats(frames=0, busy_s=0.25, sending_s=0.25)])
+    meter.note([stats(piece(0, 1.0, 2.0), frames=4)])
+    ((_, _, frames, *_, busy_s, sending_s, _),) = meter.take_rows()
+    assert (frames, busy_s, sending_s) == (4.0, 1.25, 1.0)
+
+
+def test_step_that_is_not_traced_has_nothing_to_tell(meter):
+    meter.begin(3)
+    assert meter.trace(3) == []
+
+
+def test_traced_step_tells_what_was_done_and_sent():
+    stopwatch = Stopwatch()
+    meter = StepMeter(stopwatch, 1, {0: 0, 1: 2}, lambda step: step == 4, clock=lambda: 0.0)
+    meter.begin(4)
+    stopwatch.add("forward", 1.0, 2.0, Action.parse("1F0"))
+    stopwatch.add("encode", 2.0, 2.5, name(0))
+    stopwatch.add("wait:2", 2.5, 4.0, name(0, BACKWARD))
+    stopwatch.add("wait:memory", 4.0, 5.0, name(1, BACKWARD))
+    stopwatch.take()
+    meter.note([stats(piece(0, 2.5, 3.5), piece(0, 2.5, 4.5))])
+    (part,) = meter.trace(4)
+    assert decode_message(encode_message(part), "stage 1") == part
+    rows = list(zip(part.lanes, part.categories, part.names, part.frames, strict=True))
+    frame = "train step 5 cut 1 forward 0"
+    assert rows == [
+        ("compute", "forward", "1F0", ""),
+        ("compute", "encode", "encode: activations 0", frame),
+        ("compute", "wait", "wait for stage 2: gradients 0", "train step 5 cut 1 backward 0"),
+        ("compute", "wait", "wait for room: gradients 1", "train step 5 cut 1 backward 1"),
+        ("link 1→2 activations", "send", "activations 0", frame),
+    ]
+    assert (part.begins_s[-1], part.ends_s[-1]) == (2.5, pytest.approx(4.5))
+    assert (part.nbytes[-1], part.queued_s[-1]) == (200_000, 0.5)
+    assert meter.trace(4)[0].names == []
+
+
+def test_picture_of_a_step_leaves_out_what_was_sent_before_it():
+    now_s = [0.0]
+    meter = StepMeter(Stopwatch(), 1, {1: 2}, lambda step: True, clock=lambda: now_s[0])
+    now_s[0] = 10.0
+    meter.begin(4)
+    meter.note([stats(piece(0, 1.0, 2.0), piece(0, 1.0, 3.0)), stats(piece(1, 9.5, 10.5), piece(1, 9.5, 11.5))])
+    (part,) = meter.trace(4)
+    assert part.names == ["activations 1"]
+
+
+def test_frame_is_called_the_same_at_both_ends_and_no_other_is():
+    ids = [name(m, direction, step) for m in range(3) for direction in Direction for step in range(3)]
+    assert len({frame_name(id) for id in ids}) == len(ids)
+
+
+@given(st.integers(0, 3 * PART + 1))
+def test_parts_hold_every_row_once_and_are_numbered(num_rows):
+    rows = [Row("compute", "forward", str(n), "", float(n), n + 1.0) for n in range(num_rows)]
+    parts = trace_parts(7, 1, rows)
+    assert [part.part for part in parts] == list(range(len(parts)))
+    assert {part.num_parts for part in parts} == {len(parts)}
+    assert [name for part in parts for name in part.names] == [row.name for row in rows]
+    assert max(len(part.names) for part in parts) <= PART

@@ -1,0 +1,113 @@
+"""Ladders of codecs, and what cluster.yaml says about them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.cluster_files import LEAST, ClusterFile
+
+from tahq.errors import ConfigError
+from tahq.quant import CodecSpec, get_codec
+from tahq.quant.ladder import default_ladder, ladder_for
+
+SHAPE = (2, 8, 256)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> ClusterFile:
+    return ClusterFile(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rungs"),
+    [
+        ("wf", ["wf:bits=3", "wf", "wf:bits=5"]),
+        ("eden:bits=1", ["eden:bits=1", "eden:bits=2"]),
+        ("eden:bits=7.5,group=64", ["eden:bits=6.5,group=64", "eden:bits=7.5,group=64", "eden:bits=8,group=64"]),
+        ("fixed", ["fixed:bits=6", "fixed", "fixed:bits=10"]),
+        ("tah", ["tah:int4=0", "tah:int4=0.4", "tah", "tah:int4=1"]),
+        ("tah:int4=1/2", ["tah:int4=0", "tah:int4=0.4", "tah:int4=0.5", "tah:int4=0.8", "tah:int4=1"]),
+        ("tah:low=4", ["tah:low=4"]),
+        ("aqsgd:cache=none", ["aqsgd:bits=3,cache=none", "aqsgd:cache=none", "aqsgd:bits=5,cache=none"]),
+        ("raw", ["raw:dtype=bf16", "raw"]),
+        ("raw:dtype=fp16", ["raw:dtype=fp16", "raw"]),
+    ],
+)
+def test_the_usual_ladder_is_the_codec_with_fewer_and_more_bits(spec, rungs):
+    ladder = default_ladder(spec)
+    assert ladder == [str(CodecSpec.parse(rung)) for rung in rungs]
+    assert ladder_for(ladder, SHAPE).nbytes == tuple(get_codec(rung).encoded_nbytes(SHAPE) for rung in rungs)
+
+
+def test_a_rung_is_found_however_it_is_written():
+    ladder = ladder_for(["wf:bits=2", "wf"], SHAPE)
+    assert ladder.rung("wf:center=on,bits=4") == 1
+    assert ladder.rung("wf:bits=3") is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (["wf", "wf:bits=3"], r"wf:bits=3\S* \(\d+ bytes a frame\) comes after wf:bits=4"),
+        (["wf", "wf:group=128"], "from the fewest bits to the most"),
+        (["wf:group=64", "tah:alloc=48"], "does not go with tensors of shape"),
+        (["aqsgd", "raw"], "remembers the samples"),
+    ],
+)
+def test_what_is_no_ladder_is_refused(specs, message):
+    with pytest.raises(ConfigError, match=message):
+        ladder_for(specs, SHAPE)
+
+
+def test_follow_writes_its_rungs_out_when_it_is_resolved(file):
+    config = file.load(
+        LEAST, "wire={activations: tah:group=32, gradients: fixed:group=32, follow: true}"
+    ).wire.resolved()
+    assert config.follow is not None
+    assert config.follow.activations == default_ladder("tah:group=32")
+    assert config.follow.gradients == default_ladder("fixed:group=32")
+    assert config.resolved() == config
+
+
+@pytest.mark.parametrize("text", ["false", "null"])
+def test_follow_can_be_switched_off(file, text):
+    assert file.load(LEAST, "wire.gradients=raw", "wire.follow=true", f"wire.follow={text}").wire.follow is None
+
+
+def test_keys_of_follow_can_be_set_where_it_was_only_switched_on(file):
+    wire = file.load(
+        LEAST, "wire.activations=raw", "wire.gradients=raw", "wire.follow=true", "wire.follow.raise_after=9"
+    )
+    assert wire.wire.follow.raise_after == 9
+
+
+@pytest.mark.parametrize(
+    ("follow", "message"),
+    [
+        ("{activations: [tah]}", "wire.activations is where a run begins and must be one of wire.follow.activations"),
+        ("{activations: [raw, raw:dtype=bf16]}", "wire.follow.activations: rungs go from the fewest bits to the most"),
+        ("{gradients: [aqsgd, raw]}", "remembers the samples that it has sent"),
+        ("{gradients: [raww]}", "no codec 'raww'"),
+        ("{gradients: []}", "wire.follow.gradients"),
+        ("{raise_afer: 2}", "did you mean raise_after?"),
+        ("{guard: {hold: 0}}", "wire.follow.guard.hold"),
+    ],
+)
+def test_mistakes_in_follow_are_one_line(file, follow, message):
+    assert message in file.refusal(LEAST, "wire.activations=raw", "wire.gradients=raw", f"wire.follow={follow}")
+
+
+def test_codecs_that_remember_do_not_follow(file):
+    wire = ("wire.activations=aqsgd", "wire.gradients=raw", "wire.follow=true")
+    assert "'aqsgd' remembers the samples" in file.refusal(LEAST, *wire)
+
+
+def test_a_replay_needs_ladders(file):
+    assert "give wire.follow its ladders too" in file.refusal(LEAST, "wire.gradients=raw", "wire.replay=metrics.jsonl")
+
+
+def test_the_examples_in_the_documentation_are_valid(file):
+    doc = (Path(__file__).parents[2] / "docs" / "link-policy.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```yaml\n(.*?)```", doc, re.DOTALL)
+    wires = [file.load(f"{LEAST.replace('hidden_size: 32', 'hidden_size: 256')}{text}").wire for text in examples]
+    assert [len(wire.rungs()["activations"]) for wire in wires] == [3, 4]

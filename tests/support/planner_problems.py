@@ -1,0 +1,54 @@
+"""Small clusters and models for the planner, drawn from a seed or written by hand."""
+
+import random
+
+from tahq.coordinator.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
+from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, PlanProblem, divisors
+
+
+def model(num_layers=6, global_batch=4, *, held=0.0, block=0.0, **changes) -> ModelNumbers:
+    sizes = divisors(global_batch)
+    kept = {size: HeldBytes(block=size * held) for size in sizes}
+    return ModelNumbers(num_layers, 64, 64, global_batch, kept, block_nbytes=block, **changes)
+
+
+def host(name, forward=0.01, backward=None, *, size=1, **numbers) -> HostNumbers:
+    times = LayerTimes(micro_batch=size, block_forward=forward, block_backward=backward or 2 * forward)
+    return HostNumbers(name=name, compute=[times], **numbers)
+
+
+def cluster(*hosts, **numbers) -> ClusterNumbers:
+    return ClusterNumbers(hosts=list(hosts), **numbers)
+
+
+def random_problem(seed, num_hosts=3, num_layers=5, global_batch=4, schedules=("1f1b", "gpipe")) -> PlanProblem:
+    """Compute 1 : 2 : 4, links from slow to fast, some paths slower or farther still, sometimes little memory."""
+    draw = random.Random(seed)
+    memory = draw.choice([None, None, 400_000, 800_000])
+    hosts = [
+        host(
+            f"h{index}",
+            draw.choice([0.02, 0.04, 0.08]),
+            up=draw.choice([1e6, 3e6, 1e7, 1e8]),
+            down=draw.choice([2e6, 1e7, 1e8]),
+            memory=None if memory is None else memory * draw.choice([1, 2]),
+        )
+        for index in range(num_hosts)
+    ]
+    paths = [
+        PathNumbers(
+            source=one.name,
+            target=other.name,
+            rate=draw.choice([None, None, 1e6]),
+            round_trip=draw.choice([0.002, 0.02, 0.2]),
+        )
+        for one in hosts
+        for other in hosts
+        if one.name < other.name
+    ]
+    return PlanProblem(
+        model(num_layers, global_batch, held=25_000.0, block=100_000.0, num_states=4),
+        ClusterNumbers(hosts=hosts, paths=paths),
+        schedules=schedules,
+        piece_nbytes=None,
+    )

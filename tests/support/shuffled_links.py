@@ -1,0 +1,107 @@
+"""Links between stages in one process, on which frames arrive in any order that a seed stands for.
+
+Every stage runs in a thread of its own. Nothing arrives while any of them computes: when all of them wait for a
+frame or are done, one frame of those that are under way is drawn, and arrives. So time is virtual, the order of
+arrival is the seed's alone, and stages that wait while nothing is under way wait for ever: that is a deadlock, and
+every one of them is told.
+"""
+
+import random
+import threading
+from collections import deque
+
+import torch
+
+from tahq.comm.frame import Frame, LogicalId
+from tahq.comm.transport import LinkStats
+
+
+class Deadlock(Exception):
+    """Every stage waits, and nothing is under way."""
+
+
+class ShuffledNetwork:
+    """All links of one pipeline.
+
+    Args:
+        num_stages: threads that use them.
+        seed: of the order of arrival.
+    """
+
+    def __init__(self, num_stages: int, seed: int) -> None:
+        self._changed = threading.Condition()
+        self._running = num_stages
+        self._random = random.Random(seed)
+        self._under_way: list[tuple[ShuffledLink, Frame]] = []
+        self._is_stuck = False
+
+    def link(self, number: int) -> tuple["ShuffledLink", "ShuffledLink"]:
+        """Both ends of a new link, the lower chunk's first."""
+        lower, upper = ShuffledLink(self, number), ShuffledLink(self, number)
+        lower.peer, upper.peer = upper, lower
+        return lower, upper
+
+    def leave(self) -> None:
+        """A stage is done, or has failed."""
+        with self._changed:
+            self._running -= 1
+            self._deliver_if_all_wait()
+
+    def put(self, target: "ShuffledLink", frame: Frame) -> None:
+        """A frame has been sent."""
+        with self._changed:
+            self._under_way.append((target, frame))
+
+    def wait_for(self, link: "ShuffledLink") -> Frame:
+        """The next frame that arrives on a link."""
+        with self._changed:
+            while not link.arrived:
+                self._running -= 1
+                link.is_waited_for = True
+                self._deliver_if_all_wait()
+                self._changed.wait_for(lambda: not link.is_waited_for or self._is_stuck)
+                if self._is_stuck:
+                    raise Deadlock(f"link {link.link}")
+            return link.arrived.popleft()
+
+    def _deliver_if_all_wait(self) -> None:
+        while self._running == 0 and self._under_way:
+            target, frame = self._under_way.pop(self._random.randrange(len(self._under_way)))
+            target.arrived.append(frame)
+            if target.is_waited_for:
+                target.is_waited_for = False
+                self._running += 1
+                self._changed.notify_all()
+        if self._running == 0:
+            self._is_stuck = True
+            self._changed.notify_all()
+
+
+class ShuffledLink:
+    """One end of a link (contract: tahq.comm.transport.Transport); any thread may send, one receives."""
+
+    def __init__(self, network: ShuffledNetwork, link: int) -> None:
+        self.link = link
+        self.peer: ShuffledLink
+        self.payload_device = torch.device("cpu")
+        self.arrived: deque[Frame] = deque()
+        self.is_waited_for = False
+        self._network = network
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> None:
+        """Every frame is taken."""
+
+    def send(self, frame: Frame) -> None:
+        """Put a frame under way."""
+        self._network.put(self.peer, frame)
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """The next that arrives."""
+        return self._network.wait_for(self)
+
+    def take_stats(self) -> list[LinkStats]:
+        """Nothing is counted."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is to be released."""
