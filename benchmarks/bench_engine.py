@@ -23,8 +23,8 @@ from pathlib import Path
 
 from engine_points import PLACES, RUNTIMES, WIRES, Choices, Place, sweeps
 from engine_rows import as_json, engine_rows, report
-from machine import describe
 
+from tahq_netem.machine import one_line
 from tahq_netem.sweep_command import run_sweep
 from tahq_netem.sweep_results import DONE, read_results
 from tahq_netem.sweep_spec import SCHEDULES
@@ -45,7 +45,8 @@ def measure(places: Sequence[Place], choices: Choices, results: Path, limit_s: f
 def write_report(results: Path) -> str:
     """Write the tables beside the results; returns them."""
     found = list(read_results(results).values())
-    rows, machine = engine_rows(found), describe()
+    machines = dict.fromkeys(f"{one_line(row['machine'])}, {row['when'][:10]}" for row in found)
+    rows, machine = engine_rows(found), "; ".join(machines)
     text = report(rows, machine, [row for row in found if row["status"] != DONE])
     results.with_suffix(".md").write_text(text)
     results.with_suffix(".json").write_text(as_json(rows, machine))
@@ -62,7 +63,7 @@ def main() -> int:
     parser.add_argument("--wires", nargs="+", default=list(WIRES), choices=list(WIRES), help="tahq's")
     parser.add_argument("--depth", type=int, help="micro-batches under way in tahq; else the simulator chooses")
     parser.add_argument("--steps", type=int, default=5, help="of a point, at least")
-    parser.add_argument("--settle", type=int, default=2, help="steps that go by before")
+    parser.add_argument("--settle", type=int, help="steps that go by before; else until TCP has settled")
     parser.add_argument("--backend", default="auto", help="of the networks; see tahq-netem probe")
     parser.add_argument("--no-calibration", action="store_true", help="do not measure the networks first")
     parser.add_argument("--max-busy-cores", type=float, help="above, a point is refused")

@@ -1,8 +1,9 @@
 """A cluster of unlike hosts: what a plan is worth against the hosts as listed and layers split evenly.
 
-    python benchmarks/bench_heterogeneous.py --numbers cluster.yaml     # what the planner is told; measures nothing
-    python benchmarks/bench_heterogeneous.py --plan plan.yaml           # the naive pipeline, and the planned one
-    python benchmarks/bench_heterogeneous.py --plan plan.yaml --dry-run # what the simulator says of both
+    python benchmarks/bench_heterogeneous.py --numbers numbers.yaml     # what the planner is told; measures nothing
+    tahq plan benchmarks/heterogeneous.yaml --numbers numbers.yaml --json plan.json
+    python benchmarks/bench_heterogeneous.py --plan plan.json           # the naive pipeline, and the planned one
+    python benchmarks/bench_heterogeneous.py --plan plan.json --dry-run # what the simulator says of both
 
 Four hosts in network namespaces, twelve layers asleep as long as each host would take (`heterogeneous_cluster`), TAH
 and 6 bits unless the plan says otherwise. Needs root and a quiet machine. NAME.md and NAME.json have tokens a second

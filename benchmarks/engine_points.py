@@ -31,6 +31,8 @@ RUNTIMES: dict[str, tuple[str, ...]] = {
 """What tahq is measured beside, in fp32 and with the schedules given."""
 
 CONGESTION_CONTROL = "cubic"
+SETTLING_FRAMES = 64
+"""Of a link and direction, before anything counts: TCP's windows grow for so long (docs/experiment-log.md)."""
 DEEPER = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Times 1F1B's own depth: candidates for tahq's."""
 ASSUMED_CODEC = CodecSeconds(0.008, 0.008, 0.008, 0.008)
@@ -85,7 +87,8 @@ class Choices:
         micro_batches: of a step; None: as the place says.
         wires: of WIRES.
         depth: micro-batches under way in tahq; None: chosen by the simulator.
-        settle, steps: that go by before, and that count; some more where a step is short.
+        settle: steps that go by before; None: so many that `SETTLING_FRAMES` of a direction pass.
+        steps: that count; some more where a step is short.
         backend: of the networks.
         calibrate: whether networks are measured first.
         max_busy_cores: above, a point is no measurement; None: as sweeps have it.
@@ -96,7 +99,7 @@ class Choices:
     micro_batches: tuple[int, ...] | None = None
     wires: tuple[str, ...] = tuple(WIRES)
     depth: int | None = None
-    settle: int = 2
+    settle: int | None = None
     steps: int = 5
     backend: str = "auto"
     calibrate: bool = True
@@ -177,7 +180,7 @@ def _sweep(place: Place, count: int, choices: Choices, runtimes: list[dict[str, 
             "round_trips": [place.round_trip_s],
             "runtimes": runtimes,
             "steps": {
-                "settle": choices.settle,
+                "settle": choices.settle or max(2, SETTLING_FRAMES // count),
                 "at_least": choices.steps,
                 "at_most": choices.steps + choices.steps // 2,
                 "about": 20.0,

@@ -253,8 +253,7 @@ def _lines(rows: Sequence[EngineRow], machine: str, failed: Sequence[Row]) -> It
         "count, in brackets the quartiles. *bound*: the shortest time that compute, bytes, rates and delays leave\n"
         "open (tahq_netem/bound.py); *share*: of that; *and commit*: of that and, for tahq, one round trip to the\n"
         "coordinator, which here passes unseen. *predicted*: by the simulator, with the codecs' times of the same\n"
-        "steps. *busy cores*: by the measurement, in brackets by anything else. TCP is cubic, without slow start\n"
-        "after pauses.\n"
+        "steps. *busy cores*: by the measurement, in brackets by anything else. No slow start after pauses.\n"
     )
     for place in PLACES:
         for count in place.micro_batches:

@@ -157,7 +157,7 @@ def naive_plan() -> ChosenPlan:
 
 
 def load_plan(path: Path) -> ChosenPlan:
-    """A plan from a YAML or JSON file: the one place where the planner's choice comes in.
+    """A plan from a file: what `tahq plan --json` has written, or the keys of `ChosenPlan`.
 
     Raises:
         ConfigError: the file cannot be read, or is no plan for this cluster; one line.
@@ -170,12 +170,28 @@ def load_plan(path: Path) -> ChosenPlan:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(document.value, Mapping):
         raise ConfigError(f"{path}: expected keys such as `hosts:`, got {document.value!r:.60}")
+    value = _of_tahq_plan(path, document.value) if "plan" in document.value else document.value
     try:
-        return ChosenPlan.model_validate(document.value, context=WRITTEN_BY_HAND)
+        return ChosenPlan.model_validate(value, context=WRITTEN_BY_HAND)
     except ValidationError as error:
         known = {where: Origin(f"{path}:{line}", line) for where, line in document.lines.items()}
         origins = Origins(str(path), known | {(): Origin(str(path))}, {})
         raise ConfigError(one_line(error, document.value, ChosenPlan, origins)) from error
+
+
+def _of_tahq_plan(path: Path, written: Mapping[str, Any]) -> dict[str, Any]:
+    plan = written["plan"]
+    wires = {way: sorted(set(plan[way])) for way in ("activations", "gradients")}
+    if any(len(specs) > 1 for specs in wires.values()):
+        raise ConfigError(f"{path}: codecs differ by link, {wires}; a run has one in each direction")
+    needed = written["bottleneck"]
+    what = f"{needed['resource']} of stage {needed['index']}, needed for {needed['share']:.0%} of the step"
+    return {
+        **{key: plan[key] for key in ("hosts", "layers", "micro_batch", "schedule")},
+        "depths": plan["in_flight"],
+        **{way: specs[0] for way, specs in wires.items()},
+        "explanation": f"`tahq plan` predicts {plan['tokens_per_s']:,.0f} tokens/s; bottleneck: {what}",
+    }
 
 
 def network_config() -> NetworkConfig:

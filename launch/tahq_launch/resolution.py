@@ -22,6 +22,7 @@ from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs, measured_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import LayerCosts, divide
+from tahq_launch.measured_links import with_measured
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +31,15 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with nothing left to the machine that reads it.
 
     Beyond `tahq.config_file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
-    by counted or by measured cost, and what `links.profile` stands for. Resolving twice changes nothing.
+    by counted or by measured cost, and what `links.profile` and `links.measured` stand for. Resolving twice
+    changes nothing.
 
     Raises:
         ConfigError: no such profile, or one that does not go with the rest; a cap that is a share of nothing known.
         DataError: a tokenizer that cannot be loaded.
         ModelError: a model that cannot be built, cut into so many stages, or take so long samples.
     """
-    config = resolve(with_profile(config))
+    config = resolve(with_measured(with_profile(config)))
     _check_caps(config)
     vocab_size = load_tokenizer(config.data).vocab_size
     spec = load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)

@@ -107,6 +107,8 @@ class LinksConfig(Section):
     cap_up: Cap | None = None
     """What tahq may use of each host's uplink."""
     cap_down: Cap | None = None
+    measured: str | None = Field(default=None, min_length=1)
+    """A file of `tahq measure`, for a list of hosts: shares are of its rates, connections as many as it found."""
     up: Speed | None = None
     """Of each host, in place of `rate`."""
     down: Speed | None = None

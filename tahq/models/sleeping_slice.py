@@ -10,6 +10,7 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +32,8 @@ _NUM_ROWS = 257
 class SleepingSlice(ModelSlice):
     """The interface of a model slice around two naps.
 
-    The time of the little that is computed, a product and a look-up, is part of the nap in forward, and
-    comes on top in backward (a multiplication of [B, S, C]).
+    The time of the little that is computed, a product and a look-up, is part of the naps: they end when so much time
+    has passed since forward, or backward, began.
 
     Args:
         spec: the model that is imitated.
@@ -61,16 +62,21 @@ class SleepingSlice(ModelSlice):
         """
         end_s = time.perf_counter() + self.forward_s
         hidden = self.table[x % _NUM_ROWS] if self.parts.embedding else x
-        hidden = hidden * self.scale
+        backward = _Backward(self._nap_in_backward())
+        hidden = hidden * _LastInBackward.apply(self.scale, backward)  # type: ignore[no-untyped-call]
         if self.parts.head:
             hidden = _resized(hidden, self.spec.vocab_size)
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        nap_s = self.backward_s
-        if self.deferred is not None:
-            nap_s = INPUT_GRADIENT_SHARE * self.backward_s
-            self.deferred.add(partial(time.sleep, self.backward_s - nap_s))
-        output: torch.Tensor = _NapInBackward.apply(hidden, nap_s)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _FirstInBackward.apply(hidden, backward)  # type: ignore[no-untyped-call]
         return output
+
+    def _nap_in_backward(self) -> float:
+        """Seconds of the backward, or of its first part; the second is left for later."""
+        if self.deferred is None:
+            return self.backward_s
+        nap_s = INPUT_GRADIENT_SHARE * self.backward_s
+        self.deferred.add(partial(time.sleep, self.backward_s - nap_s))
+        return nap_s
 
     def materialise(self, device: torch.device) -> None:
         """Take memory on `device`: one factor a channel, and the table in place of an embedding."""
@@ -90,17 +96,40 @@ class SleepingSlice(ModelSlice):
         return {f"sleep.{self.parts.blocks.start}.scale": self.scale}
 
 
-class _NapInBackward(torch.autograd.Function):
-    """The identity, whose gradient is late."""
+@dataclass(slots=True)
+class _Backward:
+    """One micro-batch's backward: how long it takes, and when it began."""
+
+    lasts_s: float
+    begin_s: float = 0.0
+
+
+class _FirstInBackward(torch.autograd.Function):
+    """The identity at the end of forward, which notes when the backward gets there."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: torch.Tensor, backward: _Backward) -> torch.Tensor:
+        ctx.backward_pass = backward
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
+        ctx.backward_pass.begin_s = time.perf_counter()
+        return gradients[0], None
+
+
+class _LastInBackward(torch.autograd.Function):
+    """The identity on the factors, whose gradient is ready when the time is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backward: _Backward) -> torch.Tensor:
+        ctx.backward_pass = backward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        backward: _Backward = ctx.backward_pass
+        time.sleep(max(0.0, backward.begin_s + backward.lasts_s - time.perf_counter()))
         return gradients[0], None
 
 

@@ -58,6 +58,35 @@ def test_stages_sleep_as_long_as_their_layers_take_their_host(write):
     assert small.num_micro_batches == 2 * plan.num_micro_batches
 
 
+PLANNED = {
+    "plan": {
+        "hosts": ["tower", "desk", "server", "laptop"],
+        "layers": [7, 1, 1, 3],
+        "micro_batch": 2,
+        "schedule": "1f1b",
+        "in_flight": [18, 13, 7, 1],
+        "activations": ["tah", "tah", "tah"],
+        "gradients": ["fixed:bits=6"] * 3,
+        "tokens_per_s": 6501.6,
+    },
+    "bottleneck": {"resource": "compute", "index": 0, "share": 1.0},
+}
+"""Of what `tahq plan --json` writes, what is read."""
+
+
+def test_plan_is_read_as_tahq_plan_writes_it(write):
+    plan = load_plan(write(json.dumps(PLANNED)))
+    assert (plan.hosts[0], plan.layers, plan.depths) == ("tower", [7, 1, 1, 3], [18, 13, 7, 1])
+    assert (plan.activations, plan.gradients) == ("tah", "fixed:bits=6")
+    assert "predicts 6,502 tokens/s; bottleneck: compute of stage 0" in plan.explanation
+
+
+def test_plan_with_codecs_that_differ_by_link_is_refused(write):
+    mixed = {**PLANNED, "plan": {**PLANNED["plan"], "gradients": ["fixed:bits=6", "fixed:bits=8", "fixed:bits=6"]}}
+    with pytest.raises(ConfigError, match="codecs differ by link"):
+        load_plan(write(json.dumps(mixed)))
+
+
 def test_naive_pipeline_is_the_list_split_evenly():
     plan = naive_plan()
     assert plan.hosts == [machine.name for machine in CLUSTER]
