@@ -54,8 +54,9 @@ def run_sweep(config: SweepConfig, results: Path, limit_s: float | None = None) 
 class _Ending:
     """A context in which SIGTERM and SIGHUP unwind as Ctrl-C does: whoever made sessions and networks takes them down.
 
-    What a handler raises is lost where Python itself has called back, from a weak reference for instance. So the
-    signal is kept, the sweep asks for it between points, and it is raised again at the end.
+    What a handler raises is lost where Python itself has called back, from a weak reference for instance, and in an
+    event loop it becomes another error. So the signal is kept, the sweep asks for it between points, and it is raised
+    again at the end, whatever else has come of it.
     """
 
     def __init__(self) -> None:
@@ -73,6 +74,7 @@ class _Ending:
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self.raise_again()
 
     def raise_again(self) -> None:
         """SystemExit, if a signal has come."""

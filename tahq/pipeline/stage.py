@@ -76,7 +76,7 @@ class Stage:
         plan: what it is.
         modules: its slices of the model by chunk, on its device.
         batches: for first and last stage.
-        transports: its links by number: link i is the cut between stage i and i + 1.
+        transports: its links by number: link c is the cut between chunk c and c + 1.
         device: where the module lives.
         bf16: compute under bf16 autocast.
         order: which samples a step is made of; needed where a codec remembers samples.
