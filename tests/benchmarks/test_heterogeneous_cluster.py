@@ -39,7 +39,7 @@ def write(tmp_path):
     return plan_file
 
 
-def test_cluster_is_as_unlike_as_the_issue_wants_it():
+def test_hosts_differ_in_speed_and_in_both_directions_of_their_links():
     assert {machine.speed for machine in CLUSTER} == {1, 2, 4}
     rates = [rate for machine in CLUSTER for rate in (machine.up_bits_per_s, machine.down_bits_per_s)]
     assert (min(rates), max(rates)) == (50e6, 1000e6)
