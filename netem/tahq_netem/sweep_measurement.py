@@ -56,6 +56,7 @@ class Measurement:
     def as_dict(self) -> dict[str, Any]:
         """Fit for JSON."""
         seconds = [step.seconds for step in self.steps]
+        work = self.work
         return {
             "tokens_per_s": self.tokens_a_step / self.step_s,
             "step_s": self.step_s,
@@ -63,6 +64,7 @@ class Measurement:
             "steps": [{"step": step.step, "seconds": step.seconds, "loss": step.loss} for step in self.steps],
             "activation_nbytes": self.steps[-1].activation_nbytes,
             "gradient_nbytes": self.steps[-1].gradient_nbytes,
+            "compute_times": None if work is None else list(zip(work.forward_s, work.backward_s, strict=True)),
             "bound_s": self.bound_s,
             "share_of_bound": self.bound_s / self.step_s if self.bound_s is not None else None,
             "busy_cores": self.busy.own,

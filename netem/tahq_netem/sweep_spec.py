@@ -33,6 +33,7 @@ from tahq_netem.faults import Fault, Timeline
 
 UNSHAPED = "unshaped"
 PLAIN_WIRE = "raw:dtype=fp32"
+HALF_WIRE = "raw:dtype=bf16"
 _ALWAYS_SAID = ("bits", "dtype")
 RuntimeName = Literal["tahq", "torch", "bare"]
 ScheduleName = Literal["gpipe", "1f1b", "zero-bubble", "1f1b-deep", "1f1b-runtime"]
@@ -43,6 +44,12 @@ SCHEDULES: dict[RuntimeName, tuple[ScheduleName, ...]] = {
 }
 """The schedules that each runtime knows; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r, and
 `1f1b-runtime` is 1F1B in torch's `_PipelineScheduleRuntime`, which does not wait for what it sends."""
+WIRES: dict[RuntimeName, tuple[str, ...] | None] = {
+    "tahq": None,
+    "torch": (PLAIN_WIRE, HALF_WIRE),
+    "bare": (PLAIN_WIRE,),
+}
+"""What each runtime can send; None: any pair of codecs."""
 
 
 def _a_list(value: object) -> object:
@@ -105,7 +112,7 @@ class RuntimeConfig(Section):
     name: RuntimeName
     schedules: Annotated[list[ScheduleName], *Axis] = Field(default=["1f1b"])
     wires: Wires = Field(default=[PLAIN_WIRE])
-    """`activations / gradients`, or one codec for both. Only tahq takes others than raw fp32."""
+    """`activations / gradients`, or one codec for both. torch takes raw fp32 or bf16, the bare loop raw fp32."""
     in_flight: Annotated[list[InFlight | None], *Axis] = Field(default=[None])
     """Micro-batches that a stage may have under way, for all or by stage; None: as the schedule has it. Only tahq's."""
 
@@ -114,9 +121,12 @@ class RuntimeConfig(Section):
         unknown = [name for name in self.schedules if name not in SCHEDULES[self.name]]
         if unknown:
             raise ValueError(f"{self.name} has the schedules {', '.join(SCHEDULES[self.name])}; got {unknown[0]}")
-        packed = [wire for wire in self.wires if split_wire(wire) != split_wire(PLAIN_WIRE)]
-        if self.name != "tahq" and packed:
-            raise ValueError(f"{self.name} sends {PLAIN_WIRE} and nothing else; got {packed[0]}")
+        sendable = WIRES[self.name]
+        if sendable is not None:
+            known = [split_wire(wire) for wire in sendable]
+            packed = [wire for wire in self.wires if split_wire(wire) not in known]
+            if packed:
+                raise ValueError(f"{self.name} sends {' or '.join(sendable)} and nothing else; got {packed[0]}")
         if self.in_flight != [None] and self.name != "tahq":
             raise ValueError(f"in_flight is tahq's; {self.name} has what its schedule has")
         return self

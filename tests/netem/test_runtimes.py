@@ -27,9 +27,10 @@ TIMEOUT_S = 120.0
 RAW = "raw:dtype=fp32"
 
 
-def request(folder, runtime, schedule, times=None, **changes):
-    """A session of the small sweep: two stages, raw fp32."""
-    key = SessionKey(runtime, schedule, RAW, RAW, stages=2, micro_batch=2, compute="real" if times is None else "sleep")
+def request(folder, runtime, schedule, times=None, wire=RAW, **changes):
+    """A session of the small sweep: two stages, raw fp32 unless another wire is named."""
+    compute = "real" if times is None else "sleep"
+    key = SessionKey(runtime, schedule, wire, wire, stages=2, micro_batch=2, compute=compute)
     config = session_config(small(**changes), key, folder, times)
     return SessionRequest(config, schedule, LoopbackNetwork(uniform(2)), tuple(host_names(2)), folder)
 
@@ -63,6 +64,18 @@ def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtim
     first = [values[0] for values in losses.values()]
     # fp32 sums of 2,048 terms, in another order
     assert max(first) - min(first) < 1e-4
+
+
+def test_torch_sends_bf16_both_ways_when_asked_to(tmp_path):
+    with RUNTIMES["torch"](request(tmp_path, "torch", "gpipe", wire="raw:dtype=bf16")) as session:
+        records = [session.next_step(TIMEOUT_S) for _ in range(3)]
+    frames = 4 * 2 * 32 * 64 * 2  # half of fp32's
+    assert all(record.activation_nbytes == record.gradient_nbytes == (frames,) for record in records)
+    with RUNTIMES["torch"](request(tmp_path, "torch", "gpipe")) as session:
+        exact = [session.next_step(TIMEOUT_S) for _ in range(3)]
+    # 8 bits of mantissa: near, and not the same
+    assert records[2].loss == pytest.approx(exact[2].loss, abs=0.02)
+    assert records[2].loss != exact[2].loss
 
 
 def test_sleeping_stages_set_the_pace_and_one_that_dies_is_named(tmp_path):

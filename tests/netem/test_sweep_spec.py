@@ -53,7 +53,11 @@ def test_file_is_read_with_units_and_single_values(load):
         ("tah /", "tahq /", ("sweep.yaml:8", "tahq")),
         ("fixed:bits=6", "fixed / raw", ("a wire is one codec, or two",)),
         ("schedules: [gpipe, 1f1b]", "schedules: [1f1b-deep]", ("torch has the schedules gpipe, 1f1b",)),
-        ("schedules: [gpipe, 1f1b]", "wires: [tah]", ("torch sends raw:dtype=fp32",)),
+        (
+            "schedules: [gpipe, 1f1b]",
+            "wires: [tah]",
+            ("torch sends raw:dtype=fp32 or raw:dtype=bf16 and nothing else; got tah",),
+        ),
         ("name: torch", "name: deepspeed", ("sweep.yaml:9", "tahq", "torch", "bare")),
         ("compute: {forward: 73ms, backward: 152ms}", "compute: fast", ("sweep.yaml:4", "real", "calibrated")),
         ("stages: 4", "stages: 4\nmicro_batches: [3]", ("global_batch 32", "3")),

@@ -9,14 +9,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from tahq.config import ClusterConfig
 from tahq.config_file import config_json
 from tahq.errors import NetworkError
+from tahq.quant.spec import CodecSpec
 from tahq_netem.interpreter import module_argv
 from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
+from tahq_netem.sweep_spec import HALF_WIRE, PLAIN_WIRE
 
 STORE_PORT = 7702
 PLAN_FILE = "plan.json"
-BYTES_AN_ELEMENT = 4
+DTYPES = {CodecSpec.parse(PLAIN_WIRE): torch.float32, CodecSpec.parse(HALF_WIRE): torch.bfloat16}
 
 
 class GlooSession(Session):
@@ -35,7 +40,8 @@ class GlooSession(Session):
         network, hosts, config = request.network, request.hosts, request.config
         if network.backend == "relay":
             raise NetworkError("gloo connects to addresses itself and passes relays by; use the backend kernel or tun")
-        frame = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0) * BYTES_AN_ELEMENT
+        elements = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0)
+        frame = elements * wire_dtype(config).itemsize
         self._frames = (float(frame * config.training.num_micro_batches),) * (len(hosts) - 1)
         self._processes = HostProcesses(request)
         self._seconds = GrowingLines(request.folder / steps_file(0))
@@ -81,6 +87,11 @@ class GlooSession(Session):
     def close(self) -> None:
         """End all processes."""
         self._processes.close()
+
+
+def wire_dtype(config: ClusterConfig) -> torch.dtype:
+    """What tensors are sent as, both ways: all that `wire` can say to these runtimes."""
+    return DTYPES[CodecSpec.parse(config.wire.activations)]
 
 
 def steps_file(rank: int) -> str:

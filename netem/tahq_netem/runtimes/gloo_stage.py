@@ -1,7 +1,7 @@
 """One stage's process under gloo: what the runtimes that use it have in common.
 
-Tensors cross the wire from the CPU's memory in fp32, wherever the stage computes; so the boundary of a stage on
-CUDA, which copies them, is part of its module.
+Tensors cross the wire from the CPU's memory in fp32 or bf16, wherever the stage computes; so the boundary of a stage,
+which converts and copies them, is part of its module, and gradients cross it in the same type.
 
 Shapes: B samples a micro-batch, S tokens, C channels, V words, m micro-batches a step.
 """
@@ -30,7 +30,7 @@ from tahq.data.batches import BatchSource
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.loss import summed_cross_entropy
 from tahq_netem.compute import build_stage
-from tahq_netem.runtimes.gloo_session import steps_file
+from tahq_netem.runtimes.gloo_session import steps_file, wire_dtype
 from tahq_netem.runtimes.stdin_watch import leave_with_stdin
 
 _SIOCGIFADDR = 0x8915
@@ -90,7 +90,7 @@ class StagePart:
 
 
 class Boundaries(nn.Module):
-    """A slice between two wires: from the CPU's memory to its device and back, fp32 outside.
+    """A slice between two wires: from the CPU's memory to its device and back, fp32 inside.
 
     Args:
         module: the slice, on its device.
@@ -105,12 +105,18 @@ class Boundaries(nn.Module):
         self._device = device
         self._bf16 = computes_in_bf16(config, device)
         self._is_last = is_last
+        self._wire_dtype = wire_dtype(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the slice."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
-            y: torch.Tensor = self.module(x.to(self._device))
-        return y if self._is_last else y.float().cpu()
+            y: torch.Tensor = self.module(self._received(x))
+        return y if self._is_last else y.to(self._wire_dtype).cpu()
+
+    def _received(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens as they are, activations in fp32: converted on the device, since half the bytes are copied so."""
+        on_device = x.to(self._device)
+        return on_device.float() if x.is_floating_point() else on_device
 
 
 class StepLog:

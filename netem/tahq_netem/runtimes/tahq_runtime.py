@@ -33,7 +33,6 @@ class TahqSession(Session):
         super().__init__()
         config = request.config
         self._num_cuts = config.pipeline.stages - 1
-        self._on_cpu = config.run.device == "cpu"
         self._processes = HostProcesses(request)
         self._metrics = GrowingLines(request.folder / config.run.dir / config.run.name / "metrics.jsonl")
         (request.folder / "cluster.yaml").write_text(dump_yaml(config), encoding="utf-8")
@@ -78,9 +77,8 @@ class TahqSession(Session):
             loss=row["loss"],
             activation_nbytes=_by_cut(row["links"], "activations", self._num_cuts),
             gradient_nbytes=_by_cut(row["links"], "gradients", self._num_cuts),
-            # On CUDA the time until kernels are queued, which says nothing.
-            compute_s=_pairs(timings, _FORWARD, _BACKWARD) if self._on_cpu else (),
-            codec_s=_pairs(timings, _ENCODE, _DECODE) if self._on_cpu else (),
+            compute_s=_pairs(timings, _FORWARD, _BACKWARD),
+            codec_s=_pairs(timings, _ENCODE, _DECODE),
         )
 
 

@@ -1,0 +1,214 @@
+"""What runtime and codecs take of a step, by its trace: nothing is estimated, what is left over is counted.
+
+Every moment of a step on a stage, from commit to commit, is covered by a forward or a backward (by marks in the
+device's queue, on a GPU), or by a wait for a frame, or by training's own work between steps (data, norms,
+optimizer), or by the wait for the commit; or else it is overhead: codecs that are waited for, gaps between actions,
+Python.
+"""
+
+import json
+import re
+import shutil
+import statistics
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_rows import wire_text
+
+from tahq.config import ClusterConfig
+from tahq.config_file import resolve
+from tahq.observe.trace_file import FIRST_STAGE_PID, trace_path
+from tahq_netem.machine import describe_machine, one_line
+from tahq_netem.network import build_network
+from tahq_netem.runtimes.session import SessionRequest
+from tahq_netem.runtimes.tahq_runtime import TahqSession
+from tahq_netem.session_config import session_config
+from tahq_netem.sweep_points import NetworkChoice, sweep_points
+from tahq_netem.sweep_spec import SweepConfig
+
+NUM_STAGES = 4
+DEPTH = (8, 6, 4, 1)
+TRACED = (6, 10)
+"""The first step and the last; those before warm up."""
+UPDATE = frozenset({"data", "norms", "optimizer"})
+COMMIT = frozenset({"commit"})
+COMPUTING = frozenset({"forward", "backward", "input_gradient", "weight_gradient"})
+"""Categories of spans."""
+FRAME_WAITS = ("wait for stage", "wait for memory")
+"""Both end when a frame comes; during the latter a deeper pipeline would have had something to do."""
+CODEC_WAIT = "wait for the codec"
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOverhead:
+    """Of one stage in one step, as shares of the step; a moment that is two of these counts for the first."""
+
+    stage: int
+    compute: float
+    frames: float
+    update: float
+    commit: float
+    codec: float
+    rest: float
+
+    @property
+    def overhead(self) -> float:
+        """What runtime and codecs take."""
+        return self.codec + self.rest
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRun:
+    """A run of a wire over open links."""
+
+    machine: str
+    wire: str
+    step_s: float
+    stages: tuple[StageOverhead, ...]
+    """Medians over the traced steps."""
+
+    @property
+    def overhead(self) -> float:
+        """Of the worst stage."""
+        return max(stage.overhead for stage in self.stages)
+
+
+def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespace, results: Path) -> None:
+    """Train some steps over open links, and append what their traces say to a file of JSON lines."""
+    sweep = SweepConfig.model_validate(
+        {
+            **model,
+            "name": "trace",
+            "global_batch": 32,
+            "micro_batches": [1],
+            "stages": [NUM_STAGES],
+            "device": options.device,
+            "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [DEPTH]}],
+            "tcp_slow_start_after_idle": False,
+        }
+    )
+    key = sweep_points(sweep)[0].session
+    network_config = NetworkChoice(None).config(NUM_STAGES, "cubic", False)
+    with (
+        build_network(network_config) as network,
+        tempfile.TemporaryDirectory(prefix="tahq-trace-") as name,
+    ):
+        folder = Path(name)
+        values = session_config(sweep, key, folder, None).model_dump()
+        values["run"] |= {"trace_steps": list(TRACED)}
+        config = resolve(ClusterConfig.model_validate(values))
+        hosts = tuple(network.plan.hosts)
+        with TahqSession(SessionRequest(config, key.schedule, network, hosts, folder)) as session:
+            records = [session.next_step(options.timeout) for _ in range(TRACED[1] + 1)]
+        traces = folder / config.run.dir / config.run.name / "trace"
+        steps = range(TRACED[0], TRACED[1] + 1)
+        if options.pictures is not None:
+            shutil.copytree(traces, options.pictures / wire_name(wire), dirs_exist_ok=True)
+        found = [overheads(json.loads(trace_path(traces, step).read_text())) for step in steps]
+    run = TracedRun(
+        machine=one_line(describe_machine(options.device)),
+        wire=wire_text(*wire),
+        step_s=statistics.median(records[step - 1].seconds for step in steps),
+        stages=tuple(_median(of_stage) for of_stage in zip(*found, strict=True)),
+    )
+    with results.open("a") as file:
+        file.write(json.dumps(asdict(run)) + "\n")
+
+
+def wire_name(wire: tuple[str, str]) -> str:
+    """Fit for a folder."""
+    return re.sub(r"\W+", "-", " ".join(wire))
+
+
+def overheads(trace: Mapping[str, Any]) -> list[StageOverhead]:
+    """Of each stage, from a trace file's object."""
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    step = next(_interval(event) for event in events if event["cat"] == "step")
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    stages = sorted({event["pid"] - FIRST_STAGE_PID for event in events if event["pid"] >= FIRST_STAGE_PID})
+    result = []
+    for stage in stages:
+        mine = [e for e in events if e["pid"] == stage + FIRST_STAGE_PID and lanes[e["pid"], e["tid"]] == "compute"]
+        parts = (
+            [e for e in mine if e["cat"] in COMPUTING],
+            [e for e in mine if e["name"].startswith(FRAME_WAITS)],
+            [e for e in mine if e["cat"] in UPDATE],
+            [e for e in mine if e["cat"] in COMMIT],
+            [e for e in mine if e["name"].startswith(CODEC_WAIT)],
+        )
+        result.append(StageOverhead(stage, *_shares(parts, step)))
+    return result
+
+
+def _shares(parts: Sequence[Sequence[Mapping[str, Any]]], step: Interval) -> list[float]:
+    """What each adds to those before it, as a share of the step; then what none covers."""
+    so_far: list[Interval] = []
+    shares, reached = [], 0.0
+    for part in parts:
+        so_far += [_within(_interval(event), step) for event in part]
+        shares.append(covered(so_far) - reached)
+        reached += shares[-1]
+    length = step[1] - step[0]
+    return [share / length for share in (*shares, length - reached)]
+
+
+def covered(intervals: Iterable[Interval]) -> float:
+    """Length of the union."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _interval(event: Mapping[str, Any]) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _within(interval: Interval, span: Interval) -> Interval:
+    begin = min(max(interval[0], span[0]), span[1])
+    return begin, max(begin, min(interval[1], span[1]))
+
+
+def _median(stages: Sequence[StageOverhead]) -> StageOverhead:
+    names = ("compute", "frames", "update", "commit", "codec", "rest")
+    return StageOverhead(
+        stages[0].stage, **{name: statistics.median(getattr(each, name) for each in stages) for name in names}
+    )
+
+
+def read_runs(paths: Iterable[Path]) -> list[TracedRun]:
+    """What `trace_run` has written, the newest of each wire."""
+    runs = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            row["stages"] = tuple(StageOverhead(**stage) for stage in row["stages"])
+            runs[row["wire"]] = TracedRun(**row)
+    return list(runs.values())
+
+
+def overhead_lines(runs: Sequence[TracedRun]) -> Iterator[str]:
+    """Markdown."""
+    if not runs:
+        return
+    yield "## What runtime and codecs take, by trace\n"
+    yield (
+        f"{'; '.join(dict.fromkeys(run.machine for run in runs))}. Open links; in flight {DEPTH}.\n"
+        "Shares of the step on each stage, medians of steps "
+        f"{TRACED[0]} to {TRACED[1]}. *update*: data, norms and optimizer. *overhead*: what is none of the columns\n"
+        "before it: waiting for a codec, of which *codec* is the share, and gaps between actions.\n"
+    )
+    titles = ("wire", "step, s", "stage", "computing", "waiting for frames", "update", "commit", "overhead", "codec")
+    yield f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
+    for run in runs:
+        for stage in run.stages:
+            shares = (stage.compute, stage.frames, stage.update, stage.commit, stage.overhead, stage.codec)
+            cells = " | ".join(f"{share:.1%}" for share in shares)
+            yield f"| `{run.wire}` | {run.step_s:.3f} | {stage.stage} | {cells} |"
+    yield ""
