@@ -8,6 +8,7 @@ does is not predicted: it waits for sends, and the simulator does not.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -114,7 +115,7 @@ def predicted_step_s(
 
 
 def step_costs(work: StepWork, plan: NetworkPlan, codec: CodecSeconds, hosts: Sequence[str]) -> Costs:
-    """The same step for the simulator, on these hosts; rates at the goodput that TCP has of them."""
+    """The same step for the simulator, on these hosts and the paths between them; rates at TCP's goodput."""
     stages = range(len(work.forward_s))
     weights_s = [whole_s - part_s for whole_s, part_s in zip(work.backward_s, work.returns_s, strict=True)]
     seconds = {
@@ -125,15 +126,23 @@ def step_costs(work: StepWork, plan: NetworkPlan, codec: CodecSeconds, hosts: Se
     }
     return Costs(
         compute_s={(stage, kind): row[stage] for kind, row in seconds.items() for stage in stages},
-        cuts=[_cut(out, back, codec) for out, back in zip(work.activation_nbytes, work.gradient_nbytes, strict=True)],
+        cuts=[
+            _cut(plan, ends, out, back, codec)
+            for ends, out, back in zip(
+                itertools.pairwise(hosts), work.activation_nbytes, work.gradient_nbytes, strict=True
+            )
+        ],
         hosts=[_host(plan, host) for host in hosts],
-        latency_s=max(plan.paths[pair].delay_s for pair in _neighbours(hosts)),
         codec_lane=True,
         piece_nbytes=LinksConfig().piece,
     )
 
 
-def _cut(activation_nbytes: float, gradient_nbytes: float, codec: CodecSeconds) -> CutCosts:
+def _cut(
+    plan: NetworkPlan, ends: tuple[str, str], activation_nbytes: float, gradient_nbytes: float, codec: CodecSeconds
+) -> CutCosts:
+    """Of delays that differ by direction the longer."""
+    there, back = plan.paths[ends], plan.paths[ends[::-1]]
     return CutCosts(
         activation_nbytes,
         gradient_nbytes,
@@ -141,15 +150,16 @@ def _cut(activation_nbytes: float, gradient_nbytes: float, codec: CodecSeconds) 
         codec.forward_decode_s,
         codec.backward_encode_s,
         codec.backward_decode_s,
+        latency_s=max(there.delay_s, back.delay_s),
+        forward_bytes_per_s=_goodput_bytes_per_s(there.rate_bits_per_s),
+        backward_bytes_per_s=_goodput_bytes_per_s(back.rate_bits_per_s),
     )
 
 
 def _host(plan: NetworkPlan, host: str) -> HostCosts:
     shape = plan.host_shapes[host]
-    rates = {"uplink_bytes_per_s": shape.up_bits_per_s, "downlink_bytes_per_s": shape.down_bits_per_s}
-    return HostCosts(**{name: GOODPUT_SHARE * rate / 8 for name, rate in rates.items() if rate is not None})
+    return HostCosts(_goodput_bytes_per_s(shape.up_bits_per_s), _goodput_bytes_per_s(shape.down_bits_per_s))
 
 
-def _neighbours(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = list(itertools.pairwise(hosts))
-    return [*pairs, *((second, first) for first, second in pairs)]
+def _goodput_bytes_per_s(rate_bits_per_s: float | None) -> float:
+    return math.inf if rate_bits_per_s is None else GOODPUT_SHARE * rate_bits_per_s / 8
