@@ -65,6 +65,8 @@ TORCH: Mapping[str, tuple[str, str]] = {
 """Schedule and wire of torch's own pipelining, by part."""
 TRACE = "trace"
 TRACED_WIRES = (TAH, FP32)
+PIECE = 1024 * 1024
+"""The largest: each message costs Python, and of that stages that compute small kernels have little to spare."""
 EXPECTED_S = (0.008, 0.016)
 """A micro-batch's forward and backward on a stage, when depths are chosen."""
 EXPECTED_CODEC = CodecSeconds(0.002, 0.002, 0.002, 0.002)
@@ -101,6 +103,7 @@ def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
             "calibrate": not options.no_calibration,
             "steps": {"settle": options.settle, "at_least": options.steps, "at_most": 6, "about": 10.0},
             "tcp_slow_start_after_idle": False,
+            "piece": options.piece,
             "timeout": options.timeout,
         }
     )
@@ -153,7 +156,7 @@ def report(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
         "host's uplink and downlink, no delay, cubic without slow start after pauses. Tokens a second by the median\n"
         "step. *share*: of the bound that compute, bytes and rates set (tahq_netem/bound.py), with the seconds that\n"
         "forward and backward took on the GPUs in the same steps. *predicted*: by the simulator, with the codecs'\n"
-        "times of the same steps.\n"
+        "times of the same steps. Pieces of 1 MiB.\n"
     )
     for name in dict.fromkeys(row["sweep"] for row in measured):
         parts = dict.fromkeys(_series(row) for row in measured if row["sweep"] == name)
@@ -263,6 +266,7 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES), help="Mbit/s")
     parser.add_argument("--settle", type=int, default=2, help="steps that go by before any counts")
     parser.add_argument("--steps", type=int, default=2, help="of a point, at least")
+    parser.add_argument("--piece", type=int, default=PIECE, help="links.piece, in bytes")
     parser.add_argument("--backend", default="auto", help="of the networks; see tahq-netem probe")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds that a start may take")
     parser.add_argument("--no-calibration", action="store_true", help="do not measure the networks first")

@@ -38,7 +38,7 @@ UPDATE = frozenset({"data", "norms", "optimizer"})
 COMMIT = frozenset({"commit"})
 COMPUTING = frozenset({"forward", "backward", "input_gradient", "weight_gradient"})
 """Categories of spans."""
-FRAME_WAITS = ("wait for stage", "wait for memory")
+FRAME_WAITS = ("wait for stage", "wait for room")
 """Both end when a frame comes; during the latter a deeper pipeline would have had something to do."""
 CODEC_WAIT = "wait for the codec"
 Interval = tuple[float, float]
@@ -90,6 +90,7 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
             "device": options.device,
             "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [DEPTH]}],
             "tcp_slow_start_after_idle": False,
+            "piece": options.piece,
         }
     )
     key = sweep_points(sweep)[0].session

@@ -57,7 +57,7 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
         training=TrainingConfig(steps=MANY_STEPS, global_batch=sweep.global_batch, micro_batch=key.micro_batch),
         pipeline=_pipeline(key),
         wire=WireConfig(activations=key.activations, gradients=key.gradients),
-        links=LinksConfig(),
+        links=LinksConfig() if sweep.piece is None else LinksConfig(piece=sweep.piece),
     )
     return resolve(ClusterConfig.model_validate(values.model_dump()))
 

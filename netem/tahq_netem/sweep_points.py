@@ -162,8 +162,7 @@ def _workload(config: SweepConfig) -> dict[str, Any]:
     kept = {"model", "data", "seq_len", "global_batch", "device", "threads", "congestion_control", "backend", "steps"}
     if config.faults:
         kept.add("faults")
-    if config.tcp_slow_start_after_idle is not None:
-        kept.add("tcp_slow_start_after_idle")
+    kept |= {key for key in ("tcp_slow_start_after_idle", "piece") if getattr(config, key) is not None}
     return config.model_dump(mode="json", include=kept)
 
 

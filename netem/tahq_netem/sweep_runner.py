@@ -289,6 +289,7 @@ class SweepRun:
             "seq_len": config.sample_len,
             "congestion_control": config.congestion_control,
             "tcp_slow_start_after_idle": config.tcp_slow_start_after_idle,
+            "piece": config.piece,
         }
 
     def _outcome(self, points: Sequence[Point]) -> SweepOutcome:

@@ -27,7 +27,7 @@ from tahq.data.config import DataConfig
 from tahq.errors import ConfigError
 from tahq.models.config import ModelConfig, SleepConfig
 from tahq.quant.spec import CodecSpec
-from tahq.units import WRITTEN_BY_HAND, Duration, Section
+from tahq.units import WRITTEN_BY_HAND, Duration, Section, Size
 from tahq.yaml_positions import YamlError, parse_yaml
 from tahq_netem.faults import Fault, Timeline
 
@@ -182,6 +182,8 @@ class SweepConfig(Section):
     congestion_control: CongestionControl = "cubic"
     tcp_slow_start_after_idle: bool | None = None
     """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it."""
+    piece: Size | None = Field(default=None, ge=4096, le=1024 * 1024)
+    """tahq's `links.piece`; None: what that is by itself."""
     calibrate: bool = True
     """Measure every network first, and skip its points where it is not what it should be."""
     max_busy_cores: float | None = Field(default=None, gt=0)

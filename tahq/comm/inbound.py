@@ -8,9 +8,10 @@ delivered once.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from tahq.comm.frame import Direction, Frame, FrameHeader, LogicalId, buffer_of
+from tahq.comm.frame import Direction, Frame, FrameHeader, LogicalId
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.units import format_size
 
@@ -33,13 +34,14 @@ class _Assembly:
     def __init__(self, header: FrameHeader, keep: bool) -> None:
         self.header = header
         self.payload = torch.empty(header.total_nbytes, dtype=torch.uint8) if keep else None
-        self._view = None if self.payload is None else buffer_of(self.payload)
+        self._bytes = None if self.payload is None else self.payload.numpy()
         self.received = 0
 
     def add(self, header: FrameHeader, piece: bytes | memoryview) -> None:
         end = self.received + len(piece)
-        if self._view is not None:
-            self._view[self.received : end] = piece
+        if self._bytes is not None:
+            # NumPy copies without the GIL, which new memory, page by page, would hold up all other threads with.
+            self._bytes[self.received : end] = np.frombuffer(piece, np.uint8)
         self.received = end
 
     @property

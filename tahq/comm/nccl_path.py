@@ -7,8 +7,10 @@ a lock that the lower stage holds (`turn`): then of two devices at least one can
 H200: without turns, sending both ways at once stood still for ever.
 """
 
+import atexit
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +24,19 @@ from tahq.errors import ConfigError
 _FOR_EVER = timedelta(days=365)
 _LOOK_S = 0.2
 """How often one that waits for its turn looks whether it was aborted."""
+
+
+_EXIT_S = 10.0
+"""For what was aborted to end before the process does: torch ends it by a signal if a communicator outlives CUDA."""
+
+_aborting: set[threading.Thread] = set()
+
+
+@atexit.register
+def _await_aborts() -> None:
+    until_s = time.monotonic() + _EXIT_S
+    for thread in list(_aborting):
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def _nothing() -> None:
@@ -110,11 +125,14 @@ class NcclPath:
         """
         if not self._is_aborted:
             self._is_aborted = True
-            threading.Thread(target=self._abort, name="tahq-nccl-abort", daemon=True).start()
+            thread = threading.Thread(target=self._abort, name="tahq-nccl-abort", daemon=True)
+            _aborting.add(thread)
+            thread.start()
 
     def _abort(self) -> None:
         with suppress(RuntimeError):  # a communicator that was never made, or is broken already
             self._group.abort()
+        _aborting.discard(threading.current_thread())
 
     def _take_turn(self) -> None:
         while self._turn is not None and not self._turn.acquire(timeout=_LOOK_S):

@@ -53,6 +53,9 @@ class CodecLanes(Protocol):
     def send(self, tensor: torch.Tensor, send: Send) -> None:
         """Have `tensor` encoded and sent; it must not change afterwards."""
 
+    def drop(self, what: object) -> None:
+        """Let go of something of which the caller keeps nothing, and which takes long to take apart."""
+
     def finish(self) -> bool:
         """End the step: everything has been encoded; returns whether all of it was finite."""
 
@@ -80,6 +83,9 @@ class InlineLanes:
     def send(self, tensor: torch.Tensor, send: Send) -> None:
         """Encode and send; see CodecLanes."""
         self._is_finite &= send()
+
+    def drop(self, what: object) -> None:
+        """It goes when the caller returns; see CodecLanes."""
 
     def finish(self) -> bool:
         """End the step; see CodecLanes."""
@@ -118,6 +124,10 @@ class ThreadedLanes:
         """Hand over to the thread that encodes; see CodecLanes."""
         self._sender.submit(tensor, send)
 
+    def drop(self, what: object) -> None:
+        """Hand over to the thread that encodes; see CodecLanes."""
+        self._sender.drop(what)
+
     def finish(self) -> bool:
         """Wait until everything is encoded; see CodecLanes."""
         with self._stopwatch.measure("wait:codec"):
@@ -151,14 +161,24 @@ class _Stream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
+@dataclass(frozen=True, slots=True)
+class _ToSend:
+    tensor: torch.Tensor
+    mark: torch.cuda.Event | None
+    send: Send
+
+
+@dataclass(frozen=True, slots=True)
+class _ToDrop:
+    what: object
+
+
 class _SendLane:
     """Encodes and sends, first come first served."""
 
     def __init__(self, stream: _Stream) -> None:
         self._stream = stream
-        self._jobs: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event | None, Send] | threading.Event] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[_ToSend | _ToDrop | threading.Event] = queue.SimpleQueue()
         self._is_finite = True
         self._error: BaseException | None = None
         self.on_error: Callable[[BaseException], None] | None = None
@@ -167,7 +187,11 @@ class _SendLane:
 
     def submit(self, tensor: torch.Tensor, send: Send) -> None:
         """Queue a tensor as it is now."""
-        self._jobs.put((tensor, self._stream.mark(), send))
+        self._jobs.put(_ToSend(tensor, self._stream.mark(), send))
+
+    def drop(self, what: object) -> None:
+        """Queue something that is not needed any more."""
+        self._jobs.put(_ToDrop(what))
 
     def flush(self) -> bool:
         """Wait for everything queued; whether it was all finite since the last call."""
@@ -181,17 +205,19 @@ class _SendLane:
 
     def _run(self) -> None:
         while True:
-            job = self._jobs.get()
-            if isinstance(job, threading.Event):
-                job.set()
-            elif self._error is None:
-                self._do(*job)
+            self._do(self._jobs.get())  # by no name here, which would keep it until the next one comes
 
-    def _do(self, tensor: torch.Tensor, mark: torch.cuda.Event | None, send: Send) -> None:
+    def _do(self, job: _ToSend | _ToDrop | threading.Event) -> None:
+        if isinstance(job, threading.Event):
+            job.set()
+        elif isinstance(job, _ToSend) and self._error is None:
+            self._send(job)
+
+    def _send(self, job: _ToSend) -> None:
         try:
             with self._stream():
-                self._stream.wait_for(mark, tensor)
-                self._is_finite &= send()
+                self._stream.wait_for(job.mark, job.tensor)
+                self._is_finite &= job.send()
         except BaseException as error:
             self._error = error
             if self.on_error is not None:

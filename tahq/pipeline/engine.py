@@ -103,6 +103,7 @@ class StageEngine:
         self._finite = True
         self._peak_in_flight = 0
         self._losses: list[torch.Tensor] = []
+        self._spent: torch.Tensor | None = None
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         self._split = {(action.chunk, action.micro_batch) for action in actions if action.kind is ActionKind.I}
         self._held_up = held_up_by_depth(
@@ -124,6 +125,7 @@ class StageEngine:
             if self._on_action is not None:
                 self._on_action(step, action)
             self._execute(action)
+        self._spent = None
         self._finite = self._lanes.finish()
         self._scale_gradients(1 / self._shape.gradient_scale)
         if self._tied is not None:
@@ -194,12 +196,20 @@ class StageEngine:
         chunk = self._chunks[number]
         x, y = self._in_flight.pop((number, micro_batch))
         gradient = self._lanes.take() if chunk.outgoing is not None else None
+        self._drop_spent()
         with self._stopwatch.measure("backward" if action.kind is ActionKind.B else "input_gradient", action):
             y.backward(gradient)  # type: ignore[no-untyped-call]
         if chunk.incoming is not None:
             if x.grad is None:
                 raise AssertionError("backward left no gradient on the received activation")
             self._send(chunk.incoming, Direction.BACKWARD, micro_batch, x.grad)
+        self._spent = y
+
+    def _drop_spent(self) -> None:
+        """Have the graph of the backward before taken apart while the next one runs, for which Python is not needed."""
+        if self._spent is not None:
+            self._lanes.drop(self._spent)
+            self._spent = None
 
     def _deferral(self, number: int, micro_batch: int) -> DeferredGradients | None:
         """Where a forward leaves what a split backward computes last; None for a whole one."""

@@ -49,7 +49,7 @@ class DeviceMarks(Protocol):
         """A point behind everything queued so far; returns at once."""
 
     def times_s(self, marks: Sequence[Any]) -> list[float]:
-        """When each was reached, by `time.monotonic`; waits for the last."""
+        """When each of a thread's, in the order of marking, was reached, by `time.monotonic`; waits for the last."""
 
 
 class HostMarks:
@@ -78,8 +78,7 @@ class CudaMarks:
 
     def times_s(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
         """Counted back from an event that has just been waited for, the one moment that both clocks know."""
-        for mark in marks:  # of other streams too
-            mark.synchronize()
+        marks[-1].synchronize()  # of another stream, maybe; those before are of the same one, and over
         anchor = self.mark()
         anchor.synchronize()
         now_s = time.monotonic()

@@ -54,6 +54,24 @@ def test_one_tensor_that_is_not_finite_marks_its_step_and_not_the_next(lanes):
     assert lanes.finish()
 
 
+class Noted:
+    """Writes down in which thread it is taken apart."""
+
+    def __init__(self, threads: list[str]) -> None:
+        self._threads = threads
+
+    def __del__(self) -> None:
+        self._threads.append(threading.current_thread().name)
+
+
+def test_what_is_dropped_is_taken_apart_by_the_thread_that_encodes():
+    lanes, threads = ThreadedLanes(CPU, Stopwatch()), []
+    lanes.begin([])
+    lanes.drop(Noted(threads))
+    assert lanes.finish()
+    assert threads == ["tahq-encode"]
+
+
 def refuse(*_: object) -> torch.Tensor:
     raise CodecError("not a stream")
 
