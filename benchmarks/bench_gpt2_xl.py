@@ -70,6 +70,8 @@ PIECE = 1024 * 1024
 EXPECTED_S = (0.008, 0.016)
 """A micro-batch's forward and backward on a stage, when depths are chosen."""
 EXPECTED_CODEC = CodecSeconds(0.002, 0.002, 0.002, 0.002)
+ERROR_LENGTH = 160
+"""Of a message in the tables; the results' file has all of it."""
 MIN_SHARE = 0.92
 MAX_OVERHEAD = 0.02
 
@@ -147,7 +149,7 @@ def measure(options: argparse.Namespace, results: Path) -> int:
 
 def report(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
     """Markdown."""
-    measured = list(done(rows))
+    measured = sorted(done(rows), key=_place)
     machines = dict.fromkeys(f"{one_line(row['machine'])}, {row['when'][:10]}" for row in rows)
     yield "# The engine with GPT2-XL on GPUs\n"
     yield f"{'; '.join(machines)}. `python benchmarks/bench_gpt2_xl.py`\n"
@@ -171,7 +173,7 @@ def report(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
     failed = [row for row in rows if row["status"] != DONE]
     if failed:
         yield "\n## Not measured\n"
-        yield from (f"- {_series(row)}, {_network(row)}: {row['error']}" for row in failed)
+        yield from (f"- {_series(row)}, {_network(row)}: {row['error'][:ERROR_LENGTH]} …" for row in failed)
 
 
 def _tokens_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -239,6 +241,12 @@ def tokens_per_s(row: Row) -> float:
     """By the median step."""
     tokens: int = row["point"]["global_batch"] * row["point"]["seq_len"]
     return tokens / quartiles([step["seconds"] for step in row["steps"]])[1]
+
+
+def _place(row: Row) -> tuple[bool, str, str, float]:
+    """tahq's first, a wire's rows together, the fastest network first."""
+    point = row["point"]
+    return point["runtime"] != "tahq", point["schedule"], _wire(row), -point["rate_bits_per_s"]
 
 
 def _series(row: Row) -> str:
