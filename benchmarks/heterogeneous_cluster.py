@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from tahq.comm.network_config import HostConfig, NetworkConfig
-from tahq.config_errors import Origin, Origins, one_line
 from tahq.errors import ConfigError
-from tahq.units import WRITTEN_BY_HAND, Section
-from tahq.yaml_positions import YamlError, parse_yaml
+from tahq.section_file import read_section_file
+from tahq.units import Section
 from tahq_netem.compute import StageTimes
 from tahq_netem.figures import GOODPUT_SHARE
 from tahq_netem.sweep_points import SessionKey
@@ -162,21 +161,8 @@ def load_plan(path: Path) -> ChosenPlan:
     Raises:
         ConfigError: the file cannot be read, or is no plan for this cluster; one line.
     """
-    try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except YamlError as error:
-        raise ConfigError(f"{path}:{error.line}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document.value, Mapping):
-        raise ConfigError(f"{path}: expected keys such as `hosts:`, got {document.value!r:.60}")
-    value = _of_tahq_plan(path, document.value) if "plan" in document.value else document.value
-    try:
-        return ChosenPlan.model_validate(value, context=WRITTEN_BY_HAND)
-    except ValidationError as error:
-        known = {where: Origin(f"{path}:{line}", line) for where, line in document.lines.items()}
-        origins = Origins(str(path), known | {(): Origin(str(path))}, {})
-        raise ConfigError(one_line(error, document.value, ChosenPlan, origins)) from error
+    file = read_section_file(path, "hosts")
+    return (file.with_values(_of_tahq_plan(path, file.values)) if "plan" in file.values else file).check(ChosenPlan)
 
 
 def _of_tahq_plan(path: Path, written: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from tahq.assembly import block_ranges
 from tahq.config import ClusterConfig
-from tahq.config_errors import Origin, Origins, one_line
 from tahq.coordinator.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
 from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
-from tahq.units import WRITTEN_BY_HAND, format_rate
-from tahq.yaml_positions import YamlError, parse_yaml
+from tahq.section_file import read_section_file
+from tahq.units import format_rate
 from tahq_launch.dry_run import computes_in_bf16
 from tahq_launch.link_speeds import link_speeds
 from tahq_netem.description import plan_network
@@ -37,20 +34,7 @@ def read_numbers(path: Path) -> KnownNumbers:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not make sense; one line with file and line.
     """
-    try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except YamlError as error:
-        raise ConfigError(f"{path}:{error.line}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; `tahq measure` writes such files") from error
-    if not isinstance(document.value, dict):
-        raise ConfigError(f"{path}: expected keys such as `hosts:`, got {document.value!r:.60}")
-    try:
-        cluster = ClusterNumbers.model_validate(document.value, context=WRITTEN_BY_HAND)
-    except ValidationError as error:
-        known = {where: Origin(f"{path}:{line}", line) for where, line in document.lines.items()}
-        origins = Origins(str(path), known | {(): Origin(str(path))}, {})
-        raise ConfigError(one_line(error, document.value, ClusterNumbers, origins)) from error
+    cluster = read_section_file(path, "hosts", "`tahq measure` writes such files").check(ClusterNumbers)
     return KnownNumbers(cluster, (f"all numbers: {path}" + (f" ({cluster.source})" if cluster.source else ""),))
 
 

@@ -13,22 +13,20 @@ Everything but `runtimes` holds for all runtimes; a runtime has its own schedule
 every one takes all of them. `sweep_points` makes the product.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tahq import yaml_positions
 from tahq.comm.config import Device
 from tahq.comm.network_config import BackendName, CongestionControl, Speed
-from tahq.config_errors import Origin, Origins, one_line
 from tahq.data.config import DataConfig
 from tahq.errors import ConfigError
 from tahq.models.config import ModelConfig, SleepConfig
 from tahq.quant.spec import CodecSpec
-from tahq.units import WRITTEN_BY_HAND, Duration, Section, Size
-from tahq.yaml_positions import YamlError, parse_yaml
+from tahq.section_file import read_section_file
+from tahq.units import Duration, Section, Size
 from tahq_netem.faults import Fault, Timeline
 
 UNSHAPED = "unshaped"
@@ -227,21 +225,5 @@ def load_sweep(path: Path, changes: Sequence[tuple[str, Any]] = ()) -> SweepConf
     Raises:
         ConfigError: the file cannot be read or does not make sense; one line that names the place.
     """
-    try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except YamlError as error:
-        raise ConfigError(f"{path}:{error.line}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; is it a sweep.yaml?") from error
-    if not isinstance(document.value, dict):
-        raise ConfigError(f"{path}: expected keys such as `rates:`, got {document.value!r:.60}")
-    return _checked(str(path), {**document.value, **dict(changes)}, document.lines)
-
-
-def _checked(source: str, values: dict[str, Any], lines: Mapping[yaml_positions.Path, int]) -> SweepConfig:
-    try:
-        return SweepConfig.model_validate(values, context=WRITTEN_BY_HAND)
-    except ValidationError as error:
-        known = {where: Origin(f"{source}:{line}", line) for where, line in lines.items()}
-        origins = Origins(source, known | {(): Origin(source)}, {})
-        raise ConfigError(one_line(error, values, SweepConfig, origins)) from error
+    file = read_section_file(path, "rates", "is it a sweep.yaml?")
+    return file.with_values({**file.values, **dict(changes)}).check(SweepConfig)

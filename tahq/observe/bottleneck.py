@@ -42,9 +42,9 @@ class WireFacts:
     gradients: str
     shape: tuple[int, int, int]
 
-    def codec(self, traffic: Traffic) -> str:
-        """The spec of what packs this."""
-        return self.activations if traffic == "activations" else self.gradients
+    def codec(self, flow: Flow) -> str:
+        """The spec of what packs this; the configuration's where the step does not say."""
+        return flow.codec or (self.activations if flow.traffic == "activations" else self.gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _link_advice(step: StepRecord, top: Resource, rest: Resource | None, facts: 
             share = figures.share(untouched.wire_s / step.step_time_s)
             return f"`{spec}` would bring it below {untouched.name}, which has the wire for {share}"
     if not ladder:
-        present = CodecSpec.parse(facts.codec(traffic)).brief()
+        present = CodecSpec.parse(facts.codec(top.flow)).brief()
         return f"no codec is cheaper than `{present}`, so only a higher rate would help"
     spec, ratio = ladder[-1]
     left = figures.share(busiest_uplink_s(flows, traffic, ratio) / step.step_time_s)
@@ -156,7 +156,7 @@ def cheaper_codecs(facts: WireFacts, flow: Flow) -> list[tuple[str, float]]:
 
     Dearest first.
     """
-    present = CodecSpec.parse(facts.codec(flow.traffic))
+    present = CodecSpec.parse(facts.codec(flow))
     family = "fixed" if present.name == "fixed" else "eden" if flow.traffic == "gradients" else "wf"
     nbytes = flow.payload_bytes / flow.frames
     ratios = ((spec, _frame_nbytes(spec, facts.shape) / nbytes) for spec in LADDERS[family])

@@ -31,6 +31,8 @@ class Flow:
     wire_s: float
     frames: int
     payload_bytes: int
+    codec: str = ""
+    """What packed it; empty where nobody said."""
 
     @property
     def name(self) -> str:
@@ -62,7 +64,8 @@ def flows_of(links: Sequence[LinkRecord]) -> list[Flow]:
         key = (link.sender, link.receiver, link.direction)
         old = flows.get(key, Flow(*key, 0.0, 0, 0))
         wire_s = old.wire_s + (link.wire_s or link.sending_s)
-        flows[key] = Flow(*key, wire_s, old.frames + link.frames, old.payload_bytes + link.payload_bytes)
+        frames, nbytes = old.frames + link.frames, old.payload_bytes + link.payload_bytes
+        flows[key] = Flow(*key, wire_s, frames, nbytes, link.codec or old.codec)
     return list(flows.values())
 
 

@@ -26,8 +26,13 @@ def stages(*computes_s, commit_s=0.01, waits_s=None, **changes):
 def link(sender, receiver, traffic, wire_s, number=None, codec=None, **changes):
     cut = min(sender, receiver) if number is None else number
     times = {"busy_s": 1.1 * wire_s, "sending_s": 1.05 * wire_s, "wire_s": wire_s} | changes
-    nbytes = MICRO_BATCHES * get_codec(codec or FACTS.codec(traffic)).encoded_nbytes(SHAPE)
-    return LinkRecord(cut, sender, receiver, traffic, MICRO_BATCHES, nbytes, nbytes + 1000, 4_194_304, **times)
+    nbytes = MICRO_BATCHES * get_codec(codec or spec_of(FACTS, traffic)).encoded_nbytes(SHAPE)
+    sizes = (MICRO_BATCHES, nbytes, nbytes + 1000, 4_194_304)
+    return LinkRecord(cut, sender, receiver, traffic, *sizes, **times, codec=codec or "")
+
+
+def spec_of(facts, traffic):
+    return facts.activations if traffic == "activations" else facts.gradients
 
 
 def step(record, seconds, stages, *links):
@@ -46,6 +51,12 @@ def test_issue_example_names_link_share_and_codec(record):
         "link 2→1, gradients is the bottleneck: 71 % of the step; `eden:bits=3` would make it compute-bound"
     )
     assert diagnosis.brief == "link 2→1 gradients 71 %"
+
+
+def test_codec_of_the_step_counts_where_it_is_not_the_configuration_s(record):
+    """A run that follows the bandwidth, down at one bit already: nothing is cheaper, whatever it was begun with."""
+    slow = step(record, 10.0, stages(1.0, 1.0), link(1, 0, "gradients", 7.0, codec="eden:bits=1"))
+    assert "no codec is cheaper than `eden:bits=1`" in diagnose(slow, FACTS).sentence
 
 
 def test_codec_that_is_named_is_the_dearest_that_is_cheap_enough(record):
@@ -69,7 +80,7 @@ def test_ladder_goes_down_in_bytes_and_stays_below_the_present_codec():
         (WireFacts("tah", "fixed:bits=8", SHAPE), "gradients", "fixed"),
         (WireFacts("raw:dtype=fp32", "raw:dtype=fp32", SHAPE), "gradients", "eden"),
     ):
-        (flow,) = flows_of([link(0, 1, traffic, 1.0, codec=facts.codec(traffic))])
+        (flow,) = flows_of([link(0, 1, traffic, 1.0, codec=spec_of(facts, traffic))])
         ladder = cheaper_codecs(facts, flow)
         ratios = [ratio for _, ratio in ladder]
         assert all(spec.startswith(family) for spec, _ in ladder)
