@@ -5,7 +5,8 @@
 Hosts in a row, in network namespaces; each sends all the time to the next one (`forward`), or to both neighbours
 (`both`), over a plain socket each, and nothing else runs. A host in the middle then fills its uplink and its downlink,
 each shared by two connections, and its acknowledgements wait behind its own data. Said is what came of each such
-host's uplink, as a share of its rate and of what one connection alone carries of that (1448 of 1514 bytes).
+host's uplink, as a share of its rate and of what one connection alone carries of that (1448 of 1514 bytes); and what
+the last host, which only acknowledges where all send forward, puts on the wire for a byte that it gets.
 
 Needs root and a quiet machine.
 """
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from machine import describe
@@ -30,8 +32,16 @@ from tahq_netem.network import Network, build_network
 PORT = 7000
 CHUNK = bytes(256 * 1024)
 CONTROLS = ("cubic", "bbr")
-Received = dict[str, dict[str, int]]
-"""Bytes while it was measured, by receiver and sender."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one host saw in the seconds that count."""
+
+    received: dict[str, int]
+    """Bytes of data by sender."""
+    wire_nbytes: int
+    """What left its network device, headers included."""
 
 
 # -- on a host -----------------------------------------------------------------------------------
@@ -83,11 +93,19 @@ def play(address: str, settle_s: float, seconds: float, targets: Sequence[str]) 
     for task, arguments in [(host.receive, ()), *((send, (target,)) for target in targets)]:
         threading.Thread(target=task, args=arguments, daemon=True).start()
     time.sleep(settle_s)
-    before = host.received()
+    before, sent_before = host.received(), sent_nbytes()
     time.sleep(seconds)
-    after = host.received()
-    print(json.dumps({peer: count - before.get(peer, 0) for peer, count in after.items()}), flush=True)
+    after, sent_after = host.received(), sent_nbytes()
+    received = {peer: count - before.get(peer, 0) for peer, count in after.items()}
+    print(json.dumps(asdict(Counted(received, sent_after - sent_before))), flush=True)
     time.sleep(1.0)  # others may still be counting
+
+
+def sent_nbytes() -> int:
+    """What all devices of this namespace but loopback have sent so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    devices = (line.partition(":") for line in lines)
+    return sum(int(counters.split()[8]) for name, _, counters in devices if name.strip() != "lo")
 
 
 # -- on this machine -----------------------------------------------------------------------------
@@ -99,8 +117,8 @@ def neighbours(place: int, num_hosts: int, pattern: str) -> list[int]:
     return ahead if pattern == "forward" else [*([place - 1] if place else []), *ahead]
 
 
-def measure(network: Network, pattern: str, settle_s: float, seconds: float) -> Received:
-    """Bytes that came, by receiver and sender."""
+def measure(network: Network, pattern: str, settle_s: float, seconds: float) -> dict[str, Counted]:
+    """What was counted, by the host's address."""
     hosts = list(network.plan.hosts)
     running = []
     for place, host in enumerate(hosts):
@@ -108,13 +126,19 @@ def measure(network: Network, pattern: str, settle_s: float, seconds: float) -> 
         argv = [sys.executable, __file__, "--play", network.address(host), str(settle_s), str(seconds), *targets]
         running.append(network.popen(host, argv, stdout=subprocess.PIPE, text=True))
     found = [json.loads(process.communicate(timeout=settle_s + seconds + 60)[0]) for process in running]
-    return {network.address(host): received for host, received in zip(hosts, found, strict=True)}
+    return {network.address(host): Counted(**counted) for host, counted in zip(hosts, found, strict=True)}
 
 
-def sent_by_middle(received: Received, seconds: float) -> list[float]:
+def sent_by_middle(counted: Mapping[str, Counted], seconds: float) -> list[float]:
     """Bits a second of each host that has two neighbours."""
-    hosts = list(received)
-    return [8 * sum(row.get(host, 0) for row in received.values()) / seconds for host in hosts[1:-1]]
+    hosts = list(counted)
+    return [8 * sum(row.received.get(host, 0) for row in counted.values()) / seconds for host in hosts[1:-1]]
+
+
+def acknowledged(counted: Mapping[str, Counted]) -> float:
+    """Bytes on the wire for each byte received, of the last host, which sends no data."""
+    last = list(counted.values())[-1]
+    return last.wire_nbytes / sum(last.received.values())
 
 
 def report(options: argparse.Namespace) -> str:
@@ -128,8 +152,8 @@ def report(options: argparse.Namespace) -> str:
         "uplinks of those in the middle, mean over them and over the seconds, as a share of the rate and, in brackets,",
         "of what one connection alone carries of it.",
         "",
-        "| Mbit/s | round trip, ms | TCP | forward only | both ways |",
-        "|---|---|---|---|---|",
+        "| Mbit/s | round trip, ms | TCP | forward only | both ways | acknowledging a byte, forward only |",
+        "|---|---|---|---|---|---|",
     ]
     for mbits, delay_ms in options.networks:
         for control in options.controls:
@@ -139,10 +163,12 @@ def report(options: argparse.Namespace) -> str:
             cells = []
             for pattern in ("forward", "both"):
                 with build_network(config) as network:
-                    rates = sent_by_middle(measure(network, pattern, options.settle, options.seconds), options.seconds)
-                share = statistics.fmean(rates) / (1e6 * mbits)
+                    counted = measure(network, pattern, options.settle, options.seconds)
+                share = statistics.fmean(sent_by_middle(counted, options.seconds)) / (1e6 * mbits)
                 cells.append(f"{share:.3f} ({share / GOODPUT_SHARE:.3f})")
-            lines.append(f"| {mbits:g} | {delay_ms:g} | {control} | {' | '.join(cells)} |")
+                if pattern == "forward":
+                    acknowledging = f"{acknowledged(counted):.4f}"
+            lines.append(f"| {mbits:g} | {delay_ms:g} | {control} | {' | '.join(cells)} | {acknowledging} |")
             print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join([*lines, ""])
 
@@ -158,8 +184,8 @@ def main() -> None:
         help="Mbit/s and round trip in ms, such as 100/50",
     )
     parser.add_argument("--controls", nargs="+", default=list(CONTROLS), help="TCP's congestion controls")
-    parser.add_argument("--settle", type=float, default=8.0, help="seconds that do not count")
-    parser.add_argument("--seconds", type=float, default=15.0, help="that do")
+    parser.add_argument("--settle", type=float, default=6.0, help="seconds that do not count")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that do")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--play", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -12,13 +12,17 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from engine_points import FP32, MICRO_BATCH, PLACES, SEQ_LEN, TAH, Place
 
+from tahq_netem.bound import StepWork
+from tahq_netem.compute import StageTimes
+from tahq_netem.prediction import CodecSeconds, predicted_step_s, session_schedule
 from tahq_netem.result_rows import Row, done
-from tahq_netem.sweep_points import NetworkChoice
+from tahq_netem.session_config import input_gradients
+from tahq_netem.sweep_points import NetworkChoice, SessionKey
 from tahq_netem.sweep_spec import split_wire
 
 MIN_SHARE = {TAH: 0.95, FP32: 0.92}
@@ -124,11 +128,42 @@ def engine_row(row: Row) -> EngineRow:
         tokens_per_s=tokens / step_s,
         bound_s=float(row["bound_s"]),
         commit_s=point["round_trip_s"] if point["runtime"] == "tahq" else 0.0,
-        predicted_s=row.get("predicted_step_s"),
+        predicted_s=predicted_again(row),
         codec_s=row.get("codec_s"),
         busy_cores=float(row["busy_cores"]),
         busy_cores_of_others=float(row["busy_cores_of_others"]),
     )
+
+
+def predicted_again(row: Row) -> float | None:
+    """The step by the simulator as it is now, from what the row has of compute, bytes and codecs; None: not predicted.
+
+    A row also keeps what the simulator of its day said.
+    """
+    point, times, codec = row["point"], row.get("stage_times"), row.get("codec_s")
+    if times is None or codec is None:
+        return row.get("predicted_step_s")
+    count = point["global_batch"] // point["micro_batch"]
+    key = SessionKey(**{field.name: _as_tuple(point.get(field.name)) for field in fields(SessionKey)})
+    schedule = session_schedule(key, count)
+    if schedule is None:
+        return None
+    forward_s, backward_s = zip(*times, strict=True)
+    work = StepWork(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        activation_nbytes=[nbytes / count for nbytes in row["activation_nbytes"]],
+        gradient_nbytes=[nbytes / count for nbytes in row["gradient_nbytes"]],
+        num_micro_batches=count,
+        input_gradient_s=input_gradients(key, StageTimes(forward_s, backward_s)),
+    )
+    plan = NetworkChoice(point["rate_bits_per_s"], point["round_trip_s"]).plan(key.stages)
+    has_coordinator = key.runtime == "tahq"
+    return predicted_step_s(schedule, work, plan, CodecSeconds(**codec), has_coordinator=has_coordinator)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

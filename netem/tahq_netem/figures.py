@@ -16,6 +16,8 @@ from tahq_netem.description import NetworkPlan
 
 WIRE_BYTES: Final = 1514
 GOODPUT_SHARE: Final = 1448 / WIRE_BYTES
+ACKNOWLEDGED: Final = 0.015
+"""Bytes on the wire of TCP's acknowledgements for a byte of data (benchmarks/results/two_way_epyc2_202611.md)."""
 RATE_TOLERANCE: Final = 0.03
 ROUND_TRIP_TOLERANCE_S: Final = 2e-3
 LOSS_CONFIDENCE: Final = 0.999

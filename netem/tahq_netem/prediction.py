@@ -21,7 +21,7 @@ from tahq.pipeline.schedule import ActionKind, Schedule
 from tahq.pipeline.simulator import simulate
 from tahq_netem.bound import StepWork
 from tahq_netem.description import NetworkPlan
-from tahq_netem.figures import GOODPUT_SHARE
+from tahq_netem.figures import ACKNOWLEDGED, GOODPUT_SHARE
 from tahq_netem.runtimes.bare_async import actions_of
 from tahq_netem.runtimes.session import StepRecord
 from tahq_netem.sweep_measurement import Measurement
@@ -135,6 +135,7 @@ def step_costs(work: StepWork, plan: NetworkPlan, codec: CodecSeconds, hosts: Se
         hosts=[_host(plan, host) for host in hosts],
         codec_lane=True,
         piece_nbytes=LinksConfig().piece,
+        acknowledged=GOODPUT_SHARE * ACKNOWLEDGED,  # rates are of data alone
     )
 
 

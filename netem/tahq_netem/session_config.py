@@ -76,12 +76,15 @@ def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) 
         activation_nbytes=(float(get_codec(key.activations).encoded_nbytes(shape)),) * cuts,
         gradient_nbytes=(float(get_codec(key.gradients).encoded_nbytes(shape)),) * cuts,
         num_micro_batches=sweep.global_batch // key.micro_batch,
-        input_gradient_s=_input_gradients(key, times),
+        input_gradient_s=input_gradients(key, times),
     )
 
 
-def _input_gradients(key: SessionKey, times: StageTimes | None) -> tuple[float, ...] | None:
-    """None where a backward is one; what sleeping stages take for it, and nothing where nobody knows how much it is."""
+def input_gradients(key: SessionKey, times: StageTimes | None) -> tuple[float, ...] | None:
+    """Seconds by stage; None where a backward is one.
+
+    What sleeping stages take for it, and nothing where nobody knows how much it is.
+    """
     if key.schedule not in SPLIT_SCHEDULES:
         return None
     if times is None:

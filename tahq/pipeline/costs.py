@@ -63,6 +63,7 @@ class Costs:
         piece_nbytes: a frame's largest piece. On a downlink that two neighbours send into, pieces of
             their frames take turns, and on an uplink what goes first goes between pieces; None: whole frames do.
         first: which of the frames that wait for an uplink goes first.
+        acknowledged: bytes on the receiver's uplink for each that it gets; they go before the next piece there.
         activation_nbytes: what one micro-batch in flight keeps in memory, by chunk; None: not known.
     """
 
@@ -74,6 +75,7 @@ class Costs:
     codec_lane: bool = False
     piece_nbytes: int | None = None
     first: FirstOut = FirstOut.OLDEST
+    acknowledged: float = 0.0
     activation_nbytes: Sequence[float] | None = None
 
     def check(self, schedule: Schedule) -> None:

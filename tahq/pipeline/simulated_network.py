@@ -9,7 +9,8 @@ and enter the receiver's downlink `latency_s` later while the rest is still bein
 
 so with equal rates and a free downlink the frame arrives one serialisation and one latency later. Whenever an
 uplink is free it takes a piece of the frame that goes first: the one queued first, or, where one direction is
-preferred, the first of those. What it has begun to send it sends to the end of the piece.
+preferred, the first of those. What it has begun to send it sends to the end of the piece. What a host gets it
+acknowledges: where its uplink is busy, the next piece there waits for these bytes.
 """
 
 import heapq
@@ -41,6 +42,8 @@ class _Uplink:
 
     waiting: list[tuple[int, int, _Queued]] = field(default_factory=list)
     is_busy: bool = False
+    to_acknowledge: float = 0.0
+    """Bytes that came since the last piece went."""
 
 
 class SimulatedNetwork:
@@ -81,7 +84,9 @@ class SimulatedNetwork:
             return
         queued = uplink.waiting[0][2]
         nbytes = self._piece_nbytes(queued)
-        sent_s = now + nbytes / self._costs.hosts[stage].uplink_bytes_per_s
+        acknowledging = self._costs.acknowledged * uplink.to_acknowledge
+        uplink.to_acknowledge = 0.0
+        sent_s = now + (acknowledging + nbytes) / self._costs.hosts[stage].uplink_bytes_per_s
         if queued.num_sent == 0:
             queued.transfer = replace(queued.transfer, start_s=now)
         queued.num_sent += 1
@@ -105,6 +110,8 @@ class SimulatedNetwork:
 
         def arrive(now: float) -> None:
             delivered_s = self._use_downlink(transfer.target, nbytes, first_s + latency_s, now)
+            receiver = self._uplinks[transfer.target]
+            receiver.to_acknowledge += nbytes if receiver.is_busy else 0.0
             if is_last:
                 done = replace(transfer, delivered_s=delivered_s)
                 self._at(delivered_s, lambda _: queued.deliver(done))

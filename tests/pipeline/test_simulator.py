@@ -4,6 +4,7 @@ import heapq
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -89,6 +90,30 @@ def test_what_goes_first_goes_between_pieces(first, order):
         now, _, event = heapq.heappop(events)
         event(now)
     assert delivered == order
+
+
+@pytest.mark.parametrize(
+    ("acknowledged", "times_s"),
+    # what comes while nothing is sent costs nothing; the second piece of the gradient waits for 2 bytes' worth
+    [(0.0, {Direction.FORWARD: 2, Direction.BACKWARD: 5}), (0.25, {Direction.FORWARD: 2, Direction.BACKWARD: 5.5})],
+)
+def test_acknowledgements_hold_up_what_is_sent_meanwhile(acknowledged, times_s):
+    """Stage 1 gets 2 bytes from stage 0 until 2, and sends it 4 bytes in pieces of 2, from 1 on."""
+    costs = uniform_costs(2, 2, forward_s=1, backward_s=1, host=ONE_BYTE_A_SECOND)
+    delivered, events, numbers = {}, [], itertools.count()
+
+    def at(time_s, event):
+        heapq.heappush(events, (time_s, next(numbers), event))
+
+    network = SimulatedNetwork(replace(costs, piece_nbytes=2, acknowledged=acknowledged), at)
+    for direction, source, nbytes in ((Direction.FORWARD, 0, 2), (Direction.BACKWARD, 1, 4)):
+        span = TransferSpan(0, direction, 0, source, 1 - source, nbytes, 0, 0, 0, 0)
+        send = partial(network.send, span, deliver=lambda done: delivered.update({done.direction: done.delivered_s}))
+        at(float(source), send)
+    while events:
+        now, _, event = heapq.heappop(events)
+        event(now)
+    assert delivered == times_s
 
 
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), list(itertools.product((1, 2, 4), (1, 3, 8))))
