@@ -287,8 +287,8 @@ def _lines(rows: Sequence[EngineRow], machine: str, failed: Sequence[Row]) -> It
         "in fp32; network namespaces, rates of each host's uplink and downlink. A step is the median of those that\n"
         "count, in brackets the quartiles. *bound*: the shortest time that compute, bytes, rates and delays leave\n"
         "open (tahq_netem/bound.py); *share*: of that; *and commit*: of that and, for tahq, one round trip to the\n"
-        "coordinator, which here passes unseen. *predicted*: by the simulator, with the codecs' times of the same\n"
-        "steps. *busy cores*: by the measurement, in brackets by anything else. No slow start after pauses.\n"
+        "coordinator, which here passes unseen. *predicted*: by the simulator as it is, with the codecs' times of\n"
+        "the same steps. *busy cores*: by the measurement, in brackets by anything else. No slow start after pauses.\n"
     )
     for place in PLACES:
         for count in place.micro_batches:
