@@ -24,8 +24,6 @@ from tahq.errors import ConfigError
 _FOR_EVER = timedelta(days=365)
 _LOOK_S = 0.2
 """How often one that waits for its turn looks whether it was aborted."""
-
-
 _EXIT_S = 10.0
 """For what was aborted to end before the process does: torch ends it by a signal if a communicator outlives CUDA."""
 

@@ -6,7 +6,7 @@ Invariants:
 - gradients of micro-batches are accumulated in ascending order (the schedule guarantees it);
 - gradients are multiplied by `StepShape.gradient_scale` on the wire and off it until the last backward has run;
 - weights are touched by nobody here: a step ends with gradients, `update.py` applies the commit;
-- a micro-batch's graph is freed when its backward, or the input gradient of a split one, has run.
+- a backward, or the input gradient of a split one, frees what was kept for it; the empty graph goes beside the next.
 
 Shapes: B samples a micro-batch, S tokens, C channels, V words.
 """
@@ -148,6 +148,7 @@ class StageEngine:
         self._losses = []
         self._in_flight.clear()
         self._deferred.clear()
+        self._spent = None
         self._peak_in_flight = 0
         with self._stopwatch.measure("data"):
             self._batch = self._batches.train(step) if self._batches is not None else None
