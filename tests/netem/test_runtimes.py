@@ -67,11 +67,14 @@ def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtim
 
 
 def test_torch_sends_bf16_both_ways_when_asked_to(tmp_path):
-    with RUNTIMES["torch"](request(tmp_path, "torch", "gpipe", wire="raw:dtype=bf16")) as session:
+    half, whole = tmp_path / "bf16", tmp_path / "fp32"
+    half.mkdir()
+    whole.mkdir()
+    with RUNTIMES["torch"](request(half, "torch", "gpipe", wire="raw:dtype=bf16")) as session:
         records = [session.next_step(TIMEOUT_S) for _ in range(3)]
     frames = 4 * 2 * 32 * 64 * 2  # half of fp32's
     assert all(record.activation_nbytes == record.gradient_nbytes == (frames,) for record in records)
-    with RUNTIMES["torch"](request(tmp_path, "torch", "gpipe")) as session:
+    with RUNTIMES["torch"](request(whole, "torch", "gpipe")) as session:
         exact = [session.next_step(TIMEOUT_S) for _ in range(3)]
     # 8 bits of mantissa: near, and not the same
     assert records[2].loss == pytest.approx(exact[2].loss, abs=0.02)
