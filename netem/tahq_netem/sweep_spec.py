@@ -119,12 +119,11 @@ class RuntimeConfig(Section):
         unknown = [name for name in self.schedules if name not in SCHEDULES[self.name]]
         if unknown:
             raise ValueError(f"{self.name} has the schedules {', '.join(SCHEDULES[self.name])}; got {unknown[0]}")
-        sendable = WIRES[self.name]
-        if sendable is not None:
-            known = [split_wire(wire) for wire in sendable]
-            packed = [wire for wire in self.wires if split_wire(wire) not in known]
-            if packed:
-                raise ValueError(f"{self.name} sends {' or '.join(sendable)} and nothing else; got {packed[0]}")
+        sendable = WIRES[self.name] or self.wires
+        known = [split_wire(wire) for wire in sendable]
+        packed = [wire for wire in self.wires if split_wire(wire) not in known]
+        if packed:
+            raise ValueError(f"{self.name} sends {' or '.join(sendable)} and nothing else; got {packed[0]}")
         if self.in_flight != [None] and self.name != "tahq":
             raise ValueError(f"in_flight is tahq's; {self.name} has what its schedule has")
         return self

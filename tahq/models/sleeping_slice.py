@@ -104,13 +104,17 @@ class _Backward:
     begin_s: float = 0.0
 
 
-class _FirstInBackward(torch.autograd.Function):
-    """The identity at the end of forward, which notes when the backward gets there."""
+class _InBackward(torch.autograd.Function):
+    """The identity, which knows whose backward it is in."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, backward: _Backward) -> torch.Tensor:
         ctx.backward_pass = backward
         return x.view_as(x)
+
+
+class _FirstInBackward(_InBackward):
+    """At the end of forward: notes when the backward gets there."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -118,13 +122,8 @@ class _FirstInBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-class _LastInBackward(torch.autograd.Function):
-    """The identity on the factors, whose gradient is ready when the time is over."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, backward: _Backward) -> torch.Tensor:
-        ctx.backward_pass = backward
-        return x.view_as(x)
+class _LastInBackward(_InBackward):
+    """On the factors, whose gradient is ready when the time is over."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -61,7 +61,8 @@ class StepRecord:
         loss: nats a token; None where the runtime does not say.
         activation_nbytes: payload on each cut, forward.
         gradient_nbytes: payload on each cut, backward.
-        compute_s: what each stage spent in (forward, backward); empty where it is not known.
+        compute_s: what each stage spent in (forward, backward); empty where it is not known. On a GPU that stages
+            share, the others' turns are in it.
         codec_s: what each stage spent in (encode, decode); empty where it is not known.
     """
 
