@@ -62,7 +62,9 @@ class Costs:
             thread beside its compute and decodes in another.
         piece_nbytes: a frame's largest piece. On a downlink that two neighbours send into, pieces of
             their frames take turns, and on an uplink what goes first goes between pieces; None: whole frames do.
-        first: which of the frames that wait for an uplink goes first.
+        first: which of the frames that wait for an uplink goes first; None: nobody keeps an order, and links take
+            turns piece by piece, about as TCP shares an uplink.
+        queue_s: what waits at most before a downlink, or on a path, as time at its rate; more waits in its sender.
         acknowledged: bytes on the receiver's uplink for each that it gets; they go before the next piece there.
         activation_nbytes: what one micro-batch in flight keeps in memory, by chunk; None: not known.
     """
@@ -74,7 +76,8 @@ class Costs:
     commit_s: float = 0.0
     codec_lane: bool = False
     piece_nbytes: int | None = None
-    first: FirstOut = FirstOut.OLDEST
+    first: FirstOut | None = FirstOut.OLDEST
+    queue_s: float = math.inf
     acknowledged: float = 0.0
     activation_nbytes: Sequence[float] | None = None
 

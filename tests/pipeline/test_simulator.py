@@ -4,7 +4,6 @@ import heapq
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -60,60 +59,84 @@ def test_two_chunks_a_stage_halve_the_bubble(num_micro_batches):
     assert timeline.step_time_s == 3 * num_micro_batches + 3 * 3 / 2
 
 
+class Wire:
+    """A network that runs until all is delivered: what was delivered when, by direction and micro-batch."""
+
+    def __init__(self, costs, **changes):
+        self.delivered = {}
+        self._events, self._numbers = [], itertools.count()
+        self._network = SimulatedNetwork(replace(costs, **changes), self._at)
+
+    def _at(self, time_s, event):
+        heapq.heappush(self._events, (time_s, next(self._numbers), event))
+
+    def queue(self, direction, micro_batch, source, target, nbytes, queued_s=0.0):
+        span = TransferSpan(0, direction, micro_batch, source, target, nbytes, 0, 0, 0, 0)
+        self._at(queued_s, lambda now: self._network.send(span, now, self._note))
+
+    def _note(self, done):
+        self.delivered[f"{done.direction.name.lower()} {done.micro_batch}"] = done.delivered_s
+
+    def run(self):
+        while self._events:
+            now, _, event = heapq.heappop(self._events)
+            event(now)
+        return self.delivered
+
+
+THREE_STAGES = uniform_costs(3, 3, forward_s=1, backward_s=1, host=ONE_BYTE_A_SECOND)
+
+
 @pytest.mark.parametrize(
-    ("first", "order"),
+    ("first", "times_s"),
     [
-        (FirstOut.OLDEST, ["forward 1", "backward 0", "forward 2"]),
-        (FirstOut.ACTIVATIONS, ["forward 1", "forward 2", "backward 0"]),
-        (FirstOut.GRADIENTS, ["backward 0", "forward 1", "forward 2"]),
+        (FirstOut.OLDEST, {"forward 1": 4, "backward 0": 8, "forward 2": 12}),
+        (FirstOut.ACTIVATIONS, {"forward 1": 4, "forward 2": 8, "backward 0": 12}),
+        # the first activation's first piece has left when the gradient comes
+        (FirstOut.GRADIENTS, {"backward 0": 6, "forward 1": 8, "forward 2": 12}),
+        # links take turns: activation, gradient, activation, gradient, and the other activation
+        (None, {"forward 1": 6, "backward 0": 8, "forward 2": 12}),
     ],
 )
-def test_what_goes_first_goes_between_pieces(first, order):
+def test_what_goes_first_goes_between_pieces(first, times_s):
     """Frames of 4 bytes in pieces of 2 at a byte a second; a gradient comes while the first activation is sent."""
-    costs = uniform_costs(3, 3, forward_s=1, backward_s=1, host=ONE_BYTE_A_SECOND)
-    delivered, events, numbers = [], [], itertools.count()
+    wire = Wire(THREE_STAGES, piece_nbytes=2, first=first)
+    wire.queue(Direction.FORWARD, 1, 1, 2, 4)
+    wire.queue(Direction.BACKWARD, 0, 1, 0, 4)
+    wire.queue(Direction.FORWARD, 2, 1, 2, 4)
+    assert wire.run() == times_s
 
-    def at(time_s, event):
-        heapq.heappush(events, (time_s, next(numbers), event))
 
-    network = SimulatedNetwork(replace(costs, piece_nbytes=2, first=first), at)
-
-    def queue(direction, micro_batch, target):
-        span = TransferSpan(0, direction, micro_batch, 1, target, 4, 0, 0, 0, 0)
-        name = f"{direction.name.lower()} {micro_batch}"
-        network.send(span, 0.0, lambda done: delivered.append(name))
-
-    queue(Direction.FORWARD, 1, 2)
-    queue(Direction.BACKWARD, 0, 0)
-    queue(Direction.FORWARD, 2, 2)
-    while events:
-        now, _, event = heapq.heappop(events)
-        event(now)
-    assert delivered == order
+@pytest.mark.parametrize(
+    ("queue_s", "times_s"),
+    [
+        # without an end: both have left at 4 and arrive by turns until 8; stage 2 sends the other frame from 4 to 8
+        (math.inf, {"forward 0": 7, "backward 0": 8, "forward 9": 8}),
+        # of 2 s, here 2 bytes: from 2 on one piece goes when one has come, in turn; stage 2 sends nothing from 2 to 3,
+        # and from 4 on the other frame's pieces where the older frame's have no room; a byte of it is left at 8
+        (2.0, {"forward 0": 7, "backward 0": 8, "forward 9": 9}),
+    ],
+)
+def test_what_does_not_fit_into_a_queue_waits_in_its_sender(queue_s, times_s):
+    """Stages 0 and 2 send 4 bytes each to stage 1, in pieces of one; at 4, stage 2 has 4 more for stage 0."""
+    wire = Wire(THREE_STAGES, piece_nbytes=1, queue_s=queue_s)
+    wire.queue(Direction.FORWARD, 0, 0, 1, 4)
+    wire.queue(Direction.BACKWARD, 0, 2, 1, 4)
+    wire.queue(Direction.FORWARD, 9, 2, 0, 4, queued_s=4.0)
+    assert wire.run() == times_s
 
 
 @pytest.mark.parametrize(
     ("acknowledged", "times_s"),
     # what comes while nothing is sent costs nothing; the second piece of the gradient waits for 2 bytes' worth
-    [(0.0, {Direction.FORWARD: 2, Direction.BACKWARD: 5}), (0.25, {Direction.FORWARD: 2, Direction.BACKWARD: 5.5})],
+    [(0.0, {"forward 0": 2, "backward 0": 5}), (0.25, {"forward 0": 2, "backward 0": 5.5})],
 )
 def test_acknowledgements_hold_up_what_is_sent_meanwhile(acknowledged, times_s):
     """Stage 1 gets 2 bytes from stage 0 until 2, and sends it 4 bytes in pieces of 2, from 1 on."""
-    costs = uniform_costs(2, 2, forward_s=1, backward_s=1, host=ONE_BYTE_A_SECOND)
-    delivered, events, numbers = {}, [], itertools.count()
-
-    def at(time_s, event):
-        heapq.heappush(events, (time_s, next(numbers), event))
-
-    network = SimulatedNetwork(replace(costs, piece_nbytes=2, acknowledged=acknowledged), at)
-    for direction, source, nbytes in ((Direction.FORWARD, 0, 2), (Direction.BACKWARD, 1, 4)):
-        span = TransferSpan(0, direction, 0, source, 1 - source, nbytes, 0, 0, 0, 0)
-        send = partial(network.send, span, deliver=lambda done: delivered.update({done.direction: done.delivered_s}))
-        at(float(source), send)
-    while events:
-        now, _, event = heapq.heappop(events)
-        event(now)
-    assert delivered == times_s
+    wire = Wire(THREE_STAGES, piece_nbytes=2, acknowledged=acknowledged)
+    wire.queue(Direction.FORWARD, 0, 0, 1, 2)
+    wire.queue(Direction.BACKWARD, 0, 1, 0, 4, queued_s=1.0)
+    assert wire.run() == times_s
 
 
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), list(itertools.product((1, 2, 4), (1, 3, 8))))
