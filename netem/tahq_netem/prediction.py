@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from tahq.comm.config import LinksConfig
 from tahq.pipeline.costs import Costs, CutCosts, HostCosts
 from tahq.pipeline.generators import generate
 from tahq.pipeline.schedule import ActionKind, Schedule
@@ -26,6 +25,11 @@ from tahq_netem.runtimes.bare_async import actions_of
 from tahq_netem.runtimes.session import StepRecord
 from tahq_netem.sweep_measurement import Measurement
 from tahq_netem.sweep_points import SessionKey
+from tahq_netem.wire_queue import SHORTEST_QUEUE_S
+
+SHARED_NBYTES = 64 * 1024
+"""Links that share an uplink are taken to take turns after so many bytes. TCP does it by packets; what is simulated
+more finely takes longer and comes out much the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ def predicted_step_s(
     *,
     hosts: Sequence[str] | None = None,
     has_coordinator: bool = True,
+    queue_s: float | None = None,
 ) -> float:
     """Seconds of a step in the simulator.
 
@@ -104,9 +109,10 @@ def predicted_step_s(
         codec: of every cut.
         hosts: who runs the stages, in order; None: the network's first.
         has_coordinator: whether stages tell the first stage's host when they are done.
+        queue_s: as of `step_costs`.
     """
     hosts = plan.hosts[: schedule.num_stages] if hosts is None else hosts
-    timeline = simulate(schedule, step_costs(work, plan, codec, hosts))
+    timeline = simulate(schedule, step_costs(work, plan, codec, hosts, queue_s))
     ends_s = [0.0] * schedule.num_stages
     for span in timeline.actions:
         ends_s[span.stage] = max(ends_s[span.stage], span.end_s)
@@ -114,8 +120,20 @@ def predicted_step_s(
     return max(end_s + way_s for end_s, way_s in zip(ends_s, ways_s, strict=True))
 
 
-def step_costs(work: StepWork, plan: NetworkPlan, codec: CodecSeconds, hosts: Sequence[str]) -> Costs:
-    """The same step for the simulator, on these hosts and the paths between them; rates at TCP's goodput."""
+def step_costs(
+    work: StepWork, plan: NetworkPlan, codec: CodecSeconds, hosts: Sequence[str], queue_s: float | None = None
+) -> Costs:
+    """The same step for the simulator, on these hosts and the paths between them; rates at TCP's goodput.
+
+    Args:
+        work: seconds and bytes.
+        plan: the network; no uplink of it is capped, so that TCP shares each between its links.
+        codec: of every cut.
+        hosts: who runs the stages, in order.
+        queue_s: how long queues get; None: as the networks here have them.
+    """
+    if queue_s is None:
+        queue_s = max([SHORTEST_QUEUE_S, *(plan.round_trip_s(*ends) for ends in itertools.pairwise(hosts))])
     stages = range(len(work.forward_s))
     weights_s = [whole_s - part_s for whole_s, part_s in zip(work.backward_s, work.returns_s, strict=True)]
     seconds = {
@@ -134,7 +152,9 @@ def step_costs(work: StepWork, plan: NetworkPlan, codec: CodecSeconds, hosts: Se
         ],
         hosts=[_host(plan, host) for host in hosts],
         codec_lane=True,
-        piece_nbytes=LinksConfig().piece,
+        piece_nbytes=SHARED_NBYTES,
+        first=None,
+        queue_s=queue_s,
         acknowledged=GOODPUT_SHARE * ACKNOWLEDGED,  # rates are of data alone
     )
 

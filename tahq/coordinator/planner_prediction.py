@@ -4,6 +4,7 @@ Each host encodes in one lane beside its compute and decodes in another. Not in 
 evaluations, snapshots, and the exchange of tied embeddings.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from tahq.coordinator.planner_schedules import plan_schedule
 from tahq.coordinator.planner_stages import StageCosts, Wires
 from tahq.coordinator.planner_table import ClusterTable
 from tahq.pipeline.bound import step_bound
-from tahq.pipeline.costs import Costs, CutCosts, HostCosts
+from tahq.pipeline.costs import Costs, CutCosts, FirstOut, HostCosts
 from tahq.pipeline.schedule import ActionKind, Schedule
 from tahq.pipeline.simulator import simulate
 from tahq.pipeline.timeline import Timeline
@@ -27,6 +28,9 @@ MAX_ACTIONS_SEARCHED = 6_000
 
 
 _MANY_ACTIONS = 5_000
+
+QUEUE_S = 0.2
+"""How long queues before downlinks are taken to be: what access networks have, about, and networks of namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ def step_time_s(table: ClusterTable, plan: Plan, *, whole_frames: bool = True, s
     Args:
         table: the cluster.
         plan: what is simulated.
-        whole_frames: frames share a downlink whole, which is faster to simulate; False: piece by piece, as sent.
+        whole_frames: frames share a downlink whole and queues have no end, which is faster to simulate; False: piece
+            by piece, as sent.
         speed: what is changed.
 
     Raises:
@@ -158,8 +163,15 @@ def plan_costs(table: ClusterTable, plan: Plan, piece_nbytes: int | None, speed:
         commit_s=round_trip,
         codec_lane=True,
         piece_nbytes=piece_nbytes,
-        first=plan.first,
+        first=_order(table, plan, piece_nbytes),
+        queue_s=math.inf if piece_nbytes is None else QUEUE_S,
     )
+
+
+def _order(table: ClusterTable, plan: Plan, piece_nbytes: int | None) -> FirstOut | None:
+    """What goes first on an uplink; None: links share it, since frames do not wait where tahq could choose."""
+    is_kept = len(table.problem.firsts) > 1 or plan.first is not FirstOut.OLDEST
+    return plan.first if piece_nbytes is None or is_kept else None
 
 
 def chunk_layers(plan: Plan) -> tuple[int, ...]:
