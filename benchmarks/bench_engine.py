@@ -59,7 +59,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=names, choices=names, help="networks")
     parser.add_argument("--micro-batches", type=int, nargs="+", help="of a step, of those that a network has")
     parser.add_argument("--runtimes", nargs="+", default=["tahq", *RUNTIMES], choices=["tahq", *RUNTIMES])
-    parser.add_argument("--schedules", nargs="+", default=["1f1b"], choices=SCHEDULES["tahq"], help="tahq's")
+    parser.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "zero-bubble"], choices=SCHEDULES["tahq"], help="tahq's"
+    )
     parser.add_argument("--wires", nargs="+", default=list(WIRES), choices=list(WIRES), help="tahq's")
     parser.add_argument("--depth", type=int, help="micro-batches under way in tahq; else the simulator chooses")
     parser.add_argument("--steps", type=int, default=5, help="of a point, at least")

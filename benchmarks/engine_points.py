@@ -38,6 +38,9 @@ ASSUMED_CODEC = CodecSeconds(0.008, 0.008, 0.008, 0.008)
 """When a depth is chosen nobody has timed the codecs; without them the simulator would leave nothing to hide them."""
 CAUTION = 1.25
 """Delays are taken so many times as long then: they vary, and what is too shallow by one waits in every turn."""
+QUEUES_S = (0.1, 0.2, 0.4, math.inf)
+"""How long queues before downlinks may be then. Some depths suit one length and lose a tenth with another, since whose
+frame comes first there turns on it: what is slowest with any counts."""
 AS_GOOD = 1.002
 """A shallower pipeline is taken if its step takes at most so many times the shortest one."""
 
@@ -94,7 +97,7 @@ class Choices:
     """
 
     runtimes: tuple[str, ...] = ("tahq", "torch", "bare")
-    schedules: tuple[str, ...] = ("1f1b",)
+    schedules: tuple[str, ...] = ("1f1b", "zero-bubble")
     micro_batches: tuple[int, ...] | None = None
     wires: tuple[str, ...] = tuple(WIRES)
     depth: int | None = None
@@ -116,27 +119,33 @@ def sweeps(places: Sequence[Place], choices: Choices) -> Iterator[SweepConfig]:
 
 
 def chosen_depth(place: Place, num_micro_batches: int, schedule: str, wire: str) -> tuple[int, ...]:
-    """The shallowest pipeline that the simulator holds for as fast as any of the candidates; by stage."""
+    """The shallowest pipeline that the simulator holds for as fast as any of the candidates, whatever the queues."""
     config = _sweep(place, num_micro_batches, Choices(), [{"name": "tahq", "schedules": [schedule], "wires": [wire]}])
     key = sweep_points(config)[0].session
     work = planned_work(config, key, StageTimes(key.forward_s, key.backward_s))
     plan = NetworkChoice(place.rate_bits_per_s, CAUTION * place.round_trip_s).plan(place.stages)
-    seconds = {
-        depth: predicted_step_s(
-            schedule_with_depth(schedule, place.stages, num_micro_batches, depth), work, plan, ASSUMED_CODEC
-        )
-        for depth in depths(place.stages, num_micro_batches)
-    }
+    seconds = {}
+    for depth in depths(schedule, place.stages, num_micro_batches):
+        found = schedule_with_depth(schedule, place.stages, num_micro_batches, depth)
+        queues_s = QUEUES_S if place.rate_bits_per_s is not None else QUEUES_S[-1:]
+        seconds[depth] = max(predicted_step_s(found, work, plan, ASSUMED_CODEC, queue_s=each) for each in queues_s)
     good = [depth for depth, step_s in seconds.items() if step_s <= AS_GOOD * min(seconds.values())]
     return min(good, key=sum)
 
 
-def depths(num_stages: int, num_micro_batches: int) -> list[tuple[int, ...]]:
-    """Candidates: 1F1B's P − r times something, and everything at once."""
+def depths(schedule: str, num_stages: int, num_micro_batches: int) -> list[tuple[int, ...]]:
+    """Candidates: 1F1B's P − r times something, and everything at once; each with other depths of the last stage.
+
+    Under zero-bubble, weight gradients that lag count too, so there more than all micro-batches may be said to be under
+    way, and no more than all ever are.
+    """
+    most = num_micro_batches + (num_stages - 1 if schedule == "zero-bubble" else 0)
     own = range(num_stages, 0, -1)
-    scaled = [tuple(min(num_micro_batches, math.ceil(factor * depth)) for depth in own) for factor in DEEPER]
-    last_alone = [(*depth[:-1], 1) for depth in scaled]
-    return list(dict.fromkeys([*scaled, *last_alone, (num_micro_batches,) * num_stages]))
+    scaled = [tuple(min(most, math.ceil(factor * depth)) for depth in own) for factor in DEEPER]
+    found = [*scaled, (most,) * num_stages]
+    last = [1, 2, *(math.ceil(share * most) for share in (0.25, 0.5, 0.625, 0.75, 0.875))]
+    found += [(*depth[:-1], least) for depth in found for least in last if least < depth[-2]]
+    return list(dict.fromkeys(found))
 
 
 def _runtimes(place: Place, count: int, choices: Choices) -> Iterator[dict[str, Any]]:
