@@ -43,6 +43,7 @@ from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
 from tahq.comm.host_shaping import host_shaping
+from tahq.comm.receive_memory import memory_for
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
@@ -146,7 +147,7 @@ class Worker:
         if assign.is_measuring:
             return self._measure(assign, config)
         assembly = Assembly.build(assign, config, self._options.device, self._working)
-        self._endpoint = self._open_endpoint(assign, config)
+        self._endpoint = self._open_endpoint(assign, config, assembly.device)
         plan = self._hello(assign, assembly, self._endpoint.address)
         if plan is None:
             return 0
@@ -193,7 +194,7 @@ class Worker:
         if tahq_log.getEffectiveLevel() > logging.DEBUG:
             tahq_log.setLevel(config.run.log_level.upper())
 
-    def _open_endpoint(self, assign: Assign, config: ClusterConfig) -> ZmqEndpoint:
+    def _open_endpoint(self, assign: Assign, config: ClusterConfig, device: torch.device) -> ZmqEndpoint:
         bind, advertise = listening_addresses(self._options, config, assign.stage)
         return ZmqEndpoint(
             identity=PeerIdentity(assign.run_id, 0, assign.stage, assign.config_hash),
@@ -204,6 +205,7 @@ class Worker:
             heartbeat_s=config.run.peer_timeout / 5,
             first=config.links.first,
             connections=config.links.connections,
+            allocate=memory_for(device),
         )
 
     def _hello(self, assign: Assign, assembly: Assembly, address: str) -> Plan | None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tahq.comm.frame import Direction, Frame, FrameHeader, LogicalId
+from tahq.comm.receive_memory import Allocate, pageable
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.units import format_size
 
@@ -31,9 +32,9 @@ _MAX_CONSUMED = 16_384
 class _Assembly:
     """A frame of which the pieces up to `received` have come; without a buffer it is being dropped."""
 
-    def __init__(self, header: FrameHeader, keep: bool) -> None:
+    def __init__(self, header: FrameHeader, payload: torch.Tensor | None) -> None:
         self.header = header
-        self.payload = torch.empty(header.total_nbytes, dtype=torch.uint8) if keep else None
+        self.payload = payload
         self._bytes = None if self.payload is None else self.payload.numpy()
         self.received = 0
 
@@ -61,7 +62,8 @@ def _same_frame(one: FrameHeader, other: FrameHeader) -> bool:
 class Inbound:
     """Posted ids, frames that came before their time, and the frames that are coming in, one a direction."""
 
-    def __init__(self, bound: UnexpectedBound, peer: str) -> None:
+    def __init__(self, bound: UnexpectedBound, peer: str, allocate: Allocate = pageable) -> None:
+        self._allocate = allocate
         self._bound = bound
         self._peer = peer
         self._posted: dict[LogicalId, int] = {}
@@ -114,7 +116,7 @@ class Inbound:
         return self._finish(self._assemblies.pop(header.id.direction)) if assembly.is_whole else None
 
     def _begin(self, header: FrameHeader) -> _Assembly:
-        return _Assembly(header, keep=self.admit(header))
+        return _Assembly(header, self._allocate(header.total_nbytes) if self.admit(header) else None)
 
     def _finish(self, whole: _Assembly) -> Frame | None:
         return None if whole.payload is None else self.complete(whole.header, whole.payload)

@@ -36,6 +36,7 @@ from tahq.comm.hello import DEFAULT_WINDOW_NBYTES, Hello, decode_text, unpack_he
 from tahq.comm.inbound import Inbound, UnexpectedBound
 from tahq.comm.link_connections import LinkConnections
 from tahq.comm.outbound import Outbound, Outgoing
+from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.resequencing import Resequencer
 from tahq.comm.sending_order import FAREWELL, First, Rank
 from tahq.comm.wire_time import ACK_AT_ONCE_NBYTES, ACK_DELAY_S, PieceTimes
@@ -112,7 +113,9 @@ _MAX_REASON_NBYTES = 1024
 class Session:
     """One end of one link."""
 
-    def __init__(self, identity: PeerIdentity, spec: LinkSpec, limits: SessionLimits) -> None:
+    def __init__(
+        self, identity: PeerIdentity, spec: LinkSpec, limits: SessionLimits, allocate: Allocate = pageable
+    ) -> None:
         self._identity = identity
         self._spec = spec
         self._limits = limits
@@ -121,7 +124,7 @@ class Session:
         )
         bound_nbytes = limits.receive_window_nbytes + MAX_PIECE_NBYTES
         self._resequencer = Resequencer(limits.connections, bound_nbytes, str(spec))
-        self._inbound = Inbound(limits.unexpected, str(spec))
+        self._inbound = Inbound(limits.unexpected, str(spec), allocate)
         self.local = End.OPEN
         self.remote = End.CONNECTING
         self._control_id = LogicalId(identity.run_id, 0, 0, Purpose.TRAIN, 0, 0, Direction.FORWARD)

@@ -17,6 +17,7 @@ from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
 from tahq.comm.endpoint_loop import EndpointLoop
 from tahq.comm.frame import MAX_PIECE_NBYTES
 from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
+from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import First
 from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
@@ -44,6 +45,7 @@ class ZmqEndpoint:
         heartbeat_s: float,
         first: First = "oldest",
         connections: int = 1,
+        allocate: Allocate = pageable,
     ) -> None:
         """Bind and start the I/O thread.
 
@@ -57,11 +59,13 @@ class ZmqEndpoint:
             heartbeat_s: how often to give a sign of life.
             first: what goes first of all that waits for this host's uplink.
             connections: TCP connections of each link; the same at both ends.
+            allocate: where frames that come in are put.
 
         Raises:
             UserError: the address is malformed or in use.
         """
         self._identity = identity
+        self._allocate = allocate
         self._limits = SessionLimits(
             peer_timeout_s,
             heartbeat_s,
@@ -126,7 +130,7 @@ class ZmqEndpoint:
             )
         name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
         spec = LinkSpec(link, peer_stage, name, dials=bool(dial))
-        end = LinkEnd(spec, Session(self._identity, spec, self._limits))
+        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate))
         self._loop.open(end, [self._dial(spec, dial) for _ in range(self._limits.connections)] if dial else [])
         self._ends[link] = end
         if self._aborted is not None:

@@ -282,7 +282,7 @@ class Boundary:
         return relative if math.isfinite(relative) else math.inf
 
     def _decode(self, codec: Codec, frame: Frame, sample_ids: Sequence[int] | None) -> torch.Tensor:
-        payload, key = frame.payload.to(self._device), self._key(codec, frame.id)
+        payload, key = frame.payload.to(self._device, non_blocking=True), self._key(codec, frame.id)
         if isinstance(codec, StatefulCodec):
             ids = _remembered(codec, frame.id, sample_ids)
             return codec.decode(payload, frame.shape, frame.dtype, key=key, sample_ids=ids)
