@@ -6,7 +6,8 @@
     python benchmarks/bench_gpt2_xl.py --model tiny --device cpu --out /tmp/try     # shows that it works
 
 1.5 billion random weights in four stages, each in a network namespace of its own, on as many GPUs as there are; 32
-samples of 1,024 tokens a step, one a micro-batch; 50 to 1000 Mbit/s up and down, without delay. Needs root.
+micro-batches a step, of one sample of 1,024 tokens or of more; 50 to 1000 Mbit/s up and down, without delay. Needs
+root.
 
 *Share of the bound*: `tahq_netem.bound`, with the bytes that crossed and the seconds that forward and backward took, by
 marks in the GPUs' queues, in the same steps. It holds where every stage has a GPU of its own.
@@ -15,8 +16,8 @@ marks in the GPUs' queues, in the same steps. It holds where every stage has a G
 codecs. `trace_overhead` says what counts. A share of the step, on the worst stage.
 
 How deep pipelines are is one choice a wire, since its rates share one start of the workers, which takes longer than
-most of them: that for which the simulator's worst loss against the best depth of each rate is least. It is told what
-compute is expected to take.
+most of them: that for which the simulator's worst loss against the best depth of each rate is least, whatever the
+length of queues. It is told what compute is expected to take, and what memory holds.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_paper_throughput import MODELS
-from engine_points import depths
-from engine_rows import quartiles, wire_text
+from engine_points import QUEUES_S, depths
+from engine_rows import quartiles, size_text, wire_text
 from trace_overhead import TracedRun, overhead_lines, read_runs, trace_run
 
 from tahq_netem.compute import StageTimes
@@ -68,7 +69,9 @@ TRACED_WIRES = (TAH, FP32)
 PIECE = 1024 * 1024
 """The largest: each message costs Python, and of that stages that compute small kernels have little to spare."""
 EXPECTED_S = (0.008, 0.016)
-"""A micro-batch's forward and backward on a stage, when depths are chosen."""
+"""A micro-batch's forward and backward on a stage, when depths are chosen: at least this, launching kernels,"""
+EXPECTED_OF_SAMPLE_S = (0.004, 0.0085)
+"""and at least this a sample."""
 EXPECTED_CODEC = CodecSeconds(0.002, 0.002, 0.002, 0.002)
 ERROR_LENGTH = 160
 """Of a message in the tables; the results' file has all of it."""
@@ -86,7 +89,7 @@ def sweep(part: str, options: argparse.Namespace) -> SweepConfig:
     config = _sweep(runtime, options)
     if part in TORCH:
         return config
-    return _sweep({**runtime, "in_flight": [chosen_depth(config)]}, options)
+    return _sweep({**runtime, "in_flight": [chosen_depth(config, options)]}, options)
 
 
 def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
@@ -94,8 +97,8 @@ def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
         {
             **MODELS[options.model],
             "name": f"gpt2-xl-{options.at_a_time}-at-a-time",
-            "global_batch": MICRO_BATCHES,
-            "micro_batches": [1],
+            "global_batch": MICRO_BATCHES * options.micro_batch,
+            "micro_batches": [options.micro_batch],
             "stages": [NUM_STAGES],
             "compute": ["real"],
             "rates": [1e6 * rate for rate in options.rates],
@@ -111,18 +114,26 @@ def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
     )
 
 
-def chosen_depth(config: SweepConfig) -> tuple[int, ...]:
+def chosen_depth(config: SweepConfig, options: argparse.Namespace) -> tuple[int, ...]:
     """The depth, by stage, that loses least against the best of each rate, by the simulator."""
     points = sweep_points(config)
-    forward_s, backward_s = ((seconds,) * NUM_STAGES for seconds in EXPECTED_S)
+    forward_s, backward_s = (
+        (max(least, options.micro_batch * each),) * NUM_STAGES
+        for least, each in zip(EXPECTED_S, EXPECTED_OF_SAMPLE_S, strict=True)
+    )
     work = planned_work(config, points[0].session, StageTimes(forward_s, backward_s))
     plans = [point.network.plan(NUM_STAGES) for point in points]
+    held = {
+        depth: schedule_with_depth("1f1b", NUM_STAGES, MICRO_BATCHES, depth)
+        for depth in depths("1f1b", NUM_STAGES, MICRO_BATCHES)
+        if max(depth) * options.micro_batch <= options.samples
+    }
     seconds = {
         depth: [
-            predicted_step_s(schedule_with_depth("1f1b", NUM_STAGES, MICRO_BATCHES, depth), work, plan, EXPECTED_CODEC)
+            max(predicted_step_s(schedule, work, plan, EXPECTED_CODEC, queue_s=queue_s) for queue_s in QUEUES_S)
             for plan in plans
         ]
-        for depth in depths(NUM_STAGES, MICRO_BATCHES)
+        for depth, schedule in held.items()
     }
     best = [min(of_rate) for of_rate in zip(*seconds.values(), strict=True)]
     losses = {depth: max(mine / least for mine, least in zip(own, best, strict=True)) for depth, own in seconds.items()}
@@ -154,11 +165,11 @@ def report(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
     yield "# The engine with GPT2-XL on GPUs\n"
     yield f"{'; '.join(machines)}. `python benchmarks/bench_gpt2_xl.py`\n"
     yield (
-        "Four stages in network namespaces, 32 samples of 1,024 tokens a step, one a micro-batch; rates of each\n"
-        "host's uplink and downlink, no delay, cubic without slow start after pauses. Tokens a second by the median\n"
-        "step. *share*: of the bound that compute, bytes and rates set (tahq_netem/bound.py), with the seconds that\n"
-        "forward and backward took on the GPUs in the same steps. *predicted*: by the simulator, with the codecs'\n"
-        "times of the same steps. Pieces of 1 MiB.\n"
+        "Four stages in network namespaces, 32 micro-batches a step, of one sample of 1,024 tokens or as said; rates\n"
+        "of each host's uplink and downlink, no delay, cubic without slow start after pauses. Tokens a second by the\n"
+        "median step. *share*: of the bound that compute, bytes and rates set (tahq_netem/bound.py), with the seconds\n"
+        "that forward and backward took on the GPUs in the same steps. *predicted*: by the simulator, with the\n"
+        "codecs' times of the same steps. Pieces of 1 MiB.\n"
     )
     for name in dict.fromkeys(row["sweep"] for row in measured):
         parts = dict.fromkeys(_series(row) for row in measured if row["sweep"] == name)
@@ -211,7 +222,7 @@ def _shares_table(rows: Sequence[Row]) -> Iterator[str]:
         predicted_s = row.get("predicted_step_s")
         times = row["compute_times"]
         cells = [
-            f"`{_wire(row)}`",
+            f"`{_wire(row)}`{_of(row)}",
             str(tuple(row["point"]["in_flight"])),
             str(_mbits(row)),
             str(len(row["steps"])),
@@ -231,10 +242,12 @@ def _targets(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
         if row["bound_s"] is not None:
             share = row["bound_s"] / quartiles([step["seconds"] for step in row["steps"]])[1]
             verdict = "met" if share >= MIN_SHARE else "MISSED"
-            yield f"- {_wire(row)}, {_network(row)}: at least {MIN_SHARE} of the bound: {share:.3f}, {verdict}"
+            name = f"{_wire(row)}{_of(row)}, {_network(row)}"
+            yield f"- {name}: at least {MIN_SHARE} of the bound: {share:.3f}, {verdict}"
     for run in runs:
         verdict = "met" if run.overhead < MAX_OVERHEAD else "MISSED"
-        yield f"- {run.wire}, by trace: overhead below {MAX_OVERHEAD:.0%} of the step: {run.overhead:.1%}, {verdict}"
+        name = f"{run.wire}{size_text(run.micro_batch)}, by trace"
+        yield f"- {name}: overhead below {MAX_OVERHEAD:.0%} of the step: {run.overhead:.1%}, {verdict}"
 
 
 def tokens_per_s(row: Row) -> float:
@@ -243,14 +256,19 @@ def tokens_per_s(row: Row) -> float:
     return tokens / quartiles([step["seconds"] for step in row["steps"]])[1]
 
 
-def _place(row: Row) -> tuple[bool, str, str, float]:
+def _place(row: Row) -> tuple[bool, str, int, str, float]:
     """tahq's first, a wire's rows together, the fastest network first."""
     point = row["point"]
-    return point["runtime"] != "tahq", point["schedule"], _wire(row), -point["rate_bits_per_s"]
+    place = (point["micro_batch"], _wire(row), -point["rate_bits_per_s"])
+    return point["runtime"] != "tahq", point["schedule"], *place
 
 
 def _series(row: Row) -> str:
-    return f"{row['point']['runtime']} {row['point']['schedule']} `{_wire(row)}`"
+    return f"{row['point']['runtime']} {row['point']['schedule']} `{_wire(row)}`{_of(row)}"
+
+
+def _of(row: Row) -> str:
+    return size_text(row["point"]["micro_batch"])
 
 
 def _wire(row: Row) -> str:
@@ -272,6 +290,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto spreads the stages over the GPUs there are")
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES), help="Mbit/s")
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples of a micro-batch")
+    parser.add_argument("--samples", type=int, default=32, help="that a stage may have in flight, by its memory")
     parser.add_argument("--settle", type=int, default=2, help="steps that go by before any counts")
     parser.add_argument("--steps", type=int, default=2, help="of a point, at least")
     parser.add_argument("--piece", type=int, default=PIECE, help="links.piece, in bytes")

@@ -252,6 +252,11 @@ def find(rows: Iterable[EngineRow], place: Place, micro_batches: int, wire: str 
     ]
 
 
+def size_text(micro_batch: int) -> str:
+    """What a table adds to a wire's name; nothing for one sample."""
+    return "" if micro_batch == 1 else f", micro-batches of {micro_batch}"
+
+
 def wire_text(activations: str, gradients: str) -> str:
     """`activations / gradients`, or one of them where they are alike."""
     return activations if activations == gradients else f"{activations} / {gradients}"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_rows import wire_text
+from engine_rows import size_text, wire_text
 
 from tahq.config import ClusterConfig
 from tahq.config_file import resolve
@@ -31,6 +31,7 @@ from tahq_netem.sweep_points import NetworkChoice, sweep_points
 from tahq_netem.sweep_spec import SweepConfig
 
 NUM_STAGES = 4
+MICRO_BATCHES = 32
 DEPTH = (8, 6, 4, 1)
 TRACED = (6, 10)
 """The first step and the last; those before warm up."""
@@ -68,6 +69,7 @@ class TracedRun:
 
     machine: str
     wire: str
+    micro_batch: int
     step_s: float
     stages: tuple[StageOverhead, ...]
     """Medians over the traced steps."""
@@ -84,8 +86,8 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
         {
             **model,
             "name": "trace",
-            "global_batch": 32,
-            "micro_batches": [1],
+            "global_batch": MICRO_BATCHES * options.micro_batch,
+            "micro_batches": [options.micro_batch],
             "stages": [NUM_STAGES],
             "device": options.device,
             "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [DEPTH]}],
@@ -114,6 +116,7 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
     run = TracedRun(
         machine=one_line(describe_machine(options.device)),
         wire=wire_text(*wire),
+        micro_batch=options.micro_batch,
         step_s=statistics.median(records[step - 1].seconds for step in steps),
         stages=tuple(_median(of_stage) for of_stage in zip(*found, strict=True)),
     )
@@ -184,13 +187,14 @@ def _median(stages: Sequence[StageOverhead]) -> StageOverhead:
 
 
 def read_runs(paths: Iterable[Path]) -> list[TracedRun]:
-    """What `trace_run` has written, the newest of each wire."""
+    """What `trace_run` has written, the newest of each wire and size of micro-batch."""
     runs = {}
     for path in paths:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             row["stages"] = tuple(StageOverhead(**stage) for stage in row["stages"])
-            runs[row["wire"]] = TracedRun(**row)
+            row.setdefault("micro_batch", 1)
+            runs[row["wire"], row["micro_batch"]] = TracedRun(**row)
     return list(runs.values())
 
 
@@ -211,5 +215,5 @@ def overhead_lines(runs: Sequence[TracedRun]) -> Iterator[str]:
         for stage in run.stages:
             shares = (stage.compute, stage.frames, stage.update, stage.commit, stage.overhead, stage.codec)
             cells = " | ".join(f"{share:.1%}" for share in shares)
-            yield f"| `{run.wire}` | {run.step_s:.3f} | {stage.stage} | {cells} |"
+            yield f"| `{run.wire}`{size_text(run.micro_batch)} | {run.step_s:.3f} | {stage.stage} | {cells} |"
     yield ""
