@@ -5,7 +5,7 @@
     python benchmarks/bench_gpt2_xl.py --report                      # the tables, of what there is
     python benchmarks/bench_gpt2_xl.py --model tiny --device cpu --out /tmp/try     # shows that it works
 
-1.5 billion random weights in four stages, each in a network namespace of its own, on as many GPUs as there are; 32
+1.5 billion random weights in four stages, or as many as there are GPUs, each in a network namespace of its own; 32
 micro-batches a step, of one sample of 1,024 tokens or of more; 50 to 1000 Mbit/s up and down, without delay. Needs
 root.
 
@@ -44,7 +44,6 @@ from tahq_netem.sweep_spec import SweepConfig, split_wire
 
 RESULTS = Path(__file__).parent / "results"
 RATES = (1000, 500, 300, 100, 50)
-NUM_STAGES = 4
 MICRO_BATCHES = 32
 FP32, BF16 = "raw:dtype=fp32", "raw:dtype=bf16"
 TAH = "tah / fixed:bits=6"
@@ -99,7 +98,7 @@ def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
             "name": f"gpt2-xl-{options.at_a_time}-at-a-time",
             "global_batch": MICRO_BATCHES * options.micro_batch,
             "micro_batches": [options.micro_batch],
-            "stages": [NUM_STAGES],
+            "stages": [options.stages],
             "compute": ["real"],
             "rates": [1e6 * rate for rate in options.rates],
             "runtimes": [runtime],
@@ -118,14 +117,14 @@ def chosen_depth(config: SweepConfig, options: argparse.Namespace) -> tuple[int,
     """The depth, by stage, that loses least against the best of each rate, by the simulator."""
     points = sweep_points(config)
     forward_s, backward_s = (
-        (max(least, options.micro_batch * each),) * NUM_STAGES
+        (max(least, options.micro_batch * each),) * options.stages
         for least, each in zip(EXPECTED_S, EXPECTED_OF_SAMPLE_S, strict=True)
     )
     work = planned_work(config, points[0].session, StageTimes(forward_s, backward_s))
-    plans = [point.network.plan(NUM_STAGES) for point in points]
+    plans = [point.network.plan(options.stages) for point in points]
     held = {
-        depth: schedule_with_depth("1f1b", NUM_STAGES, MICRO_BATCHES, depth)
-        for depth in depths("1f1b", NUM_STAGES, MICRO_BATCHES)
+        depth: schedule_with_depth("1f1b", options.stages, MICRO_BATCHES, depth)
+        for depth in depths("1f1b", options.stages, MICRO_BATCHES)
         if max(depth) * options.micro_batch <= options.samples
     }
     seconds = {
@@ -164,12 +163,13 @@ def report(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
     machines = dict.fromkeys(f"{one_line(row['machine'])}, {row['when'][:10]}" for row in rows)
     yield "# The engine with GPT2-XL on GPUs\n"
     yield f"{'; '.join(machines)}. `python benchmarks/bench_gpt2_xl.py`\n"
+    stages = ", ".join(map(str, sorted({row["point"]["stages"] for row in rows})))
     yield (
-        "Four stages in network namespaces, 32 micro-batches a step, of one sample of 1,024 tokens or as said; rates\n"
-        "of each host's uplink and downlink, no delay, cubic without slow start after pauses. Tokens a second by the\n"
-        "median step. *share*: of the bound that compute, bytes and rates set (tahq_netem/bound.py), with the seconds\n"
-        "that forward and backward took on the GPUs in the same steps. *predicted*: by the simulator, with the\n"
-        "codecs' times of the same steps. Pieces of 1 MiB.\n"
+        f"Stages: {stages}, in network namespaces; 32 micro-batches a step, of one sample of 1,024 tokens or as\n"
+        "said; rates of each host's uplink and downlink, no delay, cubic without slow start after pauses. Tokens a\n"
+        "second by the median step. *share*: of the bound that compute, bytes and rates set (tahq_netem/bound.py),\n"
+        "with the seconds that forward and backward took on the GPUs in the same steps. *predicted*: by the\n"
+        "simulator, with the codecs' times of the same steps. Pieces of 1 MiB.\n"
     )
     for name in dict.fromkeys(row["sweep"] for row in measured):
         parts = dict.fromkeys(_series(row) for row in measured if row["sweep"] == name)
@@ -290,6 +290,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto spreads the stages over the GPUs there are")
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--rates", type=int, nargs="+", default=list(RATES), help="Mbit/s")
+    parser.add_argument("--stages", type=int, default=4, help="one a GPU, for shares of the bound that hold")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples of a micro-batch")
     parser.add_argument("--samples", type=int, default=32, help="that a stage may have in flight, by its memory")
     parser.add_argument("--settle", type=int, default=2, help="steps that go by before any counts")

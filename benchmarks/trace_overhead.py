@@ -30,9 +30,7 @@ from tahq_netem.session_config import session_config
 from tahq_netem.sweep_points import NetworkChoice, sweep_points
 from tahq_netem.sweep_spec import SweepConfig
 
-NUM_STAGES = 4
 MICRO_BATCHES = 32
-DEPTH = (8, 6, 4, 1)
 TRACED = (6, 10)
 """The first step and the last; those before warm up."""
 UPDATE = frozenset({"data", "norms", "optimizer"})
@@ -88,15 +86,15 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
             "name": "trace",
             "global_batch": MICRO_BATCHES * options.micro_batch,
             "micro_batches": [options.micro_batch],
-            "stages": [NUM_STAGES],
+            "stages": [options.stages],
             "device": options.device,
-            "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [DEPTH]}],
+            "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [_depth(options.stages)]}],
             "tcp_slow_start_after_idle": False,
             "piece": options.piece,
         }
     )
     key = sweep_points(sweep)[0].session
-    network_config = NetworkChoice(None).config(NUM_STAGES, "cubic", False)
+    network_config = NetworkChoice(None).config(options.stages, "cubic", False)
     with (
         build_network(network_config) as network,
         tempfile.TemporaryDirectory(prefix="tahq-trace-") as name,
@@ -122,6 +120,10 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
     )
     with results.open("a") as file:
         file.write(json.dumps(asdict(run)) + "\n")
+
+
+def _depth(num_stages: int) -> tuple[int, ...]:
+    return (*(2 * left for left in range(num_stages, 1, -1)), 1)
 
 
 def wire_name(wire: tuple[str, str]) -> str:
@@ -204,7 +206,8 @@ def overhead_lines(runs: Sequence[TracedRun]) -> Iterator[str]:
         return
     yield "## What runtime and codecs take, by trace\n"
     yield (
-        f"{'; '.join(dict.fromkeys(run.machine for run in runs))}. Open links; in flight {DEPTH}.\n"
+        f"{'; '.join(dict.fromkeys(run.machine for run in runs))}. Open links; in flight "
+        "twice what 1F1B has, but one on the last stage.\n"
         "Shares of the step on each stage, medians of steps "
         f"{TRACED[0]} to {TRACED[1]}. *update*: data, norms and optimizer. *overhead*: what is none of the columns\n"
         "before it: waiting for a codec, of which *codec* is the share, and gaps between actions.\n"
