@@ -29,7 +29,7 @@ from typing import Any
 
 from bench_paper_throughput import MODELS
 from engine_points import QUEUES_S, depths
-from engine_rows import quartiles, size_text, wire_text
+from engine_rows import predicted_again, quartiles, size_text, wire_text
 from trace_overhead import TracedRun, overhead_lines, read_runs, trace_run
 
 from tahq_netem.compute import StageTimes
@@ -68,7 +68,7 @@ TRACED_WIRES = (TAH, FP32)
 PIECE = 1024 * 1024
 """The largest: each message costs Python, and of that stages that compute small kernels have little to spare."""
 EXPECTED_S = (0.008, 0.016)
-"""A micro-batch's forward and backward on a stage, when depths are chosen: at least this, launching kernels,"""
+"""A micro-batch's forward and backward on one of four stages, when depths are chosen: at least this, by kernels,"""
 EXPECTED_OF_SAMPLE_S = (0.004, 0.0085)
 """and at least this a sample."""
 EXPECTED_CODEC = CodecSeconds(0.002, 0.002, 0.002, 0.002)
@@ -117,7 +117,7 @@ def chosen_depth(config: SweepConfig, options: argparse.Namespace) -> tuple[int,
     """The depth, by stage, that loses least against the best of each rate, by the simulator."""
     points = sweep_points(config)
     forward_s, backward_s = (
-        (max(least, options.micro_batch * each),) * options.stages
+        (max(least, options.micro_batch * each) * 4 / options.stages,) * options.stages
         for least, each in zip(EXPECTED_S, EXPECTED_OF_SAMPLE_S, strict=True)
     )
     work = planned_work(config, points[0].session, StageTimes(forward_s, backward_s))
@@ -136,7 +136,8 @@ def chosen_depth(config: SweepConfig, options: argparse.Namespace) -> tuple[int,
     }
     best = [min(of_rate) for of_rate in zip(*seconds.values(), strict=True)]
     losses = {depth: max(mine / least for mine, least in zip(own, best, strict=True)) for depth, own in seconds.items()}
-    return min(losses, key=lambda depth: (round(losses[depth], 3), sum(depth)))
+    # what GPUs compute takes a third longer in one step than in another, which deeper pipelines mind less
+    return min(losses, key=lambda depth: (round(losses[depth], 2), -sum(depth)))
 
 
 def measure(options: argparse.Namespace, results: Path) -> int:
@@ -219,7 +220,7 @@ def _shares_table(rows: Sequence[Row]) -> Iterator[str]:
         if row["bound_s"] is None:
             continue
         low_s, step_s, high_s = quartiles([step["seconds"] for step in row["steps"]])
-        predicted_s = row.get("predicted_step_s")
+        predicted_s = predicted_again(row)
         times = row["compute_times"]
         cells = [
             f"`{_wire(row)}`{_of(row)}",

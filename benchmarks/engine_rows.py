@@ -140,7 +140,8 @@ def predicted_again(row: Row) -> float | None:
 
     A row also keeps what the simulator of its day said.
     """
-    point, times, codec = row["point"], row.get("stage_times"), row.get("codec_s")
+    point, codec = row["point"], row.get("codec_s")
+    times = row.get("stage_times") or row.get("compute_times")
     if times is None or codec is None:
         return row.get("predicted_step_s")
     count = point["global_batch"] // point["micro_batch"]

@@ -60,13 +60,13 @@ class CodecSeconds:
 def prediction_of(key: SessionKey, planned: StepWork, plan: NetworkPlan, measured: Measurement) -> dict[str, Any]:
     """What the simulator says of a measured point, fit for JSON; None in place of what it cannot say.
 
-    Bytes are as planned; what compute and codecs took is taken from the steps that were measured.
+    Bytes, and what compute and codecs took, are those of the steps that were measured.
     """
     schedule = session_schedule(key, planned.num_micro_batches)
     codec = CodecSeconds.measured(measured.steps, planned.num_micro_batches)
     if schedule is None or codec is None or measured.work is None:
         return {"codec_s": None, "predicted_step_s": None, "predicted_tokens_per_s": None}
-    work = replace(planned, forward_s=measured.work.forward_s, backward_s=measured.work.backward_s)
+    work = replace(measured.work, input_gradient_s=planned.input_gradient_s)
     step_s = predicted_step_s(schedule, work, plan, codec, has_coordinator=key.runtime == "tahq")
     predicted = {"predicted_step_s": step_s, "predicted_tokens_per_s": measured.tokens_a_step / step_s}
     return {"codec_s": asdict(codec), **predicted}
