@@ -29,6 +29,7 @@ from tahq.comm.control import (
 )
 from tahq.comm.control_numbering import Numbering
 from tahq.comm.inbox import Inbox
+from tahq.comm.pings import replace_silent_connections
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.socket_wait import Socket, WaitSet, Waker, has_input
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError
@@ -105,6 +106,7 @@ class ControlClient:
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             self._dealer.setsockopt(option, value)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
+        replace_silent_connections(self._dealer, self._timing.peer_timeout_s)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._dealer.setsockopt(zmq.ROUTING_ID, name.encode()[:200] + b"#" + os.urandom(12).hex().encode())
@@ -232,9 +234,14 @@ class ControlClient:
             self._heard_s = time.monotonic()
             if len(parts) != 2:
                 raise RemoteProtocolError(f"{self._peer}: sent {len(parts)} message parts; expected 2")
-            self._numbering.check(parts[0], self._peer)
-            arrival_s = self._heard_s + self._timing.shaping.delay_s
-            self._downlink.receive(decode_message(parts[1], self._peer), len(parts[1]), arrival_s)
+            had_gap = self._numbering.has_gap
+            if self._numbering.take(parts[0], self._peer):
+                arrival_s = self._heard_s + self._timing.shaping.delay_s
+                self._downlink.receive(decode_message(parts[1], self._peer), len(parts[1]), arrival_s)
+            elif self._numbering.has_gap and not had_gap:
+                self._heartbeat_at_s = self._heard_s  # to ask for what was lost
+        for again in self._numbering.again():
+            self._dealer.send_multipart(again, zmq.NOBLOCK)
 
     def _hand_over(self, until_s: float) -> None:
         for message in self._downlink.take_due(until_s):
@@ -271,4 +278,4 @@ class ControlClient:
             data, ready_s = self._outbox.popleft()
             self._uplink.send(data, len(data), ready_s)
         for data in self._uplink.take_due(time.monotonic()):
-            self._dealer.send_multipart([self._numbering.next_number(), data], zmq.NOBLOCK)
+            self._dealer.send_multipart(self._numbering.wrap(data), zmq.NOBLOCK)

@@ -1,44 +1,71 @@
-"""Control messages carry a number, so that one lost when a connection was reset is noticed, not waited for.
+"""Control messages carry a number, so that one lost when a connection was reset is noticed, and sent again.
 
-A control message is two parts on the wire: its number (u64, little-endian, from 1) and what
-`encode_message` made of it. Each direction between a worker and the coordinator counts for itself.
+A control message is two parts on the wire: 17 bytes, and what `encode_message` made of it. The first part is its
+number (u64, little-endian, from 1), up to which number everything has come the other way (u64), and whether the
+message after that was lost (u8). Each direction between a worker and the coordinator counts for itself. What was not
+acknowledged is kept; heartbeats see to it that this is not much, and that a loss shows soon.
 """
 
 import struct
+from collections import deque
 
 from tahq.errors import PeerLostError, RemoteProtocolError
 
-_NUMBER = struct.Struct("<Q")
+_MAX_KEPT = 1 << 16
+"""Heartbeats of a day, which a peer that is gone never acknowledges."""
+
+_HEAD = struct.Struct("<QQB")
 
 
 class Numbering:
-    """The numbers of both directions, as one end keeps them."""
+    """The numbers of both directions, and what may have to go again, as one end keeps them."""
 
     def __init__(self) -> None:
         self._sent = 0
         self._received = 0
+        self._acknowledged = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=_MAX_KEPT)
+        """Messages with their numbers that the peer has not said it has."""
+        self._is_asked = False
+        self.has_gap = False
+        """Whether messages before one that has come were lost, and have not come again."""
 
-    def next_number(self) -> bytes:
-        """The first part of the next message to go."""
+    def wrap(self, message: bytes) -> list[bytes]:
+        """The parts of the next message to go."""
         self._sent += 1
-        return _NUMBER.pack(self._sent)
+        self._kept.append((self._sent, message))
+        return self._parts(self._sent, message)
 
-    def check(self, part: bytes, peer: str) -> None:
-        """Take the first part of a message that has come.
+    def take(self, head: bytes, peer: str) -> bool:
+        """Take the first part of a message that has come: whether it is the next one; if not, it is of no use.
 
         Raises:
-            PeerLostError: messages before it are missing.
-            RemoteProtocolError: it is no number, or one that has come before.
+            PeerLostError: one of both ends was started again, and does not know what the other speaks of.
+            RemoteProtocolError: it cannot be.
         """
-        if len(part) != _NUMBER.size:
-            raise RemoteProtocolError(f"{peer}: sent a number of {len(part)} bytes; expected {_NUMBER.size}")
-        (number,) = _NUMBER.unpack(part)
-        expected = self._received + 1
-        if number < expected:
-            raise RemoteProtocolError(f"{peer}: sent control message {number} again; expected {expected}")
-        if number > expected:
-            raise PeerLostError(
-                f"{peer}: control messages {expected} to {number - 1} were lost on the way (a connection that was "
-                f"reset?); resume the run from its last snapshot"
+        if len(head) != _HEAD.size:
+            raise RemoteProtocolError(f"{peer}: sent a number of {len(head)} bytes; expected {_HEAD.size}")
+        number, acknowledged, asks = _HEAD.unpack(head)
+        if acknowledged < self._acknowledged or (self._received == 0 and acknowledged > self._sent):
+            raise PeerLostError(f"{peer}: has another past than this end; one of both was started again")
+        if acknowledged > self._sent or asks > 1 or number == 0:
+            raise RemoteProtocolError(
+                f"{peer}: sent control message {number} and has message {acknowledged} of {self._sent}, it says"
             )
-        self._received = number
+        self._acknowledged = acknowledged
+        while self._kept and self._kept[0][0] <= acknowledged:
+            self._kept.popleft()
+        self._is_asked |= bool(asks)
+        if number == self._received + 1:
+            self._received, self.has_gap = number, False
+            return True
+        self.has_gap |= number > self._received
+        return False
+
+    def again(self) -> list[list[bytes]]:
+        """The parts of what the peer wants to have again, the oldest first; nothing if it has not asked since."""
+        asked, self._is_asked = self._is_asked, False
+        return [self._parts(number, message) for number, message in self._kept] if asked else []
+
+    def _parts(self, number: int, message: bytes) -> list[bytes]:
+        return [_HEAD.pack(number, self._received, self.has_gap), message]

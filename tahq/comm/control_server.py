@@ -24,8 +24,9 @@ class ControlServer:
     """Receives from, and sends to, every worker by the identity that `poll` gives it.
 
     `poll` also sends a Heartbeat to every worker heard from, every `heartbeat_s`, and one at once to a
-    newcomer, so it must be called at least that often. A worker of which messages were lost is told to
-    abort and not heard any more. What strangers send is dropped; nothing of it raises.
+    newcomer, so it must be called at least that often. Messages that were lost when a connection was reset are sent
+    again. A worker that speaks of a run from before this end was started is told to abort and not heard any more.
+    What strangers send is dropped; nothing of it raises.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class ControlServer:
         One whose connection is gone is skipped: its silence will tell.
         """
         numbering = self._peers.setdefault(identity, Numbering())
-        parts = [identity, numbering.next_number(), encode_message(message)]
+        self._put(identity, numbering.wrap(encode_message(message)))
+
+    def _put(self, identity: bytes, parts: list[bytes]) -> None:
         try:
-            self._router.send_multipart(parts, zmq.NOBLOCK)
+            self._router.send_multipart([identity, *parts], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            _log.debug("%s: cannot be sent %s: %s", _name(identity), type(message).__name__, error)
+            _log.debug("%s: nothing can be sent now: %s", _name(identity), error)
 
     def clock_offset(self, identity: bytes) -> ClockOffset | None:
         """The clock of this worker minus this one's, by heartbeats; None: none has come back yet."""
@@ -129,16 +132,23 @@ class ControlServer:
             self._lose(identity, error)
         return None
 
-    def _check(self, identity: bytes, parts: list[bytes]) -> Message:
+    def _check(self, identity: bytes, parts: list[bytes]) -> Message | None:
         name = _name(identity)
         if len(parts) != 2:
             raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
         message = decode_message(parts[1], name)
         known = self._peers.get(identity)
         numbering = known or Numbering()
-        numbering.check(parts[0], name)
+        had_gap = numbering.has_gap
+        is_next = numbering.take(parts[0], name)
         if known is None:
             self._welcome(identity, numbering, name)
+        elif numbering.has_gap and not had_gap:
+            self.send(identity, Heartbeat(sent_s=self._clock()))  # to ask for what was lost
+        for again in numbering.again():
+            self._put(identity, again)
+        if not is_next:
+            return None
         if isinstance(message, Heartbeat) and message.held_s >= 0:
             comparison = self._clocks.setdefault(identity, ClockComparison())
             comparison.note(message.echo_s, message.sent_s - message.held_s, message.sent_s, self._clock())

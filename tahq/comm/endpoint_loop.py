@@ -94,6 +94,7 @@ class EndpointLoop:
         self._receive()
         self._hand_over()
         self._handle_timers()
+        self._note_trouble()
         self._transmit()
         self._note_flushed()
         if not self._commands and not self._is_stopped:
@@ -173,6 +174,22 @@ class EndpointLoop:
             due_s = wire.end.session.next_timer_s()
             if due_s is not None and due_s <= now_s:
                 self._guard(wire.end, partial(wire.end.session.handle_timer, now_s))
+
+    def _note_trouble(self) -> None:
+        """Tell once when a link becomes degraded, and when it is as before."""
+        now_s = time.monotonic()
+        for wire in self._wires:
+            trouble = wire.end.session.trouble(now_s)
+            if trouble and wire.degraded_s is None:
+                wire.degraded_s = now_s
+                _log.warning("%s: degraded: %s", wire.end.spec, trouble)
+            elif not trouble and wire.degraded_s is not None:
+                lasted_s, wire.degraded_s = now_s - wire.degraded_s, None
+                if wire.end.session.remote is End.OPEN:
+                    _log.warning(
+                        "%s: connected again after %.1f s; %d messages were sent again from here so far",
+                        *(wire.end.spec, lasted_s, wire.end.session.num_sent_again),
+                    )
 
     # In
 

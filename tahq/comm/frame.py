@@ -42,6 +42,8 @@ class FrameKind(IntEnum):
     ACK = 2
     HEARTBEAT = 3
     BYE = 4
+    RESEND = 5
+    RESUME = 6
 
 
 class LogicalId(NamedTuple):

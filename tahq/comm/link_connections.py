@@ -17,6 +17,7 @@ class LinkConnections:
         self._dismissed: set[int] = set()
         self._hellos_due = set(self._all) if dials else set()
         self._heartbeats_due: set[int] = set()
+        self._resumes_due: set[int] = set()
         self._byes_said = 0
         self._silent_at_s: dict[int, float] = {}
 
@@ -31,10 +32,6 @@ class LinkConnections:
     def has_met(self, connection: int) -> bool:
         """Whether the peer has said HELLO on it."""
         return connection in self._greeted
-
-    def has_left(self, connection: int) -> bool:
-        """Whether the peer has said BYE on it."""
-        return connection in self._dismissed
 
     @property
     def have_met(self) -> bool:
@@ -58,6 +55,10 @@ class LinkConnections:
         """The peer has said BYE."""
         self._dismissed.add(connection)
         self._silent_at_s.pop(connection, None)
+
+    def forget_byes(self) -> None:
+        """The peer's BYEs came before all was there, and will be said again."""
+        self._dismissed.clear()
 
     def expect_by(self, connection: int, time_s: float) -> None:
         """The peer is to give another sign of life on it by then."""
@@ -91,6 +92,18 @@ class LinkConnections:
     def next_heartbeat(self) -> int | None:
         """Where HEARTBEAT is due; asked once for each."""
         return self._heartbeats_due.pop() if self._heartbeats_due else None
+
+    def plan_resumes(self) -> None:
+        """Say RESUME on each."""
+        self._resumes_due.update(self._all)
+
+    def unsay_byes(self) -> None:
+        """Say BYE again on each, when it is its turn."""
+        self._byes_said = 0
+
+    def next_resume(self) -> int | None:
+        """Where RESUME is due; asked once for each."""
+        return self._resumes_due.pop() if self._resumes_due else None
 
     def next_bye(self) -> int:
         """Where BYE is to be said next; once for each, and not beyond the last."""

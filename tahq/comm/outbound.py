@@ -3,8 +3,8 @@
 A piece gets its sequence number when it is taken for the wire, never before, so the number of the
 last piece taken is the number of the last one on its way. Frames of one direction go out in the order
 queued, the pieces of one without another's between them; a frame of the other direction may go between
-them if it is to go first. At most `window_nbytes` are on their way unacknowledged; the rest waits here
-as references to the caller's tensors.
+them if it is to go first. At most `window_nbytes` are on their way unacknowledged. What waits, and what is on its way
+and may be asked for again (`rewind`), are references to the caller's tensors.
 """
 
 import math
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tahq.comm.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, buffer_of, pack_header
-from tahq.comm.sending_order import First, Rank, next_to_send, rank_of
+from tahq.comm.sending_order import AGAIN, First, Rank, next_to_send, rank_of
 from tahq.comm.stripes import Stripes
 from tahq.comm.wire_time import PieceTimes
 
@@ -41,12 +41,25 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class _SentPiece:
-    sequence: int
-    nbytes: int
-    id: LogicalId
+    """A piece on its way, or to go again: all that it takes to send it."""
+
+    header: FrameHeader
+    payload: memoryview
     is_last: bool
     queued_s: float
     taken_s: float
+
+    @property
+    def sequence(self) -> int:
+        return self.header.sequence
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.payload)
+
+    @property
+    def id(self) -> LogicalId:
+        return self.header.id
 
 
 @dataclass(slots=True)
@@ -109,10 +122,15 @@ class Outbound:
         self._stripes = Stripes(connections)
         self._queues: dict[Direction, deque[_Cutting]] = {direction: deque() for direction in Direction}
         self._unacknowledged: deque[_SentPiece] = deque()
+        self._again: deque[_SentPiece] = deque()
+        """What is to be sent again, before anything else; their numbers follow those of `_unacknowledged`."""
         self._in_flight_nbytes = 0
         self._queued_nbytes = 0
         self._room_since_s = -math.inf
+        self._rewound_s = -math.inf
         self.last_sequence = 0
+        self.num_again = 0
+        """Pieces that were sent again."""
         self.busy = {direction: BusyClock() for direction in Direction}
         self.sending = {direction: BusyClock() for direction in Direction}
         """As `busy`, but from when a piece is taken: a frame that waits for others is not being sent."""
@@ -132,7 +150,17 @@ class Outbound:
     @property
     def is_drained(self) -> bool:
         """Whether everything queued has been taken for the wire."""
-        return not any(self._queues.values())
+        return not any(self._queues.values()) and not self._again
+
+    @property
+    def is_resending(self) -> bool:
+        """Whether something is to be sent again."""
+        return bool(self._again)
+
+    @property
+    def sent_through(self) -> int:
+        """The number up to which everything has been sent, or sent again."""
+        return self._again[0].sequence - 1 if self._again else self.last_sequence
 
     @property
     def has_room(self) -> bool:
@@ -142,8 +170,10 @@ class Outbound:
     @property
     def next_rank(self) -> Rank | None:
         """The rank of the next piece; None if there is none, or no room for it."""
-        frame = self._next_frame() if self.has_room else None
-        return None if frame is None else self._rank(frame)
+        if not self.has_room:
+            return None
+        frame = self._next_frame()
+        return AGAIN if self._again else None if frame is None else self._rank(frame)
 
     def limit_window(self, nbytes: int) -> None:
         """Have no more than this on its way unacknowledged; the receiver wants it so."""
@@ -170,6 +200,8 @@ class Outbound:
 
     def take_piece(self, now_s: float) -> Outgoing:
         """The next piece, numbered; only while there is a `next_rank`."""
+        if self._again:
+            return self._take_again(now_s)
         cutting = self._next_frame()
         if cutting is None:
             raise AssertionError("no piece is queued")
@@ -180,9 +212,20 @@ class Outbound:
         is_last = cutting.offset == len(cutting.payload)
         if is_last:
             self._queues[header.id.direction].popleft()
-        self._note_sent(_SentPiece(self.last_sequence, len(piece), header.id, is_last, cutting.ready_s, now_s))
-        connection = self._stripes.take(self.last_sequence, len(piece))
-        return Outgoing(pack_header(header, piece), piece, max(cutting.ready_s, self._room_since_s), connection)
+        return self._send(_SentPiece(header, piece, is_last, cutting.ready_s, now_s), cutting.ready_s)
+
+    def _take_again(self, now_s: float) -> Outgoing:
+        self.num_again += 1
+        return self._send(replace(self._again.popleft(), taken_s=now_s), self._rewound_s)
+
+    def _send(self, piece: _SentPiece, ready_s: float) -> Outgoing:
+        self._unacknowledged.append(piece)
+        self._queued_nbytes -= piece.nbytes
+        self._in_flight_nbytes += piece.nbytes
+        self.sending[piece.id.direction].start(piece.taken_s)
+        connection = self._stripes.take(piece.sequence, piece.nbytes)
+        header = pack_header(piece.header, piece.payload)
+        return Outgoing(header, piece.payload, max(ready_s, self._room_since_s), connection)
 
     def _next_frame(self) -> _Cutting | None:
         heads = (queue[0] for queue in self._queues.values() if queue)
@@ -191,32 +234,47 @@ class Outbound:
     def _rank(self, frame: _Cutting) -> Rank:
         return rank_of(frame.header.id.direction, frame.ready_s, self._first)
 
-    def _note_sent(self, piece: _SentPiece) -> None:
-        self._unacknowledged.append(piece)
-        self._queued_nbytes -= piece.nbytes
-        self._in_flight_nbytes += piece.nbytes
-        self.sending[piece.id.direction].start(piece.taken_s)
-
     def acknowledge(self, sequence: int, now_s: float, arrived: Sequence[int] = ()) -> None:
         """The peer has everything up to and with `sequence`, and of each connection what `arrived` says."""
         self._stripes.acknowledge(arrived)
         had_room = self.has_room
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
             piece = self._unacknowledged.popleft()
-            self._in_flight_nbytes -= piece.nbytes
-            direction = piece.id.direction
-            self.sending[direction].stop(now_s)
-            if piece.is_last:
-                self.busy[direction].stop(now_s)
-            self.pieces.append(PieceTimes(piece.id, piece.nbytes, piece.queued_s, piece.taken_s, now_s))
+            self._recall(piece, now_s)
+            self._forget(piece, now_s)
+        while self._again and self._again[0].sequence <= sequence:  # it has come after all
+            self._forget(self._again.popleft(), now_s)
         if self.has_room and not had_room:
             self._room_since_s = now_s
+
+    def rewind(self, sequence: int, now_s: float) -> None:
+        """The peer has everything up to and with `sequence`, and not all that was sent after that: send that again."""
+        self.acknowledge(sequence, now_s)
+        for piece in self._unacknowledged:
+            self._recall(piece, now_s)
+        self._again.extendleft(reversed(self._unacknowledged))
+        self._unacknowledged.clear()
+        self._stripes.forget()
+        self._rewound_s = now_s
+
+    def _recall(self, piece: _SentPiece, now_s: float) -> None:
+        """It is not on its way any more."""
+        self._in_flight_nbytes -= piece.nbytes
+        self._queued_nbytes += piece.nbytes
+        self.sending[piece.id.direction].stop(now_s)
+
+    def _forget(self, piece: _SentPiece, now_s: float) -> None:
+        """The peer has it."""
+        self._queued_nbytes -= piece.nbytes
+        if piece.is_last:
+            self.busy[piece.id.direction].stop(now_s)
+        self.pieces.append(PieceTimes(piece.id, piece.nbytes, piece.queued_s, piece.taken_s, now_s))
 
     def discard(self, now_s: float) -> None:
         """Forget everything: nobody is there to take it."""
         for direction, queue in self._queues.items():
-            for _ in queue:
+            for cutting in queue:
+                self._queued_nbytes -= len(cutting.payload) - cutting.offset
                 self.busy[direction].stop(now_s)
             queue.clear()
-        self._queued_nbytes = 0
         self.acknowledge(self.last_sequence, now_s)

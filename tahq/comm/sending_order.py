@@ -4,6 +4,7 @@ Links share the host's uplink, and what enters it is chosen anew whenever it is 
 piece: a frame that is to go first goes between the pieces of another.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Literal, TypeVar
 
@@ -17,6 +18,9 @@ Rank = tuple[int, float]
 
 FAREWELL: Rank = (-1, 0.0)
 """The rank of a BYE, which comes after all frames of its own link and need not wait for those of others."""
+
+AGAIN: Rank = (0, -math.inf)
+"""The rank of what is sent again: the peer waits for it."""
 
 _PREFERRED = {"oldest": None, "activations": Direction.FORWARD, "gradients": Direction.BACKWARD}
 

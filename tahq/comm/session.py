@@ -8,14 +8,16 @@ or looks at a clock.
 
 Invariants: (epoch, sequence) names a delivery and is taken once, in order; the logical id names the
 data and is delivered once; a gap in the sequence, or a HEARTBEAT or BYE that names a later last
-message than has come, means that messages were lost, and the session ends with an error; so does
-silence longer than `peer_timeout_s`. Every error names the link and the peer.
+message than has come, means that messages were lost: RESEND asks for all from the first of them on, and the peer
+sends that again behind a RESUME. Silence longer than `peer_timeout_s` ends the session with an error.
+Every error names the link and the peer.
 
 A link may have several connections, each of which keeps its own order. DATA is spread over them and put back
 into order; HELLO, HEARTBEAT and BYE are said on each, and a link is open, or closed, when they have been
 heard on all; ACK goes over the first.
 """
 
+import math
 import struct
 from collections import deque
 from dataclasses import dataclass, field
@@ -93,20 +95,20 @@ class End(Enum):
     CLOSED = "closed"
 
 
-_WELCOME: dict[End, frozenset[FrameKind]] = {
-    End.CONNECTING: frozenset({FrameKind.HELLO, FrameKind.BYE}),
-    End.OPEN: frozenset(FrameKind),
-    End.CLOSED: frozenset({FrameKind.ACK, FrameKind.HELLO}),
-}
-"""What a peer may say, by how far it is."""
+_BEFORE_HELLO = frozenset({FrameKind.HELLO, FrameKind.BYE})
+"""What a peer may say on a connection before we have met there."""
 
-_HEARD_WHEN_CLOSED = frozenset({FrameKind.ACK, FrameKind.BYE})
-"""What still matters after we have said BYE: whether everything has arrived."""
+_HEARD_WHEN_CLOSED = frozenset({FrameKind.ACK, FrameKind.BYE, FrameKind.RESEND})
+"""What still matters after either has said BYE: whether everything has arrived. All else has come before."""
+
+_SILENT_HEARTBEATS = 2.5
+"""A peer that is silent for so many is in trouble."""
 
 _ROUND_TRIPS = 8
 """Heartbeats whose round trip is remembered."""
 
 _PASSED = struct.Struct("<Q")
+_ROUND = struct.Struct("<I")
 _MAX_REASON_NBYTES = 1024
 
 
@@ -133,6 +135,11 @@ class Session:
         self._unacked_nbytes = 0
         self._ack_at_s: float | None = None
         self._ack_due = False
+        self._round = 0
+        """In which we send; the peer counts them."""
+        self._resend_due = False
+        self._heard_on = 0
+        """The connection that the peer was last heard on."""
         self._heartbeat_sent_s: float | None = None
         """When the last one left, if it met nothing on its way so far."""
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
@@ -196,6 +203,22 @@ class Session:
         """The shortest of the last few heartbeats that had the link for themselves; 0.0: none has come back yet."""
         return min(tuple(self._round_trips_s), default=0.0)
 
+    def trouble(self, now_s: float) -> str:
+        """Why the link is degraded; empty if it is not. The caller remembers since when."""
+        if self.remote is not End.OPEN:
+            return ""
+        silent_s = now_s + self._limits.peer_timeout_s - (self._connections.silent_at_s or math.inf)
+        if silent_s > _SILENT_HEARTBEATS * self._limits.heartbeat_s:
+            return "nothing is heard of the peer"
+        if self._resequencer.is_waiting:
+            return "messages were lost, and have been asked for"
+        return "messages were lost, and are sent again" if self._outbound.is_resending else ""
+
+    @property
+    def num_sent_again(self) -> int:
+        """Pieces that were sent again because the peer did not get them."""
+        return self._outbound.num_again
+
     def take_pieces(self) -> list[PieceTimes]:
         """When pieces left and came back acknowledged, for those since the last call; any one thread may ask."""
         pieces = self._outbound.pieces
@@ -223,23 +246,21 @@ class Session:
 
         Raises:
             RemoteProtocolError: the peer must not say that, or not now.
-            PeerLostError: messages were lost, or the peer has given up.
+            PeerLostError: the peer has given up.
         """
         header = unpack_header(data, payload, str(self._spec))
-        if header.epoch < self._identity.epoch or (self.local is End.CLOSED and header.kind not in _HEARD_WHEN_CLOSED):
+        is_over = self.local is End.CLOSED or self.remote is End.CLOSED
+        if header.epoch < self._identity.epoch or (is_over and header.kind not in _HEARD_WHEN_CLOSED):
             return
         self._check_place(header)
-        peer = self._peer_on(connection)
-        if header.kind not in _WELCOME[peer]:
-            raise RemoteProtocolError(f"{self._spec}: sent {header.kind.name} while {peer.value}")
+        if header.kind not in _BEFORE_HELLO and not self._connections.has_met(connection):
+            raise RemoteProtocolError(f"{self._spec}: sent {header.kind.name} while {End.CONNECTING.value}")
+        self._heard_on = connection
         self._handle(header, payload, now_s, connection)
+        if self._resequencer.has_lost and self.remote is End.OPEN:
+            self._resequencer.begin_round()
+            self._resend_due = True
         self.heard(now_s, connection)
-
-    def _peer_on(self, connection: int) -> End:
-        """How far the peer is on one connection: it may speak on one before we have heard it on another."""
-        if self.remote is End.CLOSED or self._connections.has_left(connection):
-            return End.CLOSED
-        return End.OPEN if self._connections.has_met(connection) else End.CONNECTING
 
     def _check_place(self, header: FrameHeader) -> None:
         got = (header.id.run, header.epoch, header.link)
@@ -256,15 +277,49 @@ class Session:
             case FrameKind.ACK:
                 self._handle_ack(header.sequence, payload, now_s)
             case FrameKind.HEARTBEAT:
-                self._resequencer.pass_on(header.sequence, connection)
+                self._join_round(header.sequence, payload, connection)
                 self._ack_due = True
             case FrameKind.BYE:
                 self._handle_bye(header.sequence, payload, now_s, connection)
+            case FrameKind.RESEND:
+                self._handle_resend(header.sequence, self._round_in(payload), now_s)
+            case FrameKind.RESUME:
+                self._join_round(header.sequence, payload, connection)
 
     def _handle_data(self, header: FrameHeader, payload: bytes | memoryview, now_s: float, connection: int) -> None:
         self._plan_ack(len(payload), now_s)
         for piece_header, piece in self._resequencer.take(header, payload, connection):
             self._deliver(self._inbound.accept(piece_header, piece))
+
+    def _round_in(self, payload: bytes | memoryview) -> int:
+        if len(payload) != _ROUND.size:
+            raise RemoteProtocolError(f"{self._spec}: named a round in {len(payload)} bytes; expected {_ROUND.size}")
+        (number,) = _ROUND.unpack(payload)
+        return int(number)
+
+    def _join_round(self, sequence: int, payload: bytes | memoryview, connection: int) -> None:
+        if not self._resequencer.join_round(self._round_in(payload), sequence, connection):
+            self._resend_due = True  # it has not come, perhaps
+
+    def _handle_resend(self, sequence: int, number: int, now_s: float) -> None:
+        if number <= self._round:
+            return
+        self._check_sent(sequence)
+        self._round = number
+        self._outbound.rewind(sequence, now_s)
+        self._connections.plan_resumes()
+        self._leave_again()
+
+    def _leave_again(self) -> None:
+        """Have BYE said again when all has gone: what went before it has not all come."""
+        if self.local is End.CLOSED and not self._bye_reason:
+            self.local = End.CLOSING
+            self._connections.unsay_byes()
+
+    def _check_sent(self, sequence: int) -> None:
+        last = self._outbound.last_sequence
+        if sequence > last:
+            raise RemoteProtocolError(f"{self._spec}: has message {sequence}, it says; the last one sent was {last}")
 
     def _plan_ack(self, nbytes: int, now_s: float) -> None:
         self._unacked_nbytes += nbytes
@@ -300,9 +355,7 @@ class Session:
         return hello
 
     def _handle_ack(self, sequence: int, payload: bytes | memoryview, now_s: float) -> None:
-        last = self._outbound.last_sequence
-        if sequence > last:
-            raise RemoteProtocolError(f"{self._spec}: acknowledged message {sequence}; the last one sent was {last}")
+        self._check_sent(sequence)
         count = len(self._connections)
         if len(payload) != (count * _PASSED.size if count > 1 else 0):
             raise RemoteProtocolError(f"{self._spec}: sent {len(payload)} bytes with an ACK for {count} connections")
@@ -315,12 +368,17 @@ class Session:
     def _handle_bye(self, sequence: int, payload: bytes | memoryview, now_s: float, connection: int) -> None:
         reason = decode_text(payload)
         self._connections.take_bye(connection)
-        if reason or self._connections.have_left:
-            self._end(reason, sequence, now_s, connection)
-        else:
-            self._resequencer.pass_on(sequence, connection)
+        self._resequencer.pass_on(sequence, connection)
+        is_whole = self._resequencer.received >= sequence or self.local is End.CLOSED
+        if reason or (self._connections.have_left and is_whole):
+            self._end(reason, now_s)
+        elif self._connections.have_left:
+            self._connections.forget_byes()
 
-    def _end(self, reason: str, sequence: int, now_s: float, connection: int) -> None:
+    def _end(self, reason: str, now_s: float) -> None:
+        if self.remote is End.CLOSED:
+            self._ack_due = True  # said again: ours was lost
+            return
         self.remote = End.CLOSED
         self._outbound.discard(now_s)
         if self.local is End.CLOSED:
@@ -329,7 +387,6 @@ class Session:
             self.local = End.CLOSED
         if reason:
             raise PeerLostError(f"{self._spec}: the peer ended it: {reason}")
-        self._resequencer.pass_on(sequence, connection)
         self._ack_due = True
 
     def _deliver(self, frame: Frame | None) -> None:
@@ -348,9 +405,20 @@ class Session:
             return None
         if (connection := self._connections.next_hello()) is not None:
             return self._message(FrameKind.HELLO, 0, now_s, self._hello(connection).pack(), connection)
+        if self._resend_due and self.remote is End.OPEN:
+            self._resend_due = False
+            asked = _ROUND.pack(self._resequencer.round)
+            return self._message(FrameKind.RESEND, self._resequencer.received, now_s, asked, self._heard_on)
+        return self._next_mark(now_s)
+
+    def _next_mark(self, now_s: float) -> Outgoing | None:
+        """What says how far we are on a connection: RESUME, before anything that is sent again, and HEARTBEAT."""
+        sent_through, mine = self._outbound.sent_through, _ROUND.pack(self._round)
+        if (connection := self._connections.next_resume()) is not None:
+            return self._message(FrameKind.RESUME, sent_through, now_s, mine, connection)
         if (connection := self._connections.next_heartbeat()) is not None:
             self._heartbeat_sent_s = now_s if self._outbound.is_settled else None
-            return self._message(FrameKind.HEARTBEAT, self._outbound.last_sequence, now_s, b"", connection)
+            return self._message(FrameKind.HEARTBEAT, sent_through, now_s, mine, connection)
         return None
 
     def _passed(self) -> bytes:
@@ -411,9 +479,11 @@ class Session:
 
     def next_timer_s(self) -> float | None:
         """When `handle_timer` is to be called; None: not before something has come."""
-        if self.local is End.CLOSED or self.remote is End.CLOSED:
+        if self.remote is End.CLOSED or self.is_settled:
             return None
         next_s = self._heartbeat_at_s
+        if self.local is End.CLOSED:
+            return next_s
         for time_s in (self._connections.silent_at_s, self._ack_at_s):
             if next_s is None or (time_s is not None and time_s < next_s):
                 next_s = time_s
@@ -425,7 +495,12 @@ class Session:
         Raises:
             PeerLostError: the peer has been silent for too long.
         """
-        if self.local is End.CLOSED or self.remote is End.CLOSED:
+        if self.remote is End.CLOSED or self.is_settled:
+            return
+        if self.local is End.CLOSED:
+            if self._heartbeat_at_s is not None and now_s >= self._heartbeat_at_s:
+                self._heartbeat_at_s = now_s + self._limits.heartbeat_s
+                self._leave_again()
             return
         if self._ack_at_s is not None and now_s >= self._ack_at_s:
             self._ack_due, self._ack_at_s = True, None

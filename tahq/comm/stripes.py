@@ -23,6 +23,12 @@ class Stripes:
             self._nbytes[connection] += nbytes
         return connection
 
+    def forget(self) -> None:
+        """Nothing is on its way: what was is lost, or will be dropped."""
+        for connection, sent in enumerate(self._sent):
+            sent.clear()
+            self._nbytes[connection] = 0
+
     def acknowledge(self, arrived: Sequence[int]) -> None:
         """Up to which number each connection has delivered what it was given."""
         for connection, sequence in enumerate(arrived):

@@ -25,6 +25,8 @@ class Wire:
     """Of a link that is dialled from elsewhere; None: not yet."""
     in_transit: int = 0
     """Messages that the uplink holds."""
+    degraded_s: float | None = None
+    """Since when the link has been degraded; None: it is not."""
 
     def put(self, outgoing: Outgoing) -> None:
         """Put a message on the socket; a long payload is not copied. Raises zmq.ZMQError if its peer is gone."""

@@ -17,6 +17,7 @@ from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
 from tahq.comm.endpoint_loop import EndpointLoop
 from tahq.comm.frame import MAX_PIECE_NBYTES
 from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
+from tahq.comm.pings import replace_silent_connections
 from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import First
@@ -104,6 +105,7 @@ class ZmqEndpoint:
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES)
+        replace_silent_connections(socket, self._limits.peer_timeout_s)
         return socket
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,11 +1,14 @@
 import logging
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tahq.comm.control import Abort, Bye, Heartbeat, Join, Message, Ready, Start, decode_message, encode_message
 from tahq.comm.control_channel import ControlClient, ControlServer
@@ -190,7 +193,7 @@ def dealer(server) -> Iterator[zmq.Socket]:
 
 def test_garbage_from_strangers_is_dropped_with_one_line_in_the_log(server, connect, dealer, caplog):
     caplog.set_level(logging.WARNING, "tahq.comm")
-    number = Numbering().next_number()
+    number, _ = Numbering().wrap(b"")
     for parts in ([b"x"], [b"x", encode_message(JOIN)], [number, b"y"], [b""] * 7, [number, encode_message(JOIN), b""]):
         dealer.send_multipart(parts)
     client = connect(server.address)
@@ -202,7 +205,7 @@ def test_garbage_from_strangers_is_dropped_with_one_line_in_the_log(server, conn
 
 
 def test_newcomer_is_answered_at_once(server, dealer):
-    dealer.send_multipart([Numbering().next_number(), encode_message(JOIN)])
+    dealer.send_multipart(Numbering().wrap(encode_message(JOIN)))
     hear(server, Join)
     assert dealer.poll(1000)
     answer = decode_message(dealer.recv_multipart()[1], "coordinator")
@@ -211,22 +214,34 @@ def test_newcomer_is_answered_at_once(server, dealer):
     assert abs(answer.sent_s - time.monotonic()) < SOON_S
 
 
-def test_worker_of_which_messages_were_lost_is_told_and_not_heard_any_more(server, dealer, caplog):
+def test_messages_of_a_worker_that_were_lost_are_asked_for_and_heard_in_order(server, dealer):
     numbers = Numbering()
     for stage in range(5):
-        parts = [numbers.next_number(), encode_message(Ready(stage))]
+        parts = numbers.wrap(encode_message(Ready(stage)))
         if stage != 2:
             dealer.send_multipart(parts)
     heard = []
-    for _ in range(5):
+    for _ in range(10):
         heard += [message for _, message in server.poll(0.05)]
-    assert heard == [Ready(0), Ready(1)]
-    replies = []
-    while dealer.poll(100):
-        replies.append(dealer.recv_multipart()[1])
-    lost = "messages 3 to 3 were lost on the way"
-    assert any(lost.encode() in reply for reply in replies)
-    assert lost in caplog.text
+        while dealer.poll(0):
+            head, _ = dealer.recv_multipart()
+            numbers.take(head, "coordinator")
+        for again in numbers.again():
+            dealer.send_multipart(again)
+    assert heard == [Ready(stage) for stage in range(5)]
+
+
+def test_worker_of_a_run_before_is_told_and_not_heard_any_more(server, dealer, caplog):
+    numbers, coordinator = Numbering(), Numbering()
+    for _ in range(3):  # what it had from a coordinator that is no more
+        numbers.take(coordinator.wrap(b"")[0], "coordinator")
+    dealer.send_multipart(numbers.wrap(encode_message(JOIN)))
+    assert [message for _ in range(3) for _, message in server.poll(0.05)] == []
+    assert dealer.poll(1000)
+    abort = decode_message(dealer.recv_multipart()[1], "coordinator")
+    assert isinstance(abort, Abort)
+    assert "one of both was started again" in abort.message
+    assert "one of both was started again" in caplog.text
 
 
 @pytest.fixture
@@ -236,17 +251,38 @@ def router() -> Iterator[zmq.Socket]:
     context.destroy(linger=0)
 
 
-def test_coordinator_of_which_messages_were_lost_is_given_up(connect, router):
+def test_messages_of_the_coordinator_that_were_lost_are_asked_for_and_heard_in_order(connect, router):
     port = router.bind_to_random_port("tcp://127.0.0.1")
     client = connect(f"127.0.0.1:{port}")
-    identity = router.recv_multipart()[0]
+    identity, head, _ = router.recv_multipart()
     numbers = Numbering()
+    numbers.take(head, "worker")
     for step in (1, 2, 3):
-        parts = [identity, numbers.next_number(), encode_message(Start(step))]
+        parts = numbers.wrap(encode_message(Start(step)))
         if step != 2:
-            router.send_multipart(parts)
+            router.send_multipart([identity, *parts])
     assert client.recv(SOON_S) == Start(1)
-    with pytest.raises(PeerLostError, match=f"coordinator at 127.0.0.1:{port}: control messages 2 to 2 were lost"):
+    again = []
+    while not again and router.poll(1000 * SOON_S):
+        _, head, _ = router.recv_multipart()
+        numbers.take(head, "worker")
+        again = numbers.again()
+    for parts in again:
+        router.send_multipart([identity, *parts])
+    assert client.recv(SOON_S) == Start(2)
+    assert client.recv(SOON_S) == Start(3)
+
+
+def test_coordinator_that_was_started_again_is_lost(connect, router):
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    client = connect(f"127.0.0.1:{port}")
+    identity, head, _ = router.recv_multipart()
+    numbers = Numbering()
+    numbers.take(head, "worker")
+    router.send_multipart([identity, *numbers.wrap(encode_message(Start(1)))])
+    assert client.recv(SOON_S) == Start(1)
+    router.send_multipart([identity, *Numbering().wrap(encode_message(Start(1)))])
+    with pytest.raises(PeerLostError, match=f"coordinator at 127.0.0.1:{port}: has another past"):
         client.recv(SOON_S)
 
 
@@ -254,17 +290,52 @@ def test_sending_to_a_worker_that_has_gone_is_no_error(server):
     server.send(b"nobody#1", Start(1))
 
 
-def test_numbers_count_from_one_without_gaps():
+def test_numbers_count_from_one_and_what_is_skipped_comes_again():
     sender, receiver = Numbering(), Numbering()
-    first, second, third = (sender.next_number() for _ in range(3))
-    receiver.check(first, "peer")
-    with pytest.raises(PeerLostError, match="peer: control messages 2 to 2 were lost"):
-        receiver.check(third, "peer")
-    receiver.check(second, "peer")
-    with pytest.raises(RemoteProtocolError, match="peer: sent control message 1 again; expected 3"):
-        receiver.check(first, "peer")
-    with pytest.raises(RemoteProtocolError, match="number of 3 bytes"):
-        receiver.check(b"abc", "peer")
+    first, _, third = (sender.wrap(bytes([number])) for number in range(3))
+    assert receiver.take(first[0], "peer")
+    assert not receiver.take(third[0], "peer")
+    assert receiver.has_gap
+    assert sender.take(receiver.wrap(b"")[0], "peer")
+    again = sender.again()
+    assert [message for _, message in again] == [b"\x01", b"\x02"]
+    assert sender.again() == []
+    assert [receiver.take(head, "peer") for head, _ in again] == [True, True]
+    assert not receiver.take(again[0][0], "peer")  # twice
+    assert not receiver.has_gap
+    sender.take(receiver.wrap(b"")[0], "peer")
+    assert sender.again() == []
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [(b"abc", "number of 3 bytes"), (struct.pack("<QQB", 1, 0, 2), "message 1"), (struct.pack("<QQB", 0, 0, 0), "0")],
+)
+def test_first_part_that_cannot_be_is_a_protocol_error(head, reason):
+    with pytest.raises(RemoteProtocolError, match=f"^peer: sent .*{reason}"):
+        Numbering().take(head, "peer")
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60))
+def test_whatever_is_lost_both_ends_hear_everything_in_order(script):
+    """Each entry: who speaks, and whether that is lost; then both speak until nothing is missing."""
+    ends, heard, said = (Numbering(), Numbering()), ([], []), ([], [])
+
+    def bring(speaker, parts):
+        head, message = parts
+        if ends[1 - speaker].take(head, "peer"):
+            heard[1 - speaker].append(message)
+        for again in ends[1 - speaker].again():
+            bring(1 - speaker, again)
+
+    for speaker, is_lost in [*script, *((bool(number % 2), False) for number in range(6))]:
+        said[speaker].append(str(len(said[speaker])).encode())
+        parts = ends[speaker].wrap(said[speaker][-1])
+        if not is_lost:
+            bring(int(speaker), parts)
+    assert heard[0] == said[1]
+    assert heard[1] == said[0]
 
 
 def test_clock_of_a_worker_is_known_to_within_half_a_round_trip(connect):

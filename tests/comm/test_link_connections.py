@@ -124,7 +124,7 @@ def test_frames_come_out_whole_however_the_connections_are_mixed(sizes, seed):
 
 @settings(deadline=None, max_examples=60)
 @given(lost=st.integers(0, 8), seed=st.integers(0, 2**32))
-def test_piece_lost_on_any_connection_is_found_by_the_next_heartbeats(lost, seed):
+def test_piece_lost_on_any_connection_is_found_by_the_next_heartbeats_and_comes_again(lost, seed):
     rng = random.Random(seed)
     lower, upper = met_sessions(LIMITS)
     frame = make_frame(900)
@@ -132,8 +132,14 @@ def test_piece_lost_on_any_connection_is_found_by_the_next_heartbeats(lost, seed
     lower.send(frame, 0.0)
     sent = pieces(lower)
     del sent[lost]
-    with pytest.raises(PeerLostError, match=f"messages {lost + 1} to"):
-        hear(upper, as_connections_bring_them([*sent, *beat(lower)], rng))
+    hear(upper, as_connections_bring_them([*sent, *beat(lower)], rng))
+    assert upper.take_delivered() == []
+    hear(lower, urgent(upper, 2.0), 2.0)
+    again = urgent(lower, 2.0)
+    assert [header_of(m).kind for m in again] == [FrameKind.RESUME] * 3
+    hear(upper, as_connections_bring_them([*again, *pieces(lower, 2.0)], rng), 2.0)
+    (got,) = upper.take_delivered()
+    assert torch.equal(got.payload, frame.payload)
 
 
 def test_piece_that_comes_twice_is_taken_once():

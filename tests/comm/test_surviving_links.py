@@ -1,0 +1,94 @@
+"""Links over real sockets that are reset, or get no answer for a while: nothing is lost and nothing comes twice."""
+
+import time
+
+import pytest
+import torch
+from support.breaking_proxy import BreakingProxy
+
+from tahq.comm.frame import Direction
+from tahq.errors import PeerLostError
+
+NBYTES = 100_000
+COUNT = 300
+SOON_S = 30.0
+
+
+@pytest.fixture
+def joined(make_endpoint):
+    """joined(**what differs): a proxy, and both ends of a link that goes through it."""
+    proxies = []
+
+    def join(**changes):
+        upper = make_endpoint(1, **changes)
+        proxies.append(BreakingProxy(upper.address))
+        lower = make_endpoint(0, bind="", **changes)
+        ends = lower.open_link(0, 1, "upper", proxies[-1].address), upper.open_link(0, 0, "lower", "")
+        lower.wait_connected(SOON_S)
+        upper.wait_connected(SOON_S)
+        return proxies[-1], *ends
+
+    yield join
+    for proxy in proxies:
+        proxy.close()
+
+
+def frames(make_frame, direction):
+    return [make_frame(NBYTES, number, direction) for number in range(COUNT)]
+
+
+def post(link, expected):
+    for frame in expected:
+        link.expect(frame.id, NBYTES)
+
+
+def check_next(link, expected):
+    got = link.recv(SOON_S)
+    assert got.id == expected.id
+    assert torch.equal(got.payload, expected.payload)
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_nothing_is_lost_when_connections_are_reset(joined, make_frame, connections):
+    proxy, lower, upper = joined(connections=connections)
+    forward, backward = (frames(make_frame, direction) for direction in Direction)
+    post(upper, forward)
+    post(lower, backward)
+    for one, other in zip(forward, backward, strict=True):
+        lower.send(one)
+        upper.send(other)
+    for number in range(COUNT):
+        if number % 75 == 10:
+            proxy.reset()
+        check_next(upper, forward[number])
+        check_next(lower, backward[number])
+    assert proxy.num_connections > connections
+
+
+def test_link_that_gets_no_answer_goes_on_soon_after_it_does(joined, make_frame, caplog):
+    proxy, lower, upper = joined(peer_timeout_s=8.0, heartbeat_s=0.5)
+    forward = frames(make_frame, Direction.FORWARD)
+    post(upper, forward)
+    for frame in forward[:200]:
+        lower.send(frame)
+    check_next(upper, forward[0])
+    proxy.cut()
+    for frame in forward[200:]:
+        lower.send(frame)
+    time.sleep(6.0)  # longer than ZMQ waits for an answer on a connection, here 4 s
+    proxy.heal()
+    healed_s = time.monotonic()
+    for frame in forward[1:]:
+        check_next(upper, frame)
+    assert time.monotonic() - healed_s < 5.0
+    said = [record.getMessage() for record in caplog.records]
+    assert any("link 0 to stage 1" in text and "degraded: nothing is heard of the peer" in text for text in said)
+    assert any("link 0 to stage 1" in text and "connected again after" in text for text in said)
+
+
+def test_link_that_is_cut_for_longer_than_the_timeout_is_lost(joined, make_frame):
+    proxy, lower, upper = joined(peer_timeout_s=2.0, heartbeat_s=0.2)
+    proxy.cut()
+    for link in (lower, upper):
+        with pytest.raises(PeerLostError, match=r"link 0 to stage [01] .* no sign of life for 2.0 s"):
+            link.recv(SOON_S)
