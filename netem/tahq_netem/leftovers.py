@@ -8,6 +8,7 @@ from another that got its pid later.
 
 import atexit
 import json
+import logging
 import os
 import signal
 import traceback
@@ -19,8 +20,9 @@ from typing import Final
 
 from tahq.errors import NetworkError
 from tahq_netem.names import owner_pid
-from tahq_netem.namespaces import end_processes, list_namespaces, remove_namespace
+from tahq_netem.namespaces import HiddenNamespaceError, end_processes, list_namespaces, remove_namespace
 
+_log = logging.getLogger(__name__)
 STATE_FOLDER: Final = Path("/run/tahq-netem")
 """A note for each process that has namespaces: <pid>.json."""
 
@@ -135,6 +137,8 @@ def is_alive(pid: int) -> bool:
 def sweep_leftovers() -> list[str]:
     """Remove the namespaces of processes that are gone, ending what still runs in them; returns their names.
 
+    Names that cannot be reached stay, with a line in the log: nothing is in them, and they are in nobody's way.
+
     Raises:
         NetworkError: there are some, and this user may not remove them.
     """
@@ -142,11 +146,19 @@ def sweep_leftovers() -> list[str]:
     dead = {pid for pid in owners.values() if not is_alive(pid)}
     leftovers = [name for name, pid in owners.items() if pid in dead]
     end_processes(leftovers, grace_s=0.0)
-    for name in leftovers:
-        remove_namespace(name)
+    removed = [name for name in leftovers if _could_remove(name)]
     for pid in dead | _noted_dead():
         forget_process(pid)
-    return leftovers
+    return removed
+
+
+def _could_remove(name: str) -> bool:
+    try:
+        remove_namespace(name)
+    except HiddenNamespaceError as error:
+        _log.warning("%s", error)
+        return False
+    return True
 
 
 def _noted_dead() -> set[int]:

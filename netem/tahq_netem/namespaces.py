@@ -90,10 +90,15 @@ def _prepare() -> None:
         kernel.link("set", index=1, state="up")
 
 
+class HiddenNamespaceError(NetworkError):
+    """A namespace's name is held by a mount that nobody can reach at present."""
+
+
 def remove_namespace(namespace: str) -> None:
     """Unbind a namespace; its devices go with the last process in it. One that is gone already is no error.
 
     Raises:
+        HiddenNamespaceError: something was mounted over it.
         NetworkError: this user may not.
     """
     path = namespace_path(namespace)
@@ -102,6 +107,11 @@ def remove_namespace(namespace: str) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise HiddenNamespaceError(
+                f"cannot remove namespace {namespace}: {NAMESPACE_FOLDER} was mounted over itself since it was made, "
+                f"as `ip netns` does; `umount {NAMESPACE_FOLDER}` shows it again"
+            ) from None
         raise NetworkError(f"cannot remove namespace {namespace}: {error.strerror}; that needs root") from None
 
 

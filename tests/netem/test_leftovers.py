@@ -237,3 +237,31 @@ def dead_pid() -> int:
     process = subprocess.Popen(["/bin/true"])
     process.wait()
     return process.pid
+
+
+HIDING = """
+import logging, os, signal, subprocess, sys, time
+logging.basicConfig(format="%(message)s")
+from tahq_netem.leftovers import sweep_leftovers
+from tahq_netem.names import NAMESPACE_FOLDER
+from tahq_netem.namespaces import list_namespaces
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+child.kill()
+child.wait()
+mine = [name for name in list_namespaces() if f"-{child.pid}-" in name]
+subprocess.run(["mount", "--bind", NAMESPACE_FOLDER, NAMESPACE_FOLDER], check=True)
+print(sorted(set(mine) & set(sweep_leftovers())))
+subprocess.run(["umount", NAMESPACE_FOLDER], check=True)
+print(sorted(set(mine) & set(sweep_leftovers())) == sorted(mine), len(mine))
+"""
+
+
+@pytest.mark.serial
+def test_leftovers_that_something_was_mounted_over_are_told_of_and_left():
+    """In a mount namespace of its own, so that nobody else's are hidden."""
+    program = OWNER.format(before="", after="time.sleep(60)")
+    command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", HIDING, program]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.stdout.splitlines() == ["[]", "True 2"], process.stderr
+    assert process.stderr.count("`umount /run/netns` shows it again") == 2
