@@ -30,6 +30,7 @@ from tahq.comm.control import (
     Failed,
     Hello,
     Join,
+    LinkState,
     Message,
     Plan,
     Prepare,
@@ -40,6 +41,7 @@ from tahq.comm.control import (
 )
 from tahq.comm.control_channel import ControlClient
 from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
+from tahq.comm.endpoint_loop import Trouble
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
 from tahq.comm.host_shaping import host_shaping
@@ -206,7 +208,20 @@ class Worker:
             first=config.links.first,
             connections=config.links.connections,
             allocate=memory_for(device),
+            on_trouble=self._report_trouble,
         )
+
+    def _report_trouble(self, trouble: Trouble) -> None:
+        """Called by the thread that moves frames; a coordinator that is lost ends the run anyway."""
+        spec = trouble.spec
+        with suppress(TahqError):
+            self._client.send(
+                LinkState(
+                    *(self.stage, spec.link, spec.peer_stage, trouble.reason),
+                    lasted_s=trouble.lasted_s,
+                    num_sent_again=trouble.num_sent_again,
+                )
+            )
 
     def _hello(self, assign: Assign, assembly: Assembly, address: str) -> Plan | None:
         """Say what was made of the configuration; None: no step is left to take."""

@@ -200,6 +200,22 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkState:
+    """worker → coordinator: a link of mine is degraded, and why; or, if `reason` is empty, as before.
+
+    `lasted_s` is how long it was degraded, `num_sent_again` how many pieces I have sent again on it so far; both 0 when
+    that begins.
+    """
+
+    stage: int
+    link: int
+    peer_stage: int
+    reason: str
+    lasted_s: float = 0.0
+    num_sent_again: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """worker → coordinator: the person at this worker asked the run to stop in order."""
 
@@ -250,6 +266,7 @@ class Heartbeat:
 Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
+    | LinkState
 )  # fmt: skip
 
 

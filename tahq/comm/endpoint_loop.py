@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import zmq
@@ -19,7 +19,7 @@ from tahq.comm.frame import FrameKind, peek_kind
 from tahq.comm.outbound import Outgoing
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import next_to_send
-from tahq.comm.session import End
+from tahq.comm.session import End, LinkSpec
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.socket_wait import Socket, WaitSet, Waker
 from tahq.comm.wire import Arrival, Wire, take_messages
@@ -36,10 +36,31 @@ _SOCKET_LINGER_MS = 250
 """For what the kernel has not taken when a socket is closed; by then the peer has acknowledged the data."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A link that is degraded, and why; or that is as before, if `reason` is empty."""
+
+    spec: LinkSpec
+    reason: str
+    lasted_s: float = 0.0
+    num_sent_again: int = 0
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.spec}: degraded: {self.reason}"
+        again = f"{self.num_sent_again} messages were sent again from here so far"
+        return f"{self.spec}: connected again after {self.lasted_s:.1f} s; {again}"
+
+
+OnTrouble = Callable[[Trouble], None]
+"""Told in the I/O thread."""
+
+
 class EndpointLoop:
     """The body of the I/O thread; only `submit`, `open` and `stop` are called from elsewhere."""
 
-    def __init__(self, reception: Reception | None, shaping: Shaping) -> None:
+    def __init__(self, reception: Reception | None, shaping: Shaping, on_trouble: OnTrouble | None = None) -> None:
+        self._on_trouble = on_trouble
         self._reception = reception
         held_s = max(0.0, shaping.delay_s - _HANDLING_S)
         self._uplink: Uplink[tuple[Wire, Outgoing]] = Uplink(replace(shaping, delay_s=held_s))
@@ -179,17 +200,19 @@ class EndpointLoop:
         """Tell once when a link becomes degraded, and when it is as before."""
         now_s = time.monotonic()
         for wire in self._wires:
-            trouble = wire.end.session.trouble(now_s)
-            if trouble and wire.degraded_s is None:
+            reason = wire.end.session.trouble(now_s)
+            if reason and wire.degraded_s is None:
                 wire.degraded_s = now_s
-                _log.warning("%s: degraded: %s", wire.end.spec, trouble)
-            elif not trouble and wire.degraded_s is not None:
+                self._tell(Trouble(wire.end.spec, reason))
+            elif not reason and wire.degraded_s is not None:
                 lasted_s, wire.degraded_s = now_s - wire.degraded_s, None
                 if wire.end.session.remote is End.OPEN:
-                    _log.warning(
-                        "%s: connected again after %.1f s; %d messages were sent again from here so far",
-                        *(wire.end.spec, lasted_s, wire.end.session.num_sent_again),
-                    )
+                    self._tell(Trouble(wire.end.spec, "", lasted_s, wire.end.session.num_sent_again))
+
+    def _tell(self, trouble: Trouble) -> None:
+        _log.warning("%s", trouble)
+        if self._on_trouble is not None:
+            self._on_trouble(trouble)
 
     # In
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import zmq
 
 from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
-from tahq.comm.endpoint_loop import EndpointLoop
+from tahq.comm.endpoint_loop import EndpointLoop, OnTrouble
 from tahq.comm.frame import MAX_PIECE_NBYTES
 from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
 from tahq.comm.pings import replace_silent_connections
@@ -47,6 +47,7 @@ class ZmqEndpoint:
         first: First = "oldest",
         connections: int = 1,
         allocate: Allocate = pageable,
+        on_trouble: OnTrouble | None = None,
     ) -> None:
         """Bind and start the I/O thread.
 
@@ -61,6 +62,7 @@ class ZmqEndpoint:
             first: what goes first of all that waits for this host's uplink.
             connections: TCP connections of each link; the same at both ends.
             allocate: where frames that come in are put.
+            on_trouble: told, in the I/O thread, when a link becomes degraded and when it is as before.
 
         Raises:
             UserError: the address is malformed or in use.
@@ -88,7 +90,7 @@ class ZmqEndpoint:
         self._transports: list[ZmqTransport] = []
         self._aborted: Exception | None = None
         self._is_closed = False
-        self._loop = EndpointLoop(reception, shaping)
+        self._loop = EndpointLoop(reception, shaping, on_trouble)
         self._thread = threading.Thread(target=self._loop.run, name="tahq-io", daemon=True)
         self._thread.start()
 

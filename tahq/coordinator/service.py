@@ -18,6 +18,7 @@ from tahq.comm.control import (
     Heartbeat,
     Hello,
     Join,
+    LinkState,
     Message,
     Prepare,
     Ready,
@@ -232,6 +233,15 @@ class Coordinator:
     def _on_traced(self, identity: bytes, part: Traced) -> None:
         self._begun().traced(identity, part)
 
+    def _on_link_state(self, identity: bytes, state: LinkState) -> None:
+        member = self._context.membership.claim(identity, state.stage)
+        link = f"link {state.link} to stage {state.peer_stage}"
+        if state.reason:
+            self._context.observer.warned(f"{member.name}: {link} is degraded: {state.reason}")
+        else:
+            again = f"; {state.num_sent_again} messages were sent again so far" if state.num_sent_again else ""
+            self._context.observer.warned(f"{member.name}: {link} works again after {state.lasted_s:.1f} s{again}")
+
     def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
         member = self._context.membership.claim(identity, request.stage)
         self._stop(request.signal_number, member.name)
@@ -342,6 +352,7 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     ComputeMeasured: Coordinator._on_compute_measured,
     PathsMeasured: Coordinator._on_paths_measured,
     Traced: Coordinator._on_traced,
+    LinkState: Coordinator._on_link_state,
     StopRequest: Coordinator._on_stop_request,
     Failed: Coordinator._on_failed,
     Heartbeat: Coordinator._on_heartbeat,

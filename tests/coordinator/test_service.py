@@ -17,6 +17,7 @@ from tahq.comm.control import (
     Heartbeat,
     Hello,
     Join,
+    LinkState,
     Plan,
     Refuse,
     Start,
@@ -414,6 +415,24 @@ def test_signal_is_noticed_within_two_tenths_of_a_second(scene):
     assert scene.run(leave_timeout_s=0.0) == 143
     assert scene.clock.now_s - 1000.0 <= 0.2
     assert "before the first step" in scene.end.message
+
+
+def test_user_is_told_of_a_degraded_link_and_the_run_goes_on(scene, prepare):
+    states = [LinkState(1, 1, 2, "nothing is heard of the peer"), LinkState(1, 1, 2, "", 31.25, 47)]
+    scene.workers(stage1={"say": {1: [*states, prepare(1, 1)]}})
+    assert scene.run() == 0
+    told = [text for text in scene.observer.of("warned") if "link 1" in text]
+    name = "stage 1 (host1, pid 101): link 1 to stage 2"
+    assert told == [
+        f"{name} is degraded: nothing is heard of the peer",
+        f"{name} works again after 31.2 s; 47 messages were sent again so far",
+    ]
+
+
+def test_worker_that_speaks_of_anothers_link_ends_the_run(scene):
+    scene.workers(stage1={"say": {1: [LinkState(2, 1, 1, "nothing is heard of the peer")]}})
+    assert scene.run() == 3
+    assert "stage 1 (host1, pid 101) spoke for stage 2, which is not its own" in scene.end.message
 
 
 def test_stop_request_of_every_worker_is_one_request(scene):

@@ -62,3 +62,6 @@ def test_resets_and_an_outage_cost_time_and_nothing_else(tmp_path):
     broken, num_reset = losses(tmp_path / "broken", FAULTS)
     assert num_reset >= 6  # of two links with a neighbour or one, and of the coordinator's, three times
     assert broken == calm
+    told = (tmp_path / "broken" / "coordinator.log").read_text()
+    assert "is degraded: messages were lost" in told
+    assert "works again after" in told
