@@ -4,6 +4,7 @@ Building comes in two parts, because what HELLO reports (hashes, sizes) must be 
 links: `Assembly.build` needs the configuration only, `connect` needs the plan and the transports.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from tahq.pipeline.schedule import Action
 from tahq.pipeline.snapshot import prune, snapshot_folder, write_stage
 from tahq.pipeline.snapshot_reader import SnapshotReader
 from tahq.pipeline.stage import Stage, StagePlan
+from tahq.pipeline.suspect_batch import keep_batch
+
+_log = logging.getLogger(__name__)
 
 
 def block_ranges(config: ClusterConfig, spec: ModelSpec) -> tuple[BlockRange, ...]:
@@ -229,6 +233,19 @@ class Assembly:
         except SnapshotError as error:
             return Snapshotted(step, number, "", "", 0, error=str(error))
         return Snapshotted(step, number, written.file, written.sha256, written.nbytes)
+
+    def keep_batch(self, step: int, stage: Stage) -> None:
+        """Keep the samples of a step, counted from 1, that had NaN or infinity; the first stage does so for all."""
+        batch = stage.engine.batch
+        if self._assign.stage != 0 or batch is None:
+            return
+        folder = Path(self.config.run.dir) / self.config.run.name / "non_finite"
+        try:
+            path = keep_batch(folder, step, batch)
+        except SnapshotError as error:
+            _log.warning("the batch of step %d, which had NaN or infinity, is not kept: %s", step, error)
+        else:
+            _log.warning("step %d had NaN or infinity; its batch is in %s", step, path)
 
     def _meta(self, step: int) -> StageMeta:
         cursor = self._batches.cursor(step) if self._batches is not None else Cursor(step)

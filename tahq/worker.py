@@ -55,6 +55,7 @@ from tahq.config import ClusterConfig
 from tahq.config_file import config_from_json, config_hash
 from tahq.errors import (
     InterruptedRunError,
+    NonFiniteError,
     OutOfMemoryError,
     PeerLostError,
     RefusedError,
@@ -301,13 +302,21 @@ class Worker:
             self._client.send(_prepare(step, stage, result, meter))
             self._working("commit")
             with stage.stopwatch.measure("commit"):
-                commit = self._await(Commit)
+                commit = self._await_commit(step, stage, assembly)
             if commit.step != step:
                 raise RemoteProtocolError(f"the coordinator committed step {commit.step} while step {step} is computed")
             self._tell_trace(step, stage, meter)
             self._carry_out(commit, stage, assembly, meter)
             if commit.stop:
                 return
+
+    def _await_commit(self, step: int, stage: Stage, assembly: Assembly) -> Commit:
+        try:
+            return self._await(Commit)
+        except RunAbortedError as error:
+            if error.exit_status == NonFiniteError.exit_status:
+                assembly.keep_batch(step + 1, stage)
+            raise
 
     def _tell_trace(self, step: int, stage: Stage, meter: StepMeter) -> None:
         """The step is committed: send what was kept of it, if it is traced; the next one begins."""
@@ -323,6 +332,7 @@ class Worker:
                 stage.update.apply(commit.step, commit.clip_factor)
             else:
                 stage.update.discard()
+                assembly.keep_batch(commit.step + 1, stage)
         stage.use_codecs(commit.step + 1, commit.codecs)
         if commit.evaluate:
             self._evaluate(commit.step, stage)

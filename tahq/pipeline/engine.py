@@ -132,6 +132,11 @@ class StageEngine:
             self._tied.exchange(step)
         return self._result()
 
+    @property
+    def batch(self) -> StepBatch | None:
+        """The samples of the step computed last; None on a stage that reads none."""
+        return self._batch
+
     def evaluate(self, step: int, num_batches: int) -> EvaluationResult | None:
         """Validation loss of the present weights, with the wire's codec and without.
 

@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.runs import launch, start, tiny, write_config
 from support.warm_process import WarmProcess
 
@@ -69,6 +70,13 @@ def test_non_finite_gradients_are_one_decision_for_all_stages(tmp_path, policy, 
     assert skipped[0] is False
     assert all(skipped[1:])
     assert len(skipped) <= num_steps
+    # the last step ended the run, and is none of those that were skipped
+    kept = sorted((run.folder / "non_finite").iterdir())
+    assert [path.name for path in kept] == [f"step-{step:08}.safetensors" for step in range(2, len(skipped) + 2)]
+    with safe_open(kept[0], "pt") as file:
+        assert file.metadata()["step"] == "2"
+        assert file.get_tensor("tokens").shape == file.get_tensor("labels").shape
+        assert len(file.get_tensor("sample_ids")) == len(file.get_tensor("tokens"))
 
 
 def test_workers_with_other_data_are_refused_by_the_name_of_the_field(tmp_path):
