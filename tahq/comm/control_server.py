@@ -25,8 +25,8 @@ class ControlServer:
 
     `poll` also sends a Heartbeat to every worker heard from, every `heartbeat_s`, and one at once to a
     newcomer, so it must be called at least that often. Messages that were lost when a connection was reset are sent
-    again. A worker that speaks of a run from before this end was started is told to abort and not heard any more.
-    What strangers send is dropped; nothing of it raises.
+    again. A worker that speaks of a run from before this end was started, or what nobody can read, is told to abort
+    and not heard any more. What strangers send is dropped; nothing of it raises.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class ControlServer:
         name = _name(identity)
         if len(parts) != 2:
             raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
-        message = decode_message(parts[1], name)
         known = self._peers.get(identity)
         numbering = known or Numbering()
         had_gap = numbering.has_gap
         is_next = numbering.take(parts[0], name)
+        message = self._decode(identity, parts[1], name)
         if known is None:
             self._welcome(identity, numbering, name)
         elif numbering.has_gap and not had_gap:
@@ -153,6 +153,21 @@ class ControlServer:
             comparison = self._clocks.setdefault(identity, ClockComparison())
             comparison.note(message.echo_s, message.sent_s - message.held_s, message.sent_s, self._clock())
         return message
+
+    def _decode(self, identity: bytes, data: bytes, name: str) -> Message:
+        """What a numbered message says; who sends what nobody can read would wait for an answer without end.
+
+        Raises:
+            PeerLostError: it is none, and its sender was heard before.
+            RemoteProtocolError: it is none, and a stranger's, who has been told.
+        """
+        try:
+            return decode_message(data, name)
+        except RemoteProtocolError as error:
+            if identity in self._peers:
+                raise PeerLostError(str(error)) from error
+            self._put(identity, Numbering().wrap(encode_message(Abort(str(error), error.exit_status))))
+            raise
 
     def _welcome(self, identity: bytes, numbering: Numbering, name: str) -> None:
         if len(self._peers) >= _MAX_PEERS:

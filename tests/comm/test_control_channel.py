@@ -244,6 +244,31 @@ def test_worker_of_a_run_before_is_told_and_not_heard_any_more(server, dealer, c
     assert "one of both was started again" in caplog.text
 
 
+def test_worker_whose_message_cannot_be_read_is_told_and_not_heard_any_more(server, dealer):
+    numbers = Numbering()
+    dealer.send_multipart(numbers.wrap(encode_message(JOIN)))
+    hear(server, Join)
+    dealer.send_multipart(numbers.wrap(b"\x07 of another version"))
+    dealer.send_multipart(numbers.wrap(encode_message(Ready(1))))
+    assert [message for _ in range(3) for _, message in server.poll(0.05)] == []
+    assert "speaks version 7 of the control protocol" in said_at_last(dealer).message
+
+
+def test_newcomer_of_another_version_is_told_why(server, dealer):
+    dealer.send_multipart(Numbering().wrap(b"\x07 of another version"))
+    assert server.poll(0.2) == []
+    assert "speaks version 7 of the control protocol" in said_at_last(dealer).message
+
+
+def said_at_last(dealer) -> Abort:
+    """The Abort among what a worker was told."""
+    said = []
+    while dealer.poll(500):
+        said.append(decode_message(dealer.recv_multipart()[1], "coordinator"))
+    (abort,) = (message for message in said if isinstance(message, Abort))
+    return abort
+
+
 @pytest.fixture
 def router() -> Iterator[zmq.Socket]:
     context = zmq.Context()
