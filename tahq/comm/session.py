@@ -302,7 +302,7 @@ class Session:
             self._resend_due = True  # it has not come, perhaps
 
     def _handle_resend(self, sequence: int, number: int, now_s: float) -> None:
-        if number <= self._round:
+        if number <= self._round or self.remote is End.CLOSED:  # it has left since, and wants nothing any more
             return
         self._check_sent(sequence)
         self._round = number

@@ -238,6 +238,19 @@ def test_request_is_followed_once(wire, make_frame):
     assert wire.said_by(wire.one) == []
 
 
+def test_request_that_comes_behind_the_peers_bye_holds_nobody_up(wire, make_frame):
+    """Over another connection it may; the BYE says that nothing is waited for."""
+    wire.one.send(make_frame(250), wire.now_s)
+    wire.one.close(wire.now_s)
+    wire.said_by(wire.one)
+    bye, request = message(FrameKind.BYE), message(FrameKind.RESEND, (1).to_bytes(4, "little"))
+    for each in (bye, request):
+        header = unpack_header(each.header, each.payload, "")
+        wire.one.receive(pack_header(header, each.payload), each.payload, wire.now_s)
+    assert wire.one.is_settled
+    assert wire.one.local is End.CLOSED
+
+
 @pytest.mark.parametrize("kind", [FrameKind.RESEND, FrameKind.RESUME, FrameKind.HEARTBEAT])
 def test_round_that_nobody_asked_for_is_a_protocol_error(wire, kind):
     with pytest.raises(RemoteProtocolError, match=r"round|the last one sent was 0"):
