@@ -30,7 +30,7 @@ from typing import Any
 from bench_paper_throughput import MODELS
 from engine_points import QUEUES_S, depths
 from engine_rows import predicted_again, quartiles, size_text, wire_text
-from trace_overhead import TracedRun, overhead_lines, read_runs, trace_run
+from trace_overhead import MICRO_BATCHES, TracedRun, overhead_lines, read_runs, trace_run
 
 from tahq_netem.compute import StageTimes
 from tahq_netem.machine import one_line
@@ -44,7 +44,6 @@ from tahq_netem.sweep_spec import SweepConfig, split_wire
 
 RESULTS = Path(__file__).parent / "results"
 RATES = (1000, 500, 300, 100, 50)
-MICRO_BATCHES = 32
 FP32, BF16 = "raw:dtype=fp32", "raw:dtype=bf16"
 TAH = "tah / fixed:bits=6"
 WIRES: Mapping[str, str] = {

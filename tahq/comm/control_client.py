@@ -234,12 +234,11 @@ class ControlClient:
             self._heard_s = time.monotonic()
             if len(parts) != 2:
                 raise RemoteProtocolError(f"{self._peer}: sent {len(parts)} message parts; expected 2")
-            had_gap = self._numbering.has_gap
             if self._numbering.take(parts[0], self._peer):
                 arrival_s = self._heard_s + self._timing.shaping.delay_s
                 self._downlink.receive(decode_message(parts[1], self._peer), len(parts[1]), arrival_s)
-            elif self._numbering.has_gap and not had_gap:
-                self._heartbeat_at_s = self._heard_s  # to ask for what was lost
+        if self._numbering.must_ask and self._heard_s is not None:
+            self._heartbeat_at_s = min(self._heartbeat_at_s, self._heard_s)
         for again in self._numbering.again():
             self._dealer.send_multipart(again, zmq.NOBLOCK)
 

@@ -27,8 +27,10 @@ class Numbering:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=_MAX_KEPT)
         """Messages with their numbers that the peer has not said it has."""
         self._is_asked = False
-        self.has_gap = False
-        """Whether messages before one that has come were lost, and have not come again."""
+        self._has_gap = False
+        """Messages before one that has come were lost, and have not come again."""
+        self.must_ask = False
+        """Whether nothing has gone yet that asks for them."""
 
     def wrap(self, message: bytes) -> list[bytes]:
         """The parts of the next message to go."""
@@ -57,9 +59,10 @@ class Numbering:
             self._kept.popleft()
         self._is_asked |= bool(asks)
         if number == self._received + 1:
-            self._received, self.has_gap = number, False
+            self._received, self._has_gap, self.must_ask = number, False, False
             return True
-        self.has_gap |= number > self._received
+        if number > self._received and not self._has_gap:
+            self._has_gap = self.must_ask = True
         return False
 
     def again(self) -> list[list[bytes]]:
@@ -68,4 +71,5 @@ class Numbering:
         return [self._parts(number, message) for number, message in self._kept] if asked else []
 
     def _parts(self, number: int, message: bytes) -> list[bytes]:
-        return [_HEAD.pack(number, self._received, self.has_gap), message]
+        self.must_ask = False
+        return [_HEAD.pack(number, self._received, self._has_gap), message]

@@ -138,15 +138,14 @@ class ControlServer:
             raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
         known = self._peers.get(identity)
         numbering = known or Numbering()
-        had_gap = numbering.has_gap
         is_next = numbering.take(parts[0], name)
         message = self._decode(identity, parts[1], name)
         if known is None:
             self._welcome(identity, numbering, name)
-        elif numbering.has_gap and not had_gap:
-            self.send(identity, Heartbeat(sent_s=self._clock()))  # to ask for what was lost
         for again in numbering.again():
             self._put(identity, again)
+        if numbering.must_ask:
+            self.send(identity, Heartbeat(sent_s=self._clock()))
         if not is_next:
             return None
         if isinstance(message, Heartbeat) and message.held_s >= 0:

@@ -172,8 +172,10 @@ class Outbound:
         """The rank of the next piece; None if there is none, or no room for it."""
         if not self.has_room:
             return None
+        if self._again:
+            return AGAIN
         frame = self._next_frame()
-        return AGAIN if self._again else None if frame is None else self._rank(frame)
+        return None if frame is None else self._rank(frame)
 
     def limit_window(self, nbytes: int) -> None:
         """Have no more than this on its way unacknowledged; the receiver wants it so."""

@@ -76,12 +76,11 @@ class Resequencer:
             self._passed[connection] = max(self._passed[connection], sequence)
             self.has_lost |= min(self._passed) > self.received
 
-    def begin_round(self) -> int:
-        """Ask for what was lost: the number of the round in which it is to come."""
+    def begin_round(self) -> None:
+        """What was lost is to come in another round."""
         self.round += 1
         self.has_lost = False
         self._passed = [0] * len(self._passed)
-        return self.round
 
     def join_round(self, number: int, sequence: int, connection: int) -> bool:
         """All up to `sequence` was sent on this connection before, or in, the round of this number.

@@ -320,14 +320,14 @@ def test_numbers_count_from_one_and_what_is_skipped_comes_again():
     first, _, third = (sender.wrap(bytes([number])) for number in range(3))
     assert receiver.take(first[0], "peer")
     assert not receiver.take(third[0], "peer")
-    assert receiver.has_gap
+    assert receiver.must_ask
     assert sender.take(receiver.wrap(b"")[0], "peer")
     again = sender.again()
     assert [message for _, message in again] == [b"\x01", b"\x02"]
     assert sender.again() == []
     assert [receiver.take(head, "peer") for head, _ in again] == [True, True]
     assert not receiver.take(again[0][0], "peer")  # twice
-    assert not receiver.has_gap
+    assert not receiver.must_ask
     sender.take(receiver.wrap(b"")[0], "peer")
     assert sender.again() == []
 
