@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from tahq.errors import SnapshotError
+from tahq.fault_points import SNAPSHOT, reached
 from tahq.pipeline.durable_file import TEMPORARY_SUFFIX, write_durably, write_text_durably
 from tahq.pipeline.manifest import (
     LATEST,
@@ -77,6 +78,7 @@ def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], m
     def write(file: BinaryIO) -> str:
         nonlocal digest
         digest = write_safetensors(file, tensors, {META_KEY: meta.to_json()})
+        reached(SNAPSHOT, stage=stage, step=meta.step)
         return f"stage-{stage:03d}-{digest[:NAME_DIGITS]}.safetensors"
 
     path = write_durably(folder / f"stage-{stage:03d}{TEMPORARY_SUFFIX}", write)
