@@ -204,6 +204,13 @@ class ClusterConfig(Section):
                 f"{write_duration(timeout_s)}; raise run.peer_timeout or lower links.piece",
             )
 
+        if self.run.give_up < timeout_s:
+            raise DisagreementError(
+                ("run", "give_up"),
+                f"run.give_up is {write_duration(self.run.give_up)} and run.peer_timeout {write_duration(timeout_s)}: "
+                "who is silent would be given up before anybody is told; raise run.give_up",
+            )
+
     def _slowest(self) -> tuple[float, float]:
         """The lowest rate and the longest delay between any two hosts; inf and 0 where nothing is said."""
         if self.hosts != "namespaces" or self.links.profile is not None:

@@ -17,6 +17,7 @@
     ├── PeerLostError                3   a peer is gone; the run can be resumed
     ├── OutOfMemoryError             4   a stage does not fit
     ├── NonFiniteError               5   halted on NaN or infinity
+    ├── StartOverError             3   a worker forgets what it has, and joins again
     ├── RunAbortedError           any   the coordinator ended the run; its message, its status
     └── InterruptedRunError        130   stopped by SIGINT (130) or SIGTERM (143)
 
@@ -107,6 +108,12 @@ class RunAbortedError(TahqError):
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
         self.exit_status = exit_status
+
+
+class StartOverError(TahqError):
+    """The coordinator has this worker forget what it has, and join again."""
+
+    exit_status = 3
 
 
 class InterruptedRunError(TahqError):

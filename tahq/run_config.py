@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from tahq.comm.config import Device, DialledHostPort, HostPort
-from tahq.units import Duration, Section
+from tahq.units import Duration, Section, Size
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -46,7 +46,13 @@ class RunConfig(Section):
     threads: int | None = Field(default=None, ge=1, le=1024)
     """Compute threads a worker; None: cores divided by the workers on them."""
     peer_timeout: Duration = Field(default=10.0, ge=0.1)
-    """A peer that is silent for so long is gone; heartbeats are sent five times as often."""
+    """A peer that is silent for so long is told of; heartbeats are sent five times as often."""
+    give_up: Duration = Field(default=120.0, ge=0.1)
+    """A link that is silent, or a stage that has no worker, for so long is given up, and the run ends."""
+    restarts: int = Field(default=10, ge=0)
+    """How often the launcher starts a stage's worker again that was killed."""
+    frame_log: Size = Field(default=10 * 1024**3, ge=0)
+    """Most that a stage keeps on its disk of what it has sent since the last snapshot; 0: nothing."""
     join_timeout: Duration = Field(default=600.0, gt=0)
     """How long the coordinator waits for all stages to join."""
     snapshot_every: int | None = Field(default=None, ge=1)

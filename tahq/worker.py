@@ -11,14 +11,16 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
 import torch
 
-from tahq import __version__
+from tahq import __version__, fault_points
 from tahq.assembly import Assembly, compute_device
 from tahq.comm.addresses import format_address, local_address_towards
 from tahq.comm.control import (
@@ -37,11 +39,13 @@ from tahq.comm.control import (
     Ready,
     Refuse,
     Start,
+    StartOver,
     StopRequest,
 )
 from tahq.comm.control_channel import ControlClient
 from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
 from tahq.comm.endpoint_loop import Trouble
+from tahq.comm.frame_log import FrameLog
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
 from tahq.comm.host_shaping import host_shaping
@@ -49,6 +53,7 @@ from tahq.comm.receive_memory import memory_for
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
+from tahq.comm.worker_links import Order, WorkerLinks
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.comm.zmq_transport import ZmqTransport
 from tahq.config import ClusterConfig
@@ -61,16 +66,19 @@ from tahq.errors import (
     RefusedError,
     RemoteProtocolError,
     RunAbortedError,
+    StartOverError,
     TahqError,
 )
+from tahq.fault_points import reached
 from tahq.measure.member import MeasuringMember
 from tahq.memory.exhaustion import is_out_of_memory
 from tahq.pipeline.engine import StepResult
-from tahq.pipeline.schedule import Action
+from tahq.pipeline.schedule import Action, ActionKind
 from tahq.pipeline.stage import Stage
 from tahq.pipeline.step_meter import StepMeter
 
 log = logging.getLogger(__name__)
+_POINTS = (fault_points.BACKWARD, fault_points.FORWARD)
 M = TypeVar("M", bound=Message)
 
 
@@ -79,7 +87,8 @@ class WorkerOptions:
     """What a worker is told on its command line; all else comes from the coordinator.
 
     `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
-    `none` for a host that can only dial out.
+    `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
+    this one takes its stage from whoever holds it.
     """
 
     stage: int
@@ -87,6 +96,8 @@ class WorkerOptions:
     bind: str | None = None
     advertise: str | None = None
     device: str | None = None
+    worker_id: str = ""
+    takeover: bool = False
 
 
 def run_worker(options: WorkerOptions) -> int:
@@ -98,9 +109,20 @@ def run_worker(options: WorkerOptions) -> int:
     Raises:
         TahqError: refused, aborted, a peer lost, out of memory…; the coordinator has been told.
     """
+    while True:
+        try:
+            return _serve(options)
+        except StartOverError as error:
+            log.warning("joining again: %s", error)
+            options = replace(options, takeover=False)
+
+
+def _serve(options: WorkerOptions) -> int:
     worker = Worker(options)
     try:
         return worker.run()
+    except StartOverError:
+        raise
     except TahqError as error:
         worker.report(error)
         raise
@@ -123,6 +145,7 @@ class Worker:
         self._signals: list[int] = []
         self._stop_requested = False
         self._endpoint: ZmqEndpoint | None = None
+        self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
         self.stage = options.stage
         self._step = -1
@@ -134,6 +157,7 @@ class Worker:
             heartbeat_s=2.0,
             on_abort=self._on_abort,
             on_lost=self._on_lost,
+            on_order=self._on_order,
         )
 
     def run(self) -> int:
@@ -151,10 +175,11 @@ class Worker:
             return self._measure(assign, config)
         assembly = Assembly.build(assign, config, self._options.device, self._working)
         self._endpoint = self._open_endpoint(assign, config, assembly.device)
+        self._links = WorkerLinks(self._endpoint, assign.stage, self._client.send)
         plan = self._hello(assign, assembly, self._endpoint.address)
         if plan is None:
             return 0
-        transports = self._connect(assign, plan, assembly)
+        transports = self._connect(assign, plan, assembly, self._links)
         stage = assembly.connect(plan, transports, self._before_action)
         self._working("preparing the codecs")
         stage.prepare()
@@ -162,7 +187,7 @@ class Worker:
         self._client.send(Ready(self.stage))
         start = self._await(Start)
         stage.use_codecs(start.step, start.codecs)
-        self._train(stage, assembly, meter, start.step)
+        self._train(stage, assembly, meter, start.step, plan.live_step)
         return self._await(Bye).exit_status
 
     def report(self, error: TahqError) -> None:
@@ -185,7 +210,9 @@ class Worker:
 
     def _join(self) -> Assign:
         self._working("joining")
-        self._client.send(Join(self._options.stage, __version__, socket.gethostname(), os.getpid()))
+        options = self._options
+        who = (options.stage, __version__, socket.gethostname(), os.getpid(), options.worker_id, options.takeover)
+        self._client.send(Join(*who))
         assign = self._await(Assign)
         self.stage = assign.stage
         return assign
@@ -206,10 +233,12 @@ class Worker:
             shaping=host_shaping(config.links, config.hosts, assign.stage, config.pipeline.stages),
             peer_timeout_s=config.run.peer_timeout,
             heartbeat_s=config.run.peer_timeout / 5,
+            give_up_s=config.run.give_up,
             first=config.links.first,
             connections=config.links.connections,
             allocate=memory_for(device),
             on_trouble=self._report_trouble,
+            frame_log=_frame_logs(config, assign.stage),
         )
 
     def _report_trouble(self, trouble: Trouble) -> None:
@@ -245,22 +274,14 @@ class Worker:
         plan = self._receive(Plan, Bye)
         return plan if isinstance(plan, Plan) else None
 
-    def _connect(self, assign: Assign, plan: Plan, assembly: Assembly) -> dict[int, Transport]:
-        if self._endpoint is None:
-            raise AssertionError("links need the endpoint")
+    def _connect(self, assign: Assign, plan: Plan, assembly: Assembly, links: WorkerLinks) -> dict[int, Transport]:
+        def group(link: ZmqTransport, dial: str, transport: str) -> Transport:
+            self._groups.append(open_group(link, self._group_spec(assign, plan, assembly, dial, transport)))
+            return self._groups[-1]
+
         self._working("connecting")
-        self._endpoint.set_epoch(plan.epoch)
-        links: dict[int, ZmqTransport] = {}
-        for link, peer_stage, peer_name, dial, _ in plan.links:
-            links[int(link)] = self._endpoint.open_link(int(link), int(peer_stage), str(peer_name), str(dial))
-        self._endpoint.wait_connected(assembly.config.run.join_timeout)
-        transports: dict[int, Transport] = {**links}
-        for link, _, _, dial, transport in plan.links:
-            if transport != "zmq":
-                spec = self._group_spec(assign, plan, assembly, str(dial), str(transport))
-                self._groups.append(open_group(links[int(link)], spec))
-                transports[int(link)] = self._groups[-1]
-        return transports
+        reached(fault_points.HANDSHAKE, stage=self.stage, step=plan.start_step)
+        return links.open(plan, assembly.config.run.join_timeout, group)
 
     @staticmethod
     def _group_spec(assign: Assign, plan: Plan, assembly: Assembly, dial: str, transport: str) -> GroupSpec:
@@ -294,18 +315,22 @@ class Worker:
 
     # -- training --------------------------------------------------------------------------------
 
-    def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int) -> None:
+    def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int, live_step: int) -> None:
         meter.begin(first_step)
         for step in range(first_step, stage.plan.total_steps):
             self._step = step
             result = stage.engine.run_step(step)
+            reached(fault_points.BEFORE_PREPARE, stage=self.stage, step=step)
             self._client.send(_prepare(step, stage, result, meter))
+            reached(fault_points.PREPARED, stage=self.stage, step=step)
             self._working("commit")
             with stage.stopwatch.measure("commit"):
                 commit = self._await_commit(step, stage, assembly)
             if commit.step != step:
                 raise RemoteProtocolError(f"the coordinator committed step {commit.step} while step {step} is computed")
-            self._tell_trace(step, stage, meter)
+            reached(fault_points.COMMITTING, stage=self.stage, step=step)
+            if step >= live_step:
+                self._tell_trace(step, stage, meter)
             self._carry_out(commit, stage, assembly, meter)
             if commit.stop:
                 return
@@ -351,6 +376,7 @@ class Worker:
 
     def _before_action(self, step: int, action: Action) -> None:
         self._working(str(action))
+        reached(_POINTS[action.kind is ActionKind.F], stage=self.stage, step=step)
         if self._signals and not self._stop_requested:
             self._stop_requested = True
             self._client.send(StopRequest(self.stage, self._signals[0]))
@@ -372,6 +398,8 @@ class Worker:
             raise RefusedError(_refusal(message))
         if isinstance(message, Abort):
             raise RunAbortedError(message.message, message.exit_status)
+        if isinstance(message, StartOver):
+            raise StartOverError(message.reason)
         raise RemoteProtocolError(
             f"the coordinator at {self._options.peer} sent {type(message).__name__}, expected "
             f"{' or '.join(kind.__name__ for kind in expected)}; are both the same version of tahq?"
@@ -382,6 +410,12 @@ class Worker:
 
     def _on_abort(self, abort: Abort) -> None:
         self._interrupt_links(RunAbortedError(abort.message, abort.exit_status))
+
+    def _on_order(self, order: Order | StartOver) -> None:
+        if isinstance(order, StartOver):
+            self._interrupt_links(StartOverError(order.reason))
+        elif self._links is not None:
+            self._links.obey(order)
 
     def _on_lost(self, lost: PeerLostError) -> None:
         self._interrupt_links(lost)
@@ -399,6 +433,15 @@ class Worker:
         self._signals.append(number)
         if len(self._signals) > 1 or self._step < 0:
             raise InterruptedRunError(f"stage {self.stage} stopped by {signal.Signals(number).name}", number)
+
+
+def _frame_logs(config: ClusterConfig, stage: int) -> Callable[[int], FrameLog] | None:
+    """Logs for each link of a stage that can be brought to life again; gloo and NCCL links cannot."""
+    if config.run.frame_log == 0 or (config.links.inside != "zmq" and any(config.sites)):
+        return None
+    folder = Path(config.run.dir) / config.run.name / "frames" / f"stage-{stage:03d}"
+    limit_nbytes = config.run.frame_log // (2 * config.pipeline.chunks)
+    return lambda link: FrameLog(folder / f"link-{link:03d}", link, limit_nbytes)
 
 
 def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:

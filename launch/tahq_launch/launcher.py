@@ -24,6 +24,7 @@ from tahq.observe.run_view import watch_run
 from tahq_launch.fork_server import ForkServer
 from tahq_launch.local_host import local_command, modules_of_workers, threads_of_each
 from tahq_launch.prepared_run import PreparedRun, StartRequest, prepared_run
+from tahq_launch.restart_times import RestartTimes
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.ssh_host import ssh_command, worker_by_hand
 from tahq_launch.stage_process import StageProcess, WorkerCommand
@@ -57,12 +58,17 @@ class Fleet:
     Args:
         on_exit: told once of each worker that leaves.
         forks: what local workers are forked from.
+        max_restarts: how often a stage's worker may be started again.
     """
 
-    def __init__(self, on_exit: ExitListener, forks: ForkServer | None = None) -> None:
+    def __init__(self, on_exit: ExitListener, forks: ForkServer | None = None, max_restarts: int = 0) -> None:
         self._on_exit = on_exit
         self._forks = forks
         self._running: list[StageProcess] = []
+        self._commands: dict[int, tuple[WorkerCommand, Path]] = {}
+        self._restarts = RestartTimes(max_restarts)
+        self._due: dict[int, float] = {}
+        """When a stage's worker is to be started again."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,13 +84,32 @@ class Fleet:
         Raises:
             UserError: its program cannot be started (there is no ssh, for instance).
         """
+        self._commands[command.stage] = (command, log_path)
         try:
             self._running.append(StageProcess(command, log_path, self._forks))
         except OSError as error:
             raise UserError(f"cannot start {command.argv[0]} for stage {command.stage}: {error.strerror}") from error
 
+    def restart(self, stage: int) -> bool:
+        """Start a stage's worker again, a while from now; what is left of it is killed. False: it is not from here.
+
+        Raises:
+            PeerLostError: that was done too often.
+        """
+        if stage not in self._commands:
+            return False
+        for process in [process for process in self._running if process.command.stage == stage]:
+            process.kill()
+            process.wait(TERMINATE_S)
+            self._running.remove(process)
+        self._due[stage] = time.monotonic() + self._restarts.delay_s(stage)
+        return True
+
     def tick(self) -> None:
-        """Notice who has left."""
+        """Notice who has left, and start again who is due."""
+        for stage in [stage for stage, due_s in self._due.items() if time.monotonic() >= due_s]:
+            del self._due[stage]
+            self.start(*self._commands[stage])
         for process in tuple(self._running):
             status = process.poll()
             if status is not None:
@@ -128,8 +153,9 @@ def launch(request: StartRequest, announce: Announce) -> int:
     with (
         ForkServer() as forks,
         _opened(request, announce, forks) as (prepared, coordinator, hosts),
-        Fleet(coordinator.worker_exited, forks) as fleet,
+        Fleet(coordinator.worker_exited, forks, prepared.config.run.restarts) as fleet,
     ):
+        coordinator.restart = fleet.restart
         start_workers(prepared, coordinator.address, hosts, fleet, announce, debug=request.debug)
         return lead(coordinator, fleet)
 

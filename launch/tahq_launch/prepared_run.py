@@ -174,6 +174,7 @@ def _coordinator_options(
         snapshot_every=run.snapshot_every,
         keep_snapshots=run.keep_snapshots,
         peer_timeout_s=run.peer_timeout,
+        give_up_s=run.give_up,
         join_timeout_s=run.join_timeout,
         start_step=origin.start_step,
         snapshot=origin.snapshot,

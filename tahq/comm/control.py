@@ -25,6 +25,10 @@ class Join:
     version: str
     host: str
     pid: int
+    worker_id: str = ""
+    """Whose processes follow each other, one at a time: a new one with this name takes the old one's place."""
+    takeover: bool = False
+    """A person knows that whoever holds the stage is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,54 @@ class Plan:
     """Samples of an epoch."""
     next_sample: int = 0
     """Number of the training sample that `start_step` begins with, over all epochs."""
+    live_step: int = 0
+    """The step that the run is at; those before it were committed once already, and are computed again."""
+    wanted: list[list[int]] = field(default_factory=list)
+    """Which frames the peer of a link wants, as rows (`Relink`), where it does not want all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relink:
+    """coordinator → worker: the processes at the other ends of these links are new.
+
+    Rows of `links` are as in PLAN. A row of `wanted` is [link, first step whose training frames the peer lacks, first
+    step whose evaluation it takes part in, last step whose frames it takes for now (-1: no end)].
+    """
+
+    epoch: int
+    links: list[list[str | int]]
+    wanted: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Relinked:
+    """worker → coordinator: done, the new processes may dial; `lacking` are the links of which I have not kept all."""
+
+    stage: int
+    epoch: int
+    lacking: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Widen:
+    """coordinator → worker: the peer of this link takes frames through this step now (-1: no end)."""
+
+    link: int
+    through: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """coordinator → worker: the snapshot after this many steps is complete; nobody will want earlier frames."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """coordinator → worker: forget what you have, and join again."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +318,7 @@ class Heartbeat:
 Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
-    | LinkState
+    | LinkState | Relink | Relinked | Widen | Published | StartOver
 )  # fmt: skip
 
 

@@ -23,7 +23,11 @@ from tahq.comm.control import (
     Bye,
     Heartbeat,
     Message,
+    Published,
     Refuse,
+    Relink,
+    StartOver,
+    Widen,
     decode_message,
     encode_message,
 )
@@ -60,6 +64,7 @@ class ControlClient:
         connect_timeout_s: float = 60.0,
         on_abort: Callable[[Abort], None] | None = None,
         on_lost: Callable[[PeerLostError], None] | None = None,
+        on_order: Callable[[Relink | Widen | Published | StartOver], None] | None = None,
     ) -> None:
         """Start dialling; returns at once.
 
@@ -72,6 +77,8 @@ class ControlClient:
             connect_timeout_s: how long to try until the coordinator first answers.
             on_abort: called in the client's thread when an Abort comes.
             on_lost: called in the client's thread when the coordinator is lost.
+            on_order: called in the client's thread with what cannot wait until the main thread looks; of these, `recv`
+                returns StartOver alone.
 
         Raises:
             UserError: `peer` is no address.
@@ -83,6 +90,7 @@ class ControlClient:
         self._connect_timeout_s = connect_timeout_s
         self._on_abort = on_abort
         self._on_lost = on_lost
+        self._on_order = on_order
         self._heartbeat = Heartbeat()
         self._echo: tuple[float, float] | None = None
         """When the heartbeat heard last was sent, by the coordinator's clock, and when it was heard, by this one."""
@@ -247,8 +255,10 @@ class ControlClient:
             self._is_over |= isinstance(message, Abort | Bye | Refuse)
             if isinstance(message, Heartbeat):
                 self._note_heartbeat(message)
-            else:
+            elif not isinstance(message, Relink | Widen | Published):
                 self._inbox.put(message)
+            if isinstance(message, Relink | Widen | Published | StartOver) and self._on_order is not None:
+                self._on_order(message)
             if isinstance(message, Abort):
                 self._note_abort(message)
 

@@ -19,11 +19,11 @@ from tahq.comm.frame import FrameKind, peek_kind
 from tahq.comm.outbound import Outgoing
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import next_to_send
-from tahq.comm.session import End, LinkSpec
+from tahq.comm.session import End, LinkSpec, Session
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.socket_wait import Socket, WaitSet, Waker
 from tahq.comm.wire import Arrival, Wire, take_messages
-from tahq.comm.zmq_transport import LinkEnd
+from tahq.comm.zmq_transport import LinkEnd, Wanted
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError, UserError
 
 _log = logging.getLogger(__name__)
@@ -90,6 +90,10 @@ class EndpointLoop:
         if not dealers and self._reception is None:
             raise UserError(f"{end.spec}: nothing listens here for the peer to dial; set the host's `bind`")
         self.submit(end, partial(self._open, end, dealers))
+
+    def relink(self, end: LinkEnd, dealers: list[Socket], spec: LinkSpec, session: Session, wanted: Wanted) -> None:
+        """Have another process at the other end of a link, which is dialled with these sockets, or else dials."""
+        self.submit(end, partial(self._relink, end, dealers, spec, session, wanted))
 
     def stop(self) -> None:
         """End the thread's body, and release the sockets."""
@@ -163,6 +167,19 @@ class EndpointLoop:
             self._wires.append(wire)
             for arrival in self._reception.open(wire):
                 self._arrive(arrival)
+
+    def _relink(self, end: LinkEnd, dealers: list[Socket], spec: LinkSpec, session: Session, wanted: Wanted) -> None:
+        self._close(next(wire for wire in self._wires if wire.end is end))
+        end.relink(spec, session, wanted)
+        self._open(end, dealers)
+
+    def _close(self, wire: Wire) -> None:
+        self._wires.remove(wire)
+        if wire.is_dialled:
+            for dealer in wire.sockets:
+                self._wait_set.remove(dealer)
+        elif self._reception is not None:
+            self._reception.close(wire)
 
     def _publish(self, end: LinkEnd) -> None:
         for frame in end.session.take_delivered():
@@ -289,5 +306,5 @@ class EndpointLoop:
         try:
             wire.put(outgoing)
         except zmq.ZMQError as error:
-            # Its connection is down at the moment; the session will notice what is missing.
+            # Its connection is down at the moment, or replaced; the session will notice what is missing.
             _log.debug("%s: nothing can be put on the socket: %s", wire.end.spec, error)

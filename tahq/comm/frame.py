@@ -172,6 +172,11 @@ def peek_kind(data: bytes | memoryview) -> int:
     return data[5] if len(data) == HEADER_NBYTES else -1
 
 
+def peek_payload_nbytes(data: bytes | memoryview) -> int:
+    """The length of the payload that goes with a header of which nothing is verified yet; -1 if it is too short."""
+    return int(_FIELDS.unpack_from(data)[-3]) if len(data) == HEADER_NBYTES else -1
+
+
 def unpack_header(data: bytes | memoryview, payload: bytes | memoryview, peer: str) -> FrameHeader:
     """The header in these bytes, everything in it verified.
 

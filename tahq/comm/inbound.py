@@ -73,6 +73,11 @@ class Inbound:
         self._consumed: dict[LogicalId, None] = {}
         self._assemblies: dict[Direction, _Assembly] = {}
 
+    def begin_anew(self) -> None:
+        """The peer's messages begin anew, with a frame: what has come of unfinished ones will come again."""
+        self._assemblies.clear()
+        self._admitted.clear()
+
     @property
     def has_early(self) -> bool:
         """Whether a frame is kept that nobody has posted yet."""

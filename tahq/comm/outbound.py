@@ -177,6 +177,12 @@ class Outbound:
         frame = self._next_frame()
         return None if frame is None else self._rank(frame)
 
+    def count_on_from(self, before: "Outbound", now_s: float) -> None:
+        """Take over the clocks of the one before, whose frames are forgotten."""
+        before.discard(now_s)
+        self.busy, self.sending, self.pieces = before.busy, before.sending, before.pieces
+        self.num_again = before.num_again
+
     def limit_window(self, nbytes: int) -> None:
         """Have no more than this on its way unacknowledged; the receiver wants it so."""
         self._window_nbytes = min(self._window_nbytes, nbytes)

@@ -36,6 +36,12 @@ class Reception:
         arrivals = [self.sort(route, parts) for route, parts in waiting.items()]
         return [arrival for arrival in arrivals if arrival is not None]
 
+    def close(self, wire: Wire) -> None:
+        """Hear no more of the peer of this link."""
+        del self._wires[wire.end.spec.link]
+        for route in [route for route, (known, _) in self._routes.items() if known is wire]:
+            del self._routes[route]
+
     def wire_of(self, route: bytes) -> tuple[Wire, int] | None:
         """The link, and which connection of it, whose admitted peer has this routing id."""
         return self._routes.get(route)

@@ -9,7 +9,7 @@ or looks at a clock.
 Invariants: (epoch, sequence) names a delivery and is taken once, in order; the logical id names the
 data and is delivered once; a gap in the sequence, or a HEARTBEAT or BYE that names a later last
 message than has come, means that messages were lost: RESEND asks for all from the first of them on, and the peer
-sends that again behind a RESUME. Silence longer than `peer_timeout_s` ends the session with an error.
+sends that again behind a RESUME. Silence longer than `give_up_s` ends the session with an error.
 Every error names the link and the peer.
 
 A link may have several connections, each of which keeps its own order. DATA is spread over them and put back
@@ -73,6 +73,7 @@ class SessionLimits:
     """Times and bounds of a session."""
 
     peer_timeout_s: float = 10.0
+    """A peer that is silent for half of it is in trouble, and is told of."""
     heartbeat_s: float = 2.0
     piece_nbytes: int = 256 * 1024
     window_nbytes: int = DEFAULT_WINDOW_NBYTES
@@ -84,6 +85,8 @@ class SessionLimits:
     """What goes first of all that waits."""
     connections: int = 1
     """Over so many connections; the same at both ends."""
+    give_up_s: float | None = None
+    """A peer that is silent for so long is lost for good; None: after `peer_timeout_s`."""
 
 
 class End(Enum):
@@ -145,6 +148,17 @@ class Session:
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._heartbeat_at_s: float | None = 0.0 if spec.dials else None
         self._bye_reason = ""
+        self._give_up_s = limits.give_up_s if limits.give_up_s is not None else limits.peer_timeout_s
+
+    def succeed(self, before: "Session", now_s: float) -> None:
+        """Go on where a session with an earlier process at the other end stood, before anything is sent or heard.
+
+        What was posted, has come and was delivered stays so; what was queued or unacknowledged is forgotten.
+        """
+        self._inbound = before._inbound
+        self._inbound.begin_anew()
+        self._outbound.count_on_from(before._outbound, now_s)
+        self._delivered.extend(before.take_delivered())
 
     # What the compute side asks for
 
@@ -207,7 +221,7 @@ class Session:
         """Why the link is degraded; empty if it is not. The caller remembers since when."""
         if self.remote is not End.OPEN:
             return ""
-        silent_s = now_s + self._limits.peer_timeout_s - (self._connections.silent_at_s or math.inf)
+        silent_s = now_s + self._give_up_s - (self._connections.silent_at_s or math.inf)
         if silent_s > _SILENT_HEARTBEATS * self._limits.heartbeat_s:
             return "nothing is heard of the peer"
         if self._resequencer.is_waiting:
@@ -239,7 +253,7 @@ class Session:
     def heard(self, now_s: float, connection: int = 0) -> None:
         """The peer has given a sign of life on a connection (its bytes may still be held back by shaping)."""
         if self.remote is End.OPEN:
-            self._connections.expect_by(connection, now_s + self._limits.peer_timeout_s)
+            self._connections.expect_by(connection, now_s + self._give_up_s)
 
     def receive(self, data: bytes | memoryview, payload: bytes | memoryview, now_s: float, connection: int = 0) -> None:
         """Take one message that has come over a connection.
@@ -507,7 +521,7 @@ class Session:
         silent_at_s = self._connections.silent_at_s
         if silent_at_s is not None and now_s >= silent_at_s:
             self._connections.forget_silence()
-            raise PeerLostError(f"{self._spec}: no sign of life for {self._limits.peer_timeout_s:.1f} s")
+            raise PeerLostError(f"{self._spec}: no sign of life for {self._give_up_s:.1f} s")
         if self._heartbeat_at_s is not None and now_s >= self._heartbeat_at_s:
             self._heartbeat_at_s = now_s + self._limits.heartbeat_s
             if self.remote is End.OPEN:

@@ -72,9 +72,15 @@ class WaitSet:
         self._sockets: list[Socket] = []
 
     def add(self, socket: Socket) -> None:
-        """Wait for this socket too, until it is closed with the others."""
+        """Wait for this socket too, until it is removed, or closed with the others."""
         self._sockets.append(socket)
         self._descriptors.append(int(socket.get(zmq.FD)))
+
+    def remove(self, socket: Socket) -> None:
+        """Wait for it no longer, and close it; what it holds is dropped."""
+        place = self._sockets.index(socket)
+        del self._sockets[place], self._descriptors[1 + place]
+        socket.close(linger=0)
 
     def wait(self, timeout_s: float | None) -> None:
         """Return when a socket has input, the waker was woken, or the time is over (None: no limit)."""

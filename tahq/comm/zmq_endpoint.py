@@ -9,13 +9,16 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import zmq
 
 from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
 from tahq.comm.endpoint_loop import EndpointLoop, OnTrouble
 from tahq.comm.frame import MAX_PIECE_NBYTES
+from tahq.comm.frame_log import FrameLog
 from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
 from tahq.comm.pings import replace_silent_connections
 from tahq.comm.receive_memory import Allocate, pageable
@@ -24,7 +27,7 @@ from tahq.comm.sending_order import First
 from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
 from tahq.comm.shaping import Shaping
 from tahq.comm.socket_wait import Socket
-from tahq.comm.zmq_transport import LinkEnd, ZmqTransport
+from tahq.comm.zmq_transport import ALL, LinkEnd, Wanted, ZmqTransport
 from tahq.errors import LocalProtocolError, PeerLostError
 
 _log = logging.getLogger(__name__)
@@ -44,10 +47,12 @@ class ZmqEndpoint:
         shaping: Shaping,
         peer_timeout_s: float,
         heartbeat_s: float,
+        give_up_s: float | None = None,
         first: First = "oldest",
         connections: int = 1,
         allocate: Allocate = pageable,
         on_trouble: OnTrouble | None = None,
+        frame_log: Callable[[int], FrameLog] | None = None,
     ) -> None:
         """Bind and start the I/O thread.
 
@@ -57,12 +62,15 @@ class ZmqEndpoint:
             advertise: host:port that neighbours dial (port 0 = the bound one); None = as bound;
                 "none" = this host can only dial out (`address` is "").
             shaping: what this host's connection is capped to.
-            peer_timeout_s: a peer that is silent for so long is gone.
+            peer_timeout_s: a link on which the peer is silent for half as long is degraded.
             heartbeat_s: how often to give a sign of life.
+            give_up_s: a peer that is silent for so long is lost; None: after `peer_timeout_s`.
             first: what goes first of all that waits for this host's uplink.
             connections: TCP connections of each link; the same at both ends.
             allocate: where frames that come in are put.
             on_trouble: told, in the I/O thread, when a link becomes degraded and when it is as before.
+            frame_log: makes the log of what is sent on a link, by its number; None: nothing is kept, and no peer can
+                be replaced by another process.
 
         Raises:
             UserError: the address is malformed or in use.
@@ -76,6 +84,7 @@ class ZmqEndpoint:
             receive_window_nbytes=shaping.receive_window_nbytes(DEFAULT_WINDOW_NBYTES),
             first=first,
             connections=connections,
+            give_up_s=give_up_s,
         )
         _start_zero_copy()
         self._context: zmq.Context[Socket] = zmq.Context()
@@ -86,6 +95,7 @@ class ZmqEndpoint:
             raise
         if reception is None:
             self.address = ""
+        self._frame_log = frame_log
         self._ends: dict[int, LinkEnd] = {}
         self._transports: list[ZmqTransport] = []
         self._aborted: Exception | None = None
@@ -116,7 +126,7 @@ class ZmqEndpoint:
             raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
         self._identity = replace(self._identity, epoch=epoch)
 
-    def open_link(self, link: int, peer_stage: int, peer_name: str, dial: str) -> ZmqTransport:
+    def open_link(self, link: int, peer_stage: int, peer_name: str, dial: str, wanted: Wanted = ALL) -> ZmqTransport:
         """A link to a neighbour; returns before it is connected.
 
         Args:
@@ -124,6 +134,7 @@ class ZmqEndpoint:
             peer_stage: the stage at the other end.
             peer_name: what messages call the peer's host.
             dial: the peer's host:port, or "" to be dialled; exactly one end dials.
+            wanted: which frames the peer wants.
 
         Raises:
             UserError: `dial` is malformed, or is "" where nothing listens.
@@ -132,16 +143,52 @@ class ZmqEndpoint:
             raise LocalProtocolError(
                 f"link {link} is open already" if not self._is_closed else "the endpoint is closed"
             )
-        name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
-        spec = LinkSpec(link, peer_stage, name, dials=bool(dial))
-        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate))
-        self._loop.open(end, [self._dial(spec, dial) for _ in range(self._limits.connections)] if dial else [])
+        spec = _spec(link, peer_stage, peer_name, dial)
+        log = self._frame_log(link) if self._frame_log is not None else None
+        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log)
+        self._loop.open(end, self._dial_all(spec, dial))
         self._ends[link] = end
         if self._aborted is not None:
             end.inbox.abort(self._aborted)
         transport = ZmqTransport(end, self._limits.piece_nbytes, self._loop.submit)
         self._transports.append(transport)
         return transport
+
+    def relink(self, link: int, epoch: int, peer_name: str, dial: str, wanted: Wanted) -> None:
+        """Join a link that is open to another process, which has taken its peer's place; any thread may call it.
+
+        What the old one has sent stays; what the new one wants again is sent from the log. Frames of the epochs before
+        this one are not taken any more.
+
+        Args:
+            link: as it was opened.
+            epoch: of the new connection, the same at both ends.
+            peer_name, dial: as for `open_link`.
+            wanted: which frames the new process wants.
+        """
+        end = self._ends[link]
+        spec = _spec(link, end.spec.peer_stage, peer_name, dial)
+        session = Session(replace(self._identity, epoch=epoch), spec, self._limits, self._allocate)
+        self._loop.relink(end, self._dial_all(spec, dial), spec, session, wanted)
+
+    def has_log(self, link: int, since: int) -> bool:
+        """Whether all is kept that was sent on a link from this step on."""
+        log = self._ends[link].log
+        return log is not None and log.is_complete_from(since)
+
+    def widen(self, link: int, through: int | None) -> None:
+        """See `LinkEnd.widen`; any thread may call it."""
+        end = self._ends[link]
+        self._loop.submit(end, partial(end.widen, through))
+
+    def free_logs(self, step: int) -> None:
+        """Nobody will ask for frames of the steps before this one any more; any thread may call it."""
+        for end in list(self._ends.values()):
+            if end.log is not None:
+                end.log.free_before(step)
+
+    def _dial_all(self, spec: LinkSpec, address: str) -> list[Socket]:
+        return [self._dial(spec, address) for _ in range(self._limits.connections)] if address else []
 
     def _dial(self, spec: LinkSpec, address: str) -> Socket:
         endpoint = dial_endpoint(address, str(spec))
@@ -196,6 +243,11 @@ class ZmqEndpoint:
         self._loop.stop()
         self._thread.join()
         self._context.term()
+
+
+def _spec(link: int, peer_stage: int, peer_name: str, dial: str) -> LinkSpec:
+    name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
+    return LinkSpec(link, peer_stage, name, dials=bool(dial))
 
 
 def _start_zero_copy() -> None:

@@ -7,9 +7,11 @@ fills, so nothing here can block but `recv` and `close`.
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
-from tahq.comm.frame import CPU, Frame, LogicalId, check_sendable
+from tahq.comm.frame import CPU, Frame, LogicalId, Purpose, check_sendable
+from tahq.comm.frame_log import FrameLog
 from tahq.comm.inbox import Inbox
 from tahq.comm.link_counter import LinkCounter
 from tahq.comm.session import LinkSpec, Session
@@ -21,17 +23,87 @@ MAX_QUEUED_NBYTES = 4 << 30
 """What `send` accepts ahead of the peer's acknowledgements; more than any schedule has in flight."""
 
 
+_EVALUATING = (Purpose.EVAL, Purpose.EVAL_RAW)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which frames the peer wants of a link: all, unless one of both ends was started again.
+
+    Attributes:
+        since: first step whose training frames it lacks.
+        evaluations_since: first step whose evaluation it takes part in.
+        through: last step whose frames it has room for by now; None: there is no end.
+    """
+
+    since: int = 0
+    evaluations_since: int = 0
+    through: int | None = None
+
+    def has(self, id: LogicalId) -> bool:
+        """Whether this is one of them."""
+        first = self.evaluations_since if id.purpose in _EVALUATING else self.since
+        return first <= id.step and (self.through is None or id.step <= self.through)
+
+
+ALL = Wanted()
+
+
 class LinkEnd:
     """What the compute thread and the I/O thread share about one link; each field is written by one of them."""
 
-    def __init__(self, spec: LinkSpec, session: Session) -> None:
+    def __init__(self, spec: LinkSpec, session: Session, wanted: Wanted = ALL, log: FrameLog | None = None) -> None:
         self.spec = spec
         self.session = session
+        self.log = log
+        self._wanted = wanted
         self.inbox: Inbox[Frame] = Inbox(str(spec))
         self.met = threading.Event()
         """Set when the peer has said HELLO, or never will."""
         self.flushed = threading.Event()
         """Set when everything was sent and acknowledged after a close, or never will be."""
+
+    # Called in the I/O thread
+
+    def send(self, frame: Frame, now_s: float) -> None:
+        """Queue a frame, if the peer wants it by now; if not, it is in the log."""
+        if self._wanted.has(frame.id):
+            self.session.send(frame, now_s)
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> None:
+        """Post a receive."""
+        self.session.expect(id, max_nbytes)
+
+    def close(self, reason: str) -> None:
+        """Say BYE."""
+        self.session.close(time.monotonic(), reason)
+
+    def relink(self, spec: LinkSpec, session: Session, wanted: Wanted) -> None:
+        """Go on with another process at the other end, which begins with these frames.
+
+        Raises:
+            PeerLostError: the log does not have them all.
+        """
+        now_s = time.monotonic()
+        session.succeed(self.session, now_s)
+        self.spec, self.session = spec, session
+        self._wanted = replace(wanted, through=min(wanted.since, wanted.evaluations_since) - 1)
+        self.widen(wanted.through)
+
+    def widen(self, through: int | None) -> None:
+        """The peer has come further: send it what it wants of the steps through this one; None: of all.
+
+        Raises:
+            PeerLostError: the log does not have them all.
+        """
+        before = self._wanted.through
+        if before is None or (through is not None and through <= before):
+            return
+        self._wanted = replace(self._wanted, through=through)
+        now_s = time.monotonic()
+        for frame in self.log.read(before + 1, through) if self.log is not None else ():
+            if self._wanted.has(frame.id):
+                self.session.send(frame, now_s)
 
 
 def _nothing() -> None:
@@ -61,11 +133,10 @@ class ZmqTransport:
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive; see Transport.expect. A mistake shows at the next `recv`."""
         self._check_usable()
-        session = self._end.session
-        self._submit(self._end, partial(session.expect, id, max_nbytes), False)
+        self._submit(self._end, partial(self._end.expect, id, max_nbytes), False)
         # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
         # commands after it has kept an early frame and before it waits, and we look the other way round.
-        if session.has_early:
+        if self._end.session.has_early:
             self._submit(None, _nothing, True)
 
     def send(self, frame: Frame) -> None:
@@ -85,7 +156,9 @@ class ZmqTransport:
                 f"what the schedule has in flight"
             )
         self._counter.count(frame)
-        self._submit(self._end, partial(self._end.session.send, frame, time.monotonic()), True)
+        if self._end.log is not None:
+            self._end.log.append(frame)  # before it can be asked for
+        self._submit(self._end, partial(self._end.send, frame, time.monotonic()), True)
 
     def recv(self, timeout_s: float | None = None) -> Frame:
         """The next expected frame that is whole; see Transport.recv."""
@@ -107,7 +180,7 @@ class ZmqTransport:
             self._is_closed = True
             reason = "" if self._end.inbox.error is None else str(self._end.inbox.error)
             self._end.inbox.fail(LocalProtocolError(f"{self}: closed on this side"))
-            self._submit(self._end, lambda: self._end.session.close(time.monotonic(), reason), True)
+            self._submit(self._end, partial(self._end.close, reason), True)
         self._end.flushed.wait(linger_s)
 
     # For a transport whose frames go another way, and which has this one watch the peer; any thread may call these

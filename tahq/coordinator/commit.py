@@ -88,6 +88,15 @@ class CommitLedger:
         return self._step
 
     @property
+    def decided(self) -> tuple[Prepare, ...]:
+        """What every stage said of the step that was decided last, by stage."""
+        return tuple(self._decided[stage] for stage in sorted(self._decided))
+
+    def forget(self, stage: int) -> None:
+        """A stage's process is gone; what it said of the present step will be said again."""
+        self._prepared.pop(stage, None)
+
+    @property
     def waiting_for(self) -> tuple[int, ...]:
         """Stages that have not prepared the present step."""
         return tuple(stage for stage in range(len(self._names)) if stage not in self._prepared)

@@ -8,6 +8,7 @@ from tahq.comm.control_channel import ControlServer
 from tahq.coordinator.membership import Member, Membership
 from tahq.coordinator.observer import RunObserver, StageStatus
 from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.recovery import Recovery
 from tahq.coordinator.run_state import Event, RunState
 
 
@@ -21,6 +22,7 @@ class RunContext:
     clock: Callable[[], float]
     membership: Membership
     state: RunState
+    recovery: Recovery
 
     def broadcast(self, message: Message) -> None:
         """Send a message to every member."""

@@ -3,7 +3,7 @@
 A worker that does not fit is refused alone; the run goes on waiting for one that does.
 """
 
-from tahq.comm.control import Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse
+from tahq.comm.control import Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse, StartOver
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.membership import Member, Standing, stage_list
 from tahq.coordinator.plan import Endpoint, Position, plan_links, total_steps
@@ -20,6 +20,11 @@ class Gathering:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._departed: set[bytes] = set()
+        """Who was refused."""
+        self._lost: set[bytes] = set()
+        """Whose stage was taken back, or is another's now."""
+        self._next_sample: int | None = None
+        """Number of the sample that the run's first step began with."""
         self.refusals: dict[int, str] = {}
         """Why the latest refused worker of a stage was refused, by the stage it wanted."""
 
@@ -45,20 +50,21 @@ class Gathering:
             self._refuse(identity, join.stage, f"{join.host}, pid {join.pid}", answer)
             return
         self._departed.discard(identity)
+        self._lost.discard(identity)
         context.server.send(identity, self._assignment(answer.stage))
         context.tell_stage(answer)
         context.tell_phase(self.missing)
 
     def _assignment(self, stage: int) -> Assign:
-        options = self._context.options
+        options, point = self._context.options, self._context.recovery.point
         return Assign(
             stage=stage,
             run_id=options.run_id,
             config_json=options.config_json,
             config_hash=options.config_hash,
-            snapshot=options.snapshot,
-            snapshot_files=dict(options.snapshot_files),
-            start_step=options.start_step,
+            snapshot=point.snapshot,
+            snapshot_files=dict(point.files),
+            start_step=point.step,
             is_measuring=options.is_measuring,
         )
 
@@ -88,14 +94,18 @@ class Gathering:
     def num_steps(self) -> int:
         """Length of the run, now that all have said how many samples there are."""
         options = self._context.options
-        samples, next_sample = self._data_position()
+        samples, next_sample = self.data_position(options.start_step)
         start = Position(options.start_step, next_sample)
         return total_steps(options.steps, options.epochs, samples, options.global_batch, start)
 
-    def _data_position(self) -> tuple[int, int]:
-        """Samples of an epoch, and the number of the first to train on, as the stages with data have said."""
-        hellos = [member.hello for member in self._context.membership.members if member.hello]
-        return max(hello.num_train_samples for hello in hellos), max(hello.next_sample for hello in hellos)
+    def data_position(self, step: int) -> tuple[int, int]:
+        """Samples of an epoch, and the number of a step's first, as the stages with data have said."""
+        members = [member for member in self._context.membership.members if member.hello]
+        if self._next_sample is None:
+            self._next_sample = max(member.hello.next_sample for member in members if member.hello)
+        samples = max(member.hello.num_train_samples for member in members if member.hello)
+        options = self._context.options
+        return samples, self._next_sample + (step - options.start_step) * options.global_batch
 
     def plan(self, num_steps: int) -> None:
         """Tell every worker its links, and how long the run is.
@@ -104,15 +114,21 @@ class Gathering:
             UserError: two neighbours of which neither can be dialled, or that cannot be joined as configured.
         """
         context, options = self._context, self._context.options
-        members = context.membership.members
-        endpoints = [self._endpoint(member) for member in members]
-        rows = plan_links(endpoints, options.tie_link, options.chunks_per_stage, options.inside)
+        rows = self.link_rows()
         context.state.advance(Event.ALL_GREETED, context.clock())
         context.tell_phase(self.missing)
         context.observer.planned(options.start_step, num_steps)
-        for member in members:
-            plan = Plan(options.epoch, options.start_step, num_steps, rows[member.stage], *self._data_position())
+        data = self.data_position(options.start_step)
+        for member in context.membership.members:
+            context.membership.planned(member.stage)
+            plan = Plan(context.recovery.epoch, options.start_step, num_steps, rows[member.stage], *data)
             context.server.send(member.identity, plan)
+
+    def link_rows(self) -> list[list[list[str | int]]]:
+        """PLAN's rows of each stage; all must have been greeted. Raises as `plan` does."""
+        options = self._context.options
+        endpoints = [self._endpoint(member) for member in self._context.membership.members]
+        return plan_links(endpoints, options.tie_link, options.chunks_per_stage, options.inside)
 
     def _endpoint(self, member: Member) -> Endpoint:
         sites, hello = self._context.options.sites, member.hello
@@ -144,13 +160,19 @@ class Gathering:
 
     def lose(self, member: Member) -> None:
         """Free the stage of a member that has fallen silent."""
-        self._departed.add(member.identity)
+        self._lost.add(member.identity)
         self._context.observer.warned(f"{member.name} has given no sign of life; its stage is free again")
         self._free(member)
 
+    def note_lost(self, identity: bytes) -> None:
+        """Somebody who held a stage has lost it: told to join anew if it ever speaks again."""
+        self._lost.add(identity)
+
     def turn_away(self, identity: bytes, message: Message) -> None:
         """Answer somebody who holds no stage and did not ask for one."""
-        if isinstance(message, Failed):
+        if identity in self._lost:
+            self.remind(identity)
+        elif isinstance(message, Failed):
             self._context.observer.warned(f"a worker without a stage failed: {message.message}")
         else:
             said = type(message).__name__
@@ -158,8 +180,12 @@ class Gathering:
 
     def remind(self, identity: bytes) -> None:
         """Tell somebody who lost its stage, and still lives, that it has."""
-        if identity in self._departed:
-            self._context.server.send(identity, Refuse("its stage was taken back; start this worker again"))
+        if identity in self._lost:
+            self._context.server.send(identity, StartOver("its stage was taken back"))
+            self._lost.discard(identity)
+            self._departed.add(identity)
+        elif identity in self._departed:
+            self._context.server.send(identity, Refuse("it holds no stage; start this worker again"))
 
     def _free(self, member: Member | None) -> None:
         if member is not None:

@@ -8,15 +8,15 @@ Pure: identities and times are arguments, nothing is sent. Invariants:
 
 ::
 
-    Join            Hello            Ready
-    ────▶ ASSIGNED ──────▶ GREETED ───────▶ READY
+    Join            Hello            (Plan)            Ready
+    ────▶ ASSIGNED ──────▶ GREETED ───────▶ PLANNED ──────▶ READY
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tahq.comm.control import Heartbeat, Hello, Join, Ready, Refuse
+from tahq.comm.control import Heartbeat, Hello, Join, Plan, Ready, Refuse
 from tahq.coordinator.agreement import differences, torch_warning
 from tahq.errors import RemoteProtocolError
 
@@ -26,12 +26,14 @@ class Standing(Enum):
 
     ASSIGNED = "building its model"
     GREETED = "waiting for the others"
+    PLANNED = "connecting"
     READY = "ready"
 
 
-PROGRESS: dict[tuple[Standing, type[Hello] | type[Ready]], Standing] = {
+PROGRESS: dict[tuple[Standing, type[Hello | Plan | Ready]], Standing] = {
     (Standing.ASSIGNED, Hello): Standing.GREETED,
-    (Standing.GREETED, Ready): Standing.READY,
+    (Standing.GREETED, Plan): Standing.PLANNED,
+    (Standing.PLANNED, Ready): Standing.READY,
 }
 
 
@@ -44,6 +46,8 @@ class Member:
     host: str
     pid: int
     last_seen_s: float
+    worker_id: str = ""
+    """Whose processes follow each other; empty: nobody knows."""
     standing: Standing = Standing.ASSIGNED
     hello: Hello | None = None
     step: int = -1
@@ -119,8 +123,16 @@ class Membership:
             return Refuse(reason)
         stage = join.stage if join.stage >= 0 else self.missing[0]
         host = self._hosts[stage] if self._hosts else join.host
-        self._members[stage] = Member(identity, stage, host, join.pid, now_s)
+        self._members[stage] = Member(identity, stage, host, join.pid, now_s, join.worker_id)
         return self._members[stage]
+
+    def replaced_by(self, identity: bytes, join: Join) -> Member | None:
+        """The holder whose place this worker takes: one that is known to be gone, since this one comes after it."""
+        holder = self._members.get(join.stage)
+        if holder is None or holder.identity == identity or join.version != self._version:
+            return None
+        follows = bool(join.worker_id) and join.worker_id == holder.worker_id
+        return holder if follows or join.takeover else None
 
     def _why_not(self, stage: int) -> str:
         if not -1 <= stage < self._num_stages:
@@ -149,6 +161,11 @@ class Membership:
         self._members[member.stage] = replace(member, hello=hello, standing=standing)
         return None
 
+    def planned(self, stage: int) -> None:
+        """A worker is told its links."""
+        member = self._members[stage]
+        self._members[stage] = replace(member, standing=self._progress(member, Plan))
+
     def ready(self, identity: bytes, ready: Ready) -> None:
         """A worker has its model and its links.
 
@@ -167,7 +184,7 @@ class Membership:
         return [(member.name, member.hello) for member in self.members if member.hello is not None]
 
     @staticmethod
-    def _progress(member: Member, said: type[Hello] | type[Ready]) -> Standing:
+    def _progress(member: Member, said: type[Hello | Plan | Ready]) -> Standing:
         standing = PROGRESS.get((member.standing, said))
         if standing is None:
             raise RemoteProtocolError(f"{member.name} said {said.__name__} while it was {member.standing.value}")

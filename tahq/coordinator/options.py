@@ -38,6 +38,8 @@ class CoordinatorOptions:
     """Steps between snapshots; one is always written at the end and on interruption."""
     keep_snapshots: int = 2
     peer_timeout_s: float = 10.0
+    give_up_s: float = 120.0
+    """How long a silent or lost worker is waited for; one that is silent for half of it is lost."""
     join_timeout_s: float = 600.0
     start_step: int = 0
     snapshot: str = ""

@@ -60,6 +60,20 @@ class Reports:
         if commit.snapshot:
             self._snapshots[commit.step + 1] = {}
 
+    @property
+    def evaluating(self) -> int | None:
+        """The step, from 0, whose validation loss is owed; None: none is."""
+        return self._evaluating
+
+    def lacks(self, step: int, stage: int) -> bool:
+        """Whether a stage owes its part of the snapshot after so many steps."""
+        return step in self._snapshots and stage not in self._snapshots[step]
+
+    def forget(self, stage: int) -> None:
+        """A stage's process is gone, and perhaps its disk: it owes its parts of unfinished snapshots again."""
+        for parts in self._snapshots.values():
+            parts.pop(stage, None)
+
     def evaluated(self, evaluated: Evaluated, name: str) -> ValidationRecord:
         """The validation loss has come in.
 

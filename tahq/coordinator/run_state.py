@@ -54,10 +54,13 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
     (Phase.MEASURING, Event.ENDED): Phase.OVER,
 }
 
+_UNDER_WAY = (Phase.CONNECTING, Phase.TRAINING, Phase.FINISHING)
+"""When workers may join, and be greeted, that come in the place of others."""
+
 WHEN: Mapping[type[Message], frozenset[Phase]] = {
-    Hello: frozenset({Phase.JOINING}),
-    Ready: frozenset({Phase.CONNECTING}),
-    Prepare: frozenset({Phase.TRAINING}),
+    Hello: frozenset({Phase.JOINING, *_UNDER_WAY}),
+    Ready: frozenset(_UNDER_WAY),
+    Prepare: frozenset({Phase.TRAINING, Phase.FINISHING}),
     Evaluated: frozenset({Phase.TRAINING, Phase.FINISHING}),
     Snapshotted: frozenset({Phase.TRAINING, Phase.FINISHING}),
     ComputeMeasured: frozenset({Phase.MEASURING}),
@@ -88,6 +91,8 @@ class RunState:
         self.phase_since_s = now_s
         self.last_snapshot = last_snapshot
         self.stop_signal: int | None = None
+        self.evaluating: int | None = None
+        """The step, from 0, whose evaluation is under way."""
         self._ending: Ending | None = None
         self._exits: dict[int, tuple[int, float]] = {}
         self._last_words: dict[int, str] = {}
@@ -136,6 +141,11 @@ class RunState:
         if stage not in self._exits:
             self._exits[stage] = (status, now_s)
             self._last_words[stage] = last_words
+
+    def forget_exit(self, stage: int) -> None:
+        """A new process serves this stage, or will."""
+        self._exits.pop(stage, None)
+        self._last_words.pop(stage, None)
 
     def last_words(self, stage: int) -> str:
         """What the ended process of a stage wrote last; empty if nothing is known."""

@@ -22,6 +22,7 @@ from tahq.comm.control import (
     Message,
     Prepare,
     Ready,
+    Relinked,
     Snapshotted,
     Start,
     StopRequest,
@@ -35,10 +36,13 @@ from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.membership import Membership
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.plan import link_ends
 from tahq.coordinator.publisher import Publish, SnapshotPublisher
+from tahq.coordinator.recovery import Recovery, RestorePoint
+from tahq.coordinator.returning import Restart, Returning
 from tahq.coordinator.run_state import Ending, Event, Phase, RunState
 from tahq.coordinator.training import Training
-from tahq.coordinator.watch import check_exits, check_silence, check_waiting
+from tahq.coordinator.watch import check_exits, check_waiting, silence
 from tahq.errors import (
     InterruptedRunError,
     LocalProtocolError,
@@ -76,8 +80,14 @@ class Coordinator:
     ) -> None:
         membership = Membership(options.num_stages, options.version, options.config_hash, options.hosts)
         self._state = RunState(clock(), options.start_step if options.snapshot else None)
-        self._context = RunContext(options, server, observer, clock, membership, self._state)
+        recovery = recovery_of(options)
+        self._context = RunContext(options, server, observer, clock, membership, self._state, recovery)
         self._gathering = Gathering(self._context)
+        self.restart: Restart | None = None
+        """Starts a stage's worker again; None: nobody here can."""
+        self._returning = Returning(self._context, self._gathering, self._restart)
+        self._silent: set[int] = set()
+        """Stages that have given no sign of life for a while."""
         self._training: Training | None = None
         self._publish = publish or SnapshotPublisher(options)
         self._measuring = measuring
@@ -182,18 +192,56 @@ class Coordinator:
     def _check_timers(self, polled_s: float) -> None:
         context, options = self._context, self._context.options
         step = self._training.steps_done if self._training and self._state.phase is Phase.TRAINING else None
-        check_exits(self._state, context.membership, self._gathering.refusals, context.clock(), step)
-        for member in check_silence(self._state, context.membership, polled_s, options.peer_timeout_s, step):
-            self._gathering.lose(member)
+        killed = check_exits(self._state, context.membership, self._gathering.refusals, context.clock(), step)
+        for stage, why in killed.items():
+            self._state.forget_exit(stage)
+            self._lose(stage, why)
+        self._check_silence(polled_s, step)
+        self._returning.check_waiting(options.give_up_s)
         check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
+
+    def _check_silence(self, polled_s: float, step: int | None) -> None:
+        options, membership = self._context.options, self._context.membership
+        silent = {member.stage: member for member in membership.silent(polled_s - options.peer_timeout_s)}
+        if self._state.phase is Phase.JOINING:
+            for member in silent.values():
+                self._gathering.lose(member)
+            return
+        for stage in silent.keys() - self._silent:
+            self._context.observer.warned(silence(silent[stage], options.peer_timeout_s, step))
+        for member in filter(None, map(membership.at, self._silent - silent.keys())):
+            self._context.observer.warned(f"{member.name} gives signs of life again")
+        self._silent = set(silent)
+        lost_s = max(options.peer_timeout_s, options.give_up_s / 2)
+        for member in membership.silent(polled_s - lost_s):
+            self._lose(member.stage, silence(member, lost_s, step))
+
+    def _restart(self, stage: int) -> bool:
+        return self.restart is not None and self.restart(stage)
+
+    def _lose(self, stage: int, why: str, *, is_replaced: bool = False) -> None:
+        if self._measuring is not None:
+            raise PeerLostError(why)
+        if self._training is not None:
+            self._training.lose(stage)
+        self._silent.discard(stage)
+        self._returning.lose(stage, why, is_replaced=is_replaced)
 
     # -- messages --------------------------------------------------------------------------------
 
     def _on_join(self, identity: bytes, join: Join) -> None:
+        replaced = self._context.membership.replaced_by(identity, join)
+        if replaced is not None:
+            reason = "a person takes its stage over" if join.takeover else "it was started again"
+            self._lose(replaced.stage, f"{replaced.name}: {reason}", is_replaced=True)
         self._gathering.join(identity, join)
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
-        if not self._gathering.hello(identity, hello):
+        is_complete = self._gathering.hello(identity, hello)
+        if self._state.phase is not Phase.JOINING:
+            self._returning.greeted()
+            return
+        if not is_complete:
             return
         if self._measuring is not None:
             self._context.advance(Event.ALL_THERE)
@@ -203,16 +251,29 @@ class Coordinator:
         if self._context.options.start_step >= self._num_steps:
             self._say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
         else:
+            self._returning.num_steps = self._num_steps
             self._gathering.plan(self._num_steps)
 
     def _on_ready(self, identity: bytes, ready: Ready) -> None:
-        if self._gathering.ready(identity, ready):
+        is_complete = self._gathering.ready(identity, ready)
+        if self._training is not None:
+            self._returning.ready(ready.stage)
+        elif is_complete:
             self._training = Training(self._context, self._num_steps, self._publish)
+            self._returning.begin()
             self._context.broadcast(Start(self._context.options.start_step, self._training.start_codecs))
             self._context.advance(Event.ALL_READY)
 
+    def _on_relinked(self, identity: bytes, relinked: Relinked) -> None:
+        self._returning.relinked(identity, relinked)
+
     def _on_prepare(self, identity: bytes, prepare: Prepare) -> None:
-        self._begun().prepare(identity, prepare)
+        training = self._begun()
+        if training.is_again(prepare):
+            training.prepare_again(identity, prepare)
+            self._returning.prepared_again(prepare.stage)
+        else:
+            training.prepare(identity, prepare)
 
     def _on_evaluated(self, identity: bytes, evaluated: Evaluated) -> None:
         self._begun().evaluated(identity, evaluated)
@@ -346,6 +407,7 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     Join: Coordinator._on_join,
     Hello: Coordinator._on_hello,
     Ready: Coordinator._on_ready,
+    Relinked: Coordinator._on_relinked,
     Prepare: Coordinator._on_prepare,
     Evaluated: Coordinator._on_evaluated,
     Snapshotted: Coordinator._on_snapshotted,
@@ -357,6 +419,13 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     Failed: Coordinator._on_failed,
     Heartbeat: Coordinator._on_heartbeat,
 }
+
+
+def recovery_of(options: CoordinatorOptions) -> Recovery:
+    """What lost stages come back with when nothing has been computed yet."""
+    point = RestorePoint(options.start_step, options.snapshot, dict(options.snapshot_files))
+    links = link_ends(options.num_stages, options.tie_link, options.chunks_per_stage)
+    return Recovery(point, links, options.num_stages, options.epoch)
 
 
 def signal_name(number: int) -> str:

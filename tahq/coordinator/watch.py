@@ -19,8 +19,8 @@ TELLING: Mapping[int, type[TahqError]] = {2: UserError, 4: OutOfMemoryError, 5: 
 
 def check_exits(
     state: RunState, membership: Membership, refusals: Mapping[int, str], now_s: float, step: int | None
-) -> None:
-    """Raise for a process that has ended without a word before the run was over.
+) -> dict[int, str]:
+    """Stages whose processes were killed, with what to say; others that have ended without a word end the run.
 
     Args:
         state: knows which have ended.
@@ -32,29 +32,28 @@ def check_exits(
     Raises:
         PeerLostError, or the error with the worker's own status where that says more.
     """
+    killed = {}
     for stage, status in state.exits(now_s - LAST_WORDS_S).items():
         if status == UserError.exit_status and stage in refusals:
             raise UserError(refusals[stage])
         error = TELLING.get(status, PeerLostError)
         words = state.last_words(stage)
         said = f"; {words}" if words else ""
-        raise error(f"{membership.name(stage)}: its worker exited with {status_name(status)}{_when(step)}{said}")
+        what = f"{membership.name(stage)}: its worker exited with {status_name(status)}{_when(step)}{said}"
+        if not was_killed(status):
+            raise error(what)
+        killed[stage] = what
+    return killed
 
 
-def check_silence(
-    state: RunState, membership: Membership, now_s: float, timeout_s: float, step: int | None
-) -> tuple[Member, ...]:
-    """Members that have been silent for too long while there is time to find others (phase joining).
+def was_killed(status: int) -> bool:
+    """Whether a process with this exit status did not end by itself: a signal, or ssh (255) lost its connection."""
+    return status < 0 or (status >= 128 and status not in (128 + signal.SIGINT, 128 + signal.SIGTERM))
 
-    Raises:
-        PeerLostError: the same in a later phase; the message names them.
-    """
-    silent = membership.silent(now_s - timeout_s)
-    if silent and state.phase is not Phase.JOINING:
-        names = ", ".join(member.name for member in silent)
-        have = "has" if len(silent) == 1 else "have"
-        raise PeerLostError(f"{names} {have} given no sign of life for {timeout_s:.1f} s{_when(step)}")
-    return silent
+
+def silence(member: Member, timeout_s: float, step: int | None) -> str:
+    """That nothing has come from a member, in words."""
+    return f"{member.name} has given no sign of life for {timeout_s:.1f} s{_when(step)}"
 
 
 def check_waiting(state: RunState, membership: Membership, now_s: float, timeout_s: float, address: str) -> None:

@@ -18,6 +18,8 @@ from tahq.comm.control import (
     Prepare,
     Ready,
     Refuse,
+    Relink,
+    Relinked,
     Snapshotted,
     Start,
 )
@@ -125,10 +127,12 @@ class ScriptedWorker:
     left: bool = False
     silent: bool = False
     step: int = -1
+    generation: int = 0
+    lacking: list = field(default_factory=list)
 
     @property
     def identity(self):
-        return f"worker-{self.stage}".encode()
+        return f"worker-{self.stage}{'-again' * self.generation}".encode()
 
     def start(self):
         self.server.workers[self.identity] = self
@@ -155,6 +159,8 @@ class ScriptedWorker:
                 self.send(make_hello(message.stage, **(data | self.hello)))
             case Plan():
                 self.send(Ready(self.stage))
+            case Relink():
+                self.send(Relinked(self.stage, message.epoch, self.lacking))
             case Start(step):
                 self.begin(step)
             case Commit():
@@ -229,6 +235,9 @@ class Scene:
     @property
     def end(self):
         return self.observer.of("ended")[0]
+
+    def warnings(self):
+        return "\n".join(self.observer.of("warned"))
 
     def losses(self):
         return [record.loss for record in self.observer.of("step_committed")]

@@ -177,7 +177,8 @@ def test_nothing_flaps_on_a_shared_uplink_and_what_is_sent_fits(rate, way, noise
     uplink = Uplink(rate, ways=(way, math.inf))
     rungs = uplink.run(200, lambda step: noises[step % len(noises)])
     assert len(set(rungs[100:])) == 1
-    assert uplink.total_s() <= COMPUTE_S or 0 in rungs[-1]
+    measured_s = min(noises) * uplink.total_s()  # a rate that is always measured too high may be filled as such
+    assert measured_s <= COMPUTE_S * (1 + 1e-9) or 0 in rungs[-1]
 
 
 def test_one_slow_step_does_not_lower_where_two_are_asked_for():

@@ -62,8 +62,20 @@ def test_standing_follows_the_table(membership, hello):
     assert membership.lacking(Standing.GREETED) == (0, 1, 2)
     assert membership.greet(b"a", hello(0)) is None
     assert membership.lacking(Standing.GREETED) == (1, 2)
+    membership.planned(0)
+    assert membership.lacking(Standing.PLANNED) == (1, 2)
     membership.ready(b"a", Ready(0))
     assert membership.lacking(Standing.READY) == (1, 2)
+
+
+def test_worker_that_follows_another_takes_its_place_and_others_do_not(membership):
+    membership.join(b"old", Join(1, "0.1.0", "host", 5, worker_id="w"), 0.0)
+    assert membership.replaced_by(b"new", Join(1, "0.1.0", "host", 6)) is None
+    assert membership.replaced_by(b"new", Join(1, "0.1.0", "host", 6, worker_id="other")) is None
+    assert membership.replaced_by(b"new", Join(1, "0.2.0", "host", 6, worker_id="w")) is None
+    assert membership.replaced_by(b"old", Join(1, "0.1.0", "host", 5, worker_id="w")) is None
+    assert membership.replaced_by(b"new", Join(1, "0.1.0", "host", 6, worker_id="w")).identity == b"old"
+    assert membership.replaced_by(b"new", Join(1, "0.1.0", "host", 6, takeover=True)).identity == b"old"
 
 
 def test_ready_before_hello_is_a_protocol_error_that_names_the_worker(membership):

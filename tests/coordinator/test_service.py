@@ -260,23 +260,25 @@ def test_member_that_breaks_the_protocol_while_joining_is_refused_alone(scene, s
 # -- training goes wrong ---------------------------------------------------------------------------
 
 
-def test_killed_worker_is_named_at_once_with_its_signal(scene):
+def test_killed_worker_that_nobody_starts_again_is_waited_for_and_then_given_up(scene):
     workers = scene.workers(stage2={"silent_from_step": 2})
+    exits = [-9]
 
     def tick():
-        if workers[2].silent:
-            scene.coordinator.worker_exited(2, -9)
+        if workers[2].silent and exits:
+            scene.coordinator.worker_exited(2, exits.pop())
 
-    scene.build(snapshot_every=1)
+    scene.build(snapshot_every=1, give_up_s=30.0)
     assert scene.run(tick) == 3
-    assert "stage 2 (host2, pid 102): its worker exited with status -9 (SIGKILL) at step 3" in scene.end.message
+    assert "stage 2 (host2, pid 102): its worker exited with status -9 (SIGKILL) at step 3" in scene.warnings()
+    assert "stage 2 did not come back within 30 s (run.give_up)" in scene.end.message
     assert "tahq-launch c.yaml --resume" in scene.end.message
     assert "snapshot after step 2" in scene.end.message
-    assert scene.clock.now_s - 1000.0 < 3.0
+    assert 30.0 < scene.clock.now_s - 1000.0 < 33.0
     assert scene.server.told(b"worker-0", Abort)[0].exit_status == 3
 
 
-@pytest.mark.parametrize(("status", "expected"), [(2, 2), (4, 4), (5, 5), (1, 3), (0, 3), (-11, 3)])
+@pytest.mark.parametrize(("status", "expected"), [(2, 2), (4, 4), (5, 5), (1, 3), (0, 3)])
 def test_exit_status_of_a_worker_becomes_that_of_the_run(scene, status, expected):
     scene.workers(stage1={"silent_from_step": 0})
     scene.build()
@@ -299,12 +301,30 @@ def test_last_words_of_a_worker_count_more_than_its_exit(scene):
     assert scene.server.told(b"worker-1", Abort) == []
 
 
-def test_silent_worker_is_lost_within_the_timeout(scene):
+def test_silent_worker_is_told_of_after_the_timeout_and_given_up_later(scene):
     scene.workers(stage1={"silent_from_step": 1})
-    assert scene.run(peer_timeout_s=10.0) == 3
-    assert "stage 1 (host1, pid 101) has given no sign of life for 10.0 s at step 2" in scene.end.message
+    assert scene.run(peer_timeout_s=10.0, give_up_s=40.0) == 3
+    assert "stage 1 (host1, pid 101) has given no sign of life for 10.0 s at step 2" in scene.warnings()
+    assert "has given no sign of life for 20.0 s at step 2; its next worker begins again" in scene.warnings()
+    assert "stage 1 did not come back within 40 s" in scene.end.message
     assert "start the run anew" in scene.end.message
-    assert 10.0 <= scene.clock.now_s - 1000.0 < 12.0
+    assert 60.0 <= scene.clock.now_s - 1000.0 < 62.0
+
+
+def test_worker_that_was_silent_for_a_while_goes_on(scene):
+    workers = scene.workers(stage1={"silent_from_step": 1})
+
+    def tick():
+        if scene.clock.now_s > 1015.0 and workers[1].silent:
+            workers[1].silent = False
+            workers[1].begin(1)
+            workers[1].silent_from_step = None
+            workers[1].silent = False
+            workers[1].begin(1)
+
+    assert scene.run(tick, peer_timeout_s=10.0) == 0
+    assert "gives signs of life again" in scene.warnings()
+    assert scene.losses() == [2.0] * 4
 
 
 def test_coordinator_that_was_held_up_does_not_blame_its_workers(scene):
@@ -347,7 +367,7 @@ def test_message_of_a_coordinator_is_a_protocol_error(scene):
 def test_hello_during_training_is_a_protocol_error(scene, hello):
     scene.workers(stage1={"say": {1: [hello(1)]}})
     assert scene.run() == 3
-    assert f"sent {Hello.__name__} while the run was training" in scene.end.message
+    assert f"said {Hello.__name__} while it was ready" in scene.end.message
 
 
 def test_different_batches_end_the_run_naming_both_readers(scene):

@@ -1,0 +1,200 @@
+"""What a link has sent, kept on disk until nobody can ask for it again.
+
+A stage that is started again computes its steps since the snapshot once more, from the frames that its neighbours sent
+it then: they keep them here. One file a step, ``step-00000012.frames``, and in it one frame after the other: its header
+(`frame.py`), whose checksum covers the payload, and the payload. Nothing is synchronised to the disk: the log is there
+for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
+
+When the log would become too long, or the disk takes no more, it is given up, with a warning: then the neighbour cannot
+come back alone until the next snapshot is complete, and all stages would go back to the one before.
+"""
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tahq.comm.frame import (
+    HEADER_NBYTES,
+    Frame,
+    FrameHeader,
+    FrameKind,
+    buffer_of,
+    pack_header,
+    peek_payload_nbytes,
+    unpack_header,
+)
+from tahq.errors import PeerLostError, RemoteProtocolError
+from tahq.units import format_size
+
+_log = logging.getLogger(__name__)
+_SUFFIX = ".frames"
+
+
+@dataclass(slots=True)
+class _StepFile:
+    path: Path
+    nbytes: int = 0
+
+
+class FrameLog:
+    """The frames that one end of a link has sent; any thread may call it.
+
+    Args:
+        folder: of this link alone; what an earlier process has left in it is removed.
+        link: the link's number, for messages.
+        limit_nbytes: the most that it may take on the disk.
+    """
+
+    def __init__(self, folder: Path, link: int, limit_nbytes: int) -> None:
+        self._folder = folder
+        self._link = link
+        self._limit_nbytes = limit_nbytes
+        self._lock = threading.Lock()
+        self._files: dict[int, _StepFile] = {}
+        self._nbytes = 0
+        self._given_up_at: int | None = None
+        """The step at which it was given up; frames of this step and of those before are not all here."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self._open: tuple[int, int] | None = None
+        """The step whose file is open, and its descriptor."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the disk."""
+        return self._nbytes
+
+    def is_complete_from(self, step: int) -> bool:
+        """Whether every frame of this step and of all later ones is here."""
+        return self._given_up_at is None or step > self._given_up_at
+
+    def append(self, frame: Frame) -> None:
+        """Keep a frame whose payload lies in host memory; steps never go back."""
+        with self._lock:
+            step = frame.id.step
+            if self._given_up_at is not None and step <= self._given_up_at:
+                return
+            payload = buffer_of(frame.payload)
+            try:
+                if self._nbytes + HEADER_NBYTES + len(payload) > self._limit_nbytes:
+                    raise OSError(f"it would take more than {format_size(self._limit_nbytes)} (run.frame_log)")
+                self._write(step, _header(frame, self._link, len(payload)), payload)
+            except OSError as error:
+                self._give_up(step, error)
+
+    def _write(self, step: int, header: FrameHeader, payload: memoryview) -> None:
+        descriptor = self._descriptor(step)
+        rest = [memoryview(pack_header(header, payload)), payload]
+        nbytes = sum(map(len, rest))
+        while rest:
+            written = os.writev(descriptor, rest)
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if written:
+                rest[0] = rest[0][written:]
+        self._files[step].nbytes += nbytes
+        self._nbytes += nbytes
+
+    def _descriptor(self, step: int) -> int:
+        if self._open is not None and self._open[0] == step:
+            return self._open[1]
+        self._close_file()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step-{step:08d}{_SUFFIX}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._files.setdefault(step, _StepFile(path))
+        self._open = (step, descriptor)
+        return descriptor
+
+    def _give_up(self, step: int, error: OSError) -> None:
+        _log.warning(
+            "link %d: what was sent is kept no longer, until the next snapshot: %s. If the peer dies before that, all "
+            "stages go back to the last snapshot",
+            self._link,
+            error.strerror or error,
+        )
+        self._given_up_at = step
+        self._remove(list(self._files))
+
+    def read(self, first: int, last: int | None = None) -> Iterator[Frame]:
+        """The frames of steps first … last (None: to the newest), as they were sent.
+
+        Raises:
+            PeerLostError: they are not all here, or damaged; the message names the file.
+        """
+        if not self.is_complete_from(first):
+            raise PeerLostError(
+                f"link {self._link}: what was sent since step {first + 1} is not kept: the log was given up at step "
+                f"{(self._given_up_at or 0) + 1}"
+            )
+        with self._lock:
+            files = [(step, file.path, file.nbytes) for step, file in self._files.items()]
+        for step, path, nbytes in files:
+            if first <= step and (last is None or step <= last):
+                yield from self._read_file(path, nbytes)
+
+    def _read_file(self, path: Path, nbytes: int) -> Iterator[Frame]:
+        try:
+            with path.open("rb") as file:
+                while file.tell() < nbytes:
+                    data = file.read(HEADER_NBYTES)
+                    payload = bytearray(_payload_nbytes(data, nbytes - file.tell(), path))
+                    file.readinto(payload)
+                    header = unpack_header(data, memoryview(payload), str(path))
+                    tensor = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0).byte()
+                    yield Frame(header.id, header.codec, header.dtype, header.shape, tensor, header.shard)
+        except (OSError, RemoteProtocolError) as error:
+            raise PeerLostError(f"link {self._link}: the log of what was sent cannot be read: {error}") from error
+
+    def free_before(self, step: int) -> None:
+        """Nobody will ask for anything of the steps before this one any more."""
+        with self._lock:
+            self._remove([kept for kept in self._files if kept < step])
+
+    def close(self) -> None:
+        """Remove it: who closes a link in order needs no log of it any more."""
+        with self._lock:
+            self._remove(list(self._files))
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _remove(self, steps: list[int]) -> None:
+        if self._open is not None and self._open[0] in steps:
+            self._close_file()
+        for step in steps:
+            file = self._files.pop(step)
+            self._nbytes -= file.nbytes
+            file.path.unlink(missing_ok=True)
+
+    def _close_file(self) -> None:
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+
+def _header(frame: Frame, link: int, nbytes: int) -> FrameHeader:
+    return FrameHeader(
+        kind=FrameKind.DATA,
+        epoch=0,
+        link=link,
+        sequence=0,
+        id=frame.id,
+        shard=frame.shard,
+        codec=frame.codec,
+        dtype=frame.dtype,
+        shape=frame.shape,
+        total_nbytes=nbytes,
+        payload_nbytes=nbytes,
+    )
+
+
+def _payload_nbytes(header: bytes, left: int, path: Path) -> int:
+    """The payload's length as the header at hand names it, within what is left of the file."""
+    nbytes = peek_payload_nbytes(header)
+    if not 0 <= nbytes <= left:
+        raise RemoteProtocolError(f"{path} ends in the middle of a frame")
+    return nbytes

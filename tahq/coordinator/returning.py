@@ -1,0 +1,188 @@
+"""Bringing lost stages back while the others wait: from the loss of a worker to the START of the one in its place.
+
+::
+
+    lost ──started again──▶ Join, Assign, Hello ──all are there──▶ Relink ──all neighbours have──▶ Plan, Ready, Start
+
+Every such return has an epoch of its own: frames of the one before, which a process may still send that was taken for
+dead, are not taken any more. A stage that is lost meanwhile begins the return anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tahq.comm.control import Plan, Relink, Relinked, Start, StartOver, Widen
+from tahq.coordinator.context import RunContext
+from tahq.coordinator.gathering import Gathering
+from tahq.coordinator.membership import Standing, stage_list
+from tahq.coordinator.recovery import other_end
+from tahq.errors import PeerLostError
+
+Restart = Callable[[int], bool]
+"""Starts a stage's worker again, after whatever is left of it has been killed; False if it is not started from here.
+
+Raises PeerLostError if that was done too often.
+"""
+
+
+@dataclass(slots=True)
+class _Return:
+    """A return that is under way."""
+
+    epoch: int
+    returning: frozenset[int]
+    """Stages that are told a plan once their neighbours are ready for them."""
+    awaited: set[int] = field(default_factory=set)
+    """Neighbours that have not answered yet."""
+
+
+class Returning:
+    """Answers what lost stages and their neighbours say.
+
+    Args:
+        context: the run.
+        gathering: greets who joins, and knows the links.
+        restart: see there.
+    """
+
+    def __init__(self, context: RunContext, gathering: Gathering, restart: Restart) -> None:
+        self._context = context
+        self._gathering = gathering
+        self._recovery = context.recovery
+        self._restart = restart
+        self.num_steps = 0
+        """Length of the run, once that is known."""
+        self._return: _Return | None = None
+        self._lost: dict[int, float] = {}
+        """When each stage was lost that has not come back to where the run is."""
+
+    def begin(self) -> None:
+        """Training begins: whoever was lost before is back."""
+        self._lost.clear()
+
+    def lose(self, stage: int, why: str, *, is_replaced: bool = False) -> None:
+        """A worker is gone: free its stage, and have it started again where that is possible here.
+
+        Args:
+            stage: its stage.
+            why: in words.
+            is_replaced: whether another one is there already.
+
+        Raises:
+            PeerLostError: it has been started again too often.
+        """
+        context, point = self._context, self._recovery.point
+        member = context.membership.leave(stage)
+        if member is not None:
+            self._gathering.note_lost(member.identity)
+        context.observer.stage_left(stage)
+        self._recovery.lose(stage)
+        self._return = None
+        self._lost.setdefault(stage, context.clock())
+        begins = f"begins again after step {point.step}" if point.snapshot else "begins again from the start"
+        if not is_replaced and self._restart(stage):
+            context.observer.warned(f"{why}; it is started again, and {begins}; the others wait")
+        else:
+            context.observer.warned(f"{why}; its next worker {begins}; the others wait")
+        context.tell_phase(self._gathering.missing)
+
+    def roll_back(self, why: str) -> None:
+        """Have every stage begin again at the restore point: a lost one cannot come back alone."""
+        context = self._context
+        context.observer.warned(f"{why}: all stages go back to step {self._recovery.point.step}, and go on from there")
+        for member in context.membership.members:
+            context.server.send(member.identity, StartOver(why))
+            context.membership.leave(member.stage)
+            self._gathering.note_lost(member.identity)
+            self._recovery.lose(member.stage)
+            self._lost.setdefault(member.stage, context.clock())
+        self._return = None
+
+    def check_waiting(self, give_up_s: float) -> None:
+        """Raise PeerLostError once a stage has been gone for too long; the message names it."""
+        now_s = self._context.clock()
+        missing = set(self._context.membership.lacking(Standing.GREETED))
+        late = [stage for stage, since_s in self._lost.items() if stage in missing and now_s - since_s > give_up_s]
+        if late:
+            raise PeerLostError(f"{stage_list(late)} did not come back within {give_up_s:.0f} s (run.give_up)")
+
+    # -- the return ------------------------------------------------------------------------------
+
+    def greeted(self) -> None:
+        """A worker has been greeted: once nobody is missing, have the neighbours make ready."""
+        membership = self._context.membership
+        if membership.lacking(Standing.GREETED) or self._return is not None:
+            return
+        returning = frozenset(membership.lacking(Standing.PLANNED))
+        self._recovery.epoch += 1
+        self._return = _Return(self._recovery.epoch, returning)
+        for stage in {other_end(ends, s) for s in returning for ends in self._recovery.links_of(s)} - returning:
+            self._relink(self._return, stage)
+        self._plan_when_ready(self._return)
+
+    def _relink(self, under_way: _Return, stage: int) -> None:
+        links = [ends for ends in self._recovery.links_of(stage) if other_end(ends, stage) in under_way.returning]
+        numbers = {ends.link for ends in links}
+        rows = [row for row in self._gathering.link_rows()[stage] if row[0] in numbers]
+        wanted = [self._recovery.wanted(ends, other_end(ends, stage), self._context.state.evaluating) for ends in links]
+        member = self._context.membership.at(stage)
+        if member is not None:
+            under_way.awaited.add(stage)
+            self._context.server.send(member.identity, Relink(under_way.epoch, rows, wanted))
+
+    def relinked(self, identity: bytes, relinked: Relinked) -> None:
+        """A neighbour has made ready, or cannot."""
+        self._context.membership.claim(identity, relinked.stage)
+        if self._return is None or relinked.epoch != self._return.epoch:
+            return  # of a return that has begun anew since
+        if relinked.lacking:
+            self.roll_back(f"stage {relinked.stage} has not kept all that it sent on link {relinked.lacking[0]}")
+            return
+        self._return.awaited.discard(relinked.stage)
+        self._plan_when_ready(self._return)
+
+    def _plan_when_ready(self, under_way: _Return) -> None:
+        if under_way.awaited:
+            return
+        rows, evaluating = self._gathering.link_rows(), self._context.state.evaluating
+        for stage in sorted(under_way.returning):
+            member = self._context.membership.at(stage)
+            if member is None:
+                continue
+            links = self._recovery.links_of(stage)
+            plan = Plan(
+                under_way.epoch,
+                self._recovery.position(stage),
+                self.num_steps,
+                rows[stage],
+                *self._gathering.data_position(self._recovery.position(stage)),
+                live_step=self._recovery.step,
+                wanted=[self._recovery.wanted(ends, other_end(ends, stage), evaluating) for ends in links],
+            )
+            self._context.membership.planned(stage)
+            self._context.server.send(member.identity, plan)
+        self._return = None
+
+    def ready(self, stage: int) -> None:
+        """A stage that has come back is linked with its neighbours: have it begin."""
+        member = self._context.membership.at(stage)
+        if member is None:
+            return
+        point = self._recovery.point
+        self._context.server.send(member.identity, Start(point.step, [list(row) for row in point.codecs]))
+        self._note_position(stage)
+
+    def prepared_again(self, stage: int) -> None:
+        """A stage has computed a step again: its neighbours may send it more."""
+        through = self._recovery.through(stage)
+        for ends in self._recovery.links_of(stage):
+            neighbour = self._context.membership.at(other_end(ends, stage))
+            if neighbour is not None:
+                self._context.server.send(neighbour.identity, Widen(ends.link, through))
+        self._note_position(stage)
+
+    def _note_position(self, stage: int) -> None:
+        """Say once when a stage is where the run is."""
+        if stage in self._lost and not self._recovery.is_behind(stage):
+            lasted_s = self._context.clock() - self._lost.pop(stage)
+            self._context.observer.warned(f"{self._context.membership.name(stage)} is back after {lasted_s:.1f} s")

@@ -1,0 +1,178 @@
+"""Stages that are lost and come back: scripted workers, virtual clock, the coordinator as it is."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tahq.comm.control import Commit, Plan, Published, Relink, Start, StartOver, Widen
+from tahq.errors import PeerLostError
+
+
+class Stage:
+    """Worker after worker of one stage, each killed before it says something of a certain step."""
+
+    def __init__(self, scene, stage):
+        self.scene = scene
+        self.worker = scene.server.workers[f"worker-{stage}".encode()]
+
+    def kill(self):
+        """Nothing that it has not said yet is ever heard."""
+        if self.worker.left:
+            return
+        self.worker.left = True
+        del self.scene.server.workers[self.worker.identity]
+        self.scene.coordinator.worker_exited(self.worker.stage, -9)
+
+    def restart(self):
+        before = self.worker
+        self.worker = replace(before, generation=before.generation + 1, left=False, silent=False, step=-1)
+        self.worker.start()
+
+
+def one_at_a_time(scene):
+    """One message a turn, so that a worker can be killed between any two."""
+    original = scene.server.poll
+
+    def poll(timeout_s):
+        if scene.server.inbox:
+            scene.clock.now_s += 0.11
+            return [scene.server.inbox.pop(0)]
+        return original(timeout_s)
+
+    return poll
+
+
+def led(scene, kills, after_steps=0, **options):
+    """Lead a run to its end; `kills` are (tick, stage), counted once so many steps are done; returns the stages."""
+    scene.workers()
+    scene.build(**({"steps": 8, "snapshot_every": 3, "eval_every": 2} | options))
+    stages = [Stage(scene, stage) for stage in range(3)]
+    scene.coordinator.restart = lambda stage: stages[stage].restart() is None
+    plan = sorted(kills)
+    ticks = 0
+
+    def tick():
+        nonlocal ticks
+        ticks += len(scene.losses()) >= after_steps
+        while plan and plan[0][0] <= ticks:
+            stages[plan.pop(0)[1]].kill()
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 0, scene.end.message
+    return stages
+
+
+def test_killed_stage_begins_at_the_snapshot_and_hears_what_was_decided(scene):
+    stages = led(scene, [(2, 1)], after_steps=5)
+    again = stages[1].worker.identity
+    assert scene.losses() == [2.0] * 8
+    (plan,) = scene.server.told(again, Plan)
+    (start,) = scene.server.told(again, Start)
+    assert plan.live_step > 3
+    assert (plan.start_step, plan.next_sample, start.step) == (3, 8 * 3, 3)
+    assert plan.epoch == 2
+    decided = {commit.step: commit for commit in scene.server.told(b"worker-0", Commit)}
+    for commit in scene.server.told(again, Commit):
+        assert (commit.apply, commit.clip_factor) == (decided[commit.step].apply, decided[commit.step].clip_factor)
+    assert "stage 1 (host1, pid 101) is back after" in scene.warnings()
+
+
+def test_neighbours_make_ready_before_the_new_worker_is_told_whom_to_dial(scene):
+    stages = led(scene, [(2, 0)], after_steps=5)
+    again = stages[0].worker.identity
+    sent = [(who, type(message)) for who, message in scene.server.sent if isinstance(message, Relink | Plan)]
+    assert sent[-2:] == [(b"worker-1", Relink), (again, Plan)]
+    (relink,) = scene.server.told(b"worker-1", Relink)
+    (plan,) = scene.server.told(again, Plan)
+    assert [row[0] for row in relink.links] == [0]
+    assert relink.epoch == plan.epoch == 2
+    ((link, since, _, _),) = relink.wanted
+    assert (link, since) == (0, plan.start_step)
+    ((_, wanted_since, _, through),) = plan.wanted
+    assert through == -1
+    assert wanted_since >= plan.live_step
+    widened = scene.server.told(b"worker-1", Widen)
+    assert [w.link for w in widened] == [0] * (plan.live_step - plan.start_step)
+    if widened:
+        assert widened[-1].through == -1
+
+
+def test_a_stage_that_has_not_kept_its_frames_sends_all_back(scene):
+    scene.workers(stage2={"lacking": [1]})
+    scene.build(steps=6, snapshot_every=2)
+    stages = [Stage(scene, stage) for stage in range(3)]
+    scene.coordinator.restart = lambda stage: stages[stage].restart() is None
+    killed = []
+
+    def tick():
+        if not killed and len(scene.losses()) >= 3:
+            killed.append(1)
+            stages[1].kill()
+        for stage in stages:
+            if scene.server.told(stage.worker.identity, StartOver):
+                stage.worker.lacking = []
+                del scene.server.workers[stage.worker.identity]
+                stage.restart()
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 0, scene.end.message
+    assert "stage 2 has not kept all that it sent on link 1: all stages go back to step 2" in scene.warnings()
+    assert scene.losses() == [2.0] * 6
+    assert [stage.worker.generation for stage in stages] == [1, 2, 1]
+
+
+def test_a_stage_that_computes_otherwise_is_named_once_and_the_run_goes_on(scene):
+    scene.workers()
+    scene.build(steps=6, snapshot_every=50)
+    stages = [Stage(scene, stage) for stage in range(3)]
+
+    def restart(stage):
+        stages[stage].worker = replace(stages[stage].worker, prepare={"norm2": [0.25, 0.75]})
+        stages[stage].restart()
+        return True
+
+    scene.coordinator.restart = restart
+    done = []
+
+    def tick():
+        if not done and len(scene.losses()) >= 2:
+            done.append(1)
+            stages[1].kill()
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 0
+    assert scene.warnings().count("not to the bit as before") == 1
+
+
+def test_too_many_restarts_end_the_run(scene):
+    scene.workers()
+    scene.build(steps=6)
+
+    def restart(stage):
+        raise PeerLostError(f"the worker of stage {stage} was killed, and was started again 0 times before")
+
+    scene.coordinator.restart = restart
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(lambda: scene.coordinator.worker_exited(1, -9)) == 3
+    assert "started again 0 times" in scene.end.message
+
+
+def test_frames_are_freed_when_a_snapshot_is_complete(scene):
+    led(scene, [])
+    assert [published.step for published in scene.server.told(b"worker-1", Published)] == [3, 6, 8]
+
+
+@settings(max_examples=150, deadline=None)
+@given(kills=st.lists(st.tuples(st.integers(1, 160), st.integers(0, 2)), max_size=6))
+def test_any_stages_may_die_at_any_time(new_scene, kills):
+    undisturbed, scene = new_scene(), new_scene()
+    led(undisturbed, [])
+    led(scene, kills)
+    assert steps(scene) == steps(undisturbed)
+    assert [v.step for v in scene.observer.of("validated")] == [v.step for v in undisturbed.observer.of("validated")]
+    assert [p.step for p in scene.published] == [p.step for p in undisturbed.published]
+
+
+def steps(scene):
+    return [(r.step, r.loss, r.grad_norm, r.skipped) for r in scene.observer.of("step_committed")]
