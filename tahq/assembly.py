@@ -30,6 +30,7 @@ from tahq.pipeline.manifest import StageMeta
 from tahq.pipeline.schedule import Action
 from tahq.pipeline.snapshot import prune, snapshot_folder, write_stage
 from tahq.pipeline.snapshot_reader import SnapshotReader
+from tahq.pipeline.snapshot_writer import SnapshotWriter
 from tahq.pipeline.stage import Stage, StagePlan
 from tahq.pipeline.suspect_batch import keep_batch
 
@@ -131,6 +132,8 @@ class Assembly:
         self._data = data
         self._reader = reader
         self._batches = self._batch_source()
+        self.complete_snapshot = assign.start_step
+        """Steps behind the newest snapshot that all stages have written, as the coordinator has said."""
 
     @classmethod
     def build(
@@ -223,13 +226,21 @@ class Assembly:
             stage.load(self._reader.tensor, set(self._reader.names()))
         return stage
 
-    def write_snapshot(self, step: int, stage: Stage) -> Snapshotted:
+    def snapshot_writer(self, stage: Stage, report: Callable[[Snapshotted], None]) -> SnapshotWriter:
+        """What writes this stage's part of snapshots; `report` is called in any thread, with every part."""
+        return SnapshotWriter(
+            lambda step, tensors: report(self._write_snapshot(step, tensors)),
+            self.config.run.snapshot_buffers,
+            stage.stopwatch,
+        )
+
+    def _write_snapshot(self, step: int, tensors: Mapping[str, torch.Tensor]) -> Snapshotted:
         """Write this stage's part of the snapshot after `step` steps; a failure is reported, not raised."""
         number = self._assign.stage
         try:
-            written = write_stage(snapshot_folder(self._snapshots(), step), number, stage.tensors(), self._meta(step))
+            written = write_stage(snapshot_folder(self._snapshots(), step), number, tensors, self._meta(step))
             if isinstance(self.config.hosts, list):
-                prune(self._snapshots(), self.config.run.keep_snapshots)
+                prune(self._snapshots(), self.config.run.keep_snapshots, self.complete_snapshot)
         except SnapshotError as error:
             return Snapshotted(step, number, "", "", 0, error=str(error))
         return Snapshotted(step, number, written.file, written.sha256, written.nbytes)

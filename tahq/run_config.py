@@ -57,6 +57,8 @@ class RunConfig(Section):
     """How long the coordinator waits for all stages to join."""
     snapshot_every: int | None = Field(default=None, ge=1)
     """Steps between snapshots; one is always written at the end and on interruption."""
+    snapshot_buffers: int = Field(default=2, ge=0, le=2)
+    """Copies of a stage that may be waiting for the disk while training goes on; 0: training waits for the disk."""
     keep_snapshots: int = Field(default=2, ge=1)
     log_level: Literal["debug", "info", "warning"] = "info"
     trace_steps: TracedSteps | None = None

@@ -74,6 +74,7 @@ from tahq.measure.member import MeasuringMember
 from tahq.memory.exhaustion import is_out_of_memory
 from tahq.pipeline.engine import StepResult
 from tahq.pipeline.schedule import Action, ActionKind
+from tahq.pipeline.snapshot_writer import SnapshotWriter
 from tahq.pipeline.stage import Stage
 from tahq.pipeline.step_meter import StepMeter
 
@@ -316,6 +317,7 @@ class Worker:
     # -- training --------------------------------------------------------------------------------
 
     def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int, live_step: int) -> None:
+        snapshots = assembly.snapshot_writer(stage, self._client.send)
         meter.begin(first_step)
         for step in range(first_step, stage.plan.total_steps):
             self._step = step
@@ -331,7 +333,9 @@ class Worker:
             reached(fault_points.COMMITTING, stage=self.stage, step=step)
             if step >= live_step:
                 self._tell_trace(step, stage, meter)
+            snapshots.hold_back_changes()
             self._carry_out(commit, stage, assembly, meter)
+            self._snapshot(commit, stage, assembly, snapshots)
             if commit.stop:
                 return
 
@@ -362,10 +366,17 @@ class Worker:
         if commit.evaluate:
             self._evaluate(commit.step, stage)
             meter.begin(commit.step + 1)
+
+    def _snapshot(self, commit: Commit, stage: Stage, assembly: Assembly, snapshots: SnapshotWriter) -> None:
+        """Have a snapshot written that is due; after the last step, return when all are written and reported."""
+        assembly.complete_snapshot = commit.complete_snapshot
         if commit.snapshot:
             self._working("snapshot")
-            with stage.stopwatch.measure("snapshot"):
-                self._client.send(assembly.write_snapshot(commit.step + 1, stage))
+            # nothing changes after the last step, and state that memory has no room for cannot be copied
+            copy = not (commit.stop or stage.keeps_state_on_disk)
+            snapshots.take(commit.step + 1, stage.tensors(), copy=copy)
+        if commit.stop:
+            snapshots.finish()
 
     def _evaluate(self, step: int, stage: Stage) -> None:
         self._working("evaluate")

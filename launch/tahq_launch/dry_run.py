@@ -196,7 +196,18 @@ def _memory(plan: _Plan) -> str:
         for stage, memory in enumerate(plan.memory)
     ]
     note = "estimated from sizes; Python, torch, data and fragmentation come on top"
-    return f"Memory at the peak ({note})\n" + plain_table(["stage", "in flight", *kinds, "total"], rows)
+    table = f"Memory at the peak ({note})\n" + plain_table(["stage", "in flight", *kinds, "total"], rows)
+    return f"{table}\n{_snapshot_copies(plan)}" if plan.config.run.snapshot_every is not None else table
+
+
+def _snapshot_copies(plan: _Plan) -> str:
+    """What snapshots take of the hosts' memory on top."""
+    num_copies = plan.config.run.snapshot_buffers
+    if num_copies == 0:
+        return "  snapshots: nothing more, training waits while they are written"
+    largest = max(memory.weights + memory.optimizer for memory in plan.memory)
+    copies = "one copy" if num_copies == 1 else f"at most {num_copies} copies"
+    return f"  snapshots: {copies} in each host's memory while they are written, up to {format_size(largest)} each"
 
 
 def _links(plan: _Plan) -> str:

@@ -195,6 +195,8 @@ class Commit:
     """coordinator → worker: apply (or skip) this step with this clip factor, then do the rest named.
 
     `codecs` has a row for each link and direction that has another codec from the next step on, as in START.
+    `complete_snapshot` is the number of steps behind the newest snapshot that all stages have written, 0 if there is
+    none: what is older may be removed.
     """
 
     step: int
@@ -204,6 +206,7 @@ class Commit:
     snapshot: bool
     stop: bool
     codecs: list[list[int]] = field(default_factory=list)
+    complete_snapshot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

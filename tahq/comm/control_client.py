@@ -51,7 +51,7 @@ class _Timing:
 
 
 class ControlClient:
-    """Sends to and receives from the coordinator; used by one thread beside its own."""
+    """Sends to and receives from the coordinator; used by one thread beside its own, but for `send`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ControlClient:
     # The main thread's side
 
     def send(self, message: Message) -> None:
-        """Queue a message; returns at once.
+        """Queue a message; returns at once. Any thread may call it; each thread's messages stay in order.
 
         Raises:
             LocalProtocolError: a field of it is not of its type, or the client is closed.

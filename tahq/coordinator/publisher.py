@@ -7,10 +7,10 @@ from collections.abc import Callable
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.reports import SnapshotParts
 from tahq.errors import SnapshotError
-from tahq.pipeline.snapshot import StageFile, prune, publish
+from tahq.pipeline.snapshot import StageFile, discard, prune, publish
 
 Publish = Callable[[SnapshotParts], None]
-"""Called with every stage's part, all durable; raises OSError or SnapshotError if it cannot."""
+"""Called with every stage's part; raises OSError or SnapshotError if it cannot, or if a part is missing (`error`)."""
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,23 @@ class SnapshotPublisher:
         }
 
     def __call__(self, parts: SnapshotParts) -> None:
-        """Publish one snapshot; raises SnapshotError, `latest` then names the one before."""
+        """Publish one snapshot, or remove what there is of one that failed.
+
+        Raises:
+            SnapshotError: it has failed, or cannot be published; `latest` names the one before.
+        """
+        if parts.error:
+            self._discard(parts.step)
+            raise SnapshotError(parts.error)
         files = [StageFile(part.file, part.sha256, part.nbytes) for part in parts.parts]
         publish(self._snapshots, parts.step, files, {**self._meta, "codecs": dict(parts.codecs)})
         try:
             prune(self._snapshots, self._keep)
         except SnapshotError as error:
             log.warning("%s", error)  # the new one is complete all the same
+
+    def _discard(self, step: int) -> None:
+        try:
+            discard(self._snapshots, step)
+        except SnapshotError as error:
+            log.warning("%s", error)  # why there is no snapshot says more

@@ -83,7 +83,7 @@ class Training:
         commit, record = decision
         record = self._codecs.described(record)
         changes, rows = self._codecs.decide(record)
-        commit = replace(commit, codecs=rows)
+        commit = replace(commit, codecs=rows, complete_snapshot=context.state.last_snapshot or 0)
         context.recovery.decided(commit, self._ledger.decided, self._codecs.start_rows())
         context.broadcast(commit)
         self._traces.committed(commit.step, now_s - record.step_time_s, now_s)
@@ -154,7 +154,7 @@ class Training:
             context.observer.step_traced(trace)
 
     def _complete(self, parts: SnapshotParts) -> None:
-        error = parts.error or self._publishing_error(parts)
+        error = self._publishing_error(parts)
         if not error:
             self._published(parts)
         self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
@@ -170,8 +170,8 @@ class Training:
         try:
             self._publish(parts)
         except (OSError, TahqError) as error:
-            return f"coordinator: {error}"
-        return ""
+            return parts.error or f"coordinator: {error}"
+        return parts.error
 
 
 def commit_rules(context: RunContext, num_steps: int) -> CommitRules:

@@ -43,6 +43,7 @@ __all__ = [
     "SnapshotReader",
     "StageFile",
     "StageMeta",
+    "discard",
     "latest_folder",
     "prune",
     "publish",
@@ -115,6 +116,21 @@ def publish(snapshots: Path, step: int, files: Iterable[StageFile], meta: Mappin
     return manifest
 
 
+def discard(snapshots: Path, step: int) -> None:
+    """Remove what stages have written of a snapshot that came to nothing: it takes the room of the next one.
+
+    A complete snapshot in the same folder, of an earlier start of the run, stays.
+
+    Raises:
+        SnapshotError: it could not be removed.
+    """
+    folder = snapshot_folder(snapshots, step)
+    if (folder / MANIFEST).is_file():
+        _sweep(folder, {MANIFEST, *(entry.file for entry in read_manifest(folder).files)})
+    elif folder.is_dir():
+        _remove_folder(folder)
+
+
 def _with_tensor_names(folder: Path, entry: StageFile) -> StageFile:
     if entry.tensors or not (folder / entry.file).is_file():
         return entry
@@ -122,16 +138,17 @@ def _with_tensor_names(folder: Path, entry: StageFile) -> StageFile:
     return replace(entry, tensors=tuple(sorted(reader.names())))
 
 
-def prune(snapshots: Path, keep: int) -> list[Path]:
+def prune(snapshots: Path, keep: int, complete: int = 0) -> list[Path]:
     """Remove all but the newest `keep` snapshots, and what killed writers left before them.
 
     What `latest` names stays, and so does whatever is newer: it may be under way. Where there is no
-    `latest`, on a host that has only its own stage's files, every folder counts and one more is kept, since
-    the newest may not be complete elsewhere yet.
+    `latest`, on a host that has only its own stage's files, `complete` stands for it, and every older folder
+    counts as a snapshot.
 
     Args:
         snapshots: the run's folder of snapshots.
         keep: complete snapshots to keep, at least 1.
+        complete: steps behind the newest one that the coordinator has; 0: it has none, so nothing is removed.
 
     Returns:
         The folders that were removed.
@@ -143,7 +160,7 @@ def prune(snapshots: Path, keep: int) -> list[Path]:
     if (snapshots / LATEST).is_file():
         stale = _older_than_latest(folders, latest_folder(snapshots), keep)
     else:
-        stale = list(folders.values())[: -keep - 1]
+        stale = [folder for step, folder in folders.items() if step <= complete][:-keep]
     for folder in stale:
         _remove_folder(folder)
     return stale

@@ -154,8 +154,13 @@ class Stage:
         """What the codecs of this stage's cuts remember."""
         return sum(end.codec.state_nbytes for end in self._codec_ends)
 
+    @property
+    def keeps_state_on_disk(self) -> bool:
+        """Whether codecs keep what they remember in files, because memory has no room for it."""
+        return any(end.codec.keeps_state_on_disk for end in self._codec_ends)
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a snapshot keeps of this stage, by its names there."""
+        """Everything that a snapshot keeps of this stage, by its names there; they change with the next step."""
         if self._codec_ends:
             log.info("codecs remember %s of the samples seen", format_size(self.codec_state_nbytes))
         states = (end.tensors() for end in self._codec_ends)

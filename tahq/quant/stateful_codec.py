@@ -67,6 +67,11 @@ class StatefulCodec(Codec):
     def keep_in(self, folder: Path) -> None:
         """Where state that is kept on disk goes, from the next sample on."""
 
+    @property
+    @abstractmethod
+    def keeps_state_on_disk(self) -> bool:
+        """Whether the state is mapped from files, and may be larger than the host's memory."""
+
     @abstractmethod
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """What either end remembers, by names that begin with `SENT` or `RECEIVED`; may share memory with it."""

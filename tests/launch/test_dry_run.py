@@ -221,3 +221,10 @@ def test_nothing_is_allocated(monkeypatch):
 def test_model_folder_that_is_missing_is_refused(tmp_path):
     with pytest.raises(ModelError, match="is not a folder"):
         dry_run(load_config(EXAMPLES / "finetune_folder.yaml", [f"model.path={tmp_path}/none"]))
+
+
+@pytest.mark.parametrize(("num_buffers", "said"), [(0, "training waits"), (1, "one copy"), (2, "at most 2 copies")])
+def test_memory_of_snapshots_is_said_where_there_are_any_on_the_way(num_buffers, said):
+    assert "snapshots:" not in dry_run(load())
+    text = dry_run(load("run.snapshot_every=5", f"run.snapshot_buffers={num_buffers}"))
+    assert said in next(line for line in text.splitlines() if line.startswith("  snapshots:"))

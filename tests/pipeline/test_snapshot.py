@@ -322,10 +322,12 @@ def test_prune_never_removes_what_latest_names(tmp_path):
     assert latest_folder(tmp_path).name == "step-00000010"
 
 
-def test_prune_on_a_host_without_manifests_keeps_one_more(tmp_path):
+@pytest.mark.parametrize(("complete", "num_removed"), [(0, 0), (10, 0), (20, 0), (30, 1), (39, 1), (40, 2)])
+def test_prune_on_a_host_without_manifests_goes_by_what_is_complete_elsewhere(tmp_path, complete, num_removed):
     for step in (10, 20, 30, 40):
         write_stage(snapshot_folder(tmp_path, step), 1, make_tensors(), META)
-    assert [folder.name for folder in prune(tmp_path, 2)] == ["step-00000010"]
+    removed = prune(tmp_path, 2, complete)
+    assert [folder.name for folder in removed] == ["step-00000010", "step-00000020"][:num_removed]
 
 
 def test_step_numbers_are_compared_as_numbers(tmp_path):

@@ -114,6 +114,11 @@ class AqsgdCodec(StatefulCodec):
         """Where `cache=file` has its blocks; the system's folder for temporary files if it is not told."""
         self._folder = folder
 
+    @property
+    def keeps_state_on_disk(self) -> bool:
+        """With `cache=file`."""
+        return self.spec.cache == "file"
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """What either end remembers, as `sent/…` and `received/…`; nothing of an end that was not used."""
         return {prefix + name: tensor for prefix, end in self._ends() for name, tensor in end.tensors().items()}

@@ -1,0 +1,111 @@
+"""Snapshots of real runs: written beside the training they have the bits of those that it waits for, and a full
+disk costs a snapshot and nothing else."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import wait_until
+from support.runs import Run, launch, start, tiny, write_config
+
+from tahq.pipeline.manifest import latest_folder, read_manifest, snapshot_folders
+from tahq.pipeline.snapshot_reader import SnapshotReader
+
+
+def config(**sections) -> dict:
+    """Codecs that remember samples: what they remember changes with every step, and is in snapshots too."""
+    return tiny(
+        run={"snapshot_every": 1, "keep_snapshots": 10} | sections.pop("run", {}),
+        pipeline={"stages": 2},
+        training={"steps": 5, "eval_every": 2, "eval_batches": 1} | sections.pop("training", {}),
+        wire={"activations": "aqsgd", "gradients": "tah"} | sections.pop("wire", {}),
+    )
+
+
+def all_tensors(run: Run) -> dict[str, torch.Tensor]:
+    """Of every snapshot, by step and name."""
+    tensors = {}
+    for step, folder in snapshot_folders(run.folder / "snapshots").items():
+        reader = SnapshotReader(folder, read_manifest(folder).sha256)
+        tensors |= {f"{step}/{name}": reader.tensor(name) for name in reader.names()}
+    return tensors
+
+
+@pytest.mark.parametrize("cache", ["memory", "file"])
+def test_snapshots_beside_the_training_have_the_bits_of_those_that_it_waits_for(tmp_path, cache):
+    runs = []
+    for num_buffers in (0, 2):
+        folder = tmp_path / str(num_buffers)
+        folder.mkdir()
+        sections = config(run={"snapshot_buffers": num_buffers}, wire={"activations": f"aqsgd:cache={cache}"})
+        runs.append(launch(folder, sections))
+        assert (runs[-1].returncode, runs[-1].stderr) == (0, "")
+    waiting, beside = runs
+    assert beside.losses == waiting.losses
+    ours, theirs = all_tensors(beside), all_tensors(waiting)
+    assert ours.keys() == theirs.keys()
+    assert {name.partition("/")[0] for name in ours} == {"1", "2", "3", "4", "5"}
+    assert any("/codec/" in name for name in ours)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    was_beside = [
+        any(stage["beside_s"].get("snapshot") for row in run.metrics for stage in row["stages"]) for run in runs
+    ]
+    assert was_beside == [False, cache == "memory"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own for a run's snapshots, with room for two of them; (folder, resize)."""
+    folder = tmp_path / "runs" / "tiny" / "snapshots"
+    folder.mkdir(parents=True)
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True).returncode:
+        pytest.skip("needs to mount a file system, and so root")
+
+    def resize(nbytes: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={nbytes}", folder], check=True)
+
+    yield folder, resize
+    subprocess.run(["umount", folder], check=True)
+
+
+def snapshot_nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, small_disk):
+    snapshots, resize = small_disk
+    sections = config(
+        run={"snapshot_every": 4, "keep_snapshots": 1, "snapshot_buffers": 2},
+        training={"steps": 1_000_000, "eval_every": None},
+        wire={"activations": "fixed", "gradients": "fixed"},
+    )
+    write_config(tmp_path, sections)
+    launcher = start(tmp_path, "tahq-launch", "cluster.yaml")
+    try:
+        lines = iter(launcher.stdout.readline, "")
+        assert next(line for line in lines if line.startswith("snapshot after step"))
+        wait_until(lambda: (snapshots / "latest").exists(), 30, "latest")
+        # room for one stage of the next and not for both: stages of this model are of about equal size
+        resize(int(1.7 * snapshot_nbytes(snapshots)))
+        warning = next(line for line in lines if line.startswith("warning: no snapshot"))
+        good = latest_folder(snapshots).name
+        assert "No space left on device" in warning
+        assert "/snapshots/step-" in warning
+        assert warning.rstrip().endswith("the one before it stands")
+        resize(64 * 1024 * 1024)
+        next(line for line in lines if line.startswith("snapshot after step"))
+        assert latest_folder(snapshots).name > good
+        launcher.send_signal(signal.SIGINT)
+        _, stderr = launcher.communicate(timeout=60)
+        assert launcher.returncode == 130, stderr
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert not list(snapshots.rglob("*.tmp"))
+    steps = [row["step"] for row in Run(tmp_path / "runs" / "tiny", 0, "", "").metrics]
+    assert steps == list(range(1, len(steps) + 1))
+    folder = latest_folder(snapshots)
+    SnapshotReader(folder, read_manifest(folder).sha256).verify()
