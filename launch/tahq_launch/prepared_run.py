@@ -19,11 +19,13 @@ from tahq.config import ClusterConfig
 from tahq.config_file import config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError
-from tahq.pipeline.manifest import Manifest, read_latest
 from tahq.pipeline.resume import compare_configs, keep_model_sizes
+from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
 from tahq_launch.codec_choice import codec_options
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder
+
+log = logging.getLogger("tahq")
 
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
@@ -62,7 +64,8 @@ class StartRequest:
 class Origin:
     """Where a run begins: at nothing, or at a snapshot of itself.
 
-    `notes` say what is different from the run that is continued; `codecs` is what its links were packed with.
+    `notes` say what is different from the run that is continued, and `warnings` why it is not its newest snapshot;
+    `codecs` is what its links were packed with.
     """
 
     run_id: int
@@ -70,6 +73,7 @@ class Origin:
     snapshot: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     codecs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -104,9 +108,11 @@ def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], Non
     with folder.locked() as epoch:
         folder.check_startable(resume=request.resume)
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
+            _begin_at(folder, origin)
             _keep_config(folder, config, origin)
             options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
-            yield PreparedRun(config, folder, options, origin.notes)
+            warnings = tuple(f"warning: {warning}" for warning in origin.warnings)
+            yield PreparedRun(config, folder, options, (*warnings, *origin.notes))
 
 
 def _fresh() -> Origin:
@@ -115,16 +121,28 @@ def _fresh() -> Origin:
 
 def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, Origin]:
     """The configuration to go on with, and where; SnapshotError for changes that cannot be."""
-    snapshot, manifest = read_latest(folder.snapshots)
+    chosen = choose_snapshot(folder.snapshots, all_files_here=isinstance(given.hosts, str))
+    manifest = chosen.manifest
     config = resolve_for_run(continued_config(manifest.config, given))
     report = compare_configs(manifest.config, config.model_dump(mode="json"))
     report.check()
-    return config, _origin_at(snapshot.relative_to(folder.path), manifest, report.lines())
+    return config, Origin(
+        run_id=manifest.run_id,
+        start_step=manifest.step,
+        snapshot=str(chosen.folder.relative_to(folder.path)),
+        files=manifest.sha256,
+        notes=tuple(report.lines()),
+        warnings=chosen.warnings,
+        codecs=dict(manifest.meta.get("codecs") or {}),
+    )
 
 
-def _origin_at(snapshot: Path, manifest: Manifest, lines: list[str]) -> Origin:
-    codecs = dict(manifest.meta.get("codecs") or {})
-    return Origin(manifest.run_id, manifest.step, str(snapshot), manifest.sha256, tuple(lines), codecs)
+def _begin_at(folder: RunFolder, origin: Origin) -> None:
+    """Leave behind what is newer than the snapshot to continue from."""
+    for warning in origin.warnings:
+        log.warning("%s", warning)
+    if origin.snapshot:
+        turn_back(folder.snapshots, folder.path / origin.snapshot)
 
 
 def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
@@ -209,7 +227,6 @@ def check_reachable(config: ClusterConfig) -> None:
 @contextlib.contextmanager
 def _log_file(path: Path, level: str) -> Iterator[None]:
     """Keep in a file what this process logs, the traceback that ends it included."""
-    log = logging.getLogger("tahq")
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)

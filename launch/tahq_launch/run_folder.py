@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tahq.errors import UserError
+from tahq.pipeline.manifest import LATEST, MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class RunFolder:
 
     def has_snapshot(self) -> bool:
         """Whether there is a complete snapshot."""
-        return (self.snapshots / "latest").exists()
+        return (self.snapshots / LATEST).exists() or any(self.snapshots.glob(f"*/{MANIFEST}"))
 
     def check_startable(self, *, resume: bool) -> None:
         """Refuse a start that would overwrite a run, or a resumption of nothing.

@@ -13,6 +13,7 @@
 What is read here comes from a disk that others write to: it is checked, and complained about by name.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -107,21 +108,32 @@ class Manifest:
     def to_json(self) -> str:
         """As it stands in manifest.json."""
         files = [asdict(entry) for entry in self.files]
-        return json.dumps({"format": FORMAT, "step": self.step, "meta": self.meta, "files": files}, indent=1)
+        content = {"format": FORMAT, "step": self.step, "meta": self.meta, "files": files}
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Back from `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not a manifest of this format.
+            ValueError, KeyError, TypeError: it is not a manifest of this format, or is damaged.
         """
         content = json.loads(text)
+        digest = content.pop("sha256", None)  # older ones have none
+        if digest is not None and digest != _digest(content):
+            raise ValueError("its content is not what was written")
+        if set(content) != {"format", "step", "meta", "files"}:
+            raise ValueError(f"expected format, step, meta and files; got {', '.join(sorted(content))}")
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, expected {FORMAT}; use the tahq that wrote it")
         manifest = cls(int(content["step"]), tuple(map(_stage_file, content["files"])), dict(content["meta"]))
         _ = manifest.run_id, manifest.config  # a KeyError now, not when a run needs them
         return manifest
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """SHA-256, in hex, of a manifest without its own."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _stage_file(entry: dict[str, Any]) -> StageFile:

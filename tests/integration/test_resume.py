@@ -9,6 +9,7 @@ from support.runs import Run, launch, tiny
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8,round=stochastic"}
 CONFIG = tiny(
+    run={"snapshot_every": 2},
     model={"dropout": 0.1},
     wire=LOSSY,
     pipeline={"stages": 2},
@@ -98,15 +99,38 @@ def test_resume_refuses_what_cannot_change(tmp_path, halfway, change):
     assert len(run.losses) == 3
 
 
-def test_a_damaged_snapshot_is_refused_by_the_name_of_its_file(tmp_path, halfway):
-    damaged = next((halfway / "snapshots").glob("step-*/stage-001*.safetensors"))
-    content = bytearray(damaged.read_bytes())
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
     content[-5] ^= 1
-    damaged.write_bytes(content)
+    path.write_bytes(content)
+
+
+def test_the_snapshot_before_a_damaged_one_is_used_and_said_so(tmp_path, halfway, uninterrupted):
+    (damaged,) = (halfway / "snapshots" / "step-00000003").glob("stage-001*.safetensors")
+    flip_a_bit(damaged)
+    run = resume(tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("warning: ")
+    warning = run.stdout.splitlines()[0]
+    assert f"{damaged.name} is damaged" in warning
+    assert warning.endswith("resuming from step-00000002 instead")
+    assert "is damaged" in (halfway / "logs" / "launcher.log").read_text()
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert run.losses == uninterrupted.losses
+    assert_same_state(run, uninterrupted)
+
+
+def test_damaged_snapshots_are_refused_by_the_names_of_their_files(tmp_path, halfway):
+    damaged = sorted((halfway / "snapshots").glob("step-*/stage-001*.safetensors"))
+    assert len(damaged) == 2
+    for path in damaged:
+        flip_a_bit(path)
     run = resume(tmp_path)
     assert run.returncode == 2
-    assert damaged.name in run.stderr
+    assert all(path.name in run.stderr for path in damaged)
+    assert run.stderr.count("\n") == 1
     assert "Traceback" not in run.stderr
+    assert (halfway / "snapshots" / "latest").read_text() == "step-00000003\n"
 
 
 def test_a_run_folder_is_never_overwritten(tmp_path, halfway):

@@ -34,9 +34,10 @@ def test_check_startable_refuses_to_overwrite_metrics(folder):
         folder.check_startable(resume=False)
 
 
-def test_check_startable_offers_resume_where_there_is_a_snapshot(folder):
-    folder.snapshots.mkdir(parents=True)
-    (folder.snapshots / "latest").write_text("step-4")
+@pytest.mark.parametrize("trace", ["latest", "step-00000004/manifest.json"])
+def test_check_startable_offers_resume_where_there_is_a_snapshot(folder, trace):
+    (folder.snapshots / trace).parent.mkdir(parents=True)
+    (folder.snapshots / trace).write_text("step-4")
     with pytest.raises(UserError, match="--resume"):
         folder.check_startable(resume=False)
 

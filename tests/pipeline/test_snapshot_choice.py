@@ -1,0 +1,175 @@
+"""What is damaged is passed over with a warning that names it, and nothing is passed over silently."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tahq.errors import SnapshotError
+from tahq.pipeline.manifest import StageMeta, latest_folder, snapshot_folder
+from tahq.pipeline.snapshot import publish, write_stage
+from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
+
+CONFIG = {"run": {"name": "demo"}, "training": {"lr": 0.001}}
+
+
+@pytest.fixture
+def snapshots(tmp_path):
+    """Three snapshots of two stages, after 10, 20 and 30 steps."""
+    for step in (10, 20, 30):
+        write_snapshot(tmp_path, step)
+    return tmp_path
+
+
+def write_snapshot(snapshots, step):
+    files = [
+        write_stage(
+            snapshot_folder(snapshots, step),
+            stage,
+            {f"model/{stage}": torch.full((64,), float(step))},
+            StageMeta(step, stage, 2, stage, stage + 1, {"step": step}, "c0ffee"),
+        )
+        for stage in (0, 1)
+    ]
+    publish(snapshots, step, files, {"run_id": 7, "config": CONFIG})
+
+
+def choose(snapshots, *, all_files_here=True):
+    """(step, warnings)"""
+    chosen = choose_snapshot(snapshots, all_files_here=all_files_here)
+    assert chosen.folder == snapshot_folder(snapshots, chosen.manifest.step)
+    return chosen.manifest.step, chosen.warnings
+
+
+def stage_file(snapshots, step, stage=1):
+    return next(snapshot_folder(snapshots, step).glob(f"stage-{stage:03d}-*"))
+
+
+def flip(path, at=-5):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def test_newest_is_taken_without_a_word_if_it_is_whole(snapshots):
+    assert choose(snapshots) == (30, ())
+
+
+DAMAGE = {
+    "a bit in the data": (lambda folder: flip(next(folder.glob("stage-001-*"))), "stage-001-.* is damaged: its SHA"),
+    "a bit in the header": (lambda folder: flip(next(folder.glob("stage-000-*")), 20), "stage-000-.* is damaged"),
+    "a file cut short": (lambda folder: truncate(next(folder.glob("stage-000-*"))), "stage-000-.* bytes, expected"),
+    "a missing file": (lambda folder: next(folder.glob("stage-001-*")).unlink(), r"stage-001-.* is missing"),
+    "a manifest cut short": (lambda folder: truncate(folder / "manifest.json"), r"manifest\.json is no usable"),
+    "an empty manifest": (lambda folder: (folder / "manifest.json").write_text(""), r"manifest\.json is no usable"),
+    "a missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "latest says 'step-00000030', which is"),
+    "a missing folder": (lambda folder: folder.rename(folder.with_name("gone")), "latest says 'step-00000030'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_one_before_is_taken_with_a_warning_that_names_what_is_wrong(snapshots, damage):
+    do, reason = DAMAGE[damage]
+    do(snapshot_folder(snapshots, 30))
+    step, (warning,) = choose(snapshots)
+    assert step == 20
+    assert re.search(reason, warning)
+    assert warning.endswith("; resuming from step-00000020 instead")
+    assert "\n" not in warning
+
+
+def test_every_bit_of_a_manifest_counts(snapshots):
+    path = snapshot_folder(snapshots, 30) / "manifest.json"
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for bit in (0, 3, 6):
+            content = bytearray(whole)
+            content[at] ^= 1 << bit
+            path.write_bytes(content)
+            step, warnings = choose(snapshots)
+            same = _as_json(content) == json.loads(whole)  # blanks between values mean nothing
+            assert (step, len(warnings)) == ((30, 0) if same else (20, 1)), (at, bit)
+
+
+def _as_json(content):
+    try:
+        return json.loads(content.decode())
+    except ValueError:
+        return None
+
+
+def test_manifest_of_an_earlier_version_is_read(snapshots):
+    path = snapshot_folder(snapshots, 30) / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    path.write_text(json.dumps(content))
+    assert choose(snapshots) == (30, ())
+
+
+def test_each_that_is_passed_over_has_a_warning(snapshots):
+    flip(stage_file(snapshots, 30))
+    stage_file(snapshots, 20, 0).unlink()
+    step, warnings = choose(snapshots)
+    assert step == 10
+    assert ["step-00000030" in warnings[0], "step-00000020" in warnings[1]] == [True, True]
+
+
+def test_refusal_names_what_is_wrong_with_every_one(snapshots):
+    damaged = [stage_file(snapshots, step) for step in (10, 20, 30)]
+    for path in damaged:
+        flip(path)
+    with pytest.raises(SnapshotError) as caught:
+        choose(snapshots)
+    assert all(path.name in str(caught.value) for path in damaged)
+    assert str(caught.value).endswith("there is no other snapshot that is whole")
+
+
+@pytest.mark.parametrize("content", ["step-00000099\n", "", "../elsewhere", None])
+def test_latest_that_names_nothing_is_replaced_by_the_newest_complete_one(snapshots, content):
+    if content is None:
+        (snapshots / "latest").unlink()
+    else:
+        (snapshots / "latest").write_text(content)
+    step, (warning,) = choose(snapshots)
+    assert step == 30
+    assert "resuming from step-00000030 instead" in warning
+
+
+def test_what_is_newer_than_latest_is_never_taken(snapshots):
+    (snapshots / "latest").write_text("step-00000020\n")
+    flip(stage_file(snapshots, 20))
+    assert choose(snapshots)[0] == 10
+
+
+def test_no_snapshot_at_all_is_an_error(tmp_path):
+    with pytest.raises(SnapshotError, match="no complete snapshot"):
+        choose_snapshot(tmp_path, all_files_here=True)
+
+
+def test_files_of_other_hosts_need_not_be_here_but_those_that_are_must_be_whole(snapshots):
+    stage_file(snapshots, 30, 1).unlink()
+    assert choose(snapshots, all_files_here=False) == (30, ())
+    flip(stage_file(snapshots, 30, 0))
+    assert choose(snapshots, all_files_here=False)[0] == 20
+
+
+def test_turning_back_leaves_no_newer_snapshot_to_be_taken_for_one_of_this_history(snapshots):
+    flip(stage_file(snapshots, 30))
+    chosen = choose_snapshot(snapshots, all_files_here=True)
+    turn_back(snapshots, chosen.folder)
+    assert latest_folder(snapshots) == chosen.folder
+    assert choose(snapshots) == (20, ())
+    write_snapshot(snapshots, 40)  # the history that was turned back from had another after 30 steps
+    flip(stage_file(snapshots, 40))
+    assert choose(snapshots)[0] == 20
+
+
+def test_turning_back_to_the_latest_changes_nothing(snapshots):
+    before = {path: path.stat().st_mtime_ns for path in snapshots.rglob("*")}
+    turn_back(snapshots, snapshot_folder(snapshots, 30))
+    assert {path: path.stat().st_mtime_ns for path in snapshots.rglob("*")} == before
