@@ -26,6 +26,7 @@ from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, build_slice
+from tahq.pipeline.arithmetic import arithmetic_differences, arithmetic_of
 from tahq.pipeline.manifest import StageMeta
 from tahq.pipeline.schedule import Action
 from tahq.pipeline.snapshot import prune, snapshot_folder, write_stage
@@ -132,6 +133,7 @@ class Assembly:
         self._data = data
         self._reader = reader
         self._batches = self._batch_source()
+        self._arithmetic = arithmetic_of(device, config.wire.backend)
         self.complete_snapshot = assign.start_step
         """Steps behind the newest snapshot that all stages have written, as the coordinator has said."""
 
@@ -185,6 +187,22 @@ class Assembly:
     def next_sample(self) -> int:
         """Number of the training sample that the first step begins with; 0 where no data is needed."""
         return self._batches.cursor(self._assign.start_step).sample if self._batches is not None else 0
+
+    @property
+    def arithmetic_changes(self) -> list[str]:
+        """How what computes here differs from what computed the snapshot; empty: not at all, or there is none.
+
+        Raises:
+            SnapshotError: a file of it is damaged.
+        """
+        reader = self._reader
+        if reader is None:
+            return []
+        same_division = len(self._assign.snapshot_files) == self.config.pipeline.stages
+        mine = [file for file in reader.files if same_division and file.startswith(f"stage-{self._assign.stage:03d}-")]
+        metas = [reader.stage_meta(file) for file in mine or reader.files]
+        changes = (change for meta in metas for change in arithmetic_differences(meta.arithmetic, self._arithmetic))
+        return list(dict.fromkeys(changes))
 
     @property
     def num_parameters(self) -> int:
@@ -269,6 +287,7 @@ class Assembly:
             cursor=asdict(cursor),
             config_hash=self._assign.config_hash,
             versions={"tahq": __version__, "torch": str(torch.__version__)},
+            arithmetic=self._arithmetic,
         )
 
     def _snapshots(self) -> Path:

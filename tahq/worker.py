@@ -270,6 +270,7 @@ class Worker:
                 num_parameters=assembly.num_parameters,
                 num_train_samples=assembly.num_train_samples,
                 next_sample=assembly.next_sample,
+                arithmetic_changes=assembly.arithmetic_changes,
             )
         )
         plan = self._receive(Plan, Bye)

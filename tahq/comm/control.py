@@ -66,6 +66,8 @@ class Hello:
     """Samples of an epoch; 0 where I need no data."""
     next_sample: int = 0
     """Number of the first sample that I would train on, over all epochs; 0 for a new run, or without data."""
+    arithmetic_changes: list[str] = field(default_factory=list)
+    """How what computes here differs from what computed the snapshot; with any, the run is no longer exact."""
 
 
 @dataclass(frozen=True, slots=True)

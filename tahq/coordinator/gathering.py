@@ -90,6 +90,11 @@ class Gathering:
         warning = self._context.membership.warning(member.stage)
         if warning:
             self._context.observer.warned(warning)
+        changes = member.hello.arithmetic_changes if member.hello else []
+        if changes:
+            self._context.observer.warned(
+                f"{member.name}: the continuation is no longer exact, to the bit: {'; '.join(changes)}"
+            )
 
     def num_steps(self) -> int:
         """Length of the run, now that all have said how many samples there are."""

@@ -41,6 +41,7 @@ class StageMeta:
         config_hash: of the configuration that it ran under.
         skipped: steps skipped in a row just before, for non-finite gradients.
         versions: of tahq and torch.
+        arithmetic: what computed it (`arithmetic.py`); empty in files of earlier versions.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StageMeta:
     config_hash: str
     skipped: int = 0
     versions: dict[str, str] = field(default_factory=dict)
+    arithmetic: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As it stands in the file's header."""

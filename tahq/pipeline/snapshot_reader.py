@@ -66,6 +66,11 @@ class SnapshotReader(Mapping[str, torch.Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that are here."""
+        return tuple(self._present)
+
     def names(self) -> set[str]:
         """All tensors in the files that are here."""
         return set(self._file_of)

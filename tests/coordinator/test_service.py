@@ -239,6 +239,14 @@ def test_stages_that_do_not_connect_in_time_are_named(scene):
     assert "stages 1, 2 did not connect" in scene.end.message
 
 
+def test_stage_that_is_continued_by_other_arithmetic_is_warned_about(scene):
+    scene.workers(stage1={"hello": {"arithmetic_changes": ["device: A -> B", "threads: 1 -> 2"]}})
+    assert scene.run() == 0
+    (warning,) = scene.observer.of("warned")
+    assert warning.startswith("stage 1 (host1, pid 101): the continuation is no longer exact")
+    assert warning.endswith("device: A -> B; threads: 1 -> 2")
+
+
 def test_other_torch_version_is_warned_about_but_allowed(scene):
     scene.workers(stage1={"hello": {"torch_version": "2.6.0"}})
     assert scene.run() == 0

@@ -56,6 +56,7 @@ def resume(tmp_path, *overrides: str) -> Run:
 def test_resume_equals_uninterrupted_to_the_bit(tmp_path, halfway, uninterrupted):
     run = resume(tmp_path)
     assert run.returncode == 0, run.stderr
+    assert "no longer exact" not in run.stdout
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert run.losses == uninterrupted.losses
     assert_same_state(run, uninterrupted)
@@ -82,6 +83,15 @@ def test_resume_with_another_number_of_stages_goes_on(tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.losses == expected.losses  # raw fp32 on the wire: exact whatever the number of stages
     assert_same_state(run, expected)
+
+
+def test_resume_by_other_arithmetic_goes_on_and_every_stage_says_so(tmp_path, halfway):
+    run = resume(tmp_path, "run.threads=2")
+    assert run.returncode == 0, run.stderr
+    said = [line for line in run.stdout.splitlines() if " threads: 1 -> 2" in line]
+    assert sorted(line.partition(" (")[0] for line in said) == ["warning: stage 0", "warning: stage 1"]
+    assert all("no longer exact" in line for line in said)
+    assert len(run.losses) == 6
 
 
 def test_resume_with_another_sequence_length_goes_on(tmp_path, halfway):
