@@ -61,7 +61,6 @@ from tahq.config_file import config_from_json, config_hash
 from tahq.errors import (
     InterruptedRunError,
     NonFiniteError,
-    OutOfMemoryError,
     PeerLostError,
     RefusedError,
     RemoteProtocolError,
@@ -72,6 +71,7 @@ from tahq.errors import (
 from tahq.fault_points import reached
 from tahq.measure.member import MeasuringMember
 from tahq.memory.exhaustion import is_out_of_memory
+from tahq.out_of_memory import out_of_memory
 from tahq.pipeline.engine import StepResult
 from tahq.pipeline.schedule import Action, ActionKind
 from tahq.pipeline.snapshot_writer import SnapshotWriter
@@ -129,7 +129,7 @@ def _serve(options: WorkerOptions) -> int:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            lost = _out_of_memory(worker.stage, error)
+            lost = out_of_memory(error, worker.stage, worker.config, worker.device)
             worker.report(lost)
             raise lost from error
         worker.report(TahqError(f"stage {worker.stage}: internal error: {type(error).__name__}: {error}"))
@@ -149,6 +149,10 @@ class Worker:
         self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
         self.stage = options.stage
+        self.config: ClusterConfig | None = None
+        """As the coordinator has sent it; None before."""
+        self.device: torch.device | None = None
+        """Where this stage computes; None before that is known."""
         self._step = -1
         self._client = ControlClient(
             options.peer,
@@ -165,7 +169,7 @@ class Worker:
         """The whole life of the worker; returns the status it leaves with."""
         self._install_signal_handlers()
         assign = self._join()
-        config = config_from_json(assign.config_json)
+        config = self.config = config_from_json(assign.config_json)
         self._log_as_configured(config)
         self._client.set_timing(
             shaping=_control_shaping(config),
@@ -174,6 +178,7 @@ class Worker:
         )
         if assign.is_measuring:
             return self._measure(assign, config)
+        self.device = compute_device(config, assign.stage, self._options.device)
         assembly = Assembly.build(assign, config, self._options.device, self._working)
         self._endpoint = self._open_endpoint(assign, config, assembly.device)
         self._links = WorkerLinks(self._endpoint, assign.stage, self._client.send)
@@ -523,11 +528,3 @@ def _prepare(step: int, stage: Stage, result: StepResult, meter: StepMeter) -> P
 def _refusal(refuse: Refuse) -> str:
     rows = "; ".join(f"{field}: here {mine}, expected {theirs}" for field, mine, theirs in refuse.differences)
     return f"{refuse.reason}: {rows}" if rows else refuse.reason
-
-
-def _out_of_memory(stage: int, error: BaseException) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"stage {stage} is out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
-        "use a smaller training.micro_batch, training.activation_checkpointing: block, more stages, "
-        "or fewer layers on this stage (pipeline.layers); `tahq-launch --dry-run` shows the estimate"
-    )

@@ -6,22 +6,21 @@ alone, apart from `device: auto`, and is at most 100 columns wide.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 import torch
 
 from tahq.comm.frame import Direction
 from tahq.config import ClusterConfig
 from tahq.data.tokenizer import load_tokenizer
-from tahq.memory.estimate import StageMemory, StepNumbers, stage_memory
-from tahq.memory.saved_tensors import MicroBatchShape
+from tahq.memory.estimate import StageMemory
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
-from tahq.pipeline.schedule import ActionKind, Schedule, in_flight
+from tahq.pipeline.schedule import ActionKind, Schedule
 from tahq.pipeline.simulator import draw_grid
 from tahq.quant.config import WireConfig
+from tahq.stage_estimate import chunks_of, stage_estimate
 from tahq.units import format_rate, format_size
 from tahq_launch.codec_memory import codec_memory
 from tahq_launch.link_speeds import LinkSpeeds, link_speeds
@@ -31,9 +30,6 @@ from tahq_launch.tables import plain_table
 
 WIDTH = 100
 _MAX_PICTURES = 3
-
-_OPTIMIZER_STATES = {"adamw": 2, "ema_sgd": 1}
-"""fp32 numbers a parameter; `sgd` has one if it has momentum."""
 
 
 def dry_run(config: ClusterConfig) -> str:
@@ -74,7 +70,12 @@ class _Plan:
         ranges = divide(costs, config.pipeline.num_chunks, config.pipeline.layers)
         schedule = config.pipeline.actions(config.training.num_micro_batches)
         flows = step_flows(config, spec)
-        memory = tuple(_memory_of(config, spec, ranges, schedule, flows, stage) for stage in range(schedule.num_stages))
+        memory = tuple(
+            stage_estimate(
+                config, spec, stage, bf16=computes_in_bf16(config.training.precision, _device(config, stage))
+            )
+            for stage in range(schedule.num_stages)
+        )
         return cls(config, spec, ranges, schedule, flows, memory, link_speeds(config))
 
 
@@ -84,42 +85,6 @@ def _spec(config: ClusterConfig) -> ModelSpec:
     else:
         vocab_size = load_tokenizer(config.data).vocab_size
     return load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
-
-
-def _memory_of(
-    config: ClusterConfig,
-    spec: ModelSpec,
-    ranges: Sequence[BlockRange],
-    schedule: Schedule,
-    flows: Sequence[Flow],
-    stage: int,
-) -> StageMemory:
-    """All chunks of a stage together, each at its own peak."""
-    chunks = [
-        stage_memory(spec, ranges[chunk], _step_numbers(config, schedule, flows, chunk))
-        for chunk in _chunks(config, stage)
-    ]
-    return StageMemory(*(sum(kind) for kind in zip(*map(astuple, chunks), strict=True)))
-
-
-def _chunks(config: ClusterConfig, stage: int) -> range:
-    return range(stage, config.pipeline.num_chunks, config.pipeline.stages)
-
-
-def _step_numbers(config: ClusterConfig, schedule: Schedule, flows: Sequence[Flow], chunk: int) -> StepNumbers:
-    stage = chunk % config.pipeline.stages
-    training = config.training
-    in_bf16 = computes_in_bf16(training.precision, _device(config, stage))
-    states = _OPTIMIZER_STATES.get(training.optimizer, int(training.momentum > 0))
-    cuts = [flow for flow in flows if flow.link in (chunk - 1, chunk) and not flow.is_tie]
-    row = tuple(action for action in schedule.actions[stage] if action.chunk == chunk)
-    return StepNumbers(
-        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, in_bf16),
-        in_flight=max(in_flight(row)),
-        optimizer_states=states,
-        checkpoint_blocks=training.activation_checkpointing == "block",
-        frame_nbytes=sum(flow.payload_nbytes for flow in cuts),
-    )
 
 
 def computes_in_bf16(precision: str, device: str) -> bool:
@@ -162,7 +127,7 @@ def _stages(plan: _Plan) -> str:
             _host_name(plan.config, stage),
             _device(plan.config, stage),
             "bf16" if computes_in_bf16(plan.config.training.precision, _device(plan.config, stage)) else "fp32",
-            " | ".join(_layers(plan.ranges[chunk]) for chunk in _chunks(plan.config, stage)),
+            " | ".join(_layers(plan.ranges[chunk]) for chunk in chunks_of(plan.config, stage)),
             f"{memory.weights // 4:,}",
             f"{memory.weights / total:.1%}",
         ]

@@ -16,8 +16,8 @@ from tahq.config import ClusterConfig
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.measure.codec_times import seconds_per_element
 from tahq.measure.compute import ComputeMeasurement
-from tahq.measure.free_memory import free_bytes
 from tahq.memory.exhaustion import is_out_of_memory
+from tahq.memory.free_memory import free_bytes
 
 _TRIPS = 15
 _MOST_PEERS = 1024

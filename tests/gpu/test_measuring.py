@@ -7,7 +7,7 @@ from support.runs import tiny
 from tahq.config import ClusterConfig
 from tahq.measure.codec_times import seconds_per_element
 from tahq.measure.compute import ComputeMeasurement
-from tahq.measure.free_memory import free_bytes
+from tahq.memory.free_memory import free_bytes
 from tahq.quant.config import WireConfig
 
 pytestmark = pytest.mark.gpu

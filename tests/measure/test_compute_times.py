@@ -9,8 +9,8 @@ from tahq.errors import CodecError
 from tahq.measure import stopwatch
 from tahq.measure.codec_times import seconds_per_element
 from tahq.measure.compute import ComputeMeasurement
-from tahq.measure.free_memory import free_bytes
 from tahq.measure.stopwatch import Timer
+from tahq.memory.free_memory import free_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.quant.config import WireConfig

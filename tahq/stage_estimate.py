@@ -1,0 +1,61 @@
+"""What a stage of a configuration keeps in memory, by `memory/estimate.py`."""
+
+from dataclasses import astuple
+
+from tahq.config import ClusterConfig
+from tahq.memory.estimate import StageMemory, StepNumbers, stage_memory
+from tahq.memory.saved_tensors import MicroBatchShape
+from tahq.models.costs import counted_costs
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import divide
+from tahq.pipeline.schedule import Schedule, in_flight
+from tahq.quant import get_codec
+
+_OPTIMIZER_STATES = {"adamw": 2, "ema_sgd": 1}
+"""fp32 numbers a parameter; `sgd` has one if it has momentum."""
+
+
+def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
+    """All chunks of a stage together, each at its own peak.
+
+    Args:
+        config: resolved; of one that is not, layers are divided by counted cost.
+        spec: its model.
+        stage: which.
+        bf16: whether it computes under bf16 autocast.
+
+    Raises:
+        ModelError: the model cannot be divided so.
+    """
+    ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
+    schedule = config.pipeline.actions(config.training.num_micro_batches)
+    chunks = [
+        stage_memory(spec, ranges[chunk], _step_numbers(config, spec, schedule, chunk, bf16))
+        for chunk in chunks_of(config, stage)
+    ]
+    return StageMemory(*(sum(kind) for kind in zip(*map(astuple, chunks), strict=True)))
+
+
+def chunks_of(config: ClusterConfig, stage: int) -> range:
+    """The pieces of the model that a stage has."""
+    return range(stage, config.pipeline.num_chunks, config.pipeline.stages)
+
+
+def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int, bf16: bool) -> StepNumbers:
+    training = config.training
+    row = tuple(action for action in schedule.actions[chunk % config.pipeline.stages] if action.chunk == chunk)
+    return StepNumbers(
+        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, bf16),
+        in_flight=max(in_flight(row)),
+        optimizer_states=_OPTIMIZER_STATES.get(training.optimizer, int(training.momentum > 0)),
+        checkpoint_blocks=training.activation_checkpointing == "block",
+        frame_nbytes=_frames_nbytes(config, spec, chunk),
+    )
+
+
+def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
+    """Encoded bytes of a micro-batch on the cuts before and after a chunk, both directions."""
+    shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
+    codecs = (config.wire.activations, config.wire.gradients)
+    num_cuts = (chunk > 0) + (chunk < config.pipeline.num_chunks - 1)
+    return num_cuts * sum(get_codec(codec).encoded_nbytes(shape) for codec in codecs)

@@ -1,0 +1,167 @@
+"""What is said when memory is full: figures that are right, and changes that save what they promise."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.runs import start, tiny, write_config
+
+from tahq.assembly import resolved_spec
+from tahq.config import ClusterConfig
+from tahq.errors import OutOfMemoryError
+from tahq.memory.free_memory import free_bytes
+from tahq.out_of_memory import out_of_memory, reliefs, size, wanted_bytes
+from tahq.stage_estimate import stage_estimate
+
+CPU = torch.device("cpu")
+CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB."
+
+
+def config(**sections) -> ClusterConfig:
+    model = {"vocab_size": 256, "num_layers": 6}
+    training = {"global_batch": 24, "micro_batch": 6} | sections.pop("training", {})
+    pipeline = {"stages": 2, "layers": [3, 3]} | sections.pop("pipeline", {})
+    return ClusterConfig.model_validate(tiny(model=model, training=training, pipeline=pipeline, **sections))
+
+
+def failed_allocation(nbytes: int = 1 << 50) -> RuntimeError:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(nbytes, dtype=torch.uint8)
+    return caught.value
+
+
+def test_what_was_wanted_is_read_from_torchs_own_message():
+    assert wanted_bytes(failed_allocation(1 << 50)) == 1 << 50
+    assert wanted_bytes(torch.OutOfMemoryError(CUDA_TEXT)) == int(2.5 * 2**30)
+    assert wanted_bytes(MemoryError()) is None
+
+
+def test_message_has_the_needs_of_the_stage_and_what_each_change_saves():
+    made = config()
+    error = out_of_memory(failed_allocation(), 1, made, CPU)
+    assert isinstance(error, OutOfMemoryError)
+    assert error.exit_status == 4
+    text = str(error)
+    assert "\n" not in text
+    assert text.startswith(f"stage 1 is out of memory: {size(1 << 50)} more were wanted, ")
+    assert re.search(r", \d+\.\d\d GiB are free on cpu; it needs ", text)
+    memory = stage_estimate(made, resolved_spec(made, None), 1, bf16=False)
+    assert f"it needs {size(memory.total)} or more: activations {size(memory.activations)} (1 micro-batch" in text
+    assert (
+        f"weights {size(memory.weights)}, gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}"
+        in text
+    )
+    saved = (
+        memory.total
+        - stage_estimate(config(training={"micro_batch": 3}), resolved_spec(made, None), 1, bf16=False).total
+    )
+    assert f"training.micro_batch: 3 ({size(saved)} less)" in text
+    assert text.endswith("`tahq-launch --dry-run` shows the estimate of every stage")
+
+
+def test_before_the_configuration_is_known_the_advice_has_no_figures():
+    text = str(out_of_memory(MemoryError(), 2))
+    assert text.startswith("stage 2 is out of memory: MemoryError; use a smaller training.micro_batch")
+
+
+def advised(**sections) -> dict[str, int]:
+    made = config(**sections)
+    found = reliefs(made, resolved_spec(made, None), 0, bf16=False, on_cpu=True)
+    assert list(found) == sorted(found, key=lambda relief: -relief.saved_nbytes)
+    assert all(relief.saved_nbytes > 0 for relief in found)
+    return {relief.change: relief.saved_nbytes for relief in found}
+
+
+def test_changes_that_are_made_already_or_cannot_be_are_not_advised():
+    assert set(advised()) == {
+        "training.micro_batch: 3",
+        "training.activation_checkpointing: block",
+        "pipeline.stages: 3",
+        "one layer less here, pipeline.layers: [2, 4]",
+    }
+    least = advised(
+        training={"micro_batch": 1, "activation_checkpointing": "block"}, pipeline={"stages": 6, "layers": [1] * 6}
+    )
+    assert least == {}
+
+
+def test_deep_schedules_and_copies_for_snapshots_are_advised_against():
+    assert "pipeline.schedule: 1f1b" in advised(pipeline={"schedule": "gpipe"})
+    assert "pipeline.in_flight: null" in advised(pipeline={"in_flight": 4})
+    made = config(run={"snapshot_every": 5})
+    memory = stage_estimate(made, resolved_spec(made, None), 0, bf16=False)
+    copies = advised(run={"snapshot_every": 5})["run.snapshot_buffers: 0"]
+    assert copies == 2 * (memory.weights + memory.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("available_kb", "limit", "used", "cached", "expected"),
+    [
+        (1000, None, None, 0, 1000 * 1024),
+        (1000, "max", 500, 0, 1000 * 1024),
+        (1000, "800000", 500000, 0, 300000),
+        (1000, "800000", 500000, 200000, 500000),
+        (1000, "400000", 500000, 0, 0),
+        (100, "800000", 500000, 0, 100 * 1024),
+    ],
+)
+def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path, available_kb, limit, used, cached, expected):
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    group = groups / "user" / "job"
+    (proc / "self").mkdir(parents=True)
+    group.mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 9999 kB\nMemAvailable:   {available_kb} kB\n")
+    (proc / "self" / "cgroup").write_text("0::/user/job\n")
+    if limit is not None:  # of a group above the process's own
+        (group.parent / "memory.max").write_text(f"{limit}\n")
+        (group.parent / "memory.current").write_text(f"{used}\n")
+        (group.parent / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+    assert free_bytes(CPU, proc, groups) == expected
+
+
+def test_limit_on_address_space_is_one_on_free_memory():
+    """In a process of its own, since a limit cannot be raised again by everybody."""
+    program = (
+        "import resource, torch; from tahq.memory.free_memory import _table, _PROC, free_bytes\n"
+        "used = _table(_PROC / 'self' / 'status')['VmSize']\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 50 * 2**20, resource.RLIM_INFINITY))\n"
+        "print(free_bytes(torch.device('cpu')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) <= 50 * 2**20
+
+
+def test_worker_whose_memory_is_full_ends_with_status_4_and_figures(tmp_path):
+    """The head's logits, 4·T·V = 4 · 4,096 · 50,257 bytes, do not fit into what stage 1 is left."""
+    made = tiny(
+        model={"num_layers": 2, "vocab_size": 50257},
+        data={"seq_len": 512},
+        training={"global_batch": 8, "micro_batch": 8, "steps": 2},
+        pipeline={"stages": 2},
+    )
+    write_config(tmp_path, made)
+    coordinator = start(tmp_path, "tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
+    peer = coordinator.stdout.readline().split()[-1]
+    workers = [start(tmp_path, "tahq-worker", "--stage", str(stage), "--peer", peer) for stage in range(2)]
+    used = virtual_bytes(workers[1].pid)
+    resource.prlimit(workers[1].pid, resource.RLIMIT_AS, (used + 700 * 2**20, used + 700 * 2**20))
+    ends = [process.communicate(timeout=120) for process in (*workers, coordinator)]
+    assert workers[1].returncode == 4, ends[1]
+    assert coordinator.returncode == 4, ends[2]
+    for _, stderr in (ends[1], ends[2]):
+        assert "stage 1 " in stderr
+        assert re.search(r"out of memory: [\d.]+ [GM]iB more were wanted, [\d.]+ [GM]iB are free on cpu", stderr), (
+            stderr
+        )
+        assert f"{4 * 4096 * 50257 / 2**30:.2f} GiB" in stderr
+        assert re.search(r"training\.micro_batch: 4 \(\d\.\d\d GiB less\)", stderr)
+        assert "Traceback" not in stderr
+
+
+def virtual_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
