@@ -339,6 +339,7 @@ class Worker:
             reached(fault_points.COMMITTING, stage=self.stage, step=step)
             if step >= live_step:
                 self._tell_trace(step, stage, meter)
+            meter.begin(step + 1)
             snapshots.hold_back_changes()
             self._carry_out(commit, stage, assembly, meter)
             self._snapshot(commit, stage, assembly, snapshots)
@@ -354,12 +355,11 @@ class Worker:
             raise
 
     def _tell_trace(self, step: int, stage: Stage, meter: StepMeter) -> None:
-        """The step is committed: send what was kept of it, if it is traced; the next one begins."""
+        """The step is committed: send what was kept of it, if it is traced."""
         if stage.stopwatch.is_recording:
             meter.note(stage.take_link_stats())
         for part in meter.trace(step):
             self._client.send(part)
-        meter.begin(step + 1)
 
     def _carry_out(self, commit: Commit, stage: Stage, assembly: Assembly, meter: StepMeter) -> None:
         with stage.stopwatch.measure("optimizer"):
