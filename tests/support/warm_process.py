@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
@@ -37,16 +38,24 @@ class WarmProcess:
         arguments: what follows its name.
         folder: where it runs.
         environment: all of it.
+        namespace: the network namespace that it runs in; None: this process's.
     """
 
-    def __init__(self, program: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: str,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        namespace: str | None = None,
+    ) -> None:
         self.args = [program, *arguments]
         out, its_out = os.pipe()
         err, its_err = os.pipe()
         self.stdout, self.stderr = os.fdopen(out, encoding="utf-8"), os.fdopen(err, encoding="utf-8")
         self._pool = ThreadPoolExecutor(2, "pipes")
         self._texts: list[Future[str]] = []
-        call = (self.args, str(folder), dict(environment), DupFd(its_out), DupFd(its_err))
+        call = (self.args, str(folder), dict(environment), DupFd(its_out), DupFd(its_err), namespace)
         self._process = _warm_context().Process(target=_run, args=call)
         self._process.start()
         os.close(its_out)
@@ -116,7 +125,9 @@ def _warm_context() -> ForkServerContext:
     return context
 
 
-def _run(argv: list[str], folder: str, environment: dict[str, str], out: DupFd, err: DupFd) -> None:
+def _run(
+    argv: list[str], folder: str, environment: dict[str, str], out: DupFd, err: DupFd, namespace: str | None
+) -> None:
     """In the child: become the command."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (out.detach(), 1), (err.detach(), 2)):
@@ -129,4 +140,14 @@ def _run(argv: list[str], folder: str, environment: dict[str, str], out: DupFd, 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = argv
     (script,) = entry_points(group="console_scripts", name=argv[0])
-    sys.exit(script.load()())
+    # before any thread: those that come later are in the namespace of the one that starts them
+    with _network(namespace):
+        sys.exit(script.load()())
+
+
+def _network(namespace: str | None) -> AbstractContextManager[None]:
+    if namespace is None:
+        return nullcontext()
+    from tahq_netem.namespaces import entered
+
+    return entered(namespace)

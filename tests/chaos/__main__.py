@@ -1,0 +1,59 @@
+"""`python -m chaos`: run rows many times, and write what came of each try as soon as it is known.
+
+python -m chaos --list
+python -m chaos --rows cut-1s,reset --times 3 --out /tmp/chaos.json
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from chaos.results import Results, default_path
+from chaos.row import Row
+from chaos.rows import PENDING, ROWS
+from chaos.session import run_row
+
+
+def main() -> int:
+    arguments = _parse()
+    if arguments.list:
+        for row in (*ROWS, *PENDING):
+            print(f"{row.name:<22}{'pending  ' if row in PENDING else '':<9}{row.fault}: {row.shows}")
+        return 0
+    rows = _chosen(arguments.rows)
+    results = Results(arguments.out or default_path(arguments.hardware))
+    with tempfile.TemporaryDirectory(prefix="tahq-chaos-", ignore_cleanup_errors=True) as folder:
+        for row in rows:
+            run_row(row, arguments.times or row.times, results, Path(folder))
+    failed = results.failures([row.name for row in rows])
+    print(
+        f"{results.path.with_suffix('.md')}: {failed} tries failed"
+        if failed
+        else f"{results.path.with_suffix('.md')}: all passed"
+    )
+    return 1 if failed else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m chaos", description="faults in real processes, row by row")
+    parser.add_argument("--rows", help="names, by commas; default: all but those that are pending")
+    parser.add_argument("--times", type=int, help="tries of a row; default: 20, and 3 of rows over two minutes")
+    parser.add_argument("--out", type=Path, help="FILE.json to go on with; default: benchmarks/results/chaos_….json")
+    parser.add_argument("--hardware", default="here", help="name of this machine in the default file's name")
+    parser.add_argument("--list", action="store_true", help="say which rows there are")
+    return parser.parse_args()
+
+
+def _chosen(names: str | None) -> list[Row]:
+    if names is None:
+        return list(ROWS)
+    known = {row.name: row for row in (*ROWS, *PENDING)}
+    unknown = [name for name in names.split(",") if name not in known]
+    if unknown:
+        sys.exit(f"no row {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in names.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

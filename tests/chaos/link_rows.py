@@ -1,0 +1,114 @@
+"""What happens to links: cut, reset, flapping, and bad for as long as the run lasts.
+
+The run is on hosts of a network of its own, at 20 Mbit/s unless a row says otherwise; faults begin at a step that the
+number of the attempt draws.
+"""
+
+import time
+from typing import Any
+
+from chaos.configurations import small_run
+from chaos.row import Attempt, Figures, Row
+from chaos.scene import by_hand, faults, shaped_network
+
+RATE_BITS_PER_S = 20e6
+STALL_BEYOND_OUTAGE_S = 5.0
+STAGES = 3
+
+
+def _disturbed(
+    attempt: Attempt, config: dict[str, Any], timeline: str, *, lasts_s: float, timeout_s: float, **shape: Any
+) -> Figures:
+    """A run with a timeline of faults; `lasts_s` is how long the longest of them keeps it from going on."""
+    with (
+        shaped_network(STAGES, **{"rate": RATE_BITS_PER_S, **shape}) as network,
+        by_hand(attempt.folder, config, network) as scene,
+    ):
+        began_s = time.time()
+        with faults(scene, network, timeline) as player:
+            outcome = scene.finish(timeout_s)
+        done = [event for event in player.log if event.change in ("began", "ended")]
+        if timeline != "[]":
+            assert not player.waiting, f"the run ended before {player.waiting}"
+            assert all(event.change != "undone" for event in player.log), "the run ended before the fault did"
+        first_s = began_s + min((event.at_s for event in done), default=0.0)
+        last_s = began_s + max((event.at_s for event in done), default=0.0)
+        measured = attempt.compare(scene, outcome, config, first_s, last_s)
+    assert scene.stall_s(first_s) <= lasts_s + STALL_BEYOND_OUTAGE_S, f"stalled for {scene.stall_s(first_s):.1f} s"
+    resets = [event.num_connections for event in player.log if event.num_connections is not None]
+    return {**measured, **({"connections_reset": sum(resets)} if resets else {})}
+
+
+def _cut(attempt: Attempt, duration_s: float, **run: str) -> Figures:
+    num_steps = 8
+    step, host = attempt.dice.randint(2, num_steps - 4), attempt.dice.randrange(STAGES)
+    timeline = f"- {{step: {step}, link: host{host}, what: down, for: {duration_s}s}}"
+    config = small_run(num_steps, run=run)
+    return _disturbed(attempt, config, timeline, lasts_s=duration_s, timeout_s=duration_s + 120)
+
+
+def cut_for_1_s(attempt: Attempt) -> Figures:
+    return _cut(attempt, 1.0)
+
+
+def cut_for_30_s(attempt: Attempt) -> Figures:
+    return _cut(attempt, 30.0, give_up="120s")
+
+
+def resets(attempt: Attempt) -> Figures:
+    """Three of them, in the middle of whatever is on the way: links are busy for nearly all of a step."""
+    steps = sorted(attempt.dice.sample(range(1, 7), 3))
+    timeline = "\n".join(
+        f"- {{step: {step}, link: host{attempt.dice.randrange(STAGES)}, what: reset}}" for step in steps
+    )
+    measured = _disturbed(attempt, small_run(8), timeline, lasts_s=0.0, timeout_s=120)
+    assert int(measured["connections_reset"] or 0) >= 3
+    return measured
+
+
+def flapping(attempt: Attempt) -> Figures:
+    """Down and up for 2 s each; steps are short, so that no outage but the present one keeps a step waiting."""
+    host = attempt.dice.randrange(STAGES)
+    downs = [4.0 * index + 1.0 for index in range(15)]
+    timeline = "\n".join(f"- {{at: {at_s}s, link: host{host}, what: down, for: 2s}}" for at_s in downs)
+    return _disturbed(attempt, small_run(200), timeline, lasts_s=2.0, timeout_s=400)
+
+
+def _bad_network(attempt: Attempt, **shape: float) -> Figures:
+    """Of no fault, but a network that is bad from the first packet to the last; `stall` is what its worst step took."""
+    return _disturbed(attempt, small_run(8), "[]", lasts_s=20.0, timeout_s=300, **shape)
+
+
+def loss(attempt: Attempt) -> Figures:
+    return _bad_network(attempt, delay=0.02, loss=0.05)
+
+
+def jitter(attempt: Attempt) -> Figures:
+    return _bad_network(attempt, delay=0.2, jitter=0.2)
+
+
+def reordering(attempt: Attempt) -> Figures:
+    return _bad_network(attempt, delay=0.02, reorder=0.05)
+
+
+_LINK = ("namespaces",)
+_BORNE = "BX; no restarts; stall ≤ outage + 5 s"
+_ALIVE = "BX; no restarts; no false death"
+
+LINK_ROWS = (
+    Row("cut-1s", "a host's link cut for 1 s", _BORNE, cut_for_1_s, 10, True, _LINK),
+    Row(
+        "reset",
+        "TCP connections of a host reset mid-frame, three times",
+        _BORNE,
+        resets,
+        10,
+        True,
+        ("namespaces", "tcp-reset"),
+    ),
+    Row("flapping", "a host's link down for 2 s of every 4, for a minute", _BORNE, flapping, 110, needs=_LINK),
+    Row("loss", "5 % of all packets lost", _ALIVE, loss, 40, needs=_LINK),
+    Row("jitter", "delays of 200 ± 200 ms", _ALIVE, jitter, 40, needs=_LINK),
+    Row("reordering", "5 % of all packets overtake others", _ALIVE, reordering, 10, needs=_LINK),
+)
+PENDING_LINK_ROWS = (Row("cut-30s", "a host's link cut for 30 s", _BORNE, cut_for_30_s, 45, needs=_LINK),)

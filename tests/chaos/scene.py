@@ -1,0 +1,227 @@
+"""A run as it goes on: its processes, its steps, and the moment of a fault."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from support import processes
+from support.runs import write_config
+
+from chaos.outcome import Outcome, count_steps, read_outcome
+from chaos.program import Line, Program, warm
+from tahq.comm.addresses import format_address
+from tahq_netem.description import NetworkConfig, uniform
+from tahq_netem.fault_player import FaultPlayer, play
+from tahq_netem.faults import Timeline
+from tahq_netem.network import Network, build_network
+
+COORDINATOR = "coordinator"
+_POLL_S = 0.02
+_NOTICED = re.compile(
+    r"degraded|gone|lost|no sign of life|has left|was killed|ended with|starts? again|restart", re.IGNORECASE
+)
+
+
+@dataclass
+class Scene:
+    """A run's processes while they run.
+
+    Attributes:
+        run: the run's folder.
+        leader: the launcher, or the coordinator alone.
+        workers: started by hand, by stage; empty under a launcher.
+    num_stages: of the pipeline.
+    """
+
+    run: Path
+    leader: Program
+    workers: list[Program] = field(default_factory=list)
+    num_stages: int = 0
+    progress: list[tuple[float, int]] = field(default_factory=list)
+    """(`time.time`, steps done) at every change."""
+    worker_pids: set[int] = field(default_factory=set)
+    """Of every worker that a launcher has had."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done."""
+        return count_steps(self.run)
+
+    @property
+    def lines(self) -> list[Line]:
+        """What all programs said, in the order in which it was heard."""
+        return sorted(
+            (line for each in (self.leader, *self.workers) for line in each.lines), key=lambda line: line.at_s
+        )
+
+    def worker_pid(self, stage: int) -> int:
+        """The worker of a stage that runs now."""
+        if self.workers:
+            return self.workers[stage].pid
+        pids = [pid for pid in processes.workers(self.leader.pid) if processes.name(pid) == f"tahq stage {stage}"]
+        assert len(pids) == 1, f"workers of stage {stage}: {pids}"
+        return pids[0]
+
+    def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
+        """Until so many steps are done."""
+        self._wait(lambda: self.num_steps >= step, timeout_s, f"step {step}")
+
+    def finish(self, timeout_s: float) -> Outcome:
+        """Wait for the end of all programs, each with status 0, and take what they left."""
+        programs = (self.leader, *self.workers)
+        self._wait(lambda: all(each.status is not None for each in programs), timeout_s, "the end of the run")
+        self._check()
+        return read_outcome(self.run, "\n".join(line.text for line in self.lines))
+
+    def watch(self) -> None:
+        """Note how far the run is, and who works for it; called all the time."""
+        done = self.num_steps
+        if not self.progress or done != self.progress[-1][1]:
+            self.progress.append((time.time(), done))
+        if not self.workers and self.leader.status is None:
+            self.worker_pids.update(processes.workers(self.leader.pid))
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            self._check()
+            assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s:.0f} s\n{self._last_words()}"
+            time.sleep(_POLL_S)
+
+    def _check(self) -> None:
+        failed = {each.name: each.status for each in (self.leader, *self.workers) if each.status not in (None, 0)}
+        assert not failed, f"ended with {failed}:\n{self._last_words()}"
+
+    def _last_words(self) -> str:
+        return "\n".join(f"{line.source}: {line.text}" for line in self.lines[-20:])
+
+    # What a fault came to
+
+    def detected_s(self, began_s: float) -> float | None:
+        """From a fault to the first line that speaks of it; None: nobody did."""
+        return next(
+            (line.at_s - began_s for line in self.lines if line.at_s >= began_s and _NOTICED.search(line.text)), None
+        )
+
+    def stall_s(self, began_s: float) -> float:
+        """The longest time between two steps, from a fault on, beyond the usual one."""
+        times = [at_s for at_s, done in self.progress if done]
+        gaps = [(after, after - before) for before, after in pairwise(times)]
+        return max((gap for after, gap in gaps if after >= began_s), default=0.0) - median(gap for _, gap in gaps)
+
+    def recovery_s(self, ended_s: float) -> float | None:
+        """From the end of a fault to the end of the first step after it; None: it was the last."""
+        return next((at_s - ended_s for at_s, _ in self.progress if at_s >= ended_s), None)
+
+    @property
+    def restarts(self) -> int:
+        """Workers that a launcher started in place of others."""
+        return max(0, len(self.worker_pids) - self.num_stages)
+
+
+@contextmanager
+def launched(
+    folder: Path, config: Mapping[str, Any], *arguments: str, extra: Mapping[str, str] | None = None
+) -> Iterator[Scene]:
+    """`tahq-launch` and its workers on this machine."""
+    path = write_config(folder, dict(config))
+    with warm("tahq-launch", folder, "tahq-launch", str(path), *arguments, extra=extra) as leader:
+        scene = Scene(_run_folder(folder, config), leader, num_stages=config["pipeline"]["stages"])
+        with _watched(scene):
+            yield scene
+
+
+@contextmanager
+def by_hand(
+    folder: Path,
+    config: Mapping[str, Any],
+    network: Network | None = None,
+    *,
+    start_worker: Callable[[int, str], Program] | None = None,
+) -> Iterator[Scene]:
+    """A coordinator and hand-started workers, on the hosts of a network if there is one.
+
+    Args:
+        folder: of all of them.
+        config: what the coordinator reads.
+        network: of host0, host1, … and the coordinator's; None: this machine.
+        start_worker: told stage and the coordinator's address, in place of the usual `tahq-worker`.
+    """
+    write_config(folder, dict(config))
+    bind = format_address("127.0.0.1" if network is None else network.address(COORDINATOR), 0)
+    with ExitStack() as stack:
+        leader = stack.enter_context(
+            warm(
+                COORDINATOR,
+                folder,
+                "tahq",
+                "coordinator",
+                "cluster.yaml",
+                "--bind",
+                bind,
+                namespace=_namespace(network, COORDINATOR),
+            )
+        )
+        peer = leader.line_with("--peer", 60).split()[-1]
+        scene = Scene(_run_folder(folder, config), leader, num_stages=config["pipeline"]["stages"])
+        for stage in range(config["pipeline"]["stages"]):
+            worker = _worker(folder, stage, peer, network) if start_worker is None else start_worker(stage, peer)
+            scene.workers.append(stack.enter_context(worker))
+        with _watched(scene):
+            yield scene
+
+
+@contextmanager
+def shaped_network(stages: int, **shape: Any) -> Iterator[Network]:
+    """Hosts for the stages, alike, and the coordinator's, which differs from them in nothing."""
+    names = [*(f"host{stage}" for stage in range(stages)), COORDINATOR]
+    config: NetworkConfig = uniform(len(names), names=names, **shape)
+    with build_network(config) as network:
+        yield network
+
+
+@contextmanager
+def faults(scene: Scene, network: Network, timeline: str) -> Iterator[FaultPlayer]:
+    """Play a timeline on the run's network; times count from now."""
+    with play(Timeline.parse(timeline), network, step_source=lambda: scene.num_steps) as player:
+        yield player
+
+
+def _worker(folder: Path, stage: int, peer: str, network: Network | None) -> Program:
+    host = f"host{stage}"
+    places = () if network is None else ("--bind", format_address(network.address(host), 0))
+    arguments = ("--stage", str(stage), "--peer", peer, *places)
+    return warm(f"stage {stage}", folder, "tahq-worker", *arguments, namespace=_namespace(network, host))
+
+
+def _namespace(network: Network | None, host: str) -> str | None:
+    return None if network is None else network.namespace(host)
+
+
+def _run_folder(folder: Path, config: Mapping[str, Any]) -> Path:
+    return folder / "runs" / str(config["run"]["name"])
+
+
+@contextmanager
+def _watched(scene: Scene) -> Iterator[None]:
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_POLL_S):
+            scene.watch()
+        scene.watch()
+
+    thread = threading.Thread(target=watch, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

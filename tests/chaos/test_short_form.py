@@ -1,0 +1,37 @@
+"""Each row that is quick, once: the short form of `make chaos`."""
+
+import pytest
+
+from chaos.row import Attempt, Calm, Row
+from chaos.rows import PENDING, ROWS
+from chaos.session import obstacle
+
+SHORT = 0.02
+"""Of what takes long only because there is much of it, this share."""
+
+
+def _quick() -> list[object]:
+    return [
+        pytest.param(row, id=row.name, marks=[pytest.mark.netns] if "namespaces" in row.needs else [])
+        for row in ROWS
+        if row.is_quick
+    ]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory) -> Calm:
+    return Calm(tmp_path_factory.mktemp("calm"))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("row", _quick())
+def test_row(row: Row, calm, tmp_path):
+    if (reason := obstacle(row)) is not None:
+        pytest.skip(reason)
+    row.attempt(Attempt(row.name, 0, tmp_path, calm, SHORT))
+
+
+def test_rows_have_names_of_their_own():
+    names = [row.name for row in (*ROWS, *PENDING)]
+    assert len(set(names)) == len(names)
+    assert all(name == name.lower() and " " not in name for name in names)
