@@ -10,6 +10,7 @@ from typing import Any
 from chaos.configurations import small_run
 from chaos.row import Attempt, Figures, Row
 from chaos.scene import by_hand, faults, shaped_network
+from tahq_netem.fault_player import FaultEvent
 
 RATE_BITS_PER_S = 20e6
 STALL_BEYOND_OUTAGE_S = 5.0
@@ -17,9 +18,9 @@ STAGES = 3
 
 
 def _disturbed(
-    attempt: Attempt, config: dict[str, Any], timeline: str, *, lasts_s: float, timeout_s: float, **shape: Any
-) -> Figures:
-    """A run with a timeline of faults; `lasts_s` is how long the longest of them keeps it from going on."""
+    attempt: Attempt, config: dict[str, Any], timeline: str, *, timeout_s: float, **shape: float
+) -> tuple[Figures, list[FaultEvent]]:
+    """A run with a timeline of faults: what it came to, and what was done to the network."""
     with (
         shaped_network(STAGES, **{"rate": RATE_BITS_PER_S, **shape}) as network,
         by_hand(attempt.folder, config, network) as scene,
@@ -27,16 +28,23 @@ def _disturbed(
         began_s = time.time()
         with faults(scene, network, timeline) as player:
             outcome = scene.finish(timeout_s)
-        done = [event for event in player.log if event.change in ("began", "ended")]
-        if timeline != "[]":
-            assert not player.waiting, f"the run ended before {player.waiting}"
-            assert all(event.change != "undone" for event in player.log), "the run ended before the fault did"
-        first_s = began_s + min((event.at_s for event in done), default=0.0)
-        last_s = began_s + max((event.at_s for event in done), default=0.0)
-        measured = attempt.compare(scene, outcome, config, first_s, last_s)
-    assert scene.stall_s(first_s) <= lasts_s + STALL_BEYOND_OUTAGE_S, f"stalled for {scene.stall_s(first_s):.1f} s"
-    resets = [event.num_connections for event in player.log if event.num_connections is not None]
-    return {**measured, **({"connections_reset": sum(resets)} if resets else {})}
+        assert not player.waiting, f"the run ended before {player.waiting}"
+        assert all(event.change != "undone" for event in player.log), "the run ended before the fault did"
+        times = [began_s + event.at_s for event in player.log]
+        measured = attempt.compare(scene, outcome, config, min(times, default=began_s), max(times, default=began_s))
+    outages = _outages(player.log, began_s)
+    for before_s, after_s, stall_s in scene.stalls():
+        outage_s = sum(max(0.0, min(end, after_s) - max(begin, before_s)) for begin, end in outages)
+        assert not times or stall_s <= outage_s + STALL_BEYOND_OUTAGE_S, f"stalled {stall_s:.1f} s of {outage_s:.1f} s"
+    return measured, player.log
+
+
+def _outages(log: list[FaultEvent], began_s: float) -> list[tuple[float, float]]:
+    """When links were down, from and to, as `time.time`."""
+    downs = [event for event in log if event.fault.what == "down"]
+    begins = [began_s + event.at_s for event in downs if event.change == "began"]
+    ends = [began_s + event.at_s for event in downs if event.change == "ended"]
+    return list(zip(begins, ends, strict=True))
 
 
 def _cut(attempt: Attempt, duration_s: float, **run: str) -> Figures:
@@ -44,7 +52,7 @@ def _cut(attempt: Attempt, duration_s: float, **run: str) -> Figures:
     step, host = attempt.dice.randint(2, num_steps - 4), attempt.dice.randrange(STAGES)
     timeline = f"- {{step: {step}, link: host{host}, what: down, for: {duration_s}s}}"
     config = small_run(num_steps, run=run)
-    return _disturbed(attempt, config, timeline, lasts_s=duration_s, timeout_s=duration_s + 120)
+    return _disturbed(attempt, config, timeline, timeout_s=duration_s + 120)[0]
 
 
 def cut_for_1_s(attempt: Attempt) -> Figures:
@@ -61,9 +69,10 @@ def resets(attempt: Attempt) -> Figures:
     timeline = "\n".join(
         f"- {{step: {step}, link: host{attempt.dice.randrange(STAGES)}, what: reset}}" for step in steps
     )
-    measured = _disturbed(attempt, small_run(8), timeline, lasts_s=0.0, timeout_s=120)
-    assert int(measured["connections_reset"] or 0) >= 3
-    return measured
+    measured, log = _disturbed(attempt, small_run(8), timeline, timeout_s=120)
+    num_reset = sum(event.num_connections or 0 for event in log)
+    assert num_reset >= 3
+    return {**measured, "connections_reset": num_reset}
 
 
 def flapping(attempt: Attempt) -> Figures:
@@ -71,12 +80,12 @@ def flapping(attempt: Attempt) -> Figures:
     host = attempt.dice.randrange(STAGES)
     downs = [4.0 * index + 1.0 for index in range(15)]
     timeline = "\n".join(f"- {{at: {at_s}s, link: host{host}, what: down, for: 2s}}" for at_s in downs)
-    return _disturbed(attempt, small_run(200), timeline, lasts_s=2.0, timeout_s=400)
+    return _disturbed(attempt, small_run(200), timeline, timeout_s=400)[0]
 
 
 def _bad_network(attempt: Attempt, **shape: float) -> Figures:
     """Of no fault, but a network that is bad from the first packet to the last; `stall` is what its worst step took."""
-    return _disturbed(attempt, small_run(8), "[]", lasts_s=20.0, timeout_s=300, **shape)
+    return _disturbed(attempt, small_run(8), "[]", timeout_s=300, **shape)[0]
 
 
 def loss(attempt: Attempt) -> Figures:

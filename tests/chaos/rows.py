@@ -3,6 +3,7 @@
 from chaos.link_rows import LINK_ROWS, PENDING_LINK_ROWS
 from chaos.message_rows import MESSAGE_ROWS
 from chaos.row import Row
+from chaos.worker_rows import WORKER_ROWS
 
-ROWS: tuple[Row, ...] = (*LINK_ROWS, *MESSAGE_ROWS)
+ROWS: tuple[Row, ...] = (*LINK_ROWS, *WORKER_ROWS, *MESSAGE_ROWS)
 PENDING: tuple[Row, ...] = (*PENDING_LINK_ROWS,)

@@ -110,11 +110,15 @@ class Scene:
             (line.at_s - began_s for line in self.lines if line.at_s >= began_s and _NOTICED.search(line.text)), None
         )
 
-    def stall_s(self, began_s: float) -> float:
-        """The longest time between two steps, from a fault on, beyond the usual one."""
+    def stalls(self) -> list[tuple[float, float, float]]:
+        """Of each step but the first: from when to when it lasted, and how much longer than the median of them."""
         times = [at_s for at_s, done in self.progress if done]
-        gaps = [(after, after - before) for before, after in pairwise(times)]
-        return max((gap for after, gap in gaps if after >= began_s), default=0.0) - median(gap for _, gap in gaps)
+        usual_s = median([after - before for before, after in pairwise(times)])
+        return [(before, after, after - before - usual_s) for before, after in pairwise(times)]
+
+    def stall_s(self, began_s: float) -> float:
+        """The longest of them that ended after a fault began."""
+        return max((stall_s for _, after, stall_s in self.stalls() if after >= began_s), default=0.0)
 
     def recovery_s(self, ended_s: float) -> float | None:
         """From the end of a fault to the end of the first step after it; None: it was the last."""

@@ -1,0 +1,160 @@
+"""What happens to a worker that stays alive: stopped, slow, with a NaN, with a clock that is wrong."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from chaos.configurations import small_run
+from chaos.outcome import Outcome, assert_same_bits, read_metrics
+from chaos.program import Program, cold, warm
+from chaos.row import Attempt, Figures, Row
+from chaos.scene import by_hand, launched
+
+STAGES = 3
+MICRO_BATCHES = 8
+STOPPED_S = 20.0
+SKEW_S = 3600
+_DUTY = (0.002, 0.018)
+"""Seconds that a slow worker runs, and then stands still: ten times slower."""
+BORNE: dict[str, Any] = {"peer_timeout": "40s"}
+"""Keys of `run` with which a silence of `STOPPED_S` is no death."""
+
+
+def odd_worker(folder: Path, stage: int, peer: str, oddity: str, value: str, *before: str) -> Program:
+    """A worker with one thing odd about it; see odd_worker.py. `before`: what the command line begins with."""
+    module = (sys.executable, "-m", "chaos.odd_worker", oddity, value, "--")
+    extra = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return cold(f"stage {stage}", folder, [*before, *module, "--stage", str(stage), "--peer", peer], extra=extra)
+
+
+def usual_worker(folder: Path, stage: int, peer: str) -> Program:
+    return warm(f"stage {stage}", folder, "tahq-worker", "--stage", str(stage), "--peer", peer)
+
+
+def stopped(attempt: Attempt) -> Figures:
+    stage, step = attempt.dice.randrange(STAGES), attempt.dice.randint(1, 5)
+    config = small_run(12, run=BORNE)
+    with launched(attempt.folder, config) as scene:
+        scene.wait_for_step(step)
+        pid, began_s = scene.worker_pid(stage), time.time()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(STOPPED_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        ended_s = time.time()
+        outcome = scene.finish(120)
+        measured = attempt.compare(scene, outcome, config, began_s, ended_s)
+    assert scene.restarts == 0
+    return {"stage": stage, **measured}
+
+
+def slow(attempt: Attempt) -> Figures:
+    """The straggler must be named where the run says what it waits for."""
+    stage = attempt.dice.randrange(STAGES)
+    config = small_run(12, run=BORNE, model={"hidden_size": 256, "num_heads": 4})
+    with launched(attempt.folder, config) as scene:
+        scene.wait_for_step(1)
+        began_s = time.time()
+        with _slowed(scene.worker_pid(stage)):
+            outcome = scene.finish(300)
+        measured = attempt.compare(scene, outcome, config, began_s, began_s)
+    assert scene.restarts == 0
+    limits = [line.strip() for line in outcome.text.splitlines() if line.strip().startswith("its limit")]
+    assert limits, f"nobody said what the run waited for:\n{outcome.text}"
+    assert f"stage {stage}" in limits[-1], f"stage {stage} was slow; the run says: {limits[-1]}"
+    return {"restarts": measured["restarts"], "steps_lost": measured["steps_lost"], "step_s": outcome.step_times_s[-1]}
+
+
+@contextmanager
+def _slowed(pid: int) -> Iterator[None]:
+    """Let a process run for a tenth of the time, in turns that are short beside a micro-batch."""
+    is_over = threading.Event()
+
+    def hold_up() -> None:
+        with suppress(ProcessLookupError):
+            while not is_over.wait(_DUTY[0]):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(_DUTY[1])
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=hold_up, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def nan(attempt: Attempt) -> Figures:
+    """The same step has a NaN, on one stage and then on another: whoever it happens to, all stages decide alike."""
+    step, config = attempt.dice.randint(1, 6), small_run(8)
+    stages = attempt.dice.sample(range(STAGES), 2)
+    outcomes = [_with_nan(attempt.folder / f"stage-{stage}", config, stage, step) for stage in stages]
+    calm = attempt.calm.of(config)
+    for outcome in outcomes:
+        assert outcome.losses[:step] == calm.losses[:step]
+        assert outcome.losses[step + 1 :] != calm.losses[step + 1 :], "the step was not skipped"
+    one, other = (_without_step(outcome, step) for outcome in outcomes)
+    assert_same_bits(one, other)
+    return {"restarts": 0, "steps_lost": 0, "skipped": 1}
+
+
+def _with_nan(folder: Path, config: dict[str, Any], stage: int, step: int) -> Outcome:
+    """A run in which a micro-batch of a step, from 0, comes to NaN on a stage."""
+    folder.mkdir()
+    call = str(step * MICRO_BATCHES + 3)
+
+    def start(each: int, peer: str) -> Program:
+        return odd_worker(folder, each, peer, "nan", call) if each == stage else usual_worker(folder, each, peer)
+
+    with by_hand(folder, config, start_worker=start) as scene:
+        outcome = scene.finish(120)
+    skipped = [row["step"] - 1 for row in read_metrics(scene.run) if row["skipped"]]
+    assert skipped == [step], f"steps {skipped} were skipped; expected {step}"
+    return outcome
+
+
+def _without_step(outcome: Outcome, step: int) -> Outcome:
+    """But for the loss of that step, which is NaN or not by where the NaN was."""
+    losses = (*outcome.losses[:step], *outcome.losses[step + 1 :])
+    steps = (*outcome.steps[:step], *outcome.steps[step + 1 :])
+    return Outcome(steps, losses, outcome.step_times_s, outcome.tensors)
+
+
+def clock_skew(attempt: Attempt) -> Figures:
+    """One worker's clocks are ahead: the monotonic and the boot one by a time namespace, the wall clock in Python."""
+    stage, config = attempt.dice.randrange(STAGES), small_run(8)
+    shift = ("unshare", "--time", "--monotonic", str(SKEW_S), "--boottime", str(SKEW_S))
+
+    def start(each: int, peer: str) -> Program:
+        if each != stage:
+            return usual_worker(attempt.folder, each, peer)
+        return odd_worker(attempt.folder, each, peer, "clock", str(SKEW_S), *shift)
+
+    with by_hand(attempt.folder, config, start_worker=start) as scene:
+        began_s = time.time()
+        outcome = scene.finish(120)
+        measured = attempt.compare(scene, outcome, config, began_s, began_s)
+    return {"stage": stage, "steps_lost": measured["steps_lost"], "restarts": 0}
+
+
+WORKER_ROWS = (
+    Row("stopped-20s", "a worker stopped (SIGSTOP) for 20 s", "BX; no restarts; no false death", stopped, 35),
+    Row("ten-times-slower", "a worker ten times slower", "BX; no restarts; the straggler named", slow, 30),
+    Row(
+        "nan",
+        "NaN in one micro-batch on one stage",
+        "the step is skipped everywhere and the run goes on, to the bit as where another stage had it",
+        nan,
+        30,
+    ),
+    Row("clock-skew", "a worker's clocks an hour ahead", "BX", clock_skew, 15, needs=("time-namespaces",)),
+)
