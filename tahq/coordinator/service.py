@@ -305,6 +305,8 @@ class Coordinator:
 
     def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
         member = self._context.membership.claim(identity, request.stage)
+        if request.signal_number not in signal.valid_signals():
+            raise RemoteProtocolError(f"{member.name} got signal {request.signal_number}, it says, which is none")
         self._stop(request.signal_number, member.name)
 
     def _on_failed(self, identity: bytes, failed: Failed) -> None:

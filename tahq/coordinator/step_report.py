@@ -15,6 +15,8 @@ from tahq.coordinator.stage_split import stage_split
 from tahq.errors import RemoteProtocolError
 
 NUM_COUNTS, ROW_LENGTH = 6, 9
+_MAX_NUMBER = 2.0**53
+"""Whole numbers up to here are what fp64 says they are; and their sums are printed, which infinity cannot be."""
 
 
 def step_record(
@@ -69,7 +71,7 @@ def _link_record(
     stage: int, row: Sequence[float], num_stages: int, chunks_per_stage: int, step_time_s: float
 ) -> LinkRecord:
     try:
-        if len(row) != ROW_LENGTH or not all(number >= 0 for number in row):
+        if len(row) != ROW_LENGTH or not all(0 <= number <= _MAX_NUMBER for number in row):
             raise ValueError
         link, direction, frames, payload_bytes, wire_bytes, elements = (int(number) for number in row[:NUM_COUNTS])
         receiver, traffic = _other_end(stage, link, Direction(direction), num_stages, chunks_per_stage)

@@ -472,6 +472,13 @@ def test_worker_that_speaks_of_anothers_link_ends_the_run(scene):
     assert "stage 1 (host1, pid 101) spoke for stage 2, which is not its own" in scene.end.message
 
 
+@pytest.mark.parametrize("number", [-1, 0, 255, 2**64 - 1])
+def test_stop_request_with_a_signal_that_is_none_breaks_the_protocol(scene, number):
+    scene.workers(stage1={"say": {1: [StopRequest(1, number)]}})
+    assert scene.run() == 3
+    assert f"stage 1 (host1, pid 101) got signal {number}, it says, which is none" in scene.end.message
+
+
 def test_stop_request_of_every_worker_is_one_request(scene):
     stop = {stage: {"say": {1: [StopRequest(stage, 2)]}} for stage in range(3)}
     workers = scene.workers(stage0=stop[0], stage1=stop[1], stage2=stop[2])
