@@ -38,6 +38,7 @@ from tahq.comm.control import (
     Prepare,
     Ready,
     Refuse,
+    Rejoin,
     Start,
     StartOver,
     StopRequest,
@@ -154,6 +155,9 @@ class Worker:
         self.device: torch.device | None = None
         """Where this stage computes; None before that is known."""
         self._step = -1
+        self._num_decided: int | None = None
+        """Steps whose decisions it has; None before it trains."""
+        self._run_id = 0
         self._client = ControlClient(
             options.peer,
             f"stage {options.stage}" if options.stage >= 0 else "worker",
@@ -162,6 +166,7 @@ class Worker:
             heartbeat_s=2.0,
             on_abort=self._on_abort,
             on_lost=self._on_lost,
+            on_return=self._on_return,
             on_order=self._on_order,
         )
 
@@ -175,6 +180,7 @@ class Worker:
             shaping=_control_shaping(config),
             peer_timeout_s=config.run.peer_timeout,
             heartbeat_s=config.run.peer_timeout / 5,
+            give_up_s=config.run.give_up,
         )
         if assign.is_measuring:
             return self._measure(assign, config)
@@ -220,7 +226,7 @@ class Worker:
         who = (options.stage, __version__, socket.gethostname(), os.getpid(), options.worker_id, options.takeover)
         self._client.send(Join(*who))
         assign = self._await(Assign)
-        self.stage = assign.stage
+        self.stage, self._run_id = assign.stage, assign.run_id
         return assign
 
     @staticmethod
@@ -325,6 +331,7 @@ class Worker:
     def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int, live_step: int) -> None:
         snapshots = assembly.snapshot_writer(stage, self._client.send)
         meter.begin(first_step)
+        self._num_decided = first_step
         for step in range(first_step, stage.plan.total_steps):
             self._step = step
             result = stage.engine.run_step(step)
@@ -336,6 +343,7 @@ class Worker:
                 commit = self._await_commit(step, stage, assembly)
             if commit.step != step:
                 raise RemoteProtocolError(f"the coordinator committed step {commit.step} while step {step} is computed")
+            self._num_decided = step + 1
             reached(fault_points.COMMITTING, stage=self.stage, step=step)
             if step >= live_step:
                 self._tell_trace(step, stage, meter)
@@ -434,7 +442,13 @@ class Worker:
         elif self._links is not None:
             self._links.obey(order)
 
-    def _on_lost(self, lost: PeerLostError) -> None:
+    def _on_return(self) -> Message:
+        """The coordinator was started again: who trains goes on, who had not begun begins anew."""
+        if self._num_decided is not None:
+            return Rejoin(self.stage, self._run_id, self._num_decided)
+        raise StartOverError("the coordinator was started again")
+
+    def _on_lost(self, lost: TahqError) -> None:
         self._interrupt_links(lost)
 
     def _interrupt_links(self, reason: Exception) -> None:

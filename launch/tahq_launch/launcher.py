@@ -236,7 +236,7 @@ def _opened(
             facts=wire_facts(prepared.config),
             traces=prepared.folder.traces,
         )
-        coordinator = Coordinator(prepared.options, server, observer)
+        coordinator = Coordinator(prepared.options, server, observer, journal=prepared.journal)
         with signals_to(coordinator.request_stop):
             for line in prepared.notes:
                 announce(line)

@@ -17,6 +17,7 @@ from typing import Any
 from tahq import __version__
 from tahq.config import ClusterConfig
 from tahq.config_file import config_hash, config_json, dump_yaml, load_config, resolve
+from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError
 from tahq.pipeline.resume import compare_configs, keep_model_sizes
@@ -24,6 +25,7 @@ from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
 from tahq_launch.codec_choice import codec_options
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder
+from tahq_launch.taken_over import configuration_of, facts_to_go_on_with, is_same
 
 log = logging.getLogger("tahq")
 
@@ -65,7 +67,8 @@ class Origin:
     """Where a run begins: at nothing, or at a snapshot of itself.
 
     `notes` say what is different from the run that is continued, and `warnings` why it is not its newest snapshot;
-    `codecs` is what its links were packed with.
+    `codecs` is what its links were packed with. `next_sample` (which `start_step` begins with) and the least `epoch`
+    are known where a coordinator goes on after another.
     """
 
     run_id: int
@@ -75,6 +78,8 @@ class Origin:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     codecs: Mapping[str, Any] = field(default_factory=dict)
+    next_sample: int | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class PreparedRun:
     folder: RunFolder
     options: CoordinatorOptions
     notes: tuple[str, ...]
+    journal: Journal
 
 
 @contextlib.contextmanager
@@ -104,19 +110,41 @@ def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], Non
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
     meanwhile(given)
-    config, origin = _continued(folder, given) if request.resume else (resolve_for_run(given), _fresh())
-    with folder.locked() as epoch:
+    fresh = None if request.resume else resolve_for_run(given)
+    with folder.locked() as epoch, Journal(folder.journal) as journal:
         folder.check_startable(resume=request.resume)
+        config, origin = (fresh, Origin(secrets.randbits(63))) if fresh else _resumed(folder, given, journal)
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
             _begin_at(folder, origin)
             _keep_config(folder, config, origin)
             options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
             warnings = tuple(f"warning: {warning}" for warning in origin.warnings)
-            yield PreparedRun(config, folder, options, (*warnings, *origin.notes))
+            yield PreparedRun(config, folder, options, (*warnings, *origin.notes), journal)
 
 
-def _fresh() -> Origin:
-    return Origin(secrets.randbits(63))
+def _resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
+    """The resolved configuration, and where the run goes on: where it was, or else at a snapshot."""
+    kept = configuration_of(folder) if journal.has_run else None
+    if kept is not None:
+        config = resolve_for_run(continued_config(kept.model_dump(mode="json"), given))
+        facts = facts_to_go_on_with(journal, kept, folder) if is_same(kept, config) else None
+        if facts is not None:
+            return kept, _where_it_was(facts)
+    return _continued(folder, given)
+
+
+def _where_it_was(facts: JournalFacts) -> Origin:
+    """The run goes on where its coordinator was killed; stages that have lost their workers begin at the snapshot."""
+    return Origin(
+        run_id=facts.run_id,
+        start_step=facts.step,
+        snapshot=facts.snapshot,
+        files=facts.files,
+        notes=("the coordinator was killed: going on where the run was",),
+        codecs=facts.codecs,
+        next_sample=facts.next_sample + (facts.step - facts.start_step) * facts.global_batch,
+        epoch=facts.epoch + 1,
+    )
 
 
 def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, Origin]:
@@ -141,7 +169,7 @@ def _begin_at(folder: RunFolder, origin: Origin) -> None:
     """Leave behind what is newer than the snapshot to continue from."""
     for warning in origin.warnings:
         log.warning("%s", warning)
-    if origin.snapshot:
+    if origin.snapshot and origin.next_sample is None:
         turn_back(folder.snapshots, folder.path / origin.snapshot)
 
 
@@ -203,7 +231,8 @@ def _coordinator_options(
         inside=config.links.inside,
         hosts=() if isinstance(config.hosts, str) else tuple(host.address for host in config.hosts),
         name=run.name,
-        epoch=epoch,
+        epoch=max(epoch, origin.epoch),
+        next_sample=origin.next_sample,
         resume_command=resume_command,
         codecs=codec_options(config, origin.codecs),
     )

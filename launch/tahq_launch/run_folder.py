@@ -5,6 +5,7 @@
     config.yaml      the configuration as resolved     snapshots/  weights to resume and export from
     metrics.jsonl    one object a step                 logs/       launcher.log, stage-N.log
     trace/           step-000010.json: pictures of the steps of run.trace_steps
+    journal.sqlite   what a coordinator that is started again goes on from
     network.json     under hosts: namespaces, the network as made and as measured
 
 Invariants:
@@ -46,6 +47,11 @@ class RunFolder:
         return self.path / "network.json"
 
     @property
+    def journal(self) -> Path:
+        """What a coordinator that is started again goes on from."""
+        return self.path / "journal.sqlite"
+
+    @property
     def traces(self) -> Path:
         """Folder of pictures of traced steps."""
         return self.path / "trace"
@@ -84,7 +90,7 @@ class RunFolder:
         Raises:
             UserError: with what can be done instead.
         """
-        if resume and not (self.config.exists() and self.has_snapshot()):
+        if resume and not (self.config.exists() and (self.has_snapshot() or self.journal.exists())):
             raise UserError(f"--resume: {self.path} has no snapshot to resume from; start it without --resume")
         if not resume and self.has_snapshot():
             raise UserError(

@@ -139,6 +139,15 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoin:
+    """worker → coordinator that was started again: I hold this stage, and have the decisions on this many steps."""
+
+    stage: int
+    run_id: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StartOver:
     """coordinator → worker: forget what you have, and join again."""
 
@@ -323,7 +332,7 @@ class Heartbeat:
 Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
-    | LinkState | Relink | Relinked | Widen | Published | StartOver
+    | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin
 )  # fmt: skip
 
 

@@ -31,12 +31,13 @@ from tahq.comm.control import (
     decode_message,
     encode_message,
 )
-from tahq.comm.control_numbering import Numbering
+from tahq.comm.control_numbering import Numbering, coordinator_of
 from tahq.comm.inbox import Inbox
 from tahq.comm.pings import replace_silent_connections
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.socket_wait import Socket, WaitSet, Waker, has_input
-from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError
+from tahq.comm.unheard import Unheard
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, StartOverError, TahqError
 
 _log = logging.getLogger(__name__)
 _RECONNECT_MS = 50
@@ -48,6 +49,7 @@ class _Timing:
     shaping: Shaping
     peer_timeout_s: float
     heartbeat_s: float
+    give_up_s: float
 
 
 class ControlClient:
@@ -63,7 +65,8 @@ class ControlClient:
         heartbeat_s: float,
         connect_timeout_s: float = 60.0,
         on_abort: Callable[[Abort], None] | None = None,
-        on_lost: Callable[[PeerLostError], None] | None = None,
+        on_lost: Callable[[TahqError], None] | None = None,
+        on_return: Callable[[], Message] | None = None,
         on_order: Callable[[Relink | Widen | Published | StartOver], None] | None = None,
     ) -> None:
         """Start dialling; returns at once.
@@ -77,6 +80,9 @@ class ControlClient:
             connect_timeout_s: how long to try until the coordinator first answers.
             on_abort: called in the client's thread when an Abort comes.
             on_lost: called in the client's thread when the coordinator is lost.
+            on_return: called in the client's thread when another process of the coordinator answers; what it returns is
+                sent first, then again what the one before may not have heard. It may raise StartOverError, and so does
+                `recv` then.
             on_order: called in the client's thread with what cannot wait until the main thread looks; of these, `recv`
                 returns StartOver alone.
 
@@ -86,11 +92,15 @@ class ControlClient:
         self.aborted: Abort | None = None
         """The Abort that has come, if one has."""
         self._peer = f"coordinator at {peer}"
-        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s)
+        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s, peer_timeout_s)
         self._connect_timeout_s = connect_timeout_s
         self._on_abort = on_abort
         self._on_lost = on_lost
+        self._on_return = on_return
         self._on_order = on_order
+        self._unheard = Unheard()
+        self._warned_s: float | None = None
+        """Since when the coordinator has been silent, once that was said."""
         self._heartbeat = Heartbeat()
         self._echo: tuple[float, float] | None = None
         """When the heartbeat heard last was sent, by the coordinator's clock, and when it was heard, by this one."""
@@ -134,6 +144,7 @@ class ControlClient:
         """
         if self._inbox.error is not None:
             raise self._inbox.error.with_traceback(None)
+        self._unheard.said(message)
         self._outbox.append((encode_message(message), time.monotonic()))
         self._waker.wake()
 
@@ -157,9 +168,12 @@ class ControlClient:
         """What the heartbeats say from now on."""
         self._heartbeat = Heartbeat(stage, step, activity)
 
-    def set_timing(self, *, shaping: Shaping, peer_timeout_s: float, heartbeat_s: float) -> None:
-        """Use these from now on; a worker learns them from the configuration in Assign."""
-        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s)
+    def set_timing(self, *, shaping: Shaping, peer_timeout_s: float, heartbeat_s: float, give_up_s: float) -> None:
+        """Use these from now on; a worker learns them from the configuration in Assign.
+
+        The coordinator's silence is warned of after `peer_timeout_s`, and borne for `give_up_s`.
+        """
+        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s, give_up_s)
         self._waker.wake()
 
     def close(self, linger_s: float = 1.0) -> None:
@@ -177,6 +191,8 @@ class ControlClient:
         try:
             while not self._is_finished():
                 self._turn()
+        except StartOverError as error:
+            self._lose(error)
         except TahqError as error:
             self._lose(PeerLostError(str(error)))
         except Exception as error:
@@ -192,7 +208,7 @@ class ControlClient:
             return 0
         return int(1000 * max(0.0, self._close_by_s - time.monotonic()))
 
-    def _lose(self, error: PeerLostError) -> None:
+    def _lose(self, error: TahqError) -> None:
         self._hand_over(math.inf)
         self._inbox.fail(error)
         if self._on_lost is not None and self._close_by_s is None:
@@ -223,10 +239,11 @@ class ControlClient:
             return None
         if self._heard_s is None:
             return self._started_s + self._connect_timeout_s
-        return self._heard_s + self._timing.peer_timeout_s
+        return self._heard_s + self._timing.give_up_s
 
     def _check_silence(self) -> None:
         silent_at_s = self._silent_at_s()
+        self._warn_of_silence()
         if silent_at_s is None or time.monotonic() < silent_at_s:
             return
         if self._heard_s is None:
@@ -234,7 +251,27 @@ class ControlClient:
                 f"{self._peer}: no answer within {self._connect_timeout_s:g} s; check that it runs, and that its "
                 f"address can be reached from here"
             )
-        raise PeerLostError(f"{self._peer}: no sign of life for {self._timing.peer_timeout_s:.1f} s")
+        raise PeerLostError(f"{self._peer}: no sign of life for {self._timing.give_up_s:.1f} s")
+
+    def _warn_of_silence(self) -> None:
+        if self._heard_s is None or self._is_over:
+            return
+        if time.monotonic() - self._heard_s < self._timing.peer_timeout_s:
+            if self._warned_s is not None:
+                _log.warning("%s: gives signs of life again", self._peer)
+            self._warned_s = None
+        elif self._warned_s is None:
+            self._warned_s = self._heard_s
+            _log.warning("%s: no sign of life for %.1f s; waiting for it", self._peer, self._timing.peer_timeout_s)
+
+    def _begin_anew(self, process: int) -> None:
+        """The coordinator was started again: say who is here, and what the one before may not have heard."""
+        _log.warning("%s: was started again", self._peer)
+        self._numbering = Numbering(process)
+        if self._on_return is None:
+            raise PeerLostError(f"{self._peer}: was started again, and knows nothing of this end")
+        for message in (self._on_return(), *self._unheard.messages()):
+            self._dealer.send_multipart(self._numbering.wrap(encode_message(message)), zmq.NOBLOCK)
 
     def _receive(self) -> None:
         while has_input(self._dealer):
@@ -242,6 +279,9 @@ class ControlClient:
             self._heard_s = time.monotonic()
             if len(parts) != 2:
                 raise RemoteProtocolError(f"{self._peer}: sent {len(parts)} message parts; expected 2")
+            process = coordinator_of(parts[0], self._peer)
+            if self._numbering.coordinator not in (0, process):
+                self._begin_anew(process)
             if self._numbering.take(parts[0], self._peer):
                 arrival_s = self._heard_s + self._timing.shaping.delay_s
                 self._downlink.receive(decode_message(parts[1], self._peer), len(parts[1]), arrival_s)
@@ -253,6 +293,7 @@ class ControlClient:
     def _hand_over(self, until_s: float) -> None:
         for message in self._downlink.take_due(until_s):
             self._is_over |= isinstance(message, Abort | Bye | Refuse)
+            self._unheard.heard(message)
             if isinstance(message, Heartbeat):
                 self._note_heartbeat(message)
             elif not isinstance(message, Relink | Widen | Published):

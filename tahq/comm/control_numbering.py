@@ -1,8 +1,10 @@
 """Control messages carry a number, so that one lost when a connection was reset is noticed, and sent again.
 
-A control message is two parts on the wire: 17 bytes, and what `encode_message` made of it. The first part is its
-number (u64, little-endian, from 1), up to which number everything has come the other way (u64), and whether the
-message after that was lost (u8). Each direction between a worker and the coordinator counts for itself. What was not
+A control message is two parts on the wire: 25 bytes, and what `encode_message` made of it. The first part is its
+number (u64, little-endian, from 1), up to which number everything has come the other way (u64), which process of the
+coordinator it comes from or is for (u64, drawn when that starts; 0 from a worker that has heard none yet), and whether
+the message after those that have come was lost (u8). A coordinator that was started again is known by that, and both
+ends count anew. Each direction between a worker and the coordinator counts for itself. What was not
 acknowledged is kept; heartbeats see to it that this is not much, and that a loss shows soon.
 """
 
@@ -14,13 +16,29 @@ from tahq.errors import PeerLostError, RemoteProtocolError
 _MAX_KEPT = 1 << 16
 """Heartbeats of a day, which a peer that is gone never acknowledges."""
 
-_HEAD = struct.Struct("<QQB")
+_HEAD = struct.Struct("<QQQB")
+
+
+def coordinator_of(head: bytes, peer: str) -> int:
+    """Which process of the coordinator a message comes from or is for; 0: any.
+
+    Raises:
+        RemoteProtocolError: it is no first part of a control message.
+    """
+    if len(head) != _HEAD.size:
+        raise RemoteProtocolError(f"{peer}: sent a number of {len(head)} bytes; expected {_HEAD.size}")
+    return int(_HEAD.unpack(head)[2])
 
 
 class Numbering:
-    """The numbers of both directions, and what may have to go again, as one end keeps them."""
+    """The numbers of both directions, and what may have to go again, as one end keeps them.
 
-    def __init__(self) -> None:
+    Args:
+        coordinator: the process of the coordinator that it is with; 0: not known yet.
+    """
+
+    def __init__(self, coordinator: int = 0) -> None:
+        self.coordinator = coordinator
         self._sent = 0
         self._received = 0
         self._acknowledged = 0
@@ -45,9 +63,8 @@ class Numbering:
             PeerLostError: one of both ends was started again, and does not know what the other speaks of.
             RemoteProtocolError: it cannot be.
         """
-        if len(head) != _HEAD.size:
-            raise RemoteProtocolError(f"{peer}: sent a number of {len(head)} bytes; expected {_HEAD.size}")
-        number, acknowledged, asks = _HEAD.unpack(head)
+        self.coordinator = self.coordinator or coordinator_of(head, peer)
+        number, acknowledged, _, asks = _HEAD.unpack(head)
         if acknowledged < self._acknowledged or (self._received == 0 and acknowledged > self._sent):
             raise PeerLostError(f"{peer}: has another past than this end; one of both was started again")
         if acknowledged > self._sent or asks > 1 or number == 0:
@@ -72,4 +89,4 @@ class Numbering:
 
     def _parts(self, number: int, message: bytes) -> list[bytes]:
         self.must_ask = False
-        return [_HEAD.pack(number, self._received, self._has_gap), message]
+        return [_HEAD.pack(number, self._received, self.coordinator, self._has_gap), message]

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,7 +12,7 @@ import zmq
 from tahq.comm.addresses import advertised_address, bind_router
 from tahq.comm.clock_offset import ClockComparison, ClockOffset
 from tahq.comm.control import MAX_MESSAGE_NBYTES, Abort, Heartbeat, Message, decode_message, encode_message
-from tahq.comm.control_numbering import Numbering
+from tahq.comm.control_numbering import Numbering, coordinator_of
 from tahq.comm.rate_limited_log import RateLimitedLog
 from tahq.errors import PeerLostError, RemoteProtocolError
 
@@ -54,6 +55,7 @@ class ControlServer:
         self._peers: dict[bytes, Numbering] = {}
         self._clocks: dict[bytes, ClockComparison] = {}
         self._lost: set[bytes] = set()
+        self._process = secrets.randbits(63) + 1
         self._warnings = RateLimitedLog(_log, clock=clock)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -84,7 +86,7 @@ class ControlServer:
 
         One whose connection is gone is skipped: its silence will tell.
         """
-        numbering = self._peers.setdefault(identity, Numbering())
+        numbering = self._peers.setdefault(identity, Numbering(self._process))
         self._put(identity, numbering.wrap(encode_message(message)))
 
     def _put(self, identity: bytes, parts: list[bytes]) -> None:
@@ -137,7 +139,11 @@ class ControlServer:
         if len(parts) != 2:
             raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
         known = self._peers.get(identity)
-        numbering = known or Numbering()
+        numbering = known or Numbering(self._process)
+        if coordinator_of(parts[0], name) not in (0, self._process):
+            if known is None:  # it was with the coordinator before this one; it hears of us, and begins anew
+                self._welcome(identity, numbering, name)
+            return None
         is_next = numbering.take(parts[0], name)
         message = self._decode(identity, parts[1], name)
         if known is None:
@@ -165,7 +171,8 @@ class ControlServer:
         except RemoteProtocolError as error:
             if identity in self._peers:
                 raise PeerLostError(str(error)) from error
-            self._put(identity, Numbering().wrap(encode_message(Abort(str(error), error.exit_status))))
+            refusal = Numbering(self._process).wrap(encode_message(Abort(str(error), error.exit_status)))
+            self._put(identity, refusal)
             raise
 
     def _welcome(self, identity: bytes, numbering: Numbering, name: str) -> None:

@@ -105,6 +105,14 @@ class CommitLedger:
         """The present step starts now (what came before it was no training)."""
         self._started_s = now_s
 
+    def adopt(self, commit: Commit, prepares: Sequence[Prepare], now_s: float) -> float:
+        """Take over a decision that was made before; returns the global gradient norm."""
+        self._decided = {prepare.stage: prepare for prepare in prepares}
+        self._skipped_in_a_row = 0 if commit.apply else self._skipped_in_a_row + 1
+        self._step = commit.step + 1
+        self._started_s = now_s
+        return global_norm(square for prepare in prepares for square in prepare.norm2)
+
     def take(self, prepare: Prepare, now_s: float, *, stop_requested: bool = False) -> tuple[Commit, StepRecord] | None:
         """Count a stage's PREPARE; the decision and its record once it was the last one.
 

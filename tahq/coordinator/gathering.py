@@ -5,6 +5,7 @@ A worker that does not fit is refused alone; the run goes on waiting for one tha
 
 from tahq.comm.control import Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse, StartOver
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.journal import JournalledHolder
 from tahq.coordinator.membership import Member, Standing, stage_list
 from tahq.coordinator.plan import Endpoint, Position, plan_links, total_steps
 from tahq.coordinator.run_state import Event, Phase
@@ -23,7 +24,7 @@ class Gathering:
         """Who was refused."""
         self._lost: set[bytes] = set()
         """Whose stage was taken back, or is another's now."""
-        self._next_sample: int | None = None
+        self._next_sample = context.options.next_sample
         """Number of the sample that the run's first step began with."""
         self.refusals: dict[int, str] = {}
         """Why the latest refused worker of a stage was refused, by the stage it wanted."""
@@ -103,6 +104,22 @@ class Gathering:
         start = Position(options.start_step, next_sample)
         return total_steps(options.steps, options.epochs, samples, options.global_batch, start)
 
+    def answer_rejoin(self, identity: bytes, holder: JournalledHolder | None) -> bool:
+        """Give a worker its stage back that held it under the coordinator before, else have it begin anew."""
+        context = self._context
+        if holder is None or holder.identity != identity or context.membership.at(holder.stage) is not None:
+            context.server.send(identity, StartOver("another worker has its stage"))
+            return False
+        member = Member(
+            identity,
+            *(holder.stage, holder.host, holder.pid, context.clock(), holder.worker_id),
+            standing=Standing.READY,
+            hello=holder.hello,
+        )
+        context.membership.restore(member)
+        context.tell_stage(member)
+        return True
+
     def data_position(self, step: int) -> tuple[int, int]:
         """Samples of an epoch, and the number of a step's first, as the stages with data have said."""
         members = [member for member in self._context.membership.members if member.hello]
@@ -126,7 +143,8 @@ class Gathering:
         data = self.data_position(options.start_step)
         for member in context.membership.members:
             context.membership.planned(member.stage)
-            plan = Plan(context.recovery.epoch, options.start_step, num_steps, rows[member.stage], *data)
+            place = (options.start_step, num_steps, rows[member.stage])
+            plan = Plan(context.recovery.epoch, *place, *data, live_step=context.recovery.step)
             context.server.send(member.identity, plan)
 
     def link_rows(self) -> list[list[list[str | int]]]:

@@ -126,6 +126,10 @@ class Membership:
         self._members[stage] = Member(identity, stage, host, join.pid, now_s, join.worker_id)
         return self._members[stage]
 
+    def restore(self, member: Member) -> None:
+        """Give a free stage to who held it before this coordinator began."""
+        self._members.setdefault(member.stage, member)
+
     def replaced_by(self, identity: bytes, join: Join) -> Member | None:
         """The holder whose place this worker takes: one that is known to be gone, since this one comes after it."""
         holder = self._members.get(join.stage)

@@ -63,6 +63,8 @@ class CoordinatorOptions:
     """What continues the run, for messages: `tahq-launch cluster.yaml --resume`."""
     codecs: CodecOptions = field(default_factory=CodecOptions)
     """What links are packed with, and what changes it."""
+    next_sample: int | None = None
+    """Number of the sample that `start_step` begins with; None: as the workers say."""
     is_measuring: bool = False
     """Whether workers are told to measure in place of training."""
     leave_timeout_s: float = 1.0

@@ -62,10 +62,19 @@ class Recovery:
         self._decided: dict[int, Decided] = {}
         self._codecs: dict[int, list[list[int]]] = {}
 
+    def begin_with(self, codecs: list[list[int]]) -> None:
+        """START's rows at the point where the run begins."""
+        self.point = replace(self.point, codecs=codecs)
+
     @property
     def step(self) -> int:
         """The step that the run is at; all before it are decided."""
         return self.point.step + len(self._decided)
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """The decisions since the restore point."""
+        return tuple(decided.commit for decided in self._decided.values())
 
     def position(self, stage: int) -> int:
         """The step that a stage prepares next."""
@@ -90,6 +99,10 @@ class Recovery:
         self.point = RestorePoint(step, snapshot, dict(files), self._codecs.get(step, ()))
         self._decided = {number: decided for number, decided in self._decided.items() if number >= step}
         self._codecs = {number: rows for number, rows in self._codecs.items() if number > step}
+
+    def rejoined(self, stage: int, step: int) -> None:
+        """A stage has the decisions on so many steps; those that it has not, it prepares again."""
+        self._positions[stage] = step
 
     def lose(self, stage: int) -> None:
         """Its process is gone: the next one begins at the restore point."""

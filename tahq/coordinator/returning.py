@@ -43,13 +43,17 @@ class Returning:
         context: the run.
         gathering: greets who joins, and knows the links.
         restart: see there.
+        note_epoch: told the epoch of a return before anybody else is.
     """
 
-    def __init__(self, context: RunContext, gathering: Gathering, restart: Restart) -> None:
+    def __init__(
+        self, context: RunContext, gathering: Gathering, restart: Restart, note_epoch: Callable[[int], None]
+    ) -> None:
         self._context = context
         self._gathering = gathering
         self._recovery = context.recovery
         self._restart = restart
+        self._note_epoch = note_epoch
         self.num_steps = 0
         """Length of the run, once that is known."""
         self._return: _Return | None = None
@@ -86,6 +90,15 @@ class Returning:
             context.observer.warned(f"{why}; its next worker {begins}; the others wait")
         context.tell_phase(self._gathering.missing)
 
+    def wait_for(self, stage: int) -> None:
+        """A stage has no worker, or none that has said so."""
+        self._lost.setdefault(stage, self._context.clock())
+
+    def rejoined(self, stage: int) -> None:
+        """The worker of a stage goes on under this coordinator."""
+        self._lost.pop(stage, None)
+        self.greeted()
+
     def roll_back(self, why: str) -> None:
         """Have every stage begin again at the restore point: a lost one cannot come back alone."""
         context = self._context
@@ -111,10 +124,11 @@ class Returning:
     def greeted(self) -> None:
         """A worker has been greeted: once nobody is missing, have the neighbours make ready."""
         membership = self._context.membership
-        if membership.lacking(Standing.GREETED) or self._return is not None:
-            return
         returning = frozenset(membership.lacking(Standing.PLANNED))
+        if membership.lacking(Standing.GREETED) or self._return is not None or not returning:
+            return
         self._recovery.epoch += 1
+        self._note_epoch(self._recovery.epoch)
         self._return = _Return(self._recovery.epoch, returning)
         for stage in {other_end(ends, s) for s in returning for ends in self._recovery.links_of(s)} - returning:
             self._relink(self._return, stage)

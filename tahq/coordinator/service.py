@@ -22,6 +22,7 @@ from tahq.comm.control import (
     Message,
     Prepare,
     Ready,
+    Rejoin,
     Relinked,
     Snapshotted,
     Start,
@@ -32,8 +33,9 @@ from tahq.comm.control_channel import ControlServer
 from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.gathering import Gathering
+from tahq.coordinator.journal import Journal, JournalFacts, JournalledHolder
 from tahq.coordinator.measuring import Measuring
-from tahq.coordinator.membership import Membership
+from tahq.coordinator.membership import Membership, Standing
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.plan import link_ends
@@ -65,6 +67,8 @@ class Coordinator:
         observer: told what happens.
         publish: makes a complete snapshot the newest one; None: as files under the run's folder.
         measuring: what is done in place of a run, once all are there; `options.is_measuring` tells the workers.
+        journal: remembers what this coordinator decides, for the one that may have to come after it; and what the one
+            before has decided, if the options are of that run.
         clock: seconds, monotonic.
     """
 
@@ -76,6 +80,7 @@ class Coordinator:
         *,
         publish: Publish | None = None,
         measuring: Measuring | None = None,
+        journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         membership = Membership(options.num_stages, options.version, options.config_hash, options.hosts)
@@ -85,7 +90,9 @@ class Coordinator:
         self._gathering = Gathering(self._context)
         self.restart: Restart | None = None
         """Starts a stage's worker again; None: nobody here can."""
-        self._returning = Returning(self._context, self._gathering, self._restart)
+        self._returning = Returning(self._context, self._gathering, self._restart, self._note_epoch)
+        self._journal = journal
+        self._holders = journal.holders() if journal is not None and self._is_continued else {}
         self._silent: set[int] = set()
         """Stages that have given no sign of life for a while."""
         self._training: Training | None = None
@@ -128,6 +135,8 @@ class Coordinator:
             self._let_leave(tick)
         finally:
             self._close()
+        if self._journal is not None:
+            self._journal.note(is_over=True)
         return self._state.ending.exit_status
 
     # -- the loop --------------------------------------------------------------------------------
@@ -163,7 +172,7 @@ class Coordinator:
         if self._state.phase is Phase.OVER:
             return
         member = self._context.membership.find(identity)
-        if member is None and not isinstance(message, Join | Heartbeat):
+        if member is None and not isinstance(message, Join | Rejoin | Heartbeat):
             self._gathering.turn_away(identity, message)
             return
         self._context.membership.seen(identity, self._context.clock())
@@ -216,6 +225,19 @@ class Coordinator:
         for member in membership.silent(polled_s - lost_s):
             self._lose(member.stage, silence(member, lost_s, step))
 
+    @property
+    def _is_continued(self) -> bool:
+        """Whether the journal is of this run, and goes on."""
+        journal, options = self._journal, self._context.options
+        if journal is None or not journal.has_run:
+            return False
+        facts = journal.facts
+        return (facts.run_id, facts.config_hash) == (options.run_id, options.config_hash)
+
+    def _note_epoch(self, epoch: int) -> None:
+        if self._journal is not None:
+            self._journal.note(epoch=epoch)
+
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
 
@@ -225,6 +247,8 @@ class Coordinator:
         if self._training is not None:
             self._training.lose(stage)
         self._silent.discard(stage)
+        if self._journal is not None:
+            self._journal.lost(stage)
         self._returning.lose(stage, why, is_replaced=is_replaced)
 
     # -- messages --------------------------------------------------------------------------------
@@ -252,17 +276,79 @@ class Coordinator:
             self._say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
         else:
             self._returning.num_steps = self._num_steps
+            self._begin_journal()
             self._gathering.plan(self._num_steps)
 
     def _on_ready(self, identity: bytes, ready: Ready) -> None:
         is_complete = self._gathering.ready(identity, ready)
+        self._note_holder(ready.stage)
         if self._training is not None:
             self._returning.ready(ready.stage)
         elif is_complete:
-            self._training = Training(self._context, self._num_steps, self._publish)
-            self._returning.begin()
-            self._context.broadcast(Start(self._context.options.start_step, self._training.start_codecs))
-            self._context.advance(Event.ALL_READY)
+            self._begin_training()
+            codecs = [list(row) for row in self._context.recovery.point.codecs]
+            self._context.broadcast(Start(self._context.options.start_step, codecs))
+
+    def _begin_training(self) -> None:
+        self._training = Training(self._context, self._num_steps, self._publish, self._journal)
+        self._returning.begin()
+        self._context.advance(Event.ALL_READY)
+        if self._training.is_decided:
+            self._context.advance(Event.LAST_COMMIT, self._training.owed)
+
+    def _begin_journal(self) -> None:
+        """Remember where this run begins, unless it goes on."""
+        if self._journal is None:
+            return
+        options, recovery = self._context.options, self._context.recovery
+        if self._is_continued:
+            return
+        samples, next_sample = self._gathering.data_position(options.start_step)
+        self._journal.begin(
+            JournalFacts(
+                options.run_id,
+                options.config_hash,
+                recovery.epoch,
+                options.start_step,
+                next_sample,
+                samples,
+                self._num_steps,
+                options.global_batch,
+                options.start_step,
+                options.snapshot,
+                dict(options.snapshot_files),
+                dict(options.codecs.saved),
+            )
+        )
+
+    def _note_holder(self, stage: int) -> None:
+        member = self._context.membership.at(stage)
+        if self._journal is not None and member is not None and member.hello is not None:
+            who = (member.host, member.pid, member.worker_id)
+            self._journal.held(JournalledHolder(stage, member.identity, member.hello, *who))
+
+    def _on_rejoin(self, identity: bytes, rejoin: Rejoin) -> None:
+        holder = self._holders.get(rejoin.stage) if rejoin.run_id == self._context.options.run_id else None
+        if not self._gathering.answer_rejoin(identity, holder):
+            return
+        if self._training is None:
+            self._go_on()
+        self._context.recovery.rejoined(rejoin.stage, rejoin.step)
+        self._context.observer.warned(f"{self._context.membership.name(rejoin.stage)} goes on where it was")
+        self._returning.rejoined(rejoin.stage)
+        self._finish_if_nothing_is_owed()
+
+    def _go_on(self) -> None:
+        """A worker of the coordinator before this one lives: the run goes on where it is, whoever else comes."""
+        if self._journal is None:
+            raise AssertionError("without a journal nobody is known")
+        options = self._context.options
+        self._num_steps = self._returning.num_steps = self._journal.facts.num_steps
+        self._context.observer.planned(options.start_step, self._num_steps)
+        self._context.advance(Event.ALL_GREETED)
+        self._begin_training()
+        for stage in range(options.num_stages):
+            self._returning.wait_for(stage)
 
     def _on_relinked(self, identity: bytes, relinked: Relinked) -> None:
         self._returning.relinked(identity, relinked)
@@ -346,6 +432,8 @@ class Coordinator:
     def _finish_if_nothing_is_owed(self) -> None:
         if self._state.phase is not Phase.FINISHING:
             return
+        if self._context.membership.lacking(Standing.READY):
+            return
         owed = self._begun().owed
         self._context.tell_phase(owed)
         if not owed:
@@ -409,6 +497,7 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     Join: Coordinator._on_join,
     Hello: Coordinator._on_hello,
     Ready: Coordinator._on_ready,
+    Rejoin: Coordinator._on_rejoin,
     Relinked: Coordinator._on_relinked,
     Prepare: Coordinator._on_prepare,
     Evaluated: Coordinator._on_evaluated,

@@ -6,17 +6,21 @@ A COMMIT leaves as soon as the last PREPARE is in, before anything is shown or w
 from dataclasses import replace
 from typing import Any
 
-from tahq.comm.control import Evaluated, Prepare, Published, Snapshotted, Traced
+from tahq import fault_points
+from tahq.comm.control import Commit, Evaluated, Prepare, Published, Snapshotted, Traced
 from tahq.coordinator.commit import CommitLedger, CommitRules
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import LinkCodecs
-from tahq.coordinator.observer import SnapshotRecord
+from tahq.coordinator.observer import CodecChange, SnapshotRecord, StepRecord
 from tahq.coordinator.publisher import Publish
 from tahq.coordinator.recovery import for_one_again
 from tahq.coordinator.reports import Reports, SnapshotParts
 from tahq.coordinator.run_state import Event
+from tahq.coordinator.step_report import step_record
 from tahq.coordinator.tracing import TraceCollector
 from tahq.errors import RemoteProtocolError, TahqError
+from tahq.fault_points import reached
 from tahq.pipeline.manifest import snapshot_name
 
 
@@ -27,14 +31,16 @@ class Training:
         context: the run; all members are ready.
         num_steps: length of the run.
         publish: makes a complete snapshot the newest one.
+        journal: remembers what is decided, and what was by a coordinator before this one.
 
     Raises:
         SnapshotError: what the snapshot keeps of the links' codecs makes no sense.
     """
 
-    def __init__(self, context: RunContext, num_steps: int, publish: Publish) -> None:
+    def __init__(self, context: RunContext, num_steps: int, publish: Publish, journal: Journal | None = None) -> None:
         self._context = context
         self._publish = publish
+        self._journal = journal
         self._reports = Reports(context.options.num_stages)
         self._num_steps = num_steps
         options = context.options
@@ -42,9 +48,30 @@ class Training:
         self._inexact: set[int] = set()
         """Stages that have computed a step again otherwise than before."""
         self._codecs_kept: dict[int, dict[str, Any]] = {}
-        names = [member.name for member in context.membership.members]
+        names = [context.membership.name(stage) for stage in range(options.num_stages)]
         self._ledger = CommitLedger(commit_rules(context, num_steps), names, context.clock())
         self._traces = TraceCollector(names)
+        self._is_continued = False
+        """Whether workers may say again what a coordinator before this one has heard."""
+        context.recovery.begin_with(self._codecs.start_rows())
+        if journal is not None:
+            self._go_on_from(journal)
+
+    def _go_on_from(self, journal: Journal) -> None:
+        """Take over what was decided since the restore point."""
+        evaluations = journal.evaluations()
+        for step in journal.steps():
+            self._is_continued = True
+            norm = self._ledger.adopt(step.commit, step.prepares, self._context.clock())
+            chunks = self._context.options.chunks_per_stage
+            record = step_record(step.commit, step.prepares, norm, step.step_time_s, chunks)
+            changes, _ = self._decide_codecs(record)
+            self._note_decided(step.commit, replace(self._codecs.described(record), codec_changes=changes))
+            if step.commit.step in evaluations:
+                self._take_evaluation(evaluations[step.commit.step])
+
+    def _decide_codecs(self, record: StepRecord) -> tuple[tuple[CodecChange, ...], list[list[int]]]:
+        return self._codecs.decide(self._codecs.described(record))
 
     @property
     def steps_done(self) -> int:
@@ -52,9 +79,9 @@ class Training:
         return self._ledger.step
 
     @property
-    def start_codecs(self) -> list[list[int]]:
-        """For START: the codecs that are not as configured."""
-        return self._codecs.start_rows()
+    def is_decided(self) -> bool:
+        """Whether the last step is decided, by a coordinator before this one."""
+        return any(commit.stop for commit in self._context.recovery.commits)
 
     @property
     def finished(self) -> bool:
@@ -84,16 +111,25 @@ class Training:
         record = self._codecs.described(record)
         changes, rows = self._codecs.decide(record)
         commit = replace(commit, codecs=rows, complete_snapshot=context.state.last_snapshot or 0)
-        context.recovery.decided(commit, self._ledger.decided, self._codecs.start_rows())
-        context.broadcast(commit)
+        reached(fault_points.COMMIT_DECIDED, step=commit.step)
+        if self._journal is not None:
+            self._journal.decided(commit, self._ledger.decided, record.step_time_s)
+        reached(fault_points.COMMIT_JOURNALLED, step=commit.step)
+        for member in context.membership.members:
+            context.server.send(member.identity, commit)
+            reached(fault_points.COMMIT_SENT, step=commit.step)
         self._traces.committed(commit.step, now_s - record.step_time_s, now_s)
-        self._reports.owe(commit)
-        context.state.evaluating = self._reports.evaluating
-        if commit.snapshot:
-            self._codecs_kept[commit.step + 1] = self._codecs.saved()
-        context.observer.step_committed(replace(record, codec_changes=changes))
+        self._note_decided(commit, replace(record, codec_changes=changes))
         if commit.stop:
             context.advance(Event.LAST_COMMIT, self.owed)
+
+    def _note_decided(self, commit: Commit, record: StepRecord) -> None:
+        self._context.recovery.decided(commit, self._ledger.decided, self._codecs.start_rows())
+        self._reports.owe(commit)
+        self._context.state.evaluating = self._reports.evaluating
+        if commit.snapshot:
+            self._codecs_kept[commit.step + 1] = self._codecs.saved()
+        self._context.observer.step_committed(record)
 
     def is_again(self, prepare: Prepare) -> bool:
         """Whether a stage that was lost has computed a step again that is decided."""
@@ -130,8 +166,16 @@ class Training:
     def evaluated(self, identity: bytes, evaluated: Evaluated) -> None:
         """Take the validation loss; raises RemoteProtocolError if it was not asked for."""
         context = self._context
-        member = context.membership.claim(identity, context.options.num_stages - 1)
-        record = self._reports.evaluated(evaluated, member.name)
+        context.membership.claim(identity, context.options.num_stages - 1)
+        if self._is_continued and evaluated.step != self._reports.evaluating:
+            return  # heard by the coordinator before
+        if self._journal is not None and evaluated.step == self._reports.evaluating:
+            self._journal.evaluated(evaluated)
+        self._take_evaluation(evaluated)
+
+    def _take_evaluation(self, evaluated: Evaluated) -> None:
+        context = self._context
+        record = self._reports.evaluated(evaluated, context.membership.name(context.options.num_stages - 1))
         context.state.evaluating = None
         self._ledger.restart_clock(context.clock())
         context.observer.validated(record)
@@ -139,6 +183,8 @@ class Training:
     def snapshotted(self, identity: bytes, part: Snapshotted) -> None:
         """Take a part of a snapshot; raises RemoteProtocolError if it was not asked for."""
         member = self._context.membership.claim(identity, part.stage)
+        if self._is_continued and not self._reports.lacks(part.step, part.stage):
+            return  # heard by the coordinator before
         parts = self._reports.snapshotted(part, member.name)
         if parts is not None:
             self._complete(replace(parts, codecs=self._codecs_kept.pop(parts.step)))
@@ -164,6 +210,8 @@ class Training:
         context.state.last_snapshot = parts.step
         folder = f"snapshots/{snapshot_name(parts.step)}"
         context.recovery.published(parts.step, folder, {part.file: part.sha256 for part in parts.parts})
+        if self._journal is not None:
+            self._journal.published(parts.step, folder, context.recovery.point.files, parts.codecs)
         context.broadcast(Published(parts.step))
 
     def _publishing_error(self, parts: SnapshotParts) -> str:

@@ -1,0 +1,239 @@
+"""The coordinator's memory on disk: what it must know to go on if it is killed and started again.
+
+Every decision is here, durable, before any worker hears of it: so a coordinator that comes back can give the answer
+that some have and others have not. SQLite, write-ahead log, full synchronisation; one file in the run's folder. Rows
+are kept since the newest complete snapshot.
+
+::
+
+    facts        one row of JSON: run, configuration, where the run began, restore point, epoch, whether it has ended
+    steps        step, COMMIT and every PREPARE as they were on the wire, seconds
+    evaluations  step, EVALUATED
+    holders      stage, whose it is (routing id), HELLO
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from tahq.comm.control import Commit, Evaluated, Hello, Message, Prepare, decode_message, encode_message
+from tahq.errors import RemoteProtocolError, SnapshotError
+
+FORMAT = 1
+M = TypeVar("M", bound=Message)
+
+_TABLES = """
+CREATE TABLE facts (id INTEGER PRIMARY KEY CHECK (id = 0), json TEXT NOT NULL) STRICT;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, decision BLOB NOT NULL, seconds REAL NOT NULL) STRICT;
+CREATE TABLE prepares (step INTEGER, stage INTEGER, message BLOB NOT NULL, PRIMARY KEY (step, stage)) STRICT;
+CREATE TABLE evaluations (step INTEGER PRIMARY KEY, message BLOB NOT NULL) STRICT;
+CREATE TABLE holders (stage INTEGER PRIMARY KEY, identity BLOB NOT NULL, hello BLOB NOT NULL,
+    host TEXT NOT NULL, pid INTEGER NOT NULL, worker_id TEXT NOT NULL) STRICT;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFacts:
+    """What a run is, and where its lost stages begin again.
+
+    `next_sample` is the number of the sample that `start_step` begins with, `num_train_samples` those of an epoch;
+    `codecs` is what `LinkCodecs.saved` says of the links at `step`, `snapshot` its folder as seen from the run's.
+    """
+
+    run_id: int
+    config_hash: str
+    epoch: int
+    start_step: int = 0
+    next_sample: int = 0
+    num_train_samples: int = 0
+    num_steps: int = 0
+    global_batch: int = 0
+    step: int = 0
+    snapshot: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    codecs: Mapping[str, Any] = field(default_factory=dict)
+    is_over: bool = False
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class JournalledStep:
+    """A decision, and what it was made of, by stage."""
+
+    commit: Commit
+    prepares: tuple[Prepare, ...]
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JournalledHolder:
+    """Who held a stage."""
+
+    stage: int
+    identity: bytes
+    hello: Hello
+    host: str
+    pid: int
+    worker_id: str
+
+
+class Journal:
+    """One run's; used by one thread.
+
+    Args:
+        path: the file; made if it is not there.
+
+    Raises:
+        SnapshotError: it is there, and is no journal of this version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._database = sqlite3.connect(path, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=FULL")
+            with closing(self._database.execute("SELECT name FROM sqlite_master WHERE name = 'facts'")) as found:
+                if found.fetchone() is None:
+                    self._database.executescript(f"BEGIN; {_TABLES} COMMIT;")
+        except sqlite3.DatabaseError as error:
+            raise SnapshotError(
+                f"{path} is no journal of a run ({error}); remove it to resume from the snapshot"
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+
+    # What happens
+
+    def begin(self, facts: JournalFacts) -> None:
+        """A run begins, or goes on from a snapshot: nothing of before is of use."""
+        self._write(
+            *((f"DELETE FROM {table}", ()) for table in ("steps", "prepares", "evaluations", "holders")),
+            _put_facts(facts),
+        )
+
+    def note(self, **changes: Any) -> None:
+        """Fields of the facts that are otherwise from now on."""
+        self._write(_put_facts(replace(self.facts, **changes)))
+
+    def decided(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> None:
+        """A step is decided; to be called before anybody is told."""
+        self._write(
+            ("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", (commit.step, encode_message(commit), step_time_s)),
+            *(
+                ("INSERT OR REPLACE INTO prepares VALUES (?, ?, ?)", (p.step, p.stage, encode_message(p)))
+                for p in prepares
+            ),
+        )
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """The validation loss of a step has come in."""
+        self._write(("INSERT OR REPLACE INTO evaluations VALUES (?, ?)", (evaluated.step, encode_message(evaluated))))
+
+    def published(self, step: int, snapshot: str, files: Mapping[str, str], codecs: Mapping[str, Any]) -> None:
+        """A snapshot is complete: what was decided before it is of no use any more."""
+        facts = replace(self.facts, step=step, snapshot=snapshot, files=dict(files), codecs=dict(codecs))
+        tables = ("steps", "prepares", "evaluations")
+        self._write(*((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in tables), _put_facts(facts))
+
+    def held(self, holder: JournalledHolder) -> None:
+        """A worker trains a stage."""
+        values = (
+            holder.stage,
+            holder.identity,
+            encode_message(holder.hello),
+            holder.host,
+            holder.pid,
+            holder.worker_id,
+        )
+        self._write(("INSERT OR REPLACE INTO holders VALUES (?, ?, ?, ?, ?, ?)", values))
+
+    def lost(self, stage: int) -> None:
+        """Nobody trains a stage any more: who did may not come back to it."""
+        self._write(("DELETE FROM holders WHERE stage = ?", (stage,)))
+
+    # What has happened
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run has begun that has not ended in order."""
+        with closing(self._database.execute("SELECT json FROM facts")) as rows:
+            return rows.fetchone() is not None and not self.facts.is_over
+
+    @property
+    def facts(self) -> JournalFacts:
+        """Raises SnapshotError if there are none, or if they are of another version."""
+        with closing(self._database.execute("SELECT json FROM facts")) as rows:
+            row = rows.fetchone()
+        try:
+            facts = JournalFacts(**json.loads(row[0]))
+        except (TypeError, ValueError) as error:
+            raise SnapshotError(
+                f"{self._path} cannot be read ({error}); remove it to resume from the snapshot"
+            ) from error
+        if facts.format != FORMAT:
+            raise SnapshotError(
+                f"{self._path} has format {facts.format}, expected {FORMAT}; use the tahq that wrote it"
+            )
+        return facts
+
+    def steps(self) -> Iterator[JournalledStep]:
+        """All decisions since the restore point, in order."""
+        for step, decision, seconds in self._rows("SELECT step, decision, seconds FROM steps ORDER BY step"):
+            rows = self._rows("SELECT message FROM prepares WHERE step = ? ORDER BY stage", (step,))
+            prepares = tuple(self._decoded(message, Prepare) for (message,) in rows)
+            yield JournalledStep(self._decoded(decision, Commit), prepares, seconds)
+
+    def evaluations(self) -> dict[int, Evaluated]:
+        """Validation losses since the restore point, by step."""
+        rows = self._rows("SELECT step, message FROM evaluations")
+        return {step: self._decoded(message, Evaluated) for step, message in rows}
+
+    def holders(self) -> dict[int, JournalledHolder]:
+        """Who held each stage."""
+        rows = self._rows("SELECT stage, identity, hello, host, pid, worker_id FROM holders")
+        return {
+            stage: JournalledHolder(stage, identity, self._decoded(hello, Hello), *rest)
+            for stage, identity, hello, *rest in rows
+        }
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        with closing(self._database.execute(query, values)) as rows:
+            return rows.fetchall()
+
+    def _decoded(self, data: bytes, expected: type[M]) -> M:
+        try:
+            message = decode_message(data, str(self._path))
+        except RemoteProtocolError as error:
+            raise SnapshotError(f"{error}; remove it to resume from the snapshot") from error
+        if not isinstance(message, expected):
+            raise SnapshotError(f"{self._path} has a {type(message).__name__} where {expected.__name__} should be")
+        return message
+
+    def _write(self, *statements: tuple[str, Sequence[Any]]) -> None:
+        """All of it, or nothing; durable when this returns.
+
+        Raises:
+            SnapshotError: the disk takes no more; the message names the file.
+        """
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            for statement, values in statements:
+                self._database.execute(statement, values)
+            self._database.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise SnapshotError(f"cannot write {self._path}: {error}; make room, and resume the run") from error
+
+
+def _put_facts(facts: JournalFacts) -> tuple[str, Sequence[Any]]:
+    return "INSERT OR REPLACE INTO facts VALUES (0, ?)", (json.dumps(asdict(facts)),)
