@@ -135,7 +135,7 @@ class Coordinator:
             self._let_leave(tick)
         finally:
             self._close()
-        if self._journal is not None:
+        if self._journal is not None and self._journal.has_run:
             self._journal.note(is_over=True)
         return self._state.ending.exit_status
 

@@ -153,7 +153,7 @@ def test_delay_holds_both_ways_and_may_change(server, connect):
     client = connect(server.address)
     client.send(JOIN)
     identity, _ = hear(server, Join)
-    client.set_timing(shaping=Shaping(delay_s=0.05), peer_timeout_s=5.0, heartbeat_s=0.2)
+    client.set_timing(shaping=Shaping(delay_s=0.05), peer_timeout_s=5.0, heartbeat_s=0.2, give_up_s=5.0)
     trips_s = []
     for stage in range(8):
         started_s = time.monotonic()
@@ -334,7 +334,11 @@ def test_numbers_count_from_one_and_what_is_skipped_comes_again():
 
 @pytest.mark.parametrize(
     ("head", "reason"),
-    [(b"abc", "number of 3 bytes"), (struct.pack("<QQB", 1, 0, 2), "message 1"), (struct.pack("<QQB", 0, 0, 0), "0")],
+    [
+        (b"abc", "number of 3 bytes"),
+        (struct.pack("<QQQB", 1, 0, 5, 2), "message 1"),
+        (struct.pack("<QQQB", 0, 0, 5, 0), "0"),
+    ],
 )
 def test_first_part_that_cannot_be_is_a_protocol_error(head, reason):
     with pytest.raises(RemoteProtocolError, match=f"^peer: sent .*{reason}"):

@@ -61,6 +61,7 @@ def test_assign_and_plan_say_what_the_options_say(scene):
             [[0, 0, "host0", "10.0.0.0:9000", "zmq"], [1, 2, "host2", "", "zmq"]],
             num_train_samples=100,
             next_sample=0,
+            live_step=2,
         )
     ]
     assert scene.server.told(b"worker-1", Start) == [Start(2)]

@@ -159,7 +159,7 @@ def test_speeds_are_no_more_than_the_caps():
 
 def test_cap_of_a_pair_and_delays_of_neighbours_count_alone():
     links = "pairs: [{between: [host0, host1], rate: 1mbit}, {between: [host0, host3], delay: 50s}]"
-    speeds = link_speeds(load(f"links={{{links}}}", "run.peer_timeout=200s"))
+    speeds = link_speeds(load(f"links={{{links}}}", "run.peer_timeout=200s", "run.give_up=400s"))
     assert speeds.is_shaped
     assert speeds.rate(1, 0) == pytest.approx(1e6 * 1448 / 1514)
     assert speeds.rate(1, 2) == math.inf

@@ -165,7 +165,7 @@ def test_interpreter_that_is_not_there_is_told_from_the_log(sshd, tmp_path, star
     write_config(tmp_path, over_ssh(TWO_STAGES, sshd, tmp_path, python="/no/such/python"))
     launcher = start("tahq-launch", "cluster.yaml")
     _, stderr = launcher.communicate(timeout=60)
-    assert launcher.returncode == 3
+    assert launcher.returncode == 3, stderr
     assert stderr.count("\n") == 1, stderr
     assert "/no/such/python" in stderr
     assert "runs/tiny/logs/stage-" in stderr
