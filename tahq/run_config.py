@@ -55,6 +55,8 @@ class RunConfig(Section):
     """Most that a stage keeps on its disk of what it has sent since the last snapshot; 0: nothing."""
     join_timeout: Duration = Field(default=600.0, gt=0)
     """How long the coordinator waits for all stages to join."""
+    grace: Duration = Field(default=25.0, gt=0)
+    """How long the step and its snapshot may take after SIGTERM."""
     snapshot_every: int | None = Field(default=None, ge=1)
     """Steps between snapshots; one is always written at the end and on interruption."""
     snapshot_buffers: int = Field(default=2, ge=0, le=2)

@@ -212,6 +212,7 @@ class Worker:
 
     def close(self) -> None:
         """Release the sockets; the links say goodbye."""
+        signal.setitimer(signal.ITIMER_REAL, 0)  # this worker is leaving
         for group in self._groups:
             group.close()
         if self._endpoint is not None:
@@ -402,6 +403,8 @@ class Worker:
     def _before_action(self, step: int, action: Action) -> None:
         self._working(str(action))
         reached(_POINTS[action.kind is ActionKind.F], stage=self.stage, step=step)
+        if self._client.aborted is not None:
+            raise RunAbortedError(self._client.aborted.message, self._client.aborted.exit_status)
         if self._signals and not self._stop_requested:
             self._stop_requested = True
             self._client.send(StopRequest(self.stage, self._signals[0]))
@@ -458,12 +461,24 @@ class Worker:
     def _install_signal_handlers(self) -> None:
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_grace_over)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """First: ask for an orderly stop at the next action. Second, or before training: leave now."""
         self._signals.append(number)
-        if len(self._signals) > 1 or self._step < 0:
+        if len(self._signals) > 1 or self._step < 0 or self.config is None:
             raise InterruptedRunError(f"stage {self.stage} stopped by {signal.Signals(number).name}", number)
+        if number == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, self.config.run.grace)
+
+    def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
+        """The step and its snapshot have taken too long: leave, whatever this thread is doing or waiting for."""
+        grace_s = self.config.run.grace if self.config is not None else 0.0
+        raise InterruptedRunError(
+            f"stage {self.stage} stopped by SIGTERM: step {self._step + 1} and its snapshot took longer than run.grace "
+            f"({grace_s:g} s), so they are given up",
+            signal.SIGTERM,
+        )
 
 
 def _frame_logs(config: ClusterConfig, stage: int) -> Callable[[int], FrameLog] | None:

@@ -222,6 +222,7 @@ def _coordinator_options(
         peer_timeout_s=run.peer_timeout,
         give_up_s=run.give_up,
         join_timeout_s=run.join_timeout,
+        grace_s=run.grace,
         start_step=origin.start_step,
         snapshot=origin.snapshot,
         snapshot_files=origin.files,

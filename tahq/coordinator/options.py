@@ -41,6 +41,8 @@ class CoordinatorOptions:
     give_up_s: float = 120.0
     """How long a silent or lost worker is waited for; one that is silent for half of it is lost."""
     join_timeout_s: float = 600.0
+    grace_s: float = 25.0
+    """How long an orderly end may take after SIGTERM."""
     start_step: int = 0
     snapshot: str = ""
     """Folder of the snapshot to continue from, seen from the run's folder; empty: start anew."""

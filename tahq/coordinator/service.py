@@ -4,6 +4,7 @@ Everything that decides is in the pure cores (`membership`, `plan`, `commit`, `r
 `watch`). One thread; `request_stop` alone may be called from elsewhere (a signal handler).
 """
 
+import math
 import signal
 import time
 from collections import deque
@@ -101,6 +102,7 @@ class Coordinator:
         self._num_steps = 0
         self._signals: deque[int] = deque()
         self._num_signals = 0
+        self._leave_by_s = math.inf
         self._next_tick_s = clock()
 
     @property
@@ -208,6 +210,12 @@ class Coordinator:
         self._check_silence(polled_s, step)
         self._returning.check_waiting(options.give_up_s)
         check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
+        if context.clock() > self._leave_by_s:
+            raise InterruptedRunError(
+                f"stopped by SIGTERM: the step and its snapshot took longer than run.grace ({options.grace_s:g} s), so "
+                f"they are given up after step {self._begun().steps_done}",
+                signal.SIGTERM,
+            )
 
     def _check_silence(self, polled_s: float, step: int | None) -> None:
         options, membership = self._context.options, self._context.membership
@@ -425,6 +433,8 @@ class Coordinator:
         if not self._state.request_stop(signal_number):
             when = "while measuring" if self._state.phase is Phase.MEASURING else "before the first step"
             raise InterruptedRunError(f"{who} got {name} {when}", signal_number)
+        if signal_number == signal.SIGTERM:  # of Ctrl-C a person sees what comes of it, and can press it again
+            self._leave_by_s = min(self._leave_by_s, self._context.clock() + self._context.options.grace_s)
         if first and self._state.phase is Phase.TRAINING:
             step = self._begun().steps_done + 1
             self._context.observer.warned(f"{who} got {name}: finishing step {step}, then a snapshot")

@@ -447,6 +447,31 @@ def test_second_signal_aborts_at_once(scene):
     assert scene.end.steps_done == 2
 
 
+@pytest.mark.parametrize(("number", "ended_by_it"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_step_that_takes_longer_than_the_grace_after_sigterm_is_given_up(scene, number, ended_by_it):
+    workers = scene.workers(stage1={"say": {2: []}})
+    asked_s = []
+
+    def tick():
+        if workers[1].step == 2 and not asked_s:
+            asked_s.append(scene.clock.now_s)
+            scene.coordinator.request_stop(number)
+        elif asked_s and scene.clock.now_s > asked_s[0] + 5.0 and workers[1].say:
+            workers[1].say = {}
+            workers[1].begin(2)
+
+    scene.build(steps=100, snapshot_every=1, grace_s=3.0)
+    assert scene.run(tick) == 128 + number
+    assert (scene.end.steps_done, scene.end.last_snapshot) == ((2, 2) if ended_by_it else (3, 3))
+    if ended_by_it:
+        assert scene.clock.now_s == pytest.approx(asked_s[0] + 3.0, abs=1.5)  # and a second to leave in
+        assert (
+            "longer than run.grace (3 s), so they are given up after step 2; the run can be resumed"
+            in scene.end.message
+        )
+        assert scene.server.told(b"worker-0", Abort)[0].exit_status == 143
+
+
 def test_signal_is_noticed_within_two_tenths_of_a_second(scene):
     scene.build()
     scene.coordinator.request_stop(signal.SIGTERM)

@@ -19,7 +19,7 @@ from tahq_launch.launcher import Fleet, local_peer, signals_to
 from tahq_launch.local_host import local_command, threads_of_each
 from tahq_launch.stage_process import StageProcess, WorkerCommand
 
-from .conftest import TWO_STAGES, wait_until_gone
+from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -202,6 +202,30 @@ def test_ctrl_c_stops_in_order_with_a_snapshot_that_resumes(training, tmp_path, 
     assert "training.steps" in stdout
     assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == done + 1
     assert (tmp_path / "runs" / "tiny" / f"config-until-step-{done}.yaml").exists()
+
+
+@pytest.mark.parametrize("told", ["the launcher", "a worker"])
+def test_sigterm_ends_the_run_within_its_grace_however_long_a_step_is(tmp_path, start, told):
+    slow = {"forward": "200ms", "backward": "200ms"}  # of four micro-batches: more than 1.6 s a step
+    changed = {
+        "run": {**ENDLESS["run"], "grace": "200ms", "snapshot_every": 1},
+        "model": {**ENDLESS["model"], "sleep": slow},
+    }
+    write_config(tmp_path, {**ENDLESS, **changed})
+    launcher = start("tahq-launch", "cluster.yaml")
+    wait_for_steps(launcher, tmp_path / "runs" / "tiny", 1)
+    stages = workers(launcher.pid)
+    victim = launcher.pid if told == "the launcher" else next(pid for pid in stages if name(pid) == "tahq stage 1")
+    begin_s = time.monotonic()
+    os.kill(victim, signal.SIGTERM)
+    _, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143, stderr
+    assert stderr.count("\n") == 1, stderr
+    assert "run.grace (0.2 s)" in stderr
+    assert "--resume` (snapshot after step 1)" in stderr
+    assert time.monotonic() - begin_s < 20
+    assert not any(map(is_alive, stages))
+    assert (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().count("\n") == 1
 
 
 def test_workers_started_by_hand_complete_a_run(tmp_path, start):

@@ -1,0 +1,78 @@
+"""NaN that one stage alone sees, once: all stages skip the step, the batch is kept, and the run goes on."""
+
+import subprocess
+import sys
+
+import torch
+from safetensors import safe_open
+from support.runs import Run, environment, launch, start, tiny, write_config
+
+STEPS, DISTURBED = 5, 3
+CONFIG = tiny(
+    run={"name": "tiny", "snapshot_every": 1, "keep_snapshots": STEPS},
+    model={"num_layers": 3},
+    pipeline={"stages": 3},
+    training={"steps": STEPS, "lr_schedule": "constant"},
+)
+DISTURBED_WORKER = f"""
+import sys
+import torch
+from tahq.pipeline.stage import Stage
+from tahq_launch.cli import worker_main
+
+connect = Stage.__init__
+
+def disturbed(stage, plan, modules, *arguments, **options):
+    connect(stage, plan, modules, *arguments, **options)
+    weight = next(iter(modules[plan.stage].parameters()))
+    calls = iter(range(10**9))
+
+    def second_micro_batch_of_one_step(gradient):
+        is_it = next(calls) == {DISTURBED - 1} * plan.training.num_micro_batches + 1
+        return gradient * torch.nan if is_it else gradient
+
+    weight.register_hook(second_micro_batch_of_one_step)
+
+Stage.__init__ = disturbed
+sys.argv = ["tahq-worker", *sys.argv[1:]]
+sys.exit(worker_main())
+"""
+"""A worker in whose stage the gradient of one weight is NaN in one micro-batch of one step: nothing of it travels."""
+
+
+def disturbed_run(folder) -> Run:
+    write_config(folder, CONFIG)
+    coordinator = start(folder, "tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
+    peer = coordinator.stdout.readline().split()[-1]
+    middle = subprocess.Popen(
+        [sys.executable, "-c", DISTURBED_WORKER, "--stage", "1", "--peer", peer],
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ends = [start(folder, "tahq-worker", "--stage", str(stage), "--peer", peer) for stage in (0, 2)]
+    stdout, stderr = coordinator.communicate(timeout=120)
+    for process in (middle, *ends):
+        assert (process.communicate(timeout=60)[1].count("Traceback"), process.returncode) == (0, 0)
+    return Run(folder / "runs" / "tiny", coordinator.returncode, stdout, stderr)
+
+
+def test_nan_in_one_micro_batch_on_a_middle_stage_is_skipped_by_all_and_the_run_goes_on(tmp_path):
+    for name in ("calm", "disturbed"):
+        (tmp_path / name).mkdir()
+    calm = launch(tmp_path / "calm", CONFIG)
+    run = disturbed_run(tmp_path / "disturbed")
+    assert run.returncode == 0, run.stderr
+    assert [row["step"] for row in run.metrics if row["skipped"]] == [DISTURBED]
+    assert run.losses[:DISTURBED] == calm.losses[:DISTURBED]  # the loss itself is not touched
+    assert all(loss is not None for loss in run.losses)
+    state = run.snapshot()
+    assert all(torch.isfinite(tensor).all() for tensor in state.values())
+    updates = {name: tensor.item() for name, tensor in state.items() if name.startswith("optimizer/step/")}
+    assert len(updates) == sum(name.startswith("model/") for name in state)
+    assert set(updates.values()) == {STEPS - 1}  # every parameter of every stage
+    (kept,) = (run.folder / "non_finite").iterdir()
+    with safe_open(kept, "pt") as file:
+        assert file.metadata()["step"] == str(DISTURBED)
+        assert file.get_tensor("tokens").numel() > 0
