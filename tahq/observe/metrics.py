@@ -2,19 +2,27 @@
 
 The line of a step that is evaluated is held back until its validation loss has come in, so that there
 is one object a step and nothing else. NaN and infinity, which JSON does not have, become null. When a
-run continues from a snapshot, what the file says about later steps is cut off first.
+run continues from a snapshot, what the file says about later steps is cut off first. Lines that a full disk does
+not take are kept, and written when there is room again.
 """
 
+import errno
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tahq.coordinator.observer import LinkRecord, RunEnd, RunObserver, StageRecord, StepRecord, ValidationRecord
 from tahq.coordinator.stage_split import BESIDE, StageSplit
+
+MAX_UNWRITTEN_NBYTES = 64 * 1024 * 1024
+"""Of lines that wait for room on the disk; beyond it the file is given up."""
+
+log = logging.getLogger(__name__)
 
 
 class MetricsFile(RunObserver):
@@ -27,7 +35,9 @@ class MetricsFile(RunObserver):
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         keep_until(path, start_step)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._has_no_room = False
         self._held: dict[str, Any] | None = None
 
     def step_committed(self, record: StepRecord) -> None:
@@ -44,15 +54,34 @@ class MetricsFile(RunObserver):
         self._release()
 
     def ended(self, end: RunEnd) -> None:
-        """Write what was held back, and close the file."""
-        self._release()
-        self._file.close()
+        """Write what was held back, and close the file; OSError if the disk is still full."""
+        with self._file:
+            self._release()
+            self._write()
+            if self._unwritten:
+                num_lines = len(self._unwritten.splitlines())
+                raise OSError(errno.ENOSPC, f"no room for the last {num_lines} lines of {self._file.name}")
 
     def _release(self) -> None:
         if self._held is not None:
-            self._file.write(json.dumps(self._held, allow_nan=False) + "\n")
-            self._file.flush()
+            self._unwritten += json.dumps(self._held, allow_nan=False).encode() + b"\n"
             self._held = None
+            self._write()
+
+    def _write(self) -> None:
+        """As much as the disk takes; a line may be cut, and is completed by the next call."""
+        had_no_room = self._has_no_room
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > MAX_UNWRITTEN_NBYTES:
+                raise
+            self._has_no_room = True
+            if not had_no_room:
+                log.warning("%s: %s; its lines are kept until there is room", self._file.name, error.strerror)
+        else:
+            self._has_no_room = False
 
 
 def step_object(record: StepRecord) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def test_snapshots_beside_the_training_have_the_bits_of_those_that_it_waits_for(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own for a run's snapshots, with room for two of them; (folder, resize)."""
-    folder = tmp_path / "runs" / "tiny" / "snapshots"
+    """A file system of its own for a run: its folder, and what makes it smaller or larger."""
+    folder = tmp_path / "runs" / "tiny"
     folder.mkdir(parents=True)
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True).returncode:
         pytest.skip("needs to mount a file system, and so root")
@@ -69,15 +69,16 @@ def small_disk(tmp_path):
         subprocess.run(["mount", "-o", f"remount,size={nbytes}", folder], check=True)
 
     yield folder, resize
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def snapshot_nbytes(folder: Path) -> int:
+def used_nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, small_disk):
-    snapshots, resize = small_disk
+    folder, resize = small_disk
+    snapshots = folder / "snapshots"
     sections = config(
         run={"snapshot_every": 4, "keep_snapshots": 1, "snapshot_buffers": 2},
         training={"steps": 1_000_000, "eval_every": None},
@@ -90,7 +91,7 @@ def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, 
         assert next(line for line in lines if line.startswith("snapshot after step"))
         wait_until(lambda: (snapshots / "latest").exists(), 30, "latest")
         # room for one stage of the next and not for both: stages of this model are of about equal size
-        resize(int(1.7 * snapshot_nbytes(snapshots)))
+        resize(int(used_nbytes(folder) + 0.7 * used_nbytes(snapshots)))
         warning = next(line for line in lines if line.startswith("warning: no snapshot"))
         good = latest_folder(snapshots).name
         assert "No space left on device" in warning
@@ -106,10 +107,10 @@ def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, 
         launcher.kill()
         launcher.communicate()
     assert not list(snapshots.rglob("*.tmp"))
-    steps = [row["step"] for row in Run(tmp_path / "runs" / "tiny", 0, "", "").metrics]
+    steps = [row["step"] for row in Run(folder, 0, "", "").metrics]
     assert steps == list(range(1, len(steps) + 1))
-    folder = latest_folder(snapshots)
-    SnapshotReader(folder, read_manifest(folder).sha256).verify()
+    newest = latest_folder(snapshots)
+    SnapshotReader(newest, read_manifest(newest).sha256).verify()
 
 
 def test_what_a_killed_writer_leaves_is_no_snapshot(tmp_path):

@@ -2,12 +2,13 @@
 
 import json
 import math
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.observer import CodecChange, StageRecord, ValidationRecord
+from tahq.coordinator.observer import CodecChange, RunEnd, StageRecord, ValidationRecord
 from tahq.coordinator.stage_split import stage_split
 from tahq.observe.metrics import MetricsFile, keep_until, perplexity, step_object
 
@@ -52,6 +53,44 @@ def test_line_has_the_agreed_keys(record):
         "timing_s": {"forward": 3.0, "wait": 1.0},
         "codec_state_bytes": 0,
     }
+
+
+@pytest.fixture
+def filled(path):
+    """A file whose disk can be filled: (MetricsFile, fill, free). /dev/full takes nothing, as a full disk."""
+    file = MetricsFile(path)
+    descriptor = file._file.fileno()
+    real, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
+    yield file, lambda: os.dup2(full, descriptor), lambda: os.dup2(real, descriptor)
+    os.close(real)
+    os.close(full)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(path, filled, record, caplog):
+    file, fill, free = filled
+    file.step_committed(record(1))
+    fill()
+    for step in (2, 3):
+        file.step_committed(record(step))
+    assert [row["step"] for row in read(path)] == [1]
+    free()
+    file.step_committed(record(4))
+    assert [row["step"] for row in read(path)] == [1, 2, 3, 4]
+    fill()
+    file.step_committed(record(5))
+    free()
+    file.ended(RunEnd(0, "", 5, 5, 5))
+    assert [row["step"] for row in read(path)] == [1, 2, 3, 4, 5]
+    assert [text.count("its lines are kept") for text in caplog.messages] == [1, 1]
+
+
+def test_lines_that_are_lost_with_a_disk_that_stays_full_are_counted(path, filled, record):
+    file, fill, _ = filled
+    fill()
+    for step in (1, 2):
+        file.step_committed(record(step))
+    with pytest.raises(OSError, match=r"no room for the last 2 lines of .*metrics\.jsonl"):
+        file.ended(RunEnd(0, "", 2, 2, 2))
 
 
 def test_changes_of_codecs_are_in_the_line_of_the_step_that_decided_them(record):
