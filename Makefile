@@ -14,6 +14,8 @@ TEST_FLAGS      ?= -q
 DEMO_NAME       ?= demo-$(shell date +%Y%m%d-%H%M%S)
 DEMO_FLAGS      ?=
 VM_FLAGS        ?=
+CHAOS_FLAGS     ?=
+HARDWARE        ?= here
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
@@ -24,7 +26,7 @@ CODE  := tahq launch netem tests benchmarks
 NOT_IN_BENCH := $(patsubst %,benchmarks/bench_%.py,dropin engine follow heterogeneous paper_throughput time_to_loss)
 BENCHMARKS   := $(filter-out $(NOT_IN_BENCH),$(sort $(wildcard benchmarks/bench_*.py)))
 
-.PHONY: help setup demo test test-parallel test-serial test-netem-vm check lint types imports format bench clean
+.PHONY: help setup demo test test-parallel test-serial test-netem-vm check lint types imports format bench chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -85,6 +87,10 @@ format: $(READY)  ## rewrite the code in the house format
 
 bench: $(READY)  ## run the benchmarks, but for the three of slow networks; results go to benchmarks/results
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+# Hours, on a machine with nothing else to do, as root; goes on where it was interrupted.
+chaos: $(READY)  ## faults in real processes, 20 times each; result in benchmarks/results
+	PYTHONPATH=tests:benchmarks $(BIN)/python -m chaos --hardware $(HARDWARE) $(CHAOS_FLAGS)
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

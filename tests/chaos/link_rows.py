@@ -9,7 +9,7 @@ from typing import Any
 
 from chaos.configurations import small_run
 from chaos.row import Attempt, Figures, Row
-from chaos.scene import by_hand, faults, shaped_network
+from chaos.starting import by_hand, faults, shaped_network
 from tahq_netem.fault_player import FaultEvent
 
 RATE_BITS_PER_S = 20e6
@@ -80,7 +80,7 @@ def flapping(attempt: Attempt) -> Figures:
     host = attempt.dice.randrange(STAGES)
     downs = [4.0 * index + 1.0 for index in range(15)]
     timeline = "\n".join(f"- {{at: {at_s}s, link: host{host}, what: down, for: 2s}}" for at_s in downs)
-    return _disturbed(attempt, small_run(200), timeline, timeout_s=400)[0]
+    return _disturbed(attempt, small_run(130), timeline, timeout_s=300)[0]
 
 
 def _bad_network(attempt: Attempt, **shape: float) -> Figures:

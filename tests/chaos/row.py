@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos.outcome import Outcome, assert_same_bits
-from chaos.scene import Scene, launched
+from chaos.scene import Scene
+from chaos.starting import launched
 
 Figures = dict[str, float | int | str | None]
 """What was measured, by name; durations in seconds."""

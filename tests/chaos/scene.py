@@ -3,26 +3,18 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from support import processes
-from support.runs import write_config
 
 from chaos.outcome import Outcome, count_steps, read_outcome
-from chaos.program import Line, Program, warm
-from tahq.comm.addresses import format_address
-from tahq_netem.description import NetworkConfig, uniform
-from tahq_netem.fault_player import FaultPlayer, play
-from tahq_netem.faults import Timeline
-from tahq_netem.network import Network, build_network
+from chaos.program import Line, Program
 
-COORDINATOR = "coordinator"
 _POLL_S = 0.02
 _NOTICED = re.compile(
     r"degraded|gone|lost|no sign of life|has left|was killed|ended with|starts? again|restart", re.IGNORECASE
@@ -38,12 +30,16 @@ class Scene:
         leader: the launcher, or the coordinator alone.
         workers: started by hand, by stage; empty under a launcher.
     num_stages: of the pipeline.
+    peer: host:port of a coordinator whose workers are started by hand.
     """
 
     run: Path
     leader: Program
     workers: list[Program] = field(default_factory=list)
     num_stages: int = 0
+    peer: str = ""
+    former: list[Program] = field(default_factory=list)
+    """Programs that others have taken the place of."""
     progress: list[tuple[float, int]] = field(default_factory=list)
     """(`time.time`, steps done) at every change."""
     worker_pids: set[int] = field(default_factory=set)
@@ -58,7 +54,8 @@ class Scene:
     def lines(self) -> list[Line]:
         """What all programs said, in the order in which it was heard."""
         return sorted(
-            (line for each in (self.leader, *self.workers) for line in each.lines), key=lambda line: line.at_s
+            (line for each in (self.leader, *self.workers, *self.former) for line in each.lines),
+            key=lambda line: line.at_s,
         )
 
     def worker_pid(self, stage: int) -> int:
@@ -131,90 +128,8 @@ class Scene:
 
 
 @contextmanager
-def launched(
-    folder: Path, config: Mapping[str, Any], *arguments: str, extra: Mapping[str, str] | None = None
-) -> Iterator[Scene]:
-    """`tahq-launch` and its workers on this machine."""
-    path = write_config(folder, dict(config))
-    with warm("tahq-launch", folder, "tahq-launch", str(path), *arguments, extra=extra) as leader:
-        scene = Scene(_run_folder(folder, config), leader, num_stages=config["pipeline"]["stages"])
-        with _watched(scene):
-            yield scene
-
-
-@contextmanager
-def by_hand(
-    folder: Path,
-    config: Mapping[str, Any],
-    network: Network | None = None,
-    *,
-    start_worker: Callable[[int, str], Program] | None = None,
-) -> Iterator[Scene]:
-    """A coordinator and hand-started workers, on the hosts of a network if there is one.
-
-    Args:
-        folder: of all of them.
-        config: what the coordinator reads.
-        network: of host0, host1, … and the coordinator's; None: this machine.
-        start_worker: told stage and the coordinator's address, in place of the usual `tahq-worker`.
-    """
-    write_config(folder, dict(config))
-    bind = format_address("127.0.0.1" if network is None else network.address(COORDINATOR), 0)
-    with ExitStack() as stack:
-        leader = stack.enter_context(
-            warm(
-                COORDINATOR,
-                folder,
-                "tahq",
-                "coordinator",
-                "cluster.yaml",
-                "--bind",
-                bind,
-                namespace=_namespace(network, COORDINATOR),
-            )
-        )
-        peer = leader.line_with("--peer", 60).split()[-1]
-        scene = Scene(_run_folder(folder, config), leader, num_stages=config["pipeline"]["stages"])
-        for stage in range(config["pipeline"]["stages"]):
-            worker = _worker(folder, stage, peer, network) if start_worker is None else start_worker(stage, peer)
-            scene.workers.append(stack.enter_context(worker))
-        with _watched(scene):
-            yield scene
-
-
-@contextmanager
-def shaped_network(stages: int, **shape: Any) -> Iterator[Network]:
-    """Hosts for the stages, alike, and the coordinator's, which differs from them in nothing."""
-    names = [*(f"host{stage}" for stage in range(stages)), COORDINATOR]
-    config: NetworkConfig = uniform(len(names), names=names, **shape)
-    with build_network(config) as network:
-        yield network
-
-
-@contextmanager
-def faults(scene: Scene, network: Network, timeline: str) -> Iterator[FaultPlayer]:
-    """Play a timeline on the run's network; times count from now."""
-    with play(Timeline.parse(timeline), network, step_source=lambda: scene.num_steps) as player:
-        yield player
-
-
-def _worker(folder: Path, stage: int, peer: str, network: Network | None) -> Program:
-    host = f"host{stage}"
-    places = () if network is None else ("--bind", format_address(network.address(host), 0))
-    arguments = ("--stage", str(stage), "--peer", peer, *places)
-    return warm(f"stage {stage}", folder, "tahq-worker", *arguments, namespace=_namespace(network, host))
-
-
-def _namespace(network: Network | None, host: str) -> str | None:
-    return None if network is None else network.namespace(host)
-
-
-def _run_folder(folder: Path, config: Mapping[str, Any]) -> Path:
-    return folder / "runs" / str(config["run"]["name"])
-
-
-@contextmanager
-def _watched(scene: Scene) -> Iterator[None]:
+def watched(scene: Scene) -> Iterator[None]:
+    """Have a thread note all the time how far the run is, and who works for it."""
     is_over = threading.Event()
 
     def watch() -> None:

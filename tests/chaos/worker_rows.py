@@ -14,7 +14,7 @@ from chaos.configurations import small_run
 from chaos.outcome import Outcome, assert_same_bits, read_metrics
 from chaos.program import Program, cold, warm
 from chaos.row import Attempt, Figures, Row
-from chaos.scene import by_hand, launched
+from chaos.starting import by_hand, launched
 
 STAGES = 3
 MICRO_BATCHES = 8
@@ -52,7 +52,7 @@ def stopped(attempt: Attempt) -> Figures:
         outcome = scene.finish(120)
         measured = attempt.compare(scene, outcome, config, began_s, ended_s)
     assert scene.restarts == 0
-    return {"stage": stage, **measured}
+    return measured
 
 
 def slow(attempt: Attempt) -> Figures:
@@ -143,7 +143,7 @@ def clock_skew(attempt: Attempt) -> Figures:
         began_s = time.time()
         outcome = scene.finish(120)
         measured = attempt.compare(scene, outcome, config, began_s, began_s)
-    return {"stage": stage, "steps_lost": measured["steps_lost"], "restarts": 0}
+    return {"steps_lost": measured["steps_lost"], "restarts": 0}
 
 
 WORKER_ROWS = (

@@ -1,0 +1,305 @@
+"""Control messages as nobody sends them, against what reads them: decoding, numbering, and the coordinator itself.
+
+What counts as accepted:
+
+- *damaged*: bytes of a message are changed, taken away or added, and its checksum is left as it was: `decode_message`
+  must refuse every one of them with RemoteProtocolError. So must `Numbering.take` a first part of another length, or
+  one that acknowledges what was never sent.
+- *resealed*: bytes of the body are changed, or a value in it is replaced by another, and the checksum is made right
+  again. What is still a message whose every field is of its type is handed to a real coordinator, with everything that
+  watches a run behind it, in the place of the true one. The run must end in order, with an exit status of errors.py:
+  0 if what was said made sense, another with a message if it did not. Any other exception is a crash.
+"""
+
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgpack
+
+from tahq.comm.control import (
+    Assign,
+    Commit,
+    ComputeMeasured,
+    Evaluated,
+    Failed,
+    Heartbeat,
+    Hello,
+    Join,
+    LinkState,
+    Message,
+    PathsMeasured,
+    Plan,
+    Prepare,
+    Ready,
+    Refuse,
+    Snapshotted,
+    Start,
+    StopRequest,
+    Traced,
+    decode_message,
+    encode_message,
+)
+from tahq.comm.control_numbering import Numbering
+from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.service import Coordinator
+from tahq.errors import PeerLostError, RemoteProtocolError
+from tahq.observe.run_view import watch_run
+
+STAGES = 3
+_HEAD_NBYTES = 17
+_SEAL_NBYTES = 5
+_PEER = "worker 3"
+_STEPS = 2
+Said = tuple[bytes, Message]
+"""Who, and what."""
+
+
+def transcript() -> list[Said]:
+    """All that the coordinator hears in a run of three stages and two steps that are evaluated and kept."""
+    said: list[Said] = [(_who(stage), Join(stage, "0.1", f"host{stage}", 100 + stage)) for stage in range(STAGES)]
+    for stage in range(STAGES):
+        data = ("t", "d", 100) if stage in (0, STAGES - 1) else ("", "", 0)
+        hello = Hello(stage, "0.1", "c0ffee", *data[:2], f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, data[2])
+        said.append((_who(stage), hello))
+    said += [(_who(stage), Ready(stage)) for stage in range(STAGES)]
+    said += [(_who(1), Heartbeat(1, 0, "F0", 5.0, 4.0, 0.5)), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
+    for step in range(_STEPS):
+        said += [(_who(stage), _prepare(step, stage)) for stage in range(STAGES)]
+        said.append((_who(STAGES - 1), Evaluated(step, 10, 30.0, 25.0)))
+        said += [(_who(stage), Snapshotted(step + 1, stage, f"stage-{stage}", "ab", 100)) for stage in range(STAGES)]
+    return said
+
+
+def other_messages() -> list[Message]:
+    """Messages that a run has only if something is wrong, or only for a worker."""
+    return [
+        Assign(0, 7, json.dumps({"a": 1}), "c0ffee", "step-4", {"stage-0": "ab"}, 4),
+        Refuse("no", [["version", "1", "2"]]),
+        Plan(1, 0, 4, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], 100, 0),
+        Start(0, [[0, 0, 1]]),
+        Commit(1, True, 0.5, True, True, False, [[0, 1, 2]]),
+        Traced(0, 0, 0, 1, ["main"], ["compute"], ["F0"], [""], [1.0], [2.0], [0], [0.0]),
+        StopRequest(1, 15),
+        Failed(1, "out of memory", 4),
+        ComputeMeasured(1, 1 << 30, [{"forward": 0.1, "width": None}], {"raw": [1e-9, 1e-9]}),
+        PathsMeasured(1, 0, [0.01], [1e6], [1e6]),
+    ]
+
+
+def _who(stage: int) -> bytes:
+    return f"stage {stage}".encode()
+
+
+def _prepare(step: int, stage: int) -> Prepare:
+    last = stage == STAGES - 1
+    forward = [[float(stage), 0.0, 4.0, 1000.0, 1100.0, 2000.0, 0.5, 0.4, 0.25]] if not last else []
+    backward = [[stage - 1.0, 1.0, 4.0, 2000.0, 2100.0, 2000.0, 0.5, 0.4, 0.25]] if stage else []
+    loss = {"loss_sum": 32.0, "tokens": 16} if last else {"loss_sum": None, "tokens": None}
+    return Prepare(
+        step=step,
+        stage=stage,
+        norm2=[0.25, 0.5],
+        finite=True,
+        batch_digest=f"batch{step}" if stage != 1 else "",
+        timing={"forward": 1.0, "wait:1": 3.0, "backward": 2.0},
+        links=forward + backward,
+        active_s=6.0,
+        codec_errors=[[float(stage), 0.0, 0.1]] if not last else [],
+        **loss,
+    )
+
+
+# -- damaged --------------------------------------------------------------------------------------
+
+
+def fuzz_damaged_control(count: int, seed: int) -> dict[str, int]:
+    """So many messages with changed bytes under the old checksum, and first parts that cannot be; all refused."""
+    dice = Random(seed)
+    base = [encode_message(message) for _, message in transcript()] + list(map(encode_message, other_messages()))
+    counts: Counter[str] = Counter()
+    for _ in range(count):
+        true = dice.choice(base)
+        data = _damage(dice, true)
+        if data == true:
+            continue
+        said = _refusal(data)
+        assert said is not None, f"accepted: {data.hex()}"
+        assert _PEER in said, said
+        counts["refused"] += 1
+        counts[_number(dice)] += 1
+    return dict(counts)
+
+
+def _damage(dice: Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    match dice.randrange(4):
+        case 0:
+            del changed[dice.randrange(len(changed)) :]
+        case 1:
+            changed += dice.randbytes(dice.randint(1, 20))
+        case _:
+            for _ in range(dice.randint(1, 8)):
+                changed[dice.randrange(len(changed))] ^= dice.randint(1, 255)
+    return bytes(changed)
+
+
+def _refusal(data: bytes) -> str | None:
+    """What a message is refused with; None if it is not."""
+    try:
+        decode_message(data, _PEER)
+    except RemoteProtocolError as error:
+        return str(error)
+    return None
+
+
+def _number(dice: Random) -> str:
+    """What an end that has sent two messages makes of a first part at random."""
+    numbering = Numbering()
+    numbering.wrap(b"")
+    numbering.wrap(b"")
+    length = _HEAD_NBYTES if dice.random() < 0.9 else dice.randrange(40)
+    small = (dice.choice((0, 1, 2, 3, 2**32, 2**64 - 1)).to_bytes(8, "little") for _ in range(2))
+    head = b"".join((*small, bytes([dice.choice((0, 1, 2, 255))])))[:length].ljust(length, b"\0")
+    try:
+        is_next = numbering.take(head, _PEER)
+    except (RemoteProtocolError, PeerLostError) as error:
+        return "numbers refused" if _PEER in str(error) else f"numbers refused without a name: {error}"
+    acknowledged = int.from_bytes(head[8:16], "little")
+    assert acknowledged <= 2, f"took an acknowledgement of message {acknowledged} of 2"
+    assert is_next == (head[:8] == b"\1" + bytes(7))
+    return "numbers possible"
+
+
+# -- resealed -------------------------------------------------------------------------------------
+
+
+def fuzz_resealed_control(count: int, seed: int, folder: Path) -> dict[str, int]:
+    """So many messages that were changed and sealed again; what still is one is heard by a coordinator.
+
+    Args:
+        count: messages.
+        seed: of all that is drawn.
+        folder: for what the coordinator's run writes.
+
+    Returns:
+        Counts by what became of them.
+    """
+    dice, calm, others = Random(seed), transcript(), other_messages()
+    counts: Counter[str] = Counter()
+    assert _status(calm, folder) == 0
+    for _ in range(count):
+        place = dice.randrange(len(calm))
+        who, true = calm[place]
+        is_in_place = dice.random() < 0.8
+        message = _reread(_mutate(dice, true if is_in_place else dice.choice(others)))
+        if message is None:
+            counts["refused"] += 1
+            continue
+        said = [*calm[:place], (who, message), *calm[place + is_in_place :]]
+        try:
+            status = _status(said, folder)
+        except Exception as error:
+            error.add_note(f"after {message} in place {place}, of {who.decode()}")
+            raise
+        counts[f"status {status}"] += 1
+    return dict(counts)
+
+
+def _mutate(dice: Random, message: Message) -> bytes:
+    data = encode_message(message)
+    if dice.random() < 0.4:
+        body = _damage(dice, data[_SEAL_NBYTES:])
+    else:
+        name, fields = msgpack.unpackb(data[_SEAL_NBYTES:])
+        body = msgpack.packb([name, _with_one_replaced(dice, fields)])
+    return data[:1] + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def _with_one_replaced(dice: Random, value: Any) -> Any:
+    """A copy in which one value, at any depth, is another; most often one of its own type."""
+    if isinstance(value, dict) and value and dice.random() < 0.95:
+        key = dice.choice(sorted(value))
+        return {**value, key: _with_one_replaced(dice, value[key])}
+    if isinstance(value, list) and value and dice.random() < 0.6:
+        place = dice.randrange(len(value))
+        return [*value[:place], _with_one_replaced(dice, value[place]), *value[place + 1 :]]
+    own = _VALUES.get(type(value)) if dice.random() < 0.9 else None
+    return dice.choice(own or dice.choice(list(_VALUES.values())))
+
+
+_VALUES: dict[type, list[Any]] = {
+    int: [0, 1, 2, 3, -1, -2, 7, 255, 2**31, 2**32, 2**63, 2**64 - 1, -(2**63)],
+    float: [0.0, -0.0, 1.0, -1.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"), 2.0**53],
+    bool: [True, False],
+    str: ["", "0", "x" * 5000, "\0", "\x1b[2J", "../../etc/passwd", "\u202e", "[bold]", "{0}", "%s", "host:1", "\n"],
+    list: [[], [[]], [0.0], [[0.0]], [[1.0] * 9], [[-1.0] * 9], [[float("nan")] * 9], [[1e300] * 9], [1.0] * 1000],
+    dict: [{}, {"forward": -1.0}, {"forward": float("nan")}, {"": 1.0}, {"wait:": 1.0}, {"beside:": 1e308}],
+    type(None): [None, 0, -1, 2**63, 1.0, float("nan")],
+}
+
+
+def _reread(data: bytes) -> Message | None:
+    said = _refusal(data)
+    assert said is None or _PEER in said, said
+    return decode_message(data, _PEER) if said is None else None
+
+
+class _Transcript:
+    """The coordinator's socket, of which it hears what was written down, a message a poll."""
+
+    address = "127.0.0.1:5555"
+
+    def __init__(self, said: list[Said]) -> None:
+        self._said: Iterator[Said] = iter(said)
+        self.now_s = 1000.0
+
+    def poll(self, timeout_s: float) -> list[Said]:
+        """The next message; when there is none left, time goes by."""
+        said = next(self._said, None)
+        if said is None:
+            self.now_s += timeout_s
+        return [] if said is None else [said]
+
+    def send(self, identity: bytes, message: Message) -> None:
+        """What is sent must be what a worker can read."""
+        assert decode_message(encode_message(message), "coordinator") is not None
+
+    def clock_offset(self, identity: bytes) -> None:
+        """No heartbeat has come back yet."""
+
+
+def _status(said: list[Said], folder: Path) -> int:
+    server = _Transcript(said)
+    options = CoordinatorOptions(
+        num_stages=STAGES,
+        run_id=7,
+        run_folder=folder,
+        config_json=json.dumps({"a": 1}),
+        config_hash="c0ffee",
+        version="0.1",
+        steps=_STEPS,
+        epochs=None,
+        global_batch=8,
+        eval_every=1,
+        snapshot_every=1,
+        resume_command="tahq-launch c.yaml --resume",
+        peer_timeout_s=2.0,
+        join_timeout_s=2.0,
+        leave_timeout_s=0.1,
+    )
+    out = io.StringIO()
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    observer = watch_run(metrics, 0, out=out, err=out)
+    coordinator = Coordinator(options, server, observer, publish=lambda parts: None, clock=lambda: server.now_s)
+    status = coordinator.run(lambda: None)
+    assert status == 0 or "tahq-launch: " in out.getvalue(), "an end without a reason"
+    for line in metrics.read_text().splitlines():
+        json.loads(line)
+    return status

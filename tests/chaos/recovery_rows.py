@@ -1,0 +1,232 @@
+"""Processes that are killed, most of them at named points (tahq/fault_points.py); stage and step are drawn."""
+
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from support.processes import workers
+
+from chaos.configurations import small_run
+from chaos.program import Program, warm
+from chaos.row import Attempt, Figures, Row
+from chaos.starting import by_hand, faults, launched, shaped_network, start_coordinator
+from chaos.worker_rows import STAGES, usual_worker
+from tahq import fault_points
+
+PEER_TIMEOUT_S = 10.0
+NUM_STEPS = 10
+FREED_BY_TIMEOUT_S = 1.0
+"""Beyond the timeout, until a death must have been noticed."""
+COORDINATOR_BACK_S = 5.0
+"""Beyond the timeout, until training must go on after the coordinator has come back."""
+GIVE_UP_S = 15.0
+
+
+def _plan(attempt: Attempt, *faults: str) -> dict[str, str]:
+    folder = attempt.folder / "faults"
+    folder.mkdir()
+    return {fault_points.FAULTS: ",".join(faults), fault_points.FOLDER: str(folder)}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _happened_s(attempt: Attempt) -> list[float]:
+    """When each fault happened, as `time.time`."""
+    return sorted(float(path.read_text().split()[0]) for path in (attempt.folder / "faults").iterdir())
+
+
+def _where(attempt: Attempt, point: str, stage: int) -> str:
+    if point == fault_points.HANDSHAKE:
+        return f"kill@{point}:stage={stage}"
+    # a snapshot is called by the steps behind it
+    step = attempt.dice.choice((4, 8)) if point == fault_points.SNAPSHOT else attempt.dice.randint(1, NUM_STEPS - 3)
+    return f"kill@{point}:stage={stage}:step={step}"
+
+
+def _killed(attempt: Attempt, *plan: str) -> Figures:
+    """A launcher's workers are killed at named points, and only they are started again."""
+    config = small_run(NUM_STEPS)
+    with launched(attempt.folder, config, extra=_plan(attempt, *plan)) as scene:
+        outcome = scene.finish(240)
+        times = _happened_s(attempt)
+        assert len(times) == len(plan), f"{len(times)} of {plan} happened"
+        measured = attempt.compare(scene, outcome, config, times[0], times[-1])
+    assert measured["restarts"] == len(plan), f"{measured['restarts']} workers were started again"
+    detected_s = measured["detected_s"]
+    assert isinstance(detected_s, float)
+    assert detected_s <= PEER_TIMEOUT_S + FREED_BY_TIMEOUT_S
+    return measured
+
+
+def killed_at(point: str) -> Callable[[Attempt], Figures]:
+    def attempt(attempt: Attempt) -> Figures:
+        return _killed(attempt, _where(attempt, point, attempt.dice.randrange(STAGES)))
+
+    return attempt
+
+
+def two_neighbours(attempt: Attempt) -> Figures:
+    first, step = attempt.dice.randrange(STAGES - 1), attempt.dice.randint(1, NUM_STEPS - 3)
+    point = attempt.dice.choice((fault_points.FORWARD, fault_points.PREPARED))
+    return _killed(attempt, *(f"kill@{point}:stage={stage}:step={step}" for stage in (first, first + 1)))
+
+
+def all_workers(attempt: Attempt) -> Figures:
+    step = attempt.dice.randint(1, NUM_STEPS - 3)
+    return _killed(attempt, *(f"kill@backward:stage={stage}:step={step}" for stage in range(STAGES)))
+
+
+def rebooted(attempt: Attempt) -> Figures:
+    """Launcher and workers are killed, all at once; what is on the disk stays, and a person starts the run again."""
+    config, step = small_run(12), attempt.dice.randint(5, 8)
+    with launched(attempt.folder, config) as scene:
+        scene.wait_for_step(step)
+        for pid in (scene.leader.pid, *workers(scene.leader.pid)):
+            os.kill(pid, signal.SIGKILL)
+    num_done = scene.num_steps
+    began_s = time.time()
+    with launched(attempt.folder, config, "--resume") as scene:
+        outcome = scene.finish(120)
+        measured = attempt.compare(scene, outcome, config, began_s, began_s)
+    counts = [done for _, done in scene.progress]
+    kept = min(counts)
+    first_s, _ = scene.progress[counts.index(kept) + 1]
+    return {"steps_lost": measured["steps_lost"], "recovery_s": first_s - began_s, "steps_repeated": num_done - kept}
+
+
+def host_lost(attempt: Attempt) -> Figures:
+    """Every worker has a folder of its own; one is killed and its folder removed, and a spare joins on another."""
+    stage, step, config = attempt.dice.randrange(STAGES), attempt.dice.randint(5, 7), small_run(12)
+    folders = {each: attempt.folder / f"host{each}" for each in (*range(STAGES), STAGES)}
+    for folder in folders.values():
+        folder.mkdir()
+
+    def start(each: int, peer: str) -> Program:
+        return usual_worker(folders[each], each, peer)
+
+    with ExitStack() as stack, by_hand(attempt.folder, config, start_worker=start) as scene:
+        spare = warm("spare", folders[STAGES], "tahq-worker", "--spare", "--peer", scene.peer)
+        stack.enter_context(spare)
+        scene.wait_for_step(step)
+        began_s = time.time()
+        scene.former.append(scene.workers[stage])
+        scene.workers[stage].close()
+        scene.workers[stage] = spare
+        shutil.rmtree(folders[stage])
+        outcome = scene.finish(240)
+        return attempt.compare(scene, outcome, config, began_s, began_s)
+
+
+def coordinator_killed_at(point: str) -> Callable[[Attempt], Figures]:
+    """The coordinator is killed while it commits, and started again with the same command and --resume."""
+
+    def attempt(attempt: Attempt) -> Figures:
+        config, step, port = small_run(NUM_STEPS), attempt.dice.randint(1, NUM_STEPS - 3), _free_port()
+        plan = _plan(attempt, f"kill@{point}:step={step}")
+        with ExitStack() as stack, by_hand(attempt.folder, config, port=port, extra=plan) as scene:
+            pids = [worker.pid for worker in scene.workers]
+            scene.leader.process.wait(120)
+            assert scene.leader.status == -signal.SIGKILL, scene.leader.text
+            time.sleep(attempt.dice.uniform(0.5, 3.0))
+            scene.former.append(scene.leader)
+            back_s = time.time()
+            scene.leader = stack.enter_context(
+                start_coordinator(attempt.folder, None, "--resume", port=port, extra=plan)
+            )
+            outcome = scene.finish(180)
+            (killed_s,) = _happened_s(attempt)
+            measured = attempt.compare(scene, outcome, config, killed_s, back_s)
+            assert [worker.pid for worker in scene.workers] == pids
+        recovery_s = measured["recovery_s"]
+        assert isinstance(recovery_s, float)
+        assert recovery_s <= PEER_TIMEOUT_S + COORDINATOR_BACK_S, (
+            f"training went on {recovery_s:.1f} s after its return"
+        )
+        return measured
+
+    return attempt
+
+
+def cut_for_ever(attempt: Attempt) -> Figures:
+    """A worker's host never comes back: the run ends with status 3, and goes on elsewhere from its snapshot."""
+    host, step = attempt.dice.randrange(STAGES), attempt.dice.randint(5, 7)
+    config = small_run(12, run={"give_up": f"{GIVE_UP_S:.0f}s"})
+    with shaped_network(STAGES, rate=20e6) as network, by_hand(attempt.folder, config, network) as scene:
+        scene.wait_for_step(step)
+        with faults(scene, network, f"- {{at: 0s, link: host{host}, what: down}}"):
+            began_s = time.time()
+            scene.leader.process.wait(GIVE_UP_S + PEER_TIMEOUT_S + 30)
+            took_s = time.time() - began_s
+        assert scene.leader.status == 3, scene.leader.text
+        assert took_s <= GIVE_UP_S + COORDINATOR_BACK_S, f"gave up after {took_s:.1f} s"
+        last = scene.leader.lines[-1].text
+        assert "link" in last, last
+        for worker in scene.workers:
+            worker.process.wait(GIVE_UP_S + PEER_TIMEOUT_S + 30)
+    with launched(attempt.folder, config, "--resume") as scene:
+        outcome = scene.finish(120)
+        measured = attempt.compare(scene, outcome, config, began_s, time.time())
+    return {"gave_up_after_s": took_s, "steps_lost": measured["steps_lost"]}
+
+
+_ALONE = "BX; no step lost; only that stage restarted; detected within timeout + 1 s"
+_WAITS = "BX; no worker restarts; training goes on within timeout + 5 s of its return"
+_POINTS = {
+    fault_points.HANDSHAKE: "in the handshake",
+    fault_points.FORWARD: "in forward",
+    fault_points.BACKWARD: "in backward",
+    fault_points.BEFORE_PREPARE: "before PREPARE",
+    fault_points.PREPARED: "when it is prepared",
+    fault_points.COMMITTING: "while it commits",
+    fault_points.SNAPSHOT: "while it writes a snapshot",
+}
+_COMMIT_POINTS = {
+    fault_points.COMMIT_DECIDED: "decided",
+    fault_points.COMMIT_JOURNALLED: "decided and written down",
+    fault_points.COMMIT_SENT: "decided and told to the first worker",
+}
+
+RECOVERY_ROWS = (
+    Row(
+        "rebooted",
+        "launcher and workers killed at once, disks kept; started again with --resume",
+        "BX",
+        rebooted,
+        15,
+        is_quick=True,
+    ),
+)
+PENDING_RECOVERY_ROWS = (
+    *(
+        Row(f"kill-{point}", f"a worker killed (SIGKILL) {where}", _ALONE, killed_at(point), 20)
+        for point, where in _POINTS.items()
+    ),
+    Row("kill-two-neighbours", "two neighbouring workers killed at once", "BX", two_neighbours, 20),
+    Row("kill-all-workers", "all workers killed at once", "BX", all_workers, 20),
+    Row("host-lost", "a host lost with its disk; a spare joins", "BX; goes on from the off-host copy", host_lost, 30),
+    *(
+        Row(
+            f"coordinator-{point}",
+            f"the coordinator killed with a commit {how}",
+            _WAITS,
+            coordinator_killed_at(point),
+            20,
+        )
+        for point, how in _COMMIT_POINTS.items()
+    ),
+    Row(
+        "cut-for-ever",
+        "a host's link cut for ever",
+        "status 3 within the give-up time; the message names the link; resumed elsewhere: BX",
+        cut_for_ever,
+        60,
+        needs=("namespaces",),
+    ),
+)
