@@ -2,20 +2,23 @@
 
 import pytest
 
+from chaos.message_rows import MESSAGE_ROWS
 from chaos.row import Attempt, Calm, Row
 from chaos.rows import PENDING, ROWS
 from chaos.session import obstacle
 
-SHORT = 0.02
+SHORT = 0.2
 """Of what takes long only because there is much of it, this share."""
 
 
 def _quick() -> list[object]:
-    return [
-        pytest.param(row, id=row.name, marks=[pytest.mark.netns] if "namespaces" in row.needs else [])
-        for row in ROWS
-        if row.is_quick
-    ]
+    return [pytest.param(row, id=row.name, marks=_marks(row)) for row in ROWS if row.is_quick]
+
+
+def _marks(row: Row) -> list[pytest.MarkDecorator]:
+    """What runs processes of its own measures how long they stall."""
+    netns = [pytest.mark.netns] if "namespaces" in row.needs else []
+    return netns if row in MESSAGE_ROWS else [*netns, pytest.mark.serial]
 
 
 @pytest.fixture(scope="module")
