@@ -8,13 +8,19 @@ import time
 from typing import Any
 
 from chaos.configurations import small_run
+from chaos.memory import resident_kib
 from chaos.row import Attempt, Figures, Row
 from chaos.starting import by_hand, faults, shaped_network
+from tahq_netem.description import PathShape
 from tahq_netem.fault_player import FaultEvent
 
 RATE_BITS_PER_S = 20e6
 STALL_BEYOND_OUTAGE_S = 5.0
 STAGES = 3
+BAD_S = 600.0
+MAX_GROWTH_KIB = 32 * 1024
+"""Of a worker in that time: what waits to be sent, or to be put in order, has a bound."""
+_BAD = PathShape(delay_s=0.1, jitter_s=0.1, loss=0.02, reorder=0.02)
 
 
 def _disturbed(
@@ -100,6 +106,27 @@ def reordering(attempt: Attempt) -> Figures:
     return _bad_network(attempt, delay=0.02, reorder=0.05)
 
 
+def bad_for_10_min(attempt: Attempt) -> Figures:
+    """Loss, jitter and reordering together, for ten minutes of a run that a good network then takes to its end."""
+    lasts_s, config = BAD_S * attempt.scale, small_run(400)
+    with shaped_network(STAGES, rate=RATE_BITS_PER_S) as network, by_hand(attempt.folder, config, network) as scene:
+        scene.wait_for_step(2)
+        good, began_s = network.plan.paths, time.time()
+        for source, destination in good:
+            network.set_path(source, destination, _BAD)
+        sizes_kib = {worker.pid: resident_kib(worker.pid) for worker in scene.workers}
+        scene.wait(lambda: time.time() >= began_s + lasts_s, lasts_s + 10, "ten minutes")
+        grown_kib = [resident_kib(pid) - before for pid, before in sizes_kib.items()]
+        num_bad, ended_s = scene.num_steps, time.time()
+        for (source, destination), path in good.items():
+            network.set_path(source, destination, path)
+        outcome = scene.finish(400)
+        measured = attempt.compare(scene, outcome, config, began_s, ended_s)
+    assert 2 < num_bad < 400, f"{num_bad} steps in the bad time"
+    assert max(grown_kib) < MAX_GROWTH_KIB, f"workers grew by {grown_kib} KiB"
+    return {**measured, "steps_in_it": num_bad, "grew_mb": max(grown_kib) * 1024 / 1e6}
+
+
 _LINK = ("namespaces",)
 _BORNE = "BX; no restarts; stall ≤ outage + 5 s"
 _ALIVE = "BX; no restarts; no false death"
@@ -119,5 +146,13 @@ LINK_ROWS = (
     Row("loss", "5 % of all packets lost", _ALIVE, loss, 40, needs=_LINK),
     Row("jitter", "delays of 200 ± 200 ms", _ALIVE, jitter, 40, needs=_LINK),
     Row("reordering", "5 % of all packets overtake others", _ALIVE, reordering, 10, needs=_LINK),
+    Row(
+        "bad-10min",
+        "2 % loss, delays of 100 ± 100 ms and reordering, together, for ten minutes",
+        "BX; no restarts; no false death; queues bounded",
+        bad_for_10_min,
+        750,
+        needs=_LINK,
+    ),
 )
 PENDING_LINK_ROWS = (Row("cut-30s", "a host's link cut for 30 s", _BORNE, cut_for_30_s, 45, needs=_LINK),)

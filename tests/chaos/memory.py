@@ -1,4 +1,4 @@
-"""How much memory this process came to hold at its peak."""
+"""How much memory processes hold, and this one at its peak."""
 
 import gc
 import re
@@ -22,12 +22,17 @@ def peak_growth() -> Iterator[Growth]:
     growth = Growth()
     gc.collect()
     Path("/proc/self/clear_refs").write_text(_FORGET_THE_PEAK)
-    before = _kib("VmRSS")
+    before = resident_kib()
     yield growth
     growth.nbytes = max(0, _kib("VmHWM") - before) * 1024
 
 
-def _kib(name: str) -> int:
-    match = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-    assert match is not None, f"no {name} in {_STATUS}"
+def resident_kib(pid: int | None = None) -> int:
+    """Resident memory of a process; None: this one."""
+    return _kib(_STATUS if pid is None else Path(f"/proc/{pid}/status"), "VmRSS")
+
+
+def _kib(status: Path, name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+    assert match is not None, f"no {name} in {status}"
     return int(match.group(1))

@@ -68,12 +68,12 @@ class Scene:
 
     def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
         """Until so many steps are done."""
-        self._wait(lambda: self.num_steps >= step, timeout_s, f"step {step}")
+        self.wait(lambda: self.num_steps >= step, timeout_s, f"step {step}")
 
     def finish(self, timeout_s: float) -> Outcome:
         """Wait for the end of all programs, each with status 0, and take what they left."""
         programs = (self.leader, *self.workers)
-        self._wait(lambda: all(each.status is not None for each in programs), timeout_s, "the end of the run")
+        self.wait(lambda: all(each.status is not None for each in programs), timeout_s, "the end of the run")
         self._check()
         return read_outcome(self.run, "\n".join(line.text for line in self.lines))
 
@@ -85,7 +85,8 @@ class Scene:
         if not self.workers and self.leader.status is None:
             self.worker_pids.update(processes.workers(self.leader.pid))
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Until it holds, or a program fails."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             self._check()
