@@ -5,6 +5,7 @@ python -m chaos --rows cut-1s,reset --times 3 --out /tmp/chaos.json
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,8 @@ def main() -> int:
         for row in (*ROWS, *PENDING):
             print(f"{row.name:<22}{'pending  ' if row in PENDING else '':<9}{row.fault}: {row.shows}")
         return 0
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a script's background
+        signal.signal(number, _leave)
     rows = _chosen(arguments.rows)
     results = Results(arguments.out or default_path(arguments.hardware))
     with tempfile.TemporaryDirectory(prefix="tahq-chaos-", ignore_cleanup_errors=True) as folder:
@@ -33,6 +36,11 @@ def main() -> int:
         else f"{results.path.with_suffix('.md')}: all passed"
     )
     return 1 if failed else 0
+
+
+def _leave(number: int, frame: object) -> None:
+    """What the present try has started is ended on the way out."""
+    sys.exit(128 + number)
 
 
 def _parse() -> argparse.Namespace:

@@ -24,7 +24,7 @@ def peak_growth() -> Iterator[Growth]:
     Path("/proc/self/clear_refs").write_text(_FORGET_THE_PEAK)
     before = resident_kib()
     yield growth
-    growth.nbytes = max(0, _kib("VmHWM") - before) * 1024
+    growth.nbytes = max(0, _kib(_STATUS, "VmHWM") - before) * 1024
 
 
 def resident_kib(pid: int | None = None) -> int:
