@@ -60,7 +60,7 @@ def _killed(attempt: Attempt, *plan: str) -> Figures:
         measured = attempt.compare(scene, outcome, config, times[0], times[-1])
     assert measured["restarts"] == len(plan), f"{measured['restarts']} workers were started again"
     detected_s = measured["detected_s"]
-    assert isinstance(detected_s, float)
+    assert isinstance(detected_s, float), f"nobody spoke of it:\n{outcome.text}"
     assert detected_s <= PEER_TIMEOUT_S + FREED_BY_TIMEOUT_S
     return measured
 
@@ -193,7 +193,15 @@ _COMMIT_POINTS = {
     fault_points.COMMIT_SENT: "decided and told to the first worker",
 }
 
+_QUICK = (fault_points.FORWARD, fault_points.PREPARED, fault_points.COMMITTING)
+
 RECOVERY_ROWS = (
+    *(
+        Row(f"kill-{point}", f"a worker killed (SIGKILL) {where}", _ALONE, killed_at(point), 5, point in _QUICK)
+        for point, where in _POINTS.items()
+    ),
+    Row("kill-two-neighbours", "two neighbouring workers killed at once", "BX", two_neighbours, 6),
+    Row("kill-all-workers", "all workers killed at once", "BX", all_workers, 7, is_quick=True),
     Row(
         "rebooted",
         "launcher and workers killed at once, disks kept; started again with --resume",
@@ -204,12 +212,6 @@ RECOVERY_ROWS = (
     ),
 )
 PENDING_RECOVERY_ROWS = (
-    *(
-        Row(f"kill-{point}", f"a worker killed (SIGKILL) {where}", _ALONE, killed_at(point), 20)
-        for point, where in _POINTS.items()
-    ),
-    Row("kill-two-neighbours", "two neighbouring workers killed at once", "BX", two_neighbours, 20),
-    Row("kill-all-workers", "all workers killed at once", "BX", all_workers, 20),
     Row("host-lost", "a host lost with its disk; a spare joins", "BX; goes on from the off-host copy", host_lost, 30),
     *(
         Row(

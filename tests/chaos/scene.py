@@ -16,9 +16,7 @@ from chaos.outcome import Outcome, count_steps, read_outcome
 from chaos.program import Line, Program
 
 _POLL_S = 0.02
-_NOTICED = re.compile(
-    r"degraded|gone|lost|no sign of life|has left|was killed|ended with|starts? again|restart", re.IGNORECASE
-)
+_NOTICED = re.compile("degraded|lost|no sign of life|exited with|started again|go back to step|is gone", re.IGNORECASE)
 
 
 @dataclass
@@ -119,8 +117,9 @@ class Scene:
         return max((stall_s for _, after, stall_s in self.stalls() if after >= began_s), default=0.0)
 
     def recovery_s(self, ended_s: float) -> float | None:
-        """From the end of a fault to the end of the first step after it; None: it was the last."""
-        return next((at_s - ended_s for at_s, _ in self.progress if at_s >= ended_s), None)
+        """From the end of a fault to the end of the step that it held up longest; None: it was the last."""
+        later = [(stall_s, after) for _, after, stall_s in self.stalls() if after >= ended_s]
+        return max(later)[1] - ended_s if later else None
 
     @property
     def restarts(self) -> int:
