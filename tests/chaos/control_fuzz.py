@@ -36,12 +36,17 @@ from tahq.comm.control import (
     PathsMeasured,
     Plan,
     Prepare,
+    Published,
     Ready,
     Refuse,
+    Relink,
+    Relinked,
     Snapshotted,
     Start,
+    StartOver,
     StopRequest,
     Traced,
+    Widen,
     decode_message,
     encode_message,
 )
@@ -56,24 +61,50 @@ _HEAD_NBYTES = 17
 _SEAL_NBYTES = 5
 _PEER = "worker 3"
 _STEPS = 2
+_SECOND_EPOCH = 2
+_POLLS_OF_A_DEATH = 20
+_OVER: Any = object()
+_LOST = 1
+"""The stage whose worker dies after the first step."""
+_NEXT_WORKER = b"stage 1 again"
 Said = tuple[bytes, Message]
 """Who, and what."""
+Heard = Said | None
+"""None: the worker of stage `_LOST` has died."""
 
 
-def transcript() -> list[Said]:
-    """All that the coordinator hears in a run of three stages and two steps that are evaluated and kept."""
-    said: list[Said] = [(_who(stage), Join(stage, "0.1", f"host{stage}", 100 + stage)) for stage in range(STAGES)]
-    for stage in range(STAGES):
-        data = ("t", "d", 100) if stage in (0, STAGES - 1) else ("", "", 0)
-        hello = Hello(stage, "0.1", "c0ffee", *data[:2], f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, data[2])
-        said.append((_who(stage), hello))
+def transcript() -> list[Heard]:
+    """All that the coordinator hears in a run of three stages and two steps that are evaluated and kept.
+
+    Between them the worker of a stage dies, and another takes its place.
+    """
+    said: list[Heard] = [(_who(stage), _join(stage)) for stage in range(STAGES)]
+    said += [(_who(stage), _hello(stage)) for stage in range(STAGES)]
     said += [(_who(stage), Ready(stage)) for stage in range(STAGES)]
     said += [(_who(1), Heartbeat(1, 0, "F0", 5.0, 4.0, 0.5)), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
-    for step in range(_STEPS):
-        said += [(_who(stage), _prepare(step, stage)) for stage in range(STAGES)]
-        said.append((_who(STAGES - 1), Evaluated(step, 10, 30.0, 25.0)))
-        said += [(_who(stage), Snapshotted(step + 1, stage, f"stage-{stage}", "ab", 100)) for stage in range(STAGES)]
-    return said
+    said += _step(0, [_who(stage) for stage in range(STAGES)])
+    said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST))]
+    said += [(_who(stage), Relinked(stage, _SECOND_EPOCH)) for stage in range(STAGES) if stage != _LOST]
+    said += [(_NEXT_WORKER, Ready(_LOST))]
+    return said + _step(1, [_NEXT_WORKER if stage == _LOST else _who(stage) for stage in range(STAGES)])
+
+
+def _step(step: int, workers: list[bytes]) -> list[Heard]:
+    last = workers[-1]
+    return [
+        *((worker, _prepare(step, stage)) for stage, worker in enumerate(workers)),
+        (last, Evaluated(step, 10, 30.0, 25.0)),
+        *((worker, Snapshotted(step + 1, stage, f"stage-{stage}", "ab", 100)) for stage, worker in enumerate(workers)),
+    ]
+
+
+def _join(stage: int) -> Join:
+    return Join(stage, "0.1", f"host{stage}", 100 + stage)
+
+
+def _hello(stage: int) -> Hello:
+    data = ("t", "d", 100) if stage in (0, STAGES - 1) else ("", "", 0)
+    return Hello(stage, "0.1", "c0ffee", *data[:2], f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, data[2])
 
 
 def other_messages() -> list[Message]:
@@ -82,6 +113,11 @@ def other_messages() -> list[Message]:
         Assign(0, 7, json.dumps({"a": 1}), "c0ffee", "step-4", {"stage-0": "ab"}, 4),
         Refuse("no", [["version", "1", "2"]]),
         Plan(1, 0, 4, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], 100, 0),
+        Relink(2, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], [[0, 1, 1, -1]]),
+        Relinked(0, _SECOND_EPOCH, [0]),
+        Widen(0, 3),
+        Published(4),
+        StartOver("a log is not whole"),
         Start(0, [[0, 0, 1]]),
         Commit(1, True, 0.5, True, True, False, [[0, 1, 2]]),
         Traced(0, 0, 0, 1, ["main"], ["compute"], ["F0"], [""], [1.0], [2.0], [0], [0.0]),
@@ -121,7 +157,9 @@ def _prepare(step: int, stage: int) -> Prepare:
 def fuzz_damaged_control(count: int, seed: int) -> dict[str, int]:
     """So many messages with changed bytes under the old checksum, and first parts that cannot be; all refused."""
     dice = Random(seed)
-    base = [encode_message(message) for _, message in transcript()] + list(map(encode_message, other_messages()))
+    base = [encode_message(said[1]) for said in transcript() if said is not None] + list(
+        map(encode_message, other_messages())
+    )
     counts: Counter[str] = Counter()
     for _ in range(count):
         true = dice.choice(base)
@@ -193,9 +231,10 @@ def fuzz_resealed_control(count: int, seed: int, folder: Path) -> dict[str, int]
     dice, calm, others = Random(seed), transcript(), other_messages()
     counts: Counter[str] = Counter()
     assert _status(calm, folder) == 0
+    places = [place for place, said in enumerate(calm) if said is not None]
     for _ in range(count):
-        place = dice.randrange(len(calm))
-        who, true = calm[place]
+        place = dice.choice(places)
+        who, true = calm[place] or (b"", Ready(0))
         is_in_place = dice.random() < 0.8
         message = _reread(_mutate(dice, true if is_in_place else dice.choice(others)))
         if message is None:
@@ -255,16 +294,23 @@ class _Transcript:
 
     address = "127.0.0.1:5555"
 
-    def __init__(self, said: list[Said]) -> None:
-        self._said: Iterator[Said] = iter(said)
+    def __init__(self, said: list[Heard]) -> None:
+        self._said: Iterator[Heard] = iter(said)
+        self._silent_polls = 0
         self.now_s = 1000.0
+        self.is_dead = False
+        """Whether the worker has died that dies."""
 
     def poll(self, timeout_s: float) -> list[Said]:
-        """The next message; when there is none left, time goes by."""
-        said = next(self._said, None)
+        """The next message; where there is none, time goes by."""
+        said = None if self._silent_polls else next(self._said, _OVER)
+        if said is not None and said is not _OVER:
+            return [said]
+        self.now_s += timeout_s
         if said is None:
-            self.now_s += timeout_s
-        return [] if said is None else [said]
+            self.is_dead = True
+            self._silent_polls = (self._silent_polls or _POLLS_OF_A_DEATH) - 1
+        return []
 
     def send(self, identity: bytes, message: Message) -> None:
         """What is sent must be what a worker can read."""
@@ -274,7 +320,7 @@ class _Transcript:
         """No heartbeat has come back yet."""
 
 
-def _status(said: list[Said], folder: Path) -> int:
+def _status(said: list[Heard], folder: Path) -> int:
     server = _Transcript(said)
     options = CoordinatorOptions(
         num_stages=STAGES,
@@ -289,7 +335,8 @@ def _status(said: list[Said], folder: Path) -> int:
         eval_every=1,
         snapshot_every=1,
         resume_command="tahq-launch c.yaml --resume",
-        peer_timeout_s=2.0,
+        peer_timeout_s=5.0,
+        give_up_s=5.0,
         join_timeout_s=2.0,
         leave_timeout_s=0.1,
     )
@@ -298,7 +345,14 @@ def _status(said: list[Said], folder: Path) -> int:
     metrics.unlink(missing_ok=True)
     observer = watch_run(metrics, 0, out=out, err=out)
     coordinator = Coordinator(options, server, observer, publish=lambda parts: None, clock=lambda: server.now_s)
-    status = coordinator.run(lambda: None)
+    told: list[bool] = []
+
+    def tick() -> None:
+        if server.is_dead and not told:
+            told.append(True)
+            coordinator.worker_exited(_LOST, -9)
+
+    status = coordinator.run(tick)
     assert status == 0 or "tahq-launch: " in out.getvalue(), "an end without a reason"
     for line in metrics.read_text().splitlines():
         json.loads(line)
