@@ -1,0 +1,80 @@
+"""The log of sent frames: real files, read back to the bit, freed by step, given up in words."""
+
+import pytest
+
+from tahq.comm.frame_log import FrameLog
+from tahq.errors import PeerLostError
+
+
+@pytest.fixture
+def log(tmp_path):
+    return FrameLog(tmp_path / "log", 3, 1 << 20)
+
+
+def read(log, *steps):
+    return [
+        (frame.id, frame.codec, frame.dtype, frame.shape, bytes(frame.payload.numpy())) for frame in log.read(*steps)
+    ]
+
+
+def plain(frame):
+    return frame.id, frame.codec, frame.dtype, frame.shape, bytes(frame.payload.numpy())
+
+
+def test_frames_come_back_as_they_were_in_their_order(log, make_frame):
+    frames = [make_frame(100 * k + 1, micro_batch=k % 3, step=k // 3) for k in range(9)]
+    frames.append(make_frame(0, micro_batch=5, step=3))
+    for frame in frames:
+        log.append(frame)
+    assert read(log, 0) == list(map(plain, frames))
+    assert read(log, 1, 1) == list(map(plain, frames[3:6]))
+    assert read(log, 3, None) == [plain(frames[9])]
+
+
+def test_freed_steps_are_gone_from_the_disk(log, make_frame, tmp_path):
+    for step in range(4):
+        log.append(make_frame(1000, step=step))
+    before = log.nbytes
+    log.free_before(2)
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [
+        "step-00000002.frames",
+        "step-00000003.frames",
+    ]
+    assert log.nbytes == before // 2
+    assert [frame.id.step for frame in log.read(2)] == [2, 3]
+    log.append(make_frame(1000, micro_batch=1, step=3))
+    assert [frame.id.micro_batch for frame in log.read(3)] == [0, 1]
+
+
+def test_log_that_grows_too_long_is_given_up_until_the_next_step(tmp_path, make_frame, caplog):
+    log = FrameLog(tmp_path / "log", 3, 2500)
+    for step in range(3):
+        log.append(make_frame(1000, step=step))
+    assert "link 3: what was sent is kept no longer" in caplog.text
+    assert "run.frame_log" in caplog.text
+    assert not log.is_complete_from(0)
+    assert not log.is_complete_from(2)
+    with pytest.raises(PeerLostError, match="link 3: what was sent since step 1 is not kept"):
+        list(log.read(0))
+    log.append(make_frame(1000, micro_batch=1, step=2))
+    log.append(make_frame(1000, step=3))
+    assert log.is_complete_from(3)
+    assert [frame.id.step for frame in log.read(3)] == [3]
+
+
+def test_damaged_frame_is_not_sent_again(log, make_frame, tmp_path):
+    log.append(make_frame(1000))
+    path = tmp_path / "log" / "step-00000000.frames"
+    content = bytearray(path.read_bytes())
+    content[500] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(PeerLostError, match=r"link 3: .*checksum does not match"):
+        list(log.read(0))
+    path.write_bytes(content[:700])
+    with pytest.raises(PeerLostError, match=r"link 3: .*in the middle of a frame|cannot be read"):
+        list(log.read(0))
+
+
+def test_what_an_earlier_process_left_is_not_taken_for_its_own(tmp_path, make_frame):
+    FrameLog(tmp_path / "log", 3, 1 << 20).append(make_frame(1000))
+    assert read(FrameLog(tmp_path / "log", 3, 1 << 20), 0) == []
