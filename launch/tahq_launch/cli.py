@@ -14,7 +14,7 @@ import typer
 from tahq import __version__
 from tahq.units import parse_size
 from tahq_launch.codec_commands import codec_app
-from tahq_launch.reporting import log_to_stderr, run_app
+from tahq_launch.reporting import log_to_stderr, report_error, run_app
 from tahq_netem.cli import netem_app
 
 # -- options that several commands share ---------------------------------------------------------
@@ -109,13 +109,25 @@ def worker(
             metavar="cpu|cuda|cuda:N", show_default=False, help="Where to compute, e.g. cuda:1. Default: as configured."
         ),
     ] = None,
+    takeover: Annotated[
+        bool,
+        typer.Option(
+            "--takeover",
+            help="Take the stage from whoever holds it: you know that it is gone, or must go. What it has not finished "
+            "is computed again.",
+        ),
+    ] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often to start again by itself after being killed, by a signal or a crash.")
+    ] = 10,
     debug: Debug = False,
     die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
 ) -> int:
     """Serve one stage of a run, on this machine.
 
-    The configuration comes from the coordinator.
+    The configuration comes from the coordinator. A worker that is killed starts again by itself, and the run goes on;
+    one whose coordinator is killed waits for it.
 
     Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
     """
@@ -128,9 +140,27 @@ def worker(
     launched = die_with_launcher or exit_with_stdin
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
 
-    from tahq.worker import WorkerOptions, run_worker
+    def serve(worker_id: str, is_first: bool) -> int:
+        from tahq.worker import WorkerOptions, run_worker  # not before the fork: it starts threads
 
-    return run_worker(WorkerOptions(-1 if stage is None else stage, peer, bind, advertise, device))
+        wanted = -1 if stage is None else stage
+        return run_worker(WorkerOptions(wanted, peer, bind, advertise, device, worker_id, takeover and is_first))
+
+    if launched:
+        return serve("", True)
+    from tahq.comm.addresses import parse_address
+
+    parse_address(peer, "coordinator")  # once, and not in child after child
+
+    def served(worker_id: str, is_first: bool) -> int:
+        try:
+            return serve(worker_id, is_first)
+        except Exception as error:
+            return report_error("tahq-worker", error, debug=debug)
+
+    from tahq_launch.worker_supervisor import supervise
+
+    return supervise(served, restarts)
 
 
 def coordinator(

@@ -37,11 +37,12 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
         hint = "" if "--help" in error.format_message() else f" (see {program} --help)"
         return _say(program, error.format_message().rstrip(".") + hint, error.exit_code)
     except Exception as error:
-        return _report(program, error, debug="--debug" in arguments)
+        return report_error(program, error, debug="--debug" in arguments)
     return status if isinstance(status, int) else 0
 
 
-def _report(program: str, error: Exception, *, debug: bool) -> int:
+def report_error(program: str, error: Exception, *, debug: bool) -> int:
+    """Say what went wrong as `run_app` does; returns the exit status."""
     if debug:
         traceback.print_exception(error)
     if isinstance(error, TahqError):

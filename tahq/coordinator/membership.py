@@ -143,11 +143,17 @@ class Membership:
             return (
                 f"there is no stage {stage}: this run has stages 0 to {self._num_stages - 1}; start with one of those"
             )
-        if not self.missing:
+        if not self.missing and stage < 0:
             return f"all {self._num_stages} stages have a worker; stop one of them first"
         holder = self._members.get(stage)
         free = ", ".join(map(str, self.missing))
-        return f"stage {stage} already has a worker: {holder.name}; still free: {free}" if holder else ""
+        if holder is None:
+            return ""
+        others = f"still free: {free}; " if free else ""
+        return (
+            f"stage {stage} already has a worker: {holder.name}; {others}if you know that it is gone, start this one "
+            "with --takeover"
+        )
 
     def greet(self, identity: bytes, hello: Hello) -> Refuse | None:
         """Compare what a worker made of the configuration; one that differs is refused and loses its stage.

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+from coordinator.conftest import VERSION
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.comm.control import Commit, Plan, Published, Relink, Start, StartOver, Widen
+from tahq.comm.control import Commit, Join, Plan, Published, Relink, Start, StartOver, Widen
 from tahq.errors import PeerLostError
 
 
@@ -156,6 +158,33 @@ def test_too_many_restarts_end_the_run(scene):
     scene.server.poll = one_at_a_time(scene)
     assert scene.run(lambda: scene.coordinator.worker_exited(1, -9)) == 3
     assert "started again 0 times" in scene.end.message
+
+
+@pytest.mark.parametrize("word", [{"worker_id": "w"}, {"takeover": True}])
+def test_worker_that_takes_a_stage_over_goes_on_and_the_old_one_is_fenced(scene, word):
+    scene.workers()
+    scene.build(steps=8, snapshot_every=3)
+    old = scene.server.workers[b"worker-1"]
+    old_join = Join(1, VERSION, "host1", 101, worker_id="w")
+    scene.server.inbox = [
+        (who, old_join if isinstance(message, Join) and who == old.identity else message)
+        for who, message in scene.server.inbox
+    ]
+    new = replace(old, generation=1)
+    done = []
+
+    def tick():
+        if not done and len(scene.losses()) >= 4:
+            done.append(1)
+            scene.server.workers[new.identity] = new
+            new.send(Join(1, VERSION, "host1", 202, **word))
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 0, scene.end.message
+    assert scene.losses() == [2.0] * 8
+    assert new.step == 7
+    assert old.step < 7
+    assert scene.server.told(old.identity, StartOver)
 
 
 def test_frames_are_freed_when_a_snapshot_is_complete(scene):

@@ -148,7 +148,8 @@ def test_second_worker_for_a_stage_is_refused_and_the_run_goes_on(scene):
     scene.server.inbox.append((b"late", Join(1, "0.1.0", "other", 5)))
     assert scene.run() == 0
     (refusal,) = scene.server.told(b"late", Refuse)
-    assert "all 3 stages have a worker" in refusal.reason
+    assert "stage 1 already has a worker: stage 1 (host1, pid 101)" in refusal.reason
+    assert "--takeover" in refusal.reason
 
 
 def test_stage_out_of_range_is_refused_with_the_range(scene):
