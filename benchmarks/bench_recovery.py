@@ -1,0 +1,231 @@
+"""What protection costs, and how long a stage takes to come back.
+
+    python benchmarks/bench_recovery.py [--output benchmarks/results/recovery_<hardware>_<yyyymm>]
+    python benchmarks/bench_recovery.py --blocks 1 --steps 20 --every 10 --only small      # a quick try
+
+Four stages in network namespaces, every host at 300 Mbit/s both ways. First, in turns, runs with a snapshot every K
+steps and the log of sent frames, and runs with neither; a block is one run of each. What is compared is the mean time
+of the steps after the first few, snapshots included, within a block; the figure is the median of the blocks' ratios.
+Twice: stages that sleep as long as a larger model would compute, and send what it would send (what the log costs), and
+a small model that really computes (what snapshots cost). The journal of the coordinator is always kept.
+
+Then a stage's worker is killed a given number of steps after a snapshot, and what the coordinator says of its
+return is read: seconds from the loss to where the others are, and steps computed again in them.
+
+Needs root and a quiet machine with a core for each stage. NAME.md and NAME.json.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from machine import describe
+
+STAGES = 4
+SETTLE = 5
+"""Steps at the start that are not counted."""
+_BACK = re.compile(r"is back after ([0-9.]+) s")
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is trained."""
+
+    name: str
+    model: Values
+    training: Values
+    seq_len: int
+
+    def config(self, folder: Path, name: str, steps: int, rate: str, run: Values) -> Path:
+        values = {
+            "run": {"name": name, "dir": str(folder / "runs"), "seed": 1, **run},
+            "model": self.model,
+            "data": {"text": "stdlib", "seq_len": self.seq_len},
+            "training": {"steps": steps, **self.training},
+            "pipeline": {"stages": STAGES},
+            "wire": {"activations": "tah", "gradients": "fixed:bits=6"},
+            "links": {"rate": rate},
+            "hosts": "namespaces",
+        }
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+
+SLEEPING = Pipeline(
+    "sleeping",
+    {
+        "family": "gpt2",
+        "num_layers": 4,
+        "hidden_size": 1024,
+        "num_heads": 8,
+        "sleep": {"forward": "73ms", "backward": "152ms"},
+    },
+    {"global_batch": 8, "micro_batch": 1},
+    512,
+)
+SMALL = Pipeline(
+    "computing",
+    {"family": "gpt2", "num_layers": 8, "hidden_size": 256, "num_heads": 8},
+    {"global_batch": 16, "micro_batch": 2},
+    256,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that ended well."""
+
+    step_times_s: tuple[float, ...]
+    output: str
+    log_nbytes_a_step: float = 0.0
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.step_times_s[SETTLE:])
+
+
+@dataclass
+class Results:
+    """All that was measured, as it stands in the file."""
+
+    machine: str
+    rate: str
+    every: int
+    steps: int
+    overhead: list[Values] = field(default_factory=list)
+    recovery: list[Values] = field(default_factory=list)
+
+
+def train(config: Path, faults: str = "") -> Run:
+    """Have tahq-launch do it."""
+    values = yaml.safe_load(config.read_text())
+    folder = Path(values["run"]["dir"]) / values["run"]["name"]
+    marks = config.parent / f"{config.stem}-faults"
+    marks.mkdir()
+    env = {**os.environ, "TAHQ_FAULTS": faults, "TAHQ_FAULTS_FOLDER": str(marks)}
+    command = [sys.executable, "-m", "tahq_launch.cli", "launch", str(config)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    nbytes = [sum(link["payload_bytes"] for link in row["links"]) for row in rows]
+    return Run(tuple(row["step_time_s"] for row in rows), done.stdout, statistics.fmean(nbytes))
+
+
+def blocks(pipeline: Pipeline, arguments: argparse.Namespace, folder: Path) -> Iterator[Values]:
+    """Runs with and without protection, in turns; which comes first changes from block to block."""
+    protected = {"snapshot_every": arguments.every}
+    bare = {"frame_log": 0}
+    for block in range(arguments.blocks):
+        order = [("protected", protected), ("bare", bare)]
+        runs: dict[str, Run] = {}
+        for name, keys in order if block % 2 == 0 else reversed(order):
+            label = f"{pipeline.name}-{block}-{name}"
+            runs[name] = train(pipeline.config(folder, label, arguments.steps, arguments.rate, keys))
+            print(f"{label}: {runs[name].mean_s:.4f} s a step", flush=True)
+        yield {
+            "pipeline": pipeline.name,
+            "block": block,
+            "bare_s": runs["bare"].mean_s,
+            "protected_s": runs["protected"].mean_s,
+            "ratio": runs["protected"].mean_s / runs["bare"].mean_s,
+            "log_bytes_a_step": runs["protected"].log_nbytes_a_step,
+            "step_times_s": {name: run.step_times_s for name, run in runs.items()},
+        }
+
+
+def recoveries(arguments: argparse.Namespace, folder: Path) -> Iterator[Values]:
+    """A worker of a middle stage is killed so many steps after a snapshot."""
+    for behind in arguments.behind:
+        for attempt in range(arguments.blocks):
+            every = max(arguments.behind) + 5
+            label = f"recovery-{behind}-{attempt}"
+            steps = every + behind + 3
+            config = SMALL.config(folder, label, steps, arguments.rate, {"snapshot_every": every})
+            run = train(config, f"kill@forward:stage=1:step={every + behind}")
+            found = _BACK.search(run.output)
+            if found is None:
+                raise SystemExit(f"{label}: nobody came back: {run.output[-2000:]}")
+            usual_s = statistics.median(run.step_times_s[SETTLE:])
+            row = {"steps_behind": behind, "seconds": float(found[1]), "step_s": usual_s}
+            print(f"{label}: {row}", flush=True)
+            yield row
+
+
+def table(results: Results) -> str:
+    """NAME.md."""
+    lines = [
+        "# What protection costs, and how long a stage takes to come back",
+        "",
+        f"{results.machine}. Written by `benchmarks/bench_recovery.py`. {STAGES} stages in namespaces, {results.rate} up "
+        f"and down each; TAH-Quant forward, 6 bits backward. With: a snapshot every {results.every} steps and the frame "
+        f"log; without: neither. {results.steps} steps a run, the first {SETTLE} not counted. The log's MB are those of "
+        "all links in a step.",
+        "",
+        "| pipeline | blocks | without, s a step | with | with / without, median | least and most | log, MB a step |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in dict.fromkeys(row["pipeline"] for row in results.overhead):
+        rows = [row for row in results.overhead if row["pipeline"] == name]
+        spread = f"{min(row['ratio'] for row in rows):.4f}, {max(row['ratio'] for row in rows):.4f}"
+        without, with_, ratio = (_median(rows, key) for key in ("bare_s", "protected_s", "ratio"))
+        log_mb = _median(rows, "log_bytes_a_step") / 1e6
+        lines.append(f"| {name} | {len(rows)} | {without:.4f} | {with_:.4f} | {ratio:.4f} | {spread} | {log_mb:.2f} |")
+    lines += [
+        "",
+        "| steps since the snapshot | tries | seconds until it is back, median | least and most | a step takes, s |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for behind in dict.fromkeys(row["steps_behind"] for row in results.recovery):
+        rows = [row for row in results.recovery if row["steps_behind"] == behind]
+        spread = f"{min(row['seconds'] for row in rows):.1f}, {max(row['seconds'] for row in rows):.1f}"
+        seconds, step_s = _median(rows, "seconds"), _median(rows, "step_s")
+        lines.append(f"| {behind} | {len(rows)} | {seconds:.1f} | {spread} | {step_s:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(statistics.median(row[key] for row in rows))
+
+
+def main() -> None:
+    """Measure, and write after each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="without ending; default: print only")
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=105)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--rate", default="300mbit")
+    parser.add_argument("--behind", type=int, nargs="*", default=[1, 10, 25, 50])
+    parser.add_argument("--only", choices=["sleeping", "small", "recovery"])
+    arguments = parser.parse_args()
+    results = Results(describe(), arguments.rate, arguments.every, arguments.steps)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in ("sleeping", "small", "recovery"):
+            if arguments.only not in (None, name):
+                continue
+            if name == "recovery":
+                results.recovery += recoveries(arguments, folder)
+            else:
+                results.overhead += blocks(SLEEPING if name == "sleeping" else SMALL, arguments, folder)
+            if arguments.output is not None:
+                arguments.output.with_suffix(".json").write_text(json.dumps(asdict(results), indent=1) + "\n")
+                arguments.output.with_suffix(".md").write_text(table(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
