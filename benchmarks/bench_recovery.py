@@ -169,10 +169,10 @@ def table(results: Results) -> str:
     lines = [
         "# What protection costs, and how long a stage takes to come back",
         "",
-        f"{results.machine}. Written by `benchmarks/bench_recovery.py`. {STAGES} stages in namespaces, {results.rate} up "
-        f"and down each; TAH-Quant forward, 6 bits backward. With: a snapshot every {results.every} steps and the frame "
-        f"log; without: neither. {results.steps} steps a run, the first {SETTLE} not counted. The log's MB are those of "
-        "all links in a step.",
+        f"{results.machine}. Written by `benchmarks/bench_recovery.py`.",
+        f"{STAGES} stages in namespaces, {results.rate} up and down each; TAH-Quant forward, 6 bits backward.",
+        f"With: a snapshot every {results.every} steps and the frame log; without: neither.",
+        f"{results.steps} steps a run, the first {SETTLE} not counted. The log's MB are those of all links in a step.",
         "",
         "| pipeline | blocks | without, s a step | with | with / without, median | least and most | log, MB a step |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -92,11 +92,14 @@ def test_each_worker_has_a_host_and_all_go_when_the_run_is_stopped(training):
     assert namespaces_of(training.pid) == []
 
 
-def test_network_goes_with_a_run_whose_worker_is_killed(training):
-    os.kill(workers(training.pid)[0], signal.SIGKILL)
-    _, stderr = training.communicate(timeout=60)
-    assert training.returncode == 3, stderr
-    assert "SIGKILL" in stderr
+def test_killed_worker_comes_back_to_its_network_which_goes_with_the_run(training):
+    before = workers(training.pid)
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: len(set(workers(training.pid)) - {before[0]}) == len(before), 30, "the worker is started again")
+    training.send_signal(signal.SIGINT)
+    stdout, stderr = training.communicate(timeout=60)
+    assert training.returncode == 130, stderr
+    assert "SIGKILL" in stdout
     assert namespaces_of(training.pid) == []
 
 
