@@ -53,11 +53,11 @@ def _outages(log: list[FaultEvent], began_s: float) -> list[tuple[float, float]]
     return list(zip(begins, ends, strict=True))
 
 
-def _cut(attempt: Attempt, duration_s: float, **run: str) -> Figures:
+def _cut(attempt: Attempt, duration_s: float) -> Figures:
     num_steps = 8
     step, host = attempt.dice.randint(2, num_steps - 4), attempt.dice.randrange(STAGES)
     timeline = f"- {{step: {step}, link: host{host}, what: down, for: {duration_s}s}}"
-    config = small_run(num_steps, run=run)
+    config = small_run(num_steps)
     return _disturbed(attempt, config, timeline, timeout_s=duration_s + 120)[0]
 
 
@@ -66,7 +66,7 @@ def cut_for_1_s(attempt: Attempt) -> Figures:
 
 
 def cut_for_30_s(attempt: Attempt) -> Figures:
-    return _cut(attempt, 30.0, give_up="120s")
+    return _cut(attempt, 30.0)
 
 
 def resets(attempt: Attempt) -> Figures:
@@ -142,6 +142,7 @@ LINK_ROWS = (
         True,
         ("namespaces", "tcp-reset"),
     ),
+    Row("cut-30s", "a host's link cut for 30 s", _BORNE, cut_for_30_s, 45, needs=_LINK),
     Row("flapping", "a host's link down for 2 s of every 4, for a minute", _BORNE, flapping, 110, needs=_LINK),
     Row("loss", "5 % of all packets lost", _ALIVE, loss, 40, needs=_LINK),
     Row("jitter", "delays of 200 ± 200 ms", _ALIVE, jitter, 40, needs=_LINK),
@@ -155,4 +156,3 @@ LINK_ROWS = (
         needs=_LINK,
     ),
 )
-PENDING_LINK_ROWS = (Row("cut-30s", "a host's link cut for 30 s", _BORNE, cut_for_30_s, 45, needs=_LINK),)

@@ -207,19 +207,17 @@ RECOVERY_ROWS = (
         "launcher and workers killed at once, disks kept; started again with --resume",
         "BX",
         rebooted,
-        15,
+        8,
         is_quick=True,
     ),
-)
-PENDING_RECOVERY_ROWS = (
-    Row("host-lost", "a host lost with its disk; a spare joins", "BX; goes on from the off-host copy", host_lost, 30),
     *(
         Row(
             f"coordinator-{point}",
             f"the coordinator killed with a commit {how}",
             _WAITS,
             coordinator_killed_at(point),
-            20,
+            10,
+            point == fault_points.COMMIT_SENT,
         )
         for point, how in _COMMIT_POINTS.items()
     ),
@@ -228,7 +226,10 @@ PENDING_RECOVERY_ROWS = (
         "a host's link cut for ever",
         "status 3 within the give-up time; the message names the link; resumed elsewhere: BX",
         cut_for_ever,
-        60,
+        30,
         needs=("namespaces",),
     ),
+)
+PENDING_RECOVERY_ROWS = (
+    Row("host-lost", "a host lost with its disk; a spare joins", "BX; goes on from the off-host copy", host_lost, 30),
 )

@@ -2,7 +2,8 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+import subprocess
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,8 @@ class Try:
     took_s: float
     figures: Figures = field(default_factory=dict)
     error: str = ""
+    commit: str = ""
+    """Of the code, short; with a + where it was changed."""
 
 
 def default_path(hardware: str) -> Path:
@@ -46,6 +49,7 @@ class Results:
         self._rows: dict[str, dict[str, str]] = content.get("rows", {})
         self._tries = [Try(**each) for each in content.get("tries", [])]
         self._machines: list[str] = content.get("machines", [])
+        self._commit = _commit()
 
     def has_passed(self, row: str, number: int) -> bool:
         """Whether this try was made, and passed."""
@@ -58,16 +62,9 @@ class Results:
     def add(self, row: Row, done: Try) -> None:
         """Note a try. A failed one stays on record when it is tried again."""
         self._rows[row.name] = {"fault": row.fault, "shows": row.shows}
-        self._tries.append(
-            Try(
-                done.row,
-                done.number,
-                done.passed,
-                round(done.took_s, 2),
-                _rounded(done.figures),
-                done.error[-_MAX_ERROR_LENGTH:],
-            )
-        )
+        figures, error = _rounded(done.figures), done.error[-_MAX_ERROR_LENGTH:]
+        took_s = round(done.took_s, 2)
+        self._tries.append(replace(done, took_s=took_s, figures=figures, error=error, commit=self._commit))
         if machine.describe() not in self._machines:
             self._machines.append(machine.describe())
         content = {"machines": self._machines, "rows": self._rows, "tries": [asdict(each) for each in self._tries]}
@@ -75,7 +72,8 @@ class Results:
         _replace(self.path.with_suffix(".md"), self._table())
 
     def _table(self) -> str:
-        lines = ["# Chaos", "", *(f"- {each}" for each in self._machines), ""]
+        commits = dict.fromkeys(each.commit for each in self._tries if each.commit)
+        lines = ["# Chaos", "", *(f"- {each}" for each in self._machines), f"- commits: {', '.join(commits)}", ""]
         lines += [
             "Each row is a fault in real processes ([more on each](../../docs/chaos.md)). Figures are medians over the",
             "tries that passed, the largest in brackets. BX: losses, final weights and optimizer states are those of",
@@ -112,6 +110,16 @@ def _cell(tries: list[Figures], name: str) -> str:
 
 def _rounded(figures: Figures) -> Figures:
     return {key: round(value, 3) if isinstance(value, float) else value for key, value in figures.items()}
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(RESULTS_FOLDER)]
+    try:
+        head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True, stderr=subprocess.DEVNULL)
+        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""  # no git, or no repository
+    return head.strip() + ("+" if changed else "")
 
 
 def _replace(path: Path, text: str) -> None:

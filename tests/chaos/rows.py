@@ -1,11 +1,11 @@
 """All rows. What is in `PENDING` is written, and waits for a part of tahq that is not there yet."""
 
 from chaos.joining_rows import JOINING_ROWS
-from chaos.link_rows import LINK_ROWS, PENDING_LINK_ROWS
+from chaos.link_rows import LINK_ROWS
 from chaos.message_rows import MESSAGE_ROWS
 from chaos.recovery_rows import PENDING_RECOVERY_ROWS, RECOVERY_ROWS
 from chaos.row import Row
 from chaos.worker_rows import WORKER_ROWS
 
 ROWS: tuple[Row, ...] = (*RECOVERY_ROWS, *LINK_ROWS, *WORKER_ROWS, *JOINING_ROWS, *MESSAGE_ROWS)
-PENDING: tuple[Row, ...] = (*PENDING_RECOVERY_ROWS, *PENDING_LINK_ROWS)
+PENDING: tuple[Row, ...] = (*PENDING_RECOVERY_ROWS,)

@@ -22,8 +22,6 @@ STOPPED_S = 20.0
 SKEW_S = 3600
 _DUTY = (0.002, 0.018)
 """Seconds that a slow worker runs, and then stands still: ten times slower."""
-BORNE: dict[str, Any] = {"peer_timeout": "40s"}
-"""Keys of `run` with which a silence of `STOPPED_S` is no death."""
 
 
 def odd_worker(folder: Path, stage: int, peer: str, oddity: str, value: str, *before: str) -> Program:
@@ -39,7 +37,7 @@ def usual_worker(folder: Path, stage: int, peer: str) -> Program:
 
 def stopped(attempt: Attempt) -> Figures:
     stage, step = attempt.dice.randrange(STAGES), attempt.dice.randint(1, 5)
-    config = small_run(12, run=BORNE)
+    config = small_run(12)
     with launched(attempt.folder, config) as scene:
         scene.wait_for_step(step)
         pid, began_s = scene.worker_pid(stage), time.time()
@@ -58,7 +56,7 @@ def stopped(attempt: Attempt) -> Figures:
 def slow(attempt: Attempt) -> Figures:
     """The straggler must be named where the run says what it waits for."""
     stage = attempt.dice.randrange(STAGES)
-    config = small_run(12, run=BORNE, model={"hidden_size": 256, "num_heads": 4})
+    config = small_run(12, model={"hidden_size": 256, "num_heads": 4})
     with launched(attempt.folder, config) as scene:
         scene.wait_for_step(1)
         began_s = time.time()
