@@ -42,6 +42,8 @@ def _disturbed(
     for before_s, after_s, stall_s in scene.stalls():
         outage_s = sum(max(0.0, min(end, after_s) - max(begin, before_s)) for begin, end in outages)
         assert not times or stall_s <= outage_s + STALL_BEYOND_OUTAGE_S, f"stalled {stall_s:.1f} s of {outage_s:.1f} s"
+    if not times:  # nothing that began and ended
+        measured = {name: measured[name] for name in ("restarts", "stall_s", "steps_lost")}
     return measured, player.log
 
 
