@@ -83,6 +83,31 @@ def all_workers(attempt: Attempt) -> Figures:
     return _killed(attempt, *(f"kill@backward:stage={stage}:step={step}" for stage in range(STAGES)))
 
 
+def killed_by_hand(attempt: Attempt) -> Figures:
+    """Nobody sees the worker die: its silence tells, and a person who knows that it is dead starts another."""
+    config, stage, point = small_run(NUM_STEPS), attempt.dice.randrange(STAGES), attempt.dice.choice(tuple(_POINTS))
+    plan = _plan(attempt, _where(attempt, point, stage))
+
+    def start(each: int, peer: str, *arguments: str) -> Program:
+        return usual_worker(attempt.folder, each, peer, *arguments, extra=plan)
+
+    with ExitStack() as stack, by_hand(attempt.folder, config, start_worker=start) as scene:
+        victim = scene.workers[stage]
+        victim.process.wait(60)
+        assert victim.status == -signal.SIGKILL, victim.text
+        scene.leader.line_with("no sign of life", PEER_TIMEOUT_S + 10)
+        scene.former.append(victim)
+        scene.workers[stage] = stack.enter_context(start(stage, scene.peer, "--takeover"))
+        back_s = time.time()
+        outcome = scene.finish(240)
+        (killed_s,) = _happened_s(attempt)
+        measured = attempt.compare(scene, outcome, config, killed_s, back_s)
+    detected_s = measured["detected_s"]
+    assert isinstance(detected_s, float)
+    assert detected_s <= PEER_TIMEOUT_S + FREED_BY_TIMEOUT_S, f"noticed after {detected_s:.1f} s"
+    return {"point": point, **measured}
+
+
 def rebooted(attempt: Attempt) -> Figures:
     """Launcher and workers are killed, all at once; what is on the disk stays, and a person starts the run again."""
     config, step = small_run(12), attempt.dice.randint(5, 8)
@@ -231,5 +256,12 @@ RECOVERY_ROWS = (
     ),
 )
 PENDING_RECOVERY_ROWS = (
+    Row(
+        "kill-by-hand",
+        "a worker killed that was started by hand, and is started again with --takeover",
+        _ALONE,
+        killed_by_hand,
+        20,
+    ),
     Row("host-lost", "a host lost with its disk; a spare joins", "BX; goes on from the off-host copy", host_lost, 30),
 )

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,12 @@ def odd_worker(folder: Path, stage: int, peer: str, oddity: str, value: str, *be
     return cold(f"stage {stage}", folder, [*before, *module, "--stage", str(stage), "--peer", peer], extra=extra)
 
 
-def usual_worker(folder: Path, stage: int, peer: str) -> Program:
-    return warm(f"stage {stage}", folder, "tahq-worker", "--stage", str(stage), "--peer", peer)
+def usual_worker(
+    folder: Path, stage: int, peer: str, *arguments: str, extra: Mapping[str, str] | None = None
+) -> Program:
+    """`tahq-worker`, started by hand; `extra` is added to its environment."""
+    command = ("--stage", str(stage), "--peer", peer, *arguments)
+    return warm(f"stage {stage}", folder, "tahq-worker", *command, extra=extra)
 
 
 def stopped(attempt: Attempt) -> Figures:
