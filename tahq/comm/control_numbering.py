@@ -63,7 +63,8 @@ class Numbering:
             PeerLostError: one of both ends was started again, and does not know what the other speaks of.
             RemoteProtocolError: it cannot be.
         """
-        self.coordinator = self.coordinator or coordinator_of(head, peer)
+        process = coordinator_of(head, peer)
+        self.coordinator = self.coordinator or process
         number, acknowledged, _, asks = _HEAD.unpack(head)
         if acknowledged < self._acknowledged or (self._received == 0 and acknowledged > self._sent):
             raise PeerLostError(f"{peer}: has another past than this end; one of both was started again")
