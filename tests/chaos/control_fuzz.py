@@ -13,6 +13,7 @@ What counts as accepted:
 
 import io
 import json
+import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ from tahq.errors import PeerLostError, RemoteProtocolError
 from tahq.observe.run_view import watch_run
 
 STAGES = 3
-_HEAD_NBYTES = 17
+_HEAD = struct.Struct("<QQQB")
 _SEAL_NBYTES = 5
 _PEER = "worker 3"
 _STEPS = 2
@@ -198,19 +199,20 @@ def _refusal(data: bytes) -> str | None:
 
 def _number(dice: Random) -> str:
     """What an end that has sent two messages makes of a first part at random."""
-    numbering = Numbering()
+    numbering = Numbering(dice.choice((0, 5)))
     numbering.wrap(b"")
     numbering.wrap(b"")
-    length = _HEAD_NBYTES if dice.random() < 0.9 else dice.randrange(40)
-    small = (dice.choice((0, 1, 2, 3, 2**32, 2**64 - 1)).to_bytes(8, "little") for _ in range(2))
-    head = b"".join((*small, bytes([dice.choice((0, 1, 2, 255))])))[:length].ljust(length, b"\0")
+    number, acknowledged, process = (dice.choice((0, 1, 2, 3, 2**32, 2**64 - 1)) for _ in range(3))
+    head = _HEAD.pack(number, acknowledged, process, dice.choice((0, 1, 2, 255)))
+    if dice.random() < 0.1:
+        head = dice.choice((head[: dice.randrange(_HEAD.size)], head + dice.randbytes(dice.randint(1, 20))))
     try:
         is_next = numbering.take(head, _PEER)
     except (RemoteProtocolError, PeerLostError) as error:
         return "numbers refused" if _PEER in str(error) else f"numbers refused without a name: {error}"
-    acknowledged = int.from_bytes(head[8:16], "little")
+    assert len(head) == _HEAD.size
     assert acknowledged <= 2, f"took an acknowledgement of message {acknowledged} of 2"
-    assert is_next == (head[:8] == b"\1" + bytes(7))
+    assert is_next == (number == 1)
     return "numbers possible"
 
 

@@ -27,8 +27,8 @@ class Scene:
         run: the run's folder.
         leader: the launcher, or the coordinator alone.
         workers: started by hand, by stage; empty under a launcher.
-    num_stages: of the pipeline.
-    peer: host:port of a coordinator whose workers are started by hand.
+        num_stages: of the pipeline.
+        peer: host:port of a coordinator whose workers are started by hand.
     """
 
     run: Path
@@ -109,6 +109,8 @@ class Scene:
     def stalls(self) -> list[tuple[float, float, float]]:
         """Of each step but the first: from when to when it lasted, and how much longer than the median of them."""
         times = [at_s for at_s, done in self.progress if done]
+        if len(times) < 2:
+            return []
         usual_s = median([after - before for before, after in pairwise(times)])
         return [(before, after, after - before - usual_s) for before, after in pairwise(times)]
 
