@@ -139,12 +139,13 @@ def fuzz_resealed(count: int, seed: int) -> dict[str, int]:
     dice, base = Random(seed), true_messages()
     counts: Counter[str] = Counter()
     for _ in range(count):
-        header, payload = _reseal(dice, *dice.choice(base))
+        header, payload = reseal(dice, *dice.choice(base))
         counts[_give(header, payload)] += 1
     return dict(counts)
 
 
-def _reseal(dice: Random, header: bytes, payload: bytes) -> Raw:
+def reseal(dice: Random, header: bytes, payload: bytes) -> Raw:
+    """A message with up to three of its fields, or bytes of its payload, changed, and a checksum that is right."""
     fields, changed = bytearray(header[:-4]), bytearray(payload)
     for _ in range(dice.randint(1, 3)):
         if changed and dice.random() < 0.3:

@@ -11,6 +11,7 @@ from chaos.control_fuzz import fuzz_damaged_control, fuzz_resealed_control
 from chaos.frame_fuzz import FRAME_LIMIT_NBYTES, fuzz_damaged, fuzz_order, fuzz_resealed
 from chaos.memory import peak_growth
 from chaos.row import Attempt, Figures, Row
+from chaos.stranger_fuzz import fuzz_strangers
 
 NUM_MESSAGES = 50_000
 """Of a try."""
@@ -67,6 +68,13 @@ MESSAGE_ROWS = (
     _row("frames-duplicated", "10⁶ frames duplicated", _ONCE, _order("duplicated"), 2),
     _row("frames-reordered", "10⁶ frames reordered", _ONCE, _order("reordered"), 2),
     _row("frames-old-epoch", "10⁶ frames replayed from an old epoch", _ONCE, _order("old-epoch"), 2),
+    _row(
+        "frames-strangers",
+        "10⁶ first messages of strangers",
+        "admitted only who says what the peer says; no crash, memory growth under twice the frame limit",
+        lambda count, seed, folder: fuzz_strangers(count, seed),
+        3,
+    ),
     _row(
         "control-damaged",
         "10⁶ control messages corrupted or truncated",
