@@ -25,7 +25,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a script's background
         signal.signal(number, _leave)
     rows = _chosen(arguments.rows)
-    results = Results(arguments.out or default_path(arguments.hardware))
+    results = Results(arguments.out or default_path(arguments.hardware), arguments.note)
     with tempfile.TemporaryDirectory(prefix="tahq-chaos-", ignore_cleanup_errors=True) as folder:
         for row in rows:
             run_row(row, arguments.times or row.times, results, Path(folder))
@@ -49,6 +49,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--times", type=int, help="tries of a row; default: 20, and 3 of rows over two minutes")
     parser.add_argument("--out", type=Path, help="FILE.json to go on with; default: benchmarks/results/chaos_….json")
     parser.add_argument("--hardware", default="here", help="name of this machine in the default file's name")
+    parser.add_argument("--note", default="", help="about the conditions, for the head of the table")
     parser.add_argument("--list", action="store_true", help="say which rows there are")
     return parser.parse_args()
 

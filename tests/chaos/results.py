@@ -41,14 +41,16 @@ class Results:
 
     Args:
         path: FILE.json, gone on with if it is there; the table is FILE.md.
+        note: about the conditions, for the head of the table; empty: there is none to add.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, note: str = "") -> None:
         self.path = path
         content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self._rows: dict[str, dict[str, str]] = content.get("rows", {})
         self._tries = [Try(**each) for each in content.get("tries", [])]
         self._machines: list[str] = content.get("machines", [])
+        self._notes = dict.fromkeys([*content.get("notes", []), *([note] if note else [])])
         self._commit = _commit()
 
     def has_passed(self, row: str, number: int) -> bool:
@@ -67,13 +69,24 @@ class Results:
         self._tries.append(replace(done, took_s=took_s, figures=figures, error=error, commit=self._commit))
         if machine.describe() not in self._machines:
             self._machines.append(machine.describe())
-        content = {"machines": self._machines, "rows": self._rows, "tries": [asdict(each) for each in self._tries]}
+        content = {
+            "machines": self._machines,
+            "notes": list(self._notes),
+            "rows": self._rows,
+            "tries": [asdict(each) for each in self._tries],
+        }
         _replace(self.path, json.dumps(content, indent=1) + "\n")
         _replace(self.path.with_suffix(".md"), self._table())
 
     def _table(self) -> str:
         commits = dict.fromkeys(each.commit for each in self._tries if each.commit)
-        lines = ["# Chaos", "", *(f"- {each}" for each in self._machines), f"- commits: {', '.join(commits)}", ""]
+        lines = [
+            "# Chaos",
+            "",
+            *(f"- {each}" for each in (*self._machines, *self._notes)),
+            f"- commits: {', '.join(commits)}",
+            "",
+        ]
         lines += [
             "Each row is a fault in real processes ([more on each](../../docs/chaos.md)). Figures are medians over the",
             "tries that passed, the largest in brackets. BX: losses, final weights and optimizer states are those of",
