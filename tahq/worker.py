@@ -41,10 +41,12 @@ from tahq.comm.control import (
 )
 from tahq.comm.control_channel import ControlClient
 from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
+from tahq.comm.descriptor_limit import raise_descriptor_limit
 from tahq.comm.endpoint_loop import Trouble
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
 from tahq.comm.host_shaping import host_shaping
+from tahq.comm.keys import Credentials
 from tahq.comm.receive_memory import memory_for
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
@@ -79,7 +81,7 @@ class WorkerOptions:
     """What a worker is told on its command line; all else comes from the coordinator.
 
     `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
-    `none` for a host that can only dial out.
+    `none` for a host that can only dial out. Without `credentials` there is no CURVE.
     """
 
     stage: int
@@ -87,6 +89,7 @@ class WorkerOptions:
     bind: str | None = None
     advertise: str | None = None
     device: str | None = None
+    credentials: Credentials | None = None
 
 
 def run_worker(options: WorkerOptions) -> int:
@@ -98,6 +101,7 @@ def run_worker(options: WorkerOptions) -> int:
     Raises:
         TahqError: refused, aborted, a peer lost, out of memory…; the coordinator has been told.
     """
+    raise_descriptor_limit()
     worker = Worker(options)
     try:
         return worker.run()
@@ -132,6 +136,7 @@ class Worker:
             shaping=Shaping(),
             peer_timeout_s=10.0,
             heartbeat_s=2.0,
+            credentials=options.credentials,
             on_abort=self._on_abort,
             on_lost=self._on_lost,
         )
@@ -209,6 +214,7 @@ class Worker:
             first=config.links.first,
             connections=config.links.connections,
             allocate=memory_for(device),
+            keys=None if self._options.credentials is None else self._options.credentials.own,
             on_trouble=self._report_trouble,
         )
 
@@ -251,11 +257,12 @@ class Worker:
         self._working("connecting")
         self._endpoint.set_epoch(plan.epoch)
         links: dict[int, ZmqTransport] = {}
-        for link, peer_stage, peer_name, dial, _ in plan.links:
-            links[int(link)] = self._endpoint.open_link(int(link), int(peer_stage), str(peer_name), str(dial))
+        for link, peer_stage, peer_name, dial, _, peer_key in plan.links:
+            peer = (int(peer_stage), str(peer_name), str(dial), str(peer_key))
+            links[int(link)] = self._endpoint.open_link(int(link), *peer)
         self._endpoint.wait_connected(assembly.config.run.join_timeout)
         transports: dict[int, Transport] = {**links}
-        for link, _, _, dial, transport in plan.links:
+        for link, _, _, dial, transport, _ in plan.links:
             if transport != "zmq":
                 spec = self._group_spec(assign, plan, assembly, str(dial), str(transport))
                 self._groups.append(open_group(links[int(link)], spec))
@@ -383,7 +390,7 @@ class Worker:
     def _on_abort(self, abort: Abort) -> None:
         self._interrupt_links(RunAbortedError(abort.message, abort.exit_status))
 
-    def _on_lost(self, lost: PeerLostError) -> None:
+    def _on_lost(self, lost: TahqError) -> None:
         self._interrupt_links(lost)
 
     def _interrupt_links(self, reason: Exception) -> None:

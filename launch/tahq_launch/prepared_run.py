@@ -24,6 +24,7 @@ from tahq.pipeline.resume import compare_configs, keep_model_sizes
 from tahq_launch.codec_choice import codec_options
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder
+from tahq_launch.run_keys import RunKeys, make_run_keys
 
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
@@ -81,16 +82,21 @@ class PreparedRun:
     folder: RunFolder
     options: CoordinatorOptions
     notes: tuple[str, ...]
+    keys: RunKeys | None = None
+    """What its parties are known by; None: no CURVE."""
 
 
 @contextlib.contextmanager
-def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], None]) -> Iterator[PreparedRun]:
+def prepared_run(
+    request: StartRequest, meanwhile: Callable[[ClusterConfig], None], *, starts_workers: bool = True
+) -> Iterator[PreparedRun]:
     """Read, check and resolve a configuration, and hold its run folder for as long as the run lasts.
 
     Args:
         request: what to run.
         meanwhile: told the configuration once it is known to be startable, to begin what takes long elsewhere
             while it is resolved here.
+        starts_workers: whether those that can be are started from here.
 
     Raises:
         UserError: whatever is wrong with the configuration, or the folder holds another run.
@@ -99,6 +105,7 @@ def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], Non
     check_reachable(given)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
+    keys = make_run_keys(given, starts_workers=starts_workers)
     meanwhile(given)
     config, origin = _continued(folder, given) if request.resume else (resolve_for_run(given), _fresh())
     with folder.locked() as epoch:
@@ -106,7 +113,17 @@ def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], Non
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
             _keep_config(folder, config, origin)
             options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
-            yield PreparedRun(config, folder, options, origin.notes)
+            yield PreparedRun(config, folder, options, (*origin.notes, *_warnings(config)), keys)
+
+
+def _warnings(config: ClusterConfig) -> list[str]:
+    """What is allowed and dangerous about a configuration."""
+    if config.security.curve or config.hosts == "namespaces" or config.run.bind.startswith(_LOOPBACK):
+        return []
+    return [
+        f"warning: security.curve is off, and run.bind is {config.run.bind}: whoever reaches that, or a worker's port, "
+        "can take part in the run, and whoever is on the way can read and change what is sent"
+    ]
 
 
 def _fresh() -> Origin:
@@ -183,6 +200,7 @@ def _coordinator_options(
         sites=config.sites,
         inside=config.links.inside,
         hosts=() if isinstance(config.hosts, str) else tuple(host.address for host in config.hosts),
+        host_keys=() if isinstance(config.hosts, str) else tuple(host.public_key or "" for host in config.hosts),
         name=run.name,
         epoch=epoch,
         resume_command=resume_command,

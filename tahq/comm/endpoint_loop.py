@@ -15,13 +15,14 @@ from functools import partial
 
 import zmq
 
+from tahq.comm.dialled import Dialled
 from tahq.comm.frame import FrameKind, peek_kind
 from tahq.comm.outbound import Outgoing
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import next_to_send
 from tahq.comm.session import End, LinkSpec
 from tahq.comm.shaping import Downlink, Shaping, Uplink
-from tahq.comm.socket_wait import Socket, WaitSet, Waker
+from tahq.comm.socket_wait import WaitSet, Waker
 from tahq.comm.wire import Arrival, Wire, take_messages
 from tahq.comm.zmq_transport import LinkEnd
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError, UserError
@@ -68,9 +69,11 @@ class EndpointLoop:
         self._waker = Waker()
         self._commands: deque[tuple[LinkEnd | None, Callable[[], None]]] = deque()
         self._wires: list[Wire] = []
+        self._dialled: list[Dialled] = []
         self._wait_set = WaitSet(self._waker)
         if reception is not None:
-            self._wait_set.add(reception.router)
+            for socket in (reception.router, *reception.gate.sockets):
+                self._wait_set.add(socket)
         self._resume_s: float | None = None
         self._is_stopped = False
 
@@ -85,8 +88,8 @@ class EndpointLoop:
         if urgent:
             self._waker.wake()
 
-    def open(self, end: LinkEnd, dealers: list[Socket]) -> None:
-        """Take over a link, with its connected sockets if it is dialled from here, else none."""
+    def open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
+        """Take over a link, with its connections if it is dialled from here, else none."""
         if not dealers and self._reception is None:
             raise UserError(f"{end.spec}: nothing listens here for the peer to dial; set the host's `bind`")
         self.submit(end, partial(self._open, end, dealers))
@@ -112,6 +115,7 @@ class EndpointLoop:
     def _turn(self) -> None:
         self._waker.clear()
         self._run_commands()
+        self._shake_hands()
         self._receive()
         self._hand_over()
         self._handle_timers()
@@ -138,6 +142,8 @@ class EndpointLoop:
     def _timeout_s(self) -> float | None:
         times = [wire.end.session.next_timer_s() for wire in self._wires]
         times += [self._uplink.next_s(), self._downlink.next_s(), self._resume_s]
+        times += [dialled.redial_s for dialled in self._dialled]
+        times += [self._reception.gate.next_s] if self._reception is not None else []
         known = [time_s for time_s in times if time_s is not None]
         return min(known) - time.monotonic() if known else None
 
@@ -152,11 +158,20 @@ class EndpointLoop:
 
     # Links
 
-    def _open(self, end: LinkEnd, dealers: list[Socket]) -> None:
+    def _shake_hands(self) -> None:
+        """Let in who may come in, and see who has let us in."""
+        if self._reception is not None:
+            self._reception.gate.serve()
+        for dialled in self._dialled:
+            dialled.look()
+
+    def _open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
         if dealers:
             for dealer in dealers:
-                self._wait_set.add(dealer)
-            self._wires.append(Wire(end, dealers, is_dialled=True, routes=[]))
+                self._wait_set.add(dealer.socket)
+                self._wait_set.add(dealer.events)
+            self._dialled += dealers
+            self._wires.append(Wire(end, [dealer.socket for dealer in dealers], is_dialled=True, routes=[]))
         elif self._reception is not None:
             count = end.session.num_connections
             wire = Wire(end, [self._reception.router] * count, is_dialled=False, routes=[None] * count)

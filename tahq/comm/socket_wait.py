@@ -1,7 +1,8 @@
 """Waiting for ZMQ sockets, other threads and timers at once, to the microsecond.
 
-`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits in `select` on
-the sockets' descriptors. Those signal edges, not levels: a socket must be asked for its events after
+`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits in `select`. That takes no
+descriptor above 1023, which a process with many connections has, so it waits for an epoll that has the
+sockets' descriptors. Those signal edges, not levels: a socket must be asked for its events after
 anything was done with it and before waiting, which `WaitSet.wait` does.
 """
 
@@ -68,27 +69,30 @@ class WaitSet:
     """A waker and the sockets of one thread."""
 
     def __init__(self, waker: Waker) -> None:
-        self._descriptors: list[int] = [waker.fileno()]
+        self._epoll = select.epoll()
+        self._waker_descriptor = waker.fileno()
+        self._epoll.register(self._waker_descriptor, select.EPOLLIN)
         self._sockets: list[Socket] = []
 
     def add(self, socket: Socket) -> None:
         """Wait for this socket too, until it is closed with the others."""
         self._sockets.append(socket)
-        self._descriptors.append(int(socket.get(zmq.FD)))
+        self._epoll.register(int(socket.get(zmq.FD)), select.EPOLLIN)
 
     def wait(self, timeout_s: float | None) -> None:
         """Return when a socket has input, the waker was woken, or the time is over (None: no limit)."""
         deadline_s = time.monotonic() + (_MAX_WAIT_S if timeout_s is None else min(timeout_s, _MAX_WAIT_S))
         # A ZMQ descriptor also signals what concerns only ZMQ, so look again before anyone is bothered.
         while not self._has_input():
-            ready, _, _ = select.select(self._descriptors, [], [], max(0.0, deadline_s - time.monotonic()))
-            if not ready or self._descriptors[0] in ready:
+            ready, _, _ = select.select([self._epoll], [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready or any(descriptor == self._waker_descriptor for descriptor, _ in self._epoll.poll(0)):
                 return
 
     def _has_input(self) -> bool:
         return any(has_input(socket) for socket in self._sockets)
 
     def close(self, linger_ms: int) -> None:
-        """Close the sockets."""
+        """Close the sockets; a second time does nothing."""
+        self._epoll.close()
         for socket in self._sockets:
             socket.close(linger=linger_ms)

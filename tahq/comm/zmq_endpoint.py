@@ -14,9 +14,13 @@ from dataclasses import replace
 import zmq
 
 from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
+from tahq.comm.curve import CURVE_NBYTES, dial_curve, limit_handshakes
+from tahq.comm.dialled import Dialled
 from tahq.comm.endpoint_loop import EndpointLoop, OnTrouble
 from tahq.comm.frame import MAX_PIECE_NBYTES
+from tahq.comm.gate import Gate
 from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
+from tahq.comm.keys import KeyPair
 from tahq.comm.pings import replace_silent_connections
 from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.reception import Reception
@@ -30,6 +34,8 @@ from tahq.errors import LocalProtocolError, PeerLostError
 _log = logging.getLogger(__name__)
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
+_HOLD_S = 3.0
+"""How long a peer that has its plan already waits until this end has it too."""
 
 
 class ZmqEndpoint:
@@ -47,6 +53,7 @@ class ZmqEndpoint:
         first: First = "oldest",
         connections: int = 1,
         allocate: Allocate = pageable,
+        keys: KeyPair | None = None,
         on_trouble: OnTrouble | None = None,
     ) -> None:
         """Bind and start the I/O thread.
@@ -62,6 +69,7 @@ class ZmqEndpoint:
             first: what goes first of all that waits for this host's uplink.
             connections: TCP connections of each link; the same at both ends.
             allocate: where frames that come in are put.
+            keys: this worker's; None: no CURVE.
             on_trouble: told, in the I/O thread, when a link becomes degraded and when it is as before.
 
         Raises:
@@ -69,6 +77,7 @@ class ZmqEndpoint:
         """
         self._identity = identity
         self._allocate = allocate
+        self._keys = keys
         self._limits = SessionLimits(
             peer_timeout_s,
             heartbeat_s,
@@ -99,14 +108,15 @@ class ZmqEndpoint:
         # A peer whose connection broke may be back before the old one is known to be dead.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        gate = Gate(router, self._keys, where="data port", hold_s=_HOLD_S)
         self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
-        return Reception(router)
+        return Reception(router, gate)
 
     def _socket(self, kind: int) -> Socket:
         socket = self._context.socket(kind)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             socket.setsockopt(option, value)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES + CURVE_NBYTES)
         replace_silent_connections(socket, self._limits.peer_timeout_s)
         return socket
 
@@ -116,7 +126,7 @@ class ZmqEndpoint:
             raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
         self._identity = replace(self._identity, epoch=epoch)
 
-    def open_link(self, link: int, peer_stage: int, peer_name: str, dial: str) -> ZmqTransport:
+    def open_link(self, link: int, peer_stage: int, peer_name: str, dial: str, peer_key: str = "") -> ZmqTransport:
         """A link to a neighbour; returns before it is connected.
 
         Args:
@@ -124,6 +134,7 @@ class ZmqEndpoint:
             peer_stage: the stage at the other end.
             peer_name: what messages call the peer's host.
             dial: the peer's host:port, or "" to be dialled; exactly one end dials.
+            peer_key: its public key; nobody else is talked to on this link. "" without CURVE.
 
         Raises:
             UserError: `dial` is malformed, or is "" where nothing listens.
@@ -132,10 +143,12 @@ class ZmqEndpoint:
             raise LocalProtocolError(
                 f"link {link} is open already" if not self._is_closed else "the endpoint is closed"
             )
+        if bool(peer_key) != (self._keys is not None):
+            raise LocalProtocolError(f"link {link} to {peer_name}: CURVE is on at one end and off at the other")
         name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
         spec = LinkSpec(link, peer_stage, name, dials=bool(dial))
-        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate))
-        self._loop.open(end, [self._dial(spec, dial) for _ in range(self._limits.connections)] if dial else [])
+        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), peer_key)
+        self._loop.open(end, [self._dial(end, dial) for _ in range(self._limits.connections)] if dial else [])
         self._ends[link] = end
         if self._aborted is not None:
             end.inbox.abort(self._aborted)
@@ -143,15 +156,17 @@ class ZmqEndpoint:
         self._transports.append(transport)
         return transport
 
-    def _dial(self, spec: LinkSpec, address: str) -> Socket:
-        endpoint = dial_endpoint(address, str(spec))
+    def _dial(self, end: LinkEnd, address: str) -> Dialled:
+        endpoint = dial_endpoint(address, str(end.spec))
         dealer = self._socket(zmq.DEALER)
         # Unguessable, so that nobody can take a peer's place by its routing id.
         dealer.setsockopt(zmq.ROUTING_ID, b"tahq-" + os.urandom(16))
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        dealer.connect(endpoint)
-        return dealer
+        limit_handshakes(dealer)
+        if self._keys is not None:
+            dial_curve(dealer, self._keys, end.peer_key)
+        return Dialled(dealer, endpoint, end)
 
     def wait_connected(self, timeout_s: float) -> None:
         """Block until every open link has met its peer.
@@ -166,11 +181,13 @@ class ZmqEndpoint:
         for end in self._ends.values():
             if end.inbox.error is not None:
                 raise end.inbox.error.with_traceback(None)
-        missing = [str(end.spec) for end in self._ends.values() if not end.met.is_set()]
+        missing = [end for end in self._ends.values() if not end.met.is_set()]
         if missing:
+            obstacles = [f"{end.spec}: {end.obstacle}" for end in missing if end.obstacle]
+            advice = "check that the peer runs and that its address can be reached from here"
             raise PeerLostError(
-                f"{', '.join(missing)}: not connected after {timeout_s:g} s; check that the peer runs and that its "
-                f"address can be reached from here"
+                f"{', '.join(str(end.spec) for end in missing)}: not connected after {timeout_s:g} s; "
+                f"{'; '.join(obstacles) or advice}"
             )
 
     def abort(self, reason: Exception) -> None:

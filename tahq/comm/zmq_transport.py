@@ -24,8 +24,12 @@ MAX_QUEUED_NBYTES = 4 << 30
 class LinkEnd:
     """What the compute thread and the I/O thread share about one link; each field is written by one of them."""
 
-    def __init__(self, spec: LinkSpec, session: Session) -> None:
+    def __init__(self, spec: LinkSpec, session: Session, peer_key: str = "") -> None:
         self.spec = spec
+        self.peer_key = peer_key
+        """The peer's public key; "" without CURVE."""
+        self.obstacle = ""
+        """Why the peer has not taken us in, as far as its socket says."""
         self.session = session
         self.inbox: Inbox[Frame] = Inbox(str(spec))
         self.met = threading.Event()

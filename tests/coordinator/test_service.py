@@ -58,7 +58,7 @@ def test_assign_and_plan_say_what_the_options_say(scene):
             9,
             2,
             4,
-            [[0, 0, "host0", "10.0.0.0:9000", "zmq"], [1, 2, "host2", "", "zmq"]],
+            [[0, 0, "host0", "10.0.0.0:9000", "zmq", ""], [1, 2, "host2", "", "zmq", ""]],
             num_train_samples=100,
             next_sample=0,
         )

@@ -1,0 +1,185 @@
+"""Who may connect to a ROUTER: those with a key on its allow-list. The log has who else tried, and what was wrong.
+
+ZMQ asks (ZAP, its RFC 27) by a message inside the process for each connection whose CURVE handshake has come so far
+that the peer has proved to have its secret key, and to know the ROUTER's public one; whoever does not know that one is
+turned away before. The thread that owns the ROUTER answers, between its other work. Invariants:
+
+- a connection is let in by an answer from here, and by nothing else: without a gate nobody is;
+- what a peer sends before that is read by nobody.
+"""
+
+import math
+import socket as tcp
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from logging import getLogger
+
+import zmq
+
+from tahq.comm import monitor
+from tahq.comm.addresses import format_address
+from tahq.comm.curve import HANDSHAKE_S, limit_handshakes, serve_curve
+from tahq.comm.keys import KeyPair
+from tahq.comm.monitor import Event, Monitor
+from tahq.comm.rate_limited_log import RateLimitedLog
+from tahq.comm.socket_wait import Socket, has_input
+
+_log = getLogger(__name__)
+_ZAP = "inproc://zeromq.zap.01"
+_REQUEST_PARTS = 9
+"""Return route, nothing, version, number, domain, address, routing id, mechanism, key."""
+_MOST_HELD = 256
+_AT_ONCE_S = 1.0
+_EVENTS = (monitor.ACCEPTED, monitor.DISCONNECTED, *monitor.FAILURES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Somebody before the gate, who waits for an answer."""
+
+    envelope: list[bytes]
+    address: str
+    key: str
+    until_s: float
+
+
+class Gate:
+    """Lets members in, and nobody else; used by the thread that owns the ROUTER.
+
+    Args:
+        router: not bound yet.
+        keys: its own; None: no CURVE, and everybody is let in.
+        allowed: public keys of the members.
+        where: what messages call the ROUTER.
+        hold_s: how long somebody unknown waits for `allow` before he is refused.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        router: Socket,
+        keys: KeyPair | None,
+        allowed: Collection[str] = (),
+        *,
+        where: str,
+        hold_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._where = where
+        self._allowed = set(allowed)
+        self._hold_s = hold_s
+        self._clock = clock
+        self._has_curve = keys is not None
+        self._held: list[_Asked] = []
+        self._addresses: dict[int, tuple[str, float]] = {}
+        """Of each connection, by descriptor: from where it came, and when."""
+        self._failure: str | None = None
+        """Why the connection fails that is about to be closed; "": that has been said."""
+        self._warnings = RateLimitedLog(_log, clock=clock)
+        limit_handshakes(router)
+        self._monitor = Monitor(router, *_EVENTS)
+        self._requests: Socket | None = None
+        if keys is not None:
+            self._requests = router.context.socket(zmq.ROUTER)
+            self._requests.setsockopt(zmq.LINGER, 0)
+            self._requests.bind(_ZAP)
+            serve_curve(router, keys)
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """What `serve` is to be called for as soon as one has input."""
+        return [self._monitor.socket, *([self._requests] if self._requests is not None else [])]
+
+    @property
+    def next_s(self) -> float | None:
+        """When `serve` is to be called even if none has; None: then alone."""
+        return min((asked.until_s for asked in self._held), default=None)
+
+    def allow(self, key: str) -> None:
+        """Let the owner of this public key in from now on, him who waits too."""
+        self._allowed.add(key)
+
+    def serve(self) -> None:
+        """Answer who has come, and note who has failed."""
+        if self._requests is not None:
+            self._answer_all(self._requests)
+        for event in self._monitor.take():
+            self._note(event)
+
+    def close(self) -> None:
+        """Let nobody in any more; before the ROUTER's context ends."""
+        self._monitor.close()
+        if self._requests is not None:
+            self._requests.close(linger=0)
+
+    # Who asks
+
+    def _answer_all(self, requests: Socket) -> None:
+        now_s = self._clock()
+        asked, self._held = self._held, []
+        while has_input(requests):
+            asked.append(self._parse(requests.recv_multipart(zmq.NOBLOCK), now_s))
+        for who in asked:
+            if who.key in self._allowed:
+                self._answer(requests, who, b"200")
+            elif who.until_s > now_s and len(self._held) < _MOST_HELD:
+                self._held.append(who)
+            else:
+                self._refuse(requests, who)
+
+    def _parse(self, parts: list[bytes], now_s: float) -> _Asked:
+        """What ZMQ asks; a key that is none is in no list."""
+        is_curve = len(parts) == _REQUEST_PARTS and parts[7] == b"CURVE"
+        address = parts[5].decode("ascii", "replace").removeprefix("::ffff:") if len(parts) > 5 else "?"
+        return _Asked(parts[:4], address, parts[8].hex() if is_curve else "", now_s + self._hold_s)
+
+    def _answer(self, requests: Socket, who: _Asked, status: bytes) -> None:
+        text = b"" if status == b"200" else b"this key is not in the allow-list"
+        requests.send_multipart([*who.envelope, status, text, who.key.encode(), b""], zmq.NOBLOCK)
+
+    def _refuse(self, requests: Socket, who: _Asked) -> None:
+        self._answer(requests, who, b"400")
+        self._warnings.warning(
+            f"{self._where}: refused a connection from {who.address}: its public key {who.key} is not one of "
+            f"the {len(self._allowed)} that may connect here"
+        )
+
+    # Who fails
+
+    def _note(self, event: Event) -> None:
+        if event.kind == monitor.ACCEPTED:
+            self._addresses[event.value] = (_address_of(event.value), self._clock())
+        elif event.kind == monitor.DISCONNECTED:
+            self._note_disconnected(*self._addresses.pop(event.value, ("an unknown address", -math.inf)))
+        else:
+            self._failure = self._reason(event)
+
+    def _note_disconnected(self, address: str, accepted_s: float) -> None:
+        failure, self._failure = self._failure, None
+        if failure is None and self._clock() - accepted_s < _AT_ONCE_S:
+            failure = "it hung up at once, or speaks another language than ZMQ's"
+        if failure:
+            self._warnings.warning(f"{self._where}: a connection from {address} was no member's: {failure}")
+
+    def _reason(self, event: Event) -> str:
+        if event.kind == monitor.REFUSED:
+            return ""
+        if event.kind == monitor.CLOSED:
+            return f"it hung up, or did not say within {HANDSHAKE_S:g} s who it is"
+        if event.value == monitor.OTHER_SERVER_KEY:
+            return "it was given another public key than the one of this end"
+        if event.value == monitor.OTHER_MECHANISM:
+            return "it does not use CURVE" if self._has_curve else "it uses CURVE, which is off at this end"
+        return f"it broke ZMQ's protocol ({event.value:#x})"
+
+
+def _address_of(descriptor: int) -> str:
+    """Who is at the other end of a connection that ZMQ owns, and may have closed by now."""
+    try:
+        # A copy, of the family whose addresses are the longest: those of IPv4 fit in too.
+        with tcp.fromfd(descriptor, tcp.AF_INET6, tcp.SOCK_STREAM) as connection:
+            host, port, *_ = connection.getpeername()
+            return format_address(str(host).removeprefix("::ffff:"), int(port))
+    except (OSError, ValueError):
+        return "an unknown address"
