@@ -136,6 +136,7 @@ class ControlServer:
             except zmq.Again:
                 return
             identity = route.bytes
+            self._gate.know(route)
             message = self._accept(identity, [frame.bytes for frame in frames], peer_key(route))
             if message is not None:
                 yield identity, message

@@ -8,8 +8,6 @@ turned away before. The thread that owns the ROUTER answers, between its other w
 - what a peer sends before that is read by nobody.
 """
 
-import math
-import socket as tcp
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from logging import getLogger
 import zmq
 
 from tahq.comm import monitor
-from tahq.comm.addresses import format_address
+from tahq.comm.connections import UNKNOWN_ADDRESS, Connections
 from tahq.comm.curve import HANDSHAKE_S, limit_handshakes, serve_curve
 from tahq.comm.keys import KeyPair
 from tahq.comm.monitor import Event, Monitor
@@ -30,7 +28,6 @@ _ZAP = "inproc://zeromq.zap.01"
 _REQUEST_PARTS = 9
 """Return route, nothing, version, number, domain, address, routing id, mechanism, key."""
 _MOST_HELD = 256
-_AT_ONCE_S = 1.0
 _EVENTS = (monitor.ACCEPTED, monitor.DISCONNECTED, *monitor.FAILURES)
 
 
@@ -72,8 +69,7 @@ class Gate:
         self._clock = clock
         self._has_curve = keys is not None
         self._held: list[_Asked] = []
-        self._addresses: dict[int, tuple[str, float]] = {}
-        """Of each connection, by descriptor: from where it came, and when."""
+        self._connections = Connections(clock)
         self._failure: str | None = None
         """Why the connection fails that is about to be closed; "": that has been said."""
         self._warnings = RateLimitedLog(_log, clock=clock)
@@ -99,6 +95,10 @@ class Gate:
     def allow(self, key: str) -> None:
         """Let the owner of this public key in from now on, him who waits too."""
         self._allowed.add(key)
+
+    def know(self, frame: zmq.Frame) -> None:
+        """A message, received with ``copy=False``, has come: who sent it is in, and needs no more watching."""
+        self._connections.know(frame)
 
     def serve(self) -> None:
         """Answer who has come, and note who has failed."""
@@ -149,18 +149,24 @@ class Gate:
 
     def _note(self, event: Event) -> None:
         if event.kind == monitor.ACCEPTED:
-            self._addresses[event.value] = (_address_of(event.value), self._clock())
+            hung_up = self._connections.accept(event.value)
+            if hung_up is not None:
+                self._tell(str(hung_up), "too many were before it; it was hung up on for the next")
         elif event.kind == monitor.DISCONNECTED:
-            self._note_disconnected(*self._addresses.pop(event.value, ("an unknown address", -math.inf)))
+            self._note_disconnected(event.value)
         else:
             self._failure = self._reason(event)
 
-    def _note_disconnected(self, address: str, accepted_s: float) -> None:
+    def _note_disconnected(self, descriptor: int) -> None:
         failure, self._failure = self._failure, None
-        if failure is None and self._clock() - accepted_s < _AT_ONCE_S:
-            failure = "it hung up at once, or speaks another language than ZMQ's"
+        is_known, connection = self._connections.is_known(descriptor), self._connections.forget(descriptor)
+        if failure is None and not is_known:
+            failure = "it hung up before it said anything, or speaks another language than ZMQ's"
         if failure:
-            self._warnings.warning(f"{self._where}: a connection from {address} was no member's: {failure}")
+            self._tell(UNKNOWN_ADDRESS if connection is None else str(connection), failure)
+
+    def _tell(self, address: str, failure: str) -> None:
+        self._warnings.warning(f"{self._where}: a connection from {address} was no member's: {failure}")
 
     def _reason(self, event: Event) -> str:
         if event.kind == monitor.REFUSED:
@@ -172,14 +178,3 @@ class Gate:
         if event.value == monitor.OTHER_MECHANISM:
             return "it does not use CURVE" if self._has_curve else "it uses CURVE, which is off at this end"
         return f"it broke ZMQ's protocol ({event.value:#x})"
-
-
-def _address_of(descriptor: int) -> str:
-    """Who is at the other end of a connection that ZMQ owns, and may have closed by now."""
-    try:
-        # A copy, of the family whose addresses are the longest: those of IPv4 fit in too.
-        with tcp.fromfd(descriptor, tcp.AF_INET6, tcp.SOCK_STREAM) as connection:
-            host, port, *_ = connection.getpeername()
-            return format_address(str(host).removeprefix("::ffff:"), int(port))
-    except (OSError, ValueError):
-        return "an unknown address"

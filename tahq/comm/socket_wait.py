@@ -1,8 +1,7 @@
 """Waiting for ZMQ sockets, other threads and timers at once, to the microsecond.
 
-`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits in `select`. That takes no
-descriptor above 1023, which a process with many connections has, so it waits for an epoll that has the
-sockets' descriptors. Those signal edges, not levels: a socket must be asked for its events after
+`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits by itself for an epoll that has
+the sockets' descriptors. Those signal edges, not levels: a socket must be asked for its events after
 anything was done with it and before waiting, which `WaitSet.wait` does.
 """
 
@@ -13,6 +12,8 @@ import threading
 import time
 
 import zmq
+
+from tahq.comm.precise_wait import ReadableWait
 
 Socket = zmq.Socket[bytes]
 
@@ -70,6 +71,7 @@ class WaitSet:
 
     def __init__(self, waker: Waker) -> None:
         self._epoll = select.epoll()
+        self._precise = ReadableWait(self._epoll.fileno())
         self._waker_descriptor = waker.fileno()
         self._epoll.register(self._waker_descriptor, select.EPOLLIN)
         self._sockets: list[Socket] = []
@@ -84,8 +86,8 @@ class WaitSet:
         deadline_s = time.monotonic() + (_MAX_WAIT_S if timeout_s is None else min(timeout_s, _MAX_WAIT_S))
         # A ZMQ descriptor also signals what concerns only ZMQ, so look again before anyone is bothered.
         while not self._has_input():
-            ready, _, _ = select.select([self._epoll], [], [], max(0.0, deadline_s - time.monotonic()))
-            if not ready or any(descriptor == self._waker_descriptor for descriptor, _ in self._epoll.poll(0)):
+            is_ready = self._precise.wait(max(0.0, deadline_s - time.monotonic()))
+            if not is_ready or any(descriptor == self._waker_descriptor for descriptor, _ in self._epoll.poll(0)):
                 return
 
     def _has_input(self) -> bool:
