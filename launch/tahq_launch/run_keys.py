@@ -18,7 +18,7 @@ from tahq.comm.keys import (
     default_key_path,
     key_pair_of,
     new_key_pair,
-    public_key,
+    parse_public_key,
     read_key_file,
     read_or_make_key_file,
 )
@@ -118,7 +118,7 @@ def keys_from_stdin() -> Credentials:
         line += byte
     secret, _, coordinator = line.decode("ascii", "replace").strip().partition(" ")
     try:
-        return Credentials(key_pair_of(secret), public_key(coordinator))
+        return Credentials(key_pair_of(secret), parse_public_key(coordinator))
     except ValueError:
         raise UserError("no keys came on stdin, where whoever started this worker was to write them") from None
 
@@ -135,6 +135,6 @@ def keys_by_hand(key_file: Path | None, coordinator_key: str | None) -> Credenti
     """
     own = read_key_file(key_file) if key_file is not None else read_or_make_key_file(default_key_path())
     try:
-        return Credentials(own, own.public if coordinator_key is None else public_key(coordinator_key))
+        return Credentials(own, own.public if coordinator_key is None else parse_public_key(coordinator_key))
     except ValueError as error:
         raise UserError(f"--coordinator-key: {error}") from None

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from tahq.comm.cap import Cap
 from tahq.comm.hello import MAX_CONNECTIONS
-from tahq.comm.keys import public_key
+from tahq.comm.keys import parse_public_key
 from tahq.comm.network_config import (
     BackendName,
     CongestionControl,
@@ -202,7 +202,7 @@ class HostConfig(Section):
     """Environment of its worker."""
     site: Name | None = None
     """Hosts of one site are on one fast network; see `links.inside`. None: a site of its own."""
-    public_key: Annotated[str, AfterValidator(public_key)] | None = None
+    public_key: Annotated[str, AfterValidator(parse_public_key)] | None = None
     """Of its worker, which then may join, and nobody else for this stage. None: any that may join."""
 
     @model_validator(mode="after")

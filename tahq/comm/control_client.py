@@ -43,6 +43,10 @@ _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1000
 _SUSPICIOUS_HANG_UPS = 3
 _CONVINCING_HANG_UPS = 5
+_NEEDS_CURVE = "it uses CURVE; start this worker without --no-curve, and with --coordinator-key"
+_HAS_NO_CURVE = (
+    "it does not use CURVE; if security.curve is off there and is meant to be, start this worker with --no-curve"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,15 +246,13 @@ class ControlClient:
         if self._redial_at_s is not None and self._redial_at_s <= time.monotonic():
             self._redial_at_s = None
             redial(self._dealer, dial_endpoint(self._address, "coordinator"))
-        if self._credentials is None or self._handshakes.has_succeeded:
+        if self._handshakes.has_succeeded or self._handshakes.num_hang_ups < _SUSPICIOUS_HANG_UPS:
             return
-        if self._listener is None and self._handshakes.num_hang_ups >= _SUSPICIOUS_HANG_UPS:
+        if self._listener is None:
             self._listener = who_listens(self._address)
-        if self._listener is Listener.CURVE and self._handshakes.num_hang_ups >= _CONVINCING_HANG_UPS:
-            raise RefusedError(
-                f"{self._peer}: has another key than {self._credentials.coordinator}; give --coordinator-key with the "
-                f"one that `tahq coordinator` prints"
-            )
+        reason = _disagreement(self._listener, self._credentials)
+        if reason and self._handshakes.num_hang_ups >= _CONVINCING_HANG_UPS:
+            raise RefusedError(f"{self._peer}: {reason}")
 
     def _next_s(self) -> float:
         times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s, self._redial_at_s)
@@ -336,11 +338,26 @@ class ControlClient:
 
 def _refusal(outcome: Outcome, credentials: Credentials | None) -> str:
     """What is wrong with a connection that ZMQ has given up, and what to do."""
-    if outcome is Outcome.REFUSED and credentials is not None:
-        return (
-            f"it does not know this worker's key {credentials.own.public}; add that to security.allow of its "
-            f"cluster.yaml, or give this worker a key that is there (--key)"
-        )
     if credentials is None:
-        return "it uses CURVE; start this worker without --no-curve, and with --coordinator-key"
-    return "it does not use CURVE; if security.curve is off there and is meant to be, start this worker with --no-curve"
+        return _NEEDS_CURVE
+    if outcome is Outcome.NO_CURVE:
+        return _HAS_NO_CURVE
+    return (
+        f"it does not know this worker's key {credentials.own.public}; add that to security.allow of its "
+        f"cluster.yaml, or give this worker a key that is there (--key)"
+    )
+
+
+def _disagreement(listener: Listener, credentials: Credentials | None) -> str:
+    """Why what answers at the coordinator's address hangs up; "" where it may be the network, or a tunnel to nobody."""
+    if listener is Listener.CURVE and credentials is None:
+        return _NEEDS_CURVE
+    if listener is Listener.CURVE and credentials is not None:
+        whose = "this worker's own" if credentials.coordinator == credentials.own.public else "given"
+        return (
+            f"its key is not {credentials.coordinator} ({whose}); give the one that it prints (--coordinator-key), and "
+            f"add this worker's {credentials.own.public} to security.allow there"
+        )
+    if listener is Listener.OTHER_ZMQ and credentials is not None:
+        return _HAS_NO_CURVE
+    return "another program listens there" if listener is Listener.STRANGER else ""

@@ -16,7 +16,7 @@ _OBSTACLES = {
     Outcome.REFUSED: "the peer does not take this worker's key; are both of this run, and of this start of it?",
     Outcome.NO_CURVE: "one end uses CURVE and the other does not",
     Outcome.BROKEN: "what answers there is no worker of tahq",
-    Outcome.HUNG_UP: "the peer hangs up in the handshake; is it another worker, with another key, that listens there?",
+    Outcome.HUNG_UP: "the peer hangs up in the handshake; is it another worker, with another key or without CURVE?",
 }
 
 

@@ -52,7 +52,7 @@ def key_pair_of(secret: str) -> KeyPair:
     return KeyPair(z85.decode(public).hex(), secret)
 
 
-def public_key(text: str) -> str:
+def parse_public_key(text: str) -> str:
     """A public key as it is written everywhere; ValueError if this is none."""
     key = text.strip().lower()
     if key.startswith(_SECRET_WORD):
@@ -154,7 +154,7 @@ def read_public_keys(path: Path) -> list[str]:
         if not words or words[0].startswith("#"):
             continue
         try:
-            keys.append(public_key(words[0]))
+            keys.append(parse_public_key(words[0]))
         except ValueError as error:
             raise UserError(f"{path}:{number}: {error}") from None
     return keys

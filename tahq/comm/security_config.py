@@ -6,14 +6,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from tahq.comm.keys import public_key, read_public_keys
+from tahq.comm.keys import parse_public_key, read_public_keys
 from tahq.units import Section
 
 _DIGITS = re.compile(r"[0-9a-fA-F]{16,}")
 
 
 def _key_or_file(text: str) -> str:
-    return public_key(text) if _DIGITS.fullmatch(text) else text
+    return parse_public_key(text) if _DIGITS.fullmatch(text) else text
 
 
 class SecurityConfig(Section):
