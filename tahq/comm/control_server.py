@@ -115,6 +115,10 @@ class ControlServer:
         """The key that this worker has proved to have; "" without CURVE."""
         return self._keys.get(identity, "")
 
+    def take_refused(self) -> list[str]:
+        """What there is to say of keys that were refused since the last call, for whoever watches the run."""
+        return self._gate.take_refused()
+
     def close(self, linger_s: float = 1.0) -> None:
         """Release the socket after what is queued has gone, or `linger_s`; safe to call twice."""
         if not self._router.closed:

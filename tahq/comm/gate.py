@@ -9,6 +9,7 @@ turned away before. The thread that owns the ROUTER answers, between its other w
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from logging import getLogger
@@ -72,6 +73,8 @@ class Gate:
         self._connections = Connections(clock)
         self._failure: str | None = None
         """Why the connection fails that is about to be closed; "": that has been said."""
+        self._refused: deque[str] = deque(maxlen=_MOST_HELD)
+        self._refusals = RateLimitedLog(_log, clock=clock)
         self._warnings = RateLimitedLog(_log, clock=clock)
         limit_handshakes(router)
         self._monitor = Monitor(router, *_EVENTS)
@@ -99,6 +102,12 @@ class Gate:
     def know(self, frame: zmq.Frame) -> None:
         """A message, received with ``copy=False``, has come: who sent it is in, and needs no more watching."""
         self._connections.know(frame)
+
+    def take_refused(self) -> list[str]:
+        """What the log says of keys that were refused since the last call."""
+        refused = list(self._refused)
+        self._refused.clear()
+        return refused
 
     def serve(self) -> None:
         """Answer who has come, and note who has failed."""
@@ -140,10 +149,12 @@ class Gate:
 
     def _refuse(self, requests: Socket, who: _Asked) -> None:
         self._answer(requests, who, b"400")
-        self._warnings.warning(
+        message = (
             f"{self._where}: refused a connection from {who.address}: its public key {who.key} is not one of "
             f"the {len(self._allowed)} that may connect here"
         )
+        if self._refusals.warning(message):
+            self._refused.append(message)
 
     # Who fails
 

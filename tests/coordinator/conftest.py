@@ -104,6 +104,9 @@ class ScriptedServer:
     def public_key(self, identity):
         return self.keys.get(identity, "")
 
+    def take_refused(self):
+        return []
+
     def told(self, identity, kind):
         return [message for who, message in self.sent if who == identity and isinstance(message, kind)]
 
