@@ -63,13 +63,17 @@ class Connections:
             return self._hang_up(next(number for number, other in self._unknown.items() if other.host == host))
         return self._hang_up(next(iter(self._unknown))) if len(self._unknown) > self._most else None
 
-    def know(self, frame: zmq.Frame) -> None:
-        """This message came over one of them; received with ``copy=False``."""
+    def know(self, frame: zmq.Frame) -> bool:
+        """This message, received with ``copy=False``, came over one of them; whether it was the first to."""
+        if not self._unknown:
+            return False
         descriptor = int(frame.get(zmq.SRCFD))
         connection = self._unknown.get(descriptor)
-        if connection is not None:
-            self.forget(descriptor)
-            self._known[descriptor] = connection
+        if connection is None:
+            return False
+        self.forget(descriptor)
+        self._known[descriptor] = connection
+        return True
 
     def forget(self, descriptor: int) -> Accepted | None:
         """It is closed; what was noted of it."""

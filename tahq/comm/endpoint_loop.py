@@ -238,6 +238,7 @@ class EndpointLoop:
                     self._arrive_from(wire, connection, parts)
         if self._reception is not None:
             for route, *parts in take_messages(self._reception.router, _MESSAGES_A_TURN):
+                self._reception.gate.know(route)
                 self._receive_routed(self._reception, route.bytes, parts)
 
     def _receive_routed(self, reception: Reception, route: bytes, parts: list[zmq.Frame]) -> None:

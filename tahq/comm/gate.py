@@ -29,7 +29,7 @@ _ZAP = "inproc://zeromq.zap.01"
 _REQUEST_PARTS = 9
 """Return route, nothing, version, number, domain, address, routing id, mechanism, key."""
 _MOST_HELD = 256
-_EVENTS = (monitor.ACCEPTED, monitor.DISCONNECTED, *monitor.FAILURES)
+_EVENTS = (monitor.ACCEPTED, monitor.SUCCEEDED, monitor.DISCONNECTED, *monitor.FAILURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ class Gate:
         self._has_curve = keys is not None
         self._held: list[_Asked] = []
         self._connections = Connections(clock)
+        self._num_taken_in = 0
+        """Members that have said nothing yet; ZMQ does not tell which of the connections are theirs."""
         self._failure: str | None = None
         """Why the connection fails that is about to be closed; "": that has been said."""
         self._refused: deque[str] = deque(maxlen=_MOST_HELD)
@@ -101,7 +103,8 @@ class Gate:
 
     def know(self, frame: zmq.Frame) -> None:
         """A message, received with ``copy=False``, has come: who sent it is in, and needs no more watching."""
-        self._connections.know(frame)
+        if self._connections.know(frame):
+            self._num_taken_in -= 1
 
     def take_refused(self) -> list[str]:
         """What the log says of keys that were refused since the last call."""
@@ -163,6 +166,8 @@ class Gate:
             hung_up = self._connections.accept(event.value)
             if hung_up is not None:
                 self._tell(str(hung_up), "too many were before it; it was hung up on for the next")
+        elif event.kind == monitor.SUCCEEDED:
+            self._num_taken_in += 1
         elif event.kind == monitor.DISCONNECTED:
             self._note_disconnected(event.value)
         else:
@@ -171,7 +176,9 @@ class Gate:
     def _note_disconnected(self, descriptor: int) -> None:
         failure, self._failure = self._failure, None
         is_known, connection = self._connections.is_known(descriptor), self._connections.forget(descriptor)
-        if failure is None and not is_known:
+        if failure is None and not is_known and self._num_taken_in > 0:
+            self._num_taken_in -= 1
+        elif failure is None and not is_known:
             failure = "it hung up before it said anything, or speaks another language than ZMQ's"
         if failure:
             self._tell(UNKNOWN_ADDRESS if connection is None else str(connection), failure)

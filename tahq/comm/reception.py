@@ -47,8 +47,6 @@ class Reception:
 
     def sort(self, route: bytes, parts: list[zmq.Frame]) -> Arrival | None:
         """What the stranger with this routing id has sent, if it makes him one of our peers."""
-        if parts:
-            self.gate.know(parts[0])
         name = f"a stranger at {whence(parts[0])}" if parts else "a stranger"
         try:
             return self._admit(route, parts, name)

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import zmq
+from support.breaking_proxy import BreakingProxy
 from support.eavesdropper import Eavesdropper
 
 from tahq.comm.curve import dial_curve
@@ -139,6 +140,27 @@ def test_member_cannot_take_another_members_link(ends, make_endpoint, caplog, ma
     upper.wait_connected(SOON_S)
     check_carried(make_id, sender, receiver)
     assert "has another key than this member; he was refused" in caplog.text
+
+
+def test_member_is_no_stranger_whether_its_connections_are_new_or_come_again(ends, make_id, make_frame, caplog):
+    caplog.set_level(logging.WARNING, "tahq.comm.gate")
+    lower, upper = ends()
+    proxy = BreakingProxy(lower.address)
+    sender = lower.open_link(1, 2, "upper", "", UPPER.public)
+    receiver = upper.open_link(1, 1, "lower", proxy.address, LOWER.public)
+    for endpoint in (lower, upper):
+        endpoint.wait_connected(SOON_S)
+    for number in range(3):
+        receiver.expect(make_id(number), 1000)
+        sender.send(make_frame(1000, number))
+        receiver.recv(SOON_S)
+        proxy.reset()
+        time.sleep(0.3)
+    for endpoint in (upper, lower):
+        endpoint.close()
+    proxy.close()
+    assert proxy.num_connections >= 3
+    assert caplog.text == ""
 
 
 def test_plan_without_keys_is_refused(ends):
