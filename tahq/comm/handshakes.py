@@ -16,7 +16,7 @@ from tahq.comm.curve import HANDSHAKE_S
 from tahq.comm.monitor import Event, Monitor
 from tahq.comm.socket_wait import Socket
 
-_KINDS = (monitor.CONNECTED, monitor.SUCCEEDED, *monitor.FAILURES)
+_KINDS = (monitor.CONNECTED, monitor.SUCCEEDED, monitor.DISCONNECTED, *monitor.FAILURES)
 
 
 class Outcome(Enum):
@@ -37,8 +37,9 @@ class Handshakes:
         self._clock = clock
         self._monitor = Monitor(dealer, *_KINDS)
         self._connected_s = clock()
+        self._is_undecided = False
         self.num_hang_ups = 0
-        """Connections that the peer has closed at once, in a row: it may have another key, or just start."""
+        """Connections that ended at once, in a row: the peer may have another key, be no ZMQ socket, or just start."""
         self.has_succeeded = False
         """Whether one ever has: keys that were right stay right."""
 
@@ -58,18 +59,26 @@ class Handshakes:
 
     def _outcome(self, event: Event) -> Outcome | None:
         if event.kind == monitor.CONNECTED:
-            self._connected_s = self._clock()
+            self._connected_s, self._is_undecided = self._clock(), True
             return None
+        # Of who does not even begin as ZMQ does, all that is told is that the connection is gone.
+        was_undecided, self._is_undecided = self._is_undecided, False
+        if event.kind == monitor.DISCONNECTED:
+            return self._count(Outcome.BROKEN) if was_undecided else None
         if event.kind == monitor.SUCCEEDED:
             self.num_hang_ups, self.has_succeeded = 0, True
             return Outcome.SUCCEEDED
         if event.kind == monitor.CLOSED:
             # One that took its time has run out of it, which says nothing about keys.
-            self.num_hang_ups += int(self._clock() - self._connected_s < HANDSHAKE_S / 2)
-            return Outcome.HUNG_UP
+            is_prompt = self._clock() - self._connected_s < HANDSHAKE_S / 2
+            return self._count(Outcome.HUNG_UP) if is_prompt else Outcome.HUNG_UP
         if event.kind == monitor.REFUSED:
             return Outcome.REFUSED
-        return Outcome.NO_CURVE if event.value == monitor.OTHER_MECHANISM else Outcome.BROKEN
+        return Outcome.NO_CURVE if event.value == monitor.OTHER_MECHANISM else self._count(Outcome.BROKEN)
+
+    def _count(self, outcome: Outcome) -> Outcome:
+        self.num_hang_ups += 1
+        return outcome
 
 
 def redial(dealer: Socket, endpoint: str) -> None:

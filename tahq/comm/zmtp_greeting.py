@@ -8,7 +8,8 @@ from tahq.errors import UserError
 
 _NBYTES = 64
 _MECHANISM = slice(12, 32)
-_OURS = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+_BEGINNING = b"\xff" + bytes(8) + b"\x7f" + b"\x03"
+"""Of a greeting, up to the version: enough for the other end to say all of its own, and nothing to disagree with."""
 
 
 class Listener(Enum):
@@ -25,7 +26,7 @@ def who_listens(address: str, timeout_s: float = 2.0) -> Listener:
     """Connect to host:port and see how it introduces itself; takes at most about twice the time."""
     try:
         with socket.create_connection(parse_address(address, "address"), timeout_s) as connection:
-            connection.sendall(_OURS)
+            connection.sendall(_BEGINNING)
             said = b""
             while len(said) < _NBYTES and (piece := connection.recv(_NBYTES - len(said))):
                 said += piece
