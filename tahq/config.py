@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from tahq.comm.config import Hosts, LinksConfig, LinkTransport
 from tahq.comm.network_config import NetworkConfig
+from tahq.comm.security_config import SecurityConfig
 from tahq.config_errors import DisagreementError
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
@@ -38,6 +39,7 @@ class ClusterConfig(Section):
     wire: WireConfig = WireConfig()
     links: LinksConfig = LinksConfig()
     hosts: Hosts = Field(default="local")
+    security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "ClusterConfig":

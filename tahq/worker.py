@@ -45,11 +45,13 @@ from tahq.comm.control import (
 )
 from tahq.comm.control_channel import ControlClient
 from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
+from tahq.comm.descriptor_limit import raise_descriptor_limit
 from tahq.comm.endpoint_loop import Trouble
 from tahq.comm.frame_log import FrameLog
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
 from tahq.comm.host_shaping import host_shaping
+from tahq.comm.keys import Credentials
 from tahq.comm.receive_memory import memory_for
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
@@ -91,6 +93,7 @@ class WorkerOptions:
     `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
     `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
     this one takes its stage from whoever holds it.
+    `none` for a host that can only dial out. Without `credentials` there is no CURVE.
     """
 
     stage: int
@@ -100,6 +103,7 @@ class WorkerOptions:
     device: str | None = None
     worker_id: str = ""
     takeover: bool = False
+    credentials: Credentials | None = None
 
 
 def run_worker(options: WorkerOptions) -> int:
@@ -120,6 +124,7 @@ def run_worker(options: WorkerOptions) -> int:
 
 
 def _serve(options: WorkerOptions) -> int:
+    raise_descriptor_limit()
     worker = Worker(options)
     try:
         return worker.run()
@@ -164,6 +169,7 @@ class Worker:
             shaping=Shaping(),
             peer_timeout_s=10.0,
             heartbeat_s=2.0,
+            credentials=options.credentials,
             on_abort=self._on_abort,
             on_lost=self._on_lost,
             on_return=self._on_return,
@@ -250,6 +256,7 @@ class Worker:
             first=config.links.first,
             connections=config.links.connections,
             allocate=memory_for(device),
+            keys=None if self._options.credentials is None else self._options.credentials.own,
             on_trouble=self._report_trouble,
             frame_log=_frame_logs(config, assign.stage),
         )

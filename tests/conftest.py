@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _let_programs_hear_signals()
+    _keep_keys_apart(config)
     if os.environ.get("TRITON_INTERPRET") == "1":
         # Interpreted kernels compute in numpy, which warns of 1/0 and of maxima of NaNs; devices do not.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
@@ -37,6 +39,13 @@ def _let_programs_hear_signals() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def _keep_keys_apart(config: pytest.Config) -> None:
+    """Tests, and all that they start, have an account's key of their own."""
+    folder = tempfile.TemporaryDirectory(prefix="tahq-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["XDG_CONFIG_HOME"] = folder.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -120,9 +120,29 @@ def worker(
     restarts: Annotated[
         int, typer.Option(min=0, help="How often to start again by itself after being killed, by a signal or a crash.")
     ] = 10,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="This worker's secret key, e.g. ~/gpu1.secret. Default: this account's, made if there is none.",
+        ),
+    ] = None,
+    coordinator_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            show_default=False,
+            help="The coordinator's public key, which it prints. Default: that it has the same key as this worker.",
+        ),
+    ] = None,
+    no_curve: Annotated[
+        bool, typer.Option("--no-curve", help="For a run with security.curve: off. Default: with CURVE only.")
+    ] = False,
     debug: Debug = False,
     die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
+    keys_from_stdin: Annotated[bool, typer.Option("--keys-from-stdin", hidden=True)] = False,
 ) -> int:
     """Serve one stage of a run, on this machine.
 
@@ -131,8 +151,16 @@ def worker(
 
     Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
     """
-    from tahq_launch import parent_watch
+    from tahq_launch import parent_watch, run_keys
 
+    if no_curve and (key is not None or coordinator_key is not None):
+        raise typer.BadParameter("it goes with neither --key nor --coordinator-key", param_hint="--no-curve")
+    if no_curve:
+        credentials = None
+    elif keys_from_stdin:
+        credentials = run_keys.keys_from_stdin()
+    else:
+        credentials = run_keys.keys_by_hand(key, coordinator_key)
     if die_with_launcher:
         parent_watch.die_with_launcher()
     if exit_with_stdin:
@@ -144,7 +172,8 @@ def worker(
         from tahq.worker import WorkerOptions, run_worker  # not before the fork: it starts threads
 
         wanted = -1 if stage is None else stage
-        return run_worker(WorkerOptions(wanted, peer, bind, advertise, device, worker_id, takeover and is_first))
+        place = (wanted, peer, bind, advertise, device, worker_id, takeover and is_first)
+        return run_worker(WorkerOptions(*place, credentials))
 
     if launched:
         return serve("", True)
@@ -198,6 +227,30 @@ def coordinator(
         cluster_yaml, tuple(overrides or ()), resume, debug, bind, advertise, program="tahq coordinator"
     )
     return serve(request, _announce)
+
+
+def keygen(
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="File of the secret key, e.g. gpu1.secret. Default: ~/.config/tahq/key.secret.",
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Make none: print the public key of the one there is.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Make a key, and print its public half.
+
+    The secret half goes to a file of mode 600. The public half is for security.allow, or for --coordinator-key.
+
+    Example: tahq keygen
+    """
+    from tahq_launch.keygen import keygen as make_key
+
+    print(make_key(out, show=show).public)
+    return 0
 
 
 def export(
@@ -433,7 +486,7 @@ def measure(
 def _umbrella() -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback(invoke_without_command=True)(_version)
-    for command in (launch, worker, coordinator, measure, plan, export, trace, probe):
+    for command in (launch, worker, coordinator, keygen, measure, plan, export, trace, probe):
         app.command(command.__name__)(command)
     app.add_typer(codec_app(), name="codec")
     app.add_typer(netem_app(), name="netem")

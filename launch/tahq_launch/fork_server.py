@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,6 +39,7 @@ class ForkedCommand:
         threads: for torch's operations.
         environment: added to the launcher's.
         namespace: the network namespace that it serves in; None: the launcher's.
+        first_input: all that it finds on its stdin.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ForkedCommand:
     threads: int
     environment: Mapping[str, str]
     namespace: str | None = None
+    first_input: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ def _run(command: ForkedCommand, servers_line: Connection) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    _redirect(command.log_path)
+    _redirect(command.log_path, command.first_input)
     _name_this_process(command.name)
     os.environ.update(command.environment)
     torch.set_num_threads(command.threads)  # its libraries have read the environment before
@@ -223,10 +225,12 @@ def _network(namespace: str | None) -> AbstractContextManager[None]:
     return entered(namespace)
 
 
-def _redirect(log_path: str) -> None:
+def _redirect(log_path: str, first_input: bytes) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+    stdin, end = os.pipe()
+    os.write(end, first_input)  # far below what a pipe holds
+    os.close(end)
+    for source, target in ((stdin, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.close(log)
-    os.close(nothing)
+    os.close(stdin)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from tahq.comm.addresses import format_address, parse_address
 from tahq.comm.control_channel import ControlServer
+from tahq.comm.descriptor_limit import raise_descriptor_limit
 from tahq.config import ClusterConfig
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
@@ -26,6 +27,7 @@ from tahq_launch.local_host import local_command, modules_of_workers, threads_of
 from tahq_launch.prepared_run import PreparedRun, StartRequest, prepared_run
 from tahq_launch.restart_times import RestartTimes
 from tahq_launch.run_folder import RunFolder
+from tahq_launch.run_keys import PLAIN
 from tahq_launch.ssh_host import ssh_command, worker_by_hand
 from tahq_launch.stage_process import StageProcess, WorkerCommand
 from tahq_launch.trace_command import wire_facts
@@ -180,11 +182,12 @@ def start_workers(
         debug: have them log in detail.
     """
     for stage in range(prepared.config.pipeline.stages):
-        command = worker_command(prepared.config, stage, address, hosts, debug=debug)
+        command = worker_command(prepared, stage, address, hosts, debug=debug)
         if command is not None:
             fleet.start(command, prepared.folder.stage_log(stage))
         else:
             announce(_by_hand(prepared.config, stage, address))
+    _announce_key(prepared, announce)
 
 
 def lead(coordinator: Coordinator, fleet: Fleet) -> int:
@@ -199,6 +202,7 @@ def serve(request: StartRequest, announce: Announce) -> int:
     with _opened(request, announce, None) as (prepared, coordinator, _):
         for stage in range(prepared.config.pipeline.stages):
             announce(_by_hand(prepared.config, stage, coordinator.address))
+        _announce_key(prepared, announce)
         return coordinator.run(lambda: None)
 
 
@@ -223,9 +227,9 @@ def _opened(
     Local workers are forked from `forks`; without it, workers are started by hand.
     """
     with (
-        prepared_run(request, partial(import_meanwhile, forks)) as prepared,
+        prepared_run(request, partial(import_meanwhile, forks), starts_workers=forks is not None) as prepared,
         own_network(prepared, announce, forks) as hosts,
-        listening(prepared.config, hosts) as server,
+        listening(prepared, hosts) as server,
     ):
         observer = watch_run(
             prepared.folder.metrics,
@@ -259,14 +263,21 @@ def own_network(
 
 
 @contextlib.contextmanager
-def listening(config: ClusterConfig, hosts: "NamespaceHosts | None" = None) -> Iterator[ControlServer]:
+def listening(prepared: PreparedRun, hosts: "NamespaceHosts | None" = None) -> Iterator[ControlServer]:
     """The coordinator's socket, on its own host where there are `hosts`; UserError if its address cannot be bound."""
-    run, heartbeat_s = config.run, config.run.peer_timeout / 5
+    run, keys = prepared.config.run, prepared.keys
+    open_server = partial(
+        ControlServer,
+        heartbeat_s=run.peer_timeout / 5,
+        keys=None if keys is None else keys.coordinator,
+        allowed=() if keys is None else keys.allowed,
+    )
+    raise_descriptor_limit()
     if hosts is None:
-        server = ControlServer(run.bind, heartbeat_s=heartbeat_s, advertise=run.advertise)
+        server = open_server(run.bind, advertise=run.advertise)
     else:
         with hosts.on_coordinator():
-            server = ControlServer(hosts.bind, heartbeat_s=heartbeat_s)
+            server = open_server(hosts.bind)
     try:
         yield server
     finally:
@@ -292,24 +303,27 @@ def signals_to(request_stop: Callable[[int], None]) -> Iterator[None]:
 
 
 def worker_command(
-    config: ClusterConfig, stage: int, address: str, hosts: "NamespaceHosts | None" = None, *, debug: bool = False
+    prepared: PreparedRun, stage: int, address: str, hosts: "NamespaceHosts | None" = None, *, debug: bool = False
 ) -> WorkerCommand | None:
     """What starts the worker of a stage; None where a person does.
 
     Args:
-        config: resolved.
+        prepared: the run.
         stage: which.
         address: host:port that the coordinator tells workers to dial.
         hosts: of the run's own network, if it has one.
         debug: have the worker log in detail.
     """
+    config, keys = prepared.config, prepared.keys
+    if isinstance(config.hosts, list) and config.hosts[stage].ssh is None:
+        return None
+    secret = PLAIN if keys is None else keys.secret_of(stage)
     threads = threads_of_each(config.pipeline.stages, config.run.threads)
     if hosts is not None:
-        return hosts.worker_command(stage, address, threads, debug=debug)
+        return hosts.worker_command(stage, address, threads, secret=secret, debug=debug)
     if isinstance(config.hosts, str):
-        return local_command(stage, local_peer(config.run.bind, address), threads, debug=debug)
-    host = config.hosts[stage]
-    return None if host.ssh is None else ssh_command(host, stage, address, threads=config.run.threads, debug=debug)
+        return local_command(stage, local_peer(config.run.bind, address), threads, secret=secret, debug=debug)
+    return ssh_command(config.hosts[stage], stage, address, threads=config.run.threads, secret=secret, debug=debug)
 
 
 def local_peer(bind: str, address: str) -> str:
@@ -321,7 +335,17 @@ def local_peer(bind: str, address: str) -> str:
 
 def _by_hand(config: ClusterConfig, stage: int, address: str) -> str:
     where = "" if isinstance(config.hosts, str) else f" on {config.hosts[stage].address}"
-    return f"start stage {stage}{where} with: {worker_by_hand(stage, address)}"
+    return f"start stage {stage}{where} with: {worker_by_hand(stage, address, curve=config.security.curve)}"
+
+
+def _announce_key(prepared: PreparedRun, announce: Announce) -> None:
+    """Say what workers of others need, if any worker is started by hand."""
+    keys = prepared.keys
+    if keys is not None and len(keys.stages) < prepared.config.pipeline.stages:
+        announce(
+            f"where this account's key is not: add --coordinator-key {keys.coordinator.public}, and here the "
+            f"worker's public key to security.allow (`tahq keygen` there prints it)"
+        )
 
 
 def _export_command(folder: RunFolder) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from tahq.config import ClusterConfig
 from tahq.models.families import FAMILIES
 from tahq.quant import AUTO, CodecSpec
+from tahq_launch.run_keys import PLAIN, WorkerSecret
 from tahq_launch.stage_process import WorkerCommand
 
 _ALWAYS = ("tahq.worker", "transformers.modeling_utils")
@@ -14,19 +15,23 @@ _NUMBA = "numba.np.arraymath"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def local_command(stage: int, peer: str, threads: int, *, debug: bool = False) -> WorkerCommand:
+def local_command(
+    stage: int, peer: str, threads: int, *, secret: WorkerSecret = PLAIN, debug: bool = False
+) -> WorkerCommand:
     """What starts the worker of a stage here.
 
     Args:
         stage: its stage.
         peer: the coordinator's host:port.
         threads: compute threads it may use.
+        secret: by which it learns its key.
         debug: have it keep tracebacks and debug messages in its log.
     """
-    flags = ("--die-with-launcher", *(("--debug",) if debug else ()))
+    flags = ("--die-with-launcher", secret.flag, *(("--debug",) if debug else ()))
     argv = ("worker", "--stage", str(stage), "--peer", peer, *flags)
     env = thread_environment(threads)
-    return WorkerCommand(stage, argv, where="this machine", env=env, forked_threads=threads)
+    told = secret.line
+    return WorkerCommand(stage, argv, where="this machine", env=env, forked_threads=threads, first_input=told)
 
 
 def modules_of_workers(config: ClusterConfig) -> list[str]:

@@ -109,7 +109,7 @@ def _measured(options: MeasureOptions, folder: Path, announce: Announce) -> tupl
         measured = Measured(host_labels(config.hosts, config.pipeline.stages), _computers(config))
         measuring = Measuring(_request(options, config), measured, _machines(config))
         told = replace(prepared.options, is_measuring=True, hosts=measured.names)
-        with own_network(prepared, announce, forks) as hosts, listening(config, hosts) as server:
+        with own_network(prepared, announce, forks) as hosts, listening(prepared, hosts) as server:
             coordinator = Coordinator(told, server, MeasureLines(), measuring=measuring)
             with signals_to(coordinator.request_stop), Fleet(coordinator.worker_exited, forks) as fleet:
                 start_workers(prepared, coordinator.address, hosts, fleet, announce, debug=options.debug)

@@ -28,6 +28,7 @@ from tahq.config import ClusterConfig
 from tahq.errors import ConfigError, NetworkError
 from tahq_launch.local_host import local_command
 from tahq_launch.prepared_run import PreparedRun
+from tahq_launch.run_keys import WorkerSecret
 from tahq_launch.stage_process import WorkerCommand
 from tahq_netem.backend_choice import backend_of_own_hosts
 from tahq_netem.backend_label import backend_label
@@ -65,18 +66,21 @@ class NamespaceHosts:
         namespace = self._network.namespace(COORDINATOR)
         return nullcontext() if namespace is None else entered(namespace)
 
-    def worker_command(self, stage: int, coordinator: str, threads: int, *, debug: bool) -> WorkerCommand:
+    def worker_command(
+        self, stage: int, coordinator: str, threads: int, *, secret: WorkerSecret, debug: bool
+    ) -> WorkerCommand:
         """What starts the worker of a stage on its host.
 
         Args:
             stage: which.
             coordinator: host:port that the coordinator listens on.
             threads: compute threads it may use.
+            secret: by which it learns its key.
             debug: have it log in detail.
         """
         host = _host(stage)
         peer = self._dialled(host, COORDINATOR, parse_address(coordinator, "coordinator")[1])
-        command = local_command(stage, peer, threads, debug=debug)
+        command = local_command(stage, peer, threads, secret=secret, debug=debug)
         argv = (*command.argv, *self._addresses(stage))
         return replace(command, argv=argv, where=host, namespace=self._network.namespace(host))
 

@@ -25,6 +25,7 @@ from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
 from tahq_launch.codec_choice import codec_options
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder
+from tahq_launch.run_keys import RunKeys, make_run_keys
 from tahq_launch.taken_over import configuration_of, facts_to_go_on_with, is_same
 
 log = logging.getLogger("tahq")
@@ -91,16 +92,21 @@ class PreparedRun:
     options: CoordinatorOptions
     notes: tuple[str, ...]
     journal: Journal
+    keys: RunKeys | None = None
+    """What its parties are known by; None: no CURVE."""
 
 
 @contextlib.contextmanager
-def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], None]) -> Iterator[PreparedRun]:
+def prepared_run(
+    request: StartRequest, meanwhile: Callable[[ClusterConfig], None], *, starts_workers: bool = True
+) -> Iterator[PreparedRun]:
     """Read, check and resolve a configuration, and hold its run folder for as long as the run lasts.
 
     Args:
         request: what to run.
         meanwhile: told the configuration once it is known to be startable, to begin what takes long elsewhere
             while it is resolved here.
+        starts_workers: whether those that can be are started from here.
 
     Raises:
         UserError: whatever is wrong with the configuration, or the folder holds another run.
@@ -109,6 +115,7 @@ def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], Non
     check_reachable(given)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
+    keys = make_run_keys(given, starts_workers=starts_workers)
     meanwhile(given)
     fresh = None if request.resume else resolve_for_run(given)
     with folder.locked() as epoch, Journal(folder.journal) as journal:
@@ -118,8 +125,19 @@ def prepared_run(request: StartRequest, meanwhile: Callable[[ClusterConfig], Non
             _begin_at(folder, origin)
             _keep_config(folder, config, origin)
             options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
-            warnings = tuple(f"warning: {warning}" for warning in origin.warnings)
-            yield PreparedRun(config, folder, options, (*warnings, *origin.notes), journal)
+            damaged = [f"warning: {warning}" for warning in origin.warnings]
+            notes = (*damaged, *origin.notes, *_warnings(config))
+            yield PreparedRun(config, folder, options, notes, journal, keys)
+
+
+def _warnings(config: ClusterConfig) -> list[str]:
+    """What is allowed and dangerous about a configuration."""
+    if config.security.curve or config.hosts == "namespaces" or config.run.bind.startswith(_LOOPBACK):
+        return []
+    return [
+        f"warning: security.curve is off, and run.bind is {config.run.bind}: whoever reaches that, or a worker's port, "
+        "can take part in the run, and whoever is on the way can read and change what is sent"
+    ]
 
 
 def _resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
@@ -231,6 +249,7 @@ def _coordinator_options(
         sites=config.sites,
         inside=config.links.inside,
         hosts=() if isinstance(config.hosts, str) else tuple(host.address for host in config.hosts),
+        host_keys=() if isinstance(config.hosts, str) else tuple(host.public_key or "" for host in config.hosts),
         name=run.name,
         epoch=max(epoch, origin.epoch),
         next_sample=origin.next_sample,

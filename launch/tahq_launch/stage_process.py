@@ -11,9 +11,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import IO, BinaryIO, Protocol
 
 from tahq_launch.fork_server import ForkedCommand, ForkServer
 
@@ -27,7 +27,7 @@ class WorkerCommand:
     `env` is added to this process's environment. With `forked_threads`, `argv` is a command line of `tahq`, run
     by a fork of a process that has everything imported, with so many threads for torch's operations, in the network
     namespace `namespace` if there is one. With `holds_stdin` the child's stdin is a pipe that stays open for as long as
-    it is wanted; else it is empty.
+    it is wanted; else it is empty. Either way `first_input` comes first on it.
     """
 
     stage: int
@@ -38,6 +38,7 @@ class WorkerCommand:
     forked_threads: int | None = None
     namespace: str | None = None
     holds_stdin: bool = False
+    first_input: bytes = field(default=b"", repr=False)
 
 
 class Child(Protocol):
@@ -63,12 +64,22 @@ class SpawnedChild:
     def __init__(self, command: WorkerCommand, log: BinaryIO) -> None:
         self._process = subprocess.Popen(
             command.argv,
-            stdin=subprocess.PIPE if command.holds_stdin else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if command.holds_stdin or command.first_input else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **command.env},
             start_new_session=True,
         )
+        self._holds_stdin = command.holds_stdin
+        if self._process.stdin is not None:
+            self._say_first(self._process.stdin, command.first_input)
+
+    def _say_first(self, stdin: IO[bytes], first_input: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has left already, and its log says why
+            stdin.write(first_input)
+            stdin.flush()
+            if not self._holds_stdin:
+                stdin.close()
 
     @property
     def pid(self) -> int:
@@ -89,7 +100,7 @@ class SpawnedChild:
 
     def ask_to_leave(self) -> None:
         """SIGTERM, or for one that holds its stdin, the end of that."""
-        if self._process.stdin is None:
+        if self._process.stdin is None or not self._holds_stdin:
             self._process.terminate()
             return
         with contextlib.suppress(BrokenPipeError):
@@ -122,7 +133,10 @@ class StageProcess:
             raise AssertionError("who starts local workers has a process to fork them from")
         name = f"tahq stage {command.stage}"
         threads, namespace = command.forked_threads, command.namespace
-        return forks.start(ForkedCommand(name, command.argv, str(self.log_path), threads, command.env, namespace))
+        log_path = str(self.log_path)
+        return forks.start(
+            ForkedCommand(name, command.argv, log_path, threads, command.env, namespace, command.first_input)
+        )
 
     @property
     def pid(self) -> int:

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from tahq.comm.cap import Cap
 from tahq.comm.hello import MAX_CONNECTIONS
+from tahq.comm.keys import parse_public_key
 from tahq.comm.network_config import (
     BackendName,
     CongestionControl,
@@ -201,9 +202,13 @@ class HostConfig(Section):
     """Environment of its worker."""
     site: Name | None = None
     """Hosts of one site are on one fast network; see `links.inside`. None: a site of its own."""
+    public_key: Annotated[str, AfterValidator(parse_public_key)] | None = None
+    """Of its worker, which then may join, and nobody else for this stage. None: any that may join."""
 
     @model_validator(mode="after")
     def _ssh_settings_need_ssh(self) -> "HostConfig":
+        if self.ssh is not None and self.public_key is not None:
+            raise ValueError("public_key is for hosts that are started by hand; a worker that ssh starts gets a key")
         if self.ssh is None and (self.ssh_options or self.env or self.workdir):
             raise ValueError("ssh_options, env and workdir are for hosts that are started by ssh; set ssh too")
         return self

@@ -83,8 +83,8 @@ class Plan:
     """coordinator → worker: all have joined; these are your links.
 
     A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled, what carries its
-    frames: zmq, gloo or nccl], by link. The last two numbers tell stages without data which samples a step is
-    made of.
+    frames: zmq, gloo or nccl, the peer's public key or "" without CURVE], by link. The last two numbers tell stages
+    without data which samples a step is made of.
     """
 
     epoch: int

@@ -32,16 +32,26 @@ from tahq.comm.control import (
     encode_message,
 )
 from tahq.comm.control_numbering import Numbering, coordinator_of
+from tahq.comm.curve import dial_curve, limit_handshakes
+from tahq.comm.handshakes import Handshakes, Outcome, redial
 from tahq.comm.inbox import Inbox
+from tahq.comm.keys import Credentials
 from tahq.comm.pings import replace_silent_connections
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.socket_wait import Socket, WaitSet, Waker, has_input
 from tahq.comm.unheard import Unheard
-from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, StartOverError, TahqError
+from tahq.comm.zmtp_greeting import Listener, who_listens
+from tahq.errors import LocalProtocolError, PeerLostError, RefusedError, RemoteProtocolError, StartOverError, TahqError
 
 _log = logging.getLogger(__name__)
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1000
+_SUSPICIOUS_HANG_UPS = 3
+_CONVINCING_HANG_UPS = 5
+_NEEDS_CURVE = "it uses CURVE; start this worker without --no-curve, and with --coordinator-key"
+_HAS_NO_CURVE = (
+    "it does not use CURVE; if security.curve is off there and is meant to be, start this worker with --no-curve"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,7 @@ class ControlClient:
         peer_timeout_s: float,
         heartbeat_s: float,
         connect_timeout_s: float = 60.0,
+        credentials: Credentials | None = None,
         on_abort: Callable[[Abort], None] | None = None,
         on_lost: Callable[[TahqError], None] | None = None,
         on_return: Callable[[], Message] | None = None,
@@ -78,6 +89,7 @@ class ControlClient:
             peer_timeout_s: a coordinator that is silent for so long is gone.
             heartbeat_s: how often to give a sign of life.
             connect_timeout_s: how long to try until the coordinator first answers.
+            credentials: this worker's keys and the coordinator's; None: no CURVE.
             on_abort: called in the client's thread when an Abort comes.
             on_lost: called in the client's thread when the coordinator is lost.
             on_return: called in the client's thread when another process of the coordinator answers; what it returns is
@@ -101,6 +113,11 @@ class ControlClient:
         self._unheard = Unheard()
         self._warned_s: float | None = None
         """Since when the coordinator has been silent, once that was said."""
+        self._address = peer
+        self._credentials = credentials
+        self._listener: Listener | None = None
+        """What answers at its address, once that has hung up so often that somebody has looked."""
+        self._redial_at_s: float | None = None
         self._heartbeat = Heartbeat()
         self._echo: tuple[float, float] | None = None
         """When the heartbeat heard last was sent, by the coordinator's clock, and when it was heard, by this one."""
@@ -128,10 +145,15 @@ class ControlClient:
         self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._dealer.setsockopt(zmq.ROUTING_ID, name.encode()[:200] + b"#" + os.urandom(12).hex().encode())
+        limit_handshakes(self._dealer)
+        if self._credentials is not None:
+            dial_curve(self._dealer, self._credentials.own, self._credentials.coordinator)
+        self._handshakes = Handshakes(self._dealer)
         self._dealer.connect(endpoint)
         self._waker = Waker()
         self._wait_set = WaitSet(self._waker)
         self._wait_set.add(self._dealer)
+        self._wait_set.add(self._handshakes.socket)
 
     # The main thread's side
 
@@ -154,6 +176,7 @@ class ControlClient:
         Raises:
             TimeoutError: none came in time.
             PeerLostError: the coordinator is silent, or was never there; the message has its address.
+            RefusedError: it does not take this worker's key, or is not who has the key that was given.
         """
         return self._inbox.get(timeout_s)
 
@@ -191,7 +214,7 @@ class ControlClient:
         try:
             while not self._is_finished():
                 self._turn()
-        except StartOverError as error:
+        except (StartOverError, RefusedError) as error:
             self._lose(error)
         except TahqError as error:
             self._lose(PeerLostError(str(error)))
@@ -222,6 +245,7 @@ class ControlClient:
     def _turn(self) -> None:
         self._waker.clear()
         self._receive()
+        self._check_handshakes()
         self._hand_over(time.monotonic())
         self._check_silence()
         self._send_heartbeat()
@@ -229,8 +253,31 @@ class ControlClient:
         if not self._outbox and not self._is_finished():
             self._wait_set.wait(self._next_s() - time.monotonic())
 
+    def _check_handshakes(self) -> None:
+        """Notice that the two ends will never agree, which waiting would not mend.
+
+        Raises:
+            RefusedError: with what is wrong, and what to do.
+        """
+        for outcome in self._handshakes.take():
+            if outcome in (Outcome.REFUSED, Outcome.NO_CURVE):
+                raise RefusedError(f"{self._peer}: {_refusal(outcome, self._credentials)}")
+            if outcome is Outcome.BROKEN:
+                _log.warning("%s: %s; dialling again", self._peer, outcome.value)
+                self._redial_at_s = time.monotonic() + _RECONNECT_MAX_MS / 1000
+        if self._redial_at_s is not None and self._redial_at_s <= time.monotonic():
+            self._redial_at_s = None
+            redial(self._dealer, dial_endpoint(self._address, "coordinator"))
+        if self._handshakes.has_succeeded or self._handshakes.num_hang_ups < _SUSPICIOUS_HANG_UPS:
+            return
+        if self._listener is None:
+            self._listener = who_listens(self._address)
+        reason = _disagreement(self._listener, self._credentials)
+        if reason and self._handshakes.num_hang_ups >= _CONVINCING_HANG_UPS:
+            raise RefusedError(f"{self._peer}: {reason}")
+
     def _next_s(self) -> float:
-        times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s)
+        times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s, self._redial_at_s)
         lines = (self._uplink.next_s(), self._downlink.next_s())
         return min(time_s for time_s in (*times, *lines) if time_s is not None)
 
@@ -288,7 +335,7 @@ class ControlClient:
         if self._numbering.must_ask and self._heard_s is not None:
             self._heartbeat_at_s = min(self._heartbeat_at_s, self._heard_s)
         for again in self._numbering.again():
-            self._dealer.send_multipart(again, zmq.NOBLOCK)
+            self._put(again)
 
     def _hand_over(self, until_s: float) -> None:
         for message in self._downlink.take_due(until_s):
@@ -328,4 +375,38 @@ class ControlClient:
             data, ready_s = self._outbox.popleft()
             self._uplink.send(data, len(data), ready_s)
         for data in self._uplink.take_due(time.monotonic()):
-            self._dealer.send_multipart(self._numbering.wrap(data), zmq.NOBLOCK)
+            self._put(self._numbering.wrap(data))
+
+    def _put(self, parts: list[bytes]) -> None:
+        try:
+            self._dealer.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            # ZMQ has given the connection up; why, it tells in a moment.
+            _log.debug("%s: nothing can be sent now", self._peer)
+
+
+def _refusal(outcome: Outcome, credentials: Credentials | None) -> str:
+    """What is wrong with a connection that ZMQ has given up, and what to do."""
+    if credentials is None:
+        return _NEEDS_CURVE
+    if outcome is Outcome.NO_CURVE:
+        return _HAS_NO_CURVE
+    return (
+        f"it does not know this worker's key {credentials.own.public}; add that to security.allow of its "
+        f"cluster.yaml, or give this worker a key that is there (--key)"
+    )
+
+
+def _disagreement(listener: Listener, credentials: Credentials | None) -> str:
+    """Why what answers at the coordinator's address hangs up; "" where it may be the network, or a tunnel to nobody."""
+    if listener is Listener.CURVE and credentials is None:
+        return _NEEDS_CURVE
+    if listener is Listener.CURVE and credentials is not None:
+        whose = "this worker's own" if credentials.coordinator == credentials.own.public else "given"
+        return (
+            f"its key is not {credentials.coordinator} ({whose}); give the one that it prints (--coordinator-key), and "
+            f"add this worker's {credentials.own.public} to security.allow there"
+        )
+    if listener is Listener.OTHER_ZMQ and credentials is not None:
+        return _HAS_NO_CURVE
+    return "another program listens there" if listener is Listener.STRANGER else ""

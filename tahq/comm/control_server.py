@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import zmq
 
@@ -13,6 +13,9 @@ from tahq.comm.addresses import advertised_address, bind_router
 from tahq.comm.clock_offset import ClockComparison, ClockOffset
 from tahq.comm.control import MAX_MESSAGE_NBYTES, Abort, Heartbeat, Message, decode_message, encode_message
 from tahq.comm.control_numbering import Numbering, coordinator_of
+from tahq.comm.curve import peer_key
+from tahq.comm.gate import Gate
+from tahq.comm.keys import KeyPair
 from tahq.comm.rate_limited_log import RateLimitedLog
 from tahq.errors import PeerLostError, RemoteProtocolError
 
@@ -27,7 +30,7 @@ class ControlServer:
     `poll` also sends a Heartbeat to every worker heard from, every `heartbeat_s`, and one at once to a
     newcomer, so it must be called at least that often. Messages that were lost when a connection was reset are sent
     again. A worker that speaks of a run from before this end was started, or what nobody can read, is told to abort
-    and not heard any more. What strangers send is dropped; nothing of it raises.
+    and not heard any more. What strangers send is dropped; nothing of it raises. With `keys`, only members are heard.
     """
 
     def __init__(
@@ -36,6 +39,8 @@ class ControlServer:
         *,
         heartbeat_s: float = 2.0,
         advertise: str | None = None,
+        keys: KeyPair | None = None,
+        allowed: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind to host:port.
@@ -44,6 +49,8 @@ class ControlServer:
             bind: where to listen; port 0 = any free one.
             heartbeat_s: how often `poll` gives the workers a sign of life.
             advertise: host:port that workers dial (port 0 = the bound one); None = as bound.
+            keys: the coordinator's; None: no CURVE, and whoever comes is heard.
+            allowed: public keys of the workers.
             clock: seconds, monotonic.
 
         Raises:
@@ -56,6 +63,7 @@ class ControlServer:
         self._clocks: dict[bytes, ClockComparison] = {}
         self._lost: set[bytes] = set()
         self._process = secrets.randbits(63) + 1
+        self._keys: dict[bytes, str] = {}
         self._warnings = RateLimitedLog(_log, clock=clock)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -64,6 +72,10 @@ class ControlServer:
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._gate = Gate(self._router, keys, allowed, where="coordinator", clock=clock)
+        self._poller = zmq.Poller()
+        for socket in (self._router, *self._gate.sockets):
+            self._poller.register(socket, zmq.POLLIN)
         try:
             self.address = advertised_address(bind, bind_router(self._router, bind, "coordinator"), advertise)
         except BaseException:
@@ -75,11 +87,12 @@ class ControlServer:
         deadline_s = self._clock() + timeout_s
         while True:
             self._send_heartbeats()
+            self._gate.serve()
             messages = list(self._receive())
             wait_s = min(deadline_s, self._heartbeat_at_s) - self._clock()
             if messages or deadline_s <= self._clock():
                 return messages
-            self._router.poll(math.ceil(max(0.0, wait_s) * 1000))
+            self._poller.poll(math.ceil(max(0.0, wait_s) * 1000))
 
     def send(self, identity: bytes, message: Message) -> None:
         """Queue a message for the worker that `poll` gave this identity; returns at once.
@@ -100,10 +113,19 @@ class ControlServer:
         comparison = self._clocks.get(identity)
         return comparison.best if comparison is not None else None
 
+    def public_key(self, identity: bytes) -> str:
+        """The key that this worker has proved to have; "" without CURVE."""
+        return self._keys.get(identity, "")
+
+    def take_refused(self) -> list[str]:
+        """What there is to say of keys that were refused since the last call, for whoever watches the run."""
+        return self._gate.take_refused()
+
     def close(self, linger_s: float = 1.0) -> None:
         """Release the socket after what is queued has gone, or `linger_s`; safe to call twice."""
         if not self._router.closed:
             self._router.close(linger=int(linger_s * 1000))
+            self._gate.close()
             self._context.term()
 
     def _send_heartbeats(self) -> None:
@@ -116,26 +138,34 @@ class ControlServer:
     def _receive(self) -> Iterator[tuple[bytes, Message]]:
         for _ in range(_MESSAGES_A_POLL):
             try:
-                identity, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            message = self._accept(identity, parts)
+            identity = route.bytes
+            self._gate.know(route)
+            message = self._accept(identity, [frame.bytes for frame in frames], peer_key(route))
             if message is not None:
                 yield identity, message
 
-    def _accept(self, identity: bytes, parts: list[bytes]) -> Message | None:
+    def _accept(self, identity: bytes, parts: list[bytes], key: str) -> Message | None:
         if identity in self._lost:
             return None
         try:
-            return self._check(identity, parts)
+            return self._check(identity, parts, key)
         except RemoteProtocolError as error:
             self._warnings.warning(f"dropped a control message: {error}")
         except PeerLostError as error:
             self._lose(identity, error)
         return None
 
-    def _check(self, identity: bytes, parts: list[bytes]) -> Message | None:
+    def _check_key(self, identity: bytes, key: str) -> None:
+        """One member cannot speak for another."""
+        if self._keys.get(identity, key) != key:
+            raise RemoteProtocolError(f"{_name(identity)}: said by the owner of another key, {key}")
+
+    def _check(self, identity: bytes, parts: list[bytes], key: str) -> Message | None:
         name = _name(identity)
+        self._check_key(identity, key)
         if len(parts) != 2:
             raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
         known = self._peers.get(identity)
@@ -148,6 +178,7 @@ class ControlServer:
         message = self._decode(identity, parts[1], name)
         if known is None:
             self._welcome(identity, numbering, name)
+            self._keys[identity] = key
         for again in numbering.again():
             self._put(identity, again)
         if numbering.must_ask:

@@ -15,15 +15,16 @@ from functools import partial
 
 import zmq
 
+from tahq.comm.dialled import Dialled
 from tahq.comm.frame import FrameKind, peek_kind
 from tahq.comm.outbound import Outgoing
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import next_to_send
-from tahq.comm.session import End, LinkSpec, Session
+from tahq.comm.session import End, LinkSpec
 from tahq.comm.shaping import Downlink, Shaping, Uplink
-from tahq.comm.socket_wait import Socket, WaitSet, Waker
+from tahq.comm.socket_wait import WaitSet, Waker
 from tahq.comm.wire import Arrival, Wire, take_messages
-from tahq.comm.zmq_transport import LinkEnd, Wanted
+from tahq.comm.zmq_transport import LinkEnd
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError, UserError
 
 _log = logging.getLogger(__name__)
@@ -68,9 +69,11 @@ class EndpointLoop:
         self._waker = Waker()
         self._commands: deque[tuple[LinkEnd | None, Callable[[], None]]] = deque()
         self._wires: list[Wire] = []
+        self._dialled: list[Dialled] = []
         self._wait_set = WaitSet(self._waker)
         if reception is not None:
-            self._wait_set.add(reception.router)
+            for socket in (reception.router, *reception.gate.sockets):
+                self._wait_set.add(socket)
         self._resume_s: float | None = None
         self._is_stopped = False
 
@@ -85,15 +88,18 @@ class EndpointLoop:
         if urgent:
             self._waker.wake()
 
-    def open(self, end: LinkEnd, dealers: list[Socket]) -> None:
-        """Take over a link, with its connected sockets if it is dialled from here, else none."""
+    def open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
+        """Take over a link, with its connections if it is dialled from here, else none."""
         if not dealers and self._reception is None:
             raise UserError(f"{end.spec}: nothing listens here for the peer to dial; set the host's `bind`")
         self.submit(end, partial(self._open, end, dealers))
 
-    def relink(self, end: LinkEnd, dealers: list[Socket], spec: LinkSpec, session: Session, wanted: Wanted) -> None:
-        """Have another process at the other end of a link, which is dialled with these sockets, or else dials."""
-        self.submit(end, partial(self._relink, end, dealers, spec, session, wanted))
+    def relink(self, end: LinkEnd, dealers: list[Dialled], switch: Callable[[], None]) -> None:
+        """Have another process at the other end of a link, which is dialled with these, or else dials.
+
+        `switch` is called between the two, in the I/O thread.
+        """
+        self.submit(end, partial(self._relink, end, dealers, switch))
 
     def stop(self) -> None:
         """End the thread's body, and release the sockets."""
@@ -116,6 +122,7 @@ class EndpointLoop:
     def _turn(self) -> None:
         self._waker.clear()
         self._run_commands()
+        self._shake_hands()
         self._receive()
         self._hand_over()
         self._handle_timers()
@@ -142,6 +149,8 @@ class EndpointLoop:
     def _timeout_s(self) -> float | None:
         times = [wire.end.session.next_timer_s() for wire in self._wires]
         times += [self._uplink.next_s(), self._downlink.next_s(), self._resume_s]
+        times += [dialled.redial_s for dialled in self._dialled]
+        times += [self._reception.gate.next_s] if self._reception is not None else []
         known = [time_s for time_s in times if time_s is not None]
         return min(known) - time.monotonic() if known else None
 
@@ -156,11 +165,20 @@ class EndpointLoop:
 
     # Links
 
-    def _open(self, end: LinkEnd, dealers: list[Socket]) -> None:
+    def _shake_hands(self) -> None:
+        """Let in who may come in, and see who has let us in."""
+        if self._reception is not None:
+            self._reception.gate.serve()
+        for dialled in self._dialled:
+            dialled.look()
+
+    def _open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
         if dealers:
             for dealer in dealers:
-                self._wait_set.add(dealer)
-            self._wires.append(Wire(end, dealers, is_dialled=True, routes=[]))
+                self._wait_set.add(dealer.socket)
+                self._wait_set.add(dealer.events)
+            self._dialled += dealers
+            self._wires.append(Wire(end, [dealer.socket for dealer in dealers], is_dialled=True, routes=[]))
         elif self._reception is not None:
             count = end.session.num_connections
             wire = Wire(end, [self._reception.router] * count, is_dialled=False, routes=[None] * count)
@@ -168,16 +186,19 @@ class EndpointLoop:
             for arrival in self._reception.open(wire):
                 self._arrive(arrival)
 
-    def _relink(self, end: LinkEnd, dealers: list[Socket], spec: LinkSpec, session: Session, wanted: Wanted) -> None:
+    def _relink(self, end: LinkEnd, dealers: list[Dialled], switch: Callable[[], None]) -> None:
         self._close(next(wire for wire in self._wires if wire.end is end))
-        end.relink(spec, session, wanted)
+        switch()
         self._open(end, dealers)
 
     def _close(self, wire: Wire) -> None:
         self._wires.remove(wire)
         if wire.is_dialled:
-            for dealer in wire.sockets:
-                self._wait_set.remove(dealer)
+            for dialled in [dialled for dialled in self._dialled if dialled.socket in wire.sockets]:
+                self._dialled.remove(dialled)
+                self._wait_set.remove(dialled.socket)
+                self._wait_set.remove(dialled.events)
+                dialled.close()
         elif self._reception is not None:
             self._reception.close(wire)
 
@@ -240,6 +261,7 @@ class EndpointLoop:
                     self._arrive_from(wire, connection, parts)
         if self._reception is not None:
             for route, *parts in take_messages(self._reception.router, _MESSAGES_A_TURN):
+                self._reception.gate.know(route)
                 self._receive_routed(self._reception, route.bytes, parts)
 
     def _receive_routed(self, reception: Reception, route: bytes, parts: list[zmq.Frame]) -> None:

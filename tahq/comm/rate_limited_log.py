@@ -18,12 +18,13 @@ class RateLimitedLog:
         self._quiet_until_s = -math.inf
         self._left_out = 0
 
-    def warning(self, message: str) -> None:
-        """Write this, or count it."""
+    def warning(self, message: str) -> bool:
+        """Write this, or count it; whether it was written."""
         now_s = self._clock()
         if now_s < self._quiet_until_s:
             self._left_out += 1
-            return
+            return False
         more = f" ({self._left_out} more like this were left out)" if self._left_out else ""
         self._logger.warning("%s%s", message, more)
         self._quiet_until_s, self._left_out = now_s + self._interval_s, 0
+        return True

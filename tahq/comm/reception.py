@@ -9,7 +9,9 @@ import logging
 
 import zmq
 
+from tahq.comm.curve import peer_key
 from tahq.comm.frame import FrameHeader, FrameKind, unpack_header
+from tahq.comm.gate import Gate
 from tahq.comm.rate_limited_log import RateLimitedLog
 from tahq.comm.socket_wait import Socket
 from tahq.comm.wire import Arrival, Wire, pack_refusal, whence
@@ -22,8 +24,9 @@ _MAX_WAITING = 64
 class Reception:
     """Sorts what comes in on the ROUTER by the link that it belongs to."""
 
-    def __init__(self, router: Socket) -> None:
+    def __init__(self, router: Socket, gate: Gate) -> None:
         self.router = router
+        self.gate = gate
         self._wires: dict[int, Wire] = {}
         self._routes: dict[bytes, tuple[Wire, int]] = {}
         self._waiting: dict[bytes, list[zmq.Frame]] = {}
@@ -32,6 +35,8 @@ class Reception:
     def open(self, wire: Wire) -> list[Arrival]:
         """Admit the peer of this link from now on; the HELLOs that may have come before their time."""
         self._wires[wire.end.spec.link] = wire
+        if wire.end.peer_key:
+            self.gate.allow(wire.end.peer_key)
         waiting, self._waiting = self._waiting, {}
         arrivals = [self.sort(route, parts) for route, parts in waiting.items()]
         return [arrival for arrival in arrivals if arrival is not None]
@@ -66,7 +71,7 @@ class Reception:
             self._keep(route, parts)
             return None
         try:
-            connection = self._check(wire, header, parts[1])
+            connection = self._check(wire, header, *parts)
         except RemoteProtocolError as error:
             self._refuse(route, header, str(error))
             raise
@@ -74,9 +79,11 @@ class Reception:
         self._routes[route] = (wire, connection)
         return Arrival(wire, connection, *parts)
 
-    def _check(self, wire: Wire, header: FrameHeader, payload: zmq.Frame) -> int:
+    def _check(self, wire: Wire, header: FrameHeader, hello: zmq.Frame, payload: zmq.Frame) -> int:
         if None not in wire.routes:
             raise RemoteProtocolError(f"{wire.end.spec}: is connected already; a second peer for it was refused")
+        if peer_key(hello) != wire.end.peer_key:
+            raise RemoteProtocolError(f"{wire.end.spec}: has another key than this member; he was refused")
         connection = wire.end.session.check_hello(header, payload.buffer).connection
         if wire.routes[connection] is not None:
             raise RemoteProtocolError(f"{wire.end.spec}: has connection {connection} already; a second was refused")

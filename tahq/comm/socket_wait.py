@@ -1,6 +1,6 @@
 """Waiting for ZMQ sockets, other threads and timers at once, to the microsecond.
 
-`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits in `select` on
+`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits by itself for an epoll that has
 the sockets' descriptors. Those signal edges, not levels: a socket must be asked for its events after
 anything was done with it and before waiting, which `WaitSet.wait` does.
 """
@@ -12,6 +12,8 @@ import threading
 import time
 
 import zmq
+
+from tahq.comm.precise_wait import ReadableWait
 
 Socket = zmq.Socket[bytes]
 
@@ -68,33 +70,36 @@ class WaitSet:
     """A waker and the sockets of one thread."""
 
     def __init__(self, waker: Waker) -> None:
-        self._descriptors: list[int] = [waker.fileno()]
+        self._epoll = select.epoll()
+        self._precise = ReadableWait(self._epoll.fileno())
+        self._waker_descriptor = waker.fileno()
+        self._epoll.register(self._waker_descriptor, select.EPOLLIN)
         self._sockets: list[Socket] = []
 
     def add(self, socket: Socket) -> None:
         """Wait for this socket too, until it is removed, or closed with the others."""
         self._sockets.append(socket)
-        self._descriptors.append(int(socket.get(zmq.FD)))
+        self._epoll.register(int(socket.get(zmq.FD)), select.EPOLLIN)
 
     def remove(self, socket: Socket) -> None:
-        """Wait for it no longer, and close it; what it holds is dropped."""
-        place = self._sockets.index(socket)
-        del self._sockets[place], self._descriptors[1 + place]
-        socket.close(linger=0)
+        """Wait for it no longer; it is the caller's to close."""
+        self._sockets.remove(socket)
+        self._epoll.unregister(int(socket.get(zmq.FD)))
 
     def wait(self, timeout_s: float | None) -> None:
         """Return when a socket has input, the waker was woken, or the time is over (None: no limit)."""
         deadline_s = time.monotonic() + (_MAX_WAIT_S if timeout_s is None else min(timeout_s, _MAX_WAIT_S))
         # A ZMQ descriptor also signals what concerns only ZMQ, so look again before anyone is bothered.
         while not self._has_input():
-            ready, _, _ = select.select(self._descriptors, [], [], max(0.0, deadline_s - time.monotonic()))
-            if not ready or self._descriptors[0] in ready:
+            is_ready = self._precise.wait(max(0.0, deadline_s - time.monotonic()))
+            if not is_ready or any(descriptor == self._waker_descriptor for descriptor, _ in self._epoll.poll(0)):
                 return
 
     def _has_input(self) -> bool:
         return any(has_input(socket) for socket in self._sockets)
 
     def close(self, linger_ms: int) -> None:
-        """Close the sockets."""
+        """Close the sockets; a second time does nothing."""
+        self._epoll.close()
         for socket in self._sockets:
             socket.close(linger=linger_ms)

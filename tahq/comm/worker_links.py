@@ -47,8 +47,8 @@ class WorkerLinks:
         wanted = _wanted(plan.wanted)
         self._endpoint.set_epoch(plan.epoch)
         links: dict[int, ZmqTransport] = {}
-        for link, peer_stage, peer_name, dial, _ in plan.links:
-            names = (int(link), int(peer_stage), str(peer_name), str(dial))
+        for link, peer_stage, peer_name, dial, _, peer_key in plan.links:
+            names = (int(link), int(peer_stage), str(peer_name), str(dial), str(peer_key))
             links[int(link)] = self._endpoint.open_link(*names, wanted.get(int(link), Wanted()))
         with self._lock:
             self._is_open = True
@@ -82,8 +82,8 @@ class WorkerLinks:
         wanted = _wanted(order.wanted)
         lacking = [link for link, row in wanted.items() if not self._endpoint.has_log(link, row.since)]
         if not lacking:
-            for link, (_, _, peer_name, dial, _) in _by_number(order.links):
-                self._endpoint.relink(link, order.epoch, str(peer_name), str(dial), wanted[link])
+            for link, (_, _, peer_name, dial, _, peer_key) in _by_number(order.links):
+                self._endpoint.relink(link, order.epoch, str(peer_name), str(dial), wanted[link], str(peer_key))
         self._answer(Relinked(self._stage, order.epoch, lacking))
 
 

@@ -16,10 +16,14 @@ from functools import partial
 import zmq
 
 from tahq.comm.addresses import advertised_address, bind_router, dial_endpoint
+from tahq.comm.curve import CURVE_NBYTES, dial_curve, limit_handshakes
+from tahq.comm.dialled import Dialled
 from tahq.comm.endpoint_loop import EndpointLoop, OnTrouble
 from tahq.comm.frame import MAX_PIECE_NBYTES
 from tahq.comm.frame_log import FrameLog
+from tahq.comm.gate import Gate
 from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
+from tahq.comm.keys import KeyPair
 from tahq.comm.pings import replace_silent_connections
 from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.reception import Reception
@@ -33,6 +37,8 @@ from tahq.errors import LocalProtocolError, PeerLostError
 _log = logging.getLogger(__name__)
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
+_HOLD_S = 3.0
+"""How long a peer that has its plan already waits until this end has it too."""
 
 
 class ZmqEndpoint:
@@ -51,6 +57,7 @@ class ZmqEndpoint:
         first: First = "oldest",
         connections: int = 1,
         allocate: Allocate = pageable,
+        keys: KeyPair | None = None,
         on_trouble: OnTrouble | None = None,
         frame_log: Callable[[int], FrameLog] | None = None,
     ) -> None:
@@ -68,6 +75,7 @@ class ZmqEndpoint:
             first: what goes first of all that waits for this host's uplink.
             connections: TCP connections of each link; the same at both ends.
             allocate: where frames that come in are put.
+            keys: this worker's; None: no CURVE.
             on_trouble: told, in the I/O thread, when a link becomes degraded and when it is as before.
             frame_log: makes the log of what is sent on a link, by its number; None: nothing is kept, and no peer can
                 be replaced by another process.
@@ -77,6 +85,7 @@ class ZmqEndpoint:
         """
         self._identity = identity
         self._allocate = allocate
+        self._keys = keys
         self._limits = SessionLimits(
             peer_timeout_s,
             heartbeat_s,
@@ -109,14 +118,15 @@ class ZmqEndpoint:
         # A peer whose connection broke may be back before the old one is known to be dead.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        gate = Gate(router, self._keys, where="data port", hold_s=_HOLD_S)
         self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
-        return Reception(router)
+        return Reception(router, gate)
 
     def _socket(self, kind: int) -> Socket:
         socket = self._context.socket(kind)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             socket.setsockopt(option, value)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES + CURVE_NBYTES)
         replace_silent_connections(socket, self._limits.peer_timeout_s)
         return socket
 
@@ -126,7 +136,9 @@ class ZmqEndpoint:
             raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
         self._identity = replace(self._identity, epoch=epoch)
 
-    def open_link(self, link: int, peer_stage: int, peer_name: str, dial: str, wanted: Wanted = ALL) -> ZmqTransport:
+    def open_link(
+        self, link: int, peer_stage: int, peer_name: str, dial: str, peer_key: str = "", wanted: Wanted = ALL
+    ) -> ZmqTransport:
         """A link to a neighbour; returns before it is connected.
 
         Args:
@@ -134,6 +146,7 @@ class ZmqEndpoint:
             peer_stage: the stage at the other end.
             peer_name: what messages call the peer's host.
             dial: the peer's host:port, or "" to be dialled; exactly one end dials.
+            peer_key: its public key; nobody else is talked to on this link. "" without CURVE.
             wanted: which frames the peer wants.
 
         Raises:
@@ -143,10 +156,11 @@ class ZmqEndpoint:
             raise LocalProtocolError(
                 f"link {link} is open already" if not self._is_closed else "the endpoint is closed"
             )
+        self._check_key(link, peer_name, peer_key)
         spec = _spec(link, peer_stage, peer_name, dial)
         log = self._frame_log(link) if self._frame_log is not None else None
-        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log)
-        self._loop.open(end, self._dial_all(spec, dial))
+        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log, peer_key)
+        self._loop.open(end, self._dial_all(end, dial, peer_key))
         self._ends[link] = end
         if self._aborted is not None:
             end.inbox.abort(self._aborted)
@@ -154,7 +168,7 @@ class ZmqEndpoint:
         self._transports.append(transport)
         return transport
 
-    def relink(self, link: int, epoch: int, peer_name: str, dial: str, wanted: Wanted) -> None:
+    def relink(self, link: int, epoch: int, peer_name: str, dial: str, wanted: Wanted, peer_key: str = "") -> None:
         """Join a link that is open to another process, which has taken its peer's place; any thread may call it.
 
         What the old one has sent stays; what the new one wants again is sent from the log. Frames of the epochs before
@@ -163,13 +177,15 @@ class ZmqEndpoint:
         Args:
             link: as it was opened.
             epoch: of the new connection, the same at both ends.
-            peer_name, dial: as for `open_link`.
+            peer_name, dial, peer_key: as for `open_link`.
             wanted: which frames the new process wants.
         """
+        self._check_key(link, peer_name, peer_key)
         end = self._ends[link]
         spec = _spec(link, end.spec.peer_stage, peer_name, dial)
         session = Session(replace(self._identity, epoch=epoch), spec, self._limits, self._allocate)
-        self._loop.relink(end, self._dial_all(spec, dial), spec, session, wanted)
+        switch = partial(end.relink, spec, session, wanted, peer_key)
+        self._loop.relink(end, self._dial_all(end, dial, peer_key), switch)
 
     def has_log(self, link: int, since: int) -> bool:
         """Whether all is kept that was sent on a link from this step on."""
@@ -187,18 +203,24 @@ class ZmqEndpoint:
             if end.log is not None:
                 end.log.free_before(step)
 
-    def _dial_all(self, spec: LinkSpec, address: str) -> list[Socket]:
-        return [self._dial(spec, address) for _ in range(self._limits.connections)] if address else []
+    def _check_key(self, link: int, peer_name: str, peer_key: str) -> None:
+        if bool(peer_key) != (self._keys is not None):
+            raise LocalProtocolError(f"link {link} to {peer_name}: CURVE is on at one end and off at the other")
 
-    def _dial(self, spec: LinkSpec, address: str) -> Socket:
-        endpoint = dial_endpoint(address, str(spec))
+    def _dial_all(self, end: LinkEnd, address: str, peer_key: str) -> list[Dialled]:
+        return [self._dial(end, address, peer_key) for _ in range(self._limits.connections)] if address else []
+
+    def _dial(self, end: LinkEnd, address: str, peer_key: str) -> Dialled:
+        endpoint = dial_endpoint(address, str(end.spec))
         dealer = self._socket(zmq.DEALER)
         # Unguessable, so that nobody can take a peer's place by its routing id.
         dealer.setsockopt(zmq.ROUTING_ID, b"tahq-" + os.urandom(16))
         dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        dealer.connect(endpoint)
-        return dealer
+        limit_handshakes(dealer)
+        if self._keys is not None:
+            dial_curve(dealer, self._keys, peer_key)
+        return Dialled(dealer, endpoint, end)
 
     def wait_connected(self, timeout_s: float) -> None:
         """Block until every open link has met its peer.
@@ -213,11 +235,13 @@ class ZmqEndpoint:
         for end in self._ends.values():
             if end.inbox.error is not None:
                 raise end.inbox.error.with_traceback(None)
-        missing = [str(end.spec) for end in self._ends.values() if not end.met.is_set()]
+        missing = [end for end in self._ends.values() if not end.met.is_set()]
         if missing:
+            obstacles = [f"{end.spec}: {end.obstacle}" for end in missing if end.obstacle]
+            advice = "check that the peer runs and that its address can be reached from here"
             raise PeerLostError(
-                f"{', '.join(missing)}: not connected after {timeout_s:g} s; check that the peer runs and that its "
-                f"address can be reached from here"
+                f"{', '.join(str(end.spec) for end in missing)}: not connected after {timeout_s:g} s; "
+                f"{'; '.join(obstacles) or advice}"
             )
 
     def abort(self, reason: Exception) -> None:

@@ -52,8 +52,19 @@ ALL = Wanted()
 class LinkEnd:
     """What the compute thread and the I/O thread share about one link; each field is written by one of them."""
 
-    def __init__(self, spec: LinkSpec, session: Session, wanted: Wanted = ALL, log: FrameLog | None = None) -> None:
+    def __init__(
+        self,
+        spec: LinkSpec,
+        session: Session,
+        wanted: Wanted = ALL,
+        log: FrameLog | None = None,
+        peer_key: str = "",
+    ) -> None:
         self.spec = spec
+        self.peer_key = peer_key
+        """The peer's public key; "" without CURVE."""
+        self.obstacle = ""
+        """Why the peer has not taken us in, as far as its socket says."""
         self.session = session
         self.log = log
         self._wanted = wanted
@@ -78,7 +89,7 @@ class LinkEnd:
         """Say BYE."""
         self.session.close(time.monotonic(), reason)
 
-    def relink(self, spec: LinkSpec, session: Session, wanted: Wanted) -> None:
+    def relink(self, spec: LinkSpec, session: Session, wanted: Wanted, peer_key: str) -> None:
         """Go on with another process at the other end, which begins with these frames.
 
         Raises:
@@ -86,7 +97,7 @@ class LinkEnd:
         """
         now_s = time.monotonic()
         session.succeed(self.session, now_s)
-        self.spec, self.session = spec, session
+        self.spec, self.session, self.peer_key, self.obstacle = spec, session, peer_key, ""
         self._wanted = replace(wanted, through=min(wanted.since, wanted.evaluations_since) - 1)
         self.widen(wanted.through)
 

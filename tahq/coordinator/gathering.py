@@ -46,7 +46,7 @@ class Gathering:
     def join(self, identity: bytes, join: Join) -> None:
         """Assign a stage, or refuse."""
         context = self._context
-        answer = context.membership.join(identity, join, context.clock())
+        answer = self._with_its_key(identity, context.membership.join(identity, join, context.clock()))
         if isinstance(answer, Refuse):
             self._refuse(identity, join.stage, f"{join.host}, pid {join.pid}", answer)
             return
@@ -55,6 +55,18 @@ class Gathering:
         context.server.send(identity, self._assignment(answer.stage))
         context.tell_stage(answer)
         context.tell_phase(self.missing)
+
+    def _with_its_key(self, identity: bytes, answer: Member | Refuse) -> Member | Refuse:
+        """Refuse a worker that has taken a stage which is another key's."""
+        keys = self._context.options.host_keys
+        if isinstance(answer, Refuse) or not keys or not keys[answer.stage]:
+            return answer
+        key = self._context.server.public_key(identity)
+        if key == keys[answer.stage]:
+            return answer
+        self._context.membership.leave(answer.stage)
+        row = ["public key", key or "none", f"{keys[answer.stage]} (hosts.{answer.stage}.public_key)"]
+        return Refuse(f"stage {answer.stage} is for the worker with another key", [row])
 
     def _assignment(self, stage: int) -> Assign:
         options, point = self._context.options, self._context.recovery.point
@@ -158,7 +170,8 @@ class Gathering:
         site = sites[member.stage] if sites else ""
         if hello is None:
             return Endpoint(member.stage, member.host, "", site)
-        return Endpoint(member.stage, member.host, hello.address, site, hello.device)
+        key = self._context.server.public_key(member.identity)
+        return Endpoint(member.stage, member.host, hello.address, site, hello.device, key)
 
     def ready(self, identity: bytes, ready: Ready) -> bool:
         """Note that a worker is connected; whether all are now.

@@ -58,6 +58,8 @@ class CoordinatorOptions:
     """What carries the frames between neighbours of one site."""
     hosts: tuple[str, ...] = ()
     """Where each stage is meant to run, for messages; empty: what the workers call themselves."""
+    host_keys: tuple[str, ...] = ()
+    """The public key that each stage's worker must have, "" = any that may join; empty: any."""
     name: str = "run"
     epoch: int = 1
     """Number of this start of the run: frames of another one are not taken."""

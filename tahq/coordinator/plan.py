@@ -25,6 +25,8 @@ class Endpoint:
     """Which site it is in; empty: one of its own."""
     device: str = "cpu"
     """Where it computes."""
+    public_key: str = ""
+    """By which its neighbours know it; empty: no CURVE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def link_ends(num_stages: int, tie_link: bool, chunks_per_stage: int = 1) -> tup
 def plan_links(
     endpoints: Sequence[Endpoint], tie_link: bool, chunks_per_stage: int = 1, inside: LinkTransport = "zmq"
 ) -> list[list[list[str | int]]]:
-    """Rows of (link, peer stage, peer's host, address to dial or "", transport) for each stage, by link.
+    """Rows for each stage, by link: link, peer stage, peer's host, address to dial or "", transport, peer's public key.
 
     Args:
         endpoints: all workers, by stage.
@@ -68,8 +70,8 @@ def plan_links(
             )
         transport = _transport(lower, upper, inside)
         dialled = "" if lower.address else upper.address
-        rows[lower.stage].append([ends.link, upper.stage, upper.host, dialled, transport])
-        rows[upper.stage].append([ends.link, lower.stage, lower.host, lower.address, transport])
+        rows[lower.stage].append([ends.link, upper.stage, upper.host, dialled, transport, upper.public_key])
+        rows[upper.stage].append([ends.link, lower.stage, lower.host, lower.address, transport, lower.public_key])
     return rows
 
 

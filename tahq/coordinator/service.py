@@ -159,6 +159,8 @@ class Coordinator:
         polled_s = self._context.clock()
         for identity, message in self._context.server.poll(POLL_S):
             self._dispatch(identity, message)
+        for refused in self._context.server.take_refused():
+            self._context.observer.warned(refused)
         if self._state.phase is not Phase.OVER:
             self._tick(tick)
             self._take_signals()

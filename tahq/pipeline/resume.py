@@ -315,6 +315,7 @@ RULES: Mapping[str, Rule] = {
     "wire.follow": Rule(Verdict.INEXACT, "codecs change at other steps"),
     "wire.replay": Rule(Verdict.INEXACT, "codecs change at other steps"),
     "links": Rule(Verdict.EXACT, "when bytes arrive does not matter"),
+    "security": Rule(Verdict.EXACT, _NOT_IN_THE_ARITHMETIC),
     "hosts": Rule(
         Verdict.INEXACT, "other machines may round differently", (_same_machines, "the same machines compute")
     ),

@@ -1,10 +1,13 @@
 import logging
+import os
+import resource
 import threading
 import time
 
 import pytest
 import zmq
 
+from tahq.comm.descriptor_limit import ENOUGH, raise_descriptor_limit
 from tahq.comm.rate_limited_log import RateLimitedLog
 from tahq.comm.socket_wait import WaitSet, Waker, has_input
 
@@ -105,3 +108,39 @@ def test_log_that_is_limited_says_how_much_it_left_out(caplog):
         "at 5.0 (2 more like this were left out)",
         "at 20.0 (1 more like this were left out)",
     ]
+
+
+def test_waiting_works_with_descriptors_beyond_1023(waker):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_descriptor_limit()
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    context = zmq.Context()
+    left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    try:
+        left.bind("inproc://far")
+        right.connect("inproc://far")
+        wait_set = WaitSet(waker)
+        wait_set.add(right)
+        assert right.get(zmq.FD) > 1023
+        assert took_s(wait_set, 0.02) >= 0.02
+        threading.Timer(0.05, left.send, (b"x",)).start()
+        assert took_s(wait_set, 5.0) < 1.0
+        assert has_input(right)
+        wait_set.close(0)
+    finally:
+        context.destroy(linger=0)
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_limit_of_descriptors_is_raised_and_never_lowered():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for given in (256, 20_000):
+            if hard >= 20_000:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (given, hard))
+                raise_descriptor_limit()
+                assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max(given, ENOUGH), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

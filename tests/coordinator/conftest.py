@@ -77,6 +77,7 @@ class ScriptedServer:
         self.sent = []
         self.workers = {}
         self.offsets = {}
+        self.keys = {}
         self.random = None
 
     def poll(self, timeout_s):
@@ -101,6 +102,12 @@ class ScriptedServer:
 
     def clock_offset(self, identity):
         return self.offsets.get(identity)
+
+    def public_key(self, identity):
+        return self.keys.get(identity, "")
+
+    def take_refused(self):
+        return []
 
     def told(self, identity, kind):
         return [message for who, message in self.sent if who == identity and isinstance(message, kind)]

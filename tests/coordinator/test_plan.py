@@ -16,16 +16,16 @@ def endpoints(*addresses):
 
 def test_higher_stage_dials_the_lower_one():
     assert plan_links(endpoints("a:1", "b:2", "c:3"), False) == [
-        [[0, 1, "host1", "", "zmq"]],
-        [[0, 0, "host0", "a:1", "zmq"], [1, 2, "host2", "", "zmq"]],
-        [[1, 1, "host1", "b:2", "zmq"]],
+        [[0, 1, "host1", "", "zmq", ""]],
+        [[0, 0, "host0", "a:1", "zmq", ""], [1, 2, "host2", "", "zmq", ""]],
+        [[1, 1, "host1", "b:2", "zmq", ""]],
     ]
 
 
 def test_lower_stage_that_only_dials_out_dials_the_higher_one():
     assert plan_links(endpoints("", "b:2"), False) == [
-        [[0, 1, "host1", "b:2", "zmq"]],
-        [[0, 0, "host0", "", "zmq"]],
+        [[0, 1, "host1", "b:2", "zmq", ""]],
+        [[0, 0, "host0", "", "zmq", ""]],
     ]
 
 
@@ -85,7 +85,7 @@ def test_of_every_link_exactly_one_end_dials_an_address_that_exists(addresses, t
         return
     by_link = {}
     for stage, stage_rows in enumerate(rows):
-        for link, peer, _, dial, _ in stage_rows:
+        for link, peer, _, dial, *_ in stage_rows:
             by_link.setdefault(link, []).append((stage, peer, dial))
     for two in by_link.values():
         (a, peer_of_a, dial_a), (b, peer_of_b, dial_b) = two

@@ -58,7 +58,7 @@ def test_assign_and_plan_say_what_the_options_say(scene):
             9,
             2,
             4,
-            [[0, 0, "host0", "10.0.0.0:9000", "zmq"], [1, 2, "host2", "", "zmq"]],
+            [[0, 0, "host0", "10.0.0.0:9000", "zmq", ""], [1, 2, "host2", "", "zmq", ""]],
             num_train_samples=100,
             next_sample=0,
             live_step=2,
@@ -620,3 +620,22 @@ def test_a_snapshot_whose_codecs_make_no_sense_ends_the_run_before_its_first_ste
     scene.workers()
     assert scene.run(codecs=follow_options(saved={"links": 3})) == SnapshotError.exit_status
     assert "makes no sense" in scene.end.message
+
+
+def test_stage_of_a_key_is_given_to_nobody_else(scene, scripted_worker):
+    scene.build(host_keys=("", "aa", ""))
+    scene.server.keys = {b"worker-0": "cc", b"worker-1": "bb", b"worker-2": "dd"}
+    first, impostor, _ = scene.workers()
+    late = scripted_worker(scene.server, 1)
+
+    def tick():
+        if impostor.left and scene.server.workers[impostor.identity] is impostor:
+            scene.server.keys[late.identity] = "aa"
+            late.start()
+
+    assert scene.run(tick) == 0
+    (refusal,) = scene.server.told(impostor.identity, Refuse)
+    assert "stage 1 is for the worker with another key" in refusal.reason
+    assert refusal.differences == [["public key", "bb", "aa (hosts.1.public_key)"]]
+    (plan,) = scene.server.told(first.identity, Plan)
+    assert plan.links == [[0, 1, "host1", "", "zmq", "aa"]]

@@ -44,7 +44,7 @@ def assert_one_line(outcome: tuple[int, str, str], status: int, *parts: str) -> 
 
 
 def test_help_names_units_defaults_and_an_example(tahq):
-    for arguments in (["tahq-launch"], ["tahq-worker"], ["tahq", "coordinator"], ["tahq", "export"], ["tahq", "probe"]):
+    for arguments in (["tahq-launch"], ["tahq-worker"], ["tahq", "coordinator"], ["tahq", "keygen"], ["tahq", "probe"]):
         status, stdout, stderr = tahq(*arguments, "--help")
         assert (status, stderr) == (0, "")
         assert "Example: tahq" in stdout
@@ -55,7 +55,7 @@ def test_tahq_alone_lists_its_commands(tahq):
     status, stdout, _ = tahq("tahq")
     assert status == 0
     assert all(
-        f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "export", "trace", "probe", "netem")
+        f"  {name} " in stdout for name in ("launch", "worker", "coordinator", "keygen", "export", "trace", "netem")
     )
 
 

@@ -15,6 +15,8 @@ from support.processes import children, command_line, is_alive, wait_until
 from support.runs import write_config
 
 from tahq.comm.config import HostConfig
+from tahq.comm.keys import new_key_pair
+from tahq_launch.run_keys import RunKeys
 from tahq_launch.ssh_host import ssh_command, worker_by_hand
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
@@ -42,8 +44,18 @@ def test_remote_command_survives_the_remote_shell():
     assert "OMP_NUM_THREADS=3" in words(command)
     worker = words(command)[words(command).index("/opt/my env/bin/python") :]
     assert worker[1:] == [
-        *("-m", "tahq_launch.cli", "worker", "--stage", "2", "--peer", "192.0.2.1:5555", "--exit-with-stdin")
+        *("-m", "tahq_launch.cli", "worker", "--stage", "2", "--peer", "192.0.2.1:5555", "--exit-with-stdin"),
+        "--no-curve",
     ]
+
+
+def test_the_key_of_a_remote_worker_goes_over_stdin_and_nowhere_else():
+    own, coordinator = new_key_pair(), new_key_pair()
+    secret = RunKeys(coordinator, {2: own}, frozenset()).secret_of(2)
+    command = ssh_command(HostConfig(address="gpu1", ssh="gpu1"), 2, "192.0.2.1:5555", secret=secret)
+    assert words(command)[-2:] == ["--exit-with-stdin", "--keys-from-stdin"]
+    assert command.first_input == f"{own.secret} {coordinator.public}\n".encode()
+    assert own.secret not in f"{command.argv} {command.env} {command!r} {secret!r} {own!r}"
 
 
 def test_users_ssh_options_come_first_and_the_destination_is_no_option():
@@ -64,6 +76,7 @@ def test_workdir_starts_at_the_login_folder():
 
 def test_command_by_hand_is_what_the_documentation_says():
     assert worker_by_hand(3, "192.0.2.1:5555") == "tahq-worker --stage 3 --peer 192.0.2.1:5555"
+    assert worker_by_hand(3, "192.0.2.1:5555", curve=False).endswith(" --no-curve")
 
 
 # -- through a real sshd ----------------------------------------------------------------------------

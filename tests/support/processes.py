@@ -1,8 +1,11 @@
 """What tests ask about processes, through /proc."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+_LISTEN = "0A"
 
 
 def is_alive(pid: int) -> bool:
@@ -35,6 +38,15 @@ def command_line(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def listening_ports(pid: int) -> list[int]:
+    """TCP ports that a process listens on."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    tables = [Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTEN and row[9] in inodes]
 
 
 def name(pid: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tahq.comm.addresses import format_address
+from tahq.comm.security_config import SecurityConfig
 from tahq.config_file import dump_yaml
 from tahq_netem.interpreter import module_argv
 from tahq_netem.network import Network
@@ -35,7 +36,9 @@ class TahqSession(Session):
         self._num_cuts = config.pipeline.stages - 1
         self._processes = HostProcesses(request)
         self._metrics = GrowingLines(request.folder / config.run.dir / config.run.name / "metrics.jsonl")
-        (request.folder / "cluster.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        # Without CURVE, as all that it is compared with.
+        plain = config.model_copy(update={"security": SecurityConfig(curve=False)})
+        (request.folder / "cluster.yaml").write_text(dump_yaml(plain), encoding="utf-8")
         try:
             self._start(request)
         except BaseException:
@@ -66,7 +69,7 @@ class TahqSession(Session):
         for stage, host in enumerate(hosts):
             core = request.cores[stage] if request.cores else None
             places = _places(network, hosts, stage)
-            worker = module_argv(_TAHQ, "worker", "--stage", str(stage), *places, "--exit-with-stdin")
+            worker = module_argv(_TAHQ, "worker", "--stage", str(stage), *places, "--no-curve", "--exit-with-stdin")
             self._processes.start(f"stage {stage}", host, worker, core=core)
 
     def _record(self, row: Mapping[str, Any]) -> StepRecord:

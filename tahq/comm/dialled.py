@@ -1,0 +1,73 @@
+"""A connection that is dialled from here, and dialled again where ZMQ has given it up."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from tahq.comm.handshakes import Handshakes, Outcome, redial
+from tahq.comm.rate_limited_log import RateLimitedLog
+from tahq.comm.socket_wait import Socket
+from tahq.comm.zmq_transport import LinkEnd
+
+_log = logging.getLogger(__name__)
+_REDIAL_S = 1.0
+_SUSPICIOUS_HANG_UPS = 3
+_OBSTACLES = {
+    Outcome.REFUSED: "the peer does not take this worker's key; are both of this run, and of this start of it?",
+    Outcome.NO_CURVE: "one end uses CURVE and the other does not",
+    Outcome.BROKEN: "what answers there is no worker of tahq",
+    Outcome.HUNG_UP: "the peer hangs up in the handshake; is it another worker, with another key or without CURVE?",
+}
+
+
+class Dialled:
+    """A DEALER of a link, which it connects; after that used by the thread of the I/O.
+
+    Args:
+        socket: set up, and not connected yet.
+        endpoint: what to connect it to.
+        end: of the link; told why it is not connected.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, socket: Socket, endpoint: str, end: LinkEnd, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.socket = socket
+        self.redial_s: float | None = None
+        """When to call `look` at the latest."""
+        self._endpoint = endpoint
+        self._end = end
+        self._clock = clock
+        self._handshakes = Handshakes(socket, clock)
+        self._warnings = RateLimitedLog(_log, clock=clock)
+        socket.connect(endpoint)
+
+    @property
+    def events(self) -> Socket:
+        """Has input when a handshake has ended."""
+        return self._handshakes.socket
+
+    def close(self) -> None:
+        """Release the sockets; what they hold is dropped."""
+        self._handshakes.close()
+        self.socket.close(linger=0)
+
+    def look(self) -> None:
+        """See how it stands, and dial again if that is due."""
+        for outcome in self._handshakes.take():
+            self._note(outcome)
+        if self.redial_s is not None and self.redial_s <= self._clock():
+            self.redial_s = None
+            redial(self.socket, self._endpoint)
+
+    def _note(self, outcome: Outcome) -> None:
+        if outcome is Outcome.SUCCEEDED:
+            self._end.obstacle = ""
+            return
+        if outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself
+            self.redial_s = self._clock() + _REDIAL_S
+        elif self._handshakes.num_hang_ups < _SUSPICIOUS_HANG_UPS:
+            return
+        self._end.obstacle = _OBSTACLES[outcome]
+        self._warnings.warning(f"{self._end.spec}: {self._end.obstacle}")

@@ -1,0 +1,160 @@
+"""Keys of CURVE: one pair a party, as text, and as a file that only its owner can read.
+
+A key is 32 bytes, written as 64 hexadecimal digits, which neither a shell nor YAML reads as anything else. The file of
+a secret key begins with a word that says so, so that nobody takes it for the one to hand out.
+"""
+
+import contextlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from tahq.errors import UserError
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_SECRET_WORD = "tahq-secret-key"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A party's key pair, in hexadecimal digits; the secret one is left out wherever the pair is printed."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a worker needs to join: a pair of its own, and the public key of the coordinator that it means."""
+
+    own: KeyPair
+    coordinator: str
+
+
+def new_key_pair() -> KeyPair:
+    """A pair from the system's source of randomness."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(z85.decode(public).hex(), z85.decode(secret).hex())
+
+
+def key_pair_of(secret: str) -> KeyPair:
+    """The pair that a secret key belongs to; ValueError, which does not repeat it, if it is none."""
+    if _KEY.fullmatch(secret) is None:
+        raise ValueError("expected a secret key of 64 hexadecimal digits")
+    public = zmq.curve_public(z85.encode(bytes.fromhex(secret)))
+    return KeyPair(z85.decode(public).hex(), secret)
+
+
+def parse_public_key(text: str) -> str:
+    """A public key as it is written everywhere; ValueError if this is none."""
+    key = text.strip().lower()
+    if key.startswith(_SECRET_WORD):
+        raise ValueError("this is a secret key; expected a public one, as `tahq keygen` prints it")
+    if _KEY.fullmatch(key) is None:
+        raise ValueError(
+            f"expected a public key of 64 hexadecimal digits, as `tahq keygen` prints it; got {text!r:.80}"
+        )
+    return key
+
+
+def default_key_path() -> Path:
+    """Where the key of this account is: ``$XDG_CONFIG_HOME/tahq/key.secret``, else under ``~/.config``."""
+    folder = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(folder) if folder else Path.home() / ".config") / "tahq" / "key.secret"
+
+
+def read_key_file(path: Path) -> KeyPair:
+    """The pair of the secret key in a file.
+
+    Raises:
+        UserError: it cannot be read, others can read it too, or it holds no secret key. The message says what to do.
+    """
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(4096)
+    except FileNotFoundError:
+        raise UserError(f"there is no key at {path}; make one with `tahq keygen --out {path}`") from None
+    except OSError as error:
+        raise UserError(f"the key {path} cannot be read: {error.strerror}") from None
+    if mode & 0o077:
+        raise UserError(f"the secret key {path} is open to others (mode {mode:o}); close it with: chmod 600 {path}")
+    word, _, secret = content.strip().partition(" ")
+    try:
+        if word != _SECRET_WORD:
+            raise ValueError("it does not begin with " + _SECRET_WORD)
+        return key_pair_of(secret)
+    except ValueError as error:
+        raise UserError(f"{path} holds no secret key: {error}; make another with `tahq keygen`") from None
+
+
+def write_key_file(path: Path, keys: KeyPair) -> None:
+    """Write a secret key to a new file, mode 600, in a folder that is made if need be; it is there whole or not at all.
+
+    Raises:
+        FileExistsError: there is a file.
+        UserError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _private_file(path.parent) as (file, name):
+            os.write(file, f"{_SECRET_WORD} {keys.secret}\n".encode("ascii"))
+            os.fsync(file)
+            os.link(name, path)  # which fails where there is a file, unlike a rename
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write the key {path}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _private_file(folder: Path) -> Iterator[tuple[int, str]]:
+    """A file of mode 600 under a passing name: its descriptor and that name."""
+    file, name = tempfile.mkstemp(prefix=".key-", dir=folder)
+    try:
+        yield file, name
+    finally:
+        os.close(file)
+        os.unlink(name)
+
+
+def read_or_make_key_file(path: Path) -> KeyPair:
+    """The pair in a file, which is made if there is none; of several processes that make it at once, one does.
+
+    Raises:
+        UserError: as `read_key_file` and `write_key_file`.
+    """
+    if not path.exists():
+        with contextlib.suppress(FileExistsError):  # somebody else was faster
+            write_key_file(path, new_key_pair())
+    return read_key_file(path)
+
+
+def read_public_keys(path: Path) -> list[str]:
+    """The public keys in a file: one a line, what follows it on its line and lines that begin with # are for people.
+
+    Raises:
+        UserError: it cannot be read, or a line has no key; the message names file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"the list of public keys {path} cannot be read: {reason}") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            keys.append(parse_public_key(words[0]))
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+    return keys

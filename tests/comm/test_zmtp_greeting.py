@@ -1,0 +1,81 @@
+"""Who introduces himself how, and what a worker says that has dialled the wrong one."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from tahq.comm.control_channel import ControlClient
+from tahq.comm.curve import serve_curve
+from tahq.comm.keys import Credentials, new_key_pair
+from tahq.comm.shaping import Shaping
+from tahq.comm.zmtp_greeting import Listener, who_listens
+from tahq.errors import RefusedError
+
+SSH = b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(100)
+
+
+@contextlib.contextmanager
+def saying(greeting: bytes) -> Iterator[str]:
+    """The address of a program that says this to everybody, and hangs up."""
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+
+        def serve() -> None:
+            while not is_over.is_set():
+                with contextlib.suppress(OSError):
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(greeting)
+                        connection.shutdown(socket.SHUT_WR)
+                        connection.settimeout(0.2)
+                        connection.recv(4096)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            is_over.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(("has_curve", "expected"), [(True, Listener.CURVE), (False, Listener.OTHER_ZMQ)])
+def test_zmq_socket_is_known_by_its_mechanism(has_curve, expected):
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    if has_curve:
+        serve_curve(router, new_key_pair())
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    assert who_listens(f"127.0.0.1:{port}") is expected
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(("greeting", "expected"), [(b"", "NOBODY"), (b"hi", "STRANGER"), (SSH, "STRANGER")])
+def test_what_is_no_zmq_socket_is_a_stranger_or_nobody(greeting, expected):
+    with saying(greeting) as address:
+        assert who_listens(address) is Listener[expected]
+
+
+def test_address_where_nothing_listens_has_nobody():
+    assert who_listens("127.0.0.1:9") is Listener.NOBODY
+    assert who_listens("no address") is Listener.NOBODY
+
+
+def test_worker_that_dials_another_program_is_told_so():
+    with saying(SSH) as address:
+        keys = new_key_pair()
+        client = ControlClient(
+            *(address, "stage 1"),
+            shaping=Shaping(),
+            peer_timeout_s=5.0,
+            heartbeat_s=1.0,
+            credentials=Credentials(keys, keys.public),
+        )
+        with pytest.raises(RefusedError, match=f"coordinator at {address}: another program listens there"):
+            client.recv(15.0)
+        client.close(linger_s=0.1)
