@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from chaos.lanes import run_in_lanes
 from chaos.results import Results, default_path
 from chaos.row import Row
 from chaos.rows import PENDING, ROWS
@@ -27,8 +28,11 @@ def main() -> int:
     rows = _chosen(arguments.rows)
     results = Results(arguments.out or default_path(arguments.hardware), arguments.note)
     with tempfile.TemporaryDirectory(prefix="tahq-chaos-", ignore_cleanup_errors=True) as folder:
-        for row in rows:
-            run_row(row, arguments.times or row.times, results, Path(folder))
+        if arguments.lanes > 1:
+            run_in_lanes(rows, arguments.times, results, arguments.lanes, Path(folder))
+        else:
+            for row in rows:
+                run_row(row, arguments.numbers or range(arguments.times or row.times), results, Path(folder))
     failed = results.failures([row.name for row in rows])
     print(
         f"{results.path.with_suffix('.md')}: {failed} tries failed"
@@ -47,11 +51,17 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description="faults in real processes, row by row")
     parser.add_argument("--rows", help="names, by commas; default: all but those that are pending")
     parser.add_argument("--times", type=int, help="tries of a row; default: 20, and 3 of rows over two minutes")
+    parser.add_argument("--numbers", type=_numbers, help="these tries alone, by commas")
+    parser.add_argument("--lanes", type=int, default=1, help="so many at a time, each with cores of its own")
     parser.add_argument("--out", type=Path, help="FILE.json to go on with; default: benchmarks/results/chaos_….json")
     parser.add_argument("--hardware", default="here", help="name of this machine in the default file's name")
     parser.add_argument("--note", default="", help="about the conditions, for the head of the table")
     parser.add_argument("--list", action="store_true", help="say which rows there are")
     return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _chosen(names: str | None) -> list[Row]:

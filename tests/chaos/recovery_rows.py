@@ -84,17 +84,20 @@ def all_workers(attempt: Attempt) -> Figures:
 
 
 def killed_by_hand(attempt: Attempt) -> Figures:
-    """Nobody sees the worker die: its silence tells, and a person who knows that it is dead starts another."""
+    """Nobody sees the worker die: its silence tells, and a person who knows that it is dead starts another.
+
+    Its parent would start another at once, and is told not to.
+    """
     config, stage, point = small_run(NUM_STEPS), attempt.dice.randrange(STAGES), attempt.dice.choice(tuple(_POINTS))
     plan = _plan(attempt, _where(attempt, point, stage))
 
     def start(each: int, peer: str, *arguments: str) -> Program:
-        return usual_worker(attempt.folder, each, peer, *arguments, extra=plan)
+        return usual_worker(attempt.folder, each, peer, "--restarts", "0", *arguments, extra=plan)
 
     with ExitStack() as stack, by_hand(attempt.folder, config, start_worker=start) as scene:
         victim = scene.workers[stage]
         victim.process.wait(60)
-        assert victim.status == -signal.SIGKILL, victim.text
+        assert victim.status == 128 + signal.SIGKILL, victim.text
         scene.leader.line_with("no sign of life", PEER_TIMEOUT_S + 10)
         scene.former.append(victim)
         scene.workers[stage] = stack.enter_context(start(stage, scene.peer, "--takeover"))
@@ -105,6 +108,22 @@ def killed_by_hand(attempt: Attempt) -> Figures:
     detected_s = measured["detected_s"]
     assert isinstance(detected_s, float)
     assert detected_s <= PEER_TIMEOUT_S + FREED_BY_TIMEOUT_S, f"noticed after {detected_s:.1f} s"
+    return {"point": point, **measured}
+
+
+def killed_under_its_parent(attempt: Attempt) -> Figures:
+    """A worker that was started by hand is killed, and its parent starts it again: nobody has to do anything."""
+    config, stage, point = small_run(NUM_STEPS), attempt.dice.randrange(STAGES), attempt.dice.choice(tuple(_POINTS))
+    plan = _plan(attempt, _where(attempt, point, stage))
+
+    def start(each: int, peer: str) -> Program:
+        return usual_worker(attempt.folder, each, peer, extra=plan)
+
+    with by_hand(attempt.folder, config, start_worker=start) as scene:
+        outcome = scene.finish(240)
+        (killed_s,) = _happened_s(attempt)
+        measured = attempt.compare(scene, outcome, config, killed_s, killed_s)
+        assert all(worker.status in (None, 0) for worker in scene.workers)
     return {"point": point, **measured}
 
 
@@ -225,6 +244,20 @@ RECOVERY_ROWS = (
         Row(f"kill-{point}", f"a worker killed (SIGKILL) {where}", _ALONE, killed_at(point), 5, point in _QUICK)
         for point, where in _POINTS.items()
     ),
+    Row(
+        "kill-supervised",
+        "a worker killed that was started by hand: its parent starts it again",
+        "BX; no step lost; nobody has to do anything",
+        killed_under_its_parent,
+        10,
+    ),
+    Row(
+        "kill-by-hand",
+        "a worker killed that was started by hand, and is started again with --takeover",
+        _ALONE,
+        killed_by_hand,
+        20,
+    ),
     Row("kill-two-neighbours", "two neighbouring workers killed at once", "BX", two_neighbours, 6),
     Row("kill-all-workers", "all workers killed at once", "BX", all_workers, 7, is_quick=True),
     Row(
@@ -256,12 +289,5 @@ RECOVERY_ROWS = (
     ),
 )
 PENDING_RECOVERY_ROWS = (
-    Row(
-        "kill-by-hand",
-        "a worker killed that was started by hand, and is started again with --takeover",
-        _ALONE,
-        killed_by_hand,
-        20,
-    ),
     Row("host-lost", "a host lost with its disk; a spare joins", "BX; goes on from the off-host copy", host_lost, 30),
 )

@@ -69,6 +69,16 @@ class Results:
         self._tries.append(replace(done, took_s=took_s, figures=figures, error=error, commit=self._commit))
         if machine.describe() not in self._machines:
             self._machines.append(machine.describe())
+        self._write()
+
+    def adopt(self, others: "Results") -> None:
+        """Note the tries that another file has."""
+        self._rows |= others._rows
+        self._tries += others._tries
+        self._machines = list(dict.fromkeys([*self._machines, *others._machines]))
+        self._write()
+
+    def _write(self) -> None:
         content = {
             "machines": self._machines,
             "notes": list(self._notes),

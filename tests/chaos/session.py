@@ -3,6 +3,7 @@
 import shutil
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from chaos.results import Results, Try
@@ -32,13 +33,13 @@ def _has_time_namespaces() -> bool:
 _HAS = {"namespaces": _has_namespaces, "tcp-reset": _has_tcp_reset, "time-namespaces": _has_time_namespaces}
 
 
-def run_row(row: Row, times: int, results: Results, folder: Path) -> None:
-    """Try a row so many times; tries that the results have already are not repeated, unless they failed."""
+def run_row(row: Row, numbers: Iterable[int], results: Results, folder: Path) -> None:
+    """Make these tries at a row; those that the results have already are not repeated, unless they failed."""
     if (reason := obstacle(row)) is not None:
         print(f"{row.name}: left out: {reason}", flush=True)
         return
     calm = Calm(folder / f"{row.name}-calm")
-    for number in range(times):
+    for number in numbers:
         if results.has_passed(row.name, number):
             continue
         attempt = Attempt(row.name, number, folder / f"{row.name}-{number}", calm)

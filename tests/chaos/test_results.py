@@ -17,20 +17,20 @@ def failing_once(attempt):
 
 def test_tries_are_kept_and_not_repeated(tmp_path):
     path = tmp_path / "chaos.json"
-    run_row(ROW, 2, Results(path), tmp_path)
+    run_row(ROW, range(2), Results(path), tmp_path)
     results = Results(path)
     assert [results.has_passed("cut", number) for number in range(3)] == [True, True, False]
     attempted = []
-    run_row(Row("cut", "", "", lambda attempt: attempted.append(attempt.number) or {}, 1), 3, results, tmp_path)
+    run_row(Row("cut", "", "", lambda attempt: attempted.append(attempt.number) or {}, 1), range(3), results, tmp_path)
     assert attempted == [2]
 
 
 def test_a_try_that_failed_is_made_again_and_stays_on_record(tmp_path):
     path = tmp_path / "chaos.json"
     row = Row("cut", "a link cut", "BX", failing_once, 1)
-    run_row(row, 3, Results(path), tmp_path)
+    run_row(row, range(3), Results(path), tmp_path)
     assert Results(path).failures(["cut"]) == 1
-    run_row(row, 3, Results(path), tmp_path)
+    run_row(row, range(3), Results(path), tmp_path)
     results = Results(path)
     assert results.has_passed("cut", 1)
     assert results.failures(["cut"]) == 1
@@ -49,6 +49,6 @@ def test_figures_are_medians_with_the_largest(tmp_path):
 def test_a_row_that_cannot_be_run_here_is_left_out_and_says_why(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("chaos.session._HAS", {"namespaces": lambda: False})
     row = Row("cut", "", "", lambda attempt: {}, 1, needs=("namespaces",))
-    run_row(row, 2, Results(tmp_path / "chaos.json"), tmp_path)
+    run_row(row, range(2), Results(tmp_path / "chaos.json"), tmp_path)
     assert "cut: left out: this machine has no namespaces" in capsys.readouterr().out
     assert not (tmp_path / "chaos.json").exists()
