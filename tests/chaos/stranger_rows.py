@@ -1,0 +1,98 @@
+"""Those who do not belong to a run, at every port of it: refused, not a byte of theirs read, training undisturbed."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from support.processes import listening_ports, workers
+from support.strangers import intruders, scan, silent_connections
+
+from chaos.configurations import small_run
+from chaos.row import Attempt, Figures, Row
+from chaos.scene import Scene
+from chaos.starting import launched
+from tahq.comm.keys import default_key_path, new_key_pair, read_key_file
+
+NUM_STEPS = 24
+NUM_SILENT = 1000
+STALL_S = 5.0
+Strangers = Callable[[list[int]], AbstractContextManager[None]]
+"""Have them at these ports for as long as the context lasts."""
+
+
+@contextmanager
+def _silent(ports: list[int]) -> Iterator[None]:
+    """A thousand connections in all, over the run's ports."""
+    with silent_connections(ports, NUM_SILENT // len(ports) + 1):
+        yield
+
+
+@contextmanager
+def _scanners(ports: list[int]) -> Iterator[None]:
+    for port in ports:
+        scan(port)
+    yield
+
+
+@contextmanager
+def _unknown_keys(ports: list[int]) -> Iterator[None]:
+    """They know the coordinator's key, and have one that is no member's."""
+    with _intruders(ports, [read_key_file(default_key_path()).public]):
+        yield
+
+
+@contextmanager
+def _wrong_keys(ports: list[int]) -> Iterator[None]:
+    with _intruders(ports, [new_key_pair().public]):
+        yield
+
+
+@contextmanager
+def _without_curve(ports: list[int]) -> Iterator[None]:
+    with _intruders(ports, []):
+        yield
+
+
+@contextmanager
+def _intruders(ports: list[int], server_keys: list[str]) -> Iterator[None]:
+    """ZMQ sockets that say what a member would, with these keys of the server and without CURVE."""
+    with intruders(ports, server_keys) as sockets:
+        yield
+        assert not any(socket.poll(0) for socket in sockets), "a stranger was answered"
+
+
+def disturbed_by(strangers: Strangers) -> Callable[[Attempt], Figures]:
+    """A run that such strangers find early, and do not leave alone until it ends."""
+
+    def attempt(attempt: Attempt) -> Figures:
+        config = small_run(NUM_STEPS)
+        with launched(attempt.folder, config) as scene:
+            scene.wait_for_step(attempt.dice.randint(1, 4))
+            ports, began_s = _ports(scene), time.time()
+            with strangers(ports):
+                outcome = scene.finish(120)
+            measured = attempt.compare(scene, outcome, config, began_s, began_s)
+            logs = "".join(path.read_text() for path in (scene.run / "logs").iterdir())
+        assert "stranger" not in logs, "what a stranger said was read"
+        assert scene.restarts == 0
+        stall_s = measured["stall_s"]
+        assert isinstance(stall_s, float)
+        assert stall_s <= STALL_S, f"a step took {stall_s:.1f} s longer than usual"
+        return {"ports": len(ports), "restarts": 0, "steps_lost": measured["steps_lost"], "stall_s": stall_s}
+
+    return attempt
+
+
+def _ports(scene: Scene) -> list[int]:
+    processes = (scene.leader.pid, *workers(scene.leader.pid))
+    return [port for pid in processes for port in listening_ports(pid)]
+
+
+_SHOWS = "refused; no application byte read or answered; BX, and no step much longer"
+STRANGER_ROWS = (
+    Row("key-unknown", "ZMQ sockets whose keys are no member's, at every port", _SHOWS, disturbed_by(_unknown_keys), 8),
+    Row("key-wrong", "ZMQ sockets with a wrong server key, at every port", _SHOWS, disturbed_by(_wrong_keys), 8),
+    Row("no-curve", "ZMQ sockets without CURVE, at every port", _SHOWS, disturbed_by(_without_curve), 8),
+    Row("tcp-scanner", "a scanner of plain TCP, at every port", _SHOWS, disturbed_by(_scanners), 8),
+    Row("silent-1000", "1,000 connections that never speak, over all ports", _SHOWS, disturbed_by(_silent), 10),
+)
