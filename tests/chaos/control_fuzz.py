@@ -321,6 +321,14 @@ class _Transcript:
     def clock_offset(self, identity: bytes) -> None:
         """No heartbeat has come back yet."""
 
+    def public_key(self, identity: bytes) -> str:
+        """There is no CURVE."""
+        return ""
+
+    def take_refused(self) -> list[str]:
+        """Nobody has been refused."""
+        return []
+
 
 def _status(said: list[Heard], folder: Path) -> int:
     server = _Transcript(said)

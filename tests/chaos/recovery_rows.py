@@ -210,8 +210,9 @@ def cut_for_ever(attempt: Attempt) -> Figures:
             took_s = time.time() - began_s
         assert scene.leader.status == 3, scene.leader.text
         assert took_s <= GIVE_UP_S + COORDINATOR_BACK_S, f"gave up after {took_s:.1f} s"
-        last = scene.leader.lines[-1].text
-        assert "link" in last, last
+        last = [line.text for line in scene.leader.lines if line.text.startswith("tahq coordinator: ")]
+        assert last, scene.leader.text
+        assert "link" in last[-1], last
         for worker in scene.workers:
             worker.process.wait(GIVE_UP_S + PEER_TIMEOUT_S + 30)
     with launched(attempt.folder, config, "--resume") as scene:

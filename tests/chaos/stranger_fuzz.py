@@ -16,6 +16,7 @@ from support.session_pairs import RUN
 
 from chaos.frame_fuzz import reseal, true_messages
 from tahq.comm.frame import FrameKind, unpack_header
+from tahq.comm.gate import Gate
 from tahq.comm.hello import unpack_hello
 from tahq.comm.reception import Reception
 from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
@@ -34,15 +35,15 @@ def fuzz_strangers(count: int, seed: int) -> dict[str, int]:
     """
     dice, base = Random(seed), true_messages()
     counts: Counter[str] = Counter()
-    with _router() as router:
-        reception = _reception(router)
+    with _router() as (router, gate):
+        reception = _reception(router, gate)
         for number in range(count):
             parts = _parts(dice, base)
             arrival = reception.sort(_ROUTE.pack(number), [zmq.Frame(part) for part in parts])
             counts["turned_away" if arrival is None else "admitted"] += 1
             if arrival is not None:
                 _check_hello(parts)
-                reception = _reception(router)  # who has a peer takes no other
+                reception = _reception(router, gate)  # who has a peer takes no other
     return dict(counts)
 
 
@@ -70,22 +71,25 @@ def _check_hello(parts: list[bytes]) -> None:
     assert (hello.connection, hello.connections) == (0, 1)
 
 
-def _reception(router: zmq.Socket[bytes]) -> Reception:
-    reception = Reception(router)
+def _reception(router: zmq.Socket[bytes], gate: Gate) -> Reception:
+    reception = Reception(router, gate)
     session = Session(PeerIdentity(RUN, 1, 1, "c0ffee"), _SPEC, SessionLimits(1e6, 2.0))
     reception.open(Wire(LinkEnd(_SPEC, session), [router], is_dialled=False, routes=[None]))
     return reception
 
 
 @contextlib.contextmanager
-def _router() -> Iterator[zmq.Socket[bytes]]:
+def _router() -> Iterator[tuple[zmq.Socket[bytes], Gate]]:
     """A real one, to which nobody has connected: refusals go nowhere. What it warns of is not printed."""
     log = logging.getLogger("tahq.comm.reception")
     level = log.level
     log.setLevel(logging.ERROR)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        yield context.socket(zmq.ROUTER)
+        router = context.socket(zmq.ROUTER)
+        gate = Gate(router, None, where="data port")
+        yield router, gate
+        gate.close()
     finally:
         context.destroy(linger=0)
         log.setLevel(level)
