@@ -6,12 +6,14 @@ for a frame of the very peer that an order is about; orders that come before the
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from tahq.comm.control import Plan, Published, Relink, Relinked, Widen
 from tahq.comm.transport import Transport
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.comm.zmq_transport import Wanted, ZmqTransport
-from tahq.errors import RemoteProtocolError
+from tahq.errors import RemoteProtocolError, TahqError
 
 Order = Relink | Widen | Published
 """What the coordinator has a worker do with its links while it trains."""
@@ -26,7 +28,7 @@ class WorkerLinks:
     Args:
         endpoint: its sockets.
         stage: whose they are.
-        answer: sends an answer to the coordinator; called in either thread.
+        answer: sends an answer to the coordinator; called in any thread.
     """
 
     def __init__(self, endpoint: ZmqEndpoint, stage: int, answer: Callable[[Relinked], None]) -> None:
@@ -81,10 +83,17 @@ class WorkerLinks:
     def _relink(self, order: Relink) -> None:
         wanted = _wanted(order.wanted)
         lacking = [link for link, row in wanted.items() if not self._endpoint.has_log(link, row.since)]
-        if not lacking:
+        answer = partial(self._say, Relinked(self._stage, order.epoch, lacking))
+        if lacking:
+            answer()
+        else:
             for link, (_, _, peer_name, dial, _, peer_key) in _by_number(order.links):
                 self._endpoint.relink(link, order.epoch, str(peer_name), str(dial), wanted[link], str(peer_key))
-        self._answer(Relinked(self._stage, order.epoch, lacking))
+            self._endpoint.after_that(answer)  # the new process may dial at once
+
+    def _say(self, relinked: Relinked) -> None:
+        with suppress(TahqError):  # a coordinator that is lost is noticed elsewhere
+            self._answer(relinked)
 
 
 def _by_number(rows: Iterable[Sequence[str | int]]) -> list[tuple[int, Sequence[str | int]]]:

@@ -187,6 +187,10 @@ class ZmqEndpoint:
         switch = partial(end.relink, spec, session, wanted, peer_key)
         self._loop.relink(end, self._dial_all(end, dial, peer_key), switch)
 
+    def after_that(self, action: Callable[[], None]) -> None:
+        """Call this in the I/O thread, when all that was asked of it before is done; any thread may ask."""
+        self._loop.submit(None, action)
+
     def has_log(self, link: int, since: int) -> bool:
         """Whether all is kept that was sent on a link from this step on."""
         log = self._ends[link].log
