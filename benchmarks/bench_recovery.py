@@ -7,7 +7,8 @@ Four stages in network namespaces, every host at 300 Mbit/s both ways. First, in
 steps and the log of sent frames, and runs with neither; a block is one run of each. What is compared is the mean time
 of the steps after the first few, snapshots included, within a block; the figure is the median of the blocks' ratios.
 Twice: stages that sleep in place of computing, and send what a model of 1,024 channels would send (what the log
-costs), and a small model that really computes, which needs a core for each stage (what snapshots cost). The journal of the coordinator is always kept.
+costs), and a small model that really computes, which needs a core for each stage (what snapshots cost). The journal of
+the coordinator is always kept.
 
 Then a stage's worker is killed a given number of steps after a snapshot, and what the coordinator says of its
 return is read: seconds from the loss to where the others are, and steps computed again in them.
