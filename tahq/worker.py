@@ -129,6 +129,7 @@ def _serve(options: WorkerOptions) -> int:
     try:
         return worker.run()
     except StartOverError:
+        worker.abandon()
         raise
     except TahqError as error:
         worker.report(error)
@@ -215,6 +216,11 @@ class Worker:
             return
         with suppress(PeerLostError):
             self._client.send(Failed(self.stage, str(error), error.exit_status))
+
+    def abandon(self) -> None:
+        """Leave the links as if this process had died: the neighbours go on with the next one."""
+        if self._endpoint is not None:
+            self._endpoint.abandon()
 
     def close(self) -> None:
         """Release the sockets; the links say goodbye."""

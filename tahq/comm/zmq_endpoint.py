@@ -268,9 +268,21 @@ class ZmqEndpoint:
             transport.close(linger_s=0.0)
         for end in self._ends.values():
             end.flushed.wait(max(0.0, deadline_s - time.monotonic()))
+        self._release()
+
+    def abandon(self) -> None:
+        """Release the sockets without a word: another process will take this one's place on every link."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._release()
+
+    def _release(self) -> None:
         self._loop.stop()
         self._thread.join()
         self._context.term()
+        for end in self._ends.values():
+            if end.log is not None:
+                end.log.close()
 
 
 def _spec(link: int, peer_stage: int, peer_name: str, dial: str) -> LinkSpec:

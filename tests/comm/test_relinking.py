@@ -127,3 +127,32 @@ def test_log_that_is_not_whole_is_known_before_anybody_relinks(make_endpoint, ma
         theirs.recv(SOON_S)
     assert not survivor.has_log(1, 0)
     assert survivor.has_log(1, 2)
+
+
+def test_peer_that_leaves_without_a_word_is_waited_for_and_one_that_says_goodbye_is_gone(
+    make_endpoint, make_frame, survivor
+):
+    peer = make_endpoint(2)
+    mine, _ = linked(survivor, peer, survivor_dials=False)
+    frame = make_frame(3000, direction=Direction.BACKWARD)
+    mine.expect(frame.id, 3000)
+    peer.abandon()
+    with pytest.raises(TimeoutError):
+        mine.recv(0.5)
+    successor = make_endpoint(2, epoch=2)
+    relinked(survivor, successor, Wanted(), survivor_dials=False).send(frame)
+    assert same(mine.recv(SOON_S), frame)
+    successor.close()
+    with pytest.raises(PeerLostError, match="the peer has closed it"):
+        mine.recv(SOON_S)
+
+
+def test_logs_go_with_the_endpoint(make_endpoint, make_frame, survivor, tmp_path):
+    mine, theirs = linked(survivor, make_endpoint(2), survivor_dials=False)
+    frame = make_frame(3000)
+    theirs.expect(frame.id, 3000)
+    mine.send(frame)
+    theirs.recv(SOON_S)
+    assert list((tmp_path / "link-1").iterdir())
+    survivor.close()
+    assert not (tmp_path / "link-1").exists()
