@@ -13,7 +13,8 @@ import machine
 
 from chaos.row import Figures, Row
 
-RESULTS_FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+_ROOT = Path(__file__).parents[2]
+RESULTS_FOLDER = _ROOT / "benchmarks" / "results"
 _MAX_ERROR_LENGTH = 4000
 
 
@@ -64,7 +65,7 @@ class Results:
     def add(self, row: Row, done: Try) -> None:
         """Note a try. A failed one stays on record when it is tried again."""
         self._rows[row.name] = {"fault": row.fault, "shows": row.shows}
-        figures, error = _rounded(done.figures), done.error[-_MAX_ERROR_LENGTH:]
+        figures, error = _rounded(done.figures), done.error.replace(f"{_ROOT}/", "")[-_MAX_ERROR_LENGTH:]
         took_s = round(done.took_s, 2)
         self._tries.append(replace(done, took_s=took_s, figures=figures, error=error, commit=self._commit))
         if machine.describe() not in self._machines:
