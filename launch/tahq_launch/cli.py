@@ -6,6 +6,7 @@ Only words are here: what a command does is imported when it is run, so that `--
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -109,6 +110,14 @@ def worker(
             metavar="cpu|cuda|cuda:N", show_default=False, help="Where to compute, e.g. cuda:1. Default: as configured."
         ),
     ] = None,
+    spare: Annotated[
+        bool,
+        typer.Option("--spare", help="Wait, and take the stage of a host that is lost. Default: take a free stage."),
+    ] = False,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Take --stage from its worker, which you know to be gone. Default: refused."),
+    ] = False,
     debug: Debug = False,
     die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
@@ -126,11 +135,16 @@ def worker(
     if exit_with_stdin:
         parent_watch.exit_with_stdin()
     launched = die_with_launcher or exit_with_stdin
+    if spare and (stage is not None or takeover):
+        raise typer.BadParameter("a spare takes whichever stage needs it; leave out --stage and --takeover")
+    if takeover and stage is None:
+        raise typer.BadParameter("--takeover needs --stage, the one to take")
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
 
     from tahq.worker import WorkerOptions, run_worker
 
-    return run_worker(WorkerOptions(-1 if stage is None else stage, peer, bind, advertise, device))
+    options = WorkerOptions(-1 if stage is None else stage, peer, bind, advertise, device)
+    return run_worker(replace(options, takeover=takeover, spare=spare))
 
 
 def coordinator(

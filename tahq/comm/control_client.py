@@ -21,6 +21,7 @@ from tahq.comm.control import (
     MAX_MESSAGE_NBYTES,
     Abort,
     Bye,
+    Copy,
     Heartbeat,
     Message,
     Published,
@@ -67,7 +68,7 @@ class ControlClient:
         on_abort: Callable[[Abort], None] | None = None,
         on_lost: Callable[[TahqError], None] | None = None,
         on_return: Callable[[], Message] | None = None,
-        on_order: Callable[[Relink | Widen | Published | StartOver], None] | None = None,
+        on_order: Callable[[Relink | Widen | Published | Copy | StartOver], None] | None = None,
     ) -> None:
         """Start dialling; returns at once.
 
@@ -296,9 +297,9 @@ class ControlClient:
             self._unheard.heard(message)
             if isinstance(message, Heartbeat):
                 self._note_heartbeat(message)
-            elif not isinstance(message, Relink | Widen | Published):
+            elif not isinstance(message, Relink | Widen | Published | Copy):
                 self._inbox.put(message)
-            if isinstance(message, Relink | Widen | Published | StartOver) and self._on_order is not None:
+            if isinstance(message, Relink | Widen | Published | Copy | StartOver) and self._on_order:
                 self._on_order(message)
             if isinstance(message, Abort):
                 self._note_abort(message)

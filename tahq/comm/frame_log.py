@@ -60,6 +60,7 @@ class FrameLog:
         self._nbytes = 0
         self._given_up_at: int | None = None
         """The step at which it was given up; frames of this step and of those before are not all here."""
+        self._first = 0
         shutil.rmtree(folder, ignore_errors=True)
         self._open: tuple[int, int] | None = None
         """The step whose file is open, and its descriptor."""
@@ -69,9 +70,13 @@ class FrameLog:
         """What it takes on the disk."""
         return self._nbytes
 
+    def begin(self, step: int) -> None:
+        """Nothing of the steps before this one will be kept: another process sent it."""
+        self._first = step
+
     def is_complete_from(self, step: int) -> bool:
         """Whether every frame of this step and of all later ones is here."""
-        return self._given_up_at is None or step > self._given_up_at
+        return step >= self._first and (self._given_up_at is None or step > self._given_up_at)
 
     def append(self, frame: Frame) -> None:
         """Keep a frame whose payload lies in host memory; steps never go back."""
@@ -128,9 +133,10 @@ class FrameLog:
             PeerLostError: they are not all here, or damaged; the message names the file.
         """
         if not self.is_complete_from(first):
+            since = max(self._first, -1 if self._given_up_at is None else self._given_up_at + 1)
             raise PeerLostError(
-                f"link {self._link}: what was sent since step {first + 1} is not kept: the log was given up at step "
-                f"{(self._given_up_at or 0) + 1}"
+                f"link {self._link}: what was sent since step {first + 1} is not kept: the log begins at step "
+                f"{since + 1}"
             )
         with self._lock:
             files = [(step, file.path, file.nbytes) for step, file in self._files.items()]

@@ -45,7 +45,7 @@ class WorkerLinks:
             RemoteProtocolError: the plan makes no sense, or a peer is not who it should be.
         """
         wanted = _wanted(plan.wanted)
-        self._endpoint.set_epoch(plan.epoch)
+        self._endpoint.set_epoch(plan.epoch, plan.start_step)
         links: dict[int, ZmqTransport] = {}
         for link, peer_stage, peer_name, dial, _ in plan.links:
             names = (int(link), int(peer_stage), str(peer_name), str(dial))
@@ -76,7 +76,7 @@ class WorkerLinks:
         elif isinstance(order, Widen):
             self._endpoint.widen(order.link, _through(order.through))
         else:
-            self._endpoint.free_logs(order.step)
+            self._endpoint.free_logs(order.base)
 
     def _relink(self, order: Relink) -> None:
         wanted = _wanted(order.wanted)

@@ -96,6 +96,7 @@ class ZmqEndpoint:
         if reception is None:
             self.address = ""
         self._frame_log = frame_log
+        self._first_step = 0
         self._ends: dict[int, LinkEnd] = {}
         self._transports: list[ZmqTransport] = []
         self._aborted: Exception | None = None
@@ -120,11 +121,12 @@ class ZmqEndpoint:
         replace_silent_connections(socket, self._limits.peer_timeout_s)
         return socket
 
-    def set_epoch(self, epoch: int) -> None:
-        """Take the epoch of the plan; before the first `open_link`."""
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Take the epoch of the plan, and the first step of which anything is sent; before the first `open_link`."""
         if self._ends:
             raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
         self._identity = replace(self._identity, epoch=epoch)
+        self._first_step = first_step
 
     def open_link(self, link: int, peer_stage: int, peer_name: str, dial: str, wanted: Wanted = ALL) -> ZmqTransport:
         """A link to a neighbour; returns before it is connected.
@@ -145,6 +147,8 @@ class ZmqEndpoint:
             )
         spec = _spec(link, peer_stage, peer_name, dial)
         log = self._frame_log(link) if self._frame_log is not None else None
+        if log is not None:
+            log.begin(self._first_step)
         end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log)
         self._loop.open(end, self._dial_all(spec, dial))
         self._ends[link] = end

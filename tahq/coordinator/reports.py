@@ -17,12 +17,14 @@ from tahq.errors import RemoteProtocolError
 class SnapshotParts:
     """Every stage's part of the snapshot after `step` steps, by stage.
 
-    `codecs` is what `LinkCodecs.saved` says of the links then.
+    `codecs` is what `LinkCodecs.saved` says of the links then; `base` the snapshot at which lost stages may have to
+    begin again, None: this one.
     """
 
     step: int
     parts: tuple[Snapshotted, ...]
     codecs: Mapping[str, Any] = field(default_factory=dict)
+    base: int | None = None
 
     @property
     def nbytes(self) -> int:

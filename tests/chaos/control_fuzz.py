@@ -116,7 +116,7 @@ def other_messages() -> list[Message]:
         Relink(2, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], [[0, 1, 1, -1]]),
         Relinked(0, _SECOND_EPOCH, [0]),
         Widen(0, 3),
-        Published(4),
+        Published(4, 4),
         StartOver("a log is not whole"),
         Start(0, [[0, 0, 1]]),
         Commit(1, True, 0.5, True, True, False, [[0, 1, 2]]),

@@ -86,7 +86,7 @@ def test_silence_is_asked_again_and_then_given_up():
     assert transfer.requests(0.9) == []
     assert len(transfer.requests(1.0)) == 1
     assert len(transfer.requests(2.0)) == 1
-    with pytest.raises(PeerLostError, match="host1:7000 .*silent for 3 s"):
+    with pytest.raises(PeerLostError, match=r"host1:7000 .*silent for 3 s"):
         transfer.requests(3.0)
 
 

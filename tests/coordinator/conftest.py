@@ -156,7 +156,7 @@ class ScriptedWorker:
             case Assign():
                 first_or_last = self.stage in (0, self.num_stages - 1)
                 data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if first_or_last else {}
-                self.send(make_hello(message.stage, **(data | self.hello)))
+                self.send(make_hello(message.stage, start_step=message.start_step, **(data | self.hello)))
             case Plan():
                 self.send(Ready(self.stage))
             case Relink():
