@@ -79,10 +79,10 @@ class Copies:
     def is_complete(self, members: Sequence[Member]) -> bool:
         """Whether what is being copied is copied, of every stage that can be."""
         target = self._target
-        if target is None or len(members) < self._num_stages:
+        if target is None or not self._is_on:
+            return target is not None
+        if len(members) < self._num_stages or not self._can_be_copied(target):
             return False
-        if not self._can_be_copied(target):
-            return not self._is_on or not self.is_needed(members)
         return all(
             self._held.get((target.step, member.stage)) == order
             for member in members
