@@ -171,7 +171,7 @@ class Copy:
     file: str
     sha256: str
     address: str
-    """host:port of who has it."""
+    """host:port of who has it; empty: nobody, say only whether you have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Which copies of snapshots there are off their stages' hosts, and which are to be made.
 
-Pure. One snapshot at a time is copied, the newest when the one before was copied everywhere; one that cannot be any
-more, since a host is lost with its part, is passed over. The holder of a stage's copy is its nearest neighbour on
-another host, the next stage rather than the one before.
+Pure. One snapshot at a time is copied, the newest when the one before was copied everywhere; one that cannot be, since
+a host is lost with its part or a copy has failed, is passed over for the next. The holder of a stage's copy is its
+nearest neighbour on another host, the next stage rather than the one before.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,10 @@ class Copies:
         self._target: RestorePoint | None = None
         self._ordered: dict[_Part, _Order] = {}
         self._held: dict[_Part, _Order] = {}
+        self._failed: set[_Part] = set()
+        """Parts that could not be copied; tried again when the next snapshot is complete."""
+        self._places: dict[int, int] = {}
+        """Which stage's worker was told last to hold a stage's copy."""
         self._gone: set[_Part] = set()
         """Parts that their stages do not have any more."""
 
@@ -52,8 +56,11 @@ class Copies:
     def published(self, point: RestorePoint) -> None:
         """A snapshot is complete."""
         self._newest = point
-        if self._target is None or any(step == self._target.step for step, _ in self._gone):
+        if self._target is None or any(step == self._target.step for step, _ in self._gone | self._failed):
             self._target = point
+        for part in self._failed:
+            self._ordered.pop(part, None)
+        self._failed.clear()
 
     def based(self, point: RestorePoint) -> None:
         """Nobody begins before this one any more; the newest is next."""
@@ -86,22 +93,35 @@ class Copies:
         return all(
             self._held.get((target.step, member.stage)) == order
             for member in members
-            if (order := self._order(member, members)) is not None
+            if (order := self._order_for(member.stage, members)[0]) is not None
         ) and not any(step == target.step for step, _ in self._gone)
 
     def orders(self, members: Sequence[Member]) -> list[tuple[bytes, Copy]]:
         """Whom to tell to keep what, that have not been told: the base's parts, and those of what is being copied."""
         due = []
+        orders = {stage: self._order_for(stage, members) for stage in range(self._num_stages)}
         for point in filter(None, (self._base, self._target)):
-            for member in members if self._can_be_copied(point) else ():
-                part, order = (point.step, member.stage), self._order(member, members)
+            for stage, (order, address) in orders.items() if self._can_be_copied(point) else ():
+                part = (point.step, stage)
                 if order is None or part in self._gone or self._ordered.get(part) == order:
                     continue
-                name = _file_of(point, member.stage)
-                address = member.hello.files_address if member.hello else ""
-                due.append((order.holder, Copy(point.step, member.stage, name, point.files[name], address)))
+                name = _file_of(point, stage)
+                due.append((order.holder, Copy(point.step, stage, name, point.files[name], address)))
                 self._ordered[part] = order
         return due
+
+    def _order_for(self, stage: int, members: Sequence[Member]) -> tuple[_Order | None, str]:
+        """Who is to hold a stage's copy, and where it is had: nowhere, if the stage has no worker."""
+        source = _at(stage, members)
+        if source is None:
+            holder = _at(self._places.get(stage, -1), members)
+            has_begun = holder is not None and holder.hello is not None
+            return (_Order(holder.identity, b"") if holder is not None and has_begun else None), ""
+        holder = self._holder(source, members)
+        if holder is None or source.hello is None:
+            return None, ""
+        self._places[stage] = holder.stage
+        return _Order(holder.identity, source.identity), source.hello.files_address
 
     def copied(self, holder: Member, copied: Copied) -> None:
         """A holder has a copy, or could not get it."""
@@ -110,8 +130,9 @@ class Copies:
         if order is None or order.holder != holder.identity:
             return  # it was asked by another coordinator, or for what nobody wants any more
         if copied.error:
-            del self._ordered[part]
+            self._failed.add(part)
         else:
+            self._failed.discard(part)
             self._held[part] = order
 
     def sources(self, stage: int, members: Sequence[Member]) -> list[list[str | int]]:
@@ -133,11 +154,9 @@ class Copies:
         return _file_of(self._base, stage) or f"files of {self._base.snapshot}"
 
     def _can_be_copied(self, point: RestorePoint) -> bool:
-        return self._is_on and bool(point.snapshot) and len(point.files) == self._num_stages
-
-    def _order(self, member: Member, members: Sequence[Member]) -> _Order | None:
-        holder = self._holder(member, members)
-        return _Order(holder.identity, member.identity) if holder is not None else None
+        """Whether it is in parts of the run's own stages."""
+        parts = [_file_of(point, stage) for stage in range(self._num_stages)]
+        return self._is_on and len(point.files) == self._num_stages and all(parts)
 
     def _holder(self, source: Member, members: Sequence[Member]) -> Member | None:
         if not self._is_on or source.hello is None or not source.hello.files_address:
@@ -151,6 +170,10 @@ class Copies:
             and (self._within_host or member.host != source.host)
         )
         return min(others, key=lambda m: (abs(m.stage - source.stage), m.stage < source.stage), default=None)
+
+
+def _at(stage: int, members: Sequence[Member]) -> Member | None:
+    return next((member for member in members if member.stage == stage), None)
 
 
 def _file_of(point: RestorePoint, stage: int) -> str:

@@ -293,6 +293,8 @@ class Coordinator:
         is_complete = self._gathering.hello(identity, hello)
         if self._state.phase is not Phase.JOINING:
             self._returning.greeted()
+            if self._training is not None:
+                self._training.settle_copies()
             return
         if not is_complete:
             return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tahq.comm.control import Copied, Copy
-from tahq.errors import TahqError
+from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
 from tahq.pipeline.fetched_file import fetch_file, has_file
 from tahq.pipeline.manifest import FOLDER_PREFIX, snapshot_name
 
@@ -105,8 +105,10 @@ class CopyKeeper:
             return not self._is_closed and self._wanted.get(order.stage) == order
 
         if Path(order.file).name != order.file:
-            raise TahqError(f"{order.file!r} is not a plain file name")
+            raise RemoteProtocolError(f"{order.file!r} is not a plain file name")
         path = self.path_of(order)
+        if not order.address and not has_file(path, order.sha256):
+            raise PeerLostError(f"{order.file} is not here, and nobody else has it now")
         return has_file(path, order.sha256) or (
             is_wanted()
             and fetch_file(path, order.sha256, lambda offset: self._fetch(order, offset, is_wanted), is_wanted)

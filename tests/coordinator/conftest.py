@@ -1,6 +1,7 @@
 """A pipeline of scripted workers on a virtual clock: whole runs without a socket or a sleep."""
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -10,6 +11,8 @@ from tahq.comm.control import (
     Assign,
     Bye,
     Commit,
+    Copied,
+    Copy,
     Evaluated,
     Heartbeat,
     Hello,
@@ -123,6 +126,7 @@ class ScriptedWorker:
     say: dict = field(default_factory=dict)
     version: str = VERSION
     snapshot_error: str = ""
+    copies_through: float = math.inf
     answers: bool = True
     left: bool = False
     silent: bool = False
@@ -137,6 +141,9 @@ class ScriptedWorker:
     def start(self):
         self.server.workers[self.identity] = self
         self.send(Join(self.stage, self.version, f"host{self.stage}", 100 + self.stage))
+
+    def copy_error_at(self, step):
+        return "" if step <= self.copies_through else "no room"
 
     def send(self, message):
         if not self.left and not self.silent:
@@ -161,6 +168,8 @@ class ScriptedWorker:
                 self.send(Ready(self.stage))
             case Relink():
                 self.send(Relinked(self.stage, message.epoch, self.lacking))
+            case Copy():
+                self.send(Copied(message.step, message.stage, self.stage, self.copy_error_at(message.step)))
             case Start(step):
                 self.begin(step)
             case Commit():
@@ -180,7 +189,7 @@ class ScriptedWorker:
             self.send(Evaluated(commit.step, 10, 30.0, 25.0))
         if commit.snapshot:
             step, error = commit.step + 1, self.snapshot_error
-            self.send(Snapshotted(step, self.stage, f"stage-{self.stage}", "ab", 100, error))
+            self.send(Snapshotted(step, self.stage, f"stage-{self.stage:03d}-ab", "ab", 100, error))
 
 
 class Recorder(RunObserver):
