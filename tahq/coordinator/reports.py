@@ -76,6 +76,10 @@ class Reports:
         for parts in self._snapshots.values():
             parts.pop(stage, None)
 
+    def have_snapshot(self, step: int) -> None:
+        """The snapshot after so many steps is complete, as is known from elsewhere: nobody owes it, or older ones."""
+        self._snapshots = {number: parts for number, parts in self._snapshots.items() if number > step}
+
     def evaluated(self, evaluated: Evaluated, name: str) -> ValidationRecord:
         """The validation loss has come in.
 

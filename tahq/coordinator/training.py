@@ -73,6 +73,7 @@ class Training:
         newest = journal.facts.newest
         if newest and newest["step"] > self._context.recovery.base.step:
             self._note_published(newest["step"], newest["snapshot"], newest["files"])
+            self._reports.have_snapshot(newest["step"])
 
     def _decide_codecs(self, record: StepRecord) -> tuple[tuple[CodecChange, ...], list[list[int]]]:
         return self._codecs.decide(self._codecs.described(record))

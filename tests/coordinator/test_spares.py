@@ -17,6 +17,8 @@ class SpareWorker(ScriptedWorker):
     """Waits; begins where the coordinator has a copy for it, as a host without any files must."""
 
     who: bytes = b"spare"
+    begun: int = -1
+    """The snapshot that it has fetched."""
 
     @property
     def identity(self):
@@ -30,9 +32,8 @@ class SpareWorker(ScriptedWorker):
         if isinstance(message, Assign):
             self.stage = message.stage
             steps = [step for step, _ in message.sources]
-            newest = message.start_step in steps or not message.snapshot
-            step = message.start_step if newest else message.copied_step
-            assert step in steps or not message.copied_snapshot
+            has_newest = message.start_step in (*steps, self.begun) or not message.snapshot
+            step = self.begun = message.start_step if has_newest else message.copied_step
             data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if self.stage in (0, 2) else {}
             self.send(make_hello(self.stage, start_step=step, files_address="spare:7", **data))
         else:
@@ -225,3 +226,33 @@ def test_base_moves_when_copies_are_there_and_the_coordinator_that_comes_back_kn
     pairs = [(message.step, message.base) for message in scene.server.told(b"worker-0", Published)]
     assert pairs == [(4, 0), (4, 4), (8, 4)]
     assert [order.step for order in scene.server.told(b"worker-1", Copy)][:2] == [4, 4]
+
+
+def test_coordinator_that_comes_back_gives_out_the_newest_snapshot_and_the_base(scene, tmp_path, new_scene):
+    served(scene, **COPIED_ONCE)
+    scene.options = replace(scene.options, **OPTIONS)
+
+    def lead(scene, journal, tick=lambda: None):
+        scene.coordinator = Coordinator(
+            scene.options, scene.server, scene.observer, publish=scene.publish, journal=journal, clock=scene.clock
+        )
+        return scene.run(tick)
+
+    def die():
+        if len(scene.losses()) >= 10:
+            raise KeyboardInterrupt
+
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        with pytest.raises(KeyboardInterrupt):
+            lead(scene, journal, die)
+        facts = journal.facts
+        after = new_scene()
+        after.options = replace(
+            scene.options, start_step=4, snapshot=facts.snapshot, snapshot_files=facts.files, epoch=9, next_sample=32
+        )
+        SpareWorker(after.server, -1).start()
+        workers = served(after, **COPIED_ONCE)
+        assert lead(after, journal) == 0, after.end.message
+    assert after.end.last_snapshot == 12
+    assert after.losses() == [2.0] * 8
+    assert {start.step for worker in workers for start in after.server.told(worker.identity, Start)} == {4}
