@@ -86,7 +86,7 @@ def transcript() -> list[Heard]:
     said += [(_who(stage), Ready(stage)) for stage in range(STAGES)]
     said += [(_who(1), Heartbeat(1, 0, "F0", 5.0, 4.0, 0.5)), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
     said += _step(0, [_who(stage) for stage in range(STAGES)])
-    said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST))]
+    said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST, 1))]
     said += [(_who(stage), Relinked(stage, _SECOND_EPOCH)) for stage in range(STAGES) if stage != _LOST]
     said += [(_NEXT_WORKER, Ready(_LOST))]
     return said + _step(1, [_NEXT_WORKER if stage == _LOST else _who(stage) for stage in range(STAGES)])
@@ -105,9 +105,10 @@ def _join(stage: int) -> Join:
     return Join(stage, "0.1", f"host{stage}", 100 + stage)
 
 
-def _hello(stage: int) -> Hello:
+def _hello(stage: int, start_step: int = 0) -> Hello:
     data = ("t", "d", 100) if stage in (0, STAGES - 1) else ("", "", 0)
-    return Hello(stage, "0.1", "c0ffee", *data[:2], f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, data[2])
+    where = (f"10.0.0.{stage}:9000", "cpu", "2.13.0")
+    return Hello(stage, "0.1", "c0ffee", *data[:2], *where, 1000, data[2], start_step=start_step)
 
 
 def other_messages() -> list[Message]:
