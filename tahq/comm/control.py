@@ -152,6 +152,13 @@ class Widen:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """coordinator → worker: the peers of these links are lost, and will be replaced; however long that takes."""
+
+    links: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """coordinator → worker: the snapshot after `step` steps is complete.
 
@@ -378,7 +385,7 @@ class Heartbeat:
 Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
-    | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied
+    | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from tahq.comm.control import (
     Bye,
     Copy,
     Heartbeat,
+    Hold,
     Message,
     Published,
     Refuse,
@@ -68,7 +69,7 @@ class ControlClient:
         on_abort: Callable[[Abort], None] | None = None,
         on_lost: Callable[[TahqError], None] | None = None,
         on_return: Callable[[], Message] | None = None,
-        on_order: Callable[[Relink | Widen | Published | Copy | StartOver], None] | None = None,
+        on_order: Callable[[Relink | Widen | Hold | Published | Copy | StartOver], None] | None = None,
     ) -> None:
         """Start dialling; returns at once.
 
@@ -297,9 +298,9 @@ class ControlClient:
             self._unheard.heard(message)
             if isinstance(message, Heartbeat):
                 self._note_heartbeat(message)
-            elif not isinstance(message, Relink | Widen | Published | Copy):
+            elif not isinstance(message, Relink | Widen | Hold | Published | Copy):
                 self._inbox.put(message)
-            if isinstance(message, Relink | Widen | Published | Copy | StartOver) and self._on_order:
+            if isinstance(message, Relink | Widen | Hold | Published | Copy | StartOver) and self._on_order:
                 self._on_order(message)
             if isinstance(message, Abort):
                 self._note_abort(message)

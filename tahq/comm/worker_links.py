@@ -7,13 +7,13 @@ for a frame of the very peer that an order is about; orders that come before the
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from tahq.comm.control import Plan, Published, Relink, Relinked, Widen
+from tahq.comm.control import Hold, Plan, Published, Relink, Relinked, Widen
 from tahq.comm.transport import Transport
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.comm.zmq_transport import Wanted, ZmqTransport
 from tahq.errors import RemoteProtocolError
 
-Order = Relink | Widen | Published
+Order = Relink | Widen | Hold | Published
 """What the coordinator has a worker do with its links while it trains."""
 
 OpenGroup = Callable[[ZmqTransport, str, str], Transport]
@@ -75,6 +75,9 @@ class WorkerLinks:
             self._relink(order)
         elif isinstance(order, Widen):
             self._endpoint.widen(order.link, _through(order.through))
+        elif isinstance(order, Hold):
+            for link in order.links:
+                self._endpoint.hold(link)
         else:
             self._endpoint.free_logs(order.base)
 

@@ -185,6 +185,11 @@ class ZmqEndpoint:
         end = self._ends[link]
         self._loop.submit(end, partial(end.widen, through))
 
+    def hold(self, link: int) -> None:
+        """The peer is lost, as others know, and will be replaced: do not give the link up; any thread may call it."""
+        end = self._ends[link]
+        self._loop.submit(end, end.hold)
+
     def free_logs(self, step: int) -> None:
         """Nobody will ask for frames of the steps before this one any more; any thread may call it."""
         for end in list(self._ends.values()):

@@ -83,6 +83,17 @@ class Copies:
         """Whether any stage can be copied to another host."""
         return any(self._holder(member, members) is not None for member in members)
 
+    def uncopied(self, members: Sequence[Member]) -> list[Member]:
+        """Whose snapshots should be copied, and cannot be, since nobody can ask for them."""
+        return [
+            member
+            for member in members
+            if self._is_on
+            and member.hello is not None
+            and not member.hello.files_address
+            and any(self._within_host or other.host != member.host for other in members if other != member)
+        ]
+
     def is_complete(self, members: Sequence[Member]) -> bool:
         """Whether what is being copied is copied, of every stage that can be."""
         target = self._target

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tahq.comm.control import Plan, Relink, Relinked, Start, StartOver, Widen
+from tahq.comm.control import Hold, Plan, Relink, Relinked, Start, StartOver, Widen
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.gathering import Gathering
 from tahq.coordinator.membership import Standing, stage_list
@@ -90,12 +90,20 @@ class Returning:
         self._recovery.lose(stage)
         self._return = None
         self._lost.setdefault(stage, context.clock())
+        self._hold_links(stage)
         begins = f"begins again after step {point.step}" if point.snapshot else "begins again from the start"
         if not is_replaced and self._start_again(stage, is_silent):
             context.observer.warned(f"{why}; it is started again, and {begins}; the others wait")
         else:
             context.observer.warned(f"{why}; its next worker {begins}; the others wait")
         context.tell_phase(self._gathering.missing)
+
+    def _hold_links(self, stage: int) -> None:
+        """Have neighbours wait for whoever comes next, however long a file takes on its way there."""
+        for ends in self._recovery.links_of(stage):
+            neighbour = self._context.membership.at(other_end(ends, stage))
+            if neighbour is not None and neighbour.standing in (Standing.PLANNED, Standing.READY):
+                self._context.server.send(neighbour.identity, Hold([ends.link]))
 
     def _start_again(self, stage: int, is_silent: bool) -> bool:
         """Have the stage's worker started again where it was, unless that is in vain and a spare can take it."""
@@ -159,10 +167,15 @@ class Returning:
         self._return = None
 
     def check_waiting(self, give_up_s: float) -> None:
-        """Raise PeerLostError once a stage has been gone for too long; the message names it."""
-        now_s = self._context.clock()
-        missing = set(self._context.membership.lacking(Standing.GREETED))
-        late = [stage for stage, since_s in self._lost.items() if stage in missing and now_s - since_s > give_up_s]
+        """Raise PeerLostError once a stage has been gone for too long; the message names it.
+
+        One that is there again, and still loads or fetches its snapshot, may take as long as joining may.
+        """
+        now_s, membership = self._context.clock(), self._context.membership
+        longest_s = dict.fromkeys(membership.missing, give_up_s)
+        for stage in set(membership.lacking(Standing.GREETED)) - longest_s.keys():
+            longest_s[stage] = max(give_up_s, self._context.options.join_timeout_s)
+        late = [stage for stage, since_s in self._lost.items() if now_s - since_s > longest_s.get(stage, math.inf)]
         if late:
             lacking = [self._lacks(stage) for stage in late] if self._context.spares else []
             why = "".join(f"; a spare could not take it, since nobody has a copy of {file}" for file in lacking if file)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tahq.comm.control import (
@@ -283,6 +284,8 @@ class Coordinator:
         if join.spare and self._measuring is None and not is_wanted:
             self._gathering.admit_spare(identity, join)
             return
+        if join.spare and join.stage not in self._returning.given:
+            join = replace(join, spare=False)  # it is on its own host
         replaced = self._context.membership.replaced_by(identity, join)
         if replaced is not None:
             reason = "a person takes its stage over" if join.takeover else "it was started again"
@@ -325,6 +328,11 @@ class Coordinator:
 
     def _begin_training(self) -> None:
         self._training = Training(self._context, self._num_steps, self._publish, self._journal)
+        for member in self._context.copies.uncopied(self._context.membership.members):
+            self._context.observer.warned(
+                f"{member.name} only dials out, so nobody can have a copy of its snapshots: if its host is lost with "
+                "its disk, so is the run"
+            )
         self._returning.begin()
         self._context.advance(Event.ALL_READY)
         if self._training.is_decided:
@@ -435,6 +443,13 @@ class Coordinator:
 
     def _on_failed(self, identity: bytes, failed: Failed) -> None:
         member = self._context.membership.claim(identity, failed.stage)
+        if (
+            self._training is not None
+            and member.stage in self._returning.given
+            and member.standing is not Standing.READY
+        ):
+            self._lose(member.stage, f"{member.name}: {failed.message}", is_silent=True)  # another spare may be able to
+            return
         self._context.membership.leave(member.stage)
         self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, f"{member.name}: {failed.message}")
 

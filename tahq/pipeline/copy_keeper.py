@@ -21,6 +21,8 @@ from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
 from tahq.pipeline.fetched_file import fetch_file, has_file
 from tahq.pipeline.manifest import FOLDER_PREFIX, snapshot_name
 
+_LEAVE_S = 2.0
+"""How long the thread may take to leave: it may be reading a large file."""
 _log = logging.getLogger(__name__)
 
 Fetch = Callable[[Copy, int, Callable[[], bool]], Iterator[bytes]]
@@ -78,7 +80,7 @@ class CopyKeeper:
         """Leave what is under way, to be gone on with another time; safe to call twice."""
         self._is_closed = True
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(_LEAVE_S)
 
     def path_of(self, order: Copy) -> Path:
         """Where a copy lies."""

@@ -93,6 +93,9 @@ def test_stage_that_nobody_can_ask_is_not_waited_for():
     assert copies.is_complete(members)
     copies.based(point(5))
     assert copies.lacks(0, members) == "stage-000-5.safetensors"
+    assert copies.uncopied(members) == members[:1]
+    assert copies_of(is_on=False).uncopied(members) == []
+    assert copies_of().uncopied([member(stage, "here", serves=False) for stage in range(3)]) == []
 
 
 def test_newer_snapshot_waits_until_the_one_before_is_copied():

@@ -6,7 +6,21 @@ import pytest
 from coordinator.conftest import ScriptedWorker, make_hello
 from coordinator.test_returning import one_at_a_time
 
-from tahq.comm.control import Abort, Assign, Bye, Copy, Join, Plan, Published, Refuse, StandBy, Start, StartOver
+from tahq.comm.control import (
+    Abort,
+    Assign,
+    Bye,
+    Copy,
+    Failed,
+    Hold,
+    Join,
+    Plan,
+    Published,
+    Refuse,
+    StandBy,
+    Start,
+    StartOver,
+)
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.service import Coordinator
 from tahq.errors import PeerLostError
@@ -77,6 +91,10 @@ def test_spare_takes_the_stage_of_a_silent_host_from_the_copy(scene, stage):
     holder = 1 if stage != 1 else 2
     assert (assign.stage, assign.sources[0]) == (stage, [4, f"stage{holder}:7"])
     assert scene.server.told(b"spare", Start)[0].step == scene.server.told(b"spare", Plan)[0].start_step == 4
+    neighbours = {number for number in (stage - 1, stage + 1) if 0 <= number < 3}
+    assert {who for who, message in scene.server.sent if isinstance(message, Hold)} == {
+        f"worker-{number}".encode() for number in neighbours
+    }
     assert "1 spare" in scene.warnings()
     assert f"stage {stage} is given to the spare worker elsewhere, pid 900; 0 spares" in scene.warnings()
     assert f"stage {stage} (elsewhere, pid 900) is back after" in scene.warnings()
@@ -105,6 +123,33 @@ def test_lost_worker_that_comes_back_hears_that_its_stage_is_taken_and_stands_by
     assert len(scene.server.told(b"worker-1-again", StandBy)) == 1
     assert scene.server.told(b"worker-1-again", Bye) == [Bye(0)]
     assert scene.server.told(b"worker-1", Refuse) == []
+
+
+def test_spare_that_cannot_take_the_stage_leaves_it_to_the_next(scene):
+    class WithoutData(SpareWorker):
+        def react(self, message):
+            if isinstance(message, Assign):
+                self.send(Failed(message.stage, "data/corpus.txt does not exist", 2))
+            else:
+                super().react(message)
+
+    WithoutData(scene.server, -1, who=b"without data").start()
+    SpareWorker(scene.server, -1).start()
+    workers = served(scene)
+    scene.build(**OPTIONS)
+    assert scene.run(lose_after(scene, workers, 0, 6)) == 0, scene.end.message
+    assert "data/corpus.txt does not exist" in scene.warnings()
+    assert scene.server.told(b"spare", Start)[0].step == 4
+
+
+def test_host_that_only_dials_out_is_named_once(scene):
+    served(scene, stage1={"hello": {}})
+    assert scene.run(**OPTIONS) == 0
+    assert scene.warnings() == (
+        "stage 1 (host1, pid 101) only dials out, so nobody can have a copy of its snapshots: if its host is lost with "
+        "its disk, so is the run"
+    )
+    assert {order.stage for who, order in scene.server.sent if isinstance(order, Copy)} == {0, 2}
 
 
 def test_unneeded_spare_leaves_with_the_run_and_one_of_another_version_is_refused(scene):
