@@ -79,7 +79,7 @@ class WorkerLinks:
             for link in order.links:
                 self._endpoint.hold(link)
         else:
-            self._endpoint.free_logs(order.base)
+            self._endpoint.free_logs(order.base, order.step)
 
     def _relink(self, order: Relink) -> None:
         wanted = _wanted(order.wanted)

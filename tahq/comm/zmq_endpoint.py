@@ -190,11 +190,11 @@ class ZmqEndpoint:
         end = self._ends[link]
         self._loop.submit(end, end.hold)
 
-    def free_logs(self, step: int) -> None:
-        """Nobody will ask for frames of the steps before this one any more; any thread may call it."""
+    def free_logs(self, step: int, droppable: int = 0) -> None:
+        """See `FrameLog.free_before`; any thread may call it."""
         for end in list(self._ends.values()):
             if end.log is not None:
-                end.log.free_before(step)
+                end.log.free_before(step, droppable)
 
     def _dial_all(self, spec: LinkSpec, address: str) -> list[Socket]:
         return [self._dial(spec, address) for _ in range(self._limits.connections)] if address else []
