@@ -6,8 +6,8 @@ it then: they keep them here. One file a step, ``step-00000012.frames``, and in 
 for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
 
 When the log would become too long, steps before the newest complete snapshot go first: only a stage that comes back
-from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, with a warning: then the neighbour cannot
-come back alone until the next snapshot is complete, and all stages would go back to the one before.
+from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, with a warning: then
+the neighbour cannot come back alone until the next snapshot is complete, and all stages would go back to the one before.
 """
 
 import logging

@@ -106,7 +106,33 @@ def rebooted(attempt: Attempt) -> Figures:
 
 
 def host_lost(attempt: Attempt) -> Figures:
-    """Every worker has a folder of its own; one is killed and its folder removed, and a spare joins on another."""
+    """Every worker has a folder of its own; one is killed and its folder removed, and a spare has its stage."""
+
+    def lose(scene: Scene, worker: Program, folder: Path) -> None:
+        scene.former.append(worker)
+        worker.close()
+        shutil.rmtree(folder)
+
+    return _replaced(attempt, lose)
+
+
+def stage_taken(attempt: Attempt) -> Figures:
+    """A worker is stopped, as a machine that sleeps, until a spare has its stage; then it goes on, and stands by."""
+
+    def lose(scene: Scene, worker: Program, folder: Path) -> None:
+        worker.send_signal(signal.SIGSTOP)
+        try:
+            scene.leader.line_with("is given to the spare worker", 60)
+        finally:
+            worker.send_signal(signal.SIGCONT)
+        worker.line_with("standing by, as a spare", 30)
+        scene.workers.append(worker)  # which leaves with status 0, as all do
+
+    return _replaced(attempt, lose)
+
+
+def _replaced(attempt: Attempt, lose: Callable[[Scene, Program, Path], None]) -> Figures:
+    """A run of workers that share no disk, of which one is lost when all snapshots have been copied once."""
     stage, step = attempt.dice.randrange(STAGES), attempt.dice.randint(5, 7)
     config = small_run(40, run={**_LOST_SOON, "copies_within_host": True, "copy_rate": "100mbit"})
     folders = {each: attempt.folder / f"host{each}" for each in (*range(STAGES), STAGES)}
@@ -123,10 +149,8 @@ def host_lost(attempt: Attempt) -> Figures:
         copies = "host*/runs/run/copies/stage-*/step-*/*.safetensors"
         scene.wait(lambda: len(list(attempt.folder.glob(copies))) >= STAGES, 30, "copies on other hosts")
         began_s = time.time()
-        scene.former.append(scene.workers[stage])
-        scene.workers[stage].close()
-        scene.workers[stage] = spare
-        shutil.rmtree(folders[stage])
+        lost, scene.workers[stage] = scene.workers[stage], spare
+        lose(scene, lost, folders[stage])
         _gather_snapshots(scene, folders.values())
         outcome = scene.finish(240)
         figures = attempt.compare(scene, outcome, config, began_s, began_s)
@@ -237,6 +261,13 @@ RECOVERY_ROWS = (
         host_lost,
         30,
         is_quick=True,
+    ),
+    Row(
+        "stage-taken",
+        "a worker stopped until a spare has its stage, then going on",
+        "BX; it is told, and stands by itself",
+        stage_taken,
+        30,
     ),
 )
 PENDING_RECOVERY_ROWS = (
