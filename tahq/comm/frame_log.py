@@ -7,7 +7,7 @@ for neighbours that die, not for the death of this machine, after which it would
 
 When the log would become too long, steps before the newest complete snapshot go first: only a stage that comes back
 from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, with a warning: then
-the neighbour cannot come back alone until the next snapshot is complete, and all stages would go back to the one before.
+the neighbour cannot come back alone until the next snapshot is complete: all stages would go back to the one before.
 """
 
 import logging
