@@ -3,11 +3,11 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from tahq.comm.handshakes import Handshakes, Outcome, redial
 from tahq.comm.rate_limited_log import RateLimitedLog
 from tahq.comm.socket_wait import Socket
-from tahq.comm.zmq_transport import LinkEnd
 
 _log = logging.getLogger(__name__)
 _REDIAL_S = 1.0
@@ -20,18 +20,29 @@ _OBSTACLES = {
 }
 
 
+class Dialling(Protocol):
+    """What somebody is dialled for."""
+
+    obstacle: str
+    """Why it is not connected, as far as that is known."""
+
+    @property
+    def spec(self) -> object:
+        """What messages call it."""
+
+
 class Dialled:
-    """A DEALER of a link, which it connects; after that used by the thread of the I/O.
+    """A DEALER, which it connects; after that used by one thread.
 
     Args:
         socket: set up, and not connected yet.
         endpoint: what to connect it to.
-        end: of the link; told why it is not connected.
+        end: what it is for; told why it is not connected.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, socket: Socket, endpoint: str, end: LinkEnd, clock: Callable[[], float] = time.monotonic
+        self, socket: Socket, endpoint: str, end: Dialling, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.socket = socket
         self.redial_s: float | None = None
@@ -47,6 +58,11 @@ class Dialled:
     def events(self) -> Socket:
         """Has input when a handshake has ended."""
         return self._handshakes.socket
+
+    @property
+    def obstacle(self) -> str:
+        """Why it is not connected, as far as that is known; "": it is, or nothing is."""
+        return self._end.obstacle
 
     def close(self) -> None:
         """Release the sockets; what they hold is dropped."""

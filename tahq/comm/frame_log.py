@@ -5,8 +5,9 @@ it then: they keep them here. One file a step, ``step-00000012.frames``, and in 
 (`frame.py`), whose checksum covers the payload, and the payload. Nothing is synchronised to the disk: the log is there
 for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
 
-When the log would become too long, or the disk takes no more, it is given up, with a warning: then the neighbour cannot
-come back alone until the next snapshot is complete, and all stages would go back to the one before.
+When the log would become too long, steps before the newest complete snapshot go first: only a stage that comes back
+from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, with a warning: then
+the neighbour cannot come back alone until the next snapshot is complete: all stages would go back to the one before.
 """
 
 import logging
@@ -60,6 +61,9 @@ class FrameLog:
         self._nbytes = 0
         self._given_up_at: int | None = None
         """The step at which it was given up; frames of this step and of those before are not all here."""
+        self._first = 0
+        """Of the steps before this one nothing is here, or not all."""
+        self._droppable = 0
         shutil.rmtree(folder, ignore_errors=True)
         self._open: tuple[int, int] | None = None
         """The step whose file is open, and its descriptor."""
@@ -69,9 +73,13 @@ class FrameLog:
         """What it takes on the disk."""
         return self._nbytes
 
+    def begin(self, step: int) -> None:
+        """Nothing of the steps before this one will be kept: another process sent it."""
+        self._first = step
+
     def is_complete_from(self, step: int) -> bool:
         """Whether every frame of this step and of all later ones is here."""
-        return self._given_up_at is None or step > self._given_up_at
+        return step >= self._first and (self._given_up_at is None or step > self._given_up_at)
 
     def append(self, frame: Frame) -> None:
         """Keep a frame whose payload lies in host memory; steps never go back."""
@@ -81,11 +89,20 @@ class FrameLog:
                 return
             payload = buffer_of(frame.payload)
             try:
-                if self._nbytes + HEADER_NBYTES + len(payload) > self._limit_nbytes:
+                if not self._has_room(HEADER_NBYTES + len(payload)):
                     raise OSError(f"it would take more than {format_size(self._limit_nbytes)} (run.frame_log)")
                 self._write(step, _header(frame, self._link, len(payload)), payload)
             except OSError as error:
                 self._give_up(step, error)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so much more fits, after steps have gone that may."""
+        for step in [step for step in self._files if step < self._droppable]:
+            if self._nbytes + nbytes <= self._limit_nbytes:
+                break
+            self._remove([step])
+            self._first = step + 1
+        return self._nbytes + nbytes <= self._limit_nbytes
 
     def _write(self, step: int, header: FrameHeader, payload: memoryview) -> None:
         descriptor = self._descriptor(step)
@@ -128,9 +145,10 @@ class FrameLog:
             PeerLostError: they are not all here, or damaged; the message names the file.
         """
         if not self.is_complete_from(first):
+            since = max(self._first, -1 if self._given_up_at is None else self._given_up_at + 1)
             raise PeerLostError(
-                f"link {self._link}: what was sent since step {first + 1} is not kept: the log was given up at step "
-                f"{(self._given_up_at or 0) + 1}"
+                f"link {self._link}: what was sent since step {first + 1} is not kept: the log begins at step "
+                f"{since + 1}"
             )
         with self._lock:
             files = [(step, file.path, file.nbytes) for step, file in self._files.items()]
@@ -151,9 +169,10 @@ class FrameLog:
         except (OSError, RemoteProtocolError) as error:
             raise PeerLostError(f"link {self._link}: the log of what was sent cannot be read: {error}") from error
 
-    def free_before(self, step: int) -> None:
-        """Nobody will ask for anything of the steps before this one any more."""
+    def free_before(self, step: int, droppable: int = 0) -> None:
+        """Nobody will ask for anything of the steps before this one; those before `droppable` stay if there is room."""
         with self._lock:
+            self._droppable = droppable
             self._remove([kept for kept in self._files if kept < step])
 
     def close(self) -> None:

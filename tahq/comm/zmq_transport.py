@@ -89,6 +89,10 @@ class LinkEnd:
         """Say BYE."""
         self.session.close(time.monotonic(), reason)
 
+    def hold(self) -> None:
+        """Bear the peer's silence until it is replaced."""
+        self.session.hold()
+
     def relink(self, spec: LinkSpec, session: Session, wanted: Wanted, peer_key: str) -> None:
         """Go on with another process at the other end, which begins with these frames.
 

@@ -2,7 +2,7 @@
 
 Every decision is here, durable, before any worker hears of it: so a coordinator that comes back can give the answer
 that some have and others have not. SQLite, write-ahead log, full synchronisation; one file in the run's folder. Rows
-are kept since the newest complete snapshot.
+are kept since the base: the oldest snapshot at which a lost stage may begin again.
 
 ::
 
@@ -41,7 +41,8 @@ class JournalFacts:
     """What a run is, and where its lost stages begin again.
 
     `next_sample` is the number of the sample that `start_step` begins with, `num_train_samples` those of an epoch;
-    `codecs` is what `LinkCodecs.saved` says of the links at `step`, `snapshot` its folder as seen from the run's.
+    `codecs` is what `LinkCodecs.saved` says of the links at `step`, `snapshot` its folder as seen from the run's. If
+    there is a newer snapshot, `newest` has its step, snapshot and files.
     """
 
     run_id: int
@@ -56,6 +57,7 @@ class JournalFacts:
     snapshot: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     codecs: Mapping[str, Any] = field(default_factory=dict)
+    newest: Mapping[str, Any] = field(default_factory=dict)
     is_over: bool = False
     format: int = FORMAT
 
@@ -139,7 +141,7 @@ class Journal:
         self._write(("INSERT OR REPLACE INTO evaluations VALUES (?, ?)", (evaluated.step, encode_message(evaluated))))
 
     def published(self, step: int, snapshot: str, files: Mapping[str, str], codecs: Mapping[str, Any]) -> None:
-        """A snapshot is complete: what was decided before it is of no use any more."""
+        """A snapshot is the base: what was decided before it is of no use any more."""
         facts = replace(self.facts, step=step, snapshot=snapshot, files=dict(files), codecs=dict(codecs))
         tables = ("steps", "prepares", "evaluations")
         self._write(*((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in tables), _put_facts(facts))

@@ -9,11 +9,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tahq.comm.control import (
     Abort,
     Bye,
+    Copied,
     Evaluated,
     Failed,
     Heartbeat,
@@ -33,6 +35,7 @@ from tahq.comm.control import (
 from tahq.comm.control_channel import ControlServer
 from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.copies import Copies
 from tahq.coordinator.gathering import Gathering
 from tahq.coordinator.journal import Journal, JournalFacts, JournalledHolder
 from tahq.coordinator.measuring import Measuring
@@ -44,6 +47,7 @@ from tahq.coordinator.publisher import Publish, SnapshotPublisher
 from tahq.coordinator.recovery import Recovery, RestorePoint
 from tahq.coordinator.returning import Restart, Returning
 from tahq.coordinator.run_state import Ending, Event, Phase, RunState
+from tahq.coordinator.spares import Spares
 from tahq.coordinator.training import Training
 from tahq.coordinator.watch import check_exits, check_waiting, silence
 from tahq.errors import (
@@ -87,7 +91,15 @@ class Coordinator:
         membership = Membership(options.num_stages, options.version, options.config_hash, options.hosts)
         self._state = RunState(clock(), options.start_step if options.snapshot else None)
         recovery = recovery_of(options)
-        self._context = RunContext(options, server, observer, clock, membership, self._state, recovery)
+        copies = Copies(
+            is_on=options.copies > 0,
+            within_host=options.copies_within_host,
+            num_stages=options.num_stages,
+            base=recovery.base,
+        )
+        self._context = RunContext(
+            options, server, observer, clock, membership, self._state, recovery, copies, Spares()
+        )
         self._gathering = Gathering(self._context)
         self.restart: Restart | None = None
         """Starts a stage's worker again; None: nobody here can."""
@@ -205,11 +217,15 @@ class Coordinator:
     def _check_timers(self, polled_s: float) -> None:
         context, options = self._context, self._context.options
         step = self._training.steps_done if self._training and self._state.phase is Phase.TRAINING else None
+        for stage in self._returning.given:
+            self._state.forget_exit(stage)
         killed = check_exits(self._state, context.membership, self._gathering.refusals, context.clock(), step)
         for stage, why in killed.items():
             self._state.forget_exit(stage)
             self._lose(stage, why)
         self._check_silence(polled_s, step)
+        self._gathering.lose_silent_spares(polled_s - max(options.peer_timeout_s, options.give_up_s / 2))
+        self._returning.give_to_spares()
         self._returning.check_waiting(options.give_up_s)
         check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
         if context.clock() > self._leave_by_s:
@@ -233,7 +249,7 @@ class Coordinator:
         self._silent = set(silent)
         lost_s = max(options.peer_timeout_s, options.give_up_s / 2)
         for member in membership.silent(polled_s - lost_s):
-            self._lose(member.stage, silence(member, lost_s, step))
+            self._lose(member.stage, silence(member, lost_s, step), is_silent=True)
 
     @property
     def _is_continued(self) -> bool:
@@ -251,7 +267,7 @@ class Coordinator:
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
 
-    def _lose(self, stage: int, why: str, *, is_replaced: bool = False) -> None:
+    def _lose(self, stage: int, why: str, *, is_replaced: bool = False, is_silent: bool = False) -> None:
         if self._measuring is not None:
             raise PeerLostError(why)
         if self._training is not None:
@@ -259,11 +275,19 @@ class Coordinator:
         self._silent.discard(stage)
         if self._journal is not None:
             self._journal.lost(stage)
-        self._returning.lose(stage, why, is_replaced=is_replaced)
+        self._returning.lose(stage, why, is_replaced=is_replaced, is_silent=is_silent)
 
     # -- messages --------------------------------------------------------------------------------
 
     def _on_join(self, identity: bytes, join: Join) -> None:
+        is_wanted = 0 <= join.stage < self._context.options.num_stages and (
+            self._context.membership.at(join.stage) is None
+        )
+        if join.spare and self._measuring is None and not is_wanted:
+            self._gathering.admit_spare(identity, join)
+            return
+        if join.spare and join.stage not in self._returning.given:
+            join = replace(join, spare=False)  # it is on its own host
         replaced = self._context.membership.replaced_by(identity, join)
         if replaced is not None:
             reason = "a person takes its stage over" if join.takeover else "it was started again"
@@ -274,6 +298,8 @@ class Coordinator:
         is_complete = self._gathering.hello(identity, hello)
         if self._state.phase is not Phase.JOINING:
             self._returning.greeted()
+            if self._training is not None:
+                self._training.settle_copies()
             return
         if not is_complete:
             return
@@ -293,14 +319,22 @@ class Coordinator:
         is_complete = self._gathering.ready(identity, ready)
         self._note_holder(ready.stage)
         if self._training is not None:
+            self._context.copies.began(ready.stage, self._context.recovery.position(ready.stage))
             self._returning.ready(ready.stage)
+            self._training.settle_copies()
         elif is_complete:
             self._begin_training()
-            codecs = [list(row) for row in self._context.recovery.point.codecs]
+            codecs = [list(row) for row in self._context.recovery.base.codecs]
             self._context.broadcast(Start(self._context.options.start_step, codecs))
+            self._begun().settle_copies()
 
     def _begin_training(self) -> None:
         self._training = Training(self._context, self._num_steps, self._publish, self._journal)
+        for member in self._context.copies.uncopied(self._context.membership.members):
+            self._context.observer.warned(
+                f"{member.name} only dials out, so nobody can have a copy of its snapshots: if its host is lost with "
+                "its disk, so is the run"
+            )
         self._returning.begin()
         self._context.advance(Event.ALL_READY)
         if self._training.is_decided:
@@ -346,6 +380,7 @@ class Coordinator:
         self._context.recovery.rejoined(rejoin.stage, rejoin.step)
         self._context.observer.warned(f"{self._context.membership.name(rejoin.stage)} goes on where it was")
         self._returning.rejoined(rejoin.stage)
+        self._begun().settle_copies()
         self._finish_if_nothing_is_owed()
 
     def _go_on(self) -> None:
@@ -379,6 +414,9 @@ class Coordinator:
         self._begun().snapshotted(identity, part)
         self._finish_if_nothing_is_owed()
 
+    def _on_copied(self, identity: bytes, copied: Copied) -> None:
+        self._begun().copied(identity, copied)
+
     def _on_compute_measured(self, identity: bytes, figures: ComputeMeasured) -> None:
         self._measures().computed(identity, figures)
         self._finish_if_all_is_measured()
@@ -407,6 +445,13 @@ class Coordinator:
 
     def _on_failed(self, identity: bytes, failed: Failed) -> None:
         member = self._context.membership.claim(identity, failed.stage)
+        if (
+            self._training is not None
+            and member.stage in self._returning.given
+            and member.standing is not Standing.READY
+        ):
+            self._lose(member.stage, f"{member.name}: {failed.message}", is_silent=True)  # another spare may be able to
+            return
         self._context.membership.leave(member.stage)
         self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, f"{member.name}: {failed.message}")
 
@@ -415,6 +460,7 @@ class Coordinator:
         if member is not None:
             self._context.tell_stage(member)
         else:
+            self._context.spares.seen(identity, self._context.clock())
             self._gathering.remind(identity)
 
     def _begun(self) -> Training:
@@ -467,13 +513,18 @@ class Coordinator:
 
     def _say_bye(self, event: Event, ending: Ending) -> None:
         self._state.end(event, ending, self._context.clock())
-        self._context.broadcast(Bye(ending.exit_status))
+        self._tell_all(Bye(ending.exit_status))
 
     def _abort(self, exit_status: int, message: str) -> None:
         if self._training is not None and exit_status != UserError.exit_status:
             message = f"{message}; {self._resume_hint()}"
         self._state.end(Event.ENDED, Ending(exit_status, message), self._context.clock())
-        self._context.broadcast(Abort(message, exit_status))
+        self._tell_all(Abort(message, exit_status))
+
+    def _tell_all(self, message: Bye | Abort) -> None:
+        self._context.broadcast(message)
+        for identity in self._context.spares.identities:
+            self._context.server.send(identity, message)
 
     def _resume_hint(self) -> str:
         return self._state.resumable(self._context.options.resume_command)
@@ -514,6 +565,7 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     Prepare: Coordinator._on_prepare,
     Evaluated: Coordinator._on_evaluated,
     Snapshotted: Coordinator._on_snapshotted,
+    Copied: Coordinator._on_copied,
     ComputeMeasured: Coordinator._on_compute_measured,
     PathsMeasured: Coordinator._on_paths_measured,
     Traced: Coordinator._on_traced,

@@ -46,6 +46,31 @@ def test_freed_steps_are_gone_from_the_disk(log, make_frame, tmp_path):
     assert [frame.id.micro_batch for frame in log.read(3)] == [0, 1]
 
 
+def test_log_of_a_later_process_does_not_have_what_was_sent_before_it(log, make_frame):
+    log.begin(5)
+    log.append(make_frame(100, step=5))
+    assert not log.is_complete_from(4)
+    assert log.is_complete_from(5)
+    assert len(read(log, 5)) == 1
+    with pytest.raises(PeerLostError, match="since step 5 is not kept: the log begins at step 6"):
+        list(log.read(4))
+
+
+def test_steps_that_only_an_older_copy_needs_go_first(tmp_path, make_frame, caplog):
+    log = FrameLog(tmp_path / "log", 3, 3500)
+    for step in range(3):
+        log.append(make_frame(1000, step=step))
+    log.free_before(0, 2)
+    log.append(make_frame(1000, step=3))
+    assert [log.is_complete_from(step) for step in range(4)] == [False, True, True, True]
+    assert [frame.id.step for frame in log.read(1)] == [1, 2, 3]
+    log.append(make_frame(1000, step=4))
+    assert [frame.id.step for frame in log.read(2)] == [2, 3, 4]
+    assert caplog.text == ""
+    log.append(make_frame(1000, step=5))
+    assert "is kept no longer" in caplog.text
+
+
 def test_log_that_grows_too_long_is_given_up_until_the_next_step(tmp_path, make_frame, caplog):
     log = FrameLog(tmp_path / "log", 3, 2500)
     for step in range(3):
