@@ -117,7 +117,8 @@ def assignment(*sources):
     """Of stage 3: the newest snapshot is after 10 steps, the base after 5."""
     newest = {"snapshot": "snapshots/step-00000010", "snapshot_files": files(10), "start_step": 10}
     base = {"copied_snapshot": "snapshots/step-00000005", "copied_files": files(5), "copied_step": 5}
-    return Assign(3, 1, "{}", "", **newest, **base, sources=[[step, address, f"key of {address}"] for step, address in sources])
+    rows = [[step, address, f"key of {address}"] for step, address in sources]
+    return Assign(3, 1, "{}", "", **newest, **base, sources=rows)
 
 
 def fetch(address, public_key, wanted, offset):
