@@ -33,6 +33,7 @@ from tahq.comm.control import (
 from tahq.comm.control_channel import ControlServer
 from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.disk_room import WaitForRoom
 from tahq.coordinator.gathering import Gathering
 from tahq.coordinator.journal import Journal, JournalFacts, JournalledHolder
 from tahq.coordinator.measuring import Measuring
@@ -51,6 +52,7 @@ from tahq.errors import (
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
+    SnapshotError,
     TahqError,
     UserError,
 )
@@ -104,6 +106,10 @@ class Coordinator:
         self._num_signals = 0
         self._leave_by_s = math.inf
         self._next_tick_s = clock()
+        self._do_beside: Callable[[], None] = lambda: None
+        self._room = WaitForRoom(self._context, self._attend, self._dispatch)
+        if journal is not None:
+            journal.wait_for_room = self._room
 
     @property
     def address(self) -> str:
@@ -131,14 +137,14 @@ class Coordinator:
         Returns:
             The exit status of the run: 0 done, 128 + signal interrupted, else as errors.py has it.
         """
+        self._do_beside = tick
         self._open()
         try:
             self._lead(tick)
             self._let_leave(tick)
+            self._note_end()
         finally:
             self._close()
-        if self._journal is not None and self._journal.has_run:
-            self._journal.note(is_over=True)
         return self._state.ending.exit_status
 
     # -- the loop --------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ class Coordinator:
     def _turn(self, tick: Callable[[], None]) -> None:
         # taken before the poll: if this process was held up, signs of life wait in the socket
         polled_s = self._context.clock()
-        for identity, message in self._context.server.poll(POLL_S):
+        for identity, message in self._room.take() or self._context.server.poll(POLL_S):
             self._dispatch(identity, message)
         for refused in self._context.server.take_refused():
             self._context.observer.warned(refused)
@@ -165,6 +171,12 @@ class Coordinator:
             self._tick(tick)
             self._take_signals()
             self._check_timers(polled_s)
+
+    def _attend(self) -> None:
+        """What goes on while the journal waits for room."""
+        self._tick(self._do_beside)
+        self._take_signals()
+        self._check_leaving()
 
     def _tick(self, tick: Callable[[], None]) -> None:
         now_s = self._context.clock()
@@ -212,6 +224,10 @@ class Coordinator:
         self._check_silence(polled_s, step)
         self._returning.check_waiting(options.give_up_s)
         check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
+        self._check_leaving()
+
+    def _check_leaving(self) -> None:
+        context, options = self._context, self._context.options
         if context.clock() > self._leave_by_s:
             raise InterruptedRunError(
                 f"stopped by SIGTERM: the step and its snapshot took longer than run.grace ({options.grace_s:g} s), so "
@@ -247,6 +263,15 @@ class Coordinator:
     def _note_epoch(self, epoch: int) -> None:
         if self._journal is not None:
             self._journal.note(epoch=epoch)
+
+    def _note_end(self) -> None:
+        """Have nobody go on with this run; where that cannot be written, going on with it loses nothing either."""
+        if self._journal is not None and self._journal.has_run:
+            self._journal.wait_for_room = None
+            try:
+                self._journal.note(is_over=True)
+            except SnapshotError as error:
+                self._context.observer.warned(f"{error}; the run has ended all the same")
 
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
