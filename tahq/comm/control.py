@@ -282,6 +282,15 @@ class LinkState:
 
 
 @dataclass(frozen=True, slots=True)
+class NotKept:
+    """worker → coordinator: what I send on a link is not kept until the next snapshot is complete, and why."""
+
+    stage: int
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """worker → coordinator: the person at this worker asked the run to stop in order."""
 
@@ -332,7 +341,7 @@ class Heartbeat:
 Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
-    | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin
+    | LinkState | NotKept | Relink | Relinked | Widen | Published | StartOver | Rejoin
 )  # fmt: skip
 
 

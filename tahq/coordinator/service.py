@@ -21,6 +21,7 @@ from tahq.comm.control import (
     Join,
     LinkState,
     Message,
+    NotKept,
     Prepare,
     Ready,
     Rejoin,
@@ -424,6 +425,13 @@ class Coordinator:
             again = f"; {state.num_sent_again} messages were sent again so far" if state.num_sent_again else ""
             self._context.observer.warned(f"{member.name}: {link} works again after {state.lasted_s:.1f} s{again}")
 
+    def _on_not_kept(self, identity: bytes, unkept: NotKept) -> None:
+        member = self._context.membership.claim(identity, unkept.stage)
+        self._context.observer.warned(
+            f"{member.name}: what it sends on link {unkept.link} is not kept until the next snapshot is complete: "
+            f"{unkept.reason}; training goes on, and if a worker dies before that, all stages go back to the last one"
+        )
+
     def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
         member = self._context.membership.claim(identity, request.stage)
         if request.signal_number not in signal.valid_signals():
@@ -543,6 +551,7 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     PathsMeasured: Coordinator._on_paths_measured,
     Traced: Coordinator._on_traced,
     LinkState: Coordinator._on_link_state,
+    NotKept: Coordinator._on_not_kept,
     StopRequest: Coordinator._on_stop_request,
     Failed: Coordinator._on_failed,
     Heartbeat: Coordinator._on_heartbeat,
