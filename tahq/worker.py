@@ -221,6 +221,8 @@ class Worker:
 
     def abandon(self) -> None:
         """Leave the links as if this process had died: the neighbours go on with the next one."""
+        for group in self._groups:
+            group.abandon()
         if self._endpoint is not None:
             self._endpoint.abandon()
 

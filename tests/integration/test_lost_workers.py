@@ -63,3 +63,15 @@ def test_neighbours_whose_logs_a_full_disk_has_cost_go_back_together(tmp_path, c
     assert "frames/stage-" in told[0]
     assert "has not kept all that it sent on link" in stdout
     assert "all stages go back to step 3" in stdout
+
+
+@pytest.mark.parametrize("fault", ["kill@backward:stage=1:step=4", "kill@prepared:stage=0:step=5"])
+def test_run_over_gloo_goes_back_together_and_goes_on(tmp_path, calm, monkeypatch, fault):
+    """Also while its links are made anew: the worker that takes the killed one's place is killed too."""
+    stage = fault.split(":")[1]
+    plan_fault(monkeypatch, tmp_path, f"{fault},kill@handshake:{stage}:step=3")
+    run = launch(tmp_path, config(links={"inside": "gloo"}))
+    assert len(list((tmp_path / "faults").iterdir())) == 2
+    assert_same_bits(run, calm)
+    assert "all stages go back to step 3" in run.stdout
+    assert run.stdout.count("it is started again") == 2
