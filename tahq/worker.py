@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -34,6 +35,7 @@ from tahq.comm.control import (
     Join,
     LinkState,
     Message,
+    NotKept,
     Order,
     Plan,
     Prepare,
@@ -236,6 +238,8 @@ class Worker:
 
     def abandon(self) -> None:
         """Leave the links as if this process had died: the neighbours go on with the next one."""
+        for group in self._groups:
+            group.abandon()
         if self._endpoint is not None:
             self._endpoint.abandon()
 
@@ -300,7 +304,7 @@ class Worker:
             allocate=memory_for(device),
             keys=self._own_keys,
             on_trouble=self._report_trouble,
-            frame_log=_frame_logs(config, assign.stage),
+            frame_log=_frame_logs(config, assign.stage, self._report_unkept),
         )
 
     def _report_trouble(self, trouble: Trouble) -> None:
@@ -314,6 +318,10 @@ class Worker:
                     num_sent_again=trouble.num_sent_again,
                 )
             )
+
+    def _report_unkept(self, link: int, reason: str) -> None:
+        with suppress(TahqError):
+            self._client.send(NotKept(self.stage, link, reason))
 
     def _hello(self, assign: Assign, assembly: Assembly, address: str, files_address: str) -> Plan | None:
         """Say what was made of the configuration; None: no step is left to take."""
@@ -541,13 +549,20 @@ class Worker:
         )
 
 
-def _frame_logs(config: ClusterConfig, stage: int) -> Callable[[int], FrameLog] | None:
+def _frame_logs(
+    config: ClusterConfig, stage: int, report: Callable[[int, str], None]
+) -> Callable[[int], FrameLog] | None:
     """Logs for each link of a stage that can be brought to life again; gloo and NCCL links cannot."""
     if config.run.frame_log == 0 or (config.links.inside != "zmq" and any(config.sites)):
         return None
-    folder = Path(config.run.dir) / config.run.name / "frames" / f"stage-{stage:03d}"
+    frames = Path(config.run.dir) / config.run.name / "frames"
     limit_nbytes = config.run.frame_log // (2 * config.pipeline.chunks)
-    return lambda link: FrameLog(folder / f"link-{link:03d}", link, limit_nbytes)
+
+    def log(link: int) -> FrameLog:
+        folder = frames / f"stage-{stage:03d}" / f"link-{link:03d}"
+        return FrameLog(folder, link, limit_nbytes, on_given_up=partial(report, link), inside=frames)
+
+    return log
 
 
 def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:

@@ -344,6 +344,15 @@ class LinkState:
 
 
 @dataclass(frozen=True, slots=True)
+class NotKept:
+    """worker → coordinator: what I send on a link is not kept until the next snapshot is complete, and why."""
+
+    stage: int
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """worker → coordinator: the person at this worker asked the run to stop in order."""
 
@@ -395,7 +404,7 @@ Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
     | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
-    | Admit
+    | Admit | NotKept
 )  # fmt: skip
 
 Order = Relink | Widen | Hold | Published | Copy | Admit

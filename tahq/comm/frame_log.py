@@ -6,15 +6,18 @@ it then: they keep them here. One file a step, ``step-00000012.frames``, and in 
 for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
 
 When the log would become too long, steps before the newest complete snapshot go first: only a stage that comes back
-from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, with a warning: then
-the neighbour cannot come back alone until the next snapshot is complete: all stages would go back to the one before.
+from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, which the user is
+told once until the next snapshot: then the neighbour cannot come back alone until that is complete, and all stages
+would go back to the one before. What was kept of the step that it happened at, and of those before, is removed; from
+the next step on it is tried again, so that the log is complete again soon after there is room.
 """
 
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +38,7 @@ from tahq.units import format_size
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".frames"
+_TRIES = 5
 
 
 @dataclass(slots=True)
@@ -50,12 +54,26 @@ class FrameLog:
         folder: of this link alone; what an earlier process has left in it is removed.
         link: the link's number, for messages.
         limit_nbytes: the most that it may take on the disk.
+        on_given_up: told why, when the log is given up; called by the thread that sends.
+        inside: a folder around it; it and those in between are removed with the last log in them.
     """
 
-    def __init__(self, folder: Path, link: int, limit_nbytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        link: int,
+        limit_nbytes: int,
+        *,
+        on_given_up: Callable[[str], None] | None = None,
+        inside: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._link = link
         self._limit_nbytes = limit_nbytes
+        self._on_given_up = on_given_up
+        self._around = [each for each in folder.parents if inside is not None and each.is_relative_to(inside)]
+        self._is_told = False
+        """Whether the user knows that it was given up since the newest snapshot."""
         self._lock = threading.Lock()
         self._files: dict[int, _StepFile] = {}
         self._nbytes = 0
@@ -121,20 +139,36 @@ class FrameLog:
         if self._open is not None and self._open[0] == step:
             return self._open[1]
         self._close_file()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         path = self._folder / f"step-{step:08d}{_SUFFIX}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._files.setdefault(step, _StepFile(path))
         self._open = (step, descriptor)
         return descriptor
 
+    def _make_folder(self) -> None:
+        """Make it, though a worker that leaves may remove a folder around it that is empty just now."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError:
+                if not left:
+                    raise
+            else:
+                return
+
     def _give_up(self, step: int, error: OSError) -> None:
-        _log.warning(
-            "link %d: what was sent is kept no longer, until the next snapshot: %s. If the peer dies before that, all "
-            "stages go back to the last snapshot",
-            self._link,
-            error.strerror or error,
-        )
+        reason = f"{self._folder}: {error.strerror or error}"
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "link %d: what was sent is kept no longer, until the next snapshot: %s. If the peer dies before that, "
+                "all stages go back to the last snapshot",
+                self._link,
+                reason,
+            )
+            if self._on_given_up is not None:
+                self._on_given_up(reason)
         self._given_up_at = step
         self._remove(list(self._files))
 
@@ -174,25 +208,35 @@ class FrameLog:
         with self._lock:
             self._droppable = droppable
             self._remove([kept for kept in self._files if kept < step])
+            if self._given_up_at is not None and self._given_up_at < max(step, droppable):
+                self._is_told = False
 
     def close(self) -> None:
-        """Remove it: who closes a link in order needs no log of it any more."""
+        """Remove it: who closes a link in order needs no log of it any more. Folders around it go with the last one."""
         with self._lock:
             self._remove(list(self._files))
             shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):  # of another link, or another stage, there is something left
+                for folder in self._around:
+                    folder.rmdir()
 
     def _remove(self, steps: list[int]) -> None:
         if self._open is not None and self._open[0] in steps:
-            self._close_file()
+            with suppress(OSError):  # it goes, whatever was in it
+                self._close_file()
         for step in steps:
             file = self._files.pop(step)
             self._nbytes -= file.nbytes
-            file.path.unlink(missing_ok=True)
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("link %d: %s cannot be removed: %s", self._link, file.path, error.strerror)
 
     def _close_file(self) -> None:
         if self._open is not None:
-            os.close(self._open[1])
-            self._open = None
+            _, descriptor = self._open
+            self._open = None  # whatever the disk says to what it has kept back until now
+            os.close(descriptor)
 
 
 def _header(frame: Frame, link: int, nbytes: int) -> FrameHeader:

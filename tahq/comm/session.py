@@ -231,6 +231,11 @@ class Session:
             return "messages were lost, and have been asked for"
         return "messages were lost, and are sent again" if self._outbound.is_resending else ""
 
+    def was_heard_after(self, time_s: float) -> bool:
+        """Whether the peer has given a sign of life since then."""
+        silent_at_s = self._connections.silent_at_s
+        return silent_at_s is not None and silent_at_s - self._give_up_s > time_s
+
     @property
     def num_sent_again(self) -> int:
         """Pieces that were sent again because the peer did not get them."""

@@ -23,6 +23,7 @@ from tahq.comm.control import (
     Join,
     LinkState,
     Message,
+    NotKept,
     Prepare,
     Ready,
     Rejoin,
@@ -36,6 +37,7 @@ from tahq.comm.control_channel import ControlServer
 from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.copies import Copies
+from tahq.coordinator.disk_room import WaitForRoom
 from tahq.coordinator.gathering import Gathering
 from tahq.coordinator.journal import Journal, JournalFacts, JournalledHolder
 from tahq.coordinator.measuring import Measuring
@@ -55,6 +57,7 @@ from tahq.errors import (
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
+    SnapshotError,
     TahqError,
     UserError,
 )
@@ -116,6 +119,10 @@ class Coordinator:
         self._num_signals = 0
         self._leave_by_s = math.inf
         self._next_tick_s = clock()
+        self._do_beside: Callable[[], None] = lambda: None
+        self._room = WaitForRoom(self._context, self._attend, self._dispatch)
+        if journal is not None:
+            journal.wait_for_room = self._room
 
     @property
     def address(self) -> str:
@@ -143,14 +150,14 @@ class Coordinator:
         Returns:
             The exit status of the run: 0 done, 128 + signal interrupted, else as errors.py has it.
         """
+        self._do_beside = tick
         self._open()
         try:
             self._lead(tick)
             self._let_leave(tick)
+            self._note_end()
         finally:
             self._close()
-        if self._journal is not None and self._journal.has_run:
-            self._journal.note(is_over=True)
         return self._state.ending.exit_status
 
     # -- the loop --------------------------------------------------------------------------------
@@ -169,7 +176,7 @@ class Coordinator:
     def _turn(self, tick: Callable[[], None]) -> None:
         # taken before the poll: if this process was held up, signs of life wait in the socket
         polled_s = self._context.clock()
-        for identity, message in self._context.server.poll(POLL_S):
+        for identity, message in self._room.take() or self._context.server.poll(POLL_S):
             self._dispatch(identity, message)
         for refused in self._context.server.take_refused():
             self._context.observer.warned(refused)
@@ -177,6 +184,12 @@ class Coordinator:
             self._tick(tick)
             self._take_signals()
             self._check_timers(polled_s)
+
+    def _attend(self) -> None:
+        """What goes on while the journal waits for room."""
+        self._tick(self._do_beside)
+        self._take_signals()
+        self._check_leaving()
 
     def _tick(self, tick: Callable[[], None]) -> None:
         now_s = self._context.clock()
@@ -228,6 +241,10 @@ class Coordinator:
         self._returning.give_to_spares()
         self._returning.check_waiting(options.give_up_s)
         check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
+        self._check_leaving()
+
+    def _check_leaving(self) -> None:
+        context, options = self._context, self._context.options
         if context.clock() > self._leave_by_s:
             raise InterruptedRunError(
                 f"stopped by SIGTERM: the step and its snapshot took longer than run.grace ({options.grace_s:g} s), so "
@@ -263,6 +280,15 @@ class Coordinator:
     def _note_epoch(self, epoch: int) -> None:
         if self._journal is not None:
             self._journal.note(epoch=epoch)
+
+    def _note_end(self) -> None:
+        """Have nobody go on with this run; where that cannot be written, going on with it loses nothing either."""
+        if self._journal is not None and self._journal.has_run:
+            self._journal.wait_for_room = None
+            try:
+                self._journal.note(is_over=True)
+            except SnapshotError as error:
+                self._context.observer.warned(f"{error}; the run has ended all the same")
 
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
@@ -437,6 +463,13 @@ class Coordinator:
             again = f"; {state.num_sent_again} messages were sent again so far" if state.num_sent_again else ""
             self._context.observer.warned(f"{member.name}: {link} works again after {state.lasted_s:.1f} s{again}")
 
+    def _on_not_kept(self, identity: bytes, unkept: NotKept) -> None:
+        member = self._context.membership.claim(identity, unkept.stage)
+        self._context.observer.warned(
+            f"{member.name}: what it sends on link {unkept.link} is not kept until the next snapshot is complete: "
+            f"{unkept.reason}; training goes on, and if a worker dies before that, all stages go back to the last one"
+        )
+
     def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
         member = self._context.membership.claim(identity, request.stage)
         if request.signal_number not in signal.valid_signals():
@@ -570,6 +603,7 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     PathsMeasured: Coordinator._on_paths_measured,
     Traced: Coordinator._on_traced,
     LinkState: Coordinator._on_link_state,
+    NotKept: Coordinator._on_not_kept,
     StopRequest: Coordinator._on_stop_request,
     Failed: Coordinator._on_failed,
     Heartbeat: Coordinator._on_heartbeat,

@@ -38,6 +38,7 @@ from tahq.comm.control import (
     Join,
     LinkState,
     Message,
+    NotKept,
     PathsMeasured,
     Plan,
     Prepare,
@@ -88,6 +89,7 @@ def transcript() -> list[Heard]:
     said += [(_who(stage), _hello(stage)) for stage in range(STAGES)]
     said += [(_who(stage), Ready(stage)) for stage in range(STAGES)]
     said += [(_who(1), Heartbeat(1, 0, "F0", 5.0, 4.0, 0.5)), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
+    said += [(_who(2), NotKept(2, 1, "no room"))]
     said += _step(0, [_who(stage) for stage in range(STAGES)])
     said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST, 1))]
     said += [(_who(stage), Relinked(stage, _SECOND_EPOCH)) for stage in range(STAGES) if stage != _LOST]
