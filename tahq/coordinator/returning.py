@@ -45,16 +45,23 @@ class Returning:
         gathering: greets who joins, and knows the links.
         restart: see there.
         note_epoch: told the epoch of a return before anybody else is.
+        forget: told of a stage that lives, and will say again what it has said of the present step.
     """
 
     def __init__(
-        self, context: RunContext, gathering: Gathering, restart: Restart, note_epoch: Callable[[int], None]
+        self,
+        context: RunContext,
+        gathering: Gathering,
+        restart: Restart,
+        note_epoch: Callable[[int], None],
+        forget: Callable[[int], None],
     ) -> None:
         self._context = context
         self._gathering = gathering
         self._recovery = context.recovery
         self._restart = restart
         self._note_epoch = note_epoch
+        self._forget = forget
         self.num_steps = 0
         """Length of the run, once that is known."""
         self._return: _Return | None = None
@@ -163,6 +170,7 @@ class Returning:
             context.membership.leave(member.stage)
             self._gathering.note_lost(member.identity)
             self._recovery.lose(member.stage)
+            self._forget(member.stage)
             self.wait_for(member.stage)
         self._return = None
 

@@ -106,7 +106,7 @@ class Coordinator:
         self._gathering = Gathering(self._context)
         self.restart: Restart | None = None
         """Starts a stage's worker again; None: nobody here can."""
-        self._returning = Returning(self._context, self._gathering, self._restart, self._note_epoch)
+        self._returning = Returning(self._context, self._gathering, self._restart, self._note_epoch, self._forget)
         self._journal = journal
         self._holders = journal.holders() if journal is not None and self._is_continued else {}
         self._silent: set[int] = set()
@@ -293,11 +293,14 @@ class Coordinator:
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
 
+    def _forget(self, stage: int) -> None:
+        if self._training is not None:
+            self._training.lose(stage)
+
     def _lose(self, stage: int, why: str, *, is_replaced: bool = False, is_silent: bool = False) -> None:
         if self._measuring is not None:
             raise PeerLostError(why)
-        if self._training is not None:
-            self._training.lose(stage)
+        self._forget(stage)
         self._silent.discard(stage)
         if self._journal is not None:
             self._journal.lost(stage)

@@ -76,6 +76,25 @@ def killed_at(point: str) -> Callable[[Attempt], Figures]:
     return attempt
 
 
+def killed_over_gloo(attempt: Attempt) -> Figures:
+    """A worker is killed that process groups join to its neighbours, who have kept nothing of what they sent."""
+    config, stage, point = (
+        small_run(NUM_STEPS, links={"inside": "gloo"}),
+        attempt.dice.randrange(STAGES),
+        _drawn(attempt),
+    )
+    with launched(attempt.folder, config, extra=_plan(attempt, _where(attempt, point, stage))) as scene:
+        outcome = scene.finish(240)
+        (killed_s,) = _happened_s(attempt)
+        measured = attempt.compare(scene, outcome, config, killed_s, killed_s)
+    assert measured["restarts"] == 1, f"{measured['restarts']} workers were started again"
+    return {"point": point, **measured}
+
+
+def _drawn(attempt: Attempt) -> str:
+    return attempt.dice.choice([point for point in _POINTS if point != fault_points.HANDSHAKE])
+
+
 def two_neighbours(attempt: Attempt) -> Figures:
     first, step = attempt.dice.randrange(STAGES - 1), attempt.dice.randint(1, NUM_STEPS - 3)
     point = attempt.dice.choice((fault_points.FORWARD, fault_points.PREPARED))
@@ -305,6 +324,13 @@ RECOVERY_ROWS = (
         _ALONE,
         killed_by_hand,
         20,
+    ),
+    Row(
+        "kill-over-gloo",
+        "a worker killed whose links are process groups",
+        "BX; no step lost; only that process restarted; all stages go back to the snapshot",
+        killed_over_gloo,
+        10,
     ),
     Row("kill-two-neighbours", "two neighbouring workers killed at once", "BX", two_neighbours, 6),
     Row("kill-all-workers", "all workers killed at once", "BX", all_workers, 7, is_quick=True),
