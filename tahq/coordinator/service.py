@@ -4,17 +4,13 @@ Everything that decides is in the pure cores (`membership`, `plan`, `commit`, `r
 `watch`). One thread; `request_stop` alone may be called from elsewhere (a signal handler).
 """
 
-import math
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tahq.comm.control import (
-    Abort,
-    Bye,
     Copied,
     Evaluated,
     Failed,
@@ -38,8 +34,9 @@ from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.copies import Copies
 from tahq.coordinator.disk_room import WaitForRoom
+from tahq.coordinator.ending import RunEnding
 from tahq.coordinator.gathering import Gathering
-from tahq.coordinator.journal import Journal, JournalFacts, JournalledHolder
+from tahq.coordinator.journal import Journal
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.membership import Membership, Standing
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
@@ -48,18 +45,16 @@ from tahq.coordinator.plan import link_ends
 from tahq.coordinator.publisher import Publish, SnapshotPublisher
 from tahq.coordinator.recovery import Recovery, RestorePoint
 from tahq.coordinator.returning import Restart, Returning
+from tahq.coordinator.run_journal import RunJournal
 from tahq.coordinator.run_state import Ending, Event, Phase, RunState
 from tahq.coordinator.spares import Spares
 from tahq.coordinator.training import Training
 from tahq.coordinator.watch import check_exits, check_waiting, silence
 from tahq.errors import (
-    InterruptedRunError,
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
-    SnapshotError,
     TahqError,
-    UserError,
 )
 
 POLL_S = 0.1
@@ -106,23 +101,20 @@ class Coordinator:
         self._gathering = Gathering(self._context)
         self.restart: Restart | None = None
         """Starts a stage's worker again; None: nobody here can."""
-        self._returning = Returning(self._context, self._gathering, self._restart, self._note_epoch, self._forget)
+        self._do_beside: Callable[[], None] = lambda: None
+        self._room = WaitForRoom(self._context, self._attend, self._dispatch)
         self._journal = journal
-        self._holders = journal.holders() if journal is not None and self._is_continued else {}
+        self._kept = RunJournal(journal, self._context, self._room)
+        self._holders = self._kept.holders()
+        self._returning = Returning(self._context, self._gathering, self._restart, self._kept.note_epoch, self._forget)
+        self._ending = RunEnding(self._context)
         self._silent: set[int] = set()
         """Stages that have given no sign of life for a while."""
         self._training: Training | None = None
         self._publish = publish or SnapshotPublisher(options)
         self._measuring = measuring
         self._num_steps = 0
-        self._signals: deque[int] = deque()
-        self._num_signals = 0
-        self._leave_by_s = math.inf
         self._next_tick_s = clock()
-        self._do_beside: Callable[[], None] = lambda: None
-        self._room = WaitForRoom(self._context, self._attend, self._dispatch)
-        if journal is not None:
-            journal.wait_for_room = self._room
 
     @property
     def address(self) -> str:
@@ -131,7 +123,7 @@ class Coordinator:
 
     def request_stop(self, signal_number: int) -> None:
         """Ask the run to stop: in order the first time, at once the second. Safe in a signal handler."""
-        self._signals.append(signal_number)
+        self._ending.request(signal_number)
 
     def worker_exited(self, stage: int, status: int, last_words: str = "") -> None:
         """The launcher's word that a stage's process has ended (negative: killed by that signal).
@@ -155,7 +147,7 @@ class Coordinator:
         try:
             self._lead(tick)
             self._let_leave(tick)
-            self._note_end()
+            self._kept.note_end()
         finally:
             self._close()
         return self._state.ending.exit_status
@@ -168,9 +160,9 @@ class Coordinator:
             while self._state.phase is not Phase.OVER:
                 self._turn(tick)
         except TahqError as error:
-            self._abort(error.exit_status, str(error))
+            self._ending.abort(error.exit_status, str(error))
         except BaseException as error:
-            self._abort(1, f"the coordinator failed: {error!r}")
+            self._ending.abort(1, f"the coordinator failed: {error!r}")
             raise
 
     def _turn(self, tick: Callable[[], None]) -> None:
@@ -182,14 +174,14 @@ class Coordinator:
             self._context.observer.warned(refused)
         if self._state.phase is not Phase.OVER:
             self._tick(tick)
-            self._take_signals()
+            self._ending.take_requests()
             self._check_timers(polled_s)
 
     def _attend(self) -> None:
         """What goes on while the journal waits for room."""
         self._tick(self._do_beside)
-        self._take_signals()
-        self._check_leaving()
+        self._ending.take_requests()
+        self._ending.check_grace()
 
     def _tick(self, tick: Callable[[], None]) -> None:
         now_s = self._context.clock()
@@ -219,14 +211,6 @@ class Coordinator:
         self._state.check(message, name)
         handler(self, identity, message)
 
-    def _take_signals(self) -> None:
-        while self._signals:
-            number = self._signals.popleft()
-            self._num_signals += 1
-            if self._num_signals > 1:
-                raise InterruptedRunError(f"stopped at once by a second {signal_name(number)}", number)
-            self._stop(number, "the coordinator")
-
     def _check_timers(self, polled_s: float) -> None:
         context, options = self._context, self._context.options
         step = self._training.steps_done if self._training and self._state.phase is Phase.TRAINING else None
@@ -241,16 +225,7 @@ class Coordinator:
         self._returning.give_to_spares()
         self._returning.check_waiting(options.give_up_s)
         check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
-        self._check_leaving()
-
-    def _check_leaving(self) -> None:
-        context, options = self._context, self._context.options
-        if context.clock() > self._leave_by_s:
-            raise InterruptedRunError(
-                f"stopped by SIGTERM: the step and its snapshot took longer than run.grace ({options.grace_s:g} s), so "
-                f"they are given up after step {self._begun().steps_done}",
-                signal.SIGTERM,
-            )
+        self._ending.check_grace()
 
     def _check_silence(self, polled_s: float, step: int | None) -> None:
         options, membership = self._context.options, self._context.membership
@@ -268,28 +243,6 @@ class Coordinator:
         for member in membership.silent(polled_s - lost_s):
             self._lose(member.stage, silence(member, lost_s, step), is_silent=True)
 
-    @property
-    def _is_continued(self) -> bool:
-        """Whether the journal is of this run, and goes on."""
-        journal, options = self._journal, self._context.options
-        if journal is None or not journal.has_run:
-            return False
-        facts = journal.facts
-        return (facts.run_id, facts.config_hash) == (options.run_id, options.config_hash)
-
-    def _note_epoch(self, epoch: int) -> None:
-        if self._journal is not None:
-            self._journal.note(epoch=epoch)
-
-    def _note_end(self) -> None:
-        """Have nobody go on with this run; where that cannot be written, going on with it loses nothing either."""
-        if self._journal is not None and self._journal.has_run:
-            self._journal.wait_for_room = None
-            try:
-                self._journal.note(is_over=True)
-            except SnapshotError as error:
-                self._context.observer.warned(f"{error}; the run has ended all the same")
-
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
 
@@ -302,8 +255,7 @@ class Coordinator:
             raise PeerLostError(why)
         self._forget(stage)
         self._silent.discard(stage)
-        if self._journal is not None:
-            self._journal.lost(stage)
+        self._kept.note_lost(stage)
         self._returning.lose(stage, why, is_replaced=is_replaced, is_silent=is_silent)
 
     # -- messages --------------------------------------------------------------------------------
@@ -338,15 +290,15 @@ class Coordinator:
             return
         self._num_steps = self._gathering.num_steps()
         if self._context.options.start_step >= self._num_steps:
-            self._say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
+            self._ending.say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
         else:
             self._returning.num_steps = self._num_steps
-            self._begin_journal()
+            self._kept.begin(self._num_steps, *self._gathering.data_position(self._context.options.start_step))
             self._gathering.plan(self._num_steps)
 
     def _on_ready(self, identity: bytes, ready: Ready) -> None:
         is_complete = self._gathering.ready(identity, ready)
-        self._note_holder(ready.stage)
+        self._kept.note_holder(ready.stage)
         if self._training is not None:
             self._context.copies.began(ready.stage, self._context.recovery.position(ready.stage))
             self._returning.ready(ready.stage)
@@ -359,6 +311,7 @@ class Coordinator:
 
     def _begin_training(self) -> None:
         self._training = Training(self._context, self._num_steps, self._publish, self._journal)
+        self._ending.training = self._training
         for member in self._context.copies.uncopied(self._context.membership.members):
             self._context.observer.warned(
                 f"{member.name} only dials out, so nobody can have a copy of its snapshots: if its host is lost with "
@@ -368,37 +321,6 @@ class Coordinator:
         self._context.advance(Event.ALL_READY)
         if self._training.is_decided:
             self._context.advance(Event.LAST_COMMIT, self._training.owed)
-
-    def _begin_journal(self) -> None:
-        """Remember where this run begins, unless it goes on."""
-        if self._journal is None:
-            return
-        options, recovery = self._context.options, self._context.recovery
-        if self._is_continued:
-            return
-        samples, next_sample = self._gathering.data_position(options.start_step)
-        self._journal.begin(
-            JournalFacts(
-                options.run_id,
-                options.config_hash,
-                recovery.epoch,
-                options.start_step,
-                next_sample,
-                samples,
-                self._num_steps,
-                options.global_batch,
-                options.start_step,
-                options.snapshot,
-                dict(options.snapshot_files),
-                dict(options.codecs.saved),
-            )
-        )
-
-    def _note_holder(self, stage: int) -> None:
-        member = self._context.membership.at(stage)
-        if self._journal is not None and member is not None and member.hello is not None:
-            who = (member.host, member.pid, member.worker_id)
-            self._journal.held(JournalledHolder(stage, member.identity, member.hello, *who))
 
     def _on_rejoin(self, identity: bytes, rejoin: Rejoin) -> None:
         holder = self._holders.get(rejoin.stage) if rejoin.run_id == self._context.options.run_id else None
@@ -410,14 +332,12 @@ class Coordinator:
         self._context.observer.warned(f"{self._context.membership.name(rejoin.stage)} goes on where it was")
         self._returning.rejoined(rejoin.stage)
         self._begun().settle_copies()
-        self._finish_if_nothing_is_owed()
+        self._ending.finish_if_nothing_is_owed()
 
     def _go_on(self) -> None:
         """A worker of the coordinator before this one lives: the run goes on where it is, whoever else comes."""
-        if self._journal is None:
-            raise AssertionError("without a journal nobody is known")
         options = self._context.options
-        self._num_steps = self._returning.num_steps = self._journal.facts.num_steps
+        self._num_steps = self._returning.num_steps = self._kept.num_steps
         self._context.observer.planned(options.start_step, self._num_steps)
         self._context.advance(Event.ALL_GREETED)
         self._begin_training()
@@ -437,11 +357,11 @@ class Coordinator:
 
     def _on_evaluated(self, identity: bytes, evaluated: Evaluated) -> None:
         self._begun().evaluated(identity, evaluated)
-        self._finish_if_nothing_is_owed()
+        self._ending.finish_if_nothing_is_owed()
 
     def _on_snapshotted(self, identity: bytes, part: Snapshotted) -> None:
         self._begun().snapshotted(identity, part)
-        self._finish_if_nothing_is_owed()
+        self._ending.finish_if_nothing_is_owed()
 
     def _on_copied(self, identity: bytes, copied: Copied) -> None:
         self._begun().copied(identity, copied)
@@ -477,7 +397,7 @@ class Coordinator:
         member = self._context.membership.claim(identity, request.stage)
         if request.signal_number not in signal.valid_signals():
             raise RemoteProtocolError(f"{member.name} got signal {request.signal_number}, it says, which is none")
-        self._stop(request.signal_number, member.name)
+        self._ending.stop(request.signal_number, member.name)
 
     def _on_failed(self, identity: bytes, failed: Failed) -> None:
         member = self._context.membership.claim(identity, failed.stage)
@@ -489,7 +409,9 @@ class Coordinator:
             self._lose(member.stage, f"{member.name}: {failed.message}", is_silent=True)  # another spare may be able to
             return
         self._context.membership.leave(member.stage)
-        self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, f"{member.name}: {failed.message}")
+        self._ending.abort(
+            failed.exit_status if 0 < failed.exit_status < 256 else 1, f"{member.name}: {failed.message}"
+        )
 
     def _on_heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
         member = self._context.membership.doing(identity, heartbeat)
@@ -511,59 +433,11 @@ class Coordinator:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _stop(self, signal_number: int, who: str) -> None:
-        first = self._state.stop_signal is None
-        name = signal_name(signal_number)
-        if not self._state.request_stop(signal_number):
-            when = "while measuring" if self._state.phase is Phase.MEASURING else "before the first step"
-            raise InterruptedRunError(f"{who} got {name} {when}", signal_number)
-        if signal_number == signal.SIGTERM:  # of Ctrl-C a person sees what comes of it, and can press it again
-            self._leave_by_s = min(self._leave_by_s, self._context.clock() + self._context.options.grace_s)
-        if first and self._state.phase is Phase.TRAINING:
-            step = self._begun().steps_done + 1
-            self._context.observer.warned(f"{who} got {name}: finishing step {step}, then a snapshot")
-
-    def _finish_if_nothing_is_owed(self) -> None:
-        if self._state.phase is not Phase.FINISHING:
-            return
-        if self._context.membership.lacking(Standing.READY):
-            return
-        owed = self._begun().owed
-        self._context.tell_phase(owed)
-        if not owed:
-            self._say_bye(Event.NOTHING_OWED, self._orderly_ending(self._begun()))
-
     def _finish_if_all_is_measured(self) -> None:
         if self._measures().is_finished:
             failures = self._measures().measured.failures
-            self._say_bye(Event.ALL_MEASURED, Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0))
-
-    def _orderly_ending(self, training: Training) -> Ending:
-        done, signal_number, hint = training.steps_done, self._state.stop_signal, self._resume_hint()
-        if not training.finished and signal_number is not None:
-            text = f"stopped by {signal_name(signal_number)} after step {done} of {self._num_steps}"
-            return Ending(128 + signal_number, f"{text}; {hint}")
-        if self._state.last_snapshot != done:
-            return Ending(1, f"all {done} steps are done, but the last snapshot could not be written; {hint}")
-        return Ending(0)
-
-    def _say_bye(self, event: Event, ending: Ending) -> None:
-        self._state.end(event, ending, self._context.clock())
-        self._tell_all(Bye(ending.exit_status))
-
-    def _abort(self, exit_status: int, message: str) -> None:
-        if self._training is not None and exit_status != UserError.exit_status:
-            message = f"{message}; {self._resume_hint()}"
-        self._state.end(Event.ENDED, Ending(exit_status, message), self._context.clock())
-        self._tell_all(Abort(message, exit_status))
-
-    def _tell_all(self, message: Bye | Abort) -> None:
-        self._context.broadcast(message)
-        for identity in self._context.spares.identities:
-            self._context.server.send(identity, message)
-
-    def _resume_hint(self) -> str:
-        return self._state.resumable(self._context.options.resume_command)
+            ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
+            self._ending.say_bye(Event.ALL_MEASURED, ending)
 
     def _let_leave(self, tick: Callable[[], None]) -> None:
         """Keep the socket going until the workers have left, or should have."""
@@ -618,11 +492,3 @@ def recovery_of(options: CoordinatorOptions) -> Recovery:
     point = RestorePoint(options.start_step, options.snapshot, dict(options.snapshot_files))
     links = link_ends(options.num_stages, options.tie_link, options.chunks_per_stage)
     return Recovery(point, links, options.num_stages, options.epoch)
-
-
-def signal_name(number: int) -> str:
-    """``SIGINT`` for 2; ``signal 99`` for what is none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

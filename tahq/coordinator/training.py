@@ -84,6 +84,11 @@ class Training:
         return self._ledger.step
 
     @property
+    def num_steps(self) -> int:
+        """Length of the run."""
+        return self._num_steps
+
+    @property
     def is_decided(self) -> bool:
         """Whether the last step is decided, by a coordinator before this one."""
         return any(commit.stop for commit in self._context.recovery.commits)
