@@ -2,6 +2,7 @@
 
     python benchmarks/bench_recovery.py [--output benchmarks/results/recovery_<hardware>_<yyyymm>]
     python benchmarks/bench_recovery.py --blocks 1 --steps 20 --every 10 --only sleeping      # a quick try
+    python benchmarks/bench_recovery.py --together A.json B.json --output NAME                # of runs with --only
 
 Four stages in network namespaces, every host at 300 Mbit/s both ways. First, in turns, runs with a snapshot every K
 steps and the log of sent frames, and runs with neither; a block is one run of each. What is compared is the mean time
@@ -202,8 +203,26 @@ def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
     return float(statistics.median(row[key] for row in rows))
 
 
+def together(paths: Sequence[Path]) -> Results:
+    """What was measured part by part, on one machine with the same settings."""
+    parts = [Results(**json.loads(path.read_text())) for path in paths]
+    if len({(part.machine, part.rate, part.every, part.steps) for part in parts}) != 1:
+        raise SystemExit("these were not measured on one machine with the same settings")
+    first, *others = parts
+    for other in others:
+        first.overhead += other.overhead
+        first.recovery += other.recovery
+    return first
+
+
+def write(results: Results, output: Path | None) -> None:
+    if output is not None:
+        output.with_suffix(".json").write_text(json.dumps(asdict(results), indent=1) + "\n")
+        output.with_suffix(".md").write_text(table(results))
+
+
 def main() -> None:
-    """Measure, and write after each part."""
+    """Measure, and write after each block."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="without ending; default: print only")
     parser.add_argument("--blocks", type=int, default=5)
@@ -212,18 +231,22 @@ def main() -> None:
     parser.add_argument("--rate", default="300mbit")
     parser.add_argument("--behind", type=int, nargs="*", default=[1, 10, 25, 50])
     parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--together", type=Path, nargs="*", help="measure nothing: put these files together")
     arguments = parser.parse_args()
+    if arguments.together:
+        write(together(arguments.together), arguments.output)
+        return
     results = Results(describe(), arguments.rate, arguments.every, arguments.steps)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in arguments.only:
             if name == "recovery":
-                results.recovery += recoveries(arguments, folder)
+                rows, kept = recoveries(arguments, folder), results.recovery
             else:
-                results.overhead += blocks(SLEEPING if name == "sleeping" else SMALL, arguments, folder)
-            if arguments.output is not None:
-                arguments.output.with_suffix(".json").write_text(json.dumps(asdict(results), indent=1) + "\n")
-                arguments.output.with_suffix(".md").write_text(table(results))
+                rows, kept = blocks(SLEEPING if name == "sleeping" else SMALL, arguments, folder), results.overhead
+            for row in rows:
+                kept.append(row)
+                write(results, arguments.output)
     print(table(results))
 
 

@@ -28,6 +28,7 @@ from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.arithmetic import arithmetic_differences, arithmetic_of
 from tahq.pipeline.manifest import StageMeta
+from tahq.pipeline.restoring import own_file
 from tahq.pipeline.schedule import Action
 from tahq.pipeline.snapshot import prune, snapshot_folder, write_stage
 from tahq.pipeline.snapshot_reader import SnapshotReader
@@ -258,7 +259,7 @@ class Assembly:
         try:
             written = write_stage(snapshot_folder(self._snapshots(), step), number, tensors, self._meta(step))
             if isinstance(self.config.hosts, list):
-                prune(self._snapshots(), self.config.run.keep_snapshots, self.complete_snapshot)
+                prune(self._snapshots(), self.config.run.keep_snapshots, self.complete_snapshot, self.complete_snapshot)
         except SnapshotError as error:
             return Snapshotted(step, number, "", "", 0, error=str(error))
         return Snapshotted(step, number, written.file, written.sha256, written.nbytes)
@@ -319,11 +320,17 @@ class Assembly:
         )
 
     def _origin(self) -> Cursor:
-        """Where the snapshot's first stage stood in the data; every run has a stage 0, and it has the data."""
+        """Where the snapshot's stage stood in the data; every run has a stage 0, and it has the data."""
         if self._reader is None:
             return BEGINNING
-        first = next(file for file in sorted(self._assign.snapshot_files) if file.startswith("stage-000"))
-        return Cursor(**self._reader.stage_meta(first).cursor)
+        return Cursor(**self._reader.stage_meta(self._file_with_cursor(self._reader)).cursor)
+
+    def _file_with_cursor(self, reader: SnapshotReader) -> str:
+        """This stage's own file where the same stages wrote it: it may be the only one on this host."""
+        mine = own_file(self._assign, self.config.pipeline.stages)
+        if mine in reader.files:
+            return mine
+        return next(file for file in sorted(self._assign.snapshot_files) if file.startswith("stage-000"))
 
 
 def snapshots_folder(config: ClusterConfig) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from tahq.comm.config import Device, DialledHostPort, HostPort
-from tahq.units import Duration, Section, Size
+from tahq.units import Duration, Rate, Section, Size
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -62,6 +62,12 @@ class RunConfig(Section):
     snapshot_buffers: int = Field(default=2, ge=0, le=2)
     """Copies of a stage that may be waiting for the disk while training goes on; 0: training waits for the disk."""
     keep_snapshots: int = Field(default=2, ge=1)
+    copies: int = Field(default=1, ge=0, le=1)
+    """Copies of each stage's snapshot on other hosts."""
+    copies_within_host: bool = False
+    """Whether a worker on the same host will do, for workers that do not share a disk."""
+    copy_rate: Rate | None = Field(default=None, ge=1e4)
+    """How fast a host fetches copies; None: 5 % of what it is configured to receive at, else 10 mbit/s."""
     log_level: Literal["debug", "info", "warning"] = "info"
     trace_steps: TracedSteps | None = None
     """First and last step, from 1, of which every action of every worker is kept, as a picture."""

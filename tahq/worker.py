@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -34,11 +35,15 @@ from tahq.comm.control import (
     Join,
     LinkState,
     Message,
+    NotKept,
+    Order,
     Plan,
     Prepare,
     Ready,
     Refuse,
     Rejoin,
+    Snapshotted,
+    StandBy,
     Start,
     StartOver,
     StopRequest,
@@ -51,12 +56,12 @@ from tahq.comm.frame_log import FrameLog
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
 from tahq.comm.host_shaping import host_shaping
-from tahq.comm.keys import Credentials
+from tahq.comm.keys import Credentials, KeyPair
 from tahq.comm.receive_memory import memory_for
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
-from tahq.comm.worker_links import Order, WorkerLinks
+from tahq.comm.worker_links import LinkOrder, WorkerLinks
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.comm.zmq_transport import ZmqTransport
 from tahq.config import ClusterConfig
@@ -74,6 +79,7 @@ from tahq.errors import (
 from tahq.fault_points import reached
 from tahq.measure.member import MeasuringMember
 from tahq.memory.exhaustion import is_out_of_memory
+from tahq.off_host import FileOrder, OffHost
 from tahq.out_of_memory import out_of_memory
 from tahq.pipeline.engine import StepResult
 from tahq.pipeline.schedule import Action, ActionKind
@@ -92,8 +98,8 @@ class WorkerOptions:
 
     `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
     `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
-    this one takes its stage from whoever holds it.
-    `none` for a host that can only dial out. Without `credentials` there is no CURVE.
+    this one takes its stage from whoever holds it. Without `credentials` there is no CURVE. A `spare` waits for the
+    stage of a host that is lost; one that `stands_by` wants its stage back, and becomes a spare if another has it.
     """
 
     stage: int
@@ -104,6 +110,8 @@ class WorkerOptions:
     worker_id: str = ""
     takeover: bool = False
     credentials: Credentials | None = None
+    spare: bool = False
+    stands_by: bool = False
 
 
 def run_worker(options: WorkerOptions) -> int:
@@ -115,17 +123,17 @@ def run_worker(options: WorkerOptions) -> int:
     Raises:
         TahqError: refused, aborted, a peer lost, out of memory…; the coordinator has been told.
     """
+    raise_descriptor_limit()
     while True:
+        worker = Worker(options)
         try:
-            return _serve(options)
+            return _serve(worker)
         except StartOverError as error:
             log.warning("joining again: %s", error)
-            options = replace(options, takeover=False)
+            options = replace(options, stage=worker.stage, takeover=False, stands_by=True)
 
 
-def _serve(options: WorkerOptions) -> int:
-    raise_descriptor_limit()
-    worker = Worker(options)
+def _serve(worker: "Worker") -> int:
     try:
         return worker.run()
     except StartOverError:
@@ -155,6 +163,7 @@ class Worker:
         self._endpoint: ZmqEndpoint | None = None
         self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
+        self._off_host: OffHost | None = None
         self.stage = options.stage
         self.config: ClusterConfig | None = None
         """As the coordinator has sent it; None before."""
@@ -177,10 +186,16 @@ class Worker:
             on_order=self._on_order,
         )
 
+    @property
+    def _own_keys(self) -> KeyPair | None:
+        return self._options.credentials.own if self._options.credentials is not None else None
+
     def run(self) -> int:
         """The whole life of the worker; returns the status it leaves with."""
         self._install_signal_handlers()
         assign = self._join()
+        if isinstance(assign, Bye):
+            return assign.exit_status
         config = self.config = config_from_json(assign.config_json)
         self._log_as_configured(config)
         self._client.set_timing(
@@ -191,11 +206,15 @@ class Worker:
         )
         if assign.is_measuring:
             return self._measure(assign, config)
-        self.device = compute_device(config, assign.stage, self._options.device)
-        assembly = Assembly.build(assign, config, self._options.device, self._working)
+        listening = listening_addresses(self._options, config, assign.stage)
+        self._off_host = OffHost(assign, config, listening, self._own_keys, self._client.send)
+        assign = self._off_host.restored(self._working)
+        device = self._options.device or (config.run.device if self._options.spare else None)
+        self.device = compute_device(config, assign.stage, device)
+        assembly = Assembly.build(assign, config, device, self._working)
         self._endpoint = self._open_endpoint(assign, config, assembly.device)
         self._links = WorkerLinks(self._endpoint, assign.stage, self._client.send)
-        plan = self._hello(assign, assembly, self._endpoint.address)
+        plan = self._hello(assign, assembly, self._endpoint.address, self._off_host.address)
         if plan is None:
             return 0
         transports = self._connect(assign, plan, assembly, self._links)
@@ -219,12 +238,16 @@ class Worker:
 
     def abandon(self) -> None:
         """Leave the links as if this process had died: the neighbours go on with the next one."""
+        for group in self._groups:
+            group.abandon()
         if self._endpoint is not None:
             self._endpoint.abandon()
 
     def close(self) -> None:
         """Release the sockets; the links say goodbye."""
         signal.setitimer(signal.ITIMER_REAL, 0)  # this worker is leaving
+        if self._off_host is not None:
+            self._off_host.close()
         for group in self._groups:
             group.close()
         if self._endpoint is not None:
@@ -233,14 +256,31 @@ class Worker:
 
     # -- joining ---------------------------------------------------------------------------------
 
-    def _join(self) -> Assign:
+    def _join(self) -> Assign | Bye:
+        """Ask for a stage, and wait for it; a spare may be told that it is not needed."""
         self._working("joining")
         options = self._options
         who = (options.stage, __version__, socket.gethostname(), os.getpid(), options.worker_id, options.takeover)
-        self._client.send(Join(*who))
-        assign = self._await(Assign)
-        self.stage, self._run_id = assign.stage, assign.run_id
-        return assign
+        self._client.send(Join(*who, options.spare or options.stands_by))
+        assign = self._receive(Assign, StandBy, Bye)
+        while isinstance(assign, StandBy):
+            self._stand_by(assign)
+            assign = self._receive(Assign, StandBy, Bye)
+        if isinstance(assign, Assign):
+            self.stage, self._run_id = assign.stage, assign.run_id
+            return assign
+        return Bye(assign.exit_status) if isinstance(assign, Bye) else Bye()
+
+    def _stand_by(self, order: StandBy) -> None:
+        self._working("standing by")
+        log.info("standing by, as a spare")
+        heartbeat_s = order.peer_timeout_s / 5
+        self._client.set_timing(
+            shaping=Shaping(),
+            peer_timeout_s=order.peer_timeout_s,
+            heartbeat_s=heartbeat_s,
+            give_up_s=order.give_up_s,
+        )
 
     @staticmethod
     def _log_as_configured(config: ClusterConfig) -> None:
@@ -262,9 +302,9 @@ class Worker:
             first=config.links.first,
             connections=config.links.connections,
             allocate=memory_for(device),
-            keys=None if self._options.credentials is None else self._options.credentials.own,
+            keys=self._own_keys,
             on_trouble=self._report_trouble,
-            frame_log=_frame_logs(config, assign.stage),
+            frame_log=_frame_logs(config, assign.stage, self._report_unkept),
         )
 
     def _report_trouble(self, trouble: Trouble) -> None:
@@ -279,7 +319,11 @@ class Worker:
                 )
             )
 
-    def _hello(self, assign: Assign, assembly: Assembly, address: str) -> Plan | None:
+    def _report_unkept(self, link: int, reason: str) -> None:
+        with suppress(TahqError):
+            self._client.send(NotKept(self.stage, link, reason))
+
+    def _hello(self, assign: Assign, assembly: Assembly, address: str, files_address: str) -> Plan | None:
         """Say what was made of the configuration; None: no step is left to take."""
         self._working("waiting for the others")
         self._client.send(
@@ -296,6 +340,8 @@ class Worker:
                 num_train_samples=assembly.num_train_samples,
                 next_sample=assembly.next_sample,
                 arithmetic_changes=assembly.arithmetic_changes,
+                start_step=assign.start_step,
+                files_address=files_address,
             )
         )
         plan = self._receive(Plan, Bye)
@@ -343,7 +389,7 @@ class Worker:
     # -- training --------------------------------------------------------------------------------
 
     def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int, live_step: int) -> None:
-        snapshots = assembly.snapshot_writer(stage, self._client.send)
+        snapshots = assembly.snapshot_writer(stage, self._tell_snapshot)
         meter.begin(first_step)
         self._num_decided = first_step
         for step in range(first_step, stage.plan.total_steps):
@@ -367,6 +413,12 @@ class Worker:
             self._snapshot(commit, stage, assembly, snapshots)
             if commit.stop:
                 return
+
+    def _tell_snapshot(self, part: Snapshotted) -> None:
+        """A part of a snapshot is written, or is not; called in any thread."""
+        if self._off_host is not None:
+            self._off_host.snapshotted(part)
+        self._client.send(part)
 
     def _await_commit(self, step: int, stage: Stage, assembly: Assembly) -> Commit:
         try:
@@ -455,7 +507,10 @@ class Worker:
     def _on_order(self, order: Order | StartOver) -> None:
         if isinstance(order, StartOver):
             self._interrupt_links(StartOverError(order.reason))
-        elif self._links is not None:
+            return
+        if isinstance(order, FileOrder) and self._off_host is not None:
+            self._off_host.obey(order)
+        if isinstance(order, LinkOrder) and self._links is not None:
             self._links.obey(order)
 
     def _on_return(self) -> Message:
@@ -494,22 +549,29 @@ class Worker:
         )
 
 
-def _frame_logs(config: ClusterConfig, stage: int) -> Callable[[int], FrameLog] | None:
+def _frame_logs(
+    config: ClusterConfig, stage: int, report: Callable[[int, str], None]
+) -> Callable[[int], FrameLog] | None:
     """Logs for each link of a stage that can be brought to life again; gloo and NCCL links cannot."""
     if config.run.frame_log == 0 or (config.links.inside != "zmq" and any(config.sites)):
         return None
-    folder = Path(config.run.dir) / config.run.name / "frames" / f"stage-{stage:03d}"
+    frames = Path(config.run.dir) / config.run.name / "frames"
     limit_nbytes = config.run.frame_log // (2 * config.pipeline.chunks)
-    return lambda link: FrameLog(folder / f"link-{link:03d}", link, limit_nbytes)
+
+    def log(link: int) -> FrameLog:
+        folder = frames / f"stage-{stage:03d}" / f"link-{link:03d}"
+        return FrameLog(folder, link, limit_nbytes, on_given_up=partial(report, link), inside=frames)
+
+    return log
 
 
 def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:
     """Where this worker listens, and what others dial: the command line, then `hosts:`, then a guess.
 
     The guess is the address that this machine reaches the coordinator from, on any free port. In an
-    advertised address port 0 stands for the port that is bound.
+    advertised address port 0 stands for the port that is bound. A spare is on another host than its stage was.
     """
-    if isinstance(config.hosts, list):
+    if isinstance(config.hosts, list) and not options.spare:
         host = config.hosts[stage]
         bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
     else:

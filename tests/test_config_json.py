@@ -62,6 +62,7 @@ def test_yaml_for_people_has_units():
     assert "  delay: 20ms\n" in text
     assert "  piece: 256kib\n" in text
     assert "  peer_timeout: 10s\n" in text
+    assert "  copy_rate: 5mbit\n" in dump_yaml(load_config(EXAMPLES / "gpt2.yaml", ["run.copy_rate=5mbit"]))
     assert "!!" not in text
 
 

@@ -58,6 +58,8 @@ OUT_OF_RANGE = [
     (*_inside("rate", "delay: 5min"), 15, "links.delay: expected at most 60.0; got '5min'"),
     ("{name: test}", "{name: ../x}", 1, "run.name: expected letters, digits, dots, dashes and underscores"),
     ("{name: test}", "{seed: -1}", 1, "run.seed: expected 0 or more; got -1"),
+    ("{name: test}", "{copies: 2}", 1, "run.copies: expected at most 1; got 2"),
+    ("{name: test}", "{copy_rate: 5kbit}", 1, "run.copy_rate: expected 10000.0 or more; got '5kbit'"),
     ("{name: test}", "{device: gpu}", 1, "run.device: expected auto, cpu, cuda or cuda:N; got 'gpu'"),
     ("{name: test}", "{bind: localhost}", 1, "run.bind: expected host:port, such as 0.0.0.0:7000 or [::1]:7000"),
     ("{name: test}", "{bind: 'a:70000'}", 1, "run.bind: expected host:port"),

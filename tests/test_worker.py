@@ -6,6 +6,7 @@ from support.runs import tiny
 
 from tahq.config import ClusterConfig
 from tahq.memory.exhaustion import is_out_of_memory
+from tahq.off_host import copy_rate_bits_per_s
 from tahq.worker import WorkerOptions, listening_addresses
 
 HOSTS = [
@@ -36,6 +37,25 @@ def test_the_command_line_wins():
     given = options(bind="127.0.0.1:9000", advertise="none")
     for config in (configured(), configured(hosts=HOSTS)):
         assert listening_addresses(given, config, 1) == ("127.0.0.1:9000", "none")
+
+
+def test_a_spare_does_not_listen_where_the_lost_host_did():
+    assert listening_addresses(options(spare=True), configured(hosts=HOSTS), 1) == ("127.0.0.1:0", None)
+    given = options(spare=True, bind="0.0.0.0:7", advertise="203.0.113.1:7")
+    assert listening_addresses(given, configured(hosts=HOSTS), 1) == ("0.0.0.0:7", "203.0.113.1:7")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate"),
+    [
+        ({}, 10e6),
+        ({"links": {"rate": "300mbit"}}, 15e6),
+        ({"links": {"rate": "300mbit", "cap_down": "100mbit"}}, 5e6),
+        ({"links": {"rate": "300mbit"}, "run": {"copy_rate": "2mbit"}}, 2e6),
+    ],
+)
+def test_copies_take_a_small_share_of_what_is_configured(changes, rate):
+    assert copy_rate_bits_per_s(configured(**changes), 1) == pytest.approx(rate)
 
 
 def test_an_allocation_that_failsis_out_of_memory():

@@ -117,6 +117,10 @@ def worker(
             "is computed again.",
         ),
     ] = False,
+    spare: Annotated[
+        bool,
+        typer.Option("--spare", help="Wait, and take the stage of a host that is lost. Default: take a free stage."),
+    ] = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="How often to start again by itself after being killed, by a signal or a crash.")
     ] = 10,
@@ -166,6 +170,10 @@ def worker(
     if exit_with_stdin:
         parent_watch.exit_with_stdin()
     launched = die_with_launcher or exit_with_stdin
+    if spare and (stage is not None or takeover):
+        raise typer.BadParameter("a spare takes whichever stage needs it; leave out --stage and --takeover")
+    if takeover and stage is None:
+        raise typer.BadParameter("--takeover needs --stage, the one to take")
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
 
     def serve(worker_id: str, is_first: bool) -> int:
@@ -173,7 +181,7 @@ def worker(
 
         wanted = -1 if stage is None else stage
         place = (wanted, peer, bind, advertise, device, worker_id, takeover and is_first)
-        return run_worker(WorkerOptions(*place, credentials))
+        return run_worker(WorkerOptions(*place, credentials, spare))
 
     if launched:
         return serve("", True)

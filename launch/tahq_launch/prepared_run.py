@@ -237,6 +237,8 @@ def _coordinator_options(
         eval_every=training.eval_every,
         snapshot_every=run.snapshot_every,
         keep_snapshots=run.keep_snapshots,
+        copies=run.copies,
+        copies_within_host=run.copies_within_host,
         peer_timeout_s=run.peer_timeout,
         give_up_s=run.give_up,
         join_timeout_s=run.join_timeout,

@@ -29,6 +29,8 @@ class Join:
     """Whose processes follow each other, one at a time: a new one with this name takes the old one's place."""
     takeover: bool = False
     """A person knows that whoever holds the stage is gone."""
+    spare: bool = False
+    """If the stage is taken, or is -1, I wait for that of a host that is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,20 @@ class Assign:
     start_step: int = 0
     is_measuring: bool = False
     """Whether there is no run: nothing is built, and after HELLO come orders to measure in place of a plan."""
+    copied_step: int = -1
+    """Where to begin if this stage's file of `snapshot` cannot be had: an older point, -1 if there is none."""
+    copied_snapshot: str = ""
+    copied_files: dict[str, str] = field(default_factory=dict)
+    sources: list[list[str | int]] = field(default_factory=list)
+    """Who else has this stage's file: rows of [steps behind the snapshot, host:port, public key or ""]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandBy:
+    """coordinator → spare: no stage needs you now; be there. I may be silent for `give_up_s`."""
+
+    peer_timeout_s: float
+    give_up_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,10 @@ class Hello:
     """Number of the first sample that I would train on, over all epochs; 0 for a new run, or without data."""
     arithmetic_changes: list[str] = field(default_factory=list)
     """How what computes here differs from what computed the snapshot; with any, the run is no longer exact."""
+    start_step: int = 0
+    """Steps behind the snapshot that I begin at."""
+    files_address: str = ""
+    """host:port at which others get my snapshots; empty: they cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +152,52 @@ class Widen:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """coordinator → worker: the peers of these links are lost, and will be replaced; however long that takes."""
+
+    links: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
-    """coordinator → worker: the snapshot after this many steps is complete; nobody will want earlier frames."""
+    """coordinator → worker: the snapshot after `step` steps is complete.
+
+    Nobody will want frames of steps before `base`, nor copies of snapshots that are older.
+    """
 
     step: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """coordinator → worker: keep a copy of this stage's file of the snapshot after `step` steps."""
+
+    step: int
+    stage: int
+    file: str
+    sha256: str
+    address: str
+    """host:port of who has it; empty: nobody, say only whether you have it."""
+    public_key: str = ""
+    """Of who has it; empty without CURVE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """coordinator → worker: the owners of these public keys will ask for your files."""
+
+    public_keys: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """worker → coordinator: stage `holder` has a copy of that file, or `error` says why not."""
+
+    step: int
+    stage: int
+    holder: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +344,15 @@ class LinkState:
 
 
 @dataclass(frozen=True, slots=True)
+class NotKept:
+    """worker → coordinator: what I send on a link is not kept until the next snapshot is complete, and why."""
+
+    stage: int
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequest:
     """worker → coordinator: the person at this worker asked the run to stop in order."""
 
@@ -332,9 +403,12 @@ class Heartbeat:
 Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
-    | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin
+    | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
+    | Admit | NotKept
 )  # fmt: skip
 
+Order = Relink | Widen | Hold | Published | Copy | Admit
+"""What a worker is told at any time, and does beside its work."""
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_NBYTES = 16 * 1024 * 1024

@@ -23,11 +23,9 @@ from tahq.comm.control import (
     Bye,
     Heartbeat,
     Message,
-    Published,
+    Order,
     Refuse,
-    Relink,
     StartOver,
-    Widen,
     decode_message,
     encode_message,
 )
@@ -78,7 +76,7 @@ class ControlClient:
         on_abort: Callable[[Abort], None] | None = None,
         on_lost: Callable[[TahqError], None] | None = None,
         on_return: Callable[[], Message] | None = None,
-        on_order: Callable[[Relink | Widen | Published | StartOver], None] | None = None,
+        on_order: Callable[[Order | StartOver], None] | None = None,
     ) -> None:
         """Start dialling; returns at once.
 
@@ -350,9 +348,9 @@ class ControlClient:
             self._unheard.heard(message)
             if isinstance(message, Heartbeat):
                 self._note_heartbeat(message)
-            elif not isinstance(message, Relink | Widen | Published):
+            elif not isinstance(message, Order):
                 self._inbox.put(message)
-            if isinstance(message, Relink | Widen | Published | StartOver) and self._on_order is not None:
+            if isinstance(message, Order | StartOver) and self._on_order:
                 self._on_order(message)
             if isinstance(message, Abort):
                 self._note_abort(message)

@@ -13,15 +13,15 @@ from tahq.comm.addresses import advertised_address, bind_router
 from tahq.comm.clock_offset import ClockComparison, ClockOffset
 from tahq.comm.control import MAX_MESSAGE_NBYTES, Abort, Heartbeat, Message, decode_message, encode_message
 from tahq.comm.control_numbering import Numbering, coordinator_of
+from tahq.comm.control_places import MAX_STRANGERS, Place, Places
 from tahq.comm.curve import peer_key
 from tahq.comm.gate import Gate
 from tahq.comm.keys import KeyPair
 from tahq.comm.pings import replace_stuck_connections
 from tahq.comm.rate_limited_log import RateLimitedLog
-from tahq.errors import PeerLostError, RemoteProtocolError
+from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
 
 _log = logging.getLogger(__name__)
-_MAX_PEERS = 4096
 _MESSAGES_A_POLL = 1024
 _HEARTBEATS_A_TIMEOUT = 5
 
@@ -43,6 +43,7 @@ class ControlServer:
         advertise: str | None = None,
         keys: KeyPair | None = None,
         allowed: Collection[str] = (),
+        max_strangers: int = MAX_STRANGERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind to host:port.
@@ -53,6 +54,7 @@ class ControlServer:
             advertise: host:port that workers dial (port 0 = the bound one); None = as bound.
             keys: the coordinator's; None: no CURVE, and whoever comes is heard.
             allowed: public keys of the workers.
+            max_strangers: the most that are remembered of those who are no members.
             clock: seconds, monotonic.
 
         Raises:
@@ -61,11 +63,8 @@ class ControlServer:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._heartbeat_at_s = clock() + heartbeat_s
-        self._peers: dict[bytes, Numbering] = {}
-        self._clocks: dict[bytes, ClockComparison] = {}
-        self._lost: set[bytes] = set()
+        self._places = Places(max_strangers)
         self._process = secrets.randbits(63) + 1
-        self._keys: dict[bytes, str] = {}
         self._warnings = RateLimitedLog(_log, clock=clock)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -100,10 +99,12 @@ class ControlServer:
     def send(self, identity: bytes, message: Message) -> None:
         """Queue a message for the worker that `poll` gave this identity; returns at once.
 
-        One whose connection is gone is skipped: its silence will tell.
+        One whose connection is gone is skipped: its silence will tell. So is one that was never heard.
         """
-        numbering = self._peers.setdefault(identity, Numbering(self._process))
-        self._put(identity, numbering.wrap(encode_message(message)))
+        place = self._places.find(identity)
+        if place is not None:
+            self._put(identity, place.numbering.wrap(encode_message(message)))
+            self._places.told(identity, message)
 
     def _put(self, identity: bytes, parts: list[bytes]) -> None:
         try:
@@ -113,12 +114,13 @@ class ControlServer:
 
     def clock_offset(self, identity: bytes) -> ClockOffset | None:
         """The clock of this worker minus this one's, by heartbeats; None: none has come back yet."""
-        comparison = self._clocks.get(identity)
-        return comparison.best if comparison is not None else None
+        place = self._places.find(identity)
+        return place.clocks.best if place is not None and place.clocks is not None else None
 
     def public_key(self, identity: bytes) -> str:
         """The key that this worker has proved to have; "" without CURVE."""
-        return self._keys.get(identity, "")
+        place = self._places.find(identity)
+        return place.key if place is not None else ""
 
     def take_refused(self) -> list[str]:
         """What there is to say of keys that were refused since the last call, for whoever watches the run."""
@@ -135,8 +137,9 @@ class ControlServer:
         now_s = self._clock()
         if now_s >= self._heartbeat_at_s:
             self._heartbeat_at_s = now_s + self._heartbeat_s
-            for identity in self._peers.keys() - self._lost:
-                self.send(identity, Heartbeat(sent_s=now_s))
+            for identity, place in self._places:
+                if not place.is_lost:
+                    self.send(identity, Heartbeat(sent_s=now_s))
 
     def _receive(self) -> Iterator[tuple[bytes, Message]]:
         for _ in range(_MESSAGES_A_POLL):
@@ -151,50 +154,47 @@ class ControlServer:
                 yield identity, message
 
     def _accept(self, identity: bytes, parts: list[bytes], key: str) -> Message | None:
-        if identity in self._lost:
+        known = self._places.find(identity)
+        if known is not None and known.is_lost:
             return None
         try:
-            return self._check(identity, parts, key)
+            return self._check(identity, known, parts, key)
         except RemoteProtocolError as error:
             self._warnings.warning(f"dropped a control message: {error}")
         except PeerLostError as error:
-            self._lose(identity, error)
+            self._lose(identity, known, error)
         return None
 
-    def _check_key(self, identity: bytes, key: str) -> None:
-        """One member cannot speak for another."""
-        if self._keys.get(identity, key) != key:
-            raise RemoteProtocolError(f"{_name(identity)}: said by the owner of another key, {key}")
-
-    def _check(self, identity: bytes, parts: list[bytes], key: str) -> Message | None:
+    def _check(self, identity: bytes, known: Place | None, parts: list[bytes], key: str) -> Message | None:
         name = _name(identity)
-        self._check_key(identity, key)
+        if known is not None and known.key != key:  # one member cannot speak for another
+            raise RemoteProtocolError(f"{name}: said by the owner of another key, {key}")
         if len(parts) != 2:
             raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
-        known = self._peers.get(identity)
-        numbering = known or Numbering(self._process)
+        place = known or Place(Numbering(self._process), key)
         if coordinator_of(parts[0], name) not in (0, self._process):
             if known is None:  # it was with the coordinator before this one; it hears of us, and begins anew
-                self._welcome(identity, numbering, name)
+                self._decode(identity, known, parts[1], name)
+                self._welcome(identity, place)
             return None
-        is_next = numbering.take(parts[0], name)
-        message = self._decode(identity, parts[1], name)
+        is_next = place.numbering.take(parts[0], name)
+        message = self._decode(identity, known, parts[1], name)
         if known is None:
-            self._welcome(identity, numbering, name)
-            self._keys[identity] = key
-        for again in numbering.again():
+            self._welcome(identity, place)
+        self._places.heard(identity)
+        for again in place.numbering.again():
             self._put(identity, again)
-        if numbering.must_ask:
+        if place.numbering.must_ask:
             self.send(identity, Heartbeat(sent_s=self._clock()))
         if not is_next:
             return None
         if isinstance(message, Heartbeat) and message.held_s >= 0:
-            comparison = self._clocks.setdefault(identity, ClockComparison())
-            comparison.note(message.echo_s, message.sent_s - message.held_s, message.sent_s, self._clock())
+            place.clocks = place.clocks or ClockComparison()
+            place.clocks.note(message.echo_s, message.sent_s - message.held_s, message.sent_s, self._clock())
         return message
 
-    def _decode(self, identity: bytes, data: bytes, name: str) -> Message:
-        """What a numbered message says; who sends what nobody can read would wait for an answer without end.
+    def _decode(self, identity: bytes, known: Place | None, data: bytes, name: str) -> Message:
+        """What a message says; who sends what nobody can read would wait for an answer without end.
 
         Raises:
             PeerLostError: it is none, and its sender was heard before.
@@ -203,22 +203,28 @@ class ControlServer:
         try:
             return decode_message(data, name)
         except RemoteProtocolError as error:
-            if identity in self._peers:
+            if known is not None:
                 raise PeerLostError(str(error)) from error
-            refusal = Numbering(self._process).wrap(encode_message(Abort(str(error), error.exit_status)))
-            self._put(identity, refusal)
+            self._turn_away(identity, error)
             raise
 
-    def _welcome(self, identity: bytes, numbering: Numbering, name: str) -> None:
-        if len(self._peers) >= _MAX_PEERS:
-            raise RemoteProtocolError(f"{name}: is one too many; {_MAX_PEERS} have been heard from")
-        self._peers[identity] = numbering
+    def _welcome(self, identity: bytes, place: Place) -> None:
+        self._places.give(identity, place)
         self.send(identity, Heartbeat(sent_s=self._clock()))
 
-    def _lose(self, identity: bytes, error: PeerLostError) -> None:
+    def _lose(self, identity: bytes, known: Place | None, error: PeerLostError) -> None:
+        """Hear somebody no more; a stranger, of whom nothing is remembered, is told each time."""
+        if known is None:
+            self._warnings.warning(str(error))
+            self._turn_away(identity, error)
+            return
         _log.warning("%s", error)
+        known.is_lost = True
         self.send(identity, Abort(str(error), error.exit_status))
-        self._lost.add(identity)
+
+    def _turn_away(self, identity: bytes, error: TahqError) -> None:
+        refusal = Abort(str(error), error.exit_status)
+        self._put(identity, Numbering(self._process).wrap(encode_message(refusal)))
 
 
 def _name(identity: bytes) -> str:

@@ -3,11 +3,11 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from tahq.comm.handshakes import Handshakes, Outcome, redial
 from tahq.comm.rate_limited_log import RateLimitedLog
 from tahq.comm.socket_wait import Socket
-from tahq.comm.zmq_transport import LinkEnd
 
 _log = logging.getLogger(__name__)
 _REDIAL_S = 1.0
@@ -20,14 +20,25 @@ _OBSTACLES = {
 }
 
 
+class Dialling(Protocol):
+    """What somebody is dialled for."""
+
+    obstacle: str
+    """Why it is not connected, as far as that is known."""
+
+    @property
+    def spec(self) -> object:
+        """What messages call it."""
+
+
 class Dialled:
-    """A DEALER of a link, which it connects; after that used by the thread of the I/O.
+    """A DEALER, which it connects; after that used by one thread.
 
     Args:
         socket: set up, and not connected yet.
         endpoint: what to connect it to.
-        end: of the link; told why it is not connected, and when it is again.
-        connection: of the link, which one.
+        end: what it is for; told why it is not connected.
+        on_again: called when it is connected that was before, or was dialled again.
         clock: seconds, monotonic.
     """
 
@@ -35,8 +46,8 @@ class Dialled:
         self,
         socket: Socket,
         endpoint: str,
-        end: LinkEnd,
-        connection: int = 0,
+        end: Dialling,
+        on_again: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.socket = socket
@@ -44,7 +55,7 @@ class Dialled:
         """When to call `look` at the latest."""
         self._endpoint = endpoint
         self._end = end
-        self._connection = connection
+        self._on_again = on_again
         self._is_again = False
         """Whether the next connection is not the first."""
         self._clock = clock
@@ -56,6 +67,11 @@ class Dialled:
     def events(self) -> Socket:
         """Has input when a handshake has ended."""
         return self._handshakes.socket
+
+    @property
+    def obstacle(self) -> str:
+        """Why it is not connected, as far as that is known; "": it is, or nothing is."""
+        return self._end.obstacle
 
     def close(self) -> None:
         """Release the sockets; what they hold is dropped."""
@@ -74,8 +90,8 @@ class Dialled:
     def _note(self, outcome: Outcome) -> None:
         if outcome is Outcome.SUCCEEDED:
             self._end.obstacle = ""
-            if self._is_again:
-                self._end.session.reconnected(self._connection)
+            if self._is_again and self._on_again is not None:
+                self._on_again()
             self._is_again = True
             return
         if outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself

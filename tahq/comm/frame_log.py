@@ -5,15 +5,19 @@ it then: they keep them here. One file a step, ``step-00000012.frames``, and in 
 (`frame.py`), whose checksum covers the payload, and the payload. Nothing is synchronised to the disk: the log is there
 for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
 
-When the log would become too long, or the disk takes no more, it is given up, with a warning: then the neighbour cannot
-come back alone until the next snapshot is complete, and all stages would go back to the one before.
+When the log would become too long, steps before the newest complete snapshot go first: only a stage that comes back
+from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, which the user is
+told once until the next snapshot: then the neighbour cannot come back alone until that is complete, and all stages
+would go back to the one before. What was kept of the step that it happened at, and of those before, is removed; from
+the next step on it is tried again, so that the log is complete again soon after there is room.
 """
 
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +38,7 @@ from tahq.units import format_size
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".frames"
+_TRIES = 5
 
 
 @dataclass(slots=True)
@@ -49,17 +54,34 @@ class FrameLog:
         folder: of this link alone; what an earlier process has left in it is removed.
         link: the link's number, for messages.
         limit_nbytes: the most that it may take on the disk.
+        on_given_up: told why, when the log is given up; called by the thread that sends.
+        inside: a folder around it; it and those in between are removed with the last log in them.
     """
 
-    def __init__(self, folder: Path, link: int, limit_nbytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        link: int,
+        limit_nbytes: int,
+        *,
+        on_given_up: Callable[[str], None] | None = None,
+        inside: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._link = link
         self._limit_nbytes = limit_nbytes
+        self._on_given_up = on_given_up
+        self._around = [each for each in folder.parents if inside is not None and each.is_relative_to(inside)]
+        self._is_told = False
+        """Whether the user knows that it was given up since the newest snapshot."""
         self._lock = threading.Lock()
         self._files: dict[int, _StepFile] = {}
         self._nbytes = 0
         self._given_up_at: int | None = None
         """The step at which it was given up; frames of this step and of those before are not all here."""
+        self._first = 0
+        """Of the steps before this one nothing is here, or not all."""
+        self._droppable = 0
         shutil.rmtree(folder, ignore_errors=True)
         self._open: tuple[int, int] | None = None
         """The step whose file is open, and its descriptor."""
@@ -69,9 +91,13 @@ class FrameLog:
         """What it takes on the disk."""
         return self._nbytes
 
+    def begin(self, step: int) -> None:
+        """Nothing of the steps before this one will be kept: another process sent it."""
+        self._first = step
+
     def is_complete_from(self, step: int) -> bool:
         """Whether every frame of this step and of all later ones is here."""
-        return self._given_up_at is None or step > self._given_up_at
+        return step >= self._first and (self._given_up_at is None or step > self._given_up_at)
 
     def append(self, frame: Frame) -> None:
         """Keep a frame whose payload lies in host memory; steps never go back."""
@@ -81,11 +107,20 @@ class FrameLog:
                 return
             payload = buffer_of(frame.payload)
             try:
-                if self._nbytes + HEADER_NBYTES + len(payload) > self._limit_nbytes:
+                if not self._has_room(HEADER_NBYTES + len(payload)):
                     raise OSError(f"it would take more than {format_size(self._limit_nbytes)} (run.frame_log)")
                 self._write(step, _header(frame, self._link, len(payload)), payload)
             except OSError as error:
                 self._give_up(step, error)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so much more fits, after steps have gone that may."""
+        for step in [step for step in self._files if step < self._droppable]:
+            if self._nbytes + nbytes <= self._limit_nbytes:
+                break
+            self._remove([step])
+            self._first = step + 1
+        return self._nbytes + nbytes <= self._limit_nbytes
 
     def _write(self, step: int, header: FrameHeader, payload: memoryview) -> None:
         descriptor = self._descriptor(step)
@@ -104,20 +139,36 @@ class FrameLog:
         if self._open is not None and self._open[0] == step:
             return self._open[1]
         self._close_file()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         path = self._folder / f"step-{step:08d}{_SUFFIX}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._files.setdefault(step, _StepFile(path))
         self._open = (step, descriptor)
         return descriptor
 
+    def _make_folder(self) -> None:
+        """Make it, though a worker that leaves may remove a folder around it that is empty just now."""
+        for left in reversed(range(_TRIES)):
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError:
+                if not left:
+                    raise
+            else:
+                return
+
     def _give_up(self, step: int, error: OSError) -> None:
-        _log.warning(
-            "link %d: what was sent is kept no longer, until the next snapshot: %s. If the peer dies before that, all "
-            "stages go back to the last snapshot",
-            self._link,
-            error.strerror or error,
-        )
+        reason = f"{self._folder}: {error.strerror or error}"
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "link %d: what was sent is kept no longer, until the next snapshot: %s. If the peer dies before that, "
+                "all stages go back to the last snapshot",
+                self._link,
+                reason,
+            )
+            if self._on_given_up is not None:
+                self._on_given_up(reason)
         self._given_up_at = step
         self._remove(list(self._files))
 
@@ -128,9 +179,10 @@ class FrameLog:
             PeerLostError: they are not all here, or damaged; the message names the file.
         """
         if not self.is_complete_from(first):
+            since = max(self._first, -1 if self._given_up_at is None else self._given_up_at + 1)
             raise PeerLostError(
-                f"link {self._link}: what was sent since step {first + 1} is not kept: the log was given up at step "
-                f"{(self._given_up_at or 0) + 1}"
+                f"link {self._link}: what was sent since step {first + 1} is not kept: the log begins at step "
+                f"{since + 1}"
             )
         with self._lock:
             files = [(step, file.path, file.nbytes) for step, file in self._files.items()]
@@ -151,29 +203,40 @@ class FrameLog:
         except (OSError, RemoteProtocolError) as error:
             raise PeerLostError(f"link {self._link}: the log of what was sent cannot be read: {error}") from error
 
-    def free_before(self, step: int) -> None:
-        """Nobody will ask for anything of the steps before this one any more."""
+    def free_before(self, step: int, droppable: int = 0) -> None:
+        """Nobody will ask for anything of the steps before this one; those before `droppable` stay if there is room."""
         with self._lock:
+            self._droppable = droppable
             self._remove([kept for kept in self._files if kept < step])
+            if self._given_up_at is not None and self._given_up_at < max(step, droppable):
+                self._is_told = False
 
     def close(self) -> None:
-        """Remove it: who closes a link in order needs no log of it any more."""
+        """Remove it: who closes a link in order needs no log of it any more. Folders around it go with the last one."""
         with self._lock:
             self._remove(list(self._files))
             shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):  # of another link, or another stage, there is something left
+                for folder in self._around:
+                    folder.rmdir()
 
     def _remove(self, steps: list[int]) -> None:
         if self._open is not None and self._open[0] in steps:
-            self._close_file()
+            with suppress(OSError):  # it goes, whatever was in it
+                self._close_file()
         for step in steps:
             file = self._files.pop(step)
             self._nbytes -= file.nbytes
-            file.path.unlink(missing_ok=True)
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("link %d: %s cannot be removed: %s", self._link, file.path, error.strerror)
 
     def _close_file(self) -> None:
         if self._open is not None:
-            os.close(self._open[1])
-            self._open = None
+            _, descriptor = self._open
+            self._open = None  # whatever the disk says to what it has kept back until now
+            os.close(descriptor)
 
 
 def _header(frame: Frame, link: int, nbytes: int) -> FrameHeader:

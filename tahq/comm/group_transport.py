@@ -4,7 +4,8 @@ Each direction is a lane with a group, a sending and a receiving thread of its o
 gradients never wait for each other. The ZMQ link between the same two ends goes on beside it: its heartbeats
 tell a dead peer from a busy one, its BYE an end in order from a broken connection, and its inbox is
 what `recv` waits for, so that every failure ends this transport as it would end that one. A group that
-breaks says nothing about why; the ZMQ link is given a moment to say it first.
+breaks says nothing about why. If the peer has died, its next process will want another group, so this end waits as it
+would over ZMQ, until it is told to begin anew or gives the peer up; if the peer is still heard, the link is over.
 """
 
 import time
@@ -125,6 +126,15 @@ class GroupTransport:
             self._sender.thread.join(linger_s)
         self._sender.abandon()
         self._control.close(linger_s)
+        self._break()
+
+    def abandon(self) -> None:
+        """Break the group without a word: other processes will take the place of this one, and of the peer."""
+        self._is_closed = True
+        self._sender.abandon()
+        self._break()
+
+    def _break(self) -> None:
         for lane in (self._lanes.outgoing, self._lanes.incoming):
             lane.abort()
         for thread in (self._sender.thread, *self._receiver.threads):
@@ -138,8 +148,12 @@ class GroupTransport:
 
     def _on_broken(self, why: str) -> None:
         """A lane is broken: by our own close, by the peer's, or because it died; the ZMQ link knows which."""
-        until_s = time.monotonic() + self._verdict_s
-        while self._control.error is None and time.monotonic() < until_s:
+        verdict_at_s = time.monotonic() + self._verdict_s
+        while not self._is_over and not self._control.was_heard_after(verdict_at_s):
             time.sleep(_POLL_S)
-        if self._control.error is None:
+        if not self._is_over:
             self._control.fail(PeerLostError(f"{self}: its process group broke: {why}"))
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self._control.error is not None

@@ -148,6 +148,7 @@ class Session:
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._heartbeat_at_s: float | None = 0.0 if spec.dials else None
         self._bye_reason = ""
+        self._is_held = False
         self._give_up_s = limits.give_up_s if limits.give_up_s is not None else limits.peer_timeout_s
 
     def succeed(self, before: "Session", now_s: float) -> None:
@@ -221,12 +222,19 @@ class Session:
         """Why the link is degraded; empty if it is not. The caller remembers since when."""
         if self.remote is not End.OPEN:
             return ""
+        if self._is_held:
+            return "the peer is lost, and will be replaced"
         silent_s = now_s + self._give_up_s - (self._connections.silent_at_s or math.inf)
         if silent_s > _SILENT_HEARTBEATS * self._limits.heartbeat_s:
             return "nothing is heard of the peer"
         if self._resequencer.is_waiting:
             return "messages were lost, and have been asked for"
         return "messages were lost, and are sent again" if self._outbound.is_resending else ""
+
+    def was_heard_after(self, time_s: float) -> bool:
+        """Whether the peer has given a sign of life since then."""
+        silent_at_s = self._connections.silent_at_s
+        return silent_at_s is not None and silent_at_s - self._give_up_s > time_s
 
     @property
     def num_sent_again(self) -> int:
@@ -248,11 +256,16 @@ class Session:
         nobody_is_there = self.remote is not End.OPEN and self._outbound.is_drained
         self.local = End.CLOSED if nobody_is_there else End.CLOSING
 
+    def hold(self) -> None:
+        """The peer is known to be lost: its silence is no error, and another session will take this one's place."""
+        self._is_held = True
+        self._connections.forget_silence()
+
     # What has come from the wire
 
     def heard(self, now_s: float, connection: int = 0) -> None:
         """The peer has given a sign of life on a connection (its bytes may still be held back by shaping)."""
-        if self.remote is End.OPEN:
+        if self.remote is End.OPEN and not self._is_held:
             self._connections.expect_by(connection, now_s + self._give_up_s)
 
     def reconnected(self, connection: int) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from tahq.comm.control import Plan, Published, Relink, Relinked, Widen
+from tahq.comm.control import Hold, Plan, Published, Relink, Relinked, Widen
 from tahq.comm.transport import Transport
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.comm.zmq_transport import Wanted, ZmqTransport
 from tahq.errors import RemoteProtocolError, TahqError
 
-Order = Relink | Widen | Published
+LinkOrder = Relink | Widen | Hold | Published
 """What the coordinator has a worker do with its links while it trains."""
 
 OpenGroup = Callable[[ZmqTransport, str, str], Transport]
@@ -36,7 +36,7 @@ class WorkerLinks:
         self._stage = stage
         self._answer = answer
         self._lock = threading.Lock()
-        self._early: list[Order] = []
+        self._early: list[LinkOrder] = []
         self._is_open = False
 
     def open(self, plan: Plan, timeout_s: float, open_group: OpenGroup) -> dict[int, Transport]:
@@ -47,7 +47,7 @@ class WorkerLinks:
             RemoteProtocolError: the plan makes no sense, or a peer is not who it should be.
         """
         wanted = _wanted(plan.wanted)
-        self._endpoint.set_epoch(plan.epoch)
+        self._endpoint.set_epoch(plan.epoch, plan.start_step)
         links: dict[int, ZmqTransport] = {}
         for link, peer_stage, peer_name, dial, _, peer_key in plan.links:
             names = (int(link), int(peer_stage), str(peer_name), str(dial), str(peer_key))
@@ -64,7 +64,7 @@ class WorkerLinks:
         dial, transport = str(row[3]), str(row[4])
         return link if transport == "zmq" else open_group(link, dial, transport)
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: LinkOrder) -> None:
         """Carry out an order, now or when the links are open."""
         with self._lock:
             if self._is_open:
@@ -72,13 +72,16 @@ class WorkerLinks:
             else:
                 self._early.append(order)
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: LinkOrder) -> None:
         if isinstance(order, Relink):
             self._relink(order)
         elif isinstance(order, Widen):
             self._endpoint.widen(order.link, _through(order.through))
+        elif isinstance(order, Hold):
+            for link in order.links:
+                self._endpoint.hold(link)
         else:
-            self._endpoint.free_logs(order.step)
+            self._endpoint.free_logs(order.base, order.step)
 
     def _relink(self, order: Relink) -> None:
         wanted = _wanted(order.wanted)

@@ -105,6 +105,7 @@ class ZmqEndpoint:
         if reception is None:
             self.address = ""
         self._frame_log = frame_log
+        self._first_step = 0
         self._ends: dict[int, LinkEnd] = {}
         self._transports: list[ZmqTransport] = []
         self._aborted: Exception | None = None
@@ -130,11 +131,12 @@ class ZmqEndpoint:
         replace_silent_connections(socket, self._limits.peer_timeout_s)
         return socket
 
-    def set_epoch(self, epoch: int) -> None:
-        """Take the epoch of the plan; before the first `open_link`."""
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Take the epoch of the plan, and the first step of which anything is sent; before the first `open_link`."""
         if self._ends:
             raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
         self._identity = replace(self._identity, epoch=epoch)
+        self._first_step = first_step
 
     def open_link(
         self, link: int, peer_stage: int, peer_name: str, dial: str, peer_key: str = "", wanted: Wanted = ALL
@@ -159,6 +161,8 @@ class ZmqEndpoint:
         self._check_key(link, peer_name, peer_key)
         spec = _spec(link, peer_stage, peer_name, dial)
         log = self._frame_log(link) if self._frame_log is not None else None
+        if log is not None:
+            log.begin(self._first_step)
         end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log, peer_key)
         self._loop.open(end, self._dial_all(end, dial, peer_key))
         self._ends[link] = end
@@ -201,11 +205,16 @@ class ZmqEndpoint:
         end = self._ends[link]
         self._loop.submit(end, partial(end.widen, through))
 
-    def free_logs(self, step: int) -> None:
-        """Nobody will ask for frames of the steps before this one any more; any thread may call it."""
+    def hold(self, link: int) -> None:
+        """The peer is lost, as others know, and will be replaced: do not give the link up; any thread may call it."""
+        end = self._ends[link]
+        self._loop.submit(end, end.hold)
+
+    def free_logs(self, step: int, droppable: int = 0) -> None:
+        """See `FrameLog.free_before`; any thread may call it."""
         for end in list(self._ends.values()):
             if end.log is not None:
-                end.log.free_before(step)
+                end.log.free_before(step, droppable)
 
     def _check_key(self, link: int, peer_name: str, peer_key: str) -> None:
         if bool(peer_key) != (self._keys is not None):
@@ -225,7 +234,7 @@ class ZmqEndpoint:
         limit_handshakes(dealer)
         if self._keys is not None:
             dial_curve(dealer, self._keys, peer_key)
-        return Dialled(dealer, endpoint, end, connection)
+        return Dialled(dealer, endpoint, end, on_again=lambda: end.session.reconnected(connection))
 
     def wait_connected(self, timeout_s: float) -> None:
         """Block until every open link has met its peer.

@@ -41,7 +41,9 @@ class Wanted:
     through: int | None = None
 
     def has(self, id: LogicalId) -> bool:
-        """Whether this is one of them."""
+        """Whether this is one of them; what makes a process group is of no step."""
+        if id.purpose == Purpose.GROUP:
+            return True
         first = self.evaluations_since if id.purpose in _EVALUATING else self.since
         return first <= id.step and (self.through is None or id.step <= self.through)
 
@@ -88,6 +90,10 @@ class LinkEnd:
     def close(self, reason: str) -> None:
         """Say BYE."""
         self.session.close(time.monotonic(), reason)
+
+    def hold(self) -> None:
+        """Bear the peer's silence until it is replaced."""
+        self.session.hold()
 
     def relink(self, spec: LinkSpec, session: Session, wanted: Wanted, peer_key: str) -> None:
         """Go on with another process at the other end, which begins with these frames.
@@ -205,6 +211,10 @@ class ZmqTransport:
     def error(self) -> Exception | None:
         """Why nothing more can be sent, or will be received; None while all is well."""
         return self._end.inbox.error
+
+    def was_heard_after(self, time_s: float) -> bool:
+        """Whether the peer has given a sign of life since this time (`time.monotonic`)."""
+        return self._end.session.was_heard_after(time_s)
 
     def deliver(self, frame: Frame) -> None:
         """Have `recv` return a frame that has come another way."""

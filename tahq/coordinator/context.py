@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from tahq.comm.control import Message
 from tahq.comm.control_channel import ControlServer
+from tahq.coordinator.copies import Copies
 from tahq.coordinator.membership import Member, Membership
 from tahq.coordinator.observer import RunObserver, StageStatus
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.recovery import Recovery
 from tahq.coordinator.run_state import Event, RunState
+from tahq.coordinator.spares import Spares
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class RunContext:
     membership: Membership
     state: RunState
     recovery: Recovery
+    copies: Copies
+    spares: Spares
 
     def broadcast(self, message: Message) -> None:
         """Send a message to every member."""

@@ -3,7 +3,7 @@
 A worker that does not fit is refused alone; the run goes on waiting for one that does.
 """
 
-from tahq.comm.control import Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse, StartOver
+from tahq.comm.control import Admit, Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse, StandBy, StartOver
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import JournalledHolder
 from tahq.coordinator.membership import Member, Standing, stage_list
@@ -43,16 +43,18 @@ class Gathering:
         late = membership.lacking(Standing.GREETED)
         return f"{stage_list(late)} to build the model" if late else ""
 
-    def join(self, identity: bytes, join: Join) -> None:
-        """Assign a stage, or refuse."""
+    def join(self, identity: bytes, join: Join, *, is_given: bool = False) -> None:
+        """Assign a stage, or refuse; a spare that is given one may have another key than its host's worker had."""
         context = self._context
-        answer = self._with_its_key(identity, context.membership.join(identity, join, context.clock()))
+        answer = context.membership.join(identity, join, context.clock())
+        if not is_given:
+            answer = self._with_its_key(identity, answer)
         if isinstance(answer, Refuse):
             self._refuse(identity, join.stage, f"{join.host}, pid {join.pid}", answer)
             return
         self._departed.discard(identity)
         self._lost.discard(identity)
-        context.server.send(identity, self._assignment(answer.stage))
+        context.server.send(identity, self._assignment(answer.stage, self._sources(identity, answer.stage)))
         context.tell_stage(answer)
         context.tell_phase(self.missing)
 
@@ -68,8 +70,43 @@ class Gathering:
         row = ["public key", key or "none", f"{keys[answer.stage]} (hosts.{answer.stage}.public_key)"]
         return Refuse(f"stage {answer.stage} is for the worker with another key", [row])
 
-    def _assignment(self, stage: int) -> Assign:
-        options, point = self._context.options, self._context.recovery.point
+    def admit_spare(self, identity: bytes, join: Join) -> None:
+        """Let a worker wait that wants no stage now, or whose stage is taken; or refuse it."""
+        context, options = self._context, self._context.options
+        if join.version != options.version:
+            row = ["version", join.version, f"{options.version} (coordinator)"]
+            refusal = Refuse("this worker runs another version of tahq: install the coordinator's", [row])
+            self._refuse(identity, join.stage, f"{join.host}, pid {join.pid}", refusal)
+            return
+        is_new = identity not in context.spares
+        spare = context.spares.add(identity, join, context.clock())
+        self._departed.discard(identity)
+        self._lost.discard(identity)
+        context.server.send(identity, StandBy(options.peer_timeout_s, options.give_up_s))
+        if is_new:
+            context.observer.warned(f"a spare worker stands by ({spare.name}); {context.spares}")
+
+    def lose_silent_spares(self, since_s: float) -> None:
+        """Count on nobody from whom nothing has come after this time."""
+        for spare in self._context.spares.silent(since_s):
+            self._context.spares.remove(spare.identity)
+            self._lost.add(spare.identity)
+            self._context.observer.warned(f"the spare worker {spare.name} is gone; {self._context.spares}")
+
+    def _sources(self, identity: bytes, stage: int) -> list[list[str | int]]:
+        """Who else has the files of a stage, and has been told to give them to this worker."""
+        server, rows = self._context.server, list[list[str | int]]()
+        key = server.public_key(identity)
+        for step, holder, address in self._context.copies.sources(stage, self._context.membership.members):
+            if key:
+                server.send(holder.identity, Admit([key]))
+            rows.append([step, address, server.public_key(holder.identity)])
+        return rows
+
+    def _assignment(self, stage: int, sources: list[list[str | int]]) -> Assign:
+        context, options = self._context, self._context.options
+        point, base = context.recovery.point, context.recovery.base
+        older = base if base.step < point.step else None
         return Assign(
             stage=stage,
             run_id=options.run_id,
@@ -79,6 +116,10 @@ class Gathering:
             snapshot_files=dict(point.files),
             start_step=point.step,
             is_measuring=options.is_measuring,
+            copied_step=older.step if older else -1,
+            copied_snapshot=older.snapshot if older else "",
+            copied_files=dict(older.files) if older else {},
+            sources=sources,
         )
 
     def hello(self, identity: bytes, hello: Hello) -> bool:
@@ -89,6 +130,11 @@ class Gathering:
         """
         context, membership = self._context, self._context.membership
         member = membership.claim(identity, hello.stage)
+        if member.standing is Standing.ASSIGNED and not context.recovery.begins(member.stage, hello.start_step):
+            context.server.send(identity, StartOver(f"nobody begins at step {hello.start_step} any more"))
+            self._departed.add(identity)
+            self._free(member)
+            return False
         refusal = membership.greet(identity, hello)
         if refusal is not None:
             self._refuse(identity, member.stage, member.name, refusal)
@@ -206,7 +252,10 @@ class Gathering:
 
     def turn_away(self, identity: bytes, message: Message) -> None:
         """Answer somebody who holds no stage and did not ask for one."""
-        if identity in self._lost:
+        spare = self._context.spares.remove(identity)
+        if spare is not None and isinstance(message, Failed):
+            self._context.observer.warned(f"the spare worker {spare.name} is gone; {self._context.spares}")
+        elif identity in self._lost:
             self.remind(identity)
         elif isinstance(message, Failed):
             self._context.observer.warned(f"a worker without a stage failed: {message.message}")

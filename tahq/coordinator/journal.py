@@ -2,7 +2,7 @@
 
 Every decision is here, durable, before any worker hears of it: so a coordinator that comes back can give the answer
 that some have and others have not. SQLite, write-ahead log, full synchronisation; one file in the run's folder. Rows
-are kept since the newest complete snapshot.
+are kept since the base: the oldest snapshot at which a lost stage may begin again.
 
 ::
 
@@ -12,18 +12,24 @@ are kept since the newest complete snapshot.
     holders      stage, whose it is (routing id), HELLO
 """
 
+import errno
 import json
+import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from tahq.comm.control import Commit, Evaluated, Hello, Message, Prepare, decode_message, encode_message
 from tahq.errors import RemoteProtocolError, SnapshotError
+from tahq.units import format_size
 
 FORMAT = 1
+_PROBE_NBYTES = 1 << 16
 M = TypeVar("M", bound=Message)
 
 _TABLES = """
@@ -41,7 +47,8 @@ class JournalFacts:
     """What a run is, and where its lost stages begin again.
 
     `next_sample` is the number of the sample that `start_step` begins with, `num_train_samples` those of an epoch;
-    `codecs` is what `LinkCodecs.saved` says of the links at `step`, `snapshot` its folder as seen from the run's.
+    `codecs` is what `LinkCodecs.saved` says of the links at `step`, `snapshot` its folder as seen from the run's. If
+    there is a newer snapshot, `newest` has its step, snapshot and files.
     """
 
     run_id: int
@@ -56,6 +63,7 @@ class JournalFacts:
     snapshot: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     codecs: Mapping[str, Any] = field(default_factory=dict)
+    newest: Mapping[str, Any] = field(default_factory=dict)
     is_over: bool = False
     format: int = FORMAT
 
@@ -93,6 +101,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.wait_for_room: Callable[[Callable[[], SnapshotError | None], SnapshotError], None] | None = None
+        """Told of a full disk: tries again until it is written, or raises; None: a full disk is an error."""
         try:
             self._database = sqlite3.connect(path, isolation_level=None)
             self._database.execute("PRAGMA journal_mode=WAL")
@@ -100,6 +110,8 @@ class Journal:
             with closing(self._database.execute("SELECT name FROM sqlite_master WHERE name = 'facts'")) as found:
                 if found.fetchone() is None:
                     self._database.executescript(f"BEGIN; {_TABLES} COMMIT;")
+        except sqlite3.OperationalError as error:
+            raise SnapshotError(f"cannot open {path}: {error}; {_free(path.parent)}") from error
         except sqlite3.DatabaseError as error:
             raise SnapshotError(
                 f"{path} is no journal of a run ({error}); remove it to resume from the snapshot"
@@ -139,7 +151,7 @@ class Journal:
         self._write(("INSERT OR REPLACE INTO evaluations VALUES (?, ?)", (evaluated.step, encode_message(evaluated))))
 
     def published(self, step: int, snapshot: str, files: Mapping[str, str], codecs: Mapping[str, Any]) -> None:
-        """A snapshot is complete: what was decided before it is of no use any more."""
+        """A snapshot is the base: what was decided before it is of no use any more."""
         facts = replace(self.facts, step=step, snapshot=snapshot, files=dict(files), codecs=dict(codecs))
         tables = ("steps", "prepares", "evaluations")
         self._write(*((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in tables), _put_facts(facts))
@@ -219,10 +231,22 @@ class Journal:
         return message
 
     def _write(self, *statements: tuple[str, Sequence[Any]]) -> None:
-        """All of it, or nothing; durable when this returns.
+        """All of it, or nothing; durable when this returns, which may be when there is room for it.
 
         Raises:
             SnapshotError: the disk takes no more; the message names the file.
+        """
+        error = self._try_to_write(statements)
+        if error is not None and self.wait_for_room is None:
+            raise error
+        if error is not None and self.wait_for_room is not None:
+            self.wait_for_room(partial(self._try_to_write, statements), error)
+
+    def _try_to_write(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> SnapshotError | None:
+        """Write, or say that there is no room; may be called again with the same, even if it was written after all.
+
+        Raises:
+            SnapshotError: it cannot be written, and more room would not help.
         """
         try:
             self._database.execute("BEGIN IMMEDIATE")
@@ -232,7 +256,33 @@ class Journal:
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-            raise SnapshotError(f"cannot write {self._path}: {error}; make room, and resume the run") from error
+            folder = self._path.parent
+            failure = SnapshotError(f"cannot write {self._path}: {error}; {_free(folder)}")
+            if _is_for_want_of_room(error, folder):
+                return failure
+            raise failure from error
+        return None
+
+
+def _is_for_want_of_room(error: sqlite3.Error, folder: Path) -> bool:
+    """Whether there is no room, or the quota is used up, which SQLite calls an I/O error."""
+    if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        return True
+    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_IOERR:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            return probe.write(bytes(_PROBE_NBYTES)) < _PROBE_NBYTES
+    except OSError as failure:
+        return failure.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _free(folder: Path) -> str:
+    """What the disk has left, in words."""
+    try:
+        return f"{format_size(shutil.disk_usage(folder).free)} free in {folder}"
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror}"
 
 
 def _put_facts(facts: JournalFacts) -> tuple[str, Sequence[Any]]:

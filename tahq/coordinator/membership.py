@@ -122,7 +122,7 @@ class Membership:
         if reason:
             return Refuse(reason)
         stage = join.stage if join.stage >= 0 else self.missing[0]
-        host = self._hosts[stage] if self._hosts else join.host
+        host = self._hosts[stage] if self._hosts and not join.spare else join.host
         self._members[stage] = Member(identity, stage, host, join.pid, now_s, join.worker_id)
         return self._members[stage]
 

@@ -37,6 +37,10 @@ class CoordinatorOptions:
     snapshot_every: int | None = None
     """Steps between snapshots; one is always written at the end and on interruption."""
     keep_snapshots: int = 2
+    copies: int = 0
+    """Copies of each stage's snapshot on other hosts."""
+    copies_within_host: bool = False
+    """Whether a worker on the same host may hold them."""
     peer_timeout_s: float = 10.0
     give_up_s: float = 120.0
     """How long a silent or lost worker is waited for; one that is silent for half of it is lost."""

@@ -44,7 +44,7 @@ class SnapshotPublisher:
         files = [StageFile(part.file, part.sha256, part.nbytes) for part in parts.parts]
         publish(self._snapshots, parts.step, files, {**self._meta, "codecs": dict(parts.codecs)})
         try:
-            prune(self._snapshots, self._keep)
+            prune(self._snapshots, self._keep, base=parts.base)
         except SnapshotError as error:
             log.warning("%s", error)  # the new one is complete all the same
 

@@ -1,6 +1,7 @@
 """What it takes to bring a lost stage back alone: where it begins, what it is answered, which frames it wants again.
 
-A stage that is lost begins again at the newest complete snapshot and computes the steps since then once more. Its
+A stage that is lost begins again at the newest complete snapshot, or, on a host that does not have its part of that, at
+the base: the newest snapshot of which copies lie on other hosts. It computes the steps since then once more. Its
 neighbours send it what they sent then, from their logs; the coordinator answers each of its PREPAREs as it answered the
 first one. All others wait at the step that the run is at. Nothing of what they have is touched, so the run goes on as
 if nothing had happened, to the bit.
@@ -12,6 +13,7 @@ p and of all later ones; one that is behind takes them a few steps at a time (`A
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tahq.comm.control import Commit, Prepare
 from tahq.coordinator.plan import LinkEnds
@@ -27,13 +29,14 @@ class RestorePoint:
     """Where a lost stage begins again.
 
     `snapshot` is its folder as seen from the run's, "" where the run itself began; `files` are its hashes by name;
-    `codecs` are START's rows for this step.
+    `codecs` are START's rows for this step, `saved_codecs` what `LinkCodecs.saved` says.
     """
 
     step: int
     snapshot: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     codecs: Sequence[Sequence[int]] = ()
+    saved_codecs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +59,29 @@ class Recovery:
 
     def __init__(self, point: RestorePoint, links: Sequence[LinkEnds], num_stages: int, epoch: int) -> None:
         self.point = point
+        """The newest complete snapshot."""
+        self.base = point
+        """The oldest at which a stage may begin: since then frames and decisions are kept."""
         self.epoch = epoch
         self._links = tuple(links)
         self._positions = [point.step] * num_stages
+        self._origins = [point] * num_stages
         self._decided: dict[int, Decided] = {}
         self._codecs: dict[int, list[list[int]]] = {}
 
     def begin_with(self, codecs: list[list[int]]) -> None:
         """START's rows at the point where the run begins."""
-        self.point = replace(self.point, codecs=codecs)
+        self.point = self.base = replace(self.point, codecs=codecs)
+        self._origins = [self.point] * len(self._positions)
 
     @property
     def step(self) -> int:
         """The step that the run is at; all before it are decided."""
-        return self.point.step + len(self._decided)
+        return self.base.step + len(self._decided)
 
     @property
     def commits(self) -> tuple[Commit, ...]:
-        """The decisions since the restore point."""
+        """The decisions since the base."""
         return tuple(decided.commit for decided in self._decided.values())
 
     def position(self, stage: int) -> int:
@@ -94,19 +102,50 @@ class Recovery:
         if commit.snapshot:
             self._codecs[commit.step + 1] = codecs
 
-    def published(self, step: int, snapshot: str, files: Mapping[str, str]) -> None:
-        """A snapshot is complete: lost stages begin there from now on."""
-        self.point = RestorePoint(step, snapshot, dict(files), self._codecs.get(step, ()))
-        self._decided = {number: decided for number, decided in self._decided.items() if number >= step}
-        self._codecs = {number: rows for number, rows in self._codecs.items() if number > step}
+    def published(self, step: int, snapshot: str, files: Mapping[str, str], saved: Mapping[str, Any]) -> None:
+        """A snapshot is complete: stages whose hosts have it begin there from now on."""
+        self.point = RestorePoint(step, snapshot, dict(files), self._codecs.get(step, ()), dict(saved))
+
+    def rebase(self, point: RestorePoint) -> bool:
+        """Nobody need begin before this point any more, unless somebody is there yet: then nothing happens, and False.
+
+        What was kept for those before it is forgotten.
+        """
+        if min(self._positions) < point.step or point.step < self.base.step:
+            return False
+        self.base = point
+        if self.point.step < point.step:
+            self.point = point
+        self._decided = {number: decided for number, decided in self._decided.items() if number >= point.step}
+        self._codecs = {number: rows for number, rows in self._codecs.items() if number > point.step}
+        return True
+
+    def begins(self, stage: int, step: int) -> bool:
+        """A stage's next worker begins here; False: nobody can, any more."""
+        origin = next((point for point in (self.point, self.base) if point.step == step), None)
+        if origin is None:
+            return False
+        self._positions[stage] = step
+        self._origins[stage] = origin
+        return True
+
+    def origin(self, stage: int) -> RestorePoint:
+        """Where a stage's worker has begun."""
+        return self._origins[stage]
+
+    def roll_back(self) -> None:
+        """All stages begin anew, at a point that all have."""
+        if min(self._positions) < self.point.step:
+            self.point = self.base
+        self._positions = [self.base.step] * len(self._positions)
 
     def rejoined(self, stage: int, step: int) -> None:
         """A stage has the decisions on so many steps; those that it has not, it prepares again."""
         self._positions[stage] = step
 
     def lose(self, stage: int) -> None:
-        """Its process is gone: the next one begins at the restore point."""
-        self._positions[stage] = self.point.step
+        """Its process is gone: the next one says where it begins, at the base or later."""
+        self._positions[stage] = self.base.step
 
     def answer(self, prepare: Prepare) -> tuple[Commit, bool] | None:
         """For a step that is decided: what was decided, and whether the same was computed; None: it is not decided."""

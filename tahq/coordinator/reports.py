@@ -17,12 +17,14 @@ from tahq.errors import RemoteProtocolError
 class SnapshotParts:
     """Every stage's part of the snapshot after `step` steps, by stage.
 
-    `codecs` is what `LinkCodecs.saved` says of the links then.
+    `codecs` is what `LinkCodecs.saved` says of the links then; `base` the snapshot at which lost stages may have to
+    begin again, None: this one.
     """
 
     step: int
     parts: tuple[Snapshotted, ...]
     codecs: Mapping[str, Any] = field(default_factory=dict)
+    base: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,10 @@ class Reports:
         """A stage's process is gone, and perhaps its disk: it owes its parts of unfinished snapshots again."""
         for parts in self._snapshots.values():
             parts.pop(stage, None)
+
+    def have_snapshot(self, step: int) -> None:
+        """The snapshot after so many steps is complete, as is known from elsewhere: nobody owes it, or older ones."""
+        self._snapshots = {number: parts for number, parts in self._snapshots.items() if number > step}
 
     def evaluated(self, evaluated: Evaluated, name: str) -> ValidationRecord:
         """The validation loss has come in.

@@ -8,10 +8,11 @@ Every such return has an epoch of its own: frames of the one before, which a pro
 dead, are not taken any more. A stage that is lost meanwhile begins the return anew.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tahq.comm.control import Plan, Relink, Relinked, Start, StartOver, Widen
+from tahq.comm.control import Hold, Plan, Relink, Relinked, Start, StartOver, Widen
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.gathering import Gathering
 from tahq.coordinator.membership import Standing, stage_list
@@ -44,33 +45,46 @@ class Returning:
         gathering: greets who joins, and knows the links.
         restart: see there.
         note_epoch: told the epoch of a return before anybody else is.
+        forget: told of a stage that lives, and will say again what it has said of the present step.
     """
 
     def __init__(
-        self, context: RunContext, gathering: Gathering, restart: Restart, note_epoch: Callable[[int], None]
+        self,
+        context: RunContext,
+        gathering: Gathering,
+        restart: Restart,
+        note_epoch: Callable[[int], None],
+        forget: Callable[[int], None],
     ) -> None:
         self._context = context
         self._gathering = gathering
         self._recovery = context.recovery
         self._restart = restart
         self._note_epoch = note_epoch
+        self._forget = forget
         self.num_steps = 0
         """Length of the run, once that is known."""
         self._return: _Return | None = None
+        self._spare_from_s: dict[int, float] = {}
+        """When each of them may be given to a spare."""
+        self.given: set[int] = set()
+        """Stages that spares have: what becomes of the processes that were started for them is nobody's concern."""
         self._lost: dict[int, float] = {}
         """When each stage was lost that has not come back to where the run is."""
 
     def begin(self) -> None:
         """Training begins: whoever was lost before is back."""
         self._lost.clear()
+        self._spare_from_s.clear()
 
-    def lose(self, stage: int, why: str, *, is_replaced: bool = False) -> None:
+    def lose(self, stage: int, why: str, *, is_replaced: bool = False, is_silent: bool = False) -> None:
         """A worker is gone: free its stage, and have it started again where that is possible here.
 
         Args:
             stage: its stage.
             why: in words.
             is_replaced: whether another one is there already.
+            is_silent: whether nothing has come from it for so long that its host is taken for lost.
 
         Raises:
             PeerLostError: it has been started again too often.
@@ -83,41 +97,97 @@ class Returning:
         self._recovery.lose(stage)
         self._return = None
         self._lost.setdefault(stage, context.clock())
+        self._hold_links(stage)
         begins = f"begins again after step {point.step}" if point.snapshot else "begins again from the start"
-        if not is_replaced and self._restart(stage):
+        if not is_replaced and self._start_again(stage, is_silent):
             context.observer.warned(f"{why}; it is started again, and {begins}; the others wait")
         else:
             context.observer.warned(f"{why}; its next worker {begins}; the others wait")
         context.tell_phase(self._gathering.missing)
 
+    def _hold_links(self, stage: int) -> None:
+        """Have neighbours wait for whoever comes next, however long a file takes on its way there."""
+        for ends in self._recovery.links_of(stage):
+            neighbour = self._context.membership.at(other_end(ends, stage))
+            if neighbour is not None and neighbour.standing in (Standing.PLANNED, Standing.READY):
+                self._context.server.send(neighbour.identity, Hold([ends.link]))
+
+    def _start_again(self, stage: int, is_silent: bool) -> bool:
+        """Have the stage's worker started again where it was, unless that is in vain and a spare can take it."""
+        now_s, options = self._context.clock(), self._context.options
+        can_be_given = len(self._context.spares) > 0 and not self._lacks(stage)
+        self._spare_from_s[stage] = now_s
+        if is_silent and can_be_given:
+            return False
+        try:
+            is_started = self._restart(stage)
+        except PeerLostError as error:
+            if not can_be_given:
+                raise
+            self._context.observer.warned(str(error))
+            return False
+        if is_started:
+            self.given.discard(stage)
+        if not is_silent or is_started:
+            self._spare_from_s[stage] = now_s + (options.give_up_s / 2 if is_started else options.peer_timeout_s)
+        return is_started
+
+    def _lacks(self, stage: int) -> str:
+        return self._context.copies.lacks(stage, self._context.membership.members)
+
+    def give_to_spares(self) -> None:
+        """Give stages whose hosts are lost to who waits for them."""
+        context, now_s = self._context, self._context.clock()
+        for stage in [stage for stage in self._lost if context.membership.at(stage) is None]:
+            if now_s < self._spare_from_s.get(stage, math.inf) or self._lacks(stage):
+                continue
+            spare = context.spares.take()
+            if spare is None:
+                return
+            context.observer.warned(f"stage {stage} is given to the spare worker {spare.name}; {context.spares}")
+            self.given.add(stage)
+            self._gathering.join(spare.identity, replace(spare.join, stage=stage), is_given=True)
+
     def wait_for(self, stage: int) -> None:
         """A stage has no worker, or none that has said so."""
-        self._lost.setdefault(stage, self._context.clock())
+        now_s = self._context.clock()
+        self._lost.setdefault(stage, now_s)
+        self._spare_from_s.setdefault(stage, now_s + self._context.options.give_up_s / 2)
 
     def rejoined(self, stage: int) -> None:
         """The worker of a stage goes on under this coordinator."""
         self._lost.pop(stage, None)
+        self._spare_from_s.pop(stage, None)
         self.greeted()
 
     def roll_back(self, why: str) -> None:
         """Have every stage begin again at the restore point: a lost one cannot come back alone."""
         context = self._context
+        self._recovery.roll_back()
         context.observer.warned(f"{why}: all stages go back to step {self._recovery.point.step}, and go on from there")
         for member in context.membership.members:
             context.server.send(member.identity, StartOver(why))
             context.membership.leave(member.stage)
             self._gathering.note_lost(member.identity)
             self._recovery.lose(member.stage)
-            self._lost.setdefault(member.stage, context.clock())
+            self._forget(member.stage)
+            self.wait_for(member.stage)
         self._return = None
 
     def check_waiting(self, give_up_s: float) -> None:
-        """Raise PeerLostError once a stage has been gone for too long; the message names it."""
-        now_s = self._context.clock()
-        missing = set(self._context.membership.lacking(Standing.GREETED))
-        late = [stage for stage, since_s in self._lost.items() if stage in missing and now_s - since_s > give_up_s]
+        """Raise PeerLostError once a stage has been gone for too long; the message names it.
+
+        One that is there again, and still loads or fetches its snapshot, may take as long as joining may.
+        """
+        now_s, membership = self._context.clock(), self._context.membership
+        longest_s = dict.fromkeys(membership.missing, give_up_s)
+        for stage in set(membership.lacking(Standing.GREETED)) - longest_s.keys():
+            longest_s[stage] = max(give_up_s, self._context.options.join_timeout_s)
+        late = [stage for stage, since_s in self._lost.items() if now_s - since_s > longest_s.get(stage, math.inf)]
         if late:
-            raise PeerLostError(f"{stage_list(late)} did not come back within {give_up_s:.0f} s (run.give_up)")
+            lacking = [self._lacks(stage) for stage in late] if self._context.spares else []
+            why = "".join(f"; a spare could not take it, since nobody has a copy of {file}" for file in lacking if file)
+            raise PeerLostError(f"{stage_list(late)} did not come back within {give_up_s:.0f} s (run.give_up){why}")
 
     # -- the return ------------------------------------------------------------------------------
 
@@ -127,12 +197,24 @@ class Returning:
         returning = frozenset(membership.lacking(Standing.PLANNED))
         if membership.lacking(Standing.GREETED) or self._return is not None or not returning:
             return
+        if not self._fit_together(returning):
+            self.roll_back("neighbours come back at different snapshots")
+            return
         self._recovery.epoch += 1
         self._note_epoch(self._recovery.epoch)
         self._return = _Return(self._recovery.epoch, returning)
         for stage in {other_end(ends, s) for s in returning for ends in self._recovery.links_of(s)} - returning:
             self._relink(self._return, stage)
         self._plan_when_ready(self._return)
+
+    def _fit_together(self, returning: frozenset[int]) -> bool:
+        """Whether neighbours that both begin again do so at the same step: neither has what the other wants before."""
+        links = [ends for stage in returning for ends in self._recovery.links_of(stage)]
+        return all(
+            self._recovery.position(ends.lower) == self._recovery.position(ends.upper)
+            for ends in links
+            if {ends.lower, ends.upper} <= returning
+        )
 
     def _relink(self, under_way: _Return, stage: int) -> None:
         links = [ends for ends in self._recovery.links_of(stage) if other_end(ends, stage) in under_way.returning]
@@ -182,7 +264,7 @@ class Returning:
         member = self._context.membership.at(stage)
         if member is None:
             return
-        point = self._recovery.point
+        point = self._recovery.origin(stage)
         self._context.server.send(member.identity, Start(point.step, [list(row) for row in point.codecs]))
         self._note_position(stage)
 
@@ -199,4 +281,5 @@ class Returning:
         """Say once when a stage is where the run is."""
         if stage in self._lost and not self._recovery.is_behind(stage):
             lasted_s = self._context.clock() - self._lost.pop(stage)
+            self._spare_from_s.pop(stage, None)
             self._context.observer.warned(f"{self._context.membership.name(stage)} is back after {lasted_s:.1f} s")

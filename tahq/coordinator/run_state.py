@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from tahq.comm.control import Evaluated, Hello, Message, Prepare, Ready, Snapshotted, Traced
+from tahq.comm.control import Copied, Evaluated, Hello, Message, Prepare, Ready, Snapshotted, Traced
 from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
@@ -63,6 +63,7 @@ WHEN: Mapping[type[Message], frozenset[Phase]] = {
     Prepare: frozenset({Phase.TRAINING, Phase.FINISHING}),
     Evaluated: frozenset({Phase.TRAINING, Phase.FINISHING}),
     Snapshotted: frozenset({Phase.TRAINING, Phase.FINISHING}),
+    Copied: frozenset({Phase.TRAINING, Phase.FINISHING}),
     ComputeMeasured: frozenset({Phase.MEASURING}),
     PathsMeasured: frozenset({Phase.MEASURING}),
     Traced: frozenset({Phase.TRAINING, Phase.FINISHING}),

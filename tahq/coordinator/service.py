@@ -4,16 +4,14 @@ Everything that decides is in the pure cores (`membership`, `plan`, `commit`, `r
 `watch`). One thread; `request_stop` alone may be called from elsewhere (a signal handler).
 """
 
-import math
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tahq.comm.control import (
-    Abort,
-    Bye,
+    Copied,
     Evaluated,
     Failed,
     Heartbeat,
@@ -21,6 +19,7 @@ from tahq.comm.control import (
     Join,
     LinkState,
     Message,
+    NotKept,
     Prepare,
     Ready,
     Rejoin,
@@ -33,8 +32,11 @@ from tahq.comm.control import (
 from tahq.comm.control_channel import ControlServer
 from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.copies import Copies
+from tahq.coordinator.disk_room import WaitForRoom
+from tahq.coordinator.ending import RunEnding
 from tahq.coordinator.gathering import Gathering
-from tahq.coordinator.journal import Journal, JournalFacts, JournalledHolder
+from tahq.coordinator.journal import Journal
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.membership import Membership, Standing
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
@@ -43,16 +45,16 @@ from tahq.coordinator.plan import link_ends
 from tahq.coordinator.publisher import Publish, SnapshotPublisher
 from tahq.coordinator.recovery import Recovery, RestorePoint
 from tahq.coordinator.returning import Restart, Returning
+from tahq.coordinator.run_journal import RunJournal
 from tahq.coordinator.run_state import Ending, Event, Phase, RunState
+from tahq.coordinator.spares import Spares
 from tahq.coordinator.training import Training
 from tahq.coordinator.watch import check_exits, check_waiting, silence
 from tahq.errors import (
-    InterruptedRunError,
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
     TahqError,
-    UserError,
 )
 
 POLL_S = 0.1
@@ -87,22 +89,31 @@ class Coordinator:
         membership = Membership(options.num_stages, options.version, options.config_hash, options.hosts)
         self._state = RunState(clock(), options.start_step if options.snapshot else None)
         recovery = recovery_of(options)
-        self._context = RunContext(options, server, observer, clock, membership, self._state, recovery)
+        copies = Copies(
+            is_on=options.copies > 0,
+            within_host=options.copies_within_host,
+            num_stages=options.num_stages,
+            base=recovery.base,
+        )
+        self._context = RunContext(
+            options, server, observer, clock, membership, self._state, recovery, copies, Spares()
+        )
         self._gathering = Gathering(self._context)
         self.restart: Restart | None = None
         """Starts a stage's worker again; None: nobody here can."""
-        self._returning = Returning(self._context, self._gathering, self._restart, self._note_epoch)
+        self._do_beside: Callable[[], None] = lambda: None
+        self._room = WaitForRoom(self._context, self._attend, self._dispatch)
         self._journal = journal
-        self._holders = journal.holders() if journal is not None and self._is_continued else {}
+        self._kept = RunJournal(journal, self._context, self._room)
+        self._holders = self._kept.holders()
+        self._returning = Returning(self._context, self._gathering, self._restart, self._kept.note_epoch, self._forget)
+        self._ending = RunEnding(self._context)
         self._silent: set[int] = set()
         """Stages that have given no sign of life for a while."""
         self._training: Training | None = None
         self._publish = publish or SnapshotPublisher(options)
         self._measuring = measuring
         self._num_steps = 0
-        self._signals: deque[int] = deque()
-        self._num_signals = 0
-        self._leave_by_s = math.inf
         self._next_tick_s = clock()
 
     @property
@@ -112,7 +123,7 @@ class Coordinator:
 
     def request_stop(self, signal_number: int) -> None:
         """Ask the run to stop: in order the first time, at once the second. Safe in a signal handler."""
-        self._signals.append(signal_number)
+        self._ending.request(signal_number)
 
     def worker_exited(self, stage: int, status: int, last_words: str = "") -> None:
         """The launcher's word that a stage's process has ended (negative: killed by that signal).
@@ -131,14 +142,14 @@ class Coordinator:
         Returns:
             The exit status of the run: 0 done, 128 + signal interrupted, else as errors.py has it.
         """
+        self._do_beside = tick
         self._open()
         try:
             self._lead(tick)
             self._let_leave(tick)
+            self._kept.note_end()
         finally:
             self._close()
-        if self._journal is not None and self._journal.has_run:
-            self._journal.note(is_over=True)
         return self._state.ending.exit_status
 
     # -- the loop --------------------------------------------------------------------------------
@@ -149,22 +160,28 @@ class Coordinator:
             while self._state.phase is not Phase.OVER:
                 self._turn(tick)
         except TahqError as error:
-            self._abort(error.exit_status, str(error))
+            self._ending.abort(error.exit_status, str(error))
         except BaseException as error:
-            self._abort(1, f"the coordinator failed: {error!r}")
+            self._ending.abort(1, f"the coordinator failed: {error!r}")
             raise
 
     def _turn(self, tick: Callable[[], None]) -> None:
         # taken before the poll: if this process was held up, signs of life wait in the socket
         polled_s = self._context.clock()
-        for identity, message in self._context.server.poll(POLL_S):
+        for identity, message in self._room.take() or self._context.server.poll(POLL_S):
             self._dispatch(identity, message)
         for refused in self._context.server.take_refused():
             self._context.observer.warned(refused)
         if self._state.phase is not Phase.OVER:
             self._tick(tick)
-            self._take_signals()
+            self._ending.take_requests()
             self._check_timers(polled_s)
+
+    def _attend(self) -> None:
+        """What goes on while the journal waits for room."""
+        self._tick(self._do_beside)
+        self._ending.take_requests()
+        self._ending.check_grace()
 
     def _tick(self, tick: Callable[[], None]) -> None:
         now_s = self._context.clock()
@@ -194,30 +211,21 @@ class Coordinator:
         self._state.check(message, name)
         handler(self, identity, message)
 
-    def _take_signals(self) -> None:
-        while self._signals:
-            number = self._signals.popleft()
-            self._num_signals += 1
-            if self._num_signals > 1:
-                raise InterruptedRunError(f"stopped at once by a second {signal_name(number)}", number)
-            self._stop(number, "the coordinator")
-
     def _check_timers(self, polled_s: float) -> None:
         context, options = self._context, self._context.options
         step = self._training.steps_done if self._training and self._state.phase is Phase.TRAINING else None
+        for stage in self._returning.given:
+            self._state.forget_exit(stage)
         killed = check_exits(self._state, context.membership, self._gathering.refusals, context.clock(), step)
         for stage, why in killed.items():
             self._state.forget_exit(stage)
             self._lose(stage, why)
         self._check_silence(polled_s, step)
+        self._gathering.lose_silent_spares(polled_s - max(options.peer_timeout_s, options.give_up_s / 2))
+        self._returning.give_to_spares()
         self._returning.check_waiting(options.give_up_s)
         check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
-        if context.clock() > self._leave_by_s:
-            raise InterruptedRunError(
-                f"stopped by SIGTERM: the step and its snapshot took longer than run.grace ({options.grace_s:g} s), so "
-                f"they are given up after step {self._begun().steps_done}",
-                signal.SIGTERM,
-            )
+        self._ending.check_grace()
 
     def _check_silence(self, polled_s: float, step: int | None) -> None:
         options, membership = self._context.options, self._context.membership
@@ -233,37 +241,34 @@ class Coordinator:
         self._silent = set(silent)
         lost_s = max(options.peer_timeout_s, options.give_up_s / 2)
         for member in membership.silent(polled_s - lost_s):
-            self._lose(member.stage, silence(member, lost_s, step))
-
-    @property
-    def _is_continued(self) -> bool:
-        """Whether the journal is of this run, and goes on."""
-        journal, options = self._journal, self._context.options
-        if journal is None or not journal.has_run:
-            return False
-        facts = journal.facts
-        return (facts.run_id, facts.config_hash) == (options.run_id, options.config_hash)
-
-    def _note_epoch(self, epoch: int) -> None:
-        if self._journal is not None:
-            self._journal.note(epoch=epoch)
+            self._lose(member.stage, silence(member, lost_s, step), is_silent=True)
 
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
 
-    def _lose(self, stage: int, why: str, *, is_replaced: bool = False) -> None:
-        if self._measuring is not None:
-            raise PeerLostError(why)
+    def _forget(self, stage: int) -> None:
         if self._training is not None:
             self._training.lose(stage)
+
+    def _lose(self, stage: int, why: str, *, is_replaced: bool = False, is_silent: bool = False) -> None:
+        if self._measuring is not None:
+            raise PeerLostError(why)
+        self._forget(stage)
         self._silent.discard(stage)
-        if self._journal is not None:
-            self._journal.lost(stage)
-        self._returning.lose(stage, why, is_replaced=is_replaced)
+        self._kept.note_lost(stage)
+        self._returning.lose(stage, why, is_replaced=is_replaced, is_silent=is_silent)
 
     # -- messages --------------------------------------------------------------------------------
 
     def _on_join(self, identity: bytes, join: Join) -> None:
+        is_wanted = 0 <= join.stage < self._context.options.num_stages and (
+            self._context.membership.at(join.stage) is None
+        )
+        if join.spare and self._measuring is None and not is_wanted:
+            self._gathering.admit_spare(identity, join)
+            return
+        if join.spare and join.stage not in self._returning.given:
+            join = replace(join, spare=False)  # it is on its own host
         replaced = self._context.membership.replaced_by(identity, join)
         if replaced is not None:
             reason = "a person takes its stage over" if join.takeover else "it was started again"
@@ -274,6 +279,8 @@ class Coordinator:
         is_complete = self._gathering.hello(identity, hello)
         if self._state.phase is not Phase.JOINING:
             self._returning.greeted()
+            if self._training is not None:
+                self._training.settle_copies()
             return
         if not is_complete:
             return
@@ -283,59 +290,37 @@ class Coordinator:
             return
         self._num_steps = self._gathering.num_steps()
         if self._context.options.start_step >= self._num_steps:
-            self._say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
+            self._ending.say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
         else:
             self._returning.num_steps = self._num_steps
-            self._begin_journal()
+            self._kept.begin(self._num_steps, *self._gathering.data_position(self._context.options.start_step))
             self._gathering.plan(self._num_steps)
 
     def _on_ready(self, identity: bytes, ready: Ready) -> None:
         is_complete = self._gathering.ready(identity, ready)
-        self._note_holder(ready.stage)
+        self._kept.note_holder(ready.stage)
         if self._training is not None:
+            self._context.copies.began(ready.stage, self._context.recovery.position(ready.stage))
             self._returning.ready(ready.stage)
+            self._training.settle_copies()
         elif is_complete:
             self._begin_training()
-            codecs = [list(row) for row in self._context.recovery.point.codecs]
+            codecs = [list(row) for row in self._context.recovery.base.codecs]
             self._context.broadcast(Start(self._context.options.start_step, codecs))
+            self._begun().settle_copies()
 
     def _begin_training(self) -> None:
         self._training = Training(self._context, self._num_steps, self._publish, self._journal)
+        self._ending.training = self._training
+        for member in self._context.copies.uncopied(self._context.membership.members):
+            self._context.observer.warned(
+                f"{member.name} only dials out, so nobody can have a copy of its snapshots: if its host is lost with "
+                "its disk, so is the run"
+            )
         self._returning.begin()
         self._context.advance(Event.ALL_READY)
         if self._training.is_decided:
             self._context.advance(Event.LAST_COMMIT, self._training.owed)
-
-    def _begin_journal(self) -> None:
-        """Remember where this run begins, unless it goes on."""
-        if self._journal is None:
-            return
-        options, recovery = self._context.options, self._context.recovery
-        if self._is_continued:
-            return
-        samples, next_sample = self._gathering.data_position(options.start_step)
-        self._journal.begin(
-            JournalFacts(
-                options.run_id,
-                options.config_hash,
-                recovery.epoch,
-                options.start_step,
-                next_sample,
-                samples,
-                self._num_steps,
-                options.global_batch,
-                options.start_step,
-                options.snapshot,
-                dict(options.snapshot_files),
-                dict(options.codecs.saved),
-            )
-        )
-
-    def _note_holder(self, stage: int) -> None:
-        member = self._context.membership.at(stage)
-        if self._journal is not None and member is not None and member.hello is not None:
-            who = (member.host, member.pid, member.worker_id)
-            self._journal.held(JournalledHolder(stage, member.identity, member.hello, *who))
 
     def _on_rejoin(self, identity: bytes, rejoin: Rejoin) -> None:
         holder = self._holders.get(rejoin.stage) if rejoin.run_id == self._context.options.run_id else None
@@ -346,14 +331,13 @@ class Coordinator:
         self._context.recovery.rejoined(rejoin.stage, rejoin.step)
         self._context.observer.warned(f"{self._context.membership.name(rejoin.stage)} goes on where it was")
         self._returning.rejoined(rejoin.stage)
-        self._finish_if_nothing_is_owed()
+        self._begun().settle_copies()
+        self._ending.finish_if_nothing_is_owed()
 
     def _go_on(self) -> None:
         """A worker of the coordinator before this one lives: the run goes on where it is, whoever else comes."""
-        if self._journal is None:
-            raise AssertionError("without a journal nobody is known")
         options = self._context.options
-        self._num_steps = self._returning.num_steps = self._journal.facts.num_steps
+        self._num_steps = self._returning.num_steps = self._kept.num_steps
         self._context.observer.planned(options.start_step, self._num_steps)
         self._context.advance(Event.ALL_GREETED)
         self._begin_training()
@@ -373,11 +357,14 @@ class Coordinator:
 
     def _on_evaluated(self, identity: bytes, evaluated: Evaluated) -> None:
         self._begun().evaluated(identity, evaluated)
-        self._finish_if_nothing_is_owed()
+        self._ending.finish_if_nothing_is_owed()
 
     def _on_snapshotted(self, identity: bytes, part: Snapshotted) -> None:
         self._begun().snapshotted(identity, part)
-        self._finish_if_nothing_is_owed()
+        self._ending.finish_if_nothing_is_owed()
+
+    def _on_copied(self, identity: bytes, copied: Copied) -> None:
+        self._begun().copied(identity, copied)
 
     def _on_compute_measured(self, identity: bytes, figures: ComputeMeasured) -> None:
         self._measures().computed(identity, figures)
@@ -399,22 +386,39 @@ class Coordinator:
             again = f"; {state.num_sent_again} messages were sent again so far" if state.num_sent_again else ""
             self._context.observer.warned(f"{member.name}: {link} works again after {state.lasted_s:.1f} s{again}")
 
+    def _on_not_kept(self, identity: bytes, unkept: NotKept) -> None:
+        member = self._context.membership.claim(identity, unkept.stage)
+        self._context.observer.warned(
+            f"{member.name}: what it sends on link {unkept.link} is not kept until the next snapshot is complete: "
+            f"{unkept.reason}; training goes on, and if a worker dies before that, all stages go back to the last one"
+        )
+
     def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
         member = self._context.membership.claim(identity, request.stage)
         if request.signal_number not in signal.valid_signals():
             raise RemoteProtocolError(f"{member.name} got signal {request.signal_number}, it says, which is none")
-        self._stop(request.signal_number, member.name)
+        self._ending.stop(request.signal_number, member.name)
 
     def _on_failed(self, identity: bytes, failed: Failed) -> None:
         member = self._context.membership.claim(identity, failed.stage)
+        if (
+            self._training is not None
+            and member.stage in self._returning.given
+            and member.standing is not Standing.READY
+        ):
+            self._lose(member.stage, f"{member.name}: {failed.message}", is_silent=True)  # another spare may be able to
+            return
         self._context.membership.leave(member.stage)
-        self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, f"{member.name}: {failed.message}")
+        self._ending.abort(
+            failed.exit_status if 0 < failed.exit_status < 256 else 1, f"{member.name}: {failed.message}"
+        )
 
     def _on_heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
         member = self._context.membership.doing(identity, heartbeat)
         if member is not None:
             self._context.tell_stage(member)
         else:
+            self._context.spares.seen(identity, self._context.clock())
             self._gathering.remind(identity)
 
     def _begun(self) -> Training:
@@ -429,54 +433,11 @@ class Coordinator:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _stop(self, signal_number: int, who: str) -> None:
-        first = self._state.stop_signal is None
-        name = signal_name(signal_number)
-        if not self._state.request_stop(signal_number):
-            when = "while measuring" if self._state.phase is Phase.MEASURING else "before the first step"
-            raise InterruptedRunError(f"{who} got {name} {when}", signal_number)
-        if signal_number == signal.SIGTERM:  # of Ctrl-C a person sees what comes of it, and can press it again
-            self._leave_by_s = min(self._leave_by_s, self._context.clock() + self._context.options.grace_s)
-        if first and self._state.phase is Phase.TRAINING:
-            step = self._begun().steps_done + 1
-            self._context.observer.warned(f"{who} got {name}: finishing step {step}, then a snapshot")
-
-    def _finish_if_nothing_is_owed(self) -> None:
-        if self._state.phase is not Phase.FINISHING:
-            return
-        if self._context.membership.lacking(Standing.READY):
-            return
-        owed = self._begun().owed
-        self._context.tell_phase(owed)
-        if not owed:
-            self._say_bye(Event.NOTHING_OWED, self._orderly_ending(self._begun()))
-
     def _finish_if_all_is_measured(self) -> None:
         if self._measures().is_finished:
             failures = self._measures().measured.failures
-            self._say_bye(Event.ALL_MEASURED, Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0))
-
-    def _orderly_ending(self, training: Training) -> Ending:
-        done, signal_number, hint = training.steps_done, self._state.stop_signal, self._resume_hint()
-        if not training.finished and signal_number is not None:
-            text = f"stopped by {signal_name(signal_number)} after step {done} of {self._num_steps}"
-            return Ending(128 + signal_number, f"{text}; {hint}")
-        if self._state.last_snapshot != done:
-            return Ending(1, f"all {done} steps are done, but the last snapshot could not be written; {hint}")
-        return Ending(0)
-
-    def _say_bye(self, event: Event, ending: Ending) -> None:
-        self._state.end(event, ending, self._context.clock())
-        self._context.broadcast(Bye(ending.exit_status))
-
-    def _abort(self, exit_status: int, message: str) -> None:
-        if self._training is not None and exit_status != UserError.exit_status:
-            message = f"{message}; {self._resume_hint()}"
-        self._state.end(Event.ENDED, Ending(exit_status, message), self._context.clock())
-        self._context.broadcast(Abort(message, exit_status))
-
-    def _resume_hint(self) -> str:
-        return self._state.resumable(self._context.options.resume_command)
+            ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
+            self._ending.say_bye(Event.ALL_MEASURED, ending)
 
     def _let_leave(self, tick: Callable[[], None]) -> None:
         """Keep the socket going until the workers have left, or should have."""
@@ -514,10 +475,12 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     Prepare: Coordinator._on_prepare,
     Evaluated: Coordinator._on_evaluated,
     Snapshotted: Coordinator._on_snapshotted,
+    Copied: Coordinator._on_copied,
     ComputeMeasured: Coordinator._on_compute_measured,
     PathsMeasured: Coordinator._on_paths_measured,
     Traced: Coordinator._on_traced,
     LinkState: Coordinator._on_link_state,
+    NotKept: Coordinator._on_not_kept,
     StopRequest: Coordinator._on_stop_request,
     Failed: Coordinator._on_failed,
     Heartbeat: Coordinator._on_heartbeat,
@@ -529,11 +492,3 @@ def recovery_of(options: CoordinatorOptions) -> Recovery:
     point = RestorePoint(options.start_step, options.snapshot, dict(options.snapshot_files))
     links = link_ends(options.num_stages, options.tie_link, options.chunks_per_stage)
     return Recovery(point, links, options.num_stages, options.epoch)
-
-
-def signal_name(number: int) -> str:
-    """``SIGINT`` for 2; ``signal 99`` for what is none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -3,11 +3,12 @@
 A COMMIT leaves as soon as the last PREPARE is in, before anything is shown or written.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from tahq import fault_points
-from tahq.comm.control import Commit, Evaluated, Prepare, Published, Snapshotted, Traced
+from tahq.comm.control import Admit, Commit, Copied, Copy, Evaluated, Prepare, Published, Snapshotted, Traced
 from tahq.coordinator.commit import CommitLedger, CommitRules
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import Journal
@@ -69,6 +70,10 @@ class Training:
             self._note_decided(step.commit, replace(self._codecs.described(record), codec_changes=changes))
             if step.commit.step in evaluations:
                 self._take_evaluation(evaluations[step.commit.step])
+        newest = journal.facts.newest
+        if newest and newest["step"] > self._context.recovery.base.step:
+            self._note_published(newest["step"], newest["snapshot"], newest["files"])
+            self._reports.have_snapshot(newest["step"])
 
     def _decide_codecs(self, record: StepRecord) -> tuple[tuple[CodecChange, ...], list[list[int]]]:
         return self._codecs.decide(self._codecs.described(record))
@@ -77,6 +82,11 @@ class Training:
     def steps_done(self) -> int:
         """Steps committed so far."""
         return self._ledger.step
+
+    @property
+    def num_steps(self) -> int:
+        """Length of the run."""
+        return self._num_steps
 
     @property
     def is_decided(self) -> bool:
@@ -110,7 +120,7 @@ class Training:
         commit, record = decision
         record = self._codecs.described(record)
         changes, rows = self._codecs.decide(record)
-        commit = replace(commit, codecs=rows, complete_snapshot=context.state.last_snapshot or 0)
+        commit = replace(commit, codecs=rows, complete_snapshot=_complete_snapshot(context))
         reached(fault_points.COMMIT_DECIDED, step=commit.step)
         if self._journal is not None:
             self._journal.decided(commit, self._ledger.decided, record.step_time_s)
@@ -154,6 +164,7 @@ class Training:
                 "and is no longer exact"
             )
         context.recovery.prepared(prepare)
+        self.settle_copies()
         evaluate = commit.step == self._reports.evaluating
         snapshot = self._reports.lacks(commit.step + 1, member.stage)
         context.server.send(identity, for_one_again(commit, evaluate=evaluate, snapshot=snapshot))
@@ -187,7 +198,8 @@ class Training:
             return  # heard by the coordinator before
         parts = self._reports.snapshotted(part, member.name)
         if parts is not None:
-            self._complete(replace(parts, codecs=self._codecs_kept.pop(parts.step)))
+            base = self._context.recovery.base.step if self._is_copied_first() else None
+            self._complete(replace(parts, codecs=self._codecs_kept[parts.step], base=base))
 
     def traced(self, identity: bytes, part: Traced) -> None:
         """Take a part of a traced step; raises RemoteProtocolError if it makes no sense."""
@@ -203,16 +215,60 @@ class Training:
         error = self._publishing_error(parts)
         if not error:
             self._published(parts)
+        self._codecs_kept.pop(parts.step, None)
         self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
 
     def _published(self, parts: SnapshotParts) -> None:
         context = self._context
-        context.state.last_snapshot = parts.step
         folder = f"snapshots/{snapshot_name(parts.step)}"
-        context.recovery.published(parts.step, folder, {part.file: part.sha256 for part in parts.parts})
-        if self._journal is not None:
-            self._journal.published(parts.step, folder, context.recovery.point.files, parts.codecs)
-        context.broadcast(Published(parts.step))
+        files = {part.file: part.sha256 for part in parts.parts}
+        self._note_published(parts.step, folder, files)
+        if self._journal is not None and self._is_copied_first():
+            self._journal.note(newest={"step": parts.step, "snapshot": folder, "files": files})
+        if not self.settle_copies():
+            context.broadcast(Published(parts.step, context.recovery.base.step))
+
+    def _note_published(self, step: int, folder: str, files: Mapping[str, str]) -> None:
+        context = self._context
+        context.state.last_snapshot = step
+        context.recovery.published(step, folder, files, self._codecs_kept.pop(step, {}))
+        context.copies.published(context.recovery.point)
+
+    def _is_copied_first(self) -> bool:
+        """Whether a snapshot is the base only when copies of it are on other hosts."""
+        return self._context.copies.is_needed(self._context.membership.members)
+
+    def copied(self, identity: bytes, copied: Copied) -> None:
+        """Take what became of a copy; raises RemoteProtocolError if its sender is not who it says."""
+        context = self._context
+        holder = context.membership.claim(identity, copied.holder)
+        context.copies.copied(holder, copied)
+        if copied.error:
+            context.observer.warned(f"{holder.name} has no copy of stage {copied.stage}'s snapshot: {copied.error}")
+        self.settle_copies()
+
+    def settle_copies(self) -> bool:
+        """Free what nobody can want, now that a snapshot is copied; then order what is to be copied. Whether it was."""
+        context, recovery, copies = self._context, self._context.recovery, self._context.copies
+        members, target = context.membership.members, copies.target
+        is_settled = target is not None and copies.is_complete(members) and recovery.rebase(target)
+        if is_settled and target is not None:
+            copies.based(target)
+            if self._journal is not None:
+                self._journal.published(target.step, target.snapshot, target.files, target.saved_codecs)
+            context.broadcast(Published(recovery.point.step, target.step))
+        for identity, order in copies.orders(members):
+            context.server.send(identity, self._admitted(identity, order))
+        return is_settled
+
+    def _admitted(self, holder: bytes, order: Copy) -> Copy:
+        """The order with the key of who has the file, which has been told whose key will ask for it."""
+        server, source = self._context.server, self._context.membership.at(order.stage)
+        key = server.public_key(holder)
+        if not key or not order.address or source is None:
+            return order
+        server.send(source.identity, Admit([key]))
+        return replace(order, public_key=server.public_key(source.identity))
 
     def _publishing_error(self, parts: SnapshotParts) -> str:
         try:
@@ -220,6 +276,12 @@ class Training:
         except (OSError, TahqError) as error:
             return parts.error or f"coordinator: {error}"
         return parts.error
+
+
+def _complete_snapshot(context: RunContext) -> int:
+    """Steps behind the base, where that is a snapshot: hosts may remove what is older."""
+    base = context.recovery.base
+    return base.step if base.snapshot else 0
 
 
 def commit_rules(context: RunContext, num_steps: int) -> CommitRules:

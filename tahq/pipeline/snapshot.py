@@ -138,7 +138,7 @@ def _with_tensor_names(folder: Path, entry: StageFile) -> StageFile:
     return replace(entry, tensors=tuple(sorted(reader.names())))
 
 
-def prune(snapshots: Path, keep: int, complete: int = 0) -> list[Path]:
+def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None) -> list[Path]:
     """Remove all but the newest `keep` snapshots, and what killed writers left before them.
 
     What `latest` names stays, and so does whatever is newer: it may be under way. Where there is no
@@ -149,6 +149,7 @@ def prune(snapshots: Path, keep: int, complete: int = 0) -> list[Path]:
         snapshots: the run's folder of snapshots.
         keep: complete snapshots to keep, at least 1.
         complete: steps behind the newest one that the coordinator has; 0: it has none, so nothing is removed.
+        base: steps behind the oldest one at which a lost stage may begin again; it and newer ones stay. None: no such.
 
     Returns:
         The folders that were removed.
@@ -161,6 +162,8 @@ def prune(snapshots: Path, keep: int, complete: int = 0) -> list[Path]:
         stale = _older_than_latest(folders, latest_folder(snapshots), keep)
     else:
         stale = [folder for step, folder in folders.items() if step <= complete][:-keep]
+    if base is not None:
+        stale = [folder for folder in stale if folder in [folders[step] for step in folders if step < base]]
     for folder in stale:
         _remove_folder(folder)
     return stale

@@ -13,15 +13,15 @@ from pathlib import Path
 from chaos.lanes import run_in_lanes
 from chaos.results import Results, default_path
 from chaos.row import Row
-from chaos.rows import PENDING, ROWS
+from chaos.rows import ROWS
 from chaos.session import run_row
 
 
 def main() -> int:
     arguments = _parse()
     if arguments.list:
-        for row in (*ROWS, *PENDING):
-            print(f"{row.name:<22}{'pending  ' if row in PENDING else '':<9}{row.fault}: {row.shows}")
+        for row in ROWS:
+            print(f"{row.name:<22}{row.fault}: {row.shows}")
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a script's background
         signal.signal(number, _leave)
@@ -67,7 +67,7 @@ def _numbers(text: str) -> list[int]:
 def _chosen(names: str | None) -> list[Row]:
     if names is None:
         return list(ROWS)
-    known = {row.name: row for row in (*ROWS, *PENDING)}
+    known = {row.name: row for row in ROWS}
     unknown = [name for name in names.split(",") if name not in known]
     if unknown:
         sys.exit(f"no row {', '.join(unknown)}; there are {', '.join(known)}")

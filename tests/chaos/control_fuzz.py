@@ -24,16 +24,21 @@ from typing import Any
 import msgpack
 
 from tahq.comm.control import (
+    Admit,
     Assign,
     Commit,
     ComputeMeasured,
+    Copied,
+    Copy,
     Evaluated,
     Failed,
     Heartbeat,
     Hello,
+    Hold,
     Join,
     LinkState,
     Message,
+    NotKept,
     PathsMeasured,
     Plan,
     Prepare,
@@ -43,6 +48,7 @@ from tahq.comm.control import (
     Relink,
     Relinked,
     Snapshotted,
+    StandBy,
     Start,
     StartOver,
     StopRequest,
@@ -83,8 +89,9 @@ def transcript() -> list[Heard]:
     said += [(_who(stage), _hello(stage)) for stage in range(STAGES)]
     said += [(_who(stage), Ready(stage)) for stage in range(STAGES)]
     said += [(_who(1), Heartbeat(1, 0, "F0", 5.0, 4.0, 0.5)), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
+    said += [(_who(2), NotKept(2, 1, "no room"))]
     said += _step(0, [_who(stage) for stage in range(STAGES)])
-    said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST))]
+    said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST, 1))]
     said += [(_who(stage), Relinked(stage, _SECOND_EPOCH)) for stage in range(STAGES) if stage != _LOST]
     said += [(_NEXT_WORKER, Ready(_LOST))]
     return said + _step(1, [_NEXT_WORKER if stage == _LOST else _who(stage) for stage in range(STAGES)])
@@ -103,9 +110,10 @@ def _join(stage: int) -> Join:
     return Join(stage, "0.1", f"host{stage}", 100 + stage)
 
 
-def _hello(stage: int) -> Hello:
+def _hello(stage: int, start_step: int = 0) -> Hello:
     data = ("t", "d", 100) if stage in (0, STAGES - 1) else ("", "", 0)
-    return Hello(stage, "0.1", "c0ffee", *data[:2], f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, data[2])
+    where = (f"10.0.0.{stage}:9000", "cpu", "2.13.0")
+    return Hello(stage, "0.1", "c0ffee", *data[:2], *where, 1000, data[2], start_step=start_step)
 
 
 def other_messages() -> list[Message]:
@@ -117,8 +125,13 @@ def other_messages() -> list[Message]:
         Relink(2, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], [[0, 1, 1, -1]]),
         Relinked(0, _SECOND_EPOCH, [0]),
         Widen(0, 3),
-        Published(4),
+        Published(4, 4),
         StartOver("a log is not whole"),
+        StandBy(10.0, 120.0),
+        Hold([0]),
+        Copy(4, 1, "stage-001-ab", "ab", "10.0.0.1:9001", "cd" * 32),
+        Admit(["ab" * 32]),
+        Copied(4, 1, 2),
         Start(0, [[0, 0, 1]]),
         Commit(1, True, 0.5, True, True, False, [[0, 1, 2]]),
         Traced(0, 0, 0, 1, ["main"], ["compute"], ["F0"], [""], [1.0], [2.0], [0], [0.0]),

@@ -5,14 +5,16 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from pathlib import Path
 
-from support.processes import workers
+from support.processes import children, workers
 
 from chaos.configurations import small_run
 from chaos.program import Program, warm
 from chaos.row import Attempt, Figures, Row
+from chaos.scene import Scene
 from chaos.starting import by_hand, faults, launched, shaped_network, start_coordinator
 from chaos.worker_rows import STAGES, usual_worker
 from tahq import fault_points
@@ -24,6 +26,8 @@ FREED_BY_TIMEOUT_S = 1.0
 COORDINATOR_BACK_S = 5.0
 """Beyond the timeout, until training must go on after the coordinator has come back."""
 GIVE_UP_S = 15.0
+_LOST_SOON = {"peer_timeout": "5s", "give_up": "20s"}
+"""A worker that is silent for 10 s is lost."""
 
 
 def _plan(attempt: Attempt, *faults: str) -> dict[str, str]:
@@ -70,6 +74,25 @@ def killed_at(point: str) -> Callable[[Attempt], Figures]:
         return _killed(attempt, _where(attempt, point, attempt.dice.randrange(STAGES)))
 
     return attempt
+
+
+def killed_over_gloo(attempt: Attempt) -> Figures:
+    """A worker is killed that process groups join to its neighbours, who have kept nothing of what they sent."""
+    config, stage, point = (
+        small_run(NUM_STEPS, links={"inside": "gloo"}),
+        attempt.dice.randrange(STAGES),
+        _drawn(attempt),
+    )
+    with launched(attempt.folder, config, extra=_plan(attempt, _where(attempt, point, stage))) as scene:
+        outcome = scene.finish(240)
+        (killed_s,) = _happened_s(attempt)
+        measured = attempt.compare(scene, outcome, config, killed_s, killed_s)
+    assert measured["restarts"] == 1, f"{measured['restarts']} workers were started again"
+    return {"point": point, **measured}
+
+
+def _drawn(attempt: Attempt) -> str:
+    return attempt.dice.choice([point for point in _POINTS if point != fault_points.HANDSHAKE])
 
 
 def two_neighbours(attempt: Attempt) -> Figures:
@@ -146,8 +169,38 @@ def rebooted(attempt: Attempt) -> Figures:
 
 
 def host_lost(attempt: Attempt) -> Figures:
-    """Every worker has a folder of its own; one is killed and its folder removed, and a spare joins on another."""
-    stage, step, config = attempt.dice.randrange(STAGES), attempt.dice.randint(5, 7), small_run(12)
+    """Every worker has a folder of its own; one is killed and its folder removed, and a spare has its stage."""
+
+    def lose(scene: Scene, worker: Program, folder: Path) -> None:
+        scene.former.append(worker)
+        worker.close()
+        shutil.rmtree(folder)
+
+    return _replaced(attempt, lose)
+
+
+def stage_taken(attempt: Attempt) -> Figures:
+    """A worker is stopped, as a machine that sleeps, until a spare has its stage; then it goes on, and stands by."""
+
+    def lose(scene: Scene, worker: Program, folder: Path) -> None:
+        pids = [worker.pid, *children(worker.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            scene.leader.line_with("is given to the spare worker", 60)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        worker.line_with("standing by, as a spare", 30)
+        scene.workers.append(worker)  # which leaves with status 0, as all do
+
+    return _replaced(attempt, lose)
+
+
+def _replaced(attempt: Attempt, lose: Callable[[Scene, Program, Path], None]) -> Figures:
+    """A run of workers that share no disk, of which one is lost when all snapshots have been copied once."""
+    stage, step = attempt.dice.randrange(STAGES), attempt.dice.randint(5, 7)
+    config = small_run(40, run={**_LOST_SOON, "copies_within_host": True, "copy_rate": "100mbit"})
     folders = {each: attempt.folder / f"host{each}" for each in (*range(STAGES), STAGES)}
     for folder in folders.values():
         folder.mkdir()
@@ -159,13 +212,26 @@ def host_lost(attempt: Attempt) -> Figures:
         spare = warm("spare", folders[STAGES], "tahq-worker", "--spare", "--peer", scene.peer)
         stack.enter_context(spare)
         scene.wait_for_step(step)
+        copies = "host*/runs/run/copies/stage-*/step-*/*.safetensors"
+        scene.wait(lambda: len(list(attempt.folder.glob(copies))) >= STAGES, 30, "copies on other hosts")
         began_s = time.time()
-        scene.former.append(scene.workers[stage])
-        scene.workers[stage].close()
-        scene.workers[stage] = spare
-        shutil.rmtree(folders[stage])
+        lost, scene.workers[stage] = scene.workers[stage], spare
+        lose(scene, lost, folders[stage])
+        _gather_snapshots(scene, folders.values())
         outcome = scene.finish(240)
-        return attempt.compare(scene, outcome, config, began_s, began_s)
+        figures = attempt.compare(scene, outcome, config, began_s, began_s)
+    assert f"fetching stage-{stage:03d}-" in outcome.text, "the spare has not begun at a copy"
+    return figures
+
+
+def _gather_snapshots(scene: Scene, folders: Iterable[Path]) -> None:
+    """At the end of a run, bring to one place what every host has of its last snapshot."""
+    programs = (scene.leader, *scene.workers)
+    scene.wait(lambda: all(each.status is not None for each in programs), 240, "the end of the run")
+    last = (scene.run / "snapshots" / "latest").read_text().strip()
+    for folder in folders:
+        for path in folder.glob(f"runs/run/snapshots/{last}/*.safetensors"):
+            shutil.copy(path, scene.run / "snapshots" / last)
 
 
 def coordinator_killed_at(point: str) -> Callable[[Attempt], Figures]:
@@ -259,6 +325,13 @@ RECOVERY_ROWS = (
         killed_by_hand,
         20,
     ),
+    Row(
+        "kill-over-gloo",
+        "a worker killed whose links are process groups",
+        "BX; no step lost; only that process restarted; all stages go back to the snapshot",
+        killed_over_gloo,
+        10,
+    ),
     Row("kill-two-neighbours", "two neighbouring workers killed at once", "BX", two_neighbours, 6),
     Row("kill-all-workers", "all workers killed at once", "BX", all_workers, 7, is_quick=True),
     Row(
@@ -268,6 +341,21 @@ RECOVERY_ROWS = (
         rebooted,
         8,
         is_quick=True,
+    ),
+    Row(
+        "host-lost",
+        "a host lost with its disk; a spare joins",
+        "BX; goes on from the off-host copy",
+        host_lost,
+        30,
+        is_quick=True,
+    ),
+    Row(
+        "stage-taken",
+        "a worker stopped until a spare has its stage, then going on",
+        "BX; it is told, and stands by itself",
+        stage_taken,
+        30,
     ),
     *(
         Row(
@@ -288,7 +376,4 @@ RECOVERY_ROWS = (
         30,
         needs=("namespaces",),
     ),
-)
-PENDING_RECOVERY_ROWS = (
-    Row("host-lost", "a host lost with its disk; a spare joins", "BX; goes on from the off-host copy", host_lost, 30),
 )

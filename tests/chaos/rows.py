@@ -1,9 +1,9 @@
-"""All rows. What is in `PENDING` is written, and waits for a part of tahq that is not there yet."""
+"""All rows."""
 
 from chaos.joining_rows import JOINING_ROWS
 from chaos.link_rows import LINK_ROWS
 from chaos.message_rows import MESSAGE_ROWS
-from chaos.recovery_rows import PENDING_RECOVERY_ROWS, RECOVERY_ROWS
+from chaos.recovery_rows import RECOVERY_ROWS
 from chaos.row import Row
 from chaos.snapshot_rows import SNAPSHOT_ROWS
 from chaos.stranger_rows import STRANGER_ROWS
@@ -18,4 +18,3 @@ ROWS: tuple[Row, ...] = (
     *STRANGER_ROWS,
     *MESSAGE_ROWS,
 )
-PENDING: tuple[Row, ...] = (*PENDING_RECOVERY_ROWS,)

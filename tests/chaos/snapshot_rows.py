@@ -1,10 +1,11 @@
 """Snapshots that are damaged, or that the disk has no room for."""
 
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from support.disks import fill, kept_full, small_disk
 
 from chaos.configurations import small_run
 from chaos.outcome import assert_same_bits
@@ -15,6 +16,9 @@ from tahq.pipeline.manifest import LATEST, latest_folder
 NUM_STEPS = 12
 STOPPED_STATUS = 128 + signal.SIGTERM
 _DISK_NBYTES = 64 * 1024 * 1024
+_FULL_S = 6.0
+_GOES_ON_S = 8.0
+"""Of that, 5 s at most until the journal tries again."""
 
 
 def _damaged(attempt: Attempt, damage: Callable[[Attempt, Path], None]) -> Figures:
@@ -61,11 +65,11 @@ def disk_full(attempt: Attempt) -> Figures:
     config = small_run(30, run={"snapshot_every": 10})
     snapshots = attempt.folder / "runs" / "run" / "snapshots"
     snapshots.mkdir(parents=True)
-    with _small_disk(snapshots), launched(attempt.folder, config) as scene:
+    with small_disk(snapshots, _DISK_NBYTES), launched(attempt.folder, config) as scene:
         scene.wait((snapshots / LATEST).exists, 60, "the first snapshot")
         first = latest_folder(snapshots)
         filler = snapshots / "filler"
-        _fill(filler)
+        fill(filler)
         scene.leader.line_with("warning: no snapshot after step", 60)
         assert latest_folder(snapshots) == first
         filler.unlink()
@@ -75,23 +79,27 @@ def disk_full(attempt: Attempt) -> Figures:
     return {"steps_lost": outcome.steps_lost}
 
 
-@contextmanager
-def _small_disk(folder: Path) -> Iterator[None]:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_NBYTES}", "chaos", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def _fill(path: Path) -> None:
-    with path.open("wb") as file:
-        try:
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        except OSError:
-            return  # full
+def journal_disk_full(attempt: Attempt) -> Figures:
+    """Somebody takes all room of the run folder's disk, and all that the run frees: no step is decided meanwhile."""
+    config = small_run(30)
+    run = attempt.folder / "runs" / "run"
+    with small_disk(run, _DISK_NBYTES), launched(attempt.folder, config) as scene:
+        scene.wait_for_step(attempt.dice.randint(5, 10))
+        began_s = time.time()
+        with kept_full(run / "filler"):
+            line = scene.leader.line_with("training waits for room", 60)
+            assert "journal.sqlite" in line, line
+            time.sleep(_FULL_S)
+            assert scene.leader.status is None, "it did not wait: all steps that were left take half as long"
+        ended_s = time.time()
+        outcome = scene.finish(120)
+        measured = attempt.compare(scene, outcome, config, began_s, ended_s)
+    assert outcome.text.count("training waits for room") == 1, outcome.text
+    assert measured["restarts"] == 0
+    recovery_s = measured["recovery_s"]
+    assert isinstance(recovery_s, float)
+    assert recovery_s <= _GOES_ON_S, f"training went on {recovery_s:.1f} s after there was room"
+    return measured
 
 
 _BEFORE = "the snapshot before it is used, with a warning that names the file; BX"
@@ -105,6 +113,14 @@ SNAPSHOT_ROWS = (
         "training goes on, the user is told, the snapshot before stands; BX",
         disk_full,
         8,
+        needs=("namespaces",),
+    ),
+    Row(
+        "journal-disk-full",
+        "the disk of the run folder full for 6 s",
+        "training waits for room, the user is told once, and it goes on by itself within 8 s; no worker restarts; BX",
+        journal_disk_full,
+        15,
         needs=("namespaces",),
     ),
 )

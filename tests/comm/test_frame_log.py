@@ -1,6 +1,9 @@
 """The log of sent frames: real files, read back to the bit, freed by step, given up in words."""
 
+import threading
+
 import pytest
+from support.disks import can_mount, fill, small_disk
 
 from tahq.comm.frame_log import FrameLog
 from tahq.errors import PeerLostError
@@ -46,6 +49,31 @@ def test_freed_steps_are_gone_from_the_disk(log, make_frame, tmp_path):
     assert [frame.id.micro_batch for frame in log.read(3)] == [0, 1]
 
 
+def test_log_of_a_later_process_does_not_have_what_was_sent_before_it(log, make_frame):
+    log.begin(5)
+    log.append(make_frame(100, step=5))
+    assert not log.is_complete_from(4)
+    assert log.is_complete_from(5)
+    assert len(read(log, 5)) == 1
+    with pytest.raises(PeerLostError, match="since step 5 is not kept: the log begins at step 6"):
+        list(log.read(4))
+
+
+def test_steps_that_only_an_older_copy_needs_go_first(tmp_path, make_frame, caplog):
+    log = FrameLog(tmp_path / "log", 3, 3500)
+    for step in range(3):
+        log.append(make_frame(1000, step=step))
+    log.free_before(0, 2)
+    log.append(make_frame(1000, step=3))
+    assert [log.is_complete_from(step) for step in range(4)] == [False, True, True, True]
+    assert [frame.id.step for frame in log.read(1)] == [1, 2, 3]
+    log.append(make_frame(1000, step=4))
+    assert [frame.id.step for frame in log.read(2)] == [2, 3, 4]
+    assert caplog.text == ""
+    log.append(make_frame(1000, step=5))
+    assert "is kept no longer" in caplog.text
+
+
 def test_log_that_grows_too_long_is_given_up_until_the_next_step(tmp_path, make_frame, caplog):
     log = FrameLog(tmp_path / "log", 3, 2500)
     for step in range(3):
@@ -78,3 +106,70 @@ def test_damaged_frame_is_not_sent_again(log, make_frame, tmp_path):
 def test_what_an_earlier_process_left_is_not_taken_for_its_own(tmp_path, make_frame):
     FrameLog(tmp_path / "log", 3, 1 << 20).append(make_frame(1000))
     assert read(FrameLog(tmp_path / "log", 3, 1 << 20), 0) == []
+
+
+def test_full_disk_gives_the_log_up_in_words_and_room_brings_it_back(tmp_path, make_frame):
+    if not can_mount():
+        pytest.skip("needs to mount a file system, and so root")
+    disk = tmp_path / "disk"
+    with small_disk(disk, 1 << 20):
+        told = []
+        log = FrameLog(disk / "log", 3, 1 << 30, on_given_up=told.append)
+        log.append(make_frame(100_000, step=0))
+        fill(disk / "filler")
+        for step in (1, 2):
+            for micro_batch in range(2):
+                log.append(make_frame(200_000, micro_batch=micro_batch, step=step))
+        assert told == [f"{disk / 'log'}: No space left on device"]  # once, though no step has room
+        assert not log.is_complete_from(2)
+        assert log.nbytes == 0
+        with pytest.raises(PeerLostError, match="not kept"):
+            list(log.read(0))
+        (disk / "filler").unlink()
+        log.append(make_frame(200_000, step=3))
+        assert log.is_complete_from(3)
+        assert read(log, 3) == [plain(make_frame(200_000, step=3))]
+        log.free_before(3)
+        fill(disk / "filler")
+        log.append(make_frame(200_000, step=4))
+        assert len(told) == 2  # another time, after a snapshot
+        log.close()
+        assert sorted(path.name for path in disk.iterdir()) == ["filler"]
+
+
+def test_last_log_of_a_run_takes_the_folders_around_it_along(tmp_path, make_frame):
+    frames = tmp_path / "frames"
+    logs = [FrameLog(frames / stage / link, 0, 1 << 20, inside=frames) for stage in "ab" for link in "01"]
+    for log in logs:
+        log.append(make_frame(100))
+    logs[0].close()
+    assert (frames / "a" / "1").exists()
+    logs[1].close()
+    assert not (frames / "a").exists()
+    logs[3].close()
+    assert (frames / "b" / "0").exists()
+    logs[2].close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_log_is_kept_while_others_remove_empty_folders(tmp_path, make_frame):
+    frames = tmp_path / "frames"
+    is_over = threading.Event()
+
+    def come_and_go():
+        while not is_over.is_set():
+            other = FrameLog(frames / "b" / "0", 0, 1 << 20, inside=frames)
+            other.append(make_frame(1))
+            other.close()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(300):
+            log = FrameLog(frames / "a" / "0", 0, 1 << 20, inside=frames)
+            log.append(make_frame(100))
+            assert log.is_complete_from(0)
+            log.close()
+    finally:
+        is_over.set()
+        thread.join()

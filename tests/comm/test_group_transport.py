@@ -63,6 +63,11 @@ def joined(connected):
         transport.close(linger_s=0.2)
 
 
+def own_threads():
+    ours = ("tahq-send", "tahq-answer", "tahq-receive")
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)]
+
+
 def random_frame(id, nbytes):
     return Frame(id, 0, torch.uint8, (nbytes,), torch.randint(256, (nbytes,), dtype=torch.uint8))
 
@@ -82,8 +87,7 @@ def test_payloads_of_several_parts_cross_both_ways_at_once(joined, make_id):
 def test_link_that_is_closed_leaves_no_thread_of_its_own(joined):
     for transport in joined:
         transport.close(linger_s=5.0)
-    ours = ("tahq-send", "tahq-answer", "tahq-receive")
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)] == []
+    assert own_threads() == []
 
 
 def test_frame_of_another_run_is_refused_where_it_is_sent(joined, make_id):
@@ -146,3 +150,39 @@ def test_neighbour_that_dies_is_lost_within_the_timeout_and_closing_does_not_han
             assert time.monotonic() - died_s < 2 * PEER_TIMEOUT_S + 3.0
         finally:
             child.kill()
+
+
+@pytest.mark.serial
+def test_neighbour_that_dies_is_waited_for_until_it_is_given_up_or_all_begin_anew(make_endpoint, make_id):
+    endpoint = make_endpoint(1, peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=PEER_TIMEOUT_S / 5, give_up_s=60.0)
+    control = endpoint.open_link(1, 2, "child", "")
+    with subprocess.Popen([sys.executable, "-c", NEIGHBOUR, endpoint.address], stdout=subprocess.PIPE) as child:
+        try:
+            endpoint.wait_connected(60.0)
+            link = open_group(control, spec(1, timeout_s=PEER_TIMEOUT_S))
+            assert child.stdout.readline() == b"connected\n"
+            link.send(random_frame(make_id(0), 16 << 20))
+            child.kill()
+            with pytest.raises(TimeoutError):
+                link.recv(3 * PEER_TIMEOUT_S)
+            link.send(random_frame(make_id(1), 16 << 20))  # nor does this notice anything
+            link.abandon()
+            assert own_threads() == []
+        finally:
+            child.kill()
+
+
+def test_group_that_breaks_between_two_who_live_ends_the_link(make_endpoint):
+    lower, upper = (make_endpoint(stage, heartbeat_s=0.1) for stage in (1, 2))
+    below, above = lower.open_link(1, 2, "upper", ""), upper.open_link(1, 1, "lower", lower.address)
+    for endpoint in (lower, upper):
+        endpoint.wait_connected(SOON_S)
+    with ThreadPoolExecutor(1) as other:
+        opening = other.submit(open_group, above, spec(2, lower.address))
+        link = open_group(below, spec(1))
+        peer = opening.result()
+    peer._lanes.incoming.abort()
+    with pytest.raises(PeerLostError, match=r"link 1 to stage 2 .*its process group broke"):
+        link.recv(SOON_S)
+    for transport in (link, peer):
+        transport.close(linger_s=0.2)

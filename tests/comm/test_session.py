@@ -397,6 +397,15 @@ def test_silent_peer_is_lost_when_the_timeout_is_over(wire):
         wire.pass_time(0.02, carrying=False)
 
 
+def test_silence_of_a_peer_that_others_know_to_be_lost_is_borne(wire):
+    for end in (wire.one, wire.two):
+        end.hold()
+    wire.pass_time(10 * LIMITS.peer_timeout_s, carrying=False)
+    assert wire.one.trouble(wire.now_s) == "the peer is lost, and will be replaced"
+    wire.pass_time(1.0)  # what the old process still says makes no difference
+    wire.pass_time(10 * LIMITS.peer_timeout_s, carrying=False)
+
+
 def test_heartbeats_keep_an_idle_link_up(wire):
     wire.pass_time(100 * LIMITS.peer_timeout_s)
     assert wire.one.remote is wire.two.remote is End.OPEN

@@ -1,6 +1,7 @@
 """A pipeline of scripted workers on a virtual clock: whole runs without a socket or a sleep."""
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -10,6 +11,8 @@ from tahq.comm.control import (
     Assign,
     Bye,
     Commit,
+    Copied,
+    Copy,
     Evaluated,
     Heartbeat,
     Hello,
@@ -130,6 +133,7 @@ class ScriptedWorker:
     say: dict = field(default_factory=dict)
     version: str = VERSION
     snapshot_error: str = ""
+    copies_through: float = math.inf
     answers: bool = True
     left: bool = False
     silent: bool = False
@@ -144,6 +148,9 @@ class ScriptedWorker:
     def start(self):
         self.server.workers[self.identity] = self
         self.send(Join(self.stage, self.version, f"host{self.stage}", 100 + self.stage))
+
+    def copy_error_at(self, step):
+        return "" if step <= self.copies_through else "no room"
 
     def send(self, message):
         if not self.left and not self.silent:
@@ -163,11 +170,13 @@ class ScriptedWorker:
             case Assign():
                 first_or_last = self.stage in (0, self.num_stages - 1)
                 data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if first_or_last else {}
-                self.send(make_hello(message.stage, **(data | self.hello)))
+                self.send(make_hello(message.stage, start_step=message.start_step, **(data | self.hello)))
             case Plan():
                 self.send(Ready(self.stage))
             case Relink():
                 self.send(Relinked(self.stage, message.epoch, self.lacking))
+            case Copy():
+                self.send(Copied(message.step, message.stage, self.stage, self.copy_error_at(message.step)))
             case Start(step):
                 self.begin(step)
             case Commit():
@@ -187,7 +196,7 @@ class ScriptedWorker:
             self.send(Evaluated(commit.step, 10, 30.0, 25.0))
         if commit.snapshot:
             step, error = commit.step + 1, self.snapshot_error
-            self.send(Snapshotted(step, self.stage, f"stage-{self.stage}", "ab", 100, error))
+            self.send(Snapshotted(step, self.stage, f"stage-{self.stage:03d}-ab", "ab", 100, error))
 
 
 class Recorder(RunObserver):

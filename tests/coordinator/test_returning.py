@@ -124,6 +124,31 @@ def test_a_stage_that_has_not_kept_its_frames_sends_all_back(scene):
     assert [stage.worker.generation for stage in stages] == [1, 2, 1]
 
 
+def test_stages_that_go_back_say_again_what_they_had_said_of_the_step(scene):
+    """Of a step that only the killed worker has not prepared; the second time theirs took another time."""
+    scene.workers(stage1={"say": {3: []}}, stage2={"lacking": [1]})
+    scene.build(steps=6, snapshot_every=2)
+    stages = [Stage(scene, stage) for stage in range(3)]
+    scene.coordinator.restart = lambda stage: stages[stage].restart() is None
+    killed = []
+
+    def tick():
+        if not killed and len(scene.losses()) == 3 and not scene.server.inbox:
+            killed.append(1)
+            stages[1].worker.say = {}
+            stages[1].kill()
+        for stage in stages:
+            if scene.server.told(stage.worker.identity, StartOver):
+                stage.worker.lacking = []
+                stage.worker.prepare = {"timing": {"forward": 2.0}}
+                del scene.server.workers[stage.worker.identity]
+                stage.restart()
+
+    assert scene.run(tick) == 0, scene.end.message
+    assert "all stages go back to step 2" in scene.warnings()
+    assert scene.losses() == [2.0] * 6
+
+
 def test_a_stage_that_computes_otherwise_is_named_once_and_the_run_goes_on(scene):
     scene.workers()
     scene.build(steps=6, snapshot_every=50)

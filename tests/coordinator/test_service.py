@@ -18,6 +18,7 @@ from tahq.comm.control import (
     Hello,
     Join,
     LinkState,
+    NotKept,
     Plan,
     Refuse,
     Start,
@@ -491,6 +492,14 @@ def test_user_is_told_of_a_degraded_link_and_the_run_goes_on(scene, prepare):
         f"{name} is degraded: nothing is heard of the peer",
         f"{name} works again after 31.2 s; 47 messages were sent again so far",
     ]
+
+
+def test_user_is_told_of_a_log_of_frames_that_is_given_up_and_the_run_goes_on(scene, prepare):
+    scene.workers(stage1={"say": {1: [NotKept(1, 0, "runs/x/frames: No space left on device"), prepare(1, 1)]}})
+    assert scene.run() == 0
+    (told,) = [text for text in scene.observer.of("warned") if "link 0" in text]
+    assert told.startswith("stage 1 (host1, pid 101): what it sends on link 0 is not kept until the next snapshot")
+    assert "runs/x/frames: No space left on device; training goes on" in told
 
 
 def test_worker_that_speaks_of_anothers_link_ends_the_run(scene):

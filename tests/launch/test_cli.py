@@ -85,6 +85,8 @@ def test_every_program_is_installed(program):
         (["tahq-launch", "a.yaml", "--restart"], "--restart"),
         (["tahq-launch", "a.yaml", "b.yaml"], "b.yaml"),
         (["tahq-worker", "--stage", "1"], "--peer"),
+        (["tahq-worker", "--spare", "--stage", "1", "--peer", "127.0.0.1:1"], "leave out --stage"),
+        (["tahq-worker", "--takeover", "--peer", "127.0.0.1:1"], "--takeover needs --stage"),
         (["tahq-worker", "--stage", "one", "--peer", "127.0.0.1:1"], "--stage"),
         (["tahq-worker", "--stage", "-3", "--peer", "127.0.0.1:1"], "--stage"),
         (["tahq", "lunch"], "lunch"),

@@ -14,6 +14,9 @@ import pytest
 from support.processes import children, command_line, is_alive, wait_until
 from support.runs import write_config
 
+import tahq
+import tahq_launch
+import tahq_netem
 from tahq.comm.config import HostConfig
 from tahq.comm.keys import new_key_pair
 from tahq_launch.run_keys import RunKeys
@@ -117,6 +120,12 @@ def _accepts(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+def own_code() -> str:
+    """PYTHONPATH with which another interpreter runs what these tests import, and not what is installed there."""
+    files = [module.__file__ for module in (tahq, tahq_launch, tahq_netem)]
+    return os.pathsep.join(dict.fromkeys(str(Path(file).parents[1]) for file in files if file))
+
+
 def over_ssh(config: dict, options: list[str], workdir: Path, **changes) -> dict:
     host = {
         "address": "127.0.0.1",
@@ -126,8 +135,20 @@ def over_ssh(config: dict, options: list[str], workdir: Path, **changes) -> dict
         "python": sys.executable,
         "workdir": str(workdir),
         **changes,
+        "env": {"PYTHONPATH": own_code(), **changes.get("env", {})},
     }
     return {**config, "hosts": [host] * config["pipeline"]["stages"]}
+
+
+@needs_sshd
+def test_workers_over_ssh_run_the_code_that_is_tested(sshd, tmp_path):
+    (host, *_) = over_ssh(TWO_STAGES, sshd, tmp_path)["hosts"]
+    *connect, script = ssh_command(HostConfig.model_validate(host), 0, "192.0.2.1:1").argv
+    before, after = script.split(" -m tahq_launch.cli ")
+    assert after.startswith("worker")
+    show = shlex.quote("import tahq, tahq_launch; print(tahq.__file__, tahq_launch.__file__)")
+    answer = subprocess.run([*connect, f"{before} -c {show}"], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.split() == [tahq.__file__, tahq_launch.__file__]
 
 
 @needs_sshd

@@ -303,6 +303,13 @@ def test_prune_keeps_the_newest(tmp_path):
     assert names_in(tmp_path) == ["latest", "step-00000040"]
 
 
+def test_prune_keeps_where_a_lost_stage_may_begin_again_and_what_is_newer(tmp_path):
+    for step in (10, 20, 30, 40):
+        write_snapshot(tmp_path, step)
+    assert [folder.name for folder in prune(tmp_path, 1, base=20)] == ["step-00000010"]
+    assert [folder.name for folder in prune(tmp_path, 1, base=40)] == ["step-00000020", "step-00000030"]
+
+
 def test_prune_removes_the_unfinished_before_latest_and_spares_what_is_under_way(tmp_path):
     write_snapshot(tmp_path, 10)
     write_stage(snapshot_folder(tmp_path, 15), 0, make_tensors(), META)
