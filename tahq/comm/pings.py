@@ -12,9 +12,9 @@ from tahq.comm.socket_wait import Socket
 
 _PING_S = 1.0
 _SILENT_S = 5.0
-_UNACKNOWLEDGED_S = 3.0
-"""From when TCP first sends something again. Over a bad network it does so after 0.2 to 1 s, and then after twice that,
-so nothing is given up for two losses; nor for being slow, since then something is acknowledged all the time."""
+_UNACKNOWLEDGED_S = 2.0
+"""From when TCP first sends something again, which is after 0.2 to 1 s. Long enough for it to try once or twice more
+before that, and for a round trip; what is merely slow is acknowledged all the time."""
 _KEEPALIVE_S = 1
 """Of a connection over which nothing goes, as when an answer in the handshake was lost: is the other end there?"""
 _CONNECT_TIMEOUT_MS = 2000
@@ -32,7 +32,7 @@ def replace_silent_connections(socket: Socket, peer_timeout_s: float) -> None:
 
 def replace_stuck_connections(socket: Socket, peer_timeout_s: float) -> None:
     """As `replace_silent_connections`, without pings: for an end whose peer says something all the time."""
-    unacknowledged_s = min(_UNACKNOWLEDGED_S, 0.3 * peer_timeout_s)
+    unacknowledged_s = min(_UNACKNOWLEDGED_S, 0.2 * peer_timeout_s)
     socket.setsockopt(zmq.TCP_MAXRT, max(1, int(1e3 * unacknowledged_s)))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
