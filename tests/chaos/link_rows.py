@@ -88,7 +88,7 @@ def flapping(attempt: Attempt) -> Figures:
     host = attempt.dice.randrange(STAGES)
     downs = [4.0 * index + 1.0 for index in range(15)]
     timeline = "\n".join(f"- {{at: {at_s}s, link: host{host}, what: down, for: 2s}}" for at_s in downs)
-    return _disturbed(attempt, small_run(130), timeline, timeout_s=300)[0]
+    return _disturbed(attempt, small_run(260), timeline, timeout_s=300)[0]
 
 
 def _bad_network(attempt: Attempt, **shape: float) -> Figures:
