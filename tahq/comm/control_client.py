@@ -258,6 +258,8 @@ class ControlClient:
             RefusedError: with what is wrong, and what to do.
         """
         for outcome in self._handshakes.take():
+            if outcome is Outcome.SUCCEEDED and self._heard_s is not None:
+                self._ask_at_once()
             if outcome in (Outcome.REFUSED, Outcome.NO_CURVE):
                 raise RefusedError(f"{self._peer}: {_refusal(outcome, self._credentials)}")
             if outcome is Outcome.BROKEN:
@@ -273,6 +275,11 @@ class ControlClient:
         reason = _disagreement(self._listener, self._credentials)
         if reason and self._handshakes.num_hang_ups >= _CONVINCING_HANG_UPS:
             raise RefusedError(f"{self._peer}: {reason}")
+
+    def _ask_at_once(self) -> None:
+        """Another connection has taken the place of one that was lost: see at once what is missing."""
+        self._numbering.ask()
+        self._heartbeat_at_s = time.monotonic()
 
     def _next_s(self) -> float:
         times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s, self._redial_at_s)

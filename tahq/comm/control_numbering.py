@@ -83,6 +83,10 @@ class Numbering:
             self._has_gap = self.must_ask = True
         return False
 
+    def ask(self) -> None:
+        """A connection was lost, and perhaps what it carried: have the next message ask for that."""
+        self._has_gap = self.must_ask = True
+
     def again(self) -> list[list[bytes]]:
         """The parts of what the peer wants to have again, the oldest first; nothing if it has not asked since."""
         asked, self._is_asked = self._is_asked, False

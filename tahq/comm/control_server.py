@@ -17,11 +17,13 @@ from tahq.comm.control_places import MAX_STRANGERS, Place, Places
 from tahq.comm.curve import peer_key
 from tahq.comm.gate import Gate
 from tahq.comm.keys import KeyPair
+from tahq.comm.pings import replace_stuck_connections
 from tahq.comm.rate_limited_log import RateLimitedLog
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
 
 _log = logging.getLogger(__name__)
 _MESSAGES_A_POLL = 1024
+_HEARTBEATS_A_TIMEOUT = 5
 
 
 class ControlServer:
@@ -69,6 +71,7 @@ class ControlServer:
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             self._router.setsockopt(option, value)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
+        replace_stuck_connections(self._router, _HEARTBEATS_A_TIMEOUT * heartbeat_s)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._gate = Gate(self._router, keys, allowed, where="coordinator", clock=clock)

@@ -30,6 +30,9 @@ class Dialling(Protocol):
     def spec(self) -> object:
         """What messages call it."""
 
+    def reconnected(self, connection: int) -> None:
+        """Another connection has taken the place of one that was lost."""
+
 
 class Dialled:
     """A DEALER, which it connects; after that used by one thread.
@@ -37,18 +40,27 @@ class Dialled:
     Args:
         socket: set up, and not connected yet.
         endpoint: what to connect it to.
-        end: what it is for; told why it is not connected.
+        end: what it is for; told why it is not connected, and when it is again.
+        connection: which one of a link's.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, socket: Socket, endpoint: str, end: Dialling, clock: Callable[[], float] = time.monotonic
+        self,
+        socket: Socket,
+        endpoint: str,
+        end: Dialling,
+        connection: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.socket = socket
         self.redial_s: float | None = None
         """When to call `look` at the latest."""
         self._endpoint = endpoint
         self._end = end
+        self._connection = connection
+        self._is_again = False
+        """Whether the next connection is not the first."""
         self._clock = clock
         self._handshakes = Handshakes(socket, clock)
         self._warnings = RateLimitedLog(_log, clock=clock)
@@ -75,11 +87,15 @@ class Dialled:
             self._note(outcome)
         if self.redial_s is not None and self.redial_s <= self._clock():
             self.redial_s = None
+            self._is_again = True
             redial(self.socket, self._endpoint)
 
     def _note(self, outcome: Outcome) -> None:
         if outcome is Outcome.SUCCEEDED:
             self._end.obstacle = ""
+            if self._is_again:
+                self._end.reconnected(self._connection)
+            self._is_again = True
             return
         if outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself
             self.redial_s = self._clock() + _REDIAL_S

@@ -89,6 +89,11 @@ class LinkConnections:
         """Where HELLO is due; asked once for each."""
         return self._hellos_due.pop() if self._hellos_due else None
 
+    def plan_heartbeat(self, connection: int) -> None:
+        """Say HEARTBEAT on this one, unless we have left it."""
+        if connection >= self._byes_said:
+            self._heartbeats_due.add(connection)
+
     def next_heartbeat(self) -> int | None:
         """Where HEARTBEAT is due; asked once for each."""
         return self._heartbeats_due.pop() if self._heartbeats_due else None

@@ -30,6 +30,8 @@ class Resequencer:
         """The latest round; everything comes in round 0 at first."""
         self.has_lost = False
         """Whether something was lost that nobody has asked for yet."""
+        self._is_precaution = False
+        """Whether the latest round was begun without anything being known to be lost."""
         self._rounds = [0] * connections
         self._passed = [0] * connections
         self._held: dict[int, Piece] = {}
@@ -45,7 +47,7 @@ class Resequencer:
     @property
     def is_waiting(self) -> bool:
         """Whether something was lost and has not begun to come again on all connections."""
-        return self.has_lost or min(self._rounds) < self.round
+        return self.has_lost or (min(self._rounds) < self.round and not self._is_precaution)
 
     def take(self, header: FrameHeader, payload: bytes | memoryview, connection: int) -> Iterator[Piece]:
         """Take a piece, and give what is next in order by now; one that has come before is dropped.
@@ -76,8 +78,9 @@ class Resequencer:
             self._passed[connection] = max(self._passed[connection], sequence)
             self.has_lost |= min(self._passed) > self.received
 
-    def begin_round(self) -> None:
-        """What was lost is to come in another round."""
+    def begin_round(self, *, is_precaution: bool = False) -> None:
+        """What was lost is to come in another round; or, as a precaution, what may have been."""
+        self._is_precaution = is_precaution and not self.is_waiting
         self.round += 1
         self.has_lost = False
         self._passed = [0] * len(self._passed)

@@ -268,6 +268,18 @@ class Session:
         if self.remote is End.OPEN and not self._is_held:
             self._connections.expect_by(connection, now_s + self._give_up_s)
 
+    def reconnected(self, connection: int) -> None:
+        """Another connection has taken the place of one that was lost, perhaps with some of what it carried.
+
+        Ask for all that has not come, and say how far we are, rather than see with the next HEARTBEAT what is missing.
+        """
+        if not self._connections.has_met(connection):
+            self._connections.plan_hellos()
+        elif self.remote is End.OPEN:
+            self._connections.plan_heartbeat(connection)
+            self._resequencer.begin_round(is_precaution=True)
+            self._resend_due = True
+
     def receive(self, data: bytes | memoryview, payload: bytes | memoryview, now_s: float, connection: int = 0) -> None:
         """Take one message that has come over a connection.
 

@@ -221,9 +221,10 @@ class ZmqEndpoint:
             raise LocalProtocolError(f"link {link} to {peer_name}: CURVE is on at one end and off at the other")
 
     def _dial_all(self, end: LinkEnd, address: str, peer_key: str) -> list[Dialled]:
-        return [self._dial(end, address, peer_key) for _ in range(self._limits.connections)] if address else []
+        count = self._limits.connections if address else 0
+        return [self._dial(end, address, peer_key, connection) for connection in range(count)]
 
-    def _dial(self, end: LinkEnd, address: str, peer_key: str) -> Dialled:
+    def _dial(self, end: LinkEnd, address: str, peer_key: str, connection: int) -> Dialled:
         endpoint = dial_endpoint(address, str(end.spec))
         dealer = self._socket(zmq.DEALER)
         # Unguessable, so that nobody can take a peer's place by its routing id.
@@ -233,7 +234,7 @@ class ZmqEndpoint:
         limit_handshakes(dealer)
         if self._keys is not None:
             dial_curve(dealer, self._keys, peer_key)
-        return Dialled(dealer, endpoint, end)
+        return Dialled(dealer, endpoint, end, connection)
 
     def wait_connected(self, timeout_s: float) -> None:
         """Block until every open link has met its peer.

@@ -49,12 +49,12 @@ class Codec(ABC):
         """Compile or load every kernel that tensors of this shape, dtype and device will need.
 
         Called before the first step, so that no step waits for a compiler. Encodes and decodes a tensor of
-        zeros, since kernels may be specialised on any of the three. Of several processes on a machine one
-        compiles, and the others wait and load.
+        zeros, since kernels may be specialised on any of the three. Of several processes on a machine that
+        prepare the same codec one compiles, and the others wait and load.
 
         Raises:
             CodecError: the tensors cannot be encoded, or not by the backend that was asked for.
         """
         x = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        with one_compiles():
+        with one_compiles(f"{self.spec} on {device.type}"):
             self.decode(self.encode(x), x.shape, dtype)

@@ -218,6 +218,40 @@ def test_lost_tail_shows_at_the_next_heartbeat_and_comes_again(wire, make_frame)
     assert [got.id for got in wire.two.take_delivered()] == [frame.id]
 
 
+def test_what_was_lost_with_a_connection_comes_over_the_next_at_once(wire, make_frame):
+    there, back = make_frame(250), make_frame(250, direction=Direction.BACKWARD)
+    wire.two.expect(there.id, 250)
+    wire.one.expect(back.id, 250)
+    wire.one.send(there, wire.now_s)
+    wire.two.send(back, wire.now_s)
+    wire.said_by(wire.one), wire.said_by(wire.two)  # and nobody hears it
+    wire.one.reconnected(0)
+    wire.carry()  # at the same moment: no heartbeat is due
+    assert [got.id for got in wire.two.take_delivered()] == [there.id]
+    assert [got.id for got in wire.one.take_delivered()] == [back.id]
+
+
+def test_hello_that_was_lost_with_a_connection_is_said_over_the_next_at_once():
+    wire = Wire()
+    wire.said_by(wire.one)
+    wire.one.reconnected(0)
+    wire.carry()
+    assert wire.one.remote is wire.two.remote is End.OPEN
+
+
+def test_nothing_comes_twice_over_a_new_connection_if_nothing_was_lost(wire, make_frame):
+    frame = make_frame(250)
+    wire.two.expect(frame.id, 250)
+    wire.one.send(frame, wire.now_s)
+    wire.carry()
+    wire.one.reconnected(0)
+    assert wire.one.trouble(wire.now_s) == ""
+    wire.carry()
+    assert [got.id for got in wire.two.take_delivered()] == [frame.id]
+    assert wire.one.num_sent_again == wire.two.num_sent_again == 0
+    assert wire.one.trouble(wire.now_s) == wire.two.trouble(wire.now_s) == ""
+
+
 def test_request_that_was_lost_is_made_again_at_a_heartbeat(wire, make_frame):
     frame = make_frame(250)
     wire.two.expect(frame.id, 250)

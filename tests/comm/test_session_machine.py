@@ -17,6 +17,7 @@ from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.session import End, SessionLimits
 
 ENDS = st.integers(0, 1)
+DIALLING = 0
 MAX_FRAMES = 12
 
 
@@ -73,12 +74,14 @@ class BreakingLink(RuleBasedStateMachine):
         line.clear()
         line.extend(kept)
 
-    @rule(connection=st.integers(0, 2))
-    def reset(self, connection):
-        """Lose all that is on a connection, both ways."""
+    @rule(connection=st.integers(0, 2), is_noticed=st.booleans())
+    def reset(self, connection, is_noticed):
+        """Lose all that is on a connection, both ways; the end that dials may be told."""
         for end in (0, 1):
             if (end, connection) in self.lines:
                 self.lines[end, connection].clear()
+        if is_noticed and (DIALLING, connection) in self.lines:
+            self.ends[DIALLING].reconnected(connection)
 
     @rule(duration_s=st.sampled_from([0.006, 1.0, 2.0]))
     def wait(self, duration_s):

@@ -65,6 +65,22 @@ def test_nothing_is_lost_when_connections_are_reset(joined, make_frame, connecti
     assert proxy.num_connections > connections
 
 
+@pytest.mark.parametrize("connections", [1, 3])
+def test_what_a_reset_has_lost_comes_again_without_waiting_for_a_heartbeat(joined, make_frame, connections):
+    proxy, lower, upper = joined(peer_timeout_s=300.0, heartbeat_s=2 * SOON_S, connections=connections)
+    forward, backward = (make_frame(NBYTES, 0, direction) for direction in Direction)
+    upper.expect(forward.id, NBYTES)
+    lower.expect(backward.id, NBYTES)
+    proxy.cut()
+    lower.send(forward)
+    upper.send(backward)
+    time.sleep(0.3)  # they are on their way
+    proxy.reset()
+    proxy.heal()
+    check_next(upper, forward)
+    check_next(lower, backward)
+
+
 def test_link_that_gets_no_answer_goes_on_soon_after_it_does(joined, make_frame, caplog):
     proxy, lower, upper = joined(peer_timeout_s=8.0, heartbeat_s=0.5)
     forward = frames(make_frame, Direction.FORWARD)

@@ -1,55 +1,103 @@
-"""Of several that are about to compile, one goes ahead and the others follow together."""
+"""Of several that are about to compile the same, one goes ahead and the others follow together."""
 
 import fcntl
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+import torch
 
+from tahq.quant import get_codec
 from tahq.quant.first_use import one_compiles
 
 PATIENCE_S = 30
+KERNELS = "tah on cpu"
 
 
-def num_waiting(folder) -> int:
-    """How many wait for the lock in this folder."""
-    (path,) = folder.iterdir()
-    inode = f":{path.stat().st_ino}"
-    locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
-    return sum(fields[1] == "->" and any(field.endswith(inode) for field in fields) for fields in locks)
+@pytest.fixture(autouse=True)
+def locks(tmp_path, monkeypatch):
+    """Locks of this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
-def test_who_comes_while_the_first_compiles_waits_and_then_all_go_together(tmp_path):
+def only_lock(locks):
+    (path,) = locks.rglob("*.lock")
+    return path
+
+
+def test_who_comes_while_the_first_compiles_waits_and_then_all_go_together():
     done, together = [], threading.Barrier(3, timeout=PATIENCE_S)
 
     def follow():
-        with one_compiles(tmp_path):
+        with one_compiles(KERNELS):
             assert done == ["first"]
             together.wait()  # breaks if the three do not get here at the same time
 
     with ThreadPoolExecutor(3) as pool:
-        with one_compiles(tmp_path):
+        with one_compiles(KERNELS):
             followers = [pool.submit(follow) for _ in range(3)]
-            deadline_s = time.monotonic() + PATIENCE_S
-            while num_waiting(tmp_path) < 3 and time.monotonic() < deadline_s:
-                time.sleep(0.01)
+            time.sleep(0.2)
             assert not any(follower.done() for follower in followers)
             done.append("first")
         for follower in followers:
             follower.result(PATIENCE_S)
 
 
-def test_the_lock_is_free_again_after_an_error(tmp_path):
-    with pytest.raises(ZeroDivisionError), one_compiles(tmp_path):
+def compile_beside(kernels, **options):
+    """Be about to compile in another thread; TimeoutError if that has to wait for this one."""
+
+    def compile_them():
+        with one_compiles(kernels, **options):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compile_them).result(PATIENCE_S)
+
+
+def prepare(codec):
+    codec.prepare((1, 8, 64), torch.float32, torch.device("cpu"))
+
+
+def test_who_needs_other_kernels_does_not_wait():
+    # A stage that came back in the middle of a run stood still for as long as anybody on the machine compiled.
+    with ThreadPoolExecutor(1) as pool, one_compiles(f"{get_codec('tah').spec} on cpu"):
+        pool.submit(prepare, get_codec("raw:dtype=fp16")).result(PATIENCE_S)
+
+
+def test_who_reads_another_cache_does_not_wait(tmp_path, monkeypatch):
+    with one_compiles(KERNELS):
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "mine"))
+        compile_beside(KERNELS)
+
+
+def test_who_prepares_the_same_codec_waits():
+    raw = get_codec("raw:dtype=fp16")
+    with ThreadPoolExecutor(1) as pool:
+        with one_compiles(f"{raw.spec} on cpu"):
+            follower = pool.submit(prepare, raw)
+            time.sleep(0.2)
+            assert not follower.done()
+        follower.result(PATIENCE_S)
+
+
+def test_who_has_waited_too_long_goes_ahead_and_says_so(caplog):
+    with one_compiles(KERNELS):
+        compile_beside(KERNELS, longest_s=0.1)
+    assert f"{KERNELS}: another process has been compiling it" in caplog.text
+
+
+def test_the_lock_is_free_again_after_an_error(locks):
+    with pytest.raises(ZeroDivisionError), one_compiles(KERNELS):
         raise ZeroDivisionError
-    (path,) = tmp_path.iterdir()
-    with path.open() as lock:
+    with only_lock(locks).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_the_lock_belongs_to_one_user(tmp_path):
-    with one_compiles(tmp_path):
-        (lock,) = tmp_path.iterdir()
+def test_the_lock_belongs_to_one_user(locks):
+    with one_compiles(KERNELS):
+        lock = only_lock(locks)
     assert lock.stat().st_mode & 0o777 == 0o600
+    assert lock.parent.stat().st_mode & 0o777 == 0o700
