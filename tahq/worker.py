@@ -11,19 +11,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from types import FrameType
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from tahq import __version__, fault_points
 from tahq.assembly import Assembly, compute_device
-from tahq.comm.addresses import format_address, local_address_towards
 from tahq.comm.control import (
     Abort,
     Assign,
@@ -31,14 +26,10 @@ from tahq.comm.control import (
     Commit,
     Evaluated,
     Failed,
-    Hello,
     Join,
-    LinkState,
     Message,
-    NotKept,
     Order,
     Plan,
-    Prepare,
     Ready,
     Refuse,
     Rejoin,
@@ -51,13 +42,8 @@ from tahq.comm.control import (
 from tahq.comm.control_channel import ControlClient
 from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
 from tahq.comm.descriptor_limit import raise_descriptor_limit
-from tahq.comm.endpoint_loop import Trouble
-from tahq.comm.frame_log import FrameLog
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
-from tahq.comm.host_shaping import host_shaping
-from tahq.comm.keys import Credentials, KeyPair
-from tahq.comm.receive_memory import memory_for
 from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
@@ -65,9 +51,8 @@ from tahq.comm.worker_links import LinkOrder, WorkerLinks
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.comm.zmq_transport import ZmqTransport
 from tahq.config import ClusterConfig
-from tahq.config_file import config_from_json, config_hash
+from tahq.config_file import config_from_json
 from tahq.errors import (
-    InterruptedRunError,
     NonFiniteError,
     PeerLostError,
     RefusedError,
@@ -81,37 +66,17 @@ from tahq.measure.member import MeasuringMember
 from tahq.memory.exhaustion import is_out_of_memory
 from tahq.off_host import FileOrder, OffHost
 from tahq.out_of_memory import out_of_memory
-from tahq.pipeline.engine import StepResult
 from tahq.pipeline.schedule import Action, ActionKind
 from tahq.pipeline.snapshot_writer import SnapshotWriter
 from tahq.pipeline.stage import Stage
 from tahq.pipeline.step_meter import StepMeter
+from tahq.worker_messages import greeting, greeting_without_model, peers_of, prepare_of, refusal_text
+from tahq.worker_place import WorkerOptions, control_shaping, listening_addresses, open_endpoint
+from tahq.worker_signals import WorkerSignals
 
 log = logging.getLogger(__name__)
 _POINTS = (fault_points.BACKWARD, fault_points.FORWARD)
 M = TypeVar("M", bound=Message)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """What a worker is told on its command line; all else comes from the coordinator.
-
-    `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
-    `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
-    this one takes its stage from whoever holds it. Without `credentials` there is no CURVE. A `spare` waits for the
-    stage of a host that is lost; one that `stands_by` wants its stage back, and becomes a spare if another has it.
-    """
-
-    stage: int
-    peer: str
-    bind: str | None = None
-    advertise: str | None = None
-    device: str | None = None
-    worker_id: str = ""
-    takeover: bool = False
-    credentials: Credentials | None = None
-    spare: bool = False
-    stands_by: bool = False
 
 
 def run_worker(options: WorkerOptions) -> int:
@@ -158,8 +123,7 @@ class Worker:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
-        self._signals: list[int] = []
-        self._stop_requested = False
+        self._signals = WorkerSignals(lambda: f"stage {self.stage}", lambda: self._step)
         self._endpoint: ZmqEndpoint | None = None
         self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
@@ -186,20 +150,17 @@ class Worker:
             on_order=self._on_order,
         )
 
-    @property
-    def _own_keys(self) -> KeyPair | None:
-        return self._options.credentials.own if self._options.credentials is not None else None
-
     def run(self) -> int:
         """The whole life of the worker; returns the status it leaves with."""
-        self._install_signal_handlers()
+        self._signals.install()
         assign = self._join()
         if isinstance(assign, Bye):
             return assign.exit_status
         config = self.config = config_from_json(assign.config_json)
+        self._signals.grace_s = config.run.grace
         self._log_as_configured(config)
         self._client.set_timing(
-            shaping=_control_shaping(config),
+            shaping=control_shaping(config),
             peer_timeout_s=config.run.peer_timeout,
             heartbeat_s=config.run.peer_timeout / 5,
             give_up_s=config.run.give_up,
@@ -207,12 +168,12 @@ class Worker:
         if assign.is_measuring:
             return self._measure(assign, config)
         listening = listening_addresses(self._options, config, assign.stage)
-        self._off_host = OffHost(assign, config, listening, self._own_keys, self._client.send)
+        self._off_host = OffHost(assign, config, listening, self._options.own_keys, self._client.send)
         assign = self._off_host.restored(self._working)
         device = self._options.device or (config.run.device if self._options.spare else None)
         self.device = compute_device(config, assign.stage, device)
         assembly = Assembly.build(assign, config, device, self._working)
-        self._endpoint = self._open_endpoint(assign, config, assembly.device)
+        self._endpoint = open_endpoint(self._options, assign, config, assembly.device, self._client.send)
         self._links = WorkerLinks(self._endpoint, assign.stage, self._client.send)
         plan = self._hello(assign, assembly, self._endpoint.address, self._off_host.address)
         if plan is None:
@@ -221,7 +182,7 @@ class Worker:
         stage = assembly.connect(plan, transports, self._before_action)
         self._working("preparing the codecs")
         stage.prepare()
-        meter = StepMeter(stage.stopwatch, self.stage, _peers(plan), config.run.is_traced)
+        meter = StepMeter(stage.stopwatch, self.stage, peers_of(plan), config.run.is_traced)
         self._client.send(Ready(self.stage))
         start = self._await(Start)
         stage.use_codecs(start.step, start.codecs)
@@ -289,61 +250,10 @@ class Worker:
         if tahq_log.getEffectiveLevel() > logging.DEBUG:
             tahq_log.setLevel(config.run.log_level.upper())
 
-    def _open_endpoint(self, assign: Assign, config: ClusterConfig, device: torch.device) -> ZmqEndpoint:
-        bind, advertise = listening_addresses(self._options, config, assign.stage)
-        return ZmqEndpoint(
-            identity=PeerIdentity(assign.run_id, 0, assign.stage, assign.config_hash),
-            bind=bind,
-            advertise=advertise,
-            shaping=host_shaping(config.links, config.hosts, assign.stage, config.pipeline.stages),
-            peer_timeout_s=config.run.peer_timeout,
-            heartbeat_s=config.run.peer_timeout / 5,
-            give_up_s=config.run.give_up,
-            first=config.links.first,
-            connections=config.links.connections,
-            allocate=memory_for(device),
-            keys=self._own_keys,
-            on_trouble=self._report_trouble,
-            frame_log=_frame_logs(config, assign.stage, self._report_unkept),
-        )
-
-    def _report_trouble(self, trouble: Trouble) -> None:
-        """Called by the thread that moves frames; a coordinator that is lost ends the run anyway."""
-        spec = trouble.spec
-        with suppress(TahqError):
-            self._client.send(
-                LinkState(
-                    *(self.stage, spec.link, spec.peer_stage, trouble.reason),
-                    lasted_s=trouble.lasted_s,
-                    num_sent_again=trouble.num_sent_again,
-                )
-            )
-
-    def _report_unkept(self, link: int, reason: str) -> None:
-        with suppress(TahqError):
-            self._client.send(NotKept(self.stage, link, reason))
-
     def _hello(self, assign: Assign, assembly: Assembly, address: str, files_address: str) -> Plan | None:
         """Say what was made of the configuration; None: no step is left to take."""
         self._working("waiting for the others")
-        self._client.send(
-            Hello(
-                stage=assign.stage,
-                version=__version__,
-                config_hash=config_hash(assembly.config),
-                tokenizer_hash=assembly.tokenizer_hash,
-                data_hash=assembly.data_hash,
-                address=address,
-                device=str(assembly.device),
-                torch_version=str(torch.__version__),
-                num_parameters=assembly.num_parameters,
-                num_train_samples=assembly.num_train_samples,
-                next_sample=assembly.next_sample,
-                arithmetic_changes=assembly.arithmetic_changes,
-                start_step=assign.start_step,
-                files_address=files_address,
-            )
-        )
+        self._client.send(greeting(assign, assembly, address, files_address))
         plan = self._receive(Plan, Bye)
         return plan if isinstance(plan, Plan) else None
 
@@ -378,7 +288,7 @@ class Worker:
         listening = listening_addresses(self._options, config, assign.stage)
         with MeasuringMember(assign, config, device, listening, self._working) as member:
             self._working("waiting for the others")
-            self._client.send(_greeting_without_model(assign, config, member.address, device))
+            self._client.send(greeting_without_model(assign, config, member.address, device))
             while True:
                 order = self._receive(MeasureCompute, MeasurePaths, Bye)
                 if isinstance(order, Bye):
@@ -396,7 +306,7 @@ class Worker:
             self._step = step
             result = stage.engine.run_step(step)
             reached(fault_points.BEFORE_PREPARE, stage=self.stage, step=step)
-            self._client.send(_prepare(step, stage, result, meter))
+            self._client.send(prepare_of(step, stage, result, meter))
             reached(fault_points.PREPARED, stage=self.stage, step=step)
             self._working("commit")
             with stage.stopwatch.measure("commit"):
@@ -470,11 +380,11 @@ class Worker:
         reached(_POINTS[action.kind is ActionKind.F], stage=self.stage, step=step)
         if self._client.aborted is not None:
             raise RunAbortedError(self._client.aborted.message, self._client.aborted.exit_status)
-        if self._signals and not self._stop_requested:
-            self._stop_requested = True
-            self._client.send(StopRequest(self.stage, self._signals[0]))
+        signal_number = self._signals.take_request()
+        if signal_number is not None:
+            self._client.send(StopRequest(self.stage, signal_number))
 
-    # -- messages, signals, the end --------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------
 
     def _await(self, expected: type[M]) -> M:
         message = self._receive(expected)
@@ -488,7 +398,7 @@ class Worker:
         if isinstance(message, expected):
             return message
         if isinstance(message, Refuse):
-            raise RefusedError(_refusal(message))
+            raise RefusedError(refusal_text(message))
         if isinstance(message, Abort):
             raise RunAbortedError(message.message, message.exit_status)
         if isinstance(message, StartOver):
@@ -525,110 +435,3 @@ class Worker:
     def _interrupt_links(self, reason: Exception) -> None:
         if self._endpoint is not None:
             self._endpoint.abort(reason)
-
-    def _install_signal_handlers(self) -> None:
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_grace_over)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First: ask for an orderly stop at the next action. Second, or before training: leave now."""
-        self._signals.append(number)
-        if len(self._signals) > 1 or self._step < 0 or self.config is None:
-            raise InterruptedRunError(f"stage {self.stage} stopped by {signal.Signals(number).name}", number)
-        if number == signal.SIGTERM:
-            signal.setitimer(signal.ITIMER_REAL, self.config.run.grace)
-
-    def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
-        """The step and its snapshot have taken too long: leave, whatever this thread is doing or waiting for."""
-        grace_s = self.config.run.grace if self.config is not None else 0.0
-        raise InterruptedRunError(
-            f"stage {self.stage} stopped by SIGTERM: step {self._step + 1} and its snapshot took longer than run.grace "
-            f"({grace_s:g} s), so they are given up",
-            signal.SIGTERM,
-        )
-
-
-def _frame_logs(
-    config: ClusterConfig, stage: int, report: Callable[[int, str], None]
-) -> Callable[[int], FrameLog] | None:
-    """Logs for each link of a stage that can be brought to life again; gloo and NCCL links cannot."""
-    if config.run.frame_log == 0 or (config.links.inside != "zmq" and any(config.sites)):
-        return None
-    frames = Path(config.run.dir) / config.run.name / "frames"
-    limit_nbytes = config.run.frame_log // (2 * config.pipeline.chunks)
-
-    def log(link: int) -> FrameLog:
-        folder = frames / f"stage-{stage:03d}" / f"link-{link:03d}"
-        return FrameLog(folder, link, limit_nbytes, on_given_up=partial(report, link), inside=frames)
-
-    return log
-
-
-def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:
-    """Where this worker listens, and what others dial: the command line, then `hosts:`, then a guess.
-
-    The guess is the address that this machine reaches the coordinator from, on any free port. In an
-    advertised address port 0 stands for the port that is bound. A spare is on another host than its stage was.
-    """
-    if isinstance(config.hosts, list) and not options.spare:
-        host = config.hosts[stage]
-        bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
-    else:
-        bind, advertise = format_address(local_address_towards(options.peer), 0), None
-    return options.bind or bind, options.advertise or advertise
-
-
-def _greeting_without_model(assign: Assign, config: ClusterConfig, address: str, device: torch.device) -> Hello:
-    return Hello(
-        stage=assign.stage,
-        version=__version__,
-        config_hash=config_hash(config),
-        tokenizer_hash="",
-        data_hash="",
-        address=address,
-        device=str(device),
-        torch_version=str(torch.__version__),
-        num_parameters=0,
-        num_train_samples=0,
-    )
-
-
-def _control_shaping(config: ClusterConfig) -> Shaping:
-    """What is imitated of the way to the coordinator; control messages are small, and not counted in any cap."""
-    if config.hosts == "namespaces":
-        return Shaping()
-    return Shaping(config.links.rate, config.links.delay)
-
-
-def _peers(plan: Plan) -> dict[int, int]:
-    """The stage at the other end of each link."""
-    return {int(link): int(peer_stage) for link, peer_stage, *_ in plan.links}
-
-
-def _prepare(step: int, stage: Stage, result: StepResult, meter: StepMeter) -> Prepare:
-    meter.note(stage.take_link_stats())
-    with stage.stopwatch.measure("norms"):
-        norm2 = stage.update.squared_norms()
-    timing = dict(result.timing)
-    for activity, seconds in stage.stopwatch.take().items():
-        timing[activity] = timing.get(activity, 0.0) + seconds
-    return Prepare(
-        step=step,
-        stage=stage.plan.stage,
-        norm2=norm2,
-        finite=result.finite,
-        loss_sum=result.loss_sum,
-        tokens=result.tokens,
-        batch_digest=result.batch_digest,
-        timing=timing,
-        links=meter.take_rows(),
-        codec_state_bytes=stage.codec_state_nbytes,
-        active_s=meter.active_s,
-        codec_errors=[[float(e.link), float(e.direction), e.relative_error] for e in stage.take_codec_errors()],
-    )
-
-
-def _refusal(refuse: Refuse) -> str:
-    rows = "; ".join(f"{field}: here {mine}, expected {theirs}" for field, mine, theirs in refuse.differences)
-    return f"{refuse.reason}: {rows}" if rows else refuse.reason

@@ -177,7 +177,8 @@ def worker(
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
 
     def serve(worker_id: str, is_first: bool) -> int:
-        from tahq.worker import WorkerOptions, run_worker  # not before the fork: it starts threads
+        from tahq.worker import run_worker  # not before the fork: it starts threads
+        from tahq.worker_place import WorkerOptions
 
         wanted = -1 if stage is None else stage
         place = (wanted, peer, bind, advertise, device, worker_id, takeover and is_first)

@@ -30,6 +30,9 @@ class Dialling(Protocol):
     def spec(self) -> object:
         """What messages call it."""
 
+    def reconnected(self, connection: int) -> None:
+        """Another connection has taken the place of one that was lost."""
+
 
 class Dialled:
     """A DEALER, which it connects; after that used by one thread.
@@ -37,8 +40,8 @@ class Dialled:
     Args:
         socket: set up, and not connected yet.
         endpoint: what to connect it to.
-        end: what it is for; told why it is not connected.
-        on_again: called when it is connected that was before, or was dialled again.
+        end: what it is for; told why it is not connected, and when it is again.
+        connection: which one of a link's.
         clock: seconds, monotonic.
     """
 
@@ -47,7 +50,7 @@ class Dialled:
         socket: Socket,
         endpoint: str,
         end: Dialling,
-        on_again: Callable[[], None] | None = None,
+        connection: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.socket = socket
@@ -55,7 +58,7 @@ class Dialled:
         """When to call `look` at the latest."""
         self._endpoint = endpoint
         self._end = end
-        self._on_again = on_again
+        self._connection = connection
         self._is_again = False
         """Whether the next connection is not the first."""
         self._clock = clock
@@ -90,8 +93,8 @@ class Dialled:
     def _note(self, outcome: Outcome) -> None:
         if outcome is Outcome.SUCCEEDED:
             self._end.obstacle = ""
-            if self._is_again and self._on_again is not None:
-                self._on_again()
+            if self._is_again:
+                self._end.reconnected(self._connection)
             self._is_again = True
             return
         if outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself

@@ -69,6 +69,9 @@ class _Asked:
     spec: FileSource
     obstacle: str = ""
 
+    def reconnected(self, connection: int) -> None:
+        """What was lost is asked for again in time (`FileTransfer`)."""
+
 
 @contextmanager
 def _socket(kind: int) -> Iterator[Socket]:

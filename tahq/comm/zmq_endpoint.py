@@ -234,7 +234,7 @@ class ZmqEndpoint:
         limit_handshakes(dealer)
         if self._keys is not None:
             dial_curve(dealer, self._keys, peer_key)
-        return Dialled(dealer, endpoint, end, on_again=lambda: end.session.reconnected(connection))
+        return Dialled(dealer, endpoint, end, connection)
 
     def wait_connected(self, timeout_s: float) -> None:
         """Block until every open link has met its peer.

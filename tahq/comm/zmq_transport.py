@@ -91,6 +91,10 @@ class LinkEnd:
         """Say BYE."""
         self.session.close(time.monotonic(), reason)
 
+    def reconnected(self, connection: int) -> None:
+        """Another connection has taken the place of one that was lost."""
+        self.session.reconnected(connection)
+
     def hold(self) -> None:
         """Bear the peer's silence until it is replaced."""
         self.session.hold()

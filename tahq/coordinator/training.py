@@ -80,8 +80,8 @@ class Training:
 
     @property
     def steps_done(self) -> int:
-        """Steps committed so far."""
-        return self._ledger.step
+        """Steps committed so far: decided, and written down."""
+        return self._context.recovery.step
 
     @property
     def num_steps(self) -> int:

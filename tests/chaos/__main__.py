@@ -21,7 +21,7 @@ def main() -> int:
     arguments = _parse()
     if arguments.list:
         for row in ROWS:
-            print(f"{row.name:<22}{row.fault}: {row.shows}")
+            print(f"{row.name:<29}{row.fault}: {row.shows}")
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a script's background
         signal.signal(number, _leave)

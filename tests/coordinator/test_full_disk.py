@@ -93,6 +93,7 @@ def test_run_ends_in_order_where_nobody_makes_room(filled_scene, disk):
     assert str(disk / "journal.sqlite") in scene.end.message
     assert num_commits(scene) == FULL_AFTER
     assert [record.step for record in scene.observer.of("step_committed")] == [1, 2]
+    assert scene.end.steps_done == FULL_AFTER
     for stage in range(3):
         (abort,) = scene.server.told(f"worker-{stage}".encode(), Abort)
         assert abort.exit_status == 2
