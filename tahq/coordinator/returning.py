@@ -9,10 +9,10 @@ dead, are not taken any more. A stage that is lost meanwhile begins the return a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tahq.comm.control import Hold, Plan, Relink, Relinked, Start, StartOver, Widen
+from tahq.comm.control import Hold, LinkState, Plan, Relink, Relinked, Start, StartOver, Widen
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.gathering import Gathering
 from tahq.coordinator.membership import Standing, stage_list
@@ -70,7 +70,9 @@ class Returning:
         self.given: set[int] = set()
         """Stages that spares have: what becomes of the processes that were started for them is nobody's concern."""
         self._lost: dict[int, float] = {}
-        """When each stage was lost that has not come back to where the run is."""
+        """Since when each stage is lost that has not come back to where the run is."""
+        self._degraded: dict[tuple[int, int], str] = {}
+        """What stages have said of links on which their peers are silent, by stage and link."""
 
     def begin(self) -> None:
         """Training begins: whoever was lost before is back."""
@@ -96,7 +98,8 @@ class Returning:
         context.observer.stage_left(stage)
         self._recovery.lose(stage)
         self._return = None
-        self._lost.setdefault(stage, context.clock())
+        since_s = member.last_seen_s if member is not None and is_silent else context.clock()
+        self._lost.setdefault(stage, since_s)
         self._hold_links(stage)
         begins = f"begins again after step {point.step}" if point.snapshot else "begins again from the start"
         if not is_replaced and self._start_again(stage, is_silent):
@@ -154,6 +157,13 @@ class Returning:
         self._lost.setdefault(stage, now_s)
         self._spare_from_s.setdefault(stage, now_s + self._context.options.give_up_s / 2)
 
+    def link_state(self, name: str, state: LinkState) -> None:
+        """A link of a stage is degraded, or works again."""
+        if state.reason:
+            self._degraded[state.stage, state.link] = f"{name}: link {state.link} to stage {state.peer_stage} is silent"
+        else:
+            self._degraded.pop((state.stage, state.link), None)
+
     def rejoined(self, stage: int) -> None:
         """The worker of a stage goes on under this coordinator."""
         self._lost.pop(stage, None)
@@ -185,9 +195,14 @@ class Returning:
             longest_s[stage] = max(give_up_s, self._context.options.join_timeout_s)
         late = [stage for stage, since_s in self._lost.items() if now_s - since_s > longest_s.get(stage, math.inf)]
         if late:
-            lacking = [self._lacks(stage) for stage in late] if self._context.spares else []
-            why = "".join(f"; a spare could not take it, since nobody has a copy of {file}" for file in lacking if file)
-            raise PeerLostError(f"{stage_list(late)} did not come back within {give_up_s:.0f} s (run.give_up){why}")
+            raise PeerLostError(
+                f"{stage_list(late)} did not come back within {give_up_s:.0f} s (run.give_up){self._why(late)}"
+            )
+
+    def _why(self, late: Sequence[int]) -> str:
+        lacking = [self._lacks(stage) for stage in late] if self._context.spares else []
+        files = "".join(f"; a spare could not take it, since nobody has a copy of {file}" for file in lacking if file)
+        return "".join(f"; {words}" for words in self._degraded.values()) + files
 
     # -- the return ------------------------------------------------------------------------------
 

@@ -379,6 +379,7 @@ class Coordinator:
 
     def _on_link_state(self, identity: bytes, state: LinkState) -> None:
         member = self._context.membership.claim(identity, state.stage)
+        self._returning.link_state(member.name, state)
         link = f"link {state.link} to stage {state.peer_stage}"
         if state.reason:
             self._context.observer.warned(f"{member.name}: {link} is degraded: {state.reason}")

@@ -49,7 +49,7 @@ def _leave(number: int, frame: object) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description="faults in real processes, row by row")
-    parser.add_argument("--rows", help="names, by commas; default: all but those that are pending")
+    parser.add_argument("--rows", help="names, by commas; default: all")
     parser.add_argument("--times", type=int, help="tries of a row; default: 20, and 3 of rows over two minutes")
     parser.add_argument("--numbers", type=_numbers, help="these tries alone, by commas")
     parser.add_argument("--lanes", type=int, default=1, help="so many at a time, each with cores of its own")

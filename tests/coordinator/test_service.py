@@ -321,14 +321,17 @@ def test_last_words_of_a_worker_count_more_than_its_exit(scene):
     assert scene.server.told(b"worker-1", Abort) == []
 
 
-def test_silent_worker_is_told_of_after_the_timeout_and_given_up_later(scene):
-    scene.workers(stage1={"silent_from_step": 1})
+def test_silent_worker_is_told_of_after_the_timeout_and_given_up_later(scene, prepare):
+    said = [LinkState(0, 0, 1, "nothing is heard of the peer"), LinkState(0, 2, 1, "nothing is heard of the peer")]
+    said += [LinkState(0, 2, 1, "", 3.0, 0), prepare(0, 1)]
+    scene.workers(stage0={"say": {1: said}}, stage1={"silent_from_step": 1})
     assert scene.run(peer_timeout_s=10.0, give_up_s=40.0) == 3
     assert "stage 1 (host1, pid 101) has given no sign of life for 10.0 s at step 2" in scene.warnings()
     assert "has given no sign of life for 20.0 s at step 2; its next worker begins again" in scene.warnings()
     assert "stage 1 did not come back within 40 s" in scene.end.message
     assert "start the run anew" in scene.end.message
-    assert 60.0 <= scene.clock.now_s - 1000.0 < 62.0
+    assert "(run.give_up); stage 0 (host0, pid 100): link 0 to stage 1 is silent; " in scene.end.message
+    assert 40.0 <= scene.clock.now_s - 1000.0 < 42.0
 
 
 def test_worker_that_was_silent_for_a_while_goes_on(scene):
