@@ -323,7 +323,7 @@ def test_last_words_of_a_worker_count_more_than_its_exit(scene):
 
 def test_silent_worker_is_told_of_after_the_timeout_and_given_up_later(scene, prepare):
     said = [LinkState(0, 0, 1, "nothing is heard of the peer"), LinkState(0, 2, 1, "nothing is heard of the peer")]
-    said += [LinkState(0, 2, 1, "", 3.0, 0), prepare(0, 1)]
+    said += [LinkState(0, 2, 1, "", 3.0, 0), prepare(1, 0)]
     scene.workers(stage0={"say": {1: said}}, stage1={"silent_from_step": 1})
     assert scene.run(peer_timeout_s=10.0, give_up_s=40.0) == 3
     assert "stage 1 (host1, pid 101) has given no sign of life for 10.0 s at step 2" in scene.warnings()
