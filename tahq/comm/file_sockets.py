@@ -13,10 +13,13 @@ from tahq.comm.file_transfer import WINDOW_PIECES, FileSource
 from tahq.comm.file_wire import MAX_MESSAGE_NBYTES
 from tahq.comm.gate import Gate
 from tahq.comm.keys import KeyPair
+from tahq.comm.pings import replace_stuck_connections
 from tahq.comm.socket_wait import Socket
 from tahq.errors import RemoteProtocolError
 
 _WHERE = "port for files"
+_PEER_TIMEOUT_S = 10.0
+"""Well before a source that is silent is given up (`Patience`), so that a connection can be made again meanwhile."""
 _HOLD_S = 3.0
 """How long somebody waits who asks before the coordinator has said that he would."""
 _MAX_QUEUED = 2 * WINDOW_PIECES
@@ -81,6 +84,7 @@ def _socket(kind: int) -> Iterator[Socket]:
         for option, value in ((zmq.SNDHWM, _MAX_QUEUED), (zmq.RCVHWM, _MAX_QUEUED), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + CURVE_NBYTES)
+        replace_stuck_connections(socket, _PEER_TIMEOUT_S)
         yield socket
     finally:
         context.destroy(linger=0)

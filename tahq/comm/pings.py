@@ -11,8 +11,9 @@ import zmq
 from tahq.comm.socket_wait import Socket
 
 _PING_S = 1.0
-_SILENT_S = 5.0
-_UNACKNOWLEDGED_S = 2.0
+_SILENT_PART = 0.5
+"""Of the peer's timeout."""
+_UNACKNOWLEDGED_PART = 0.2
 """From when TCP first sends something again, which is after 0.2 to 1 s. Long enough for it to try once or twice more
 before that, and for a round trip; what is merely slow is acknowledged all the time."""
 _KEEPALIVE_S = 1
@@ -24,7 +25,7 @@ _CONNECT_TIMEOUT_MS = 2000
 def replace_silent_connections(socket: Socket, peer_timeout_s: float) -> None:
     """Set it up before it binds or connects; `peer_timeout_s` of silence ends the peer, half of it a connection."""
     replace_stuck_connections(socket, peer_timeout_s)
-    silent_s = min(_SILENT_S, peer_timeout_s / 2)
+    silent_s = _SILENT_PART * peer_timeout_s
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1e3 * min(_PING_S, silent_s / 2))))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1e3 * silent_s)))
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
@@ -32,8 +33,7 @@ def replace_silent_connections(socket: Socket, peer_timeout_s: float) -> None:
 
 def replace_stuck_connections(socket: Socket, peer_timeout_s: float) -> None:
     """As `replace_silent_connections`, without pings: for an end whose peer says something all the time."""
-    unacknowledged_s = min(_UNACKNOWLEDGED_S, 0.2 * peer_timeout_s)
-    socket.setsockopt(zmq.TCP_MAXRT, max(1, int(1e3 * unacknowledged_s)))
+    socket.setsockopt(zmq.TCP_MAXRT, max(1, int(1e3 * _UNACKNOWLEDGED_PART * peer_timeout_s)))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
