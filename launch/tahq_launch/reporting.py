@@ -77,3 +77,8 @@ def log_to_stderr(level: int, *, is_log: bool) -> None:
         handler.addFilter(lambda record: record.levelno < logging.ERROR)
     log.addHandler(handler)
     log.setLevel(level)
+
+
+def announce(line: str) -> None:
+    """A line for whoever waits for it on the other end of a pipe, too."""
+    print(line, flush=True)

@@ -1,0 +1,238 @@
+"""The commands that a run is made of: `launch`, `worker`, `coordinator` and `keygen`.
+
+Only words are here: what a command does is imported when it is run, so that `--help` needs no torch.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tahq_launch.options import ConfigPath, Debug, Overrides, Resume
+from tahq_launch.reporting import announce, log_to_stderr, report_error
+
+
+def launch(
+    cluster_yaml: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print layers, memory, bytes on each link and the schedule; start nothing.",
+        ),
+    ] = False,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> int:
+    """Train what CLUSTER.YAML describes, from start to end.
+
+    Starts a worker for each stage here or over ssh, leads them, and leaves runs/NAME behind.
+
+    Example: tahq-launch launch/examples/demo.yaml --set run.name=first --set training.steps=20
+
+    Exit status: 0 done, 1 our fault, 2 a mistake in the input, 3 a worker was lost (resume the run), 4 out of
+    memory, 5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after a snapshot.
+    """
+    from tahq_launch.prepared_run import StartRequest
+
+    if dry_run:
+        return _dry_run(cluster_yaml, overrides or [])
+    from tahq_launch.launcher import launch as launch_run
+
+    return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
+
+
+def _dry_run(cluster_yaml: Path, overrides: Sequence[str]) -> int:
+    from tahq.config_file import load_config
+    from tahq_launch.dry_run import dry_run
+    from tahq_launch.resolution import resolve_for_run
+
+    print(dry_run(resolve_for_run(load_config(cluster_yaml, overrides))))
+    return 0
+
+
+def worker(
+    peer: Annotated[
+        str, typer.Option(metavar="HOST:PORT", show_default=False, help="The coordinator, e.g. 192.0.2.1:5555.")
+    ],
+    stage: Annotated[
+        int | None, typer.Option(min=0, show_default=False, help="Stage to serve, from 0. Default: any that is free.")
+    ] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="Where neighbours are listened to, e.g. 0.0.0.0:7001; port 0: any free one. "
+            "Default: as the hosts entry says, else the address that faces the coordinator.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT|none",
+            show_default=False,
+            help="What neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
+            "none: this machine only dials out. Default: as bound.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|cuda:N", show_default=False, help="Where to compute, e.g. cuda:1. Default: as configured."
+        ),
+    ] = None,
+    takeover: Annotated[
+        bool,
+        typer.Option(
+            "--takeover",
+            help="Take the stage from whoever holds it: you know that it is gone, or must go. What it has not finished "
+            "is computed again.",
+        ),
+    ] = False,
+    spare: Annotated[
+        bool,
+        typer.Option("--spare", help="Wait, and take the stage of a host that is lost. Default: take a free stage."),
+    ] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often to start again by itself after being killed, by a signal or a crash.")
+    ] = 10,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="This worker's secret key, e.g. ~/gpu1.secret. Default: this account's, made if there is none.",
+        ),
+    ] = None,
+    coordinator_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            show_default=False,
+            help="The coordinator's public key, which it prints. Default: that it has the same key as this worker.",
+        ),
+    ] = None,
+    no_curve: Annotated[
+        bool, typer.Option("--no-curve", help="For a run with security.curve: off. Default: with CURVE only.")
+    ] = False,
+    debug: Debug = False,
+    die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
+    exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
+    keys_from_stdin: Annotated[bool, typer.Option("--keys-from-stdin", hidden=True)] = False,
+) -> int:
+    """Serve one stage of a run, on this machine.
+
+    The configuration comes from the coordinator. A worker that is killed starts again by itself, and the run goes on;
+    one whose coordinator is killed waits for it.
+
+    Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
+    """
+    from tahq_launch import parent_watch, run_keys
+
+    if no_curve and (key is not None or coordinator_key is not None):
+        raise typer.BadParameter("it goes with neither --key nor --coordinator-key", param_hint="--no-curve")
+    if no_curve:
+        credentials = None
+    elif keys_from_stdin:
+        credentials = run_keys.keys_from_stdin()
+    else:
+        credentials = run_keys.keys_by_hand(key, coordinator_key)
+    if die_with_launcher:
+        parent_watch.die_with_launcher()
+    if exit_with_stdin:
+        parent_watch.exit_with_stdin()
+    launched = die_with_launcher or exit_with_stdin
+    if spare and (stage is not None or takeover):
+        raise typer.BadParameter("a spare takes whichever stage needs it; leave out --stage and --takeover")
+    if takeover and stage is None:
+        raise typer.BadParameter("--takeover needs --stage, the one to take")
+    log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
+
+    def serve(worker_id: str, is_first: bool) -> int:
+        from tahq.worker import run_worker  # not before the fork: it starts threads
+        from tahq.worker_place import WorkerOptions
+
+        wanted = -1 if stage is None else stage
+        place = (wanted, peer, bind, advertise, device, worker_id, takeover and is_first)
+        return run_worker(WorkerOptions(*place, credentials, spare))
+
+    if launched:
+        return serve("", True)
+    from tahq.comm.addresses import parse_address
+
+    parse_address(peer, "coordinator")  # once, and not in child after child
+
+    def served(worker_id: str, is_first: bool) -> int:
+        try:
+            return serve(worker_id, is_first)
+        except Exception as error:
+            return report_error("tahq-worker", error, debug=debug)
+
+    from tahq_launch.worker_supervisor import supervise
+
+    return supervise(served, restarts)
+
+
+def coordinator(
+    cluster_yaml: ConfigPath,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="Where to listen for workers, e.g. 0.0.0.0:5555; port 0: any free one. Default: run.bind.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default=False,
+            help="What workers dial, if another, e.g. 203.0.113.9:5555. Default: run.advertise, else as bound.",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    debug: Debug = False,
+) -> int:
+    """Lead a run whose workers are started by hand.
+
+    Prints the tahq-worker command of every stage.
+
+    Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
+    """
+    from tahq_launch.launcher import serve
+    from tahq_launch.prepared_run import StartRequest
+
+    request = StartRequest(
+        cluster_yaml, tuple(overrides or ()), resume, debug, bind, advertise, program="tahq coordinator"
+    )
+    return serve(request, announce)
+
+
+def keygen(
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="File of the secret key, e.g. gpu1.secret. Default: ~/.config/tahq/key.secret.",
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Make none: print the public key of the one there is.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Make a key, and print its public half.
+
+    The secret half goes to a file of mode 600. The public half is for security.allow, or for --coordinator-key.
+
+    Example: tahq keygen
+    """
+    from tahq_launch.keygen import keygen as make_key
+
+    print(make_key(out, show=show).public)
+    return 0
