@@ -100,6 +100,7 @@ class Returning:
         self._return = None
         since_s = member.last_seen_s if member is not None and is_silent else context.clock()
         self._lost.setdefault(stage, since_s)
+        self._degraded = {key: words for key, words in self._degraded.items() if key[0] != stage}
         self._hold_links(stage)
         begins = f"begins again after step {point.step}" if point.snapshot else "begins again from the start"
         if not is_replaced and self._start_again(stage, is_silent):
