@@ -8,8 +8,8 @@ Four stages in network namespaces, every host at 300 Mbit/s both ways. First, in
 steps and the log of sent frames, and runs with neither; a block is one run of each. What is compared is the mean time
 of the steps after the first few, snapshots included, within a block; the figure is the median of the blocks' ratios.
 Twice: stages that sleep in place of computing, and send what a model of 1,024 channels would send (what the log
-costs), and a small model that really computes, which needs a core for each stage (what snapshots cost). The journal of
-the coordinator is always kept.
+costs), and a model of 26 million parameters that really computes, with as many threads a stage as leave it a core for
+all else where there are cores (what snapshots cost). The journal of the coordinator is always kept.
 
 Then a stage's worker is killed a given number of steps after a snapshot, and what the coordinator says of its
 return is read: seconds from the loss to where the others are, and steps computed again in them.
@@ -34,7 +34,9 @@ import yaml
 from machine import describe
 
 STAGES = 4
-PARTS = ("sleeping", "small", "recovery")
+PARTS = ("sleeping", "computing", "recovery")
+THREADS = max(1, len(os.sched_getaffinity(0)) // STAGES - 1)
+"""Compute threads of a stage."""
 SETTLE = 5
 """Steps at the start that are not counted."""
 _BACK = re.compile(r"is back after ([0-9.]+) s")
@@ -52,7 +54,7 @@ class Pipeline:
 
     def config(self, folder: Path, name: str, steps: int, rate: str, run: Values) -> Path:
         values = {
-            "run": {"name": name, "dir": str(folder / "runs"), "seed": 1, **run},
+            "run": {"name": name, "dir": str(folder / "runs"), "seed": 1, "threads": THREADS, **run},
             "model": self.model,
             "data": {"text": "stdlib", "seq_len": self.seq_len},
             "training": {"steps": steps, **self.training},
@@ -78,10 +80,10 @@ SLEEPING = Pipeline(
     {"global_batch": 8, "micro_batch": 1},
     512,
 )
-SMALL = Pipeline(
+COMPUTING = Pipeline(
     "computing",
-    {"family": "gpt2", "num_layers": 8, "hidden_size": 256, "num_heads": 8},
-    {"global_batch": 16, "micro_batch": 2},
+    {"family": "gpt2", "num_layers": 8, "hidden_size": 512, "num_heads": 8},
+    {"global_batch": 8, "micro_batch": 2},
     256,
 )
 
@@ -243,7 +245,7 @@ def main() -> None:
             if name == "recovery":
                 rows, kept = recoveries(arguments, folder), results.recovery
             else:
-                rows, kept = blocks(SLEEPING if name == "sleeping" else SMALL, arguments, folder), results.overhead
+                rows, kept = blocks(SLEEPING if name == "sleeping" else COMPUTING, arguments, folder), results.overhead
             for row in rows:
                 kept.append(row)
                 write(results, arguments.output)
