@@ -53,8 +53,9 @@ class Pipeline:
     seq_len: int
 
     def config(self, folder: Path, name: str, steps: int, rate: str, run: Values) -> Path:
+        common = {"name": name, "dir": str(folder / "runs"), "seed": 1, "threads": THREADS, "device": "cpu"}
         values = {
-            "run": {"name": name, "dir": str(folder / "runs"), "seed": 1, "threads": THREADS, **run},
+            "run": common | run,
             "model": self.model,
             "data": {"text": "stdlib", "seq_len": self.seq_len},
             "training": {"steps": steps, **self.training},

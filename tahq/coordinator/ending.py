@@ -99,6 +99,8 @@ class RunEnding:
 
     def abort(self, exit_status: int, message: str) -> None:
         """The run is over, at once; the message says how it is gone on with."""
+        if self.training is not None:
+            self.training.abandon()
         if self.training is not None and exit_status != UserError.exit_status:
             message = f"{message}; {self._resume_hint()}"
         self._state.end(Event.ENDED, Ending(exit_status, message), self._context.clock())

@@ -7,6 +7,7 @@ Everything that decides is in the pure cores (`membership`, `plan`, `commit`, `r
 import signal
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.plan import link_ends
 from tahq.coordinator.publisher import Publish, SnapshotPublisher
+from tahq.coordinator.publishing import Publishing
 from tahq.coordinator.recovery import Recovery, RestorePoint
 from tahq.coordinator.returning import Restart, Returning
 from tahq.coordinator.run_journal import RunJournal
@@ -69,6 +71,7 @@ class Coordinator:
         server: bound already; used by the thread of `run` only, closed by whoever made it.
         observer: told what happens.
         publish: makes a complete snapshot the newest one; None: as files under the run's folder.
+        executor: runs `publish`, one call after the other; None: in a thread.
         measuring: what is done in place of a run, once all are there; `options.is_measuring` tells the workers.
         journal: remembers what this coordinator decides, for the one that may have to come after it; and what the one
             before has decided, if the options are of that run.
@@ -82,6 +85,7 @@ class Coordinator:
         observer: RunObserver,
         *,
         publish: Publish | None = None,
+        executor: Executor | None = None,
         measuring: Measuring | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -111,7 +115,7 @@ class Coordinator:
         self._silent: set[int] = set()
         """Stages that have given no sign of life for a while."""
         self._training: Training | None = None
-        self._publish = publish or SnapshotPublisher(options)
+        self._publishing = Publishing(publish or SnapshotPublisher(options), executor)
         self._measuring = measuring
         self._num_steps = 0
         self._next_tick_s = clock()
@@ -176,6 +180,8 @@ class Coordinator:
             self._tick(tick)
             self._ending.take_requests()
             self._check_timers(polled_s)
+        if self._training is not None and self._training.settle_published():
+            self._ending.finish_if_nothing_is_owed()
 
     def _attend(self) -> None:
         """What goes on while the journal waits for room."""
@@ -310,7 +316,7 @@ class Coordinator:
             self._begun().settle_copies()
 
     def _begin_training(self) -> None:
-        self._training = Training(self._context, self._num_steps, self._publish, self._journal)
+        self._training = Training(self._context, self._num_steps, self._publishing, self._journal)
         self._ending.training = self._training
         for member in self._context.copies.uncopied(self._context.membership.members):
             self._context.observer.warned(
@@ -459,6 +465,7 @@ class Coordinator:
         self._context.tell_phase(self._gathering.missing)
 
     def _close(self) -> None:
+        self._publishing.close()
         ending = self._state.ending
         done = self._training.steps_done if self._training else self._context.options.start_step
         self._context.tell_phase("")

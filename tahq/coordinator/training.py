@@ -14,13 +14,13 @@ from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import CodecChange, SnapshotRecord, StepRecord
-from tahq.coordinator.publisher import Publish
+from tahq.coordinator.publishing import Publishing
 from tahq.coordinator.recovery import for_one_again
 from tahq.coordinator.reports import Reports, SnapshotParts
-from tahq.coordinator.run_state import Event
+from tahq.coordinator.run_state import Event, Phase
 from tahq.coordinator.step_report import step_record
 from tahq.coordinator.tracing import TraceCollector
-from tahq.errors import RemoteProtocolError, TahqError
+from tahq.errors import RemoteProtocolError
 from tahq.fault_points import reached
 from tahq.pipeline.manifest import snapshot_name
 
@@ -31,16 +31,18 @@ class Training:
     Args:
         context: the run; all members are ready.
         num_steps: length of the run.
-        publish: makes a complete snapshot the newest one.
+        publishing: makes complete snapshots the newest one.
         journal: remembers what is decided, and what was by a coordinator before this one.
 
     Raises:
         SnapshotError: what the snapshot keeps of the links' codecs makes no sense.
     """
 
-    def __init__(self, context: RunContext, num_steps: int, publish: Publish, journal: Journal | None = None) -> None:
+    def __init__(
+        self, context: RunContext, num_steps: int, publishing: Publishing, journal: Journal | None = None
+    ) -> None:
         self._context = context
-        self._publish = publish
+        self._publishing = publishing
         self._journal = journal
         self._reports = Reports(context.options.num_stages)
         self._num_steps = num_steps
@@ -101,7 +103,7 @@ class Training:
     @property
     def owed(self) -> str:
         """What the stages still owe, in words; empty: nothing."""
-        return " and ".join(self._reports.outstanding)
+        return " and ".join((*self._reports.outstanding, *self._publishing.outstanding))
 
     def prepare(self, identity: bytes, prepare: Prepare) -> None:
         """Count a stage's part of a step; the last one decides it.
@@ -170,7 +172,11 @@ class Training:
         context.server.send(identity, for_one_again(commit, evaluate=evaluate, snapshot=snapshot))
 
     def lose(self, stage: int) -> None:
-        """A stage's process is gone: forget what will be said again."""
+        """A stage's process is gone: forget what will be said again.
+
+        First a snapshot that is complete becomes the one to come back to, rather than while the stage comes back.
+        """
+        self.settle_published(wait=True)
         self._ledger.forget(stage)
         self._reports.forget(stage)
 
@@ -199,7 +205,8 @@ class Training:
         parts = self._reports.snapshotted(part, member.name)
         if parts is not None:
             base = self._context.recovery.base.step if self._is_copied_first() else None
-            self._complete(replace(parts, codecs=self._codecs_kept[parts.step], base=base))
+            self._publishing.begin(replace(parts, codecs=self._codecs_kept[parts.step], base=base))
+            self.settle_published(wait=self._context.state.phase is Phase.FINISHING)
 
     def traced(self, identity: bytes, part: Traced) -> None:
         """Take a part of a traced step; raises RemoteProtocolError if it makes no sense."""
@@ -211,12 +218,26 @@ class Training:
         if trace is not None:
             context.observer.step_traced(trace)
 
-    def _complete(self, parts: SnapshotParts) -> None:
-        error = self._publishing_error(parts)
-        if not error:
-            self._published(parts)
-        self._codecs_kept.pop(parts.step, None)
-        self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
+    def settle_published(self, *, wait: bool = False) -> bool:
+        """Go by the snapshots that have been published since; with `wait`, by all that are complete.
+
+        Returns:
+            Whether there was one, or one that failed.
+        """
+        taken = self._publishing.take(wait=wait)
+        for parts, error in taken:
+            if not error:
+                self._published(parts)
+            self._codecs_kept.pop(parts.step, None)
+            self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
+        return bool(taken)
+
+    def abandon(self) -> None:
+        """Nobody is led any more: wait for what is being published, so that the user is told of the newest snapshot."""
+        for parts, error in self._publishing.take(wait=True):
+            if not error:
+                self._context.state.last_snapshot = parts.step
+            self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
 
     def _published(self, parts: SnapshotParts) -> None:
         context = self._context
@@ -269,13 +290,6 @@ class Training:
             return order
         server.send(source.identity, Admit([key]))
         return replace(order, public_key=server.public_key(source.identity))
-
-    def _publishing_error(self, parts: SnapshotParts) -> str:
-        try:
-            self._publish(parts)
-        except (OSError, TahqError) as error:
-            return parts.error or f"coordinator: {error}"
-        return parts.error
 
 
 def _complete_snapshot(context: RunContext) -> int:

@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 import msgpack
+from support.at_once import AtOnce
 
 from tahq.comm.control import (
     Admit,
@@ -367,7 +368,9 @@ def _status(said: list[Heard], folder: Path) -> int:
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     observer = watch_run(metrics, 0, out=out, err=out)
-    coordinator = Coordinator(options, server, observer, publish=lambda parts: None, clock=lambda: server.now_s)
+    coordinator = Coordinator(
+        options, server, observer, publish=lambda parts: None, executor=AtOnce(), clock=lambda: server.now_s
+    )
     told: list[bool] = []
 
     def tick() -> None:

@@ -2,9 +2,11 @@
 
 import json
 import math
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 import pytest
+from support.at_once import AtOnce
 
 from tahq.comm.control import (
     Abort,
@@ -222,11 +224,14 @@ class Scene:
     options: CoordinatorOptions
     published: list = field(default_factory=list)
     publish_error: Exception | None = None
+    executor: Executor = field(default_factory=AtOnce)
     coordinator: Coordinator | None = None
 
     def build(self, **changes):
         self.options = replace(self.options, **changes)
-        self.coordinator = Coordinator(self.options, self.server, self.observer, publish=self.publish, clock=self.clock)
+        self.coordinator = Coordinator(
+            self.options, self.server, self.observer, publish=self.publish, executor=self.executor, clock=self.clock
+        )
         return self.coordinator
 
     def publish(self, parts):

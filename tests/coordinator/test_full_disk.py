@@ -34,7 +34,13 @@ def journal(disk):
 def filled_scene(scene, disk, journal):
     """A run of scripted workers, whose disk is full once `FULL_AFTER` steps are decided."""
     scene.coordinator = Coordinator(
-        scene.options, scene.server, scene.observer, publish=scene.publish, journal=journal, clock=scene.clock
+        scene.options,
+        scene.server,
+        scene.observer,
+        publish=scene.publish,
+        executor=scene.executor,
+        journal=journal,
+        clock=scene.clock,
     )
     workers = scene.workers()
 

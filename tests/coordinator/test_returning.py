@@ -1,11 +1,13 @@
 """Stages that are lost and come back: scripted workers, virtual clock, the coordinator as it is."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from coordinator.conftest import VERSION
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.at_once import Sooner
 
 from tahq.comm.control import Commit, Join, Plan, Published, Relink, Start, StartOver, Widen
 from tahq.errors import PeerLostError
@@ -218,10 +220,11 @@ def test_frames_are_freed_when_a_snapshot_is_complete(scene):
 
 
 @settings(max_examples=150, deadline=None)
-@given(kills=st.lists(st.tuples(st.integers(1, 160), st.integers(0, 2)), max_size=6))
-def test_any_stages_may_die_at_any_time(new_scene, kills):
+@given(kills=st.lists(st.tuples(st.integers(1, 160), st.integers(0, 2)), max_size=6), seed=st.integers(0, 2**32))
+def test_any_stages_may_die_at_any_time(new_scene, kills, seed):
     undisturbed, scene = new_scene(), new_scene()
     led(undisturbed, [])
+    scene.executor = Sooner(Random(seed))
     led(scene, kills)
     assert steps(scene) == steps(undisturbed)
     assert [v.step for v in scene.observer.of("validated")] == [v.step for v in undisturbed.observer.of("validated")]

@@ -61,7 +61,7 @@ def served(scene):
     """A coordinator bound to a free port of the loopback, its run going on in a thread."""
     server = ControlServer("127.0.0.1:0", heartbeat_s=0.2)
     options = replace(scene.options, num_stages=NUM_STAGES, steps=None, epochs=1.0, eval_every=5, peer_timeout_s=5.0)
-    coordinator = Coordinator(options, server, scene.observer, publish=scene.publish)
+    coordinator = Coordinator(options, server, scene.observer, publish=scene.publish, executor=scene.executor)
     statuses = []
     thread = threading.Thread(target=lambda: statuses.append(coordinator.run(lambda: None)))
     thread.start()

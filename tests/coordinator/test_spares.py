@@ -276,7 +276,13 @@ def test_base_moves_when_copies_are_there_and_the_coordinator_that_comes_back_kn
     scene.options = replace(scene.options, **OPTIONS)
     with Journal(tmp_path / "journal.sqlite") as journal:
         scene.coordinator = Coordinator(
-            scene.options, scene.server, scene.observer, publish=scene.publish, journal=journal, clock=scene.clock
+            scene.options,
+            scene.server,
+            scene.observer,
+            publish=scene.publish,
+            executor=scene.executor,
+            journal=journal,
+            clock=scene.clock,
         )
 
         def tick():
@@ -299,7 +305,13 @@ def test_coordinator_that_comes_back_gives_out_the_newest_snapshot_and_the_base(
 
     def lead(scene, journal, tick=lambda: None):
         scene.coordinator = Coordinator(
-            scene.options, scene.server, scene.observer, publish=scene.publish, journal=journal, clock=scene.clock
+            scene.options,
+            scene.server,
+            scene.observer,
+            publish=scene.publish,
+            executor=scene.executor,
+            journal=journal,
+            clock=scene.clock,
         )
         return scene.run(tick)
 

@@ -1,0 +1,122 @@
+"""Snapshots are published beside the training, and by the end of the run."""
+
+import threading
+from random import Random
+
+import pytest
+from coordinator.test_returning import led
+from support.at_once import Sooner
+
+from tahq.comm.control import Commit, Plan, Published, Snapshotted
+from tahq.coordinator.publishing import Publishing
+from tahq.coordinator.reports import SnapshotParts
+from tahq.errors import SnapshotError
+
+LONG_S = 30.0
+
+
+def parts(step, error=""):
+    return SnapshotParts(step, (Snapshotted(step, 0, "file", "ab", 10, error=error),))
+
+
+@pytest.fixture
+def gate():
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_nothing_is_taken_before_it_is_published_and_then_in_order(gate):
+    published = []
+
+    def publish(part):
+        assert gate.wait(LONG_S)
+        published.append(part.step)
+
+    publishing = Publishing(publish)
+    publishing.begin(parts(5))
+    publishing.begin(parts(10))
+    assert publishing.take() == []
+    assert publishing.outstanding == ("the snapshot after step 5", "the snapshot after step 10")
+    gate.set()
+    assert [(part.step, error) for part, error in publishing.take(wait=True)] == [(5, ""), (10, "")]
+    assert published == [5, 10]
+    assert publishing.outstanding == ()
+    publishing.close()
+
+
+def test_what_goes_wrong_is_said_of_the_stage_or_else_of_the_coordinator():
+    def publish(part):
+        raise SnapshotError("no space left")
+
+    publishing = Publishing(publish)
+    publishing.begin(parts(5))
+    publishing.begin(parts(10, error="disk on fire"))
+    assert [error for _, error in publishing.take(wait=True)] == ["coordinator: no space left", "stage 0: disk on fire"]
+    publishing.close()
+
+
+def test_what_no_disk_does_is_raised_where_it_is_taken():
+    def publish(part):
+        raise ZeroDivisionError("a mistake of ours")
+
+    publishing = Publishing(publish)
+    publishing.begin(parts(5))
+    with pytest.raises(ZeroDivisionError, match="of ours"):
+        publishing.take(wait=True)
+    publishing.close()
+
+
+def test_steps_are_committed_while_a_snapshot_is_published(scene, gate):
+    """Publishing ends only when three more steps are committed; were they to wait for it, the run would not end."""
+    committed = []
+
+    def publish(part):
+        if part.step == 2:
+            assert gate.wait(LONG_S)
+            committed.append(len(scene.losses()))
+        scene.published.append(part)
+
+    send = scene.server.send
+
+    def send_and_watch(identity, message):
+        send(identity, message)
+        if isinstance(message, Commit) and message.step == 4:
+            gate.set()
+
+    scene.server.send = send_and_watch
+    scene.executor = None
+    scene.publish = publish
+    scene.workers()
+    assert scene.run(steps=8, snapshot_every=2) == 0
+    assert committed[0] >= 4
+    assert [part.step for part in scene.published] == [2, 4, 6, 8]
+    assert scene.end.last_snapshot == 8
+    assert [message.step for message in scene.server.told(b"worker-1", Published)] == [2, 4, 6, 8]
+
+
+def test_run_ends_when_its_last_snapshot_is_published_however_late(scene):
+    scene.executor = Sooner(Random(1), chance=0.0)
+    scene.workers()
+    assert scene.run(steps=5, snapshot_every=2) == 0
+    assert [part.step for part in scene.published] == [2, 4, 5]
+    assert scene.end.last_snapshot == 5
+
+
+def test_run_that_breaks_off_names_the_snapshot_that_was_being_published(scene):
+    scene.executor = Sooner(Random(1), chance=0.0)
+    scene.workers(stage1={"silent_from_step": 3})
+    assert scene.run(steps=8, snapshot_every=2, give_up_s=20.0) == 3
+    assert [part.step for part in scene.published] == [2]
+    assert scene.end.last_snapshot == 2
+    assert [record.error for record in scene.observer.of("snapshot_written")] == [""]
+
+
+def test_lost_stage_begins_at_a_snapshot_that_was_being_published(scene):
+    """Were it to begin at the one before, its neighbours would free what it needs while it computes."""
+    scene.executor = Sooner(Random(1), chance=0.0)
+    stages = led(scene, [(2, 1)], after_steps=5)
+    (plan,) = scene.server.told(stages[1].worker.identity, Plan)
+    assert plan.start_step == 3
+    assert scene.losses() == [2.0] * 8
+    assert [part.step for part in scene.published] == [3, 6, 8]
