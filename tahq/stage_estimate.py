@@ -1,6 +1,7 @@
 """What a stage of a configuration keeps in memory, by `memory/estimate.py`."""
 
 from dataclasses import astuple
+from functools import partial
 
 from tahq.config import ClusterConfig
 from tahq.memory.estimate import StageMemory, StepNumbers, stage_memory
@@ -8,11 +9,9 @@ from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import divide
+from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.pipeline.schedule import Schedule, in_flight
 from tahq.quant import get_codec
-
-_OPTIMIZER_STATES = {"adamw": 2, "ema_sgd": 1}
-"""fp32 numbers a parameter; `sgd` has one if it has momentum."""
 
 
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
@@ -47,7 +46,7 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, ch
     return StepNumbers(
         shape=MicroBatchShape(training.micro_batch, config.data.seq_len, bf16),
         in_flight=max(in_flight(row)),
-        optimizer_states=_OPTIMIZER_STATES.get(training.optimizer, int(training.momentum > 0)),
+        optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",
         frame_nbytes=_frames_nbytes(config, spec, chunk),
     )

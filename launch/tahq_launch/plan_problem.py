@@ -1,7 +1,10 @@
 """What `tahq plan` asks the planner, made of a cluster.yaml, numbers and options."""
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+
+import torch
 
 from tahq.comm.host_shaping import host_shaping
 from tahq.config import ClusterConfig
@@ -15,12 +18,12 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
 from tahq.pipeline.costs import FirstOut
 from tahq.pipeline.generators import GENERATORS
+from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
 from tahq_launch.plan_numbers import computes_bf16
 
 _FP32 = 4
-_OPTIMIZER_STATES = {"adamw": 2, "ema_sgd": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,8 @@ def _goes(spec: str, direction: str) -> bool:
 def model_numbers(config: ClusterConfig, spec: ModelSpec) -> ModelNumbers:
     """The model's sizes in bytes; blocks are taken to be alike, the largest standing for all."""
     training = config.training
-    states = 2 + _OPTIMIZER_STATES.get(training.optimizer, int(training.momentum > 0))
-    block, first, last = (_FP32 * states * count for count in _parameters(spec))
+    block, first, last = _parts(spec, lambda shapes: 2 * _weights(shapes) + optimizer_nbytes(training, shapes))
+    block_weights, _, _ = _parts(spec, _weights)
     return ModelNumbers(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -118,22 +121,26 @@ def model_numbers(config: ClusterConfig, spec: ModelSpec) -> ModelNumbers:
         block_nbytes=block,
         first_nbytes=first,
         last_nbytes=last,
-        num_states=states,
+        num_states=block / block_weights,
     )
 
 
-def _parameters(spec: ModelSpec) -> tuple[float, float, float]:
-    """Parameters of a block, and what the two ends add to theirs."""
+def _parts(spec: ModelSpec, nbytes: Callable[[Collection[torch.Size]], float]) -> tuple[float, float, float]:
+    """What a block's parameters come to, and what the two ends add to theirs."""
     layers = spec.num_layers
 
-    def count(start: int, stop: int) -> float:
-        shapes = slice_parameters(spec, BlockRange(start, stop, layers)).values()
-        return float(sum(math.prod(shape) for shape in shapes))
+    def of(start: int, stop: int) -> float:
+        return float(nbytes(slice_parameters(spec, BlockRange(start, stop, layers)).values()))
 
     if layers < 3:
-        return count(0, layers) / layers, 0.0, 0.0
-    block = count(1, 2)
-    return block, count(0, 1) - block, count(layers - 1, layers) - block
+        return of(0, layers) / layers, 0.0, 0.0
+    block = of(1, 2)
+    return block, of(0, 1) - block, of(layers - 1, layers) - block
+
+
+def _weights(shapes: Collection[torch.Size]) -> float:
+    """Bytes of parameters of these shapes in fp32."""
+    return _FP32 * sum(map(math.prod, shapes))
 
 
 def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> HeldBytes:

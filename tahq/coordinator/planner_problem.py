@@ -36,8 +36,8 @@ class HeldBytes:
 class ModelNumbers:
     """A model as the planner sees it: `num_layers` blocks that are alike, and two ends.
 
-    `block_nbytes`, `first_nbytes` and `last_nbytes` are weights, gradients and optimizer, `num_states` fp32 numbers for
-    each parameter; `held` is by size of micro-batch, and those sizes are the ones that may be chosen.
+    `block_nbytes`, `first_nbytes` and `last_nbytes` are weights, gradients and optimizer, `num_states` times the
+    weights in fp32; `held` is by size of micro-batch, and those sizes are the ones that may be chosen.
     """
 
     num_layers: int
@@ -48,7 +48,7 @@ class ModelNumbers:
     block_nbytes: float = 0.0
     first_nbytes: float = 0.0
     last_nbytes: float = 0.0
-    num_states: int = 4
+    num_states: float = 4.0
 
     @property
     def micro_batches(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ and the allocator's fragments come on top.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
@@ -20,13 +21,13 @@ class StepNumbers:
     """What a stage's memory depends on beside the model.
 
     `in_flight`: micro-batches whose activations are held at once (`Schedule.max_in_flight`).
-    `optimizer_states`: fp32 numbers that the optimizer keeps a parameter: 2 for AdamW, 1 for momentum.
+    `optimizer_nbytes`: bytes that the optimizer keeps of fp32 parameters of these shapes.
     `frame_nbytes`: encoded bytes of one micro-batch on all the stage's cuts, both directions.
     """
 
     shape: MicroBatchShape
     in_flight: int
-    optimizer_states: int
+    optimizer_nbytes: Callable[[Iterable[tuple[int, ...]]], int]
     checkpoint_blocks: bool
     frame_nbytes: int
 
@@ -53,7 +54,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
-    - weights 4·N, gradients 4·N, optimizer 4·N a state: all fp32, under bf16 autocast too;
+    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them;
     - activations n · `saved_by_slice`;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
       (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
@@ -65,13 +66,13 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
         blocks: the stage's part of it.
         numbers: the rest.
     """
-    num_parameters = sum(math.prod(shape) for shape in slice_parameters(spec, blocks).values())
-    weights = _FP32 * num_parameters
+    shapes = slice_parameters(spec, blocks).values()
+    weights = _FP32 * sum(map(math.prod, shapes))
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
     return StageMemory(
         weights=weights,
         gradients=weights,
-        optimizer=weights * numbers.optimizer_states,
+        optimizer=numbers.optimizer_nbytes(shapes),
         activations=numbers.in_flight * saved,
         boundary=_boundary(spec, blocks, numbers),
         workspace=_workspace(spec, blocks, numbers),

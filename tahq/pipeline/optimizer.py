@@ -10,6 +10,7 @@ A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transfor
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from tahq.errors import SnapshotError
+from tahq.memory.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]
+Shape = tuple[int, ...]
 
 
 def build_optimizer(
@@ -40,7 +43,7 @@ def build_optimizer(
         groups[decayed(name, parameter)].append(parameter)
     decay = {True: config.weight_decay, False: 0.0}
     filled = [{"params": members, "weight_decay": decay[key]} for key, members in groups.items() if members]
-    return OPTIMIZERS[config.optimizer](filled, config)
+    return OPTIMIZERS[config.optimizer].build(filled, config)
 
 
 def _decay(params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
@@ -117,19 +120,39 @@ def _ema_sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
     return EmaSgd(groups, lr=config.lr, momentum=config.momentum)
 
 
-OPTIMIZERS: Mapping[str, Callable[[Groups, TrainingConfig], Optimizer]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "ema_sgd": _ema_sgd,
-}
-"""Optimizers by their name in cluster.yaml: (parameter groups, config) -> optimizer."""
+def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    moments = {name: StateSpec(shape) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": StateSpec((), torch.float32, is_counter=True)} | moments
 
-STATES: Mapping[type[Optimizer], frozenset[str]] = {
-    AdamW: frozenset({"step", "exp_avg", "exp_avg_sq"}),
-    DecoupledSgd: frozenset({"momentum_buffer"}),
-    EmaSgd: frozenset({"momentum_buffer"}),
+
+def _sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return {"momentum_buffer": StateSpec(shape)} if config.momentum > 0 else {}
+
+
+def _ema_sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return {"momentum_buffer": StateSpec(shape)}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """One choice of `training.optimizer`: how it is built, and what it keeps of a parameter of a given shape."""
+
+    build: Callable[[Groups, TrainingConfig], Optimizer]
+    states: Callable[[TrainingConfig, Shape], StateSpecs]
+
+
+OPTIMIZERS: Mapping[str, OptimizerKind] = {
+    "adamw": OptimizerKind(_adamw, _adamw_states),
+    "sgd": OptimizerKind(_sgd, _sgd_states),
+    "ema_sgd": OptimizerKind(_ema_sgd, _ema_sgd_states),
 }
-"""The tensors that each optimizer keeps a parameter; SGD without momentum keeps none of them."""
+"""Optimizers by their name in cluster.yaml."""
+
+
+def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape]) -> int:
+    """Bytes that the optimizer of `training:` keeps of fp32 parameters of these shapes."""
+    states = OPTIMIZERS[config.optimizer].states
+    return sum(states_nbytes(states(config, shape)) for shape in shapes)
 
 
 def optimizer_tensors(optimizer: Optimizer, params: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
@@ -146,20 +169,26 @@ def optimizer_tensors(optimizer: Optimizer, params: Mapping[str, Parameter]) -> 
 
 
 def load_optimizer_tensors(
-    optimizer: Optimizer, params: Mapping[str, Parameter], tensors: Mapping[str, torch.Tensor]
+    config: TrainingConfig,
+    optimizer: Optimizer,
+    params: Mapping[str, Parameter],
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Make an optimizer remember what `optimizer_tensors` gave, bit for bit, whichever stages gave it.
 
     Args:
+        config: what it was built from.
         optimizer: freshly built, or to be overwritten.
         params: the parameters of this stage, by canonical name.
         tensors: states of at least these parameters; those of others are ignored. Where there are none
             for any of these parameters, the optimizer starts anew.
 
     Raises:
-        SnapshotError: states for some of the parameters only, or of another shape.
+        SnapshotError: states for some of the parameters only, or of another shape or type.
     """
-    found = {name: _states_of(optimizer, name, tensors) for name in params}
+    states = OPTIMIZERS[config.optimizer].states
+    specs = {name: states(config, tuple(parameter.shape)) for name, parameter in params.items()}
+    found = {name: _states_of(specs[name], name, tensors) for name in params}
     missing = [name for name, states in found.items() if not states]
     if missing and len(missing) < len(params):
         raise SnapshotError(
@@ -167,27 +196,33 @@ def load_optimizer_tensors(
             f"this stage; {missing[0]} has none: it is damaged, or from another model"
         )
     for name, parameter in params.items():
-        copies = {state: _checked_copy(state, name, parameter, value) for state, value in found[name].items()}
+        copies = {
+            state: _checked_copy(specs[name][state], f"{state} of {name}", parameter, value)
+            for state, value in found[name].items()
+        }
         optimizer.state.pop(parameter, None)
         if copies:
             optimizer.state[parameter] = copies
 
 
-def _states_of(optimizer: Optimizer, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    expected = STATES[type(optimizer)]
+def _states_of(expected: StateSpecs, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {state: tensors[f"{state}/{name}"] for state in sorted(expected) if f"{state}/{name}" in tensors}
     if found and len(found) < len(expected):
-        absent = ", ".join(sorted(expected - set(found)))
+        absent = ", ".join(sorted(expected.keys() - found.keys()))
         raise SnapshotError(f"the snapshot has {', '.join(found)} of {name} but not {absent}: it is damaged")
     return found
 
 
-def _checked_copy(state: str, name: str, parameter: Parameter, value: torch.Tensor) -> torch.Tensor:
-    """A copy where the optimizer wants it: moments beside the weights, AdamW's step counter on the CPU."""
-    shape = torch.Size() if state == "step" else parameter.shape
-    if value.shape != shape:
+def _checked_copy(spec: StateSpec, name: str, parameter: Parameter, value: torch.Tensor) -> torch.Tensor:
+    """A copy where the optimizer wants it: beside the weights, a counter on the CPU."""
+    if tuple(value.shape) != spec.shape:
         raise SnapshotError(
-            f"optimizer state {state} of {name} has shape {list(value.shape)} in the snapshot, expected {list(shape)}: "
+            f"optimizer state {name} has shape {list(value.shape)} in the snapshot, expected {list(spec.shape)}: "
             "it is from another model"
         )
-    return value.detach().to("cpu" if state == "step" else parameter.device, copy=True)
+    dtype = spec.dtype or parameter.dtype
+    if value.dtype != dtype:
+        raise SnapshotError(
+            f"optimizer state {name} is {value.dtype} in the snapshot, expected {dtype}: it is from another optimizer"
+        )
+    return value.detach().to("cpu" if spec.is_counter else parameter.device, copy=True)

@@ -79,4 +79,4 @@ class StageUpdate:
             if name.startswith("optimizer/") and name.removeprefix("optimizer/").partition("/")[2] in self._parameters
         }
         if states:
-            load_optimizer_tensors(self.optimizer, self._parameters, states)
+            load_optimizer_tensors(self._config, self.optimizer, self._parameters, states)

@@ -72,7 +72,7 @@ def test_states_go_out_and_in_to_the_bit_on_another_division(optimizer):
         for name, parameter in parameters.items():
             parameter.data.copy_(before[name].data)
         resumed = build_optimizer(config(optimizer), parameters, decayed)
-        load_optimizer_tensors(resumed, parameters, states)
+        load_optimizer_tensors(config(optimizer), resumed, parameters, states)
         take_steps(resumed, parameters, range(3, 6))
         assert_equal(parameters, {name: expected[name] for name in names})
         expected_states = optimizer_tensors(expected_optimizer, {name: expected[name] for name in names})
@@ -83,7 +83,7 @@ def test_loaded_states_are_copies():
     optimizer, parameters = trained("adamw", range(1))
     states = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, parameters).items()}
     kept = {name: tensor.clone() for name, tensor in states.items()}
-    load_optimizer_tensors(optimizer, parameters, states)
+    load_optimizer_tensors(config("adamw"), optimizer, parameters, states)
     take_steps(optimizer, parameters, range(1, 3))
     assert_equal(states, kept)
 
@@ -104,7 +104,7 @@ def test_optimizer_that_never_stepped_has_no_states_and_loads_none(optimizer):
     built, parameters = trained(optimizer, range(0))
     assert optimizer_tensors(built, parameters) == {}
     stepped, parameters = trained(optimizer, range(2))
-    load_optimizer_tensors(stepped, parameters, {})
+    load_optimizer_tensors(config(optimizer), stepped, parameters, {})
     assert optimizer_tensors(stepped, parameters) == {}
 
 
@@ -113,7 +113,7 @@ def test_load_refuses_states_of_some_parameters_only():
     states = optimizer_tensors(optimizer, parameters)
     partly = {name: tensor for name, tensor in states.items() if not name.endswith("/wte")}
     with pytest.raises(SnapshotError, match="states for 4 of 5 parameters of this stage; wte has none"):
-        load_optimizer_tensors(optimizer, parameters, partly)
+        load_optimizer_tensors(config("adamw"), optimizer, parameters, partly)
 
 
 def test_load_refuses_a_missing_state_and_another_shape():
@@ -121,10 +121,16 @@ def test_load_refuses_a_missing_state_and_another_shape():
     states = optimizer_tensors(optimizer, parameters)
     with pytest.raises(SnapshotError, match="has exp_avg, step of wte but not exp_avg_sq"):
         load_optimizer_tensors(
-            optimizer, parameters, {name: tensor for name, tensor in states.items() if name != "exp_avg_sq/wte"}
+            config("adamw"),
+            optimizer,
+            parameters,
+            {name: tensor for name, tensor in states.items() if name != "exp_avg_sq/wte"},
         )
     with pytest.raises(SnapshotError, match=r"exp_avg of wte has shape \[2, 2\] in the snapshot, expected \[11, 1\]"):
-        load_optimizer_tensors(optimizer, parameters, states | {"exp_avg/wte": torch.zeros(2, 2)})
+        load_optimizer_tensors(config("adamw"), optimizer, parameters, states | {"exp_avg/wte": torch.zeros(2, 2)})
+    wrong = {"exp_avg/wte": torch.zeros(11, 1, dtype=torch.uint8)}
+    with pytest.raises(SnapshotError, match=r"exp_avg of wte is torch.uint8 in the snapshot, expected torch.float32"):
+        load_optimizer_tensors(config("adamw"), optimizer, parameters, states | wrong)
 
 
 def test_adamw_is_torchs():
