@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from tahq.errors import SnapshotError
+from tahq.memory.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.pipeline.config import TrainingConfig
 
@@ -120,6 +121,10 @@ def _ema_sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
     return EmaSgd(groups, lr=config.lr, momentum=config.momentum)
 
 
+def _fp8_adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return Fp8AdamW(groups, config.fp8_adamw, lr=config.lr, betas=config.betas, epsilon=config.epsilon)
+
+
 def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     moments = {name: StateSpec(shape) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": StateSpec((), torch.float32, is_counter=True)} | moments
@@ -131,6 +136,10 @@ def _sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
 
 def _ema_sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return {"momentum_buffer": StateSpec(shape)}
+
+
+def _fp8_adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return fp8_adamw_states(config.fp8_adamw, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(_adamw, _adamw_states),
     "sgd": OptimizerKind(_sgd, _sgd_states),
     "ema_sgd": OptimizerKind(_ema_sgd, _ema_sgd_states),
+    "fp8_adamw": OptimizerKind(_fp8_adamw, _fp8_adamw_states),
 }
 """Optimizers by their name in cluster.yaml."""
 

@@ -236,12 +236,21 @@ def _no_wsd(old: Config, new: Config) -> bool:
     return all(_get(config, "training.lr_schedule") != "wsd" for config in (old, new))
 
 
-def _is_adamw(old: Config, new: Config) -> bool:
-    return all(_get(config, "training.optimizer") == "adamw" for config in (old, new))
+def _is_adaptive(old: Config, new: Config) -> bool:
+    """Whether the optimizer is a kind of Adam: it has betas and epsilon, and no momentum."""
+    return all(_get(config, "training.optimizer") in ("adamw", "fp8_adamw") for config in (old, new))
 
 
-def _is_not_adamw(old: Config, new: Config) -> bool:
-    return not _is_adamw(old, new)
+def _is_not_adaptive(old: Config, new: Config) -> bool:
+    return not _is_adaptive(old, new)
+
+
+def _is_fp8_adamw(old: Config, new: Config) -> bool:
+    return all(_get(config, "training.optimizer") == "fp8_adamw" for config in (old, new))
+
+
+def _is_not_fp8_adamw(old: Config, new: Config) -> bool:
+    return not _is_fp8_adamw(old, new)
 
 
 def _sequence_fits(old: Config, new: Config) -> bool:
@@ -287,10 +296,16 @@ RULES: Mapping[str, Rule] = {
     "training.global_batch": Rule(Verdict.REFUSED, "the place in the data counts steps of that many samples"),
     "training.micro_batch": Rule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "training.optimizer": Rule(Verdict.REFUSED, "the snapshot has that optimizer's states"),
+    "training.fp8_adamw": Rule(
+        Verdict.REFUSED,
+        "the snapshot has moments in those formats",
+        (_is_not_fp8_adamw, _UNUSED),
+        allowed_if=_is_not_fp8_adamw,
+    ),
     "training.lr": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
-    "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adamw, _UNUSED)),
-    "training.epsilon": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adamw, _UNUSED)),
-    "training.momentum": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_adamw, _UNUSED)),
+    "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adaptive, _UNUSED)),
+    "training.epsilon": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adaptive, _UNUSED)),
+    "training.momentum": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_adaptive, _UNUSED)),
     "training.weight_decay": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
     "training.lr_schedule": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
     "training.warmup_steps": Rule(Verdict.INEXACT, "rates of the warm-up, or of what follows it, differ"),

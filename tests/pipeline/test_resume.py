@@ -49,6 +49,11 @@ EXACT = [
     ({}, {"training.momentum": 0.5}),
     ({}, {"training.decay_steps": 5, "training.min_lr": 1e-5}),
     ({"training.optimizer": "sgd"}, {"training.optimizer": "sgd", "training.betas": (0.5, 0.5)}),
+    ({}, {"training.fp8_adamw": {"first": "e5m2", "expand_first": False}}),
+    (
+        {"training.optimizer": "fp8_adamw", "training.momentum": 0.5},
+        {"training.optimizer": "fp8_adamw", "training.momentum": 0.6},
+    ),
     ({}, {"pipeline.schedule": "gpipe"}),
     ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
@@ -87,6 +92,10 @@ INEXACT = [
     ({}, {"training.warmup_steps": 5}),
     ({}, {"training.betas": (0.8, 0.9)}),
     ({}, {"training.epsilon": 1e-6}),
+    (
+        {"training.optimizer": "fp8_adamw"},
+        {"training.optimizer": "fp8_adamw", "training.betas": (0.8, 0.9), "training.epsilon": 1e-6},
+    ),
     ({}, {"training.weight_decay": 0.0}),
     ({"training.optimizer": "ema_sgd"}, {"training.optimizer": "ema_sgd", "training.momentum": 0.5}),
     ({}, {"training.clip_norm": None}),
@@ -122,6 +131,11 @@ REFUSED = [
     ({"model.max_seq_len": 256}, {"model.max_seq_len": 128}),
     ({}, {"training.global_batch": 64}),
     ({}, {"training.optimizer": "sgd"}),
+    (
+        {"training.optimizer": "fp8_adamw"},
+        {"training.optimizer": "fp8_adamw", "training.fp8_adamw": {"expand_second": False}},
+    ),
+    ({"training.optimizer": "fp8_adamw"}, {"training.optimizer": "fp8_adamw", "training.fp8_adamw": {"first": "e5m2"}}),
 ]
 
 

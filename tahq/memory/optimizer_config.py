@@ -1,0 +1,17 @@
+"""Sections of `training:` that belong to one optimizer each."""
+
+from typing import Literal
+
+from tahq.units import Section
+
+
+class Fp8AdamWConfig(Section):
+    """How `fp8_adamw` keeps AdamW's two moments (COAT §4)."""
+
+    first: Literal["e4m3", "e5m2"] = "e4m3"
+    """Format of the first moment, m."""
+    second: Literal["e4m3", "e5m2"] = "e4m3"
+    """Format of the second moment, v."""
+    expand_first: bool = True
+    """Whether groups of m are raised to the power at which they fill the format's range."""
+    expand_second: bool = True
