@@ -20,6 +20,7 @@ from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError, SnapshotError
+from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -70,6 +71,8 @@ def chunk_module(
         return build_sleeping_slice(spec, blocks, forward_s, backward_s, device=device, random=random)
     module = build_slice(spec, blocks, seed=config.run.seed, device=device, random=random, weights=weights)
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
+    if config.memory.activations == "coat":
+        use_fp8_flow(module, config.memory.coat)
     return module
 
 

@@ -15,6 +15,7 @@ from tahq.comm.security_config import SecurityConfig
 from tahq.config_errors import DisagreementError
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
+from tahq.memory.config import COAT_FAMILIES, MemoryConfig
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.generators import generate
@@ -36,6 +37,7 @@ class ClusterConfig(Section):
     data: DataConfig
     training: TrainingConfig
     pipeline: PipelineConfig = PipelineConfig()
+    memory: MemoryConfig = MemoryConfig()
     wire: WireConfig = WireConfig()
     links: LinksConfig = LinksConfig()
     hosts: Hosts = Field(default="local")
@@ -49,6 +51,7 @@ class ClusterConfig(Section):
         self._check_layers()
         self._check_schedule()
         self._check_sleep()
+        self._check_memory()
         self._check_wire()
         self._check_sequence()
         self._check_evaluation()
@@ -152,6 +155,15 @@ class ClusterConfig(Section):
                     ("model", "sleep", key),
                     f"model.sleep.{key} lists {count} durations, pipeline.stages is {stages}; give one each, or one",
                 )
+
+    def _check_memory(self) -> None:
+        family = self.model.family
+        if self.memory.activations == "coat" and family is not None and family not in COAT_FAMILIES:
+            raise DisagreementError(
+                ("memory", "activations"),
+                f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}, "
+                f"model.family is {family}; use memory.activations: none",
+            )
 
     def _check_wire(self) -> None:
         channels = self.model.hidden_size

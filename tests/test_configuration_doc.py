@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from tahq.comm.config import HostConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
+from tahq.memory.config import CoatConfig
 from tahq.memory.optimizer_config import Fp8AdamWConfig
 from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.units import WRITTEN_BY_HAND
@@ -20,6 +21,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     name: HostConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
 } | {
     "training.fp8_adamw": Fp8AdamWConfig,
+    "memory.coat": CoatConfig,
     "wire.follow": FollowConfig,
     "wire.follow.guard": GuardConfig,
     "links.hosts": HostChanges,

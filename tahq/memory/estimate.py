@@ -30,6 +30,8 @@ class StepNumbers:
     optimizer_nbytes: Callable[[Iterable[tuple[int, ...]]], int]
     checkpoint_blocks: bool
     frame_nbytes: int
+    kept_code_nbytes: int = 0
+    """Bytes kept beside an element of a block's matrix (`memory.coat.keep_weight_codes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
-    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them;
+    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them; with the
+      weights, FP8 codes of the blocks' matrices where they are kept;
     - activations n · `saved_by_slice`;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
       (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
@@ -69,8 +72,9 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     shapes = slice_parameters(spec, blocks).values()
     weights = _FP32 * sum(map(math.prod, shapes))
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
+    codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     return StageMemory(
-        weights=weights,
+        weights=weights + codes,
         gradients=weights,
         optimizer=numbers.optimizer_nbytes(shapes),
         activations=numbers.in_flight * saved,

@@ -253,6 +253,19 @@ def _is_not_fp8_adamw(old: Config, new: Config) -> bool:
     return not _is_fp8_adamw(old, new)
 
 
+def _activations(config: Config) -> str:
+    """`memory.activations`, which a snapshot of an older version does not have."""
+    return _get(config, "memory.activations") or "none"
+
+
+def _same_activations(old: Config, new: Config) -> bool:
+    return _activations(old) == _activations(new)
+
+
+def _no_coat(old: Config, new: Config) -> bool:
+    return all(_activations(config) != "coat" for config in (old, new))
+
+
 def _sequence_fits(old: Config, new: Config) -> bool:
     longest = longest_sequence(old)
     return longest is None or int(_get(new, "data.seq_len")) <= longest
@@ -324,6 +337,13 @@ RULES: Mapping[str, Rule] = {
     "pipeline.chunks": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.in_flight": Rule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": Rule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
+    "memory.activations": Rule(
+        Verdict.INEXACT, "activations and products are rounded differently", (_same_activations, "as it was before")
+    ),
+    "memory.coat.backward_products": Rule(
+        Verdict.INEXACT, "gradients are rounded differently", (_no_coat, "only coat uses it")
+    ),
+    "memory.coat.keep_weight_codes": Rule(Verdict.EXACT, "weights coded again have the same codes"),
     "wire": Rule(
         Verdict.INEXACT, "what crosses a cut is rounded differently", (_same_codecs, "the same codecs in other words")
     ),
