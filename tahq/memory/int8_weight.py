@@ -6,7 +6,7 @@ adding in bf16 first would lose most updates, which are a thousandth of the weig
 A group's scale and zero-point are its grid. A new one spans the group's range by 240 of 255 steps, with 7 spare codes
 at either end. It is kept for as long as all elements fit with room to be rounded either way, and it is not a third
 coarser than need be. So no code is ever clamped, rounding is unbiased for the largest element of a group as for any
-other, and an update of nothing changes nothing. With a grid from each step's range, as the paper seems to have it, every
+other, and an update of nothing changes nothing. With a grid from each step's range, as the paper seems to have, every
 element is rounded anew whenever the largest one has moved: the noise of a whole rounding at each step.
 
 The draw for an element is a hash of its place in the weight and of the caller's key: the same on every device, and

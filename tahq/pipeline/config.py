@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tahq.errors import ScheduleError
+from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.pipeline.generators import generate
 from tahq.pipeline.schedule import Schedule
 from tahq.pipeline.validator import validate
@@ -23,8 +24,9 @@ class TrainingConfig(Section):
     """Samples an optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
     """Samples that travel through the pipeline together."""
-    optimizer: Literal["adamw", "sgd", "ema_sgd"] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6."""
+    optimizer: Literal["adamw", "sgd", "ema_sgd", "qgalore", "galore"] = "adamw"
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `qgalore` and `galore` project."""
+    qgalore: QGaLoreConfig = QGaLoreConfig()
     lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
@@ -58,6 +60,7 @@ class TrainingConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
         self._check_phases()
+        self._check_fused()
         return self
 
     def _check_phases(self) -> None:
@@ -65,6 +68,35 @@ class TrainingConfig(Section):
         if self.steps is not None and self.warmup_steps + decay_steps > self.steps:
             decay = f" and decay_steps {decay_steps}" if decay_steps else ""
             raise ValueError(f"warmup_steps {self.warmup_steps}{decay} do not fit into steps {self.steps}")
+
+    def _check_fused(self) -> None:
+        if not self.is_fused:
+            return
+        if self.num_micro_batches > 1:
+            raise ValueError(
+                f"qgalore.fused updates within the backward of the only micro-batch, and there are "
+                f"{self.num_micro_batches}; set micro_batch to global_batch ({self.global_batch}), or fused to false"
+            )
+        if self.clip_norm is not None:
+            raise ValueError(
+                "qgalore.fused updates before the norm of all gradients is known; set clip_norm to null, "
+                "or fused to false"
+            )
+        if self.non_finite != "halt":
+            raise ValueError(
+                "qgalore.fused cannot skip a step that is found not to be finite when part of it is applied; "
+                "set non_finite to halt, or fused to false"
+            )
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether the optimizer keeps the matrices of blocks as `qgalore` says."""
+        return self.optimizer in ("qgalore", "galore")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether weights change within the backward."""
+        return self.is_low_rank and self.qgalore.fused
 
     @property
     def num_micro_batches(self) -> int:

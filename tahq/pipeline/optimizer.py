@@ -145,6 +145,9 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(_adamw, _adamw_states),
     "sgd": OptimizerKind(_sgd, _sgd_states),
     "ema_sgd": OptimizerKind(_ema_sgd, _ema_sgd_states),
+    # of what a slice has beside its low-rank weights: see `memory/qgalore.py`
+    "qgalore": OptimizerKind(_adamw, _adamw_states),
+    "galore": OptimizerKind(_adamw, _adamw_states),
 }
 """Optimizers by their name in cluster.yaml."""
 
