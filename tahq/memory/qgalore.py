@@ -95,6 +95,16 @@ def fill_low_rank(spec: ModelSpec, covered: Iterable[LowRankWeight], seed: int) 
         weight.storage.assign(values)
 
 
+def divided_parameters(
+    spec: ModelSpec, block_range: BlockRange
+) -> tuple[dict[str, torch.Size], dict[str, tuple[int, int]]]:
+    """Names and shapes of a slice's ordinary parameters, and of its covered weights; allocates nothing."""
+    model = ModelSlice(spec, Parts.of(block_range), RandomContext(0))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    covered = {name: (shapes[name][0], shapes[name][1]) for name in covered_layers(model)}
+    return {name: shape for name, shape in shapes.items() if name not in covered}, covered
+
+
 @dataclass(frozen=True, slots=True)
 class LowRankBytes:
     """What covered weights take, by kind."""

@@ -21,11 +21,15 @@ _BF16 = 2
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """What a micro-batch is made of, and how it is computed."""
+    """What a micro-batch is made of, and how it is computed.
+
+    `copies_weights` False: what matrices multiply by under bf16 is decoded for each product, and not kept.
+    """
 
     micro_batch: int
     seq_len: int
     bf16: bool = False
+    copies_weights: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +68,7 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     see `_attention_weights`, and under bf16 2 bytes an element of the block's matrices.
     """
     norms = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
-    copies = _BF16 * spec.layout.block_weights(spec.hf_config) if shape.bf16 else 0
+    copies = _BF16 * spec.layout.block_weights(spec.hf_config) if shape.bf16 and shape.copies_weights else 0
     return norms(spec, shape) + _attention(spec, block, shape) + copies
 
 

@@ -48,9 +48,7 @@ def test_a_run_of_four_stages_resumes_on_one_to_the_bit(tmp_path, uncut):
     halfway = launch(tmp_path, config(4, steps=3))
     assert halfway.returncode == 0, halfway.stderr
     assert halfway.losses == uncut.losses[:3]
-    run = launch(
-        tmp_path, config(4, steps=3), "--resume", "--set", "training.steps=5", "--set", "pipeline.stages=1"
-    )
+    run = launch(tmp_path, config(4, steps=3), "--resume", "--set", "training.steps=5", "--set", "pipeline.stages=1")
     assert run.returncode == 0, run.stderr
     assert "no longer exact" not in run.stdout
     assert run.losses == uncut.losses

@@ -49,6 +49,11 @@ EXACT = [
     ({}, {"training.momentum": 0.5}),
     ({}, {"training.decay_steps": 5, "training.min_lr": 1e-5}),
     ({"training.optimizer": "sgd"}, {"training.optimizer": "sgd", "training.betas": (0.5, 0.5)}),
+    ({}, {"training.qgalore": {"rank": 4, "gap": 7}}),
+    (
+        {"training.optimizer": "qgalore", "training.momentum": 0.5},
+        {"training.optimizer": "qgalore", "training.momentum": 0.6},
+    ),
     ({}, {"pipeline.schedule": "gpipe"}),
     ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
@@ -87,6 +92,9 @@ INEXACT = [
     ({}, {"training.warmup_steps": 5}),
     ({}, {"training.betas": (0.8, 0.9)}),
     ({}, {"training.epsilon": 1e-6}),
+    ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.betas": (0.8, 0.9)}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"gap": 7}}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"svd": "randomised"}}),
     ({}, {"training.weight_decay": 0.0}),
     ({"training.optimizer": "ema_sgd"}, {"training.optimizer": "ema_sgd", "training.momentum": 0.5}),
     ({}, {"training.clip_norm": None}),
@@ -122,6 +130,8 @@ REFUSED = [
     ({"model.max_seq_len": 256}, {"model.max_seq_len": 128}),
     ({}, {"training.global_batch": 64}),
     ({}, {"training.optimizer": "sgd"}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"rank": 7}}),
+    ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.qgalore": {"states": "int8"}}),
 ]
 
 
