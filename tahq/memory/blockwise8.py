@@ -18,7 +18,9 @@ What is settled here, and the paper leaves open:
 - an element halfway between two values takes the one nearer to 0;
 - a block whose largest magnitude is below 2⁻¹²⁶ (all zeros, or subnormal) is zeros, and its scale 0;
 - a block with a NaN or an infinity is NaN altogether: its scale is NaN, so that damage shows;
-- without signs, negative elements are 0.
+- without signs, negative elements are 0, and nothing else is: what is nearer to 0 than to the lowest value takes
+  that. A second moment of 0 beside a first that is not, 4,000 times below the largest of its block, would
+  divide by ε alone as soon as a gradient is 0.
 
 Every operation is a correctly rounded one of IEEE 754, so codes and values are the same on every device.
 """
@@ -43,7 +45,7 @@ _LARGEST_NEGATIVE = 127
 def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and scales of a tensor.
 
-    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b
+    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, but for what the module's text settles
 
     Args:
         x: floating point, of any shape and strides; taken as fp32.
@@ -106,10 +108,13 @@ def dynamic_map(signed: bool, device: torch.device = CPU) -> torch.Tensor:
 def borders(signed: bool, device: torch.device = CPU) -> torch.Tensor:
     """Middles between neighbouring magnitudes, ascending, fp32: 128 with signs, 255 without. Not to be written to.
 
-    What is above borders[k] is nearer to magnitude k + 1 than to magnitude k.
+    What is above borders[k] is nearer to magnitude k + 1 than to magnitude k; without signs, borders[0] is 0.
     """
     values = torch.tensor(_magnitudes(signed), dtype=torch.float64).float().double()
-    return ((values[:-1] + values[1:]) / 2).float().to(device)
+    middles = ((values[:-1] + values[1:]) / 2).float()
+    if not signed:
+        middles[0] = 0.0
+    return middles.to(device)
 
 
 def _magnitudes(signed: bool) -> list[float]:

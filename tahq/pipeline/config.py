@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tahq.errors import ScheduleError
+from tahq.memory.optimizer_config import AdamW8bitConfig
 from tahq.pipeline.generators import generate
 from tahq.pipeline.schedule import Schedule
 from tahq.pipeline.validator import validate
@@ -23,8 +24,10 @@ class TrainingConfig(Section):
     """Samples an optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
     """Samples that travel through the pipeline together."""
-    optimizer: Literal["adamw", "sgd", "ema_sgd"] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6."""
+    optimizer: Literal["adamw", "sgd", "ema_sgd", "adamw8bit", "adamw_bf16"] = "adamw"
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; the others are AdamW with moments
+    of fewer bits."""
+    adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
     lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)

@@ -49,6 +49,7 @@ EXACT = [
     ({}, {"training.momentum": 0.5}),
     ({}, {"training.decay_steps": 5, "training.min_lr": 1e-5}),
     ({"training.optimizer": "sgd"}, {"training.optimizer": "sgd", "training.betas": (0.5, 0.5)}),
+    ({}, {"training.adamw8bit": {"block": 128}}),
     ({}, {"pipeline.schedule": "gpipe"}),
     ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
@@ -87,6 +88,7 @@ INEXACT = [
     ({}, {"training.warmup_steps": 5}),
     ({}, {"training.betas": (0.8, 0.9)}),
     ({}, {"training.epsilon": 1e-6}),
+    ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.betas": (0.8, 0.9)}),
     ({}, {"training.weight_decay": 0.0}),
     ({"training.optimizer": "ema_sgd"}, {"training.optimizer": "ema_sgd", "training.momentum": 0.5}),
     ({}, {"training.clip_norm": None}),
@@ -122,6 +124,7 @@ REFUSED = [
     ({"model.max_seq_len": 256}, {"model.max_seq_len": 128}),
     ({}, {"training.global_batch": 64}),
     ({}, {"training.optimizer": "sgd"}),
+    ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.adamw8bit": {"block": 128}}),
 ]
 
 
