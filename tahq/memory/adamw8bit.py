@@ -7,8 +7,8 @@ beyond their parameter, and rounding is to nearest, so a step is a function of w
 Parameters with fewer elements than `min_elements` keep fp32 moments, as in the 8-bit optimizers that are in use:
 norms and biases, together a thousandth of a model, which move by noise of 8 bits at no gain.
 
-On CUDA with Triton one kernel a parameter does all of it (`adamw_triton`); codes, scales and weights are those of
-the plain torch below, to the bit.
+On CUDA with Triton one kernel a parameter does all of it (`adamw_triton`); codes and scales are those of the plain
+torch below to the bit, weights to within 2⁻²⁰ of a step's change.
 """
 
 from typing import Any

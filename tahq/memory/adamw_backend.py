@@ -1,4 +1,4 @@
-"""Which tensors the Triton kernels of our AdamWs take; all others are computed in plain torch, to the same bits."""
+"""Which tensors the Triton kernels of our AdamWs take; all others are computed in plain torch."""
 
 from functools import cache
 from importlib import import_module

@@ -3,8 +3,8 @@
     m ← β₁·m + (1 − β₁)·g                     v ← β₂·v + (1 − β₂)·g²
     x ← x·(1 − η·λ) − η/(1 − β₁^t) · m / (√v/√(1 − β₂^t) + ε)     (Loshchilov & Hutter 2019, Alg. 2)
 
-It is torch's AdamW but for the order of some operations, which is fixed here so that kernels can give the same
-bits: no multiply-add is fused, and numbers that a step has in common are computed once, in fp64, and
+It is torch's AdamW but for the order of some operations, which is fixed here so that kernels can give moments of the
+same bits: no multiply-add is fused, and numbers that a step has in common are computed once, in fp64, and
 rounded to fp32.
 """
 
@@ -99,5 +99,5 @@ def adamw_slice(
     v.mul_(numbers.beta2).add_(gradient.square().mul_(numbers.rest2))
     # torch's own fp32 root is off by a unit here and there on CPUs; that of fp64, rounded, never is.
     denominator = v.double().sqrt_().float().mul_(numbers.root_factor).add_(numbers.epsilon)
-    change = torch.div(m, denominator, out=denominator).mul_(numbers.rate)
+    change = denominator.reciprocal_().mul_(m).mul_(numbers.rate)
     weight.copy_(weight.float() * numbers.decay - change)

@@ -10,9 +10,14 @@ from tahq.memory.blockwise8 import BLOCK, borders, dynamic_map
 from tahq.quant.gpu import launch
 from tahq.quant.gpu.launch import Launch
 
-_ELEMENTS = 1024
-"""Of a program: four a thread, 16 bytes of fp32, so that all loads and stores have one layout."""
-_WARPS = 8
+ELEMENTS = 1024
+"""Of a program."""
+ELEMENTS_PER_WARP = 256
+"""Eight a thread."""
+_PLAIN_ELEMENTS_PER_WARP = 128
+"""Four a thread: 16 bytes of fp32."""
+_ROW = 128
+"""Elements of a block that a warp reads at a time."""
 
 
 def adamw8bit_step(
@@ -42,17 +47,23 @@ def plain_adamw_step(
 
 @lru_cache(maxsize=1024)
 def _plan8bit(num_elements: int, block: int) -> Launch:
-    elements = max(block, _ELEMENTS)
+    elements = max(block, ELEMENTS)
     grid = (-(-num_elements // elements), 1, 1)
-    constants = {"R": elements // block, "B": block, "num_warps": _WARPS * elements // _ELEMENTS, **launch.EXACT}
+    constants = {
+        "R": elements // block,
+        "B": block,
+        "C": min(block, _ROW),
+        "num_warps": elements // ELEMENTS_PER_WARP,
+        **launch.EXACT,
+    }
     return Launch(kernels.adamw8bit_kernel, grid, (num_elements,), constants)
 
 
 @lru_cache(maxsize=1024)
 def _plain_plan(num_elements: int, dtype: torch.dtype) -> Launch:
     """A plan of its own for each type of the moments, which a Launch does not look at."""
-    grid = (-(-num_elements // _ELEMENTS), 1, 1)
-    constants = {"B": _ELEMENTS, "num_warps": _WARPS, **launch.EXACT}
+    grid = (-(-num_elements // ELEMENTS), 1, 1)
+    constants = {"B": ELEMENTS, "num_warps": ELEMENTS // _PLAIN_ELEMENTS_PER_WARP, **launch.EXACT}
     return Launch(kernels.plain_adamw_kernel, grid, (num_elements,), constants)
 
 

@@ -3,14 +3,14 @@
 Encoding searches nothing. In terms of the place p of a magnitude among its map's, each decade i is a straight line,
 u_i(a) = first_i + (10^(6−i)·a − 0.1)·F_i/0.9, flatter from one to the next and meeting the one before where they
 join; so the place is near min_i u_i(a). The border between two places lies at a whole u, or within 0.25 of one,
-so of the rounded u one look at the table of borders decides between two places, exactly: u itself may be off
-by another 0.25, and is by less than 10⁻⁴.
+so of the rounded u one look at the table of borders decides between two places, exactly as the reference does:
+u itself, and the quotient a that it is computed from, may be off by as much as another 0.25, and are by less than 10⁻⁴.
 """
 
 import triton
 import triton.language as tl
 
-from tahq.quant.gpu.tiles import INFINITY, ROUNDING, ROUNDING_BITS, magnitude_bits, power_of_two
+from tahq.quant.gpu.tiles import INFINITY, ROUNDING, ROUNDING_BITS, magnitude_bits
 
 ZERO = tl.constexpr(127)
 """The code of 0 with signs."""
@@ -22,36 +22,16 @@ _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def decode_block(codes, scales, tables, SIGNED: tl.constexpr):
-    """Values fp32 [R, B] of codes uint8 [R, B] and scales fp32 [R]."""
+    """Values fp32 [H, R, C] of codes uint8 [H, R, C] and scales fp32 [1, R, 1]."""
     START: tl.constexpr = 0 if SIGNED else TABLE
-    return tl.load(tables + START + codes.to(tl.int32)) * scales[:, None]
+    return tl.load(tables + START + codes.to(tl.int32)) * scales
 
 
 @triton.jit
 def scales_of(largest):
-    """Scales fp32 [R] of blocks' largest magnitudes, int32 [R] (bits): 0 below normal numbers, NaN if not finite."""
+    """Scales, fp32, of blocks' largest magnitudes, int32 (bits): 0 below normal numbers, NaN if not finite."""
     bits = tl.where(largest < _SMALLEST_NORMAL, 0, tl.where(largest >= INFINITY, _NOT_A_NUMBER, largest))
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _quotients(magnitudes, largest):
-    """|x| / scale [R, B], correctly rounded but where it is below 2^-40; 0 in blocks that are zeros or not finite.
-
-    The reciprocal of the scale, rounded, times x, then corrected by its remainder, which a fused multiply-add gives
-    exactly (Markstein 1990): a division a block. Both are first brought near 1 by a power of two.
-    """
-    is_plain = (largest >= _SMALLEST_NORMAL) & (largest < INFINITY)
-    usual = tl.where(is_plain, largest, 0x3F800000)
-    factor = power_of_two(127 - (usual >> 23))
-    scale = usual.to(tl.float32, bitcast=True) * factor
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    wide_scale = tl.broadcast_to(scale[:, None], magnitudes.shape)
-    wide_inverse = tl.broadcast_to(inverse[:, None], magnitudes.shape)
-    x = tl.where(is_plain[:, None], magnitudes * factor[:, None], 0.0)
-    quotient = x * wide_inverse
-    remainder = tl.fma(-quotient, wide_scale, x)
-    return tl.fma(remainder, wide_inverse, quotient)
 
 
 @triton.jit
@@ -70,21 +50,25 @@ def _estimate(quotients, SIGNED: tl.constexpr):
 
 @triton.jit
 def encode_block(values, largest, tables, SIGNED: tl.constexpr):
-    """Codes int32 [R, B] of values fp32 [R, B]; `largest`: the largest magnitude of each block, int32 [R] (bits).
+    """Codes uint8 [H, R, C] of values fp32; `largest`: the largest magnitude of each block, int32 [1, R, 1] (bits).
 
-    Without signs, no value is negative.
+    Without signs, no value is negative. The bits that rounding leaves above a place are never taken off: those of
+    an address have their negative in the table's, and a code is its lowest byte, where ROUNDING has zeros.
     """
     START: tl.constexpr = 2 * TABLE if SIGNED else 3 * TABLE
-    quotients = _quotients(tl.abs(values), largest)
-    upper = (_estimate(quotients, SIGNED) + ROUNDING).to(tl.int32, bitcast=True) - ROUNDING_BITS
-    border = tl.load(tables + START + upper - 1)
-    place = tl.where(quotients > border, upper, upper - 1)
+    is_plain = (largest >= _SMALLEST_NORMAL) & (largest < INFINITY)
+    scale = tl.where(is_plain, largest, 0x3F800000).to(tl.float32, bitcast=True)
+    values = tl.where(is_plain, values, 0.0)
+    magnitudes = tl.abs(values) if SIGNED else values
+    upper = (_estimate(magnitudes * (1.0 / scale), SIGNED) + ROUNDING).to(tl.int32, bitcast=True)
+    border = tl.load(tables + (START - 1 - ROUNDING_BITS) + upper) * scale
+    place = tl.where(magnitudes > border, upper, upper - 1)
     if SIGNED:
-        place = tl.where(values < 0, -tl.minimum(place, ZERO), place) + ZERO
-    return place
+        place = tl.where(values < 0, -tl.minimum(place, ROUNDING_BITS + ZERO), place) + ZERO
+    return place.to(tl.uint8)
 
 
 @triton.jit
 def largest_of(values):
-    """Bits of the largest magnitude of each row, int32 [R]; a NaN is the largest."""
-    return tl.max(magnitude_bits(values), axis=1)
+    """Bits of the largest magnitude of each block of values [H, R, C], int32 [1, R, 1]; a NaN is the largest."""
+    return tl.max(tl.max(magnitude_bits(values), axis=0, keep_dims=True), axis=2, keep_dims=True)

@@ -1,4 +1,7 @@
-"""What kernels of our AdamWs must share with plain torch, for tests on CUDA and in Triton's interpreter alike."""
+"""What kernels of our AdamWs must share with plain torch, for tests on CUDA and in Triton's interpreter alike.
+
+Moments, codes and scales to the bit; weights to the bit in the interpreter, where roots are rounded correctly.
+"""
 
 import math
 from collections.abc import Callable
@@ -111,5 +114,11 @@ def check_every_border(device: torch.device, signed: bool) -> None:
 def _assert_same(names: tuple[str, ...], found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for name, ours, theirs in zip(names, found, expected, strict=True):
         wide, wide_theirs = ours.cpu().float(), theirs.float()
-        same = (wide == wide_theirs) | (wide.isnan() & wide_theirs.isnan())
+        if name == "weights" and ours.is_cuda:
+            # Three steps of at most 10 rates (|m̂| ≤ 10·√v̂) of 2⁻²⁰, and three roundings of the weight itself.
+            bound = 3 * (10 * GROUP["lr"] * 2**-20 + wide_theirs.abs() * torch.finfo(theirs.dtype).eps)
+            same = (wide - wide_theirs).abs() <= bound
+        else:
+            same = wide == wide_theirs
+        same |= wide.isnan() & wide_theirs.isnan()
         assert same.all(), f"{name}: {int((~same).sum())} of {same.numel()} differ"
