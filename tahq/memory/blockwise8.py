@@ -1,8 +1,8 @@
 """Block-wise 8-bit numbers with the dynamic tree map, which 8-bit optimizers keep their states in.
 
 A tensor is flattened and cut into blocks of 256 elements, the last one shorter. Of each block the largest
-magnitude is kept in fp32; each element is divided by it and stored as the number of the nearest value of a
-fixed map of 256 values in [−1, 1], or in [0, 1] for states without a sign.  (Dettmers et al. 2022, 8-bit
+magnitude is kept in fp32; each element is stored as the number of the nearest of 256 fixed values in [−1, 1],
+or in [0, 1] for states without a sign, times that.  (Dettmers et al. 2022, 8-bit
 Optimizers via Block-wise Quantization, §2.1 and §2.2)
 
 The map: decades i = 0 … 6, each cut into F_i equal cells whose middles are the values, beside 0 and 1:
@@ -15,10 +15,12 @@ magnitude comes back as it was where it is positive, 0.7 % smaller where it is n
 
 What is settled here, and the paper leaves open:
 
-- an element halfway between two values takes the one nearer to 0;
+- an element halfway between two values, their middle times the scale as fp32 has it, takes the one nearer to 0;
 - a block whose largest magnitude is below 2⁻¹²⁶ (all zeros, or subnormal) is zeros, and its scale 0;
 - a block with a NaN or an infinity is NaN altogether: its scale is NaN, so that damage shows;
-- without signs, negative elements are 0.
+- without signs, negative elements are 0, and nothing else is: what is nearer to 0 than to the lowest value takes
+  that. A second moment of 0 beside a first that is not, 4,000 times below the largest of its block, would
+  divide by ε alone as soon as a gradient is 0.
 
 Every operation is a correctly rounded one of IEEE 754, so codes and values are the same on every device.
 """
@@ -43,7 +45,7 @@ _LARGEST_NEGATIVE = 127
 def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and scales of a tensor.
 
-    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b
+    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, but for what the module's text settles
 
     Args:
         x: floating point, of any shape and strides; taken as fp32.
@@ -58,9 +60,7 @@ def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Ten
     rows = _rows(flat, block)
     largest = rows.abs().amax(dim=1)
     scales = torch.where(largest < SMALLEST_SCALE, 0.0, torch.where(largest.isinf(), torch.nan, largest))
-    is_plain = (scales > 0)[:, None]
-    quotients = torch.where(is_plain, rows / scales[:, None], 0.0)
-    codes = _signed_codes(quotients) if signed else _place(quotients, signed=False)
+    codes = _codes(torch.where((scales > 0)[:, None], rows, 0.0), scales, signed)
     return codes.to(torch.uint8).reshape(-1)[: flat.numel()], scales
 
 
@@ -106,10 +106,13 @@ def dynamic_map(signed: bool, device: torch.device = CPU) -> torch.Tensor:
 def borders(signed: bool, device: torch.device = CPU) -> torch.Tensor:
     """Middles between neighbouring magnitudes, ascending, fp32: 128 with signs, 255 without. Not to be written to.
 
-    What is above borders[k] is nearer to magnitude k + 1 than to magnitude k.
+    What is above borders[k] is nearer to magnitude k + 1 than to magnitude k; without signs, borders[0] is 0.
     """
     values = torch.tensor(_magnitudes(signed), dtype=torch.float64).float().double()
-    return ((values[:-1] + values[1:]) / 2).float().to(device)
+    middles = ((values[:-1] + values[1:]) / 2).float()
+    if not signed:
+        middles[0] = 0.0
+    return middles.to(device)
 
 
 def _magnitudes(signed: bool) -> list[float]:
@@ -121,14 +124,13 @@ def _magnitudes(signed: bool) -> list[float]:
     return [*values, 1.0]
 
 
-def _place(magnitudes: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Numbers of the nearest magnitudes, int32; of two equally near the lower one."""
-    return torch.bucketize(magnitudes, borders(signed, magnitudes.device), out_int32=True)
-
-
-def _signed_codes(quotients: torch.Tensor) -> torch.Tensor:
-    place = _place(quotients.abs(), signed=True)
-    return ZERO_SIGNED + torch.where(quotients < 0, -place.clamp(max=_LARGEST_NEGATIVE), place)
+def _codes(rows: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """int32 [B, block] of rows [B, block]: how many borders, times the row's scale, lie below each magnitude."""
+    limits = borders(signed, rows.device) * scales.nan_to_num(0.0)[:, None]
+    place = torch.searchsorted(limits, rows.abs(), out_int32=True)
+    if not signed:
+        return place
+    return ZERO_SIGNED + torch.where(rows < 0, -place.clamp(max=_LARGEST_NEGATIVE), place)
 
 
 def _rows(flat: torch.Tensor, block: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tahq.errors import ScheduleError
+from tahq.memory.optimizer_config import AdamW8bitConfig
 from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.pipeline.generators import generate
 from tahq.pipeline.schedule import Schedule
@@ -24,8 +25,10 @@ class TrainingConfig(Section):
     """Samples an optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
     """Samples that travel through the pipeline together."""
-    optimizer: Literal["adamw", "sgd", "ema_sgd", "qgalore", "galore"] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `qgalore` and `galore` project."""
+    optimizer: Literal["adamw", "sgd", "ema_sgd", "adamw8bit", "adamw_bf16", "qgalore", "galore"] = "adamw"
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `adamw8bit` and `adamw_bf16` are AdamW
+    with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
+    adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
     qgalore: QGaLoreConfig = QGaLoreConfig()
     lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -92,6 +95,11 @@ class TrainingConfig(Section):
     def is_low_rank(self) -> bool:
         """Whether the optimizer keeps the matrices of blocks as `qgalore` says."""
         return self.optimizer in ("qgalore", "galore")
+
+    @property
+    def has_small_states(self) -> bool:
+        """Whether a low-rank optimizer keeps its moments in 8 bits."""
+        return (self.qgalore.states or ("int8" if self.optimizer == "qgalore" else "fp32")) == "int8"
 
     @property
     def is_fused(self) -> bool:

@@ -31,7 +31,7 @@ def low_rank_settings(config: TrainingConfig, seed: int) -> LowRankSettings | No
         rule=rule,
         weights=keys.weights or ("int8" if is_quantised else "fp32"),
         projections=keys.projections or ("int4" if is_quantised else "fp32"),
-        states=keys.states or ("int8" if is_quantised else "fp32"),
+        states="int8" if config.has_small_states else "fp32",
         is_stochastic=keys.rounding == "stochastic",
         svd=keys.svd,
         betas=config.betas,

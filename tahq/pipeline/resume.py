@@ -236,13 +236,17 @@ def _no_wsd(old: Config, new: Config) -> bool:
     return all(_get(config, "training.lr_schedule") != "wsd" for config in (old, new))
 
 
-def _is_adaptive(old: Config, new: Config) -> bool:
-    """Whether the optimizer is a kind of Adam: it has betas and epsilon, and no momentum."""
-    return all(_get(config, "training.optimizer") in ("adamw", "qgalore", "galore") for config in (old, new))
+def _has_momentum(old: Config, new: Config) -> bool:
+    """Whether the optimizer is SGD of some kind; every other one is an AdamW."""
+    return all(_get(config, "training.optimizer") in ("sgd", "ema_sgd") for config in (old, new))
 
 
-def _is_not_adaptive(old: Config, new: Config) -> bool:
-    return not _is_adaptive(old, new)
+def _is_adamw(old: Config, new: Config) -> bool:
+    return not _has_momentum(old, new)
+
+
+def _is_not_adamw8bit(old: Config, new: Config) -> bool:
+    return all(_get(config, "training.optimizer") != "adamw8bit" for config in (old, new))
 
 
 def _is_not_low_rank(old: Config, new: Config) -> bool:
@@ -298,6 +302,9 @@ RULES: Mapping[str, Rule] = {
     "training.global_batch": Rule(Verdict.REFUSED, "the place in the data counts steps of that many samples"),
     "training.micro_batch": Rule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "training.optimizer": Rule(Verdict.REFUSED, "the snapshot has that optimizer's states"),
+    "training.adamw8bit": Rule(
+        Verdict.REFUSED, "the snapshot's states are laid out by it", (_is_not_adamw8bit, _UNUSED)
+    ),
     "training.qgalore": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_low_rank, _UNUSED)),
     "training.qgalore.rank": _LOW_RANK_FORMAT,
     "training.qgalore.queue": _LOW_RANK_FORMAT,
@@ -306,9 +313,9 @@ RULES: Mapping[str, Rule] = {
     "training.qgalore.states": _LOW_RANK_FORMAT,
     "training.qgalore.fused": Rule(Verdict.EXACT, "weights get the same bits within the backward and after it"),
     "training.lr": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
-    "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adaptive, _UNUSED)),
-    "training.epsilon": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adaptive, _UNUSED)),
-    "training.momentum": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_adaptive, _UNUSED)),
+    "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_has_momentum, _UNUSED)),
+    "training.epsilon": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_has_momentum, _UNUSED)),
+    "training.momentum": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_adamw, _UNUSED)),
     "training.weight_decay": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
     "training.lr_schedule": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
     "training.warmup_steps": Rule(Verdict.INEXACT, "rates of the warm-up, or of what follows it, differ"),

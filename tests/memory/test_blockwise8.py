@@ -26,6 +26,8 @@ def nearest_by_search(x, signed, block=BLOCK):
     for piece in x.flatten().split(block):
         quotients = (piece / piece.abs().max()).double()
         distances = (quotients[:, None] - values).abs()
+        if not signed:
+            distances[quotients > 0, 0] = torch.inf
         codes.append(distances.argmin(dim=1))
     return torch.cat(codes).to(torch.uint8)
 
@@ -137,6 +139,13 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(signed, ba
     assert not found[:256].isnan().any()
     assert not found[512:].isnan().any()
     assert (encode(x, signed)[0][256:512] == (127 if signed else 0)).all()
+
+
+def test_without_a_sign_only_zero_is_zero():
+    x = torch.tensor([1.0, 1e-7, 1e-30, 0.0])
+    lowest = dynamic_map(False)[1].item()
+    assert round_trip(x, signed=False).tolist() == [1.0, lowest, lowest, 0.0]
+    assert round_trip(x, signed=True).tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_without_a_sign_negative_elements_are_zero():

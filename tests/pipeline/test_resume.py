@@ -54,6 +54,7 @@ EXACT = [
         {"training.optimizer": "qgalore", "training.momentum": 0.5},
         {"training.optimizer": "qgalore", "training.momentum": 0.6},
     ),
+    ({}, {"training.adamw8bit": {"block": 128}}),
     ({}, {"pipeline.schedule": "gpipe"}),
     ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
@@ -95,6 +96,7 @@ INEXACT = [
     ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.betas": (0.8, 0.9)}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"gap": 7}}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"svd": "randomised"}}),
+    ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.betas": (0.8, 0.9)}),
     ({}, {"training.weight_decay": 0.0}),
     ({"training.optimizer": "ema_sgd"}, {"training.optimizer": "ema_sgd", "training.momentum": 0.5}),
     ({}, {"training.clip_norm": None}),
@@ -132,6 +134,7 @@ REFUSED = [
     ({}, {"training.optimizer": "sgd"}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"rank": 7}}),
     ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.qgalore": {"states": "int8"}}),
+    ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.adamw8bit": {"block": 128}}),
 ]
 
 
