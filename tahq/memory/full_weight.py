@@ -32,6 +32,9 @@ class FullWeight:
     @torch.no_grad()
     def add(self, update: torch.Tensor, *, keep: float, rate: float, key: int | None) -> None:
         """W ← keep · W + rate · update, in fp32; see `Int8Weight.add`. Nothing is drawn."""
+        if keep == 1.0:  # torch adds bf16 in fp32 and rounds once
+            self.values.add_(update, alpha=rate)
+            return
         weight = self.values.mul_(keep) if self.values.dtype == torch.float32 else self.values.float().mul_(keep)
         weight.add_(update.to(torch.float32), alpha=rate)
         if weight is not self.values:

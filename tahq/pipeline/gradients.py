@@ -10,6 +10,10 @@ from typing import Protocol
 import torch
 
 
+NORM_ELEMENTS = 2**24
+"""Of a gradient that are squared at a time, so that its copy in fp64 stays small."""
+
+
 class HoldsGradient(Protocol):
     """A parameter, or a low-rank weight, whose gradient is a projected one."""
 
@@ -34,8 +38,8 @@ def squared_norm(holder: HoldsGradient) -> torch.Tensor:
     """‖g‖² in fp64, on the gradient's device."""
     if holder.grad is None:
         return torch.zeros((), dtype=torch.float64, device=holder.device)
-    gradient = holder.grad.detach().double().flatten()
-    return torch.dot(gradient, gradient)
+    parts = (part.double() for part in holder.grad.detach().flatten().split(NORM_ELEMENTS))
+    return torch.stack([torch.dot(part, part) for part in parts]).sum()
 
 
 def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
