@@ -21,6 +21,7 @@ from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError, SnapshotError
 from tahq.memory.fp8_flow import use_fp8_flow
+from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -28,6 +29,7 @@ from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.arithmetic import arithmetic_differences, arithmetic_of
+from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.manifest import StageMeta
 from tahq.pipeline.restoring import own_file
 from tahq.pipeline.schedule import Action
@@ -69,7 +71,13 @@ def chunk_module(
         naps = config.model.sleep.of(chunk % config.pipeline.stages)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in naps)
         return build_sleeping_slice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    module = build_slice(spec, blocks, seed=config.run.seed, device=device, random=random, weights=weights)
+    settings = low_rank_settings(config.training, config.run.seed)
+    if settings is None:
+        module = build_slice(spec, blocks, seed=config.run.seed, device=device, random=random, weights=weights)
+    else:
+        module = build_low_rank_slice(
+            spec, blocks, settings, seed=config.run.seed, device=device, random=random, weights=weights
+        )
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
@@ -211,7 +219,9 @@ class Assembly:
     @property
     def num_parameters(self) -> int:
         """Parameters of this stage."""
-        return sum(p.numel() for module in self._modules.values() for p in module.parameters())
+        parameters = sum(p.numel() for module in self._modules.values() for p in module.parameters())
+        covered = (low_rank_weights(module).values() for module in self._modules.values())
+        return parameters + sum(weight.numel() for weights in covered for weight in weights)
 
     def connect(
         self, plan: Plan, transports: Mapping[int, Transport], on_action: Callable[[int, Action], None] | None = None

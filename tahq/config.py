@@ -55,6 +55,7 @@ class ClusterConfig(Section):
         self._check_wire()
         self._check_sequence()
         self._check_evaluation()
+        self._check_fused()
         self._check_timeouts()
         return self
 
@@ -158,7 +159,15 @@ class ClusterConfig(Section):
 
     def _check_memory(self) -> None:
         family = self.model.family
-        if self.memory.activations == "coat" and family is not None and family not in COAT_FAMILIES:
+        if self.memory.activations != "coat":
+            return
+        if self.training.optimizer in ("qgalore", "galore"):
+            raise DisagreementError(
+                ("memory", "activations"),
+                f"memory.activations: coat needs whole weights to code in FP8, training.optimizer "
+                f"{self.training.optimizer} keeps those of attention and MLP otherwise; choose one of them",
+            )
+        if family is not None and family not in COAT_FAMILIES:
             raise DisagreementError(
                 ("memory", "activations"),
                 f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}, "
@@ -204,6 +213,21 @@ class ClusterConfig(Section):
         if self.training.eval_every is not None and self.data.validation == 0:
             raise DisagreementError(
                 ("training", "eval_every"), "training.eval_every needs validation samples, but data.validation is 0"
+            )
+
+    def _check_fused(self) -> None:
+        if not self.training.is_fused:
+            return
+        if self.pipeline.stages > 1:
+            raise DisagreementError(
+                ("training", "qgalore", "fused"),
+                f"training.qgalore.fused updates within the backward, before all {self.pipeline.stages} stages have "
+                "agreed on a step: it is for pipeline.stages 1",
+            )
+        if self.model.tie == "sync":
+            raise DisagreementError(
+                ("training", "qgalore", "fused"),
+                "training.qgalore.fused updates each parameter by its own gradient; model.tie: sync adds two first",
             )
 
     def _check_timeouts(self) -> None:

@@ -9,6 +9,7 @@ from tahq.memory.saved_tensors import MicroBatchShape
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import divide
+from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.pipeline.schedule import Schedule, in_flight
 from tahq.quant import get_codec
@@ -42,14 +43,16 @@ def chunks_of(config: ClusterConfig, stage: int) -> range:
 
 def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int, bf16: bool) -> StepNumbers:
     training, coat = config.training, config.memory.activations == "coat"
+    low_rank = low_rank_settings(training, config.run.seed)
     row = tuple(action for action in schedule.actions[chunk % config.pipeline.stages] if action.chunk == chunk)
     return StepNumbers(
-        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, bf16, coat),
+        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, bf16, coat, copies_weights=low_rank is None),
         in_flight=max(in_flight(row)),
         optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",
         frame_nbytes=_frames_nbytes(config, spec, chunk),
         kept_code_nbytes=_kept_code_nbytes(config, bf16),
+        low_rank=low_rank,
     )
 
 

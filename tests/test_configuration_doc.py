@@ -10,7 +10,8 @@ from tahq.comm.config import HostConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
 from tahq.memory.config import CoatConfig
-from tahq.memory.optimizer_config import Fp8AdamWConfig
+from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
+from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.units import WRITTEN_BY_HAND
 from tahq.yaml_positions import parse_yaml
@@ -22,6 +23,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
 } | {
     "training.fp8_adamw": Fp8AdamWConfig,
     "memory.coat": CoatConfig,
+    "training.adamw8bit": AdamW8bitConfig,
+    "training.qgalore": QGaLoreConfig,
     "wire.follow": FollowConfig,
     "wire.follow.guard": GuardConfig,
     "links.hosts": HostChanges,

@@ -17,6 +17,7 @@ from tahq.memory.estimate import StageMemory
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
+from tahq.models.slice import slice_parameters
 from tahq.pipeline.schedule import ActionKind, Schedule
 from tahq.pipeline.simulator import draw_grid
 from tahq.quant.config import WireConfig
@@ -107,7 +108,8 @@ def _device(config: ClusterConfig, stage: int) -> str:
 def _header(plan: _Plan) -> str:
     training, spec, data = plan.config.training, plan.spec, plan.config.data
     length = f"{training.steps} steps" if training.steps is not None else f"{training.epochs:g} epochs"
-    num_parameters = sum(memory.weights // 4 for memory in plan.memory)
+    shapes = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers)).values()
+    num_parameters = sum(map(math.prod, shapes))
     source = str(spec.folder) if spec.folder is not None else f"{spec.family} with random weights"
     lines = [
         f"run {plan.config.run.name}: {source}, {num_parameters:,} parameters",

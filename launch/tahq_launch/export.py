@@ -15,6 +15,7 @@ import torch
 from tahq.config_file import config_from_json
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import UserError
+from tahq.memory.snapshot_weight import snapshot_weight
 from tahq.models.export import export_folder
 from tahq.models.model_spec import load_spec
 from tahq.pipeline.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders
@@ -71,7 +72,8 @@ def _snapshot(run: RunFolder, step: int | None) -> tuple[Path, Manifest]:
 def _model_tensors(reader: SnapshotReader) -> Iterator[tuple[str, torch.Tensor]]:
     for name in sorted(reader.names()):
         if name.startswith(MODEL_PREFIX):
-            yield name.removeprefix(MODEL_PREFIX), reader.tensor(name)
+            canonical = name.removeprefix(MODEL_PREFIX)
+            yield canonical, snapshot_weight(canonical, reader.tensor)
 
 
 class _ParameterCount:

@@ -1,10 +1,9 @@
 """What `tahq plan` asks the planner, made of a cluster.yaml, numbers and options."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from tahq.comm.host_shaping import host_shaping
 from tahq.config import ClusterConfig
@@ -12,12 +11,14 @@ from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
 from tahq.coordinator.planner_codecs import LADDER
 from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
 from tahq.errors import ConfigError, UserError
+from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_embedding, saved_by_head
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
 from tahq.pipeline.costs import FirstOut
 from tahq.pipeline.generators import GENERATORS
+from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
@@ -110,8 +111,8 @@ def _goes(spec: str, direction: str) -> bool:
 def model_numbers(config: ClusterConfig, spec: ModelSpec) -> ModelNumbers:
     """The model's sizes in bytes; blocks are taken to be alike, the largest standing for all."""
     training = config.training
-    block, first, last = _parts(spec, lambda shapes: 2 * _weights(shapes) + optimizer_nbytes(training, shapes))
-    block_weights, _, _ = _parts(spec, _weights)
+    block, first, last = _parts(spec, partial(_kept, config, spec))
+    block_weights, _, _ = _parts(spec, partial(_weights, spec))
     return ModelNumbers(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -125,12 +126,12 @@ def model_numbers(config: ClusterConfig, spec: ModelSpec) -> ModelNumbers:
     )
 
 
-def _parts(spec: ModelSpec, nbytes: Callable[[Collection[torch.Size]], float]) -> tuple[float, float, float]:
+def _parts(spec: ModelSpec, nbytes: Callable[[BlockRange], float]) -> tuple[float, float, float]:
     """What a block's parameters come to, and what the two ends add to theirs."""
     layers = spec.num_layers
 
     def of(start: int, stop: int) -> float:
-        return float(nbytes(slice_parameters(spec, BlockRange(start, stop, layers)).values()))
+        return float(nbytes(BlockRange(start, stop, layers)))
 
     if layers < 3:
         return of(0, layers) / layers, 0.0, 0.0
@@ -138,9 +139,23 @@ def _parts(spec: ModelSpec, nbytes: Callable[[Collection[torch.Size]], float]) -
     return block, of(0, 1) - block, of(layers - 1, layers) - block
 
 
-def _weights(shapes: Collection[torch.Size]) -> float:
-    """Bytes of parameters of these shapes in fp32."""
-    return _FP32 * sum(map(math.prod, shapes))
+def _kept(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
+    """Bytes of weights, gradients and what the optimizer keeps."""
+    numbers = StepNumbers(
+        shape=MicroBatchShape(1, 1),
+        in_flight=0,
+        optimizer_nbytes=partial(optimizer_nbytes, config.training),
+        checkpoint_blocks=False,
+        frame_nbytes=0,
+        low_rank=low_rank_settings(config.training, config.run.seed),
+    )
+    memory = stage_memory(spec, blocks, numbers)
+    return memory.weights + memory.gradients + memory.optimizer
+
+
+def _weights(spec: ModelSpec, blocks: BlockRange) -> float:
+    """Bytes of parameters in fp32."""
+    return _FP32 * sum(map(math.prod, slice_parameters(spec, blocks).values()))
 
 
 def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> HeldBytes:

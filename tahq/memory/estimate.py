@@ -8,6 +8,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 
+import torch
+
+from tahq.memory.low_rank_weight import LowRankSettings
+from tahq.memory.qgalore import LowRankBytes, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
@@ -23,6 +27,7 @@ class StepNumbers:
     `in_flight`: micro-batches whose activations are held at once (`Schedule.max_in_flight`).
     `optimizer_nbytes`: bytes that the optimizer keeps of fp32 parameters of these shapes.
     `frame_nbytes`: encoded bytes of one micro-batch on all the stage's cuts, both directions.
+    `low_rank`: how the matrices of blocks are kept; None: in fp32, as everything else.
     """
 
     shape: MicroBatchShape
@@ -32,6 +37,7 @@ class StepNumbers:
     frame_nbytes: int
     kept_code_nbytes: int = 0
     """Bytes kept beside an element of a block's matrix (`memory.coat.keep_weight_codes`)."""
+    low_rank: LowRankSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +62,44 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
-    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them; with the
-      weights, FP8 codes of the blocks' matrices where they are kept;
+    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them; of
+      low-rank weights what `low_rank_bytes` counts; with the weights, FP8 codes of the blocks' matrices where they are
+      kept;
     - activations n · `saved_by_slice`;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
       (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
     - workspace, taken for one micro-batch at a time: with checkpointing one block computed again,
-      `saved_by_block`; on the last stage the logits or their gradient, 4·T·V, and as bf16 2·T·V more.
+      `saved_by_block`; on the last stage the logits or their gradient, 4·T·V, and as bf16 2·T·V more; with
+      low-rank weights the largest of them, decoded, and its gradient.
 
     Args:
         spec: the model.
         blocks: the stage's part of it.
         numbers: the rest.
     """
-    shapes = slice_parameters(spec, blocks).values()
+    shapes, covered = _shapes(spec, blocks, numbers.low_rank)
+    low_rank = LowRankBytes() if numbers.low_rank is None else low_rank_bytes(covered, numbers.low_rank)
     weights = _FP32 * sum(map(math.prod, shapes))
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     return StageMemory(
-        weights=weights + codes,
-        gradients=weights,
-        optimizer=numbers.optimizer_nbytes(shapes),
+        weights=weights + codes + low_rank.weights,
+        gradients=weights + low_rank.gradients,
+        optimizer=numbers.optimizer_nbytes(shapes) + low_rank.states,
         activations=numbers.in_flight * saved,
         boundary=_boundary(spec, blocks, numbers),
-        workspace=_workspace(spec, blocks, numbers),
+        workspace=_workspace(spec, blocks, numbers, max(map(math.prod, covered), default=0)),
     )
+
+
+def _shapes(
+    spec: ModelSpec, blocks: BlockRange, low_rank: LowRankSettings | None
+) -> tuple[list[torch.Size], list[tuple[int, int]]]:
+    """Of ordinary parameters, and of low-rank weights."""
+    if low_rank is None:
+        return list(slice_parameters(spec, blocks).values()), []
+    ordinary, covered = divided_parameters(spec, blocks)
+    return list(ordinary.values()), list(covered.values())
 
 
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
@@ -89,10 +108,10 @@ def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     return num_tensors * tensor + numbers.in_flight * numbers.frame_nbytes
 
 
-def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
+def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, largest_covered: int) -> int:
     every = range(blocks.start, blocks.stop)
     again = max(saved_by_block(spec, block, numbers.shape) for block in every) if numbers.checkpoint_blocks else 0
     element = _FP32 + (numbers.shape.element_nbytes if numbers.shape.bf16 else 0)
     logits = element * numbers.shape.num_tokens * spec.vocab_size if blocks.last else 0
     # The head's backward is over before a block is computed again.
-    return max(again, logits)
+    return max(again + 2 * numbers.shape.element_nbytes * largest_covered, logits)

@@ -2,6 +2,9 @@
 
 from typing import Literal
 
+from pydantic import Field
+
+from tahq.memory.adamw8bit import MIN_ELEMENTS
 from tahq.units import Section
 
 
@@ -15,3 +18,13 @@ class Fp8AdamWConfig(Section):
     expand_first: bool = True
     """Whether groups of m are raised to the power at which they fill the format's range."""
     expand_second: bool = True
+    """The same for v."""
+
+
+class AdamW8bitConfig(Section):
+    """How `adamw8bit` lays out its moments."""
+
+    block: Literal[64, 128, 256, 512, 1024, 2048] = 256
+    """Elements that share a scale."""
+    min_elements: int = Field(default=MIN_ELEMENTS, ge=0)
+    """Parameters with fewer elements keep fp32 moments."""

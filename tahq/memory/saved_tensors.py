@@ -27,13 +27,17 @@ _FP8 = 1
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """What a micro-batch is made of, and how it is computed."""
+    """What a micro-batch is made of, and how it is computed.
+
+    `copies_weights` False: what matrices multiply by under bf16 is decoded for each product, and not kept.
+    """
 
     micro_batch: int
     seq_len: int
     bf16: bool = False
     coat: bool = False
     """`memory.activations: coat`."""
+    copies_weights: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +79,7 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     if shape.coat:
         return _coat_block(spec, shape) + _attention(spec, block, shape)
     norms = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
-    copies = _BF16 * spec.layout.block_weights(spec.hf_config) if shape.bf16 else 0
+    copies = _BF16 * spec.layout.block_weights(spec.hf_config) if shape.bf16 and shape.copies_weights else 0
     return norms(spec, shape) + _attention(spec, block, shape) + copies
 
 

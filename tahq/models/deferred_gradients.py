@@ -11,6 +11,7 @@ Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -45,12 +46,28 @@ def recording(deferred: DeferredGradients | None) -> AbstractContextManager[obje
     return nullcontext() if deferred is None else _Recording(deferred)
 
 
+_current: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
+
+
+def current_deferral() -> DeferredGradients | None:
+    """Where the recording that this thread is in leaves gradients, for layers that compute their own; None: in none."""
+    return _current.get() if torch.is_grad_enabled() else None
+
+
 class _Recording(TorchFunctionMode):
     """Puts the split product in the place of those that a model's layers call."""
 
     def __init__(self, deferred: DeferredGradients) -> None:
         super().__init__()
         self._deferred = deferred
+
+    def __enter__(self) -> Any:
+        self._token = _current.set(self._deferred)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _current.reset(self._token)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +100,7 @@ class _Product(torch.autograd.Function):
         deferred: DeferredGradients,
         transposed: bool,
     ) -> torch.Tensor:
-        dtype = _product_dtype(x)
+        dtype = product_dtype(x)
         cast = x.to(dtype)
         # The parameters are kept as they are: what recomputation under checkpointing saves is a copy without .grad.
         ctx.weight, ctx.bias, ctx.deferred, ctx.transposed = weight, bias, deferred, transposed
@@ -106,7 +123,7 @@ class _Product(torch.autograd.Function):
         return of_input.view(x.shape).to(ctx.input_dtype), None, None, None, None
 
 
-def _product_dtype(x: torch.Tensor) -> torch.dtype:
+def product_dtype(x: torch.Tensor) -> torch.dtype:
     """What the product is computed in: autocast's dtype inside autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

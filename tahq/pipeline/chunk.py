@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tahq.memory.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.boundary import Boundary
+from tahq.pipeline.gradients import HoldsGradient
 from tahq.pipeline.loss import gradient_scale
 
 
@@ -19,6 +21,10 @@ class Chunk:
     module: ModelSlice
     incoming: Boundary | None
     outgoing: Boundary | None
+
+    def gradient_holders(self) -> list[HoldsGradient]:
+        """All that a backward leaves gradients in: parameters, and low-rank weights."""
+        return [*self.module.parameters(), *low_rank_weights(self.module).values()]
 
     def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
         """The module's output; in fp32 where it crosses a cut.

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tahq.errors import ScheduleError
-from tahq.memory.optimizer_config import Fp8AdamWConfig
+from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
+from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.pipeline.generators import generate
 from tahq.pipeline.schedule import Schedule
 from tahq.pipeline.validator import validate
@@ -24,9 +25,12 @@ class TrainingConfig(Section):
     """Samples an optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
     """Samples that travel through the pipeline together."""
-    optimizer: Literal["adamw", "sgd", "ema_sgd", "fp8_adamw"] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` is COAT's."""
+    optimizer: Literal["adamw", "sgd", "ema_sgd", "fp8_adamw", "adamw8bit", "adamw_bf16", "qgalore", "galore"] = "adamw"
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` (COAT), `adamw8bit` and
+    `adamw_bf16` are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
     fp8_adamw: Fp8AdamWConfig = Fp8AdamWConfig()
+    adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
+    qgalore: QGaLoreConfig = QGaLoreConfig()
     lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
@@ -60,6 +64,7 @@ class TrainingConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
         self._check_phases()
+        self._check_fused()
         return self
 
     def _check_phases(self) -> None:
@@ -67,6 +72,40 @@ class TrainingConfig(Section):
         if self.steps is not None and self.warmup_steps + decay_steps > self.steps:
             decay = f" and decay_steps {decay_steps}" if decay_steps else ""
             raise ValueError(f"warmup_steps {self.warmup_steps}{decay} do not fit into steps {self.steps}")
+
+    def _check_fused(self) -> None:
+        if not self.is_fused:
+            return
+        if self.num_micro_batches > 1:
+            raise ValueError(
+                f"qgalore.fused updates within the backward of the only micro-batch, and there are "
+                f"{self.num_micro_batches}; set micro_batch to global_batch ({self.global_batch}), or fused to false"
+            )
+        if self.clip_norm is not None:
+            raise ValueError(
+                "qgalore.fused updates before the norm of all gradients is known; set clip_norm to null, "
+                "or fused to false"
+            )
+        if self.non_finite != "halt":
+            raise ValueError(
+                "qgalore.fused cannot skip a step that is found not to be finite when part of it is applied; "
+                "set non_finite to halt, or fused to false"
+            )
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether the optimizer keeps the matrices of blocks as `qgalore` says."""
+        return self.optimizer in ("qgalore", "galore")
+
+    @property
+    def has_small_states(self) -> bool:
+        """Whether a low-rank optimizer keeps its moments in 8 bits."""
+        return (self.qgalore.states or ("int8" if self.optimizer == "qgalore" else "fp32")) == "int8"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether weights change within the backward."""
+        return self.is_low_rank and self.qgalore.fused
 
     @property
     def num_micro_batches(self) -> int:

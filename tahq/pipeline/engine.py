@@ -65,6 +65,7 @@ class StageEngine:
         stopwatch: shared with the boundaries.
         tied: exchanges the gradients of tied embeddings, if they are kept in step.
         on_action: called before each action (step, action); raises to leave.
+        on_step: called with each step's number before it is computed.
         lanes: where encoding and decoding are done; None: in the compute loop.
     """
 
@@ -82,6 +83,7 @@ class StageEngine:
         stopwatch: Stopwatch | None = None,
         tied: TiedEmbedding | None = None,
         on_action: Callable[[int, Action], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
         lanes: CodecLanes | None = None,
     ) -> None:
         self._chunks = chunks
@@ -95,6 +97,7 @@ class StageEngine:
         self._stopwatch = stopwatch or Stopwatch()
         self._tied = tied
         self._on_action = on_action
+        self._on_step = on_step
         self._lanes = lanes or InlineLanes(self._stopwatch)
         self._in_flight: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._step = 0
@@ -149,6 +152,8 @@ class StageEngine:
 
     def _begin(self, step: int) -> None:
         self._step = step
+        if self._on_step is not None:
+            self._on_step(step)
         self._finite = True
         self._losses = []
         self._in_flight.clear()
@@ -163,7 +168,7 @@ class StageEngine:
 
     def _scale_gradients(self, factor: float) -> None:
         for chunk in self._chunks.values():
-            scale_gradients(chunk.module.parameters(), factor)
+            scale_gradients(chunk.gradient_holders(), factor)
 
     def _post_receives(self) -> None:
         every = range(self._shape.num_micro_batches)

@@ -5,32 +5,46 @@ them all, by `math.fsum`, which is exact and therefore blind to the order.
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
-from torch.nn import Parameter
+
+NORM_ELEMENTS = 2**24
+"""Of a gradient that are squared at a time, so that its copy in fp64 stays small."""
 
 
-def squared_norms(parameters: Iterable[Parameter]) -> list[float]:
-    """‖g‖² of each parameter's gradient in fp64, 0.0 where there is none; one device round trip.
+class HoldsGradient(Protocol):
+    """A parameter, or a low-rank weight, whose gradient is a projected one."""
+
+    grad: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradient is, or would be."""
+
+
+def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
+    """‖g‖² of each gradient in fp64, 0.0 where there is none; one device round trip.
 
     Returns:
-        As many numbers as parameters, in order; NaN or infinity where a gradient holds one.
+        As many numbers as holders, in order; NaN or infinity where a gradient holds one.
     """
-    squares = [_squared_norm(parameter) for parameter in parameters]
+    squares = [squared_norm(holder) for holder in holders]
     return [float(square) for square in torch.stack(squares).tolist()] if squares else []
 
 
-def _squared_norm(parameter: Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        return torch.zeros((), dtype=torch.float64, device=parameter.device)
-    gradient = parameter.grad.detach().double().flatten()
-    return torch.dot(gradient, gradient)
+def squared_norm(holder: HoldsGradient) -> torch.Tensor:
+    """‖g‖² in fp64, on the gradient's device."""
+    if holder.grad is None:
+        return torch.zeros((), dtype=torch.float64, device=holder.device)
+    parts = (part.double() for part in torch.split(holder.grad.detach().flatten(), NORM_ELEMENTS))
+    return torch.stack([torch.dot(part, part) for part in parts]).sum()
 
 
-def scale_gradients(parameters: Iterable[Parameter], factor: float) -> None:
+def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
     """Multiply every gradient, in place; 1.0 touches nothing."""
     if factor == 1.0:
         return
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [holder.grad for holder in holders if holder.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # one launch for many, as torch's own optimizers do

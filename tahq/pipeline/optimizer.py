@@ -18,6 +18,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from tahq.errors import SnapshotError
+from tahq.memory.adamw8bit import AdamW8bit, adamw8bit_states
+from tahq.memory.adamw_bf16 import AdamWBf16, adamw_bf16_states
 from tahq.memory.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.pipeline.config import TrainingConfig
@@ -125,6 +127,23 @@ def _fp8_adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
     return Fp8AdamW(groups, config.fp8_adamw, lr=config.lr, betas=config.betas, epsilon=config.epsilon)
 
 
+def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
+    layout = config.adamw8bit.model_dump()
+    return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, **layout)
+
+
+def _adamw_bf16(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return AdamWBf16(groups, lr=config.lr, betas=config.betas, eps=config.epsilon)
+
+
+def _beside_low_rank(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return (_adamw8bit if config.has_small_states else _adamw)(groups, config)
+
+
+def _beside_low_rank_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return (_adamw8bit_states if config.has_small_states else _adamw_states)(config, shape)
+
+
 def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     moments = {name: StateSpec(shape) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": StateSpec((), torch.float32, is_counter=True)} | moments
@@ -142,6 +161,14 @@ def _fp8_adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return fp8_adamw_states(config.fp8_adamw, shape)
 
 
+def _adamw8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
+
+
+def _adamw_bf16_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return adamw_bf16_states(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
     """One choice of `training.optimizer`: how it is built, and what it keeps of a parameter of a given shape."""
@@ -155,6 +182,11 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "sgd": OptimizerKind(_sgd, _sgd_states),
     "ema_sgd": OptimizerKind(_ema_sgd, _ema_sgd_states),
     "fp8_adamw": OptimizerKind(_fp8_adamw, _fp8_adamw_states),
+    "adamw8bit": OptimizerKind(_adamw8bit, _adamw8bit_states),
+    "adamw_bf16": OptimizerKind(_adamw_bf16, _adamw_bf16_states),
+    # of what a slice has beside its low-rank weights: see `memory/qgalore.py`
+    "qgalore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
+    "galore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
 }
 """Optimizers by their name in cluster.yaml."""
 

@@ -236,21 +236,25 @@ def _no_wsd(old: Config, new: Config) -> bool:
     return all(_get(config, "training.lr_schedule") != "wsd" for config in (old, new))
 
 
-def _is_adaptive(old: Config, new: Config) -> bool:
-    """Whether the optimizer is a kind of Adam: it has betas and epsilon, and no momentum."""
-    return all(_get(config, "training.optimizer") in ("adamw", "fp8_adamw") for config in (old, new))
+def _has_momentum(old: Config, new: Config) -> bool:
+    """Whether the optimizer is SGD of some kind; every other one is an AdamW."""
+    return all(_get(config, "training.optimizer") in ("sgd", "ema_sgd") for config in (old, new))
 
 
-def _is_not_adaptive(old: Config, new: Config) -> bool:
-    return not _is_adaptive(old, new)
-
-
-def _is_fp8_adamw(old: Config, new: Config) -> bool:
-    return all(_get(config, "training.optimizer") == "fp8_adamw" for config in (old, new))
+def _is_adamw(old: Config, new: Config) -> bool:
+    return not _has_momentum(old, new)
 
 
 def _is_not_fp8_adamw(old: Config, new: Config) -> bool:
-    return not _is_fp8_adamw(old, new)
+    return all(_get(config, "training.optimizer") != "fp8_adamw" for config in (old, new))
+
+
+def _is_not_adamw8bit(old: Config, new: Config) -> bool:
+    return all(_get(config, "training.optimizer") != "adamw8bit" for config in (old, new))
+
+
+def _is_not_low_rank(old: Config, new: Config) -> bool:
+    return all(_get(config, "training.optimizer") not in ("qgalore", "galore") for config in (old, new))
 
 
 def _activations(config: Config) -> str:
@@ -281,10 +285,16 @@ def _machines(config: Config) -> object:
     return [(host["address"], host.get("device")) for host in hosts] if isinstance(hosts, list) else "this machine"
 
 
+_UNUSED = "not used by this optimizer"
+_LOW_RANK_FORMAT = Rule(
+    Verdict.REFUSED,
+    "the snapshot has weights and states of that form",
+    (_is_not_low_rank, _UNUSED),
+    allowed_if=_is_not_low_rank,
+)
 _FOLLOWS = "codecs go on following the links, so it is exact only as far as they are chosen alike"
 _SEEN = "which samples were seen, and which are held out, would no longer be known"
 _DECAY_LENGTH = "the rate's decay is spread over another length"
-_UNUSED = "not used by this optimizer"
 _IS_CONSTANT = (_constant_rate, "the rate is constant")
 _IS_LOSSLESS = (_lossless_wire, "nothing is rounded at a cut")
 _BITS_OF_A_STEP = "every later update differs"
@@ -310,15 +320,22 @@ RULES: Mapping[str, Rule] = {
     "training.micro_batch": Rule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "training.optimizer": Rule(Verdict.REFUSED, "the snapshot has that optimizer's states"),
     "training.fp8_adamw": Rule(
-        Verdict.REFUSED,
-        "the snapshot has moments in those formats",
-        (_is_not_fp8_adamw, _UNUSED),
-        allowed_if=_is_not_fp8_adamw,
+        Verdict.REFUSED, "the snapshot has moments in those formats", (_is_not_fp8_adamw, _UNUSED)
     ),
+    "training.adamw8bit": Rule(
+        Verdict.REFUSED, "the snapshot's states are laid out by it", (_is_not_adamw8bit, _UNUSED)
+    ),
+    "training.qgalore": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_low_rank, _UNUSED)),
+    "training.qgalore.rank": _LOW_RANK_FORMAT,
+    "training.qgalore.queue": _LOW_RANK_FORMAT,
+    "training.qgalore.weights": _LOW_RANK_FORMAT,
+    "training.qgalore.projections": _LOW_RANK_FORMAT,
+    "training.qgalore.states": _LOW_RANK_FORMAT,
+    "training.qgalore.fused": Rule(Verdict.EXACT, "weights get the same bits within the backward and after it"),
     "training.lr": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
-    "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adaptive, _UNUSED)),
-    "training.epsilon": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_adaptive, _UNUSED)),
-    "training.momentum": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_adaptive, _UNUSED)),
+    "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_has_momentum, _UNUSED)),
+    "training.epsilon": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_has_momentum, _UNUSED)),
+    "training.momentum": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_adamw, _UNUSED)),
     "training.weight_decay": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
     "training.lr_schedule": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
     "training.warmup_steps": Rule(Verdict.INEXACT, "rates of the warm-up, or of what follows it, differ"),

@@ -17,6 +17,8 @@ from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError
+from tahq.memory.low_rank_weight import LowRankWeight
+from tahq.memory.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, CutIdentity, ErrorSample
 from tahq.pipeline.chunk import Chunk, StepShape
@@ -106,13 +108,17 @@ class Stage:
         self._device = device
         self._boundaries: dict[int, Boundary] = {}
         parameters: dict[str, torch.nn.Parameter] = {}
+        low_rank: dict[str, LowRankWeight] = {}
         for module in modules.values():
             parameters |= module.canonical_parameters()
+            low_rank |= low_rank_weights(module)
         tied = self._tied(parameters) if plan.tie else None
-        self.update = StageUpdate(plan.training, parameters, self._module.is_decayed, plan.total_steps, tied)
         schedule = plan.pipeline.actions(plan.training.num_micro_batches)
         self._shape = StepShape(
             plan.training.num_micro_batches, plan.training.micro_batch, plan.seq_len, self._module.spec.hidden_size
+        )
+        self.update = StageUpdate(
+            plan.training, parameters, self._module.is_decayed, plan.total_steps, tied, low_rank, self._shape
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
@@ -131,6 +137,7 @@ class Stage:
             stopwatch=self.stopwatch,
             tied=tied,
             on_action=on_action,
+            on_step=self.update.begin,
             lanes=ThreadedLanes(device, self.stopwatch) if beside and transports else None,
         )
 

@@ -1,8 +1,10 @@
 from functools import partial
 
 import pytest
+import torch
 
 from tahq.memory.estimate import StepNumbers, stage_memory
+from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
@@ -10,7 +12,9 @@ from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import build_slice
 from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.optimizer import OPTIMIZERS, build_optimizer, optimizer_nbytes, optimizer_tensors
+from tahq.pipeline.update import StageUpdate
 
 SPEC = load_spec(
     ModelConfig(family="llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2), vocab_size=64, seq_len=16
@@ -57,6 +61,25 @@ def test_optimizer_bytes_are_those_that_the_optimizer_keeps(optimizer):
         each.nbytes for name, each in optimizer_tensors(built, parameters).items() if not name.startswith("step/")
     )
     assert kept == stage_memory(SPEC, blocks, numbers(optimizer_nbytes=partial(optimizer_nbytes, config))).optimizer
+
+
+@pytest.mark.parametrize("optimizer", ["qgalore", "galore"])
+def test_low_rank_weights_count_as_what_a_stage_saves(optimizer):
+    blocks, config = BlockRange(1, 3, 4), TrainingConfig(steps=1, optimizer=optimizer)
+    settings = low_rank_settings(config, 0)
+    module = build_low_rank_slice(SPEC, blocks, settings, seed=0, device=torch.device("cpu"), random=RandomContext(0))
+    update = StageUpdate(config, module.canonical_parameters(), module.is_decayed, 1, None, low_rank_weights(module))
+    module(torch.randn(2, 16, 32).requires_grad_()).sum().backward()
+    weights = low_rank_weights(module).values()
+    gradients = sum(each.grad.nbytes for each in (*module.parameters(), *weights))
+    update.apply(0, 1.0)
+    saved = update.tensors()
+    memory = stage_memory(SPEC, blocks, numbers(optimizer_nbytes=partial(optimizer_nbytes, config), low_rank=settings))
+    assert memory.weights == sum(each.nbytes for name, each in saved.items() if name.startswith("model"))
+    assert memory.gradients == gradients
+    counters = ("optimizer/step/", "optimizer/gap/", "optimizer/similarities/")
+    states = [each for name, each in saved.items() if name.startswith("optimizer") and not name.startswith(counters)]
+    assert memory.optimizer == sum(each.nbytes for each in states)
 
 
 def test_activations_are_those_of_all_micro_batches_in_flight():

@@ -7,6 +7,8 @@ import torch
 
 from tahq.memory.config import CoatConfig
 from tahq.memory.fp8_flow import use_fp8_flow
+from tahq.memory.low_rank_weight import LowRankSettings
+from tahq.memory.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
@@ -42,11 +44,9 @@ def run_forward(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> tuple[
     return x, summed_cross_entropy(y, tokens.clone()) / 7 if blocks.last else y.float()
 
 
-def measured_saved_nbytes(spec: ModelSpec, blocks: BlockRange, *, bf16: bool, coat: bool = False) -> int:
+def measured_saved_nbytes(spec: ModelSpec, blocks: BlockRange, *, bf16: bool, module: ModelSlice | None = None) -> int:
     """Bytes of all storages that a forward pass saves, parameters excepted."""
-    module = make_slice(spec, blocks)
-    if coat:
-        use_fp8_flow(module, CoatConfig())
+    module = module or make_slice(spec, blocks)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
@@ -86,9 +86,23 @@ def test_count_is_what_autograd_saves(family, dropout, bf16, blocks):
 )
 def test_count_knows_fp8_flow(family, keys, bf16, blocks):
     spec = make_spec(family, **keys)
+    module = make_slice(spec, blocks)
+    use_fp8_flow(module, CoatConfig())
     shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True)
     counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
-    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, coat=True), rel=TOLERANCE)
+    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, module=module), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16):
+    spec, blocks = make_spec(family), BlockRange(0, 2, 3)
+    module = build_low_rank_slice(
+        spec, blocks, LowRankSettings(), seed=0, device=torch.device("cpu"), random=RandomContext(0)
+    )
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, copies_weights=False)
+    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
+    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, module=module), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("window", [16, SEQ_LEN, None])

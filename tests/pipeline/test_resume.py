@@ -54,6 +54,12 @@ EXACT = [
         {"training.optimizer": "fp8_adamw", "training.momentum": 0.5},
         {"training.optimizer": "fp8_adamw", "training.momentum": 0.6},
     ),
+    ({}, {"training.qgalore": {"rank": 4, "gap": 7}}),
+    (
+        {"training.optimizer": "qgalore", "training.momentum": 0.5},
+        {"training.optimizer": "qgalore", "training.momentum": 0.6},
+    ),
+    ({}, {"training.adamw8bit": {"block": 128}}),
     ({}, {"pipeline.schedule": "gpipe"}),
     ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
@@ -96,6 +102,10 @@ INEXACT = [
         {"training.optimizer": "fp8_adamw"},
         {"training.optimizer": "fp8_adamw", "training.betas": (0.8, 0.9), "training.epsilon": 1e-6},
     ),
+    ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.betas": (0.8, 0.9)}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"gap": 7}}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"svd": "randomised"}}),
+    ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.betas": (0.8, 0.9)}),
     ({}, {"training.weight_decay": 0.0}),
     ({"training.optimizer": "ema_sgd"}, {"training.optimizer": "ema_sgd", "training.momentum": 0.5}),
     ({}, {"training.clip_norm": None}),
@@ -136,6 +146,9 @@ REFUSED = [
         {"training.optimizer": "fp8_adamw", "training.fp8_adamw": {"expand_second": False}},
     ),
     ({"training.optimizer": "fp8_adamw"}, {"training.optimizer": "fp8_adamw", "training.fp8_adamw": {"first": "e5m2"}}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"rank": 7}}),
+    ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.qgalore": {"states": "int8"}}),
+    ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.adamw8bit": {"block": 128}}),
 ]
 
 

@@ -22,7 +22,14 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(TIMEOUT_S + 20)]
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(interprets_triton(), reason="the interpreter is already chosen: they run in this process")
 @pytest.mark.parametrize(
-    "file", ["test_tah_triton.py", "test_fixed_triton.py", "test_eden_triton.py", "test_wf_triton.py"]
+    "file",
+    [
+        "test_tah_triton.py",
+        "test_fixed_triton.py",
+        "test_eden_triton.py",
+        "test_wf_triton.py",
+        "../memory/test_adamw_triton.py",
+    ],
 )
 def test_kernels_pass_their_tests_in_the_interpreter(file):
     marks = [] if os.environ.get("TAHQ_THOROUGH") else ["-m", "not thorough"]

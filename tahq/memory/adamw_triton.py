@@ -1,0 +1,76 @@
+"""The kernels of our AdamWs, launched: one a parameter, without waiting for the device."""
+
+from functools import lru_cache
+
+import torch
+
+from tahq.memory import adamw_kernels as kernels
+from tahq.memory.adamw_step import AdamwNumbers
+from tahq.memory.blockwise8 import BLOCK, borders, dynamic_map
+from tahq.quant.gpu import launch
+from tahq.quant.gpu.launch import Launch
+
+ELEMENTS = 1024
+"""Of a program."""
+ELEMENTS_PER_WARP = 256
+"""Eight a thread."""
+_PLAIN_ELEMENTS_PER_WARP = 128
+"""Four a thread: 16 bytes of fp32."""
+_ROW = 128
+"""Elements of a block that a warp reads at a time."""
+
+
+def adamw8bit_step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    m_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    m_scales: torch.Tensor,
+    v_scales: torch.Tensor,
+    numbers: AdamwNumbers,
+    block: int = BLOCK,
+) -> None:
+    """See `adamw8bit.adamw8bit_step`; contiguous tensors that begin at multiples of 16 bytes, on a CUDA device."""
+    with launch.on_device_of(weight):
+        plan = _plan8bit(weight.numel(), block)
+        tables = _tables(weight.device)
+        plan(weight, m_codes, v_codes, m_scales, v_scales, tables, gradient, last=numbers.in_order())
+
+
+def plain_adamw_step(
+    weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamwNumbers
+) -> None:
+    """See `adamw_step.adamw_step`; m and v in fp32, or both in bf16, to which they are rounded."""
+    with launch.on_device_of(weight):
+        _plain_plan(weight.numel(), m.dtype)(weight, m, v, gradient, last=numbers.in_order())
+
+
+@lru_cache(maxsize=1024)
+def _plan8bit(num_elements: int, block: int) -> Launch:
+    elements = max(block, ELEMENTS)
+    grid = (-(-num_elements // elements), 1, 1)
+    constants = {
+        "R": elements // block,
+        "B": block,
+        "C": min(block, _ROW),
+        "num_warps": elements // ELEMENTS_PER_WARP,
+        **launch.EXACT,
+    }
+    return Launch(kernels.adamw8bit_kernel, grid, (num_elements,), constants)
+
+
+@lru_cache(maxsize=1024)
+def _plain_plan(num_elements: int, dtype: torch.dtype) -> Launch:
+    """A plan of its own for each type of the moments, which a Launch does not look at."""
+    grid = (-(-num_elements // ELEMENTS), 1, 1)
+    constants = {"B": ELEMENTS, "num_warps": ELEMENTS // _PLAIN_ELEMENTS_PER_WARP, **launch.EXACT}
+    return Launch(kernels.plain_adamw_kernel, grid, (num_elements,), constants)
+
+
+@lru_cache(maxsize=32)
+def _tables(device: torch.device) -> torch.Tensor:
+    """Both maps and both tables of borders, 256 entries each."""
+    tables = torch.zeros(4, 256)
+    for row, values in enumerate((dynamic_map(True), dynamic_map(False), borders(True), borders(False))):
+        tables[row, : len(values)] = values
+    return tables.to(device)

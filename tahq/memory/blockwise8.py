@@ -1,0 +1,139 @@
+"""Block-wise 8-bit numbers with the dynamic tree map, which 8-bit optimizers keep their states in.
+
+A tensor is flattened and cut into blocks of 256 elements, the last one shorter. Of each block the largest
+magnitude is kept in fp32; each element is stored as the number of the nearest of 256 fixed values in [−1, 1],
+or in [0, 1] for states without a sign, times that.  (Dettmers et al. 2022, 8-bit
+Optimizers via Block-wise Quantization, §2.1 and §2.2)
+
+The map: decades i = 0 … 6, each cut into F_i equal cells whose middles are the values, beside 0 and 1:
+
+    value(i, j) = 10^(i−6) · (0.1 + 0.9 · (j + ½)/F_i),  0 ≤ j < F_i
+
+with F_i = 2^i of either sign, or F_i = 2^(i+1) without: finest near 1, seven decades deep. A code is the place of
+its value in ascending order: 127 is 0 with signs, 0 without; 255 is 1. There is no −1: a block's largest
+magnitude comes back as it was where it is positive, 0.7 % smaller where it is negative.
+
+What is settled here, and the paper leaves open:
+
+- an element halfway between two values, their middle times the scale as fp32 has it, takes the one nearer to 0;
+- a block whose largest magnitude is below 2⁻¹²⁶ (all zeros, or subnormal) is zeros, and its scale 0;
+- a block with a NaN or an infinity is NaN altogether: its scale is NaN, so that damage shows;
+- without signs, negative elements are 0, and nothing else is: what is nearer to 0 than to the lowest value takes
+  that. A second moment of 0 beside a first that is not, 4,000 times below the largest of its block, would
+  divide by ε alone as soon as a gradient is 0.
+
+Every operation is a correctly rounded one of IEEE 754, so codes and values are the same on every device.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+
+CPU = torch.device("cpu")
+BLOCK = 256
+"""Elements that share a scale."""
+SMALLEST_SCALE = 2.0**-126
+"""Blocks whose largest magnitude is below this, the smallest normal number, are zeros."""
+ZERO_SIGNED = 127
+"""The code of 0 with signs; without it is 0."""
+_NUM_DECADES = 7
+_LARGEST_NEGATIVE = 127
+"""Magnitudes of negative values are numbered up to this: −1 has no code."""
+
+
+def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of a tensor.
+
+    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, but for what the module's text settles
+
+    Args:
+        x: floating point, of any shape and strides; taken as fp32.
+        signed: which of the two maps.
+        block: elements a block.
+
+    Returns:
+        Codes, uint8 [N], and scales, fp32 [⌈N/block⌉], on x's device.
+    """
+    flat = x.detach().reshape(-1).float()
+    flat = flat if signed else flat.clamp(min=0)  # which lets NaN through
+    rows = _rows(flat, block)
+    largest = rows.abs().amax(dim=1)
+    scales = torch.where(largest < SMALLEST_SCALE, 0.0, torch.where(largest.isinf(), torch.nan, largest))
+    codes = _codes(torch.where((scales > 0)[:, None], rows, 0.0), scales, signed)
+    return codes.to(torch.uint8).reshape(-1)[: flat.numel()], scales
+
+
+def decode(
+    codes: torch.Tensor, absmax: torch.Tensor, signed: bool, shape: tuple[int, ...], block: int = BLOCK
+) -> torch.Tensor:
+    """The values of codes: map(code) · s, in fp32.
+
+    Args:
+        codes: uint8, of N = ∏ shape elements in any shape.
+        absmax: scales, fp32 [⌈N/block⌉].
+        signed: which of the two maps.
+        shape: of what is returned.
+        block: elements a block.
+
+    Returns:
+        fp32 of that shape.
+    """
+    flat = dynamic_map(signed, codes.device)[codes.reshape(-1).int()]
+    values = _rows(flat, block) * absmax[:, None]
+    return values.reshape(-1)[: flat.numel()].reshape(shape)
+
+
+def zero_codes(shape: tuple[int, ...], signed: bool, device: torch.device) -> torch.Tensor:
+    """Codes of zeros, uint8 of a shape; their scales are zeros."""
+    return torch.full(shape, ZERO_SIGNED if signed else 0, dtype=torch.uint8, device=device)
+
+
+def num_blocks(shape: tuple[int, ...], block: int = BLOCK) -> int:
+    """Scales of a tensor of this shape."""
+    return -(-math.prod(shape) // block)
+
+
+@lru_cache(maxsize=32)
+def dynamic_map(signed: bool, device: torch.device = CPU) -> torch.Tensor:
+    """The 256 values by code, ascending, fp32. Not to be written to: kept for every device."""
+    magnitudes = _magnitudes(signed)
+    negative = [-value for value in magnitudes[_LARGEST_NEGATIVE:0:-1]] if signed else []
+    return torch.tensor(negative + magnitudes, dtype=torch.float64).float().to(device)
+
+
+@lru_cache(maxsize=32)
+def borders(signed: bool, device: torch.device = CPU) -> torch.Tensor:
+    """Middles between neighbouring magnitudes, ascending, fp32: 128 with signs, 255 without. Not to be written to.
+
+    What is above borders[k] is nearer to magnitude k + 1 than to magnitude k; without signs, borders[0] is 0.
+    """
+    values = torch.tensor(_magnitudes(signed), dtype=torch.float64).float().double()
+    middles = ((values[:-1] + values[1:]) / 2).float()
+    if not signed:
+        middles[0] = 0.0
+    return middles.to(device)
+
+
+def _magnitudes(signed: bool) -> list[float]:
+    """The values that are not negative, ascending: 129 with signs, 256 without."""
+    values = [0.0]
+    for decade in range(_NUM_DECADES):
+        cells = 1 << (decade if signed else decade + 1)
+        values += [10.0 ** (decade - 6) * (0.1 + 0.9 * (cell + 0.5) / cells) for cell in range(cells)]
+    return [*values, 1.0]
+
+
+def _codes(rows: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """int32 [B, block] of rows [B, block]: how many borders, times the row's scale, lie below each magnitude."""
+    limits = borders(signed, rows.device) * scales.nan_to_num(0.0)[:, None]
+    place = torch.searchsorted(limits, rows.abs(), out_int32=True)
+    if not signed:
+        return place
+    return ZERO_SIGNED + torch.where(rows < 0, -place.clamp(max=_LARGEST_NEGATIVE), place)
+
+
+def _rows(flat: torch.Tensor, block: int) -> torch.Tensor:
+    """[B, block] of [N], filled up with zeros."""
+    missing = -flat.numel() % block
+    return torch.nn.functional.pad(flat, (0, missing)).reshape(-1, block)

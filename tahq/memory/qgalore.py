@@ -1,0 +1,140 @@
+"""Q-GaLore in a slice of a model: which weights are covered, how they are put in place, what they take.
+
+The rule: covered are the 2-D weights of the linear layers inside the blocks, which are the matrices of attention and
+of the MLP. Norms, biases, embeddings and the head are ordinary parameters, trained by AdamW, with 8-bit states where
+the covered weights have them.
+
+Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `attn` and `mlp`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tahq.memory.affine_groups import affine_nbytes
+from tahq.memory.blockwise8 import num_blocks
+from tahq.memory.low_rank_linear import LowRankLinear
+from tahq.memory.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.subspace import low_rank_shape, rank_of
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, Parts, fill_weights
+
+_CONV1D = "Conv1D"
+"""transformers' linear layer with its weight the other way round; by name, so that it need not be imported."""
+
+
+def covered_layers(model: ModelSlice) -> dict[str, nn.Module]:
+    """The layers whose weights are covered, by the canonical name of the weight."""
+    blocks = f"{model.spec.layout.trunk}.{model.spec.layout.blocks}."
+    return {
+        f"{path}.weight": module
+        for path, module in model.named_modules()
+        if path.startswith(blocks) and (isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D)
+    }
+
+
+def low_rank_weights(model: nn.Module) -> dict[str, LowRankWeight]:
+    """The covered weights of a model that `cover` has been through, by canonical name."""
+    layers = (module for module in model.modules() if isinstance(module, LowRankLinear))
+    return {layer.low_rank.name: layer.low_rank for layer in layers}
+
+
+def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) -> dict[str, LowRankWeight]:
+    """Replace the covered layers; biases stay the parameters that they are.
+
+    Args:
+        model: on any device, `meta` too: only the shapes of its covered weights are looked at.
+        settings: of the run.
+        device: where the weights shall lie, uninitialised.
+
+    Returns:
+        The weights, by canonical name.
+    """
+    for name, layer in covered_layers(model).items():
+        path = name.removesuffix(".weight")
+        rows, columns = layer.get_parameter("weight").shape
+        weight = LowRankWeight(name, (rows, columns), settings, device)
+        bias = getattr(layer, "bias", None)
+        model.set_submodule(path, LowRankLinear(weight, bias, is_linear=isinstance(layer, nn.Linear)))
+    return low_rank_weights(model)
+
+
+def build_low_rank_slice(
+    spec: ModelSpec,
+    block_range: BlockRange,
+    settings: LowRankSettings,
+    *,
+    seed: int,
+    device: torch.device,
+    random: RandomContext,
+    weights: bool = True,
+) -> ModelSlice:
+    """`build_slice` with covered layers: never more than one of their weights is in memory in fp32.
+
+    Raises:
+        ModelError: as `build_slice`.
+    """
+    model = ModelSlice(spec, Parts.of(block_range), random)
+    covered = cover(model, settings, device)
+    model.materialise(device)
+    if weights:
+        fill_weights(spec, model.canonical_parameters(), seed)
+        fill_low_rank(spec, covered.values(), seed)
+    return model
+
+
+def fill_low_rank(spec: ModelSpec, covered: Iterable[LowRankWeight], seed: int) -> None:
+    """Fill covered weights from the spec's folder or at random, one at a time, rounded to nearest."""
+    for weight in covered:
+        values = torch.empty(weight.shape)
+        fill_weights(spec, {weight.name: values}, seed)
+        weight.storage.assign(values)
+
+
+def divided_parameters(
+    spec: ModelSpec, block_range: BlockRange
+) -> tuple[dict[str, torch.Size], dict[str, tuple[int, int]]]:
+    """Names and shapes of a slice's ordinary parameters, and of its covered weights; allocates nothing."""
+    model = ModelSlice(spec, Parts.of(block_range), RandomContext(0))
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    covered = {name: (shapes[name][0], shapes[name][1]) for name in covered_layers(model)}
+    return {name: shape for name, shape in shapes.items() if name not in covered}, covered
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankBytes:
+    """What covered weights take, by kind."""
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+
+
+def low_rank_bytes(shapes: Iterable[tuple[int, int]], settings: LowRankSettings) -> LowRankBytes:
+    """Bytes of covered weights of these shapes: what the tensors have, counted from the layout."""
+    totals = [_weight_bytes(shape, settings) for shape in shapes]
+    return LowRankBytes(
+        sum(total.weights for total in totals),
+        sum(total.gradients for total in totals),
+        sum(total.states for total in totals),
+    )
+
+
+def _weight_bytes(shape: tuple[int, int], settings: LowRankSettings) -> LowRankBytes:
+    rank, smaller = rank_of(shape, settings.rank), min(shape)
+    low = low_rank_shape(shape, rank)
+    numel = low[0] * low[1]
+    moment = numel + 4 * num_blocks(low) if settings.states == "int8" else 4 * numel
+    projection = _nbytes((rank, smaller), settings.projections) if rank < smaller else 0
+    return LowRankBytes(_nbytes(shape, settings.weights), 4 * numel, 2 * moment + projection)
+
+
+def _nbytes(shape: tuple[int, int], kind: str) -> int:
+    bits: Mapping[str, int] = {"int8": 8, "int4": 4}
+    if kind in bits:
+        return affine_nbytes(shape, bits[kind])
+    return shape[0] * shape[1] * {"bf16": 2, "fp32": 4}[kind]

@@ -1,0 +1,124 @@
+"""Kernels of our AdamWs on a CUDA device against plain torch on the CPU; and runs that move from one to the other."""
+
+import pytest
+import torch
+from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
+from torch.nn import Parameter
+
+from tahq.memory.blockwise8 import decode, encode
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (4097,), (333, 77), (1000, 1024)], ids=str)
+def test_codes_and_scales_are_the_references(shape):
+    check_8bit(shape, CUDA)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_whatever_the_gradients(gradients):
+    check_8bit((70000,), CUDA, gradients=gradients)
+
+
+@pytest.mark.parametrize("block", [64, 128, 512, 1024, 2048])
+def test_blocks_of_other_sizes(block):
+    check_8bit((30000,), CUDA, block=block)
+
+
+@pytest.mark.parametrize(("weight", "gradient"), [(BF16, BF16), (FP32, BF16), (BF16, FP32)], ids=str)
+def test_weights_and_gradients_of_other_types(weight, gradient):
+    check_8bit((15000,), CUDA, weight_dtype=weight, gradient_dtype=gradient)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("shape", [(1,), (127,), (4096,), (333, 77)], ids=str)
+def test_moments_that_have_no_codes(shape, dtype):
+    check_plain(shape, CUDA, dtype)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_at_every_border_the_code_is_the_references(signed):
+    check_every_border(CUDA, signed)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_quantiser_in_plain_torch_gives_the_same_codes_on_the_device(signed):
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) ** 3
+    x = x if signed else x.abs()
+    codes, scales = encode(x, signed)
+    device_codes, device_scales = encode(x.cuda(), signed)
+    assert torch.equal(codes, device_codes.cpu())
+    assert torch.equal(scales, device_scales.cpu())
+    values = decode(device_codes, device_scales, signed, (100_000,))
+    assert torch.equal(decode(codes, scales, signed, (100_000,)), values.cpu())
+
+
+SHAPES = {"matrix": (333, 77), "norm": (127,), "unused": (5000,)}
+KEYS = [{"optimizer": "adamw8bit", "adamw8bit": {"min_elements": 500}}, {"optimizer": "adamw_bf16"}]
+
+
+def normal(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def train(parameters, optimizer, steps):
+    for step in steps:
+        for seed, (name, parameter) in enumerate(parameters.items()):
+            gradient = None if name == "unused" else normal(parameter.shape, 100 * step + seed)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        optimizer.step()
+
+
+def built(keys, device, weights):
+    parameters = {name: Parameter(weight.to(device, copy=True)) for name, weight in weights.items()}
+    config = TrainingConfig(steps=10, lr=1e-2, **keys)
+    return config, parameters, build_optimizer(config, parameters, lambda name, parameter: parameter.ndim > 1)
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+def test_states_of_the_cpu_go_on_on_the_device(keys):
+    """Moments to the bit; weights to 2⁻²⁰ of a change, a rate, in each of three steps, and their own roundings."""
+    start = {name: normal(shape, 7) for name, shape in SHAPES.items()}
+    _, parameters, optimizer = built(keys, "cpu", start)
+    train(parameters, optimizer, range(3))
+    config, moved, other = built(keys, "cuda", {name: weight.detach() for name, weight in parameters.items()})
+    states = {name: state.clone() for name, state in optimizer_tensors(optimizer, parameters).items()}
+    load_optimizer_tensors(config, other, moved, states)
+    train(parameters, optimizer, range(3, 6))
+    train(moved, other, range(3, 6))
+    states, on_device = optimizer_tensors(optimizer, parameters), optimizer_tensors(other, moved)
+    assert states.keys() == on_device.keys()
+    assert [name for name in states if not torch.equal(states[name], on_device[name].cpu())] == []
+    for name in SHAPES:
+        torch.testing.assert_close(moved[name].cpu(), parameters[name], rtol=3 * 2**-23, atol=3 * 1e-1 * 2**-20)
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+def test_resuming_on_the_device_is_exact_to_the_bit(keys):
+    start = {name: normal(shape, 7) for name, shape in SHAPES.items()}
+    _, parameters, optimizer = built(keys, "cuda", start)
+    train(parameters, optimizer, range(3))
+    config, resumed, other = built(keys, "cuda", {name: weight.detach() for name, weight in parameters.items()})
+    states = {name: state.clone() for name, state in optimizer_tensors(optimizer, parameters).items()}
+    load_optimizer_tensors(config, other, resumed, states)
+    train(parameters, optimizer, range(3, 6))
+    train(resumed, other, range(3, 6))
+    assert [name for name in SHAPES if not torch.equal(parameters[name], resumed[name])] == []
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+def test_a_step_does_not_wait_for_the_device(keys):
+    _, parameters, optimizer = built(keys, "cuda", {name: normal(shape, 7) for name, shape in SHAPES.items()})
+    train(parameters, optimizer, range(2))
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,100 @@
+"""Q-GaLore in real runs: the same losses at any number of stages, exact resume, a model that can be exported."""
+
+import pytest
+import torch
+from support.runs import Run, finish, launch, tiny
+from transformers import AutoModelForCausalLM
+
+from tahq.memory.snapshot_weight import snapshot_weight
+
+LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
+# Searches at steps 0, 2 and 4; each is found stable at once, so gaps double.
+QGALORE = {"optimizer": "qgalore", "qgalore": {"gap": 2, "queue": 1, "threshold": 0.01, "max_gap": 4}, "lr": 3e-3}
+TAH = {"activations": "tah", "gradients": "fixed:bits=8"}
+
+
+def config(stages: int, *, steps: int = 5, training: dict | None = None, **sections) -> dict:
+    return tiny(
+        model=LLAMA,
+        pipeline={"stages": stages},
+        training={**QGALORE, "steps": steps, **(training or {})},
+        **sections,
+    )
+
+
+def assert_same_state(one: Run, other: Run) -> None:
+    left, right = one.snapshot(), other.snapshot()
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory) -> Run:
+    run = launch(tmp_path_factory.mktemp("uncut"), config(1))
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def test_losses_and_snapshots_are_those_of_one_stage_at_two(tmp_path, uncut):
+    run = launch(tmp_path, config(2))
+    assert run.returncode == 0, run.stderr
+    assert run.losses == uncut.losses
+    assert [row["grad_norm"] for row in run.metrics] == [row["grad_norm"] for row in uncut.metrics]
+    assert_same_state(run, uncut)
+
+
+def test_a_run_of_four_stages_resumes_on_one_to_the_bit(tmp_path, uncut):
+    """Stopped after step 3, before a search is due."""
+    halfway = launch(tmp_path, config(4, steps=3))
+    assert halfway.returncode == 0, halfway.stderr
+    assert halfway.losses == uncut.losses[:3]
+    run = launch(tmp_path, config(4, steps=3), "--resume", "--set", "training.steps=5", "--set", "pipeline.stages=1")
+    assert run.returncode == 0, run.stderr
+    assert "no longer exact" not in run.stdout
+    assert run.losses == uncut.losses
+    assert_same_state(run, uncut)
+
+
+def test_four_stages_with_tah_on_the_wire_learn_resume_exactly_and_are_exported(tmp_path):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected = launch(whole, config(4, steps=6, wire=TAH))
+    assert expected.returncode == 0, expected.stderr
+    assert expected.losses[-1] < expected.losses[0]
+    assert launch(tmp_path, config(4, steps=3, wire=TAH)).returncode == 0
+    run = launch(tmp_path, config(4, steps=3, wire=TAH), "--resume", "--set", "training.steps=6")
+    assert run.losses == expected.losses
+    assert_same_state(run, expected)
+
+    done = finish(whole, "tahq", "export", str(expected.folder), "exported")
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(whole / "exported")
+    snapshot = expected.snapshot()
+    name = "model.layers.3.mlp.down_proj.weight"
+    assert snapshot[f"model/{name}"].dtype == torch.int8
+    assert torch.equal(model.get_parameter(name), snapshot_weight(name, snapshot.__getitem__))
+
+
+def test_a_fused_backward_gives_the_bits_of_a_commit(tmp_path):
+    alone = {"micro_batch": 8, "clip_norm": None, "non_finite": "halt", "activation_checkpointing": "block"}
+    separate = launch(tmp_path, config(1, steps=3, training=alone))
+    assert separate.returncode == 0, separate.stderr
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    run = launch(fused, config(1, steps=3, training=alone), "--set", "training.qgalore.fused=true")
+    assert run.returncode == 0, run.stderr
+    assert run.losses == separate.losses
+    norms = [[row["grad_norm"] for row in each.metrics] for each in (run, separate)]
+    assert norms[0] == norms[1]
+    assert_same_state(run, separate)
+
+
+def test_galore_at_full_rank_and_scale_one_is_adamw(tmp_path):
+    keys = {"optimizer": "galore", "qgalore": {"rank": 96, "scale": 1.0}}
+    run = launch(tmp_path, config(2, steps=3, training=keys))
+    assert run.returncode == 0, run.stderr
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    expected = launch(plain, config(2, steps=3, training={"optimizer": "adamw", "qgalore": {}}))
+    assert run.losses[0] == expected.losses[0]
+    assert run.losses == pytest.approx(expected.losses, abs=1e-5)

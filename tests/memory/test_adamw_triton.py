@@ -1,0 +1,46 @@
+"""Kernels of our AdamWs against plain torch, in Triton's interpreter; on CUDA, tests/gpu/test_adamw_kernels.py."""
+
+import pytest
+import torch
+from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
+
+from tahq.quant.backends import interprets_triton
+
+pytestmark = [
+    pytest.mark.skipif(
+        not interprets_triton(), reason="needs TRITON_INTERPRET=1; tests/quant/test_interpreted_kernels.py sets it"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (4097,), (33, 77)], ids=str)
+def test_codes_scales_and_weights_are_the_references(shape):
+    check_8bit(shape, CPU)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_whatever_the_gradients(gradients):
+    check_8bit((700,), CPU, gradients=gradients)
+
+
+@pytest.mark.parametrize("block", [64, 512, 2048])
+def test_blocks_of_other_sizes(block):
+    check_8bit((3000,), CPU, block=block)
+
+
+def test_bf16_weights_and_gradients():
+    check_8bit((1500,), CPU, weight_dtype=torch.bfloat16, gradient_dtype=torch.bfloat16)
+    check_8bit((1500,), CPU, gradient_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (127,), (1024,), (33, 77)], ids=str)
+def test_moments_that_have_no_codes(shape, dtype):
+    check_plain(shape, CPU, dtype)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_at_every_border_the_code_is_the_references(signed):
+    check_every_border(CPU, signed)

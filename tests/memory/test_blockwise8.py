@@ -1,0 +1,189 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tahq.memory.blockwise8 import BLOCK, borders, decode, dynamic_map, encode, num_blocks, zero_codes
+
+both = pytest.mark.parametrize("signed", [True, False])
+
+
+def gaussian(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def round_trip(x, signed, block=BLOCK):
+    codes, scales = encode(x, signed, block)
+    return decode(codes, scales, signed, tuple(x.shape), block)
+
+
+def nearest_by_search(x, signed, block=BLOCK):
+    """Codes by looking at all 256 values of the map for every element, in fp64."""
+    values = dynamic_map(signed).double()
+    codes = []
+    for piece in x.flatten().split(block):
+        quotients = (piece / piece.abs().max()).double()
+        distances = (quotients[:, None] - values).abs()
+        if not signed:
+            distances[quotients > 0, 0] = torch.inf
+        codes.append(distances.argmin(dim=1))
+    return torch.cat(codes).to(torch.uint8)
+
+
+@both
+def test_map_is_ascending_and_has_zero_and_one(signed):
+    values = dynamic_map(signed)
+    assert values.shape == (256,)
+    assert (values.diff() > 0).all()
+    assert values[-1] == 1.0
+    assert values[127 if signed else 0] == 0.0
+
+
+def test_map_by_hand():
+    # signed: one value in the lowest decade, 10⁻⁶·(0.1 + 0.45); two in the next, 10⁻⁵·(0.1 + 0.225) and ·(0.1 + 0.675)
+    assert dynamic_map(True)[128:131].tolist() == pytest.approx([5.5e-7, 3.25e-6, 7.75e-6])
+    assert torch.equal(dynamic_map(True)[:127], -dynamic_map(True)[128:255].flip(0))
+    # unsigned: twice as many; 64 · 2 cells of 0.9/128 up to 1
+    assert dynamic_map(False)[1:4].tolist() == pytest.approx([3.25e-7, 7.75e-7, 2.125e-6])
+    assert dynamic_map(False)[254].item() == pytest.approx(1 - 0.45 / 128)
+
+
+@both
+def test_codes_are_those_of_the_nearest_values(signed):
+    x = gaussian((5, 301)) * 10 ** gaussian((5, 301), seed=1)
+    x = x if signed else x.square()
+    codes, _ = encode(x, signed)
+    assert torch.equal(codes, nearest_by_search(x, signed))
+
+
+@both
+def test_values_of_the_map_come_back_as_they_are(signed):
+    values = dynamic_map(signed)
+    codes, scales = encode(values, signed)
+    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))
+    assert scales.tolist() == [1.0]
+    assert torch.equal(decode(codes, scales, signed, (256,)), values)
+
+
+@both
+def test_halfway_goes_towards_zero(signed):
+    x = torch.cat([borders(signed)[:255], torch.ones(1)])
+    codes, _ = encode(x, signed)
+    zero = 127 if signed else 0
+    assert torch.equal(codes[:-1].int(), zero + torch.arange(len(x) - 1, dtype=torch.int32))
+    above, _ = encode(torch.nextafter(x, torch.tensor(2.0)).clamp(max=1), signed)
+    assert torch.equal(above[:-1].int(), codes[:-1].int() + 1)
+    if signed:
+        below, _ = encode(torch.cat([-x[:-1], torch.ones(1)]), signed)
+        assert torch.equal(below[:-1].int(), 127 - (codes[:-1].int() - 127))
+
+
+@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (255,), (256,), (257,), (4097,), (33, 77), (2, 3, 5), ()])
+@both
+def test_every_element_is_near_whatever_the_shape(shape, signed):
+    x = gaussian(shape)
+    x = x if signed else x.square()
+    codes, scales = encode(x, signed)
+    assert (codes.dtype, codes.numel()) == (torch.uint8, x.numel())
+    assert (scales.dtype, scales.numel()) == (torch.float32, num_blocks(tuple(x.shape)))
+    # Half of the widest cell, 10^0 · 0.9 / 64 or / 128, of a scale; −1 alone is farther, by 0.45/64.
+    widest = 0.9 / (64 if signed else 128)
+    scale = scales.repeat_interleave(BLOCK)[: x.numel()].reshape(shape)
+    assert ((round_trip(x, signed) - x).abs() <= (widest / 2 + 1e-6) * scale).all()
+
+
+def test_relative_error_of_each_decade():
+    """Half a cell over the least value of a decade: 0.45/F_i over 0.1 of it, whatever the decade."""
+    x = torch.logspace(-6, 0, 4000, dtype=torch.float64).float()
+    for signed in (True, False):
+        relative = (round_trip(x, signed, block=4000) - x).abs() / x
+        for decade in range(1, 7):
+            cells = 2**decade if signed else 2 ** (decade + 1)
+            here = (x >= 10.0 ** (decade - 7) * 1.0001) & (x < 10.0 ** (decade - 6))
+            assert relative[here].max() <= 4.5 / cells + 1e-6
+
+
+@both
+def test_zeros_have_the_code_of_zero_and_no_scale(signed):
+    codes, scales = encode(torch.zeros(700), signed)
+    assert torch.equal(codes, zero_codes((700,), signed, torch.device("cpu")))
+    assert scales.tolist() == [0.0] * 3
+    assert torch.equal(round_trip(torch.zeros(700), signed), torch.zeros(700))
+
+
+@both
+@pytest.mark.parametrize("value", [2.0**-126, 1e-30, 3.5, 3e38, torch.finfo(torch.float32).max])
+def test_constant_tiny_and_huge_blocks_are_exact(signed, value):
+    x = torch.full((300,), value)
+    assert torch.equal(round_trip(x, signed), x)
+    if signed:
+        torch.testing.assert_close(round_trip(-x, signed), -x * (1 - 0.45 / 64), rtol=1e-6, atol=0)
+
+
+@both
+def test_subnormal_blocks_are_zeros(signed):
+    codes, scales = encode(torch.full((10,), 2.0**-127), signed)
+    assert scales.tolist() == [0.0]
+    assert torch.equal(decode(codes, scales, signed, (10,)), torch.zeros(10))
+
+
+@both
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(signed, bad):
+    x = gaussian(768).abs()
+    x[300] = bad
+    found = round_trip(x, signed)
+    assert found[256:512].isnan().all()
+    assert not found[:256].isnan().any()
+    assert not found[512:].isnan().any()
+    assert (encode(x, signed)[0][256:512] == (127 if signed else 0)).all()
+
+
+def test_without_a_sign_only_zero_is_zero():
+    x = torch.tensor([1.0, 1e-7, 1e-30, 0.0])
+    lowest = dynamic_map(False)[1].item()
+    assert round_trip(x, signed=False).tolist() == [1.0, lowest, lowest, 0.0]
+    assert round_trip(x, signed=True).tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_without_a_sign_negative_elements_are_zero():
+    assert round_trip(torch.tensor([-8.0, 0.5, 1.0]), signed=False)[0] == 0
+    assert encode(torch.tensor([-8.0, -1.0]), signed=False)[1].tolist() == [0.0]
+
+
+def test_an_element_changes_nothing_outside_its_block():
+    x = gaussian(1024)
+    codes, scales = encode(x, True)
+    x[600] = 50.0
+    changed, changed_scales = encode(x, True)
+    assert torch.equal(torch.cat([codes[:512], codes[768:]]), torch.cat([changed[:512], changed[768:]]))
+    assert (scales != changed_scales).tolist() == [False, False, True, False]
+
+
+@both
+def test_block_size_is_a_parameter(signed):
+    x = gaussian(1000).abs() * torch.logspace(-3, 0, 1000)
+    errors = [float((round_trip(x, signed, block) - x).square().mean()) for block in (32, 256, 1000)]
+    assert errors == sorted(errors)
+    assert torch.equal(encode(x, signed, 64)[0], nearest_by_search(x, signed, 64))
+
+
+def test_strides_and_types_are_those_of_their_values():
+    x = gaussian((40, 60))
+    assert torch.equal(encode(x.t(), True)[0], encode(x.t().contiguous(), True)[0])
+    assert torch.equal(encode(x.bfloat16(), True)[0], encode(x.bfloat16().float(), True)[0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=600),
+    st.sampled_from([16, 256]),
+    st.booleans(),
+)
+def test_encoding_twice_changes_nothing(values, block, signed):
+    """Where the largest magnitude is positive it is kept, and with it every value."""
+    x = torch.tensor(values).abs()
+    once = round_trip(x, signed, block)
+    assert torch.equal(round_trip(once, signed, block), once)

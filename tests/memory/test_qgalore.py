@@ -1,0 +1,131 @@
+"""Q-GaLore in a model: what is covered, what layers compute, and what it all takes."""
+
+import pytest
+import torch
+
+from tahq.memory.low_rank_weight import LowRankSettings
+from tahq.memory.qgalore import build_low_rank_slice, low_rank_bytes, low_rank_weights
+from tahq.models.config import ModelConfig
+from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import build_slice
+
+CPU = torch.device("cpu")
+PLAIN = {"weights": "fp32", "projections": "fp32", "states": "fp32"}
+
+
+def spec_of(family: str) -> ModelSpec:
+    sizes = {"num_kv_heads": 1, "intermediate_size": 40} if family != "gpt2" else {}
+    config = ModelConfig(family=family, num_layers=2, hidden_size=32, num_heads=2, **sizes)
+    return load_spec(config, vocab_size=64, seq_len=16)
+
+
+def slices(family: str, **changes):
+    """A slice as it is, and one with covered layers."""
+    spec, blocks, random = spec_of(family), BlockRange(0, 2, 2), RandomContext(0)
+    plain = build_slice(spec, blocks, seed=1, device=CPU, random=random)
+    covered = build_low_rank_slice(spec, blocks, LowRankSettings(**changes), seed=1, device=CPU, random=random)
+    return plain, covered
+
+
+def test_matrices_of_attention_and_mlp_are_covered_and_nothing_else():
+    _, gpt2 = slices("gpt2")
+    names = [f"transformer.h.{block}.{part}.weight" for block in (0, 1) for part in GPT2_PARTS]
+    assert list(low_rank_weights(gpt2)) == names
+    plain, llama = slices("llama")
+    covered, ordinary = low_rank_weights(llama), llama.canonical_parameters()
+    assert len(covered) == 2 * 7
+    assert not covered.keys() & ordinary.keys()
+    assert covered.keys() | ordinary.keys() == plain.canonical_parameters().keys()
+    assert all("norm" in name or name in ("model.embed_tokens.weight", "lm_head.weight") for name in ordinary)
+
+
+GPT2_PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+def loss_of(module, tokens, *, bf16=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        return module(tokens).float().square().mean()
+
+
+def run(plain, covered, *, bf16=False, checkpoint=False, deferred=None):
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for module in (plain, covered):
+        module.checkpoint_blocks = checkpoint
+        module.deferred = deferred if module is covered else None
+        loss = loss_of(module, tokens, bf16=bf16)
+        loss.backward()
+        losses.append(loss.detach())
+    if deferred is not None:
+        deferred.run()
+    return losses
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "checkpoint", "deferred"])
+def test_without_quantisation_and_projection_layers_compute_what_they_replace_to_the_bit(family, mode):
+    plain, covered = slices(family, rank=10**6, **PLAIN)
+    deferred = DeferredGradients() if mode == "deferred" else None
+    losses = run(plain, covered, bf16=mode == "bf16", checkpoint=mode == "checkpoint", deferred=deferred)
+    assert torch.equal(*losses)
+    expected = {name: p.grad for name, p in plain.canonical_parameters().items()}
+    got = {name: each.grad for name, each in (covered.canonical_parameters() | low_rank_weights(covered)).items()}
+    different = [name for name in expected if not torch.equal(got[name], expected[name])]
+    # torch adds a bias's gradient in another order where it is a layer's own
+    assert [name for name in different if not name.endswith("bias")] == []
+    for name in different:
+        torch.testing.assert_close(got[name], expected[name], rtol=2**-7 if mode == "bf16" else 1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_quantised_layers_product_is_that_of_its_decoded_weight(family):
+    plain, covered = slices(family)
+    parameters = plain.canonical_parameters()
+    with torch.no_grad():
+        for name, weight in low_rank_weights(covered).items():
+            decoded = weight.storage.decoded(torch.float32)
+            # a group's largest number is at most five standard deviations of 0.02: half of one of 240 steps
+            assert (decoded - parameters[name]).abs().max() < 0.2 / 240
+            parameters[name].copy_(decoded)
+    assert torch.equal(*run(plain, covered))
+
+
+def test_a_backward_leaves_projected_gradients_and_no_other():
+    _, covered = slices("llama")
+    run(*slices("llama")[:1], covered)
+    for weight in low_rank_weights(covered).values():
+        assert weight.grad.shape == weight.low_shape
+        assert weight.grad.numel() * 3 < weight.numel()
+
+
+def test_evaluation_keeps_nothing():
+    _, covered = slices("llama")
+    with torch.no_grad():
+        covered(torch.zeros(1, 4, dtype=torch.int64))
+    assert all(weight.grad is None for weight in low_rank_weights(covered).values())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, PLAIN, {"weights": "bf16", "projections": "bf16"}, {"rank": 3}, {"rank": 1000}], ids=str
+)
+def test_counted_bytes_are_those_of_the_tensors(changes):
+    _, covered = slices("llama", **changes)
+    weights = low_rank_weights(covered).values()
+    run(*slices("llama")[:1], covered)
+    counted = low_rank_bytes([tuple(weight.shape) for weight in weights], LowRankSettings(**changes))
+    assert counted.weights == sum(t.nbytes for weight in weights for t in weight.weight_tensors().values())
+    assert counted.gradients == sum(weight.grad.nbytes for weight in weights)
+    numbers = ("step/", "gap/", "similarities/")
+    states = [t for weight in weights for name, t in weight.states().items() if not name.startswith(numbers)]
+    assert counted.states == sum(tensor.nbytes for tensor in states)
+
+
+def test_random_weights_do_not_depend_on_the_cut():
+    spec, random = spec_of("llama"), RandomContext(0)
+    _, whole = slices("llama")
+    part = build_low_rank_slice(spec, BlockRange(1, 2, 2), LowRankSettings(), seed=1, device=CPU, random=random)
+    for name, weight in low_rank_weights(part).items():
+        assert torch.equal(weight.storage.codes, low_rank_weights(whole)[name].storage.codes)
