@@ -24,7 +24,16 @@ class TrainingConfig(Section):
     """Samples an optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
     """Samples that travel through the pipeline together."""
-    optimizer: Literal["adamw", "sgd", "ema_sgd", "adamw8bit", "adamw_bf16"] = "adamw"
+    optimizer: Literal[
+        "adamw",
+        "sgd",
+        "ema_sgd",
+        "adamw8bit",
+        "adamw_bf16",
+        "bnb_adamw8bit",
+        "torchao_adamw8bit",
+        "torchao_adamw_fp8",
+    ] = "adamw"
     """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; the others are AdamW with moments
     of fewer bits."""
     adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
