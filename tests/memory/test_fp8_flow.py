@@ -47,7 +47,7 @@ def test_a_group_of_16_channels_has_a_scale_of_its_own(channels):
 
 
 def test_worked_example_of_a_group():
-    # 448 is the largest code, so the scale is 1: 17 lies between 16 and 18, nearest even; 2⁻¹⁰ is half of the least code.
+    # 448 is the largest code, so the scale is 1; 17 lies between 16 and 18, to even; 2⁻¹⁰ is half of the least code.
     x = torch.tensor([[448.0, 17.0, 2.0**-9, 2.0**-10, -0.3]])
     assert reference.dequantize_groups(reference.quantize_groups(x)).tolist() == [[448.0, 16.0, 2.0**-9, 0.0, -0.3125]]
 
