@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-
 NORM_ELEMENTS = 2**24
 """Of a gradient that are squared at a time, so that its copy in fp64 stays small."""
 
@@ -38,7 +37,7 @@ def squared_norm(holder: HoldsGradient) -> torch.Tensor:
     """‖g‖² in fp64, on the gradient's device."""
     if holder.grad is None:
         return torch.zeros((), dtype=torch.float64, device=holder.device)
-    parts = (part.double() for part in holder.grad.detach().flatten().split(NORM_ELEMENTS))
+    parts = (part.double() for part in torch.split(holder.grad.detach().flatten(), NORM_ELEMENTS))
     return torch.stack([torch.dot(part, part) for part in parts]).sum()
 
 
