@@ -15,6 +15,7 @@ from tahq.comm.security_config import SecurityConfig
 from tahq.config_errors import DisagreementError
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
+from tahq.memory.optional_optimizers import OPTIONAL
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.generators import generate
@@ -54,6 +55,7 @@ class ClusterConfig(Section):
         self._check_evaluation()
         self._check_fused()
         self._check_timeouts()
+        self._check_snapshots()
         return self
 
     def _check_hosts(self) -> None:
@@ -75,6 +77,14 @@ class ClusterConfig(Section):
                 ("links", said[0]),
                 f"links.{said[0]} is for hosts: namespaces, where the network is one of this machine's own; with "
                 f"hosts: {'local' if self.hosts == 'local' else 'a list'} only rate, delay and piece can be enforced",
+            )
+
+    def _check_snapshots(self) -> None:
+        if self.run.snapshot_every is not None and self.training.optimizer in OPTIONAL:
+            raise DisagreementError(
+                ("run", "snapshot_every"),
+                f"no snapshot holds the states of training.optimizer {self.training.optimizer}; leave "
+                "run.snapshot_every out, or take adamw8bit, tahq's own",
             )
 
     @property

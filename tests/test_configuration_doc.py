@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from tahq.comm.config import HostConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
+from tahq.memory.optimizer_config import AdamW8bitConfig
 from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.units import WRITTEN_BY_HAND
@@ -19,6 +20,7 @@ ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \
 SECTIONS: dict[str, type[BaseModel]] = {
     name: HostConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
 } | {
+    "training.adamw8bit": AdamW8bitConfig,
     "training.qgalore": QGaLoreConfig,
     "wire.follow": FollowConfig,
     "wire.follow.guard": GuardConfig,

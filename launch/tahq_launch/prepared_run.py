@@ -20,6 +20,7 @@ from tahq.config_file import config_hash, config_json, dump_yaml, load_config, r
 from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError
+from tahq.memory.optional_optimizers import check_optional
 from tahq.pipeline.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
 from tahq_launch.codec_choice import codec_options
@@ -113,6 +114,8 @@ def prepared_run(
     """
     given = load_config(request.config_path, request.all_overrides)
     check_reachable(given)
+    if starts_workers or request.resume:  # who starts workers elsewhere is told by them
+        check_optional(given.training.optimizer, resumes=request.resume)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
     keys = make_run_keys(given, starts_workers=starts_workers)

@@ -32,7 +32,7 @@ def adamw8bit_step(
 ) -> None:
     """See `adamw8bit.adamw8bit_step`; contiguous tensors that begin at multiples of 16 bytes, on a CUDA device."""
     with launch.on_device_of(weight):
-        plan = _plan8bit(weight.numel(), block)
+        plan = _plan8bit(weight.numel(), block, ELEMENTS, ELEMENTS_PER_WARP)
         tables = _tables(weight.device)
         plan(weight, m_codes, v_codes, m_scales, v_scales, tables, gradient, last=numbers.in_order())
 
@@ -46,14 +46,14 @@ def plain_adamw_step(
 
 
 @lru_cache(maxsize=1024)
-def _plan8bit(num_elements: int, block: int) -> Launch:
-    elements = max(block, ELEMENTS)
+def _plan8bit(num_elements: int, block: int, elements: int, per_warp: int) -> Launch:
+    elements = max(block, elements)
     grid = (-(-num_elements // elements), 1, 1)
     constants = {
         "R": elements // block,
         "B": block,
         "C": min(block, _ROW),
-        "num_warps": elements // ELEMENTS_PER_WARP,
+        "num_warps": elements // per_warp,
         **launch.EXACT,
     }
     return Launch(kernels.adamw8bit_kernel, grid, (num_elements,), constants)

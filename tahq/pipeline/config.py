@@ -25,9 +25,20 @@ class TrainingConfig(Section):
     """Samples an optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
     """Samples that travel through the pipeline together."""
-    optimizer: Literal["adamw", "sgd", "ema_sgd", "adamw8bit", "adamw_bf16", "qgalore", "galore"] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `adamw8bit` and `adamw_bf16` are
-    AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
+    optimizer: Literal[
+        "adamw",
+        "sgd",
+        "ema_sgd",
+        "adamw8bit",
+        "adamw_bf16",
+        "bnb_adamw8bit",
+        "torchao_adamw8bit",
+        "torchao_adamw_fp8",
+        "qgalore",
+        "galore",
+    ] = "adamw"
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `qgalore` and `galore`
+    are AdamW in a low-rank subspace; the others AdamW with moments of fewer bits."""
     adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
     qgalore: QGaLoreConfig = QGaLoreConfig()
     lr: float = Field(default=1e-3, gt=0)

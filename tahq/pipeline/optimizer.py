@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tahq.errors import SnapshotError
 from tahq.memory.adamw8bit import AdamW8bit, adamw8bit_states
 from tahq.memory.adamw_bf16 import AdamWBf16, adamw_bf16_states
+from tahq.memory.optional_optimizers import OPTIONAL, build_optional
 from tahq.memory.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.pipeline.config import TrainingConfig
 
@@ -45,7 +46,7 @@ def build_optimizer(
         groups[decayed(name, parameter)].append(parameter)
     decay = {True: config.weight_decay, False: 0.0}
     filled = [{"params": members, "weight_decay": decay[key]} for key, members in groups.items() if members]
-    return OPTIMIZERS[config.optimizer].build(filled, config)
+    return optimizer_kind(config.optimizer).build(filled, config)
 
 
 def _decay(params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
@@ -139,6 +140,10 @@ def _beside_low_rank_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return (_adamw8bit_states if config.has_small_states else _adamw_states)(config, shape)
 
 
+def _optional(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return build_optional(config.optimizer, groups, lr=config.lr, betas=config.betas, eps=config.epsilon)
+
+
 def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     moments = {name: StateSpec(shape) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": StateSpec((), torch.float32, is_counter=True)} | moments
@@ -178,12 +183,20 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "qgalore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
     "galore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
 }
-"""Optimizers by their name in cluster.yaml."""
+"""tahq's own optimizers by their names in cluster.yaml; their states go into snapshots, and come back to the bit."""
+
+
+def optimizer_kind(name: str) -> OptimizerKind:
+    """A choice of `training.optimizer`, tahq's own or of another package.
+
+    What other packages keep is estimated: they have a block of 256 and fp32 below 4096 elements, too.
+    """
+    return OptimizerKind(_optional, _adamw8bit_states) if name in OPTIONAL else OPTIMIZERS[name]
 
 
 def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape]) -> int:
     """Bytes that the optimizer of `training:` keeps of fp32 parameters of these shapes."""
-    states = OPTIMIZERS[config.optimizer].states
+    states = optimizer_kind(config.optimizer).states
     return sum(states_nbytes(states(config, shape)) for shape in shapes)
 
 
@@ -218,7 +231,7 @@ def load_optimizer_tensors(
     Raises:
         SnapshotError: states for some of the parameters only, or of another shape or type.
     """
-    states = OPTIMIZERS[config.optimizer].states
+    states = optimizer_kind(config.optimizer).states
     specs = {name: states(config, tuple(parameter.shape)) for name, parameter in params.items()}
     found = {name: _states_of(specs[name], name, tensors) for name in params}
     missing = [name for name, states in found.items() if not states]

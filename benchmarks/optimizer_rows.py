@@ -1,0 +1,111 @@
+"""What bench_optimizer_step.py and bench_optimizer_memory.py share: shapes of a Llama, optimizers, bytes of states."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from tahq.memory.optional_optimizers import OPTIONAL, ForeignOptimizer
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.optimizer import OPTIMIZERS, build_optimizer
+
+FP32, BF16 = torch.float32, torch.bfloat16
+RATES = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OWN = ("adamw8bit", "fp8_adamw", "adamw_bf16")
+"""Measured where this version of tahq has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An optimizer, how it is built, and the type of the weights and gradients that it is given."""
+
+    name: str
+    build: Callable[[list[Parameter]], torch.optim.Optimizer]
+    dtype: torch.dtype = FP32
+
+
+def llama_shapes(num_parameters: float) -> list[tuple[int, ...]]:
+    """Parameters of a Llama of about so many: of 2,048 channels from 300 million on, of 128 below."""
+    hidden, inner, vocabulary = (2048, 5632, 32000) if num_parameters >= 3e8 else (128, 352, 1000)
+    layer = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)] + [(hidden,)] * 2
+    ends = [(vocabulary, hidden), (hidden,), (vocabulary, hidden)]
+    count = sum(map(math.prod, layer))
+    num_layers = max(1, round((num_parameters - sum(map(math.prod, ends))) / count))
+    return [ends[0], *layer * num_layers, *ends[1:]]
+
+
+def entries(device: torch.device) -> Iterator[Entry]:
+    """All that can be measured here, torch's first."""
+    yield Entry("torch AdamW, loop", _torchs(foreach=False, fused=False))
+    yield Entry("torch AdamW, foreach", _torchs(foreach=True, fused=False))
+    yield Entry("torch AdamW, fused", _torchs(fused=True))
+    for name in OWN:
+        if name in OPTIMIZERS:
+            yield Entry(name, _by_name(name))
+    for name, kind in OPTIONAL.items():
+        if find_spec(kind.package) is not None and device.type == "cuda":
+            yield Entry(name, _by_name(name))
+    yield Entry("torch AdamW of bf16, loop", _torchs(foreach=False, fused=False), BF16)
+    yield Entry("torch AdamW of bf16, fused", _torchs(fused=True), BF16)
+
+
+def _torchs(**how: bool) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, **RATES, **how)
+
+
+def _by_name(name: str) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
+    config = TrainingConfig(
+        steps=1,
+        optimizer=name,
+        lr=RATES["lr"],
+        betas=RATES["betas"],
+        epsilon=RATES["eps"],
+        weight_decay=RATES["weight_decay"],
+    )
+
+    def build(parameters: list[Parameter]) -> torch.optim.Optimizer:
+        named = {str(number): parameter for number, parameter in enumerate(parameters)}
+        return build_optimizer(config, named, lambda _, parameter: parameter.ndim > 1)
+
+    return build
+
+
+def state_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors that an optimizer keeps beside its parameters, each counted once, without step counters."""
+    inner = optimizer.inner if isinstance(optimizer, ForeignOptimizer) else optimizer
+    seen: dict[int, int] = {}
+    for state in inner.state.values():
+        for tensor in _tensors(state):
+            if tensor.ndim > 0:
+                seen[tensor.data_ptr()] = tensor.nbytes
+    return sum(seen.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Plain tensors in a state, also those that subclasses of tensors are made of."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from _tensors(getattr(value, name))
+        else:
+            yield value
+
+
+def make_parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Parameter]:
+    """Gaussian weights of 0.02 with gradients of many magnitudes."""
+    generator = torch.Generator(device).manual_seed(0)
+    parameters = []
+    for shape in shapes:
+        weight = torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(0.02)
+        parameter = Parameter(weight)
+        parameter.grad = torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(1e-3)
+        parameter.grad.mul_(torch.randn(shape[-1], generator=generator, device=device, dtype=dtype).exp_())
+        parameters.append(parameter)
+    return parameters
