@@ -20,6 +20,7 @@ from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError, SnapshotError
+from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
@@ -78,6 +79,8 @@ def chunk_module(
             spec, blocks, settings, seed=config.run.seed, device=device, random=random, weights=weights
         )
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
+    if config.memory.activations == "coat":
+        use_fp8_flow(module, config.memory.coat)
     return module
 
 

@@ -15,6 +15,7 @@ from tahq.comm.security_config import SecurityConfig
 from tahq.config_errors import DisagreementError
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
+from tahq.memory.config import COAT_FAMILIES, MemoryConfig
 from tahq.memory.optional_optimizers import OPTIONAL
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
@@ -37,6 +38,7 @@ class ClusterConfig(Section):
     data: DataConfig
     training: TrainingConfig
     pipeline: PipelineConfig = PipelineConfig()
+    memory: MemoryConfig = MemoryConfig()
     wire: WireConfig = WireConfig()
     links: LinksConfig = LinksConfig()
     hosts: Hosts = Field(default="local")
@@ -50,6 +52,7 @@ class ClusterConfig(Section):
         self._check_layers()
         self._check_schedule()
         self._check_sleep()
+        self._check_memory()
         self._check_wire()
         self._check_sequence()
         self._check_evaluation()
@@ -163,6 +166,23 @@ class ClusterConfig(Section):
                     ("model", "sleep", key),
                     f"model.sleep.{key} lists {count} durations, pipeline.stages is {stages}; give one each, or one",
                 )
+
+    def _check_memory(self) -> None:
+        family = self.model.family
+        if self.memory.activations != "coat":
+            return
+        if self.training.optimizer in ("qgalore", "galore"):
+            raise DisagreementError(
+                ("memory", "activations"),
+                f"memory.activations: coat needs whole weights to code in FP8, training.optimizer "
+                f"{self.training.optimizer} keeps those of attention and MLP otherwise; choose one of them",
+            )
+        if family is not None and family not in COAT_FAMILIES:
+            raise DisagreementError(
+                ("memory", "activations"),
+                f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}, "
+                f"model.family is {family}; use memory.activations: none",
+            )
 
     def _check_wire(self) -> None:
         channels = self.model.hidden_size

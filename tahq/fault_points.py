@@ -68,6 +68,12 @@ COMMIT_JOURNALLED: Final = "commit-journalled"
 COMMIT_SENT: Final = "commit-sent"
 """The first of the workers has been sent the decision, the others have not."""
 
+PUBLISHING: Final = "publishing"
+"""All parts of a snapshot are durable, and the coordinator has heard of them; it is not declared complete yet."""
+
+PUBLISHED: Final = "published"
+"""A snapshot is what `latest` names, and no worker knows of it."""
+
 NAMES: Final = (
     HANDSHAKE,
     FORWARD,
@@ -79,6 +85,8 @@ NAMES: Final = (
     COMMIT_DECIDED,
     COMMIT_JOURNALLED,
     COMMIT_SENT,
+    PUBLISHING,
+    PUBLISHED,
 )
 
 

@@ -42,17 +42,25 @@ def chunks_of(config: ClusterConfig, stage: int) -> range:
 
 
 def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int, bf16: bool) -> StepNumbers:
-    training = config.training
+    training, coat = config.training, config.memory.activations == "coat"
     low_rank = low_rank_settings(training, config.run.seed)
     row = tuple(action for action in schedule.actions[chunk % config.pipeline.stages] if action.chunk == chunk)
     return StepNumbers(
-        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, bf16, copies_weights=low_rank is None),
+        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, bf16, coat, copies_weights=low_rank is None),
         in_flight=max(in_flight(row)),
         optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",
         frame_nbytes=_frames_nbytes(config, spec, chunk),
+        kept_code_nbytes=_kept_code_nbytes(config, bf16),
         low_rank=low_rank,
     )
+
+
+def _kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
+    """What COAT keeps beside an element of a block's matrix; FP8 units, in use where bf16 is, take two layouts."""
+    if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
+        return 0
+    return 2 if bf16 else 1
 
 
 def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:

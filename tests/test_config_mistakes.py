@@ -193,6 +193,15 @@ def test_evaluation_without_validation_samples_is_refused(file):
     )
 
 
+@pytest.mark.parametrize("optimizer", ["qgalore", "galore"])
+def test_fp8_flow_over_low_rank_weights_is_refused(file, optimizer):
+    text = changed("hosts: local", "memory: {activations: coat}")
+    text = text.replace("family: gpt2", "family: llama").replace("steps: 10", f"steps: 10\n  optimizer: {optimizer}")
+    refusal = file.refusal(text)
+    assert "memory.activations: coat needs whole weights to code in FP8" in refusal
+    assert f"training.optimizer {optimizer} keeps those of attention and MLP otherwise" in refusal
+
+
 def test_contradiction_with_a_default_names_the_file(file):
     assert file.refusal(changed("num_layers: 4", "num_layers: 3")).startswith(
         "cluster.yaml: pipeline.stages 4 is above model.num_layers 3"

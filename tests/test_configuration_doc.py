@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from tahq.comm.config import HostConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
-from tahq.memory.optimizer_config import AdamW8bitConfig
+from tahq.memory.config import CoatConfig
+from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
 from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.units import WRITTEN_BY_HAND
@@ -20,6 +21,8 @@ ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \
 SECTIONS: dict[str, type[BaseModel]] = {
     name: HostConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
 } | {
+    "training.fp8_adamw": Fp8AdamWConfig,
+    "memory.coat": CoatConfig,
     "training.adamw8bit": AdamW8bitConfig,
     "training.qgalore": QGaLoreConfig,
     "wire.follow": FollowConfig,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.reports import SnapshotParts
 from tahq.errors import SnapshotError
+from tahq.fault_points import PUBLISHED, PUBLISHING, reached
 from tahq.pipeline.snapshot import StageFile, discard, prune, publish
 
 Publish = Callable[[SnapshotParts], None]
@@ -41,12 +42,14 @@ class SnapshotPublisher:
         if parts.error:
             self._discard(parts.step)
             raise SnapshotError(parts.error)
+        reached(PUBLISHING, step=parts.step)
         files = [StageFile(part.file, part.sha256, part.nbytes) for part in parts.parts]
         publish(self._snapshots, parts.step, files, {**self._meta, "codecs": dict(parts.codecs)})
         try:
             prune(self._snapshots, self._keep, base=parts.base)
         except SnapshotError as error:
             log.warning("%s", error)  # the new one is complete all the same
+        reached(PUBLISHED, step=parts.step)
 
     def _discard(self, step: int) -> None:
         try:

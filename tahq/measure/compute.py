@@ -16,6 +16,7 @@ from tahq.assembly import block_ranges, computes_in_bf16, resolved_spec
 from tahq.config import ClusterConfig
 from tahq.coordinator.cluster_numbers import LayerTimes
 from tahq.measure.stopwatch import Timer
+from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
@@ -94,6 +95,8 @@ class ComputeMeasurement:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
         model = build_parts(self._spec, parts, device=self._device, random=RandomContext(0))
         model.checkpoint_blocks = self._config.training.activation_checkpointing == "block"
+        if self._config.memory.activations == "coat":
+            use_fp8_flow(model, self._config.memory.coat)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
@@ -154,7 +157,8 @@ class ComputeMeasurement:
 
     def _activation_bytes(self, micro_batch: int) -> int:
         """What a block keeps, counted: the most of all blocks, or its input where blocks are computed again."""
-        shape = MicroBatchShape(micro_batch, self._config.data.seq_len, self._bf16)
+        coat = self._config.memory.activations == "coat"
+        shape = MicroBatchShape(micro_batch, self._config.data.seq_len, self._bf16, coat)
         if self._config.training.activation_checkpointing == "block":
             return _FP32 * shape.num_tokens * self._spec.hidden_size
         return max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))

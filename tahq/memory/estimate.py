@@ -35,6 +35,8 @@ class StepNumbers:
     optimizer_nbytes: Callable[[Iterable[tuple[int, ...]]], int]
     checkpoint_blocks: bool
     frame_nbytes: int
+    kept_code_nbytes: int = 0
+    """Bytes kept beside an element of a block's matrix (`memory.coat.keep_weight_codes`)."""
     low_rank: LowRankSettings | None = None
 
 
@@ -61,7 +63,8 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them; of
-      low-rank weights what `low_rank_bytes` counts;
+      low-rank weights what `low_rank_bytes` counts; with the weights, FP8 codes of the blocks' matrices where they are
+      kept;
     - activations n · `saved_by_slice`;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
       (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
@@ -78,8 +81,9 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     low_rank = LowRankBytes() if numbers.low_rank is None else low_rank_bytes(covered, numbers.low_rank)
     weights = _FP32 * sum(map(math.prod, shapes))
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
+    codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     return StageMemory(
-        weights=weights + low_rank.weights,
+        weights=weights + codes + low_rank.weights,
         gradients=weights + low_rank.gradients,
         optimizer=numbers.optimizer_nbytes(shapes) + low_rank.states,
         activations=numbers.in_flight * saved,

@@ -7,16 +7,22 @@ Letters: T = B·S tokens of a micro-batch, C hidden channels, H query heads, K k
 channels a head, I inner channels of the MLP, V vocabulary, a = 4 bytes an element in fp32, 2 under bf16
 autocast. The residual stream, norms' statistics and softmax stay in fp32. Parameters are not counted,
 but the bf16 copies of matrices that autocast makes are: each micro-batch in flight keeps its own.
+
+With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`fp8_functions.py`), and no
+copy of a matrix.
 """
 
+import math
 from dataclasses import dataclass
 
+from tahq.memory.fp8_codes import GROUP
 from tahq.models.families import head_dim, num_kv_heads
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 
 _FP32 = 4
 _BF16 = 2
+_FP8 = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,8 @@ class MicroBatchShape:
     micro_batch: int
     seq_len: int
     bf16: bool = False
+    coat: bool = False
+    """`memory.activations: coat`."""
     copies_weights: bool = True
 
     @property
@@ -66,7 +74,10 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     once in fp32 (8·T·C), or once a matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C),
     and a·T·(2·H·D + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics,
     see `_attention_weights`, and under bf16 2 bytes an element of the block's matrices.
+    With COAT instead of norms, outputs and MLP: see `_coat_block`; attention keeps what it keeps otherwise.
     """
+    if shape.coat:
+        return _coat_block(spec, shape) + _attention(spec, block, shape)
     norms = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
     copies = _BF16 * spec.layout.block_weights(spec.hf_config) if shape.bf16 and shape.copies_weights else 0
     return norms(spec, shape) + _attention(spec, block, shape) + copies
@@ -111,6 +122,17 @@ def _rms_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     outputs = tokens * hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
     mlp = shape.element_nbytes * tokens * 4 * int(spec.hf_config.intermediate_size)
     return norms + outputs + mlp + _query_key_norms(spec, shape)
+
+
+def _coat_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """A block of Llama's kind with FP8 flow, without its attention.
+
+    Norm inputs, gate and up in groups of 16, with a bf16 scale each: T·(1 + 2/16)·(2·C + 2·I); norm outputs and
+    the MLP's product with one scale: T·(2·C + I); rstd of two norms, 8·T; four scales in fp32, attention's among them.
+    """
+    tokens, hidden, inner = shape.num_tokens, spec.hidden_size, int(spec.hf_config.intermediate_size)
+    grouped = sum(_FP8 * channels + _BF16 * math.ceil(channels / GROUP) for channels in (hidden, inner))
+    return tokens * (2 * grouped + _FP8 * (2 * hidden + inner) + 2 * _FP32) + 4 * _FP32
 
 
 def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:

@@ -135,14 +135,15 @@ def _weight_gradients(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> Call
 
     def compute() -> None:
         if weight.requires_grad:
-            _accumulate(weight, gradient.t().mm(x) if transposed else x.t().mm(gradient))
+            accumulate(weight, gradient.t().mm(x) if transposed else x.t().mm(gradient))
         if bias is not None and bias.requires_grad:
-            _accumulate(bias, gradient.sum(0))
+            accumulate(bias, gradient.sum(0))
 
     return compute
 
 
-def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add to a parameter's gradient what was computed of it, as autograd does."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient

@@ -165,8 +165,7 @@ class ModelSlice(nn.Module):
 
     def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
-            with recording(self.deferred):
-                return _hidden_states(block(hidden, **arguments))
+            return _computed(block, hidden, arguments, self.deferred)
         again = (block, hidden, arguments, self.random.current, self.deferred)
         output: torch.Tensor = checkpoint(self._run_named, *again, use_reentrant=False, preserve_rng_state=False)
         return output
@@ -180,8 +179,18 @@ class ModelSlice(nn.Module):
         deferred: DeferredGradients | None,
     ) -> torch.Tensor:
         """A block under the name its first computation had: other micro-batches came in between."""
-        with self.random.pinned(name), recording(deferred):
-            return _hidden_states(block(hidden, **arguments))
+        with self.random.pinned(name):
+            return _computed(block, hidden, arguments, deferred)
+
+
+def _computed(
+    block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any], deferred: DeferredGradients | None
+) -> torch.Tensor:
+    """A block's output; one with functions of its own for autograd splits its backward itself."""
+    if getattr(block, "splits_backward", False):
+        return _hidden_states(block(hidden, **arguments, deferred=deferred))
+    with recording(deferred):
+        return _hidden_states(block(hidden, **arguments))
 
 
 def _hidden_states(output: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tahq.errors import ScheduleError
-from tahq.memory.optimizer_config import AdamW8bitConfig
+from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
 from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.pipeline.generators import generate
 from tahq.pipeline.schedule import Schedule
@@ -29,6 +29,7 @@ class TrainingConfig(Section):
         "adamw",
         "sgd",
         "ema_sgd",
+        "fp8_adamw",
         "adamw8bit",
         "adamw_bf16",
         "bnb_adamw8bit",
@@ -39,6 +40,7 @@ class TrainingConfig(Section):
     ] = "adamw"
     """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `qgalore` and `galore`
     are AdamW in a low-rank subspace; the others AdamW with moments of fewer bits."""
+    fp8_adamw: Fp8AdamWConfig = Fp8AdamWConfig()
     adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
     qgalore: QGaLoreConfig = QGaLoreConfig()
     lr: float = Field(default=1e-3, gt=0)

@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tahq.errors import SnapshotError
 from tahq.memory.adamw8bit import AdamW8bit, adamw8bit_states
 from tahq.memory.adamw_bf16 import AdamWBf16, adamw_bf16_states
+from tahq.memory.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.optional_optimizers import OPTIONAL, build_optional
 from tahq.memory.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.pipeline.config import TrainingConfig
@@ -123,6 +124,10 @@ def _ema_sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
     return EmaSgd(groups, lr=config.lr, momentum=config.momentum)
 
 
+def _fp8_adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return Fp8AdamW(groups, config.fp8_adamw, lr=config.lr, betas=config.betas, epsilon=config.epsilon)
+
+
 def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
     layout = config.adamw8bit.model_dump()
     return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, **layout)
@@ -157,6 +162,10 @@ def _ema_sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return {"momentum_buffer": StateSpec(shape)}
 
 
+def _fp8_adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return fp8_adamw_states(config.fp8_adamw, shape)
+
+
 def _adamw8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
 
@@ -177,6 +186,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(_adamw, _adamw_states),
     "sgd": OptimizerKind(_sgd, _sgd_states),
     "ema_sgd": OptimizerKind(_ema_sgd, _ema_sgd_states),
+    "fp8_adamw": OptimizerKind(_fp8_adamw, _fp8_adamw_states),
     "adamw8bit": OptimizerKind(_adamw8bit, _adamw8bit_states),
     "adamw_bf16": OptimizerKind(_adamw_bf16, _adamw_bf16_states),
     # of what a slice has beside its low-rank weights: see `memory/qgalore.py`

@@ -245,12 +245,29 @@ def _is_adamw(old: Config, new: Config) -> bool:
     return not _has_momentum(old, new)
 
 
+def _is_not_fp8_adamw(old: Config, new: Config) -> bool:
+    return all(_get(config, "training.optimizer") != "fp8_adamw" for config in (old, new))
+
+
 def _is_not_adamw8bit(old: Config, new: Config) -> bool:
     return all(_get(config, "training.optimizer") != "adamw8bit" for config in (old, new))
 
 
 def _is_not_low_rank(old: Config, new: Config) -> bool:
     return all(_get(config, "training.optimizer") not in ("qgalore", "galore") for config in (old, new))
+
+
+def _activations(config: Config) -> str:
+    """`memory.activations`, which a snapshot of an older version does not have."""
+    return _get(config, "memory.activations") or "none"
+
+
+def _same_activations(old: Config, new: Config) -> bool:
+    return _activations(old) == _activations(new)
+
+
+def _no_coat(old: Config, new: Config) -> bool:
+    return all(_activations(config) != "coat" for config in (old, new))
 
 
 def _sequence_fits(old: Config, new: Config) -> bool:
@@ -302,6 +319,9 @@ RULES: Mapping[str, Rule] = {
     "training.global_batch": Rule(Verdict.REFUSED, "the place in the data counts steps of that many samples"),
     "training.micro_batch": Rule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
     "training.optimizer": Rule(Verdict.REFUSED, "the snapshot has that optimizer's states"),
+    "training.fp8_adamw": Rule(
+        Verdict.REFUSED, "the snapshot has moments in those formats", (_is_not_fp8_adamw, _UNUSED)
+    ),
     "training.adamw8bit": Rule(
         Verdict.REFUSED, "the snapshot's states are laid out by it", (_is_not_adamw8bit, _UNUSED)
     ),
@@ -334,6 +354,13 @@ RULES: Mapping[str, Rule] = {
     "pipeline.chunks": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.in_flight": Rule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": Rule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
+    "memory.activations": Rule(
+        Verdict.INEXACT, "activations and products are rounded differently", (_same_activations, "as it was before")
+    ),
+    "memory.coat.backward_products": Rule(
+        Verdict.INEXACT, "gradients are rounded differently", (_no_coat, "only coat uses it")
+    ),
+    "memory.coat.keep_weight_codes": Rule(Verdict.EXACT, "weights coded again have the same codes"),
     "wire": Rule(
         Verdict.INEXACT, "what crosses a cut is rounded differently", (_same_codecs, "the same codecs in other words")
     ),

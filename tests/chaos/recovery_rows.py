@@ -28,6 +28,7 @@ COORDINATOR_BACK_S = 5.0
 GIVE_UP_S = 15.0
 _LOST_SOON = {"peer_timeout": "5s", "give_up": "20s"}
 """A worker that is silent for 10 s is lost."""
+_OF_SNAPSHOTS = (fault_points.SNAPSHOT, fault_points.PUBLISHING, fault_points.PUBLISHED)
 
 
 def _plan(attempt: Attempt, *faults: str) -> dict[str, str]:
@@ -49,9 +50,12 @@ def _happened_s(attempt: Attempt) -> list[float]:
 def _where(attempt: Attempt, point: str, stage: int) -> str:
     if point == fault_points.HANDSHAKE:
         return f"kill@{point}:stage={stage}"
-    # a snapshot is called by the steps behind it
-    step = attempt.dice.choice((4, 8)) if point == fault_points.SNAPSHOT else attempt.dice.randint(1, NUM_STEPS - 3)
-    return f"kill@{point}:stage={stage}:step={step}"
+    return f"kill@{point}:stage={stage}:step={_step_of(attempt, point)}"
+
+
+def _step_of(attempt: Attempt, point: str) -> int:
+    """A snapshot is called by the steps behind it."""
+    return attempt.dice.choice((4, 8)) if point in _OF_SNAPSHOTS else attempt.dice.randint(1, NUM_STEPS - 3)
 
 
 def _killed(attempt: Attempt, *plan: str) -> Figures:
@@ -238,8 +242,8 @@ def coordinator_killed_at(point: str) -> Callable[[Attempt], Figures]:
     """The coordinator is killed while it commits, and started again with the same command and --resume."""
 
     def attempt(attempt: Attempt) -> Figures:
-        config, step, port = small_run(NUM_STEPS), attempt.dice.randint(1, NUM_STEPS - 3), _free_port()
-        plan = _plan(attempt, f"kill@{point}:step={step}")
+        config, port = small_run(NUM_STEPS), _free_port()
+        plan = _plan(attempt, f"kill@{point}:step={_step_of(attempt, point)}")
         with ExitStack() as stack, by_hand(attempt.folder, config, port=port, extra=plan) as scene:
             pids = [worker.pid for worker in scene.workers]
             scene.leader.process.wait(120)
@@ -298,10 +302,12 @@ _POINTS = {
     fault_points.COMMITTING: "while it commits",
     fault_points.SNAPSHOT: "while it writes a snapshot",
 }
-_COMMIT_POINTS = {
-    fault_points.COMMIT_DECIDED: "decided",
-    fault_points.COMMIT_JOURNALLED: "decided and written down",
-    fault_points.COMMIT_SENT: "decided and told to the first worker",
+_COORDINATOR_POINTS = {
+    fault_points.COMMIT_DECIDED: "with a commit decided",
+    fault_points.COMMIT_JOURNALLED: "with a commit decided and written down",
+    fault_points.COMMIT_SENT: "with a commit decided and told to the first worker",
+    fault_points.PUBLISHING: "with all parts of a snapshot, which is not complete yet",
+    fault_points.PUBLISHED: "with a snapshot complete, of which nobody knows",
 }
 
 _QUICK = (fault_points.FORWARD, fault_points.PREPARED, fault_points.COMMITTING)
@@ -360,13 +366,13 @@ RECOVERY_ROWS = (
     *(
         Row(
             f"coordinator-{point}",
-            f"the coordinator killed with a commit {how}",
+            f"the coordinator killed {how}",
             _WAITS,
             coordinator_killed_at(point),
             10,
             point == fault_points.COMMIT_SENT,
         )
-        for point, how in _COMMIT_POINTS.items()
+        for point, how in _COORDINATOR_POINTS.items()
     ),
     Row(
         "cut-for-ever",

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,8 +65,8 @@ class Calm:
         }
         key = json.dumps({**config, "run": run}, sort_keys=True)
         if key not in self.outcomes:
-            folder = self.folder / f"calm-{len(self.outcomes)}"
-            folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix="calm-", dir=self.folder))
             with launched(folder, config) as scene:
                 self.outcomes[key] = scene.finish(300.0)
         return self.outcomes[key]

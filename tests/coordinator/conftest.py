@@ -227,10 +227,16 @@ class Scene:
     executor: Executor = field(default_factory=AtOnce)
     coordinator: Coordinator | None = None
 
-    def build(self, **changes):
+    def build(self, journal=None, **changes):
         self.options = replace(self.options, **changes)
         self.coordinator = Coordinator(
-            self.options, self.server, self.observer, publish=self.publish, executor=self.executor, clock=self.clock
+            self.options,
+            self.server,
+            self.observer,
+            publish=self.publish,
+            executor=self.executor,
+            journal=journal,
+            clock=self.clock,
         )
         return self.coordinator
 

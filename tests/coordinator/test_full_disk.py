@@ -8,7 +8,6 @@ from support.disks import can_mount, fill, small_disk
 
 from tahq.comm.control import Abort, Bye, Commit
 from tahq.coordinator.journal import Journal
-from tahq.coordinator.service import Coordinator
 from tahq.errors import SnapshotError
 
 FULL_AFTER = 2
@@ -33,15 +32,7 @@ def journal(disk):
 @pytest.fixture
 def filled_scene(scene, disk, journal):
     """A run of scripted workers, whose disk is full once `FULL_AFTER` steps are decided."""
-    scene.coordinator = Coordinator(
-        scene.options,
-        scene.server,
-        scene.observer,
-        publish=scene.publish,
-        executor=scene.executor,
-        journal=journal,
-        clock=scene.clock,
-    )
+    scene.build(journal)
     workers = scene.workers()
 
     def report(commit, report=workers[0].report):

@@ -23,7 +23,6 @@ from tahq.comm.control import (
     StartOver,
 )
 from tahq.coordinator.journal import Journal
-from tahq.coordinator.service import Coordinator
 from tahq.errors import PeerLostError
 
 
@@ -275,15 +274,7 @@ def test_base_moves_when_copies_are_there_and_the_coordinator_that_comes_back_kn
     served(scene, **COPIED_ONCE)
     scene.options = replace(scene.options, **OPTIONS)
     with Journal(tmp_path / "journal.sqlite") as journal:
-        scene.coordinator = Coordinator(
-            scene.options,
-            scene.server,
-            scene.observer,
-            publish=scene.publish,
-            executor=scene.executor,
-            journal=journal,
-            clock=scene.clock,
-        )
+        scene.build(journal)
 
         def tick():
             if len(scene.losses()) >= 10:
@@ -304,15 +295,7 @@ def test_coordinator_that_comes_back_gives_out_the_newest_snapshot_and_the_base(
     scene.options = replace(scene.options, **OPTIONS)
 
     def lead(scene, journal, tick=lambda: None):
-        scene.coordinator = Coordinator(
-            scene.options,
-            scene.server,
-            scene.observer,
-            publish=scene.publish,
-            executor=scene.executor,
-            journal=journal,
-            clock=scene.clock,
-        )
+        scene.build(journal)
         return scene.run(tick)
 
     def die():

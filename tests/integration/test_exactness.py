@@ -72,6 +72,39 @@ def test_a_llama_under_a_learning_rate_schedule_gives_the_plain_loop(tmp_path):
     assert_equal_to_the_bit(launch(tmp_path, config), plain(config))
 
 
+COAT = {"model": {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96}, "memory": {"activations": "coat"}}
+
+
+@pytest.fixture(scope="module")
+def uncut_fp8() -> PlainRun:
+    return plain(tiny(**COAT))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "training"),
+    [
+        ({"stages": 1, "schedule": "gpipe"}, {}),
+        ({"stages": 2, "schedule": "zero-bubble"}, {}),
+        ({"stages": 4}, {"activation_checkpointing": "block"}),
+    ],
+    ids=["1", "2, split backward", "4, checkpointed"],
+)
+def test_fp8_flow_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut_fp8, pipeline, training):
+    assert_equal_to_the_bit(launch(tmp_path, tiny(**COAT, pipeline=pipeline, training=training)), uncut_fp8)
+
+
+def test_fp8_flow_trains_with_tah_on_the_wire_as_well_as_fp32(tmp_path, uncut_fp8):
+    training = {"steps": 12, "lr": 3e-3}
+    run = launch(tmp_path, tiny(**COAT, wire=LOSSY, training=training))
+    without = plain(tiny(model=COAT["model"], training=training))
+    assert run.returncode == 0, run.stderr
+    fallen = without.losses[0] - without.losses[-1]
+    assert fallen > 0.3
+    # What FP8 and TAH change of the loss at any step is less than a tenth of what training does to it.
+    assert max(abs(a - b) for a, b in zip(run.losses, without.losses, strict=True)) < 0.1 * fallen
+    assert run.losses != without.losses
+
+
 def test_how_links_are_used_changes_nothing(tmp_path, uncut):
     links = {"first": "gradients", "connections": 3, "cap_up": "50mbit", "cap_down": "60%", "rate": "100mbit"}
     assert_equal_to_the_bit(launch(tmp_path, tiny(pipeline={"stages": 3}, links=links)), uncut)

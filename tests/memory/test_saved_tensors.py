@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+from tahq.memory.config import CoatConfig
+from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.memory.low_rank_weight import LowRankSettings
 from tahq.memory.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
@@ -24,8 +26,8 @@ TOLERANCE = 0.01
 
 def make_spec(family: str, **keys) -> ModelSpec:
     grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
-    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, **grouped}
-    return load_spec(ModelConfig(family=family, **sizes, **keys), vocab_size=VOCAB, seq_len=SEQ_LEN)
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, **grouped, **keys}
+    return load_spec(ModelConfig(family=family, **sizes), vocab_size=VOCAB, seq_len=SEQ_LEN)
 
 
 def make_slice(spec: ModelSpec, blocks: BlockRange) -> ModelSlice:
@@ -68,6 +70,27 @@ def test_count_is_what_autograd_saves(family, dropout, bf16, blocks):
     spec = make_spec(family, dropout=dropout)
     counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16), checkpoint_blocks=False)
     assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "whole"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama", {}),
+        ("llama", {"dropout": 0.1}),
+        ("qwen2", {"hidden_size": 72, "num_heads": 6, "intermediate_size": 100}),
+        ("mistral", {"overrides": {"sliding_window": 16}}),
+    ],
+    ids=["llama", "dropout", "odd sizes", "window"],
+)
+def test_count_knows_fp8_flow(family, keys, bf16, blocks):
+    spec = make_spec(family, **keys)
+    module = make_slice(spec, blocks)
+    use_fp8_flow(module, CoatConfig())
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True)
+    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
+    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, module=module), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

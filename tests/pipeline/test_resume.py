@@ -49,6 +49,11 @@ EXACT = [
     ({}, {"training.momentum": 0.5}),
     ({}, {"training.decay_steps": 5, "training.min_lr": 1e-5}),
     ({"training.optimizer": "sgd"}, {"training.optimizer": "sgd", "training.betas": (0.5, 0.5)}),
+    ({}, {"training.fp8_adamw": {"first": "e5m2", "expand_first": False}}),
+    (
+        {"training.optimizer": "fp8_adamw", "training.momentum": 0.5},
+        {"training.optimizer": "fp8_adamw", "training.momentum": 0.6},
+    ),
     ({}, {"training.qgalore": {"rank": 4, "gap": 7}}),
     (
         {"training.optimizer": "qgalore", "training.momentum": 0.5},
@@ -93,6 +98,10 @@ INEXACT = [
     ({}, {"training.warmup_steps": 5}),
     ({}, {"training.betas": (0.8, 0.9)}),
     ({}, {"training.epsilon": 1e-6}),
+    (
+        {"training.optimizer": "fp8_adamw"},
+        {"training.optimizer": "fp8_adamw", "training.betas": (0.8, 0.9), "training.epsilon": 1e-6},
+    ),
     ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.betas": (0.8, 0.9)}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"gap": 7}}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"svd": "randomised"}}),
@@ -132,6 +141,11 @@ REFUSED = [
     ({"model.max_seq_len": 256}, {"model.max_seq_len": 128}),
     ({}, {"training.global_batch": 64}),
     ({}, {"training.optimizer": "sgd"}),
+    (
+        {"training.optimizer": "fp8_adamw"},
+        {"training.optimizer": "fp8_adamw", "training.fp8_adamw": {"expand_second": False}},
+    ),
+    ({"training.optimizer": "fp8_adamw"}, {"training.optimizer": "fp8_adamw", "training.fp8_adamw": {"first": "e5m2"}}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"rank": 7}}),
     ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.qgalore": {"states": "int8"}}),
     ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.adamw8bit": {"block": 128}}),

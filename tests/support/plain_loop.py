@@ -18,6 +18,7 @@ from tahq.config import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
+from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
@@ -62,6 +63,9 @@ class PlainModel:
         self.slices: list[ModelSlice] = [
             build_slice(spec, blocks, seed=config.run.seed, device="cpu", random=self.random) for blocks in ranges
         ]
+        if config.memory.activations == "coat":
+            for part in self.slices:
+                use_fp8_flow(part, config.memory.coat)
         wire = config.wire
         self.cuts = [(get_codec(wire.activations), get_codec(wire.gradients)) for _ in self.slices[1:]]
 

@@ -6,10 +6,12 @@ environment while a module is imported cannot be set here: start a program of th
 """
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +30,9 @@ WARM = [
     "numba.np.arraymath",
     "tahq_netem.namespaces",
 ]
+
+_ASKING = threading.Lock()
+"""A process's status can be read once: of two threads that ask at a time, one is told 255. Starting one asks of all."""
 
 
 class WarmProcess:
@@ -57,7 +62,8 @@ class WarmProcess:
         self._texts: list[Future[str]] = []
         call = (self.args, str(folder), dict(environment), DupFd(its_out), DupFd(its_err), namespace)
         self._process = _warm_context().Process(target=_run, args=call)
-        self._process.start()
+        with _ASKING:
+            self._process.start()
         os.close(its_out)
         os.close(its_err)
 
@@ -69,7 +75,8 @@ class WarmProcess:
     @property
     def returncode(self) -> int | None:
         """Exit status, negative for a signal; None while it runs."""
-        return self._process.exitcode
+        with _ASKING:
+            return self._process.exitcode
 
     def poll(self) -> int | None:
         """The same."""
@@ -77,7 +84,7 @@ class WarmProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; subprocess.TimeoutExpired if it does not come."""
-        self._process.join(timeout)
+        multiprocessing.connection.wait([self._process.sentinel], timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode

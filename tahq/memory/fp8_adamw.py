@@ -1,0 +1,148 @@
+"""AdamW whose moments are kept in FP8 with dynamic range expansion (COAT, §4): 2.05 bytes a parameter instead of 8.
+
+Each moment of a parameter is three states: `<moment>` its codes, uint8 of the parameter's shape; `<moment>_scale`,
+bf16, and `<moment>_power`, uint8, one of each for 128 consecutive elements of the flattened parameter; no `_power`
+where ranges are not expanded. Together 8 + (16 + 8)/128 = 8.19 bits. Why so: decision 0018.
+
+A step gives the same weights and states to the bit in plain torch on any device, in the CPU's kernel and in CUDA's
+(`tests/memory/test_fp8_adamw*.py`, `tests/gpu/test_fp8_adamw.py`): states saved on one device go on on another. What
+differs between devices are the gradients.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from tahq.memory.fp8_adamw_step import StepNumbers, step_in_torch
+from tahq.memory.fp8_formats import FP8_FORMATS
+from tahq.memory.fp8_groups import MomentFormat, StoredGroups, num_groups
+from tahq.memory.optimizer_config import Fp8AdamWConfig
+from tahq.memory.range_expansion import UNEXPANDED, make_tables
+from tahq.memory.state_spec import StateSpec, StateSpecs
+
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+Formats = tuple[MomentFormat, MomentFormat]
+Step = Callable[[torch.Tensor, torch.Tensor, tuple[StoredGroups, StoredGroups], Formats, StepNumbers], None]
+
+
+class Fp8AdamW(Optimizer):
+    """AdamW with moments in eight bits.
+
+    Every parameter has its states from the first step on, also one that never gets a gradient; that one is left alone.
+
+    Args:
+        params: groups of fp32 parameters; `lr` and `weight_decay` of a group count.
+        stored: formats of the moments.
+        lr: of groups that have none.
+        betas: β₁, β₂.
+        epsilon: ε, outside the root.
+
+    Raises:
+        ValueError: a parameter that is not fp32.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Parameter] | list[dict[str, Any]],
+        stored: Fp8AdamWConfig,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        epsilon: float = 1e-8,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "epsilon": epsilon, "weight_decay": 0.0})
+        for parameter in self._parameters():
+            if parameter.dtype != torch.float32:
+                raise ValueError(f"fp8_adamw takes parameters in torch.float32, got one in {parameter.dtype}")
+        self._stored = stored
+        self._formats: dict[torch.device, Formats] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on the gradients at hand."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(self._empty_states(parameter))
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, state, group)
+        return loss
+
+    def _update(
+        self, parameter: Parameter, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
+    ) -> None:
+        state["step"].add_(1)
+        numbers = StepNumbers.of(
+            int(state["step"]), group["lr"], group["betas"], group["epsilon"], group["weight_decay"]
+        )
+        moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
+        formats = self._formats_on(parameter.device)
+        weights = parameter.detach().contiguous().view(-1)
+        step = _step_on(parameter.device.type)
+        step(weights, gradient.detach().reshape(-1), moments, formats, numbers)
+        if not parameter.is_contiguous():
+            parameter.copy_(weights.view(parameter.shape))
+
+    def _empty_states(self, parameter: Parameter) -> dict[str, torch.Tensor]:
+        """Moments of zero."""
+        specs = fp8_adamw_states(self._stored, tuple(parameter.shape))
+        return {
+            name: torch.full(
+                spec.shape,
+                UNEXPANDED if name.endswith("_power") else 0,
+                dtype=spec.dtype,
+                device="cpu" if spec.is_counter else parameter.device,
+            )
+            for name, spec in specs.items()
+        }
+
+    def _formats_on(self, device: torch.device) -> Formats:
+        if device not in self._formats:
+            config = self._stored
+            chosen = ((config.first, config.expand_first), (config.second, config.expand_second))
+            first, second = (_moment_format(name, expand, device) for name, expand in chosen)
+            self._formats[device] = (first, second)
+        return self._formats[device]
+
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def fp8_adamw_states(stored: Fp8AdamWConfig, shape: tuple[int, ...]) -> StateSpecs:
+    """What is kept of a parameter of a shape: 2 bytes an element, 6 bytes for 128, and the number of its steps."""
+    count = num_groups(torch.Size(shape).numel())
+    specs = {"step": StateSpec((), torch.float32, is_counter=True)}
+    for name, expand in ((FIRST, stored.expand_first), (SECOND, stored.expand_second)):
+        specs[name] = StateSpec(shape, torch.uint8)
+        specs[f"{name}_scale"] = StateSpec((count,), torch.bfloat16)
+        if expand:
+            specs[f"{name}_power"] = StateSpec((count,), torch.uint8)
+    return specs
+
+
+def _step_on(device_type: str) -> Step:
+    """What takes a step on a device; loaded when it is first asked for, since importing tahq needs neither of them."""
+    if device_type == "cpu":
+        return cast(Step, import_module("tahq.memory.fp8_adamw_numba").step_on_cpu)
+    if device_type == "cuda" and find_spec("triton") is not None:
+        return cast(Step, import_module("tahq.memory.fp8_adamw_triton").step_on_cuda)
+    return step_in_torch
+
+
+def _moment_format(name: str, expand: bool, device: torch.device) -> MomentFormat:
+    format = FP8_FORMATS[name]
+    return MomentFormat(format, expand, make_tables(format).to(device))
+
+
+def _stored_groups(state: Mapping[str, torch.Tensor], moment: str) -> StoredGroups:
+    return StoredGroups(state[moment].view(-1), state[f"{moment}_scale"], state.get(f"{moment}_power"))

@@ -1,0 +1,161 @@
+"""The step of `fp8_adamw_step` on the CPU, compiled: group by group, so that moments are in fp32 only 128 at a time.
+
+Weights, codes, scales and powers are equal to `step_in_torch`'s to the bit.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tahq.memory.fp8_adamw_step import StepNumbers
+from tahq.memory.fp8_formats import NAN
+from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_SCALE, MomentFormat, StoredGroups
+from tahq.memory.range_expansion import UNEXPANDED
+from tahq.quant.cpu.kernel import kernel
+from tahq.quant.cpu.numbers import Fp32Array, Int16Array, bits_of, float_of
+
+_GROUP = GROUP
+_UNEXPANDED = UNEXPANDED
+_NAN = NAN
+_MAGNITUDE, _SIGN = 0x7F, 0x80
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_SMALLEST_SCALE, _LARGEST_SCALE = np.float32(SMALLEST_SCALE), np.float32(LARGEST_SCALE)
+_LARGEST_FP32 = np.finfo(np.float32).max
+_INFINITY = np.float32(np.inf)
+
+
+class Moment(NamedTuple):
+    """One moment's memory and tables; `powers` is empty where ranges are not expanded."""
+
+    codes: NDArray[np.uint8]
+    scales: Int16Array
+    powers: NDArray[np.uint8]
+    values: Fp32Array
+    uppers: Fp32Array
+    least: Fp32Array
+
+    @classmethod
+    def of(cls, stored: StoredGroups, by: MomentFormat) -> "Moment":
+        """The memory of a moment on the CPU, shared."""
+        powers = torch.empty(0, dtype=torch.uint8) if stored.powers is None else stored.powers
+        tables = by.tables
+        tensors = (stored.codes, stored.scales.view(torch.int16), powers, tables.values, tables.uppers, tables.least)
+        return cls(*(tensor.numpy() for tensor in tensors))
+
+
+class Numbers(NamedTuple):
+    """`StepNumbers` in fp32."""
+
+    kept: np.float32
+    first_share: np.float32
+    second_kept: np.float32
+    second_share: np.float32
+    step_size: np.float32
+    correction: np.float32
+    epsilon: np.float32
+
+    @classmethod
+    def of(cls, numbers: StepNumbers) -> "Numbers":
+        """Each rounded to nearest."""
+        return cls(*(np.float32(getattr(numbers, name)) for name in cls._fields))
+
+
+def step_on_cpu(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[StoredGroups, StoredGroups],
+    formats: tuple[MomentFormat, MomentFormat],
+    numbers: StepNumbers,
+) -> None:
+    """As `step_in_torch`, for tensors on the CPU."""
+    first, second = (Moment.of(moment, by) for moment, by in zip(moments, formats, strict=True))
+    room = np.empty((2, GROUP), np.float32)
+    _step(weights.numpy(), gradients.contiguous().numpy(), first, second, Numbers.of(numbers), room)
+
+
+@kernel
+def _step(
+    weights: Fp32Array, gradients: Fp32Array, first: Moment, second: Moment, numbers: Numbers, room: Fp32Array
+) -> None:
+    m, v = room[0], room[1]
+    for group in range(len(first.scales)):
+        start = group * _GROUP
+        count = min(_GROUP, len(weights) - start)
+        _decode(first, group, count, m)
+        _decode(second, group, count, v)
+        for i in range(count):
+            gradient = gradients[start + i]
+            m[i] = m[i] + (gradient - m[i]) * numbers.first_share
+            v[i] = v[i] * numbers.second_kept + (gradient * numbers.second_share) * gradient
+            denominator = np.sqrt(v[i]) * numbers.correction + numbers.epsilon
+            weight = weights[start + i]
+            weights[start + i] = weight * numbers.kept - (m[i] / denominator) * numbers.step_size
+        _encode(first, group, count, m)
+        _encode(second, group, count, v)
+
+
+@kernel
+def _decode(moment: Moment, group: int, count: int, x: Fp32Array) -> None:
+    """x = ±M·(code/Δmax)^(1/k)."""
+    shares = moment.values[moment.powers[group] if len(moment.powers) else _UNEXPANDED]
+    scale = float_of(np.int32(moment.scales[group]) << 16)
+    start = group * _GROUP
+    for i in range(count):
+        code = moment.codes[start + i]
+        magnitude = shares[code & _MAGNITUDE] * scale
+        x[i] = -magnitude if code & _SIGN else magnitude
+
+
+@kernel
+def _encode(moment: Moment, group: int, count: int, x: Fp32Array) -> None:
+    """code = round(Δmax·(|x|/M)^k), with M and k as they are stored."""
+    largest, smallest = _ZERO, _INFINITY
+    for i in range(count):
+        magnitude = abs(x[i])
+        if _ZERO < magnitude <= _LARGEST_FP32:
+            largest, smallest = max(largest, magnitude), min(smallest, magnitude)
+    scale = _ZERO
+    if largest > _ZERO:
+        bits = bits_of(min(max(largest, _SMALLEST_SCALE), _LARGEST_SCALE))
+        scale = float_of((bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF)
+    inverse = _ONE / scale if scale > _ZERO else _ZERO
+    moment.scales[group] = bits_of(scale) >> 16
+    power = _UNEXPANDED
+    if len(moment.powers):
+        if smallest < largest:
+            power = _last_usable(moment.least, smallest * inverse)
+        moment.powers[group] = power
+    uppers = moment.uppers[power]
+    start = group * _GROUP
+    for i in range(count):
+        code = _NAN
+        if abs(x[i]) <= _LARGEST_FP32:
+            code = _nearest(uppers, abs(x[i]) * inverse)
+            if x[i] < _ZERO:
+                code |= _SIGN
+        moment.codes[start + i] = code
+
+
+@kernel
+def _last_usable(least: Fp32Array, ratio: np.float32) -> int:
+    """The largest index whose entry is not above the ratio; 0 where there is none."""
+    low, high = 0, len(least)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if least[middle] <= ratio:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def _nearest(uppers: Fp32Array, ratio: np.float32) -> int:
+    """How many of 128 rising numbers are below the ratio: seven steps without a branch."""
+    found = 0
+    for exponent in range(7):
+        width = 64 >> exponent
+        found += width if uppers[found + width - 1] < ratio else 0
+    return found

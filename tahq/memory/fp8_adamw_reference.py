@@ -1,0 +1,108 @@
+"""COAT's optimizer step as the paper writes it: formulas in fp64, no tables, nothing fused.
+
+The oracle of `fp8_groups` and of the kernels. Weights, moments and gradients are fp32, as in a run; only the expansion
+is computed in fp64. Codes, scales, powers, decoded values and weights of a step are all equal to theirs to the
+bit, unless Δmax·(|x|/M)^k comes within some 2⁻⁴⁸ of the middle of two magnitudes, where a power in fp64 errs too.
+
+Shape letters: P groups of 128.
+"""
+
+import torch
+
+NAN = 0x7F
+STEPS_PER_OCTAVE = 28
+
+
+def scale_as_stored(x: torch.Tensor) -> torch.Tensor:
+    """M of groups [P, 128]: max|x| over what is finite, in 2⁻¹²⁶ … largest bf16, or 0; to the nearest bf16 [P]."""
+    magnitudes = x.abs()
+    largest = torch.where(magnitudes.isfinite(), magnitudes, 0.0).amax(1)
+    kept = largest.clamp(2.0**-126, torch.finfo(torch.bfloat16).max)
+    return torch.where(largest > 0, kept, 0.0).to(torch.bfloat16)
+
+
+def ratios_(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """|x|/M as fp32 has it, by the reciprocal; 0 where x is not finite, or M is 0. [P, 128] in fp64."""
+    inverse = torch.where(scales > 0, 1.0 / scales.float(), 0.0)[:, None]
+    magnitudes = torch.where(x.isfinite(), x.abs(), 0.0)
+    return (magnitudes * inverse).double()
+
+
+def power_index(x: torch.Tensor, scales: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    """k = log(Δmax/Δmin) / log(M/min|x|) (COAT §4.2), min over what is not 0, in [1/16, 32], down to 2^(j/28 − 4).
+
+    Args:
+        x: groups, fp32 [P, 128].
+        scales: M as stored, bf16 [P].
+        magnitudes: of the format, fp64, rising from 0.
+
+    Returns:
+        j, int64 [P]; 112 (k = 1) where max = min.
+    """
+    finite = torch.where(x.isfinite(), x.abs(), 0.0)
+    smallest = torch.where(finite > 0, finite, torch.inf).amin(1)
+    inverse = torch.where(scales > 0, 1.0 / scales.float(), 0.0)
+    ratio = (smallest * inverse).double().clamp(max=1.0)
+    k = torch.log(magnitudes[-1] / magnitudes[1]) / -torch.log(ratio)  # ∞ at ratio 1, so 32
+    index = torch.floor(STEPS_PER_OCTAVE * (torch.log2(k.clamp(1 / 16, 32)) + 4))
+    return torch.where(smallest < finite.amax(1), index, 4.0 * STEPS_PER_OCTAVE).long()
+
+
+def nearest_code(y: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    """The code of the nearest magnitude, the even one of two as near; beyond the last, the last. int64."""
+    upper = torch.searchsorted(magnitudes, y).clamp(1, len(magnitudes) - 1)
+    lower = upper - 1
+    from_lower, to_upper = y - magnitudes[lower], magnitudes[upper] - y
+    goes_up = (to_upper < from_lower) | ((to_upper == from_lower) & (upper % 2 == 0))
+    return torch.where(goes_up, upper, lower)
+
+
+def encode_reference(
+    x: torch.Tensor, magnitudes: torch.Tensor, *, expand: bool, is_signed: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q(f(x)): codes uint8 [P, 128], scales bf16 [P], indices of powers uint8 [P] of groups fp32 [P, 128]."""
+    scales = scale_as_stored(x)
+    index = power_index(x, scales, magnitudes) if expand else torch.full((len(x),), 4 * STEPS_PER_OCTAVE)
+    k = 2.0 ** (index.double() / STEPS_PER_OCTAVE - 4)
+    codes = nearest_code(magnitudes[-1] * ratios_(x, scales) ** k[:, None], magnitudes)
+    if is_signed:
+        codes = torch.where(x.isfinite(), codes + 128 * (x < 0), NAN)
+    return codes.to(torch.uint8), scales, index.to(torch.uint8)
+
+
+def decode_reference(
+    codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, magnitudes: torch.Tensor, *, is_signed: bool = True
+) -> torch.Tensor:
+    """f⁻¹(DQ(codes)): ±M·(code/Δmax)^(1/k), fp32 [P, 128]; the share is rounded to fp32 before the product."""
+    place = codes.long() % 128 if is_signed else codes.long()
+    is_number = place < len(magnitudes)
+    k = 2.0 ** (index.double() / STEPS_PER_OCTAVE - 4)
+    shares = (magnitudes[torch.where(is_number, place, 0)] / magnitudes[-1]) ** (1 / k[:, None])
+    values = torch.where(is_number, shares, torch.nan).float() * scales.float()[:, None]
+    return torch.where(codes > 127, -values, values) if is_signed else values
+
+
+def adamw_reference(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """AdamW (Loshchilov & Hutter 2019, Alg. 2) on dequantised moments; COAT's Eq. 1 has ε inside the root, torch not.
+
+    m ← m + (1 − β₁)(g − m);  v ← β₂·v + (1 − β₂)·g²;  w ← w·(1 − η·λ) − η/(1 − β₁ᵗ) · m/(√v/√(1 − β₂ᵗ) + ε)
+
+    Returns:
+        new weights, m, v in fp32; m and v are quantised only after the weights have used them.
+    """
+    first, second = moments
+    first = first + (1 - betas[0]) * (gradients - first)
+    second = betas[1] * second + ((1 - betas[1]) * gradients) * gradients
+    denominator = second.double().sqrt().float() * (1 - betas[1] ** step) ** -0.5 + epsilon
+    step_size = lr / (1 - betas[0] ** step)
+    return weights * (1 - lr * weight_decay) - step_size * (first / denominator), first, second

@@ -1,0 +1,77 @@
+"""FP8 tensors as COAT's activations have them: codes with their scales, for groups of 16 or a whole tensor.
+
+Letters: T tokens, C channels, N output channels of a matrix.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+GROUP = 16
+"""Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)."""
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+"""Δmax of each format."""
+SMALLEST_SCALE = 2.0**-120
+"""No scale is below it, so that neither a scale nor its reciprocal leaves fp32's normal range; zeros stay zeros."""
+
+Layouts = Literal["rows", "columns", "both"]
+"""Which layouts of a tensor's codes are written: as it is, transposed, or one beside the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCodes:
+    """A tensor [T, C] in groups of 16 along its channels.
+
+    `codes`: E4M3 [T, C]; `scales`: bf16 [T, ⌈C/16⌉].
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCodes:
+    """A matrix [T, C] with one scale, in whichever layouts are at hand.
+
+    `row_codes`: [T, C]; `column_codes`: [C, T], both contiguous; `scale`: fp32 [1], on their device.
+    FP8 matrix units want both operands contiguous along what is summed over, so that a backward needs the transposed
+    codes; where products are emulated, a view does.
+    """
+
+    row_codes: torch.Tensor | None
+    column_codes: torch.Tensor | None
+    scale: torch.Tensor
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Codes [T, C]."""
+        if self.row_codes is None:
+            assert self.column_codes is not None
+            return self.column_codes.t()
+        return self.row_codes
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """Codes [C, T]."""
+        return self.rows.t() if self.column_codes is None else self.column_codes
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Values [T, C]."""
+        return (self.rows.float() * self.scale).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NormForward:
+    """What the first pass of an RMSNorm leaves.
+
+    `total`: its input, the sum of residual stream and branch, in the stream's dtype; `codes`: the same in groups;
+    `rstd`: fp32 [T], of the coded input; `maxima`: fp32, of the output's magnitudes, in no particular order.
+    """
+
+    total: torch.Tensor
+    codes: GroupCodes
+    rstd: torch.Tensor
+    maxima: torch.Tensor

@@ -1,0 +1,40 @@
+"""Which code computes the FP8 precision flow on a device: plain torch, or Triton's kernels on CUDA.
+
+Both have the functions of `fp8_flow_reference`, and `fp8_flow_triton` says where their results may differ.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Protocol, cast
+
+import torch
+
+from tahq.memory import fp8_flow_reference
+from tahq.memory.fp8_codes import GroupCodes, Layouts, NormForward, TensorCodes
+
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class FlowKernels(Protocol):
+    """What `fp8_flow_reference` and `fp8_flow_triton` have in common; the former says what each does."""
+
+    group_maxima: Callable[[torch.Tensor], torch.Tensor]
+    tensor_scale: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+    quantize_tensor: Callable[[torch.Tensor, torch.Tensor, torch.dtype, Layouts], TensorCodes]
+    norm_forward: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], NormForward]
+    norm_output: Callable[[GroupCodes, torch.Tensor, torch.Tensor, torch.Tensor, Layouts], TensorCodes]
+    norm_backward: Callable[
+        [Sequence[torch.Tensor], GroupCodes, torch.Tensor, torch.Tensor, torch.Tensor],
+        tuple[torch.Tensor, torch.Tensor],
+    ]
+    gated_forward: Callable[[torch.Tensor, torch.Tensor], tuple[GroupCodes, GroupCodes, torch.Tensor]]
+    gated_output: Callable[[GroupCodes, GroupCodes, torch.Tensor, Layouts], TensorCodes]
+    gated_backward: Callable[[torch.Tensor, GroupCodes, GroupCodes], Four]
+
+
+def kernels_for(device: torch.device) -> FlowKernels:
+    """The kernels for a device; CUDA without triton gets the reference, which runs on any."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return cast(FlowKernels, importlib.import_module("tahq.memory.fp8_flow_triton"))
+    return cast(FlowKernels, fp8_flow_reference)
