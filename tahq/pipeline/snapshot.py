@@ -7,7 +7,8 @@ Invariants (manifest.py draws the folders):
 - what a killed writer leaves goes with the next write of its stage, the next `publish` or the next `prune`.
 
 Tensors are named `model/<canonical name>` and `optimizer/<state>/<canonical name>`, never by stage, so a run
-can be resumed with another number of stages.
+can be resumed with another number of stages. Of a weight in INT8 `model/` has the codes, `model_zero/` and
+`model_scale/` the rest.
 """
 
 import shutil
