@@ -19,7 +19,7 @@ def awkward(shape, seed: int) -> torch.Tensor:
     flat = values.view(-1)
     flat[:256] += 5
     flat[256:512] = 0
-    flat[512:768] *= 1e-36
+    flat[512:768] *= 1e-30
     flat[768:1024] *= 1e37
     return values
 
