@@ -195,6 +195,8 @@ def measure(variant: str, arguments: argparse.Namespace) -> Row:
         assert child.stdout is not None
         for line in child.stdout:
             print(f"{variant}: {line}", end="", flush=True)
+            if not line.startswith("{"):
+                continue
             numbers = json.loads(line)
             if numbers["event"] == "step":
                 step_s.append(numbers["seconds"])

@@ -108,8 +108,7 @@ def _device(config: ClusterConfig, stage: int) -> str:
 def _header(plan: _Plan) -> str:
     training, spec, data = plan.config.training, plan.spec, plan.config.data
     length = f"{training.steps} steps" if training.steps is not None else f"{training.epochs:g} epochs"
-    shapes = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers)).values()
-    num_parameters = sum(map(math.prod, shapes))
+    num_parameters = sum(_num_parameters(plan, stage) for stage in range(len(plan.memory)))
     source = str(spec.folder) if spec.folder is not None else f"{spec.family} with random weights"
     lines = [
         f"run {plan.config.run.name}: {source}, {num_parameters:,} parameters",
@@ -122,7 +121,7 @@ def _header(plan: _Plan) -> str:
 
 
 def _stages(plan: _Plan) -> str:
-    total = sum(memory.weights for memory in plan.memory)
+    counts = [_num_parameters(plan, stage) for stage in range(len(plan.memory))]
     rows = [
         [
             str(stage),
@@ -130,13 +129,19 @@ def _stages(plan: _Plan) -> str:
             _device(plan.config, stage),
             "bf16" if computes_in_bf16(plan.config.training.precision, _device(plan.config, stage)) else "fp32",
             " | ".join(_layers(plan.ranges[chunk]) for chunk in chunks_of(plan.config, stage)),
-            f"{memory.weights // 4:,}",
-            f"{memory.weights / total:.1%}",
+            f"{count:,}",
+            f"{count / sum(counts):.1%}",
         ]
-        for stage, memory in enumerate(plan.memory)
+        for stage, count in enumerate(counts)
     ]
     titles = ["stage", "host", "device", "in", "layers", "parameters", "share"]
     return "Layers\n" + plain_table(titles, rows, left=(1, 2, 3, 4))
+
+
+def _num_parameters(plan: _Plan, stage: int) -> int:
+    """Of all chunks of a stage, whatever their weights are kept in."""
+    chunks = (slice_parameters(plan.spec, plan.ranges[chunk]).values() for chunk in chunks_of(plan.config, stage))
+    return sum(math.prod(shape) for shapes in chunks for shape in shapes)
 
 
 def _host_name(config: ClusterConfig, stage: int) -> str:

@@ -46,8 +46,10 @@ def scales(groups: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor
     """
     high = groups.amax(1).clamp_(min=0.0)
     low = groups.amin(1).clamp_(max=0.0)
+    # A tensor, by which every device divides; by a number CUDA multiplies its reciprocal, which rounds otherwise.
+    number = torch.full((), float(steps), device=groups.device)
     # divided before they are subtracted: the range of the largest numbers is infinite
-    scale = _up_to_bf16((high / steps - low / steps).clamp_(min=SMALLEST_SCALE))
+    scale = _up_to_bf16((high / number - low / number).clamp_(min=SMALLEST_SCALE))
     return scale, -low / scale
 
 

@@ -15,13 +15,9 @@ under Triton the codes are the reference's to the bit.
 Source: Q-GaLore §3.1 and §3.4.
 """
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-
 import torch
 
+from tahq.memory.affine_backend import affine_kernels
 from tahq.memory.affine_groups import GROUP, as_groups, decode, num_groups, scales
 from tahq.quant.stochastic_rounding import hashes, shift_right
 
@@ -60,9 +56,9 @@ class Int8Weight:
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, in memory of its own."""
-        kernels = _kernels(self.codes)
+        kernels = affine_kernels(self.codes)
         if kernels is not None:
-            out: torch.Tensor = kernels.decoded(self, dtype)
+            out: torch.Tensor = kernels.decoded8(self, dtype)
             return out
         flat = decode(as_groups(self.codes.view(-1)), self.zero, self.scale, dtype).view(-1)
         return flat[: self.codes.numel()].view(self.shape)
@@ -86,9 +82,9 @@ class Int8Weight:
             rate: negative to descend.
             key: 64 bits, of the stochastic rounding; None: to nearest.
         """
-        kernels = _kernels(self.codes)
+        kernels = affine_kernels(self.codes)
         if kernels is not None:
-            kernels.add(self, update, keep=keep, rate=rate, key=key)
+            kernels.add8(self, update, keep=keep, rate=rate, key=key)
             return
         flat = update.reshape(-1)
         for first in range(0, flat.numel(), _SLAB):
@@ -144,13 +140,3 @@ def _round_stochastic(steps: torch.Tensor, first: int, key: int) -> torch.Tensor
     draw = shift_right(hashes(first, steps.numel(), key, steps.device), 8).to(torch.float32).mul_(2.0**-24)
     floor = steps.floor()
     return steps.sub_(floor).gt_(draw.view(steps.shape)).add_(floor)
-
-
-def _kernels(codes: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels, where they run."""
-    return _loaded_kernels() if codes.is_cuda else None
-
-
-@cache
-def _loaded_kernels() -> ModuleType | None:
-    return import_module("tahq.memory.int8_triton") if find_spec("triton") is not None else None

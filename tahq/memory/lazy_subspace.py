@@ -77,6 +77,11 @@ class LazySubspace:
             return self._found.decoded(dtype)
         return None if self.refreshed_at == _NEVER else self._kept.decoded(dtype)
 
+    @property
+    def found_nbytes(self) -> int:
+        """What is kept until COMMIT of a step that has found a basis."""
+        return 0 if self._found is None else sum(tensor.nbytes for tensor in self._found.tensors().values())
+
     def keep(self, step: int) -> None:
         """The step is applied: what it found, if anything, stays."""
         if self._found is None:

@@ -87,6 +87,12 @@ class LowRankWeight:
         """Elements of the weight."""
         return self.shape.numel()
 
+    @property
+    def pending_nbytes(self) -> int:
+        """What is kept until COMMIT: the sum of the gradients, and a basis that was found."""
+        found = self.subspace.found_nbytes if self.subspace is not None else 0
+        return found + (self.grad.nbytes if self.grad is not None else 0)
+
     def begin(self, step: int) -> None:
         """Gradients that come from now on are those of this step."""
         self._step = step
@@ -108,19 +114,20 @@ class LowRankWeight:
 
     @torch.no_grad()
     def apply(self, step: int, lr: float, weight_decay: float) -> None:
-        """Take the optimizer's step with what was summed; nothing where no gradient came.
+        """Take the optimizer's step with what was summed; nothing where no gradient came, or none yet that was finite.
 
         W ← (1 − η·λ)·W − η·scale·back(direction), in fp32, then rounded.
         """
         if self.grad is None:
             return
         settings = self._settings
+        basis = self.subspace.basis(self._dtype) if self.subspace is not None else None
+        if self.subspace is not None and basis is None:
+            self.discard()
+            return
         update = self._adam.direction(self.grad)
         self.grad = None
-        if self.subspace is not None:
-            basis = self.subspace.basis(self._dtype)
-            if basis is None:
-                raise AssertionError(f"{self.name} has no subspace, and its step was applied")
+        if self.subspace is not None and basis is not None:
             update = project_back(update.to(self._dtype), basis, self.shape)
             self.subspace.keep(step)
         key = derive_seed(settings.seed, "weight rounding", self.name, step) if settings.is_stochastic else None

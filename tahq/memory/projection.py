@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from tahq.memory.affine_backend import affine_kernels
 from tahq.memory.affine_groups import as_groups, decode, num_groups, scales
 
 ProjectionType = Literal["int4", "bf16", "fp32"]
@@ -52,6 +53,10 @@ class Int4Projection:
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """[r, d], in memory of its own."""
+        kernels = affine_kernels(self.packed)
+        if kernels is not None:
+            out: torch.Tensor = kernels.decoded4(self, dtype)
+            return out
         numel = self.shape[0] * self.shape[1]
         codes = as_groups(unpack(self.packed, numel))
         return decode(codes, self.zero, self.scale, dtype).view(-1)[:numel].view(self.shape)

@@ -107,7 +107,7 @@ def divided_parameters(
 
 @dataclass(frozen=True, slots=True)
 class LowRankBytes:
-    """What covered weights take, by kind."""
+    """What covered weights take, by kind; gradients with the bases that a step with a search keeps until COMMIT."""
 
     weights: int = 0
     gradients: int = 0
@@ -130,7 +130,7 @@ def _weight_bytes(shape: tuple[int, int], settings: LowRankSettings) -> LowRankB
     numel = low[0] * low[1]
     moment = numel + 4 * num_blocks(low) if settings.states == "int8" else 4 * numel
     projection = _nbytes((rank, smaller), settings.projections) if rank < smaller else 0
-    return LowRankBytes(_nbytes(shape, settings.weights), 4 * numel, 2 * moment + projection)
+    return LowRankBytes(_nbytes(shape, settings.weights), 4 * numel + projection, 2 * moment + projection)
 
 
 def _nbytes(shape: tuple[int, int], kind: str) -> int:

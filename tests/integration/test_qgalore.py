@@ -35,8 +35,8 @@ def uncut(tmp_path_factory) -> Run:
     return run
 
 
-def test_losses_and_snapshots_are_those_of_one_stage_at_two(tmp_path, uncut):
-    run = launch(tmp_path, config(2))
+def test_losses_and_snapshots_are_those_of_one_stage_at_two_with_backwards_in_two_parts(tmp_path, uncut):
+    run = launch(tmp_path, config(2), "--set", "pipeline.schedule=zero-bubble")
     assert run.returncode == 0, run.stderr
     assert run.losses == uncut.losses
     assert [row["grad_norm"] for row in run.metrics] == [row["grad_norm"] for row in uncut.metrics]

@@ -34,6 +34,16 @@ def spec_of(config: ClusterConfig):
     return load_spec(config.model, vocab_size=256, seq_len=config.data.seq_len)
 
 
+# -- layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["qgalore", "galore"])
+def test_parameters_are_counted_whatever_they_are_kept_in(optimizer):
+    texts = [dry_run(load(f"training.optimizer={name}")) for name in ("adamw", optimizer)]
+    layers = [section(text, "Layers") for text in texts]
+    assert layers[0] == layers[1]
+
+
 # -- traffic -------------------------------------------------------------------------------------
 
 

@@ -71,7 +71,7 @@ def test_low_rank_weights_count_as_what_a_stage_saves(optimizer):
     update = StageUpdate(config, module.canonical_parameters(), module.is_decayed, 1, None, low_rank_weights(module))
     module(torch.randn(2, 16, 32).requires_grad_()).sum().backward()
     weights = low_rank_weights(module).values()
-    gradients = sum(each.grad.nbytes for each in (*module.parameters(), *weights))
+    gradients = sum(p.grad.nbytes for p in module.parameters()) + sum(each.pending_nbytes for each in weights)
     update.apply(0, 1.0)
     saved = update.tensors()
     memory = stage_memory(SPEC, blocks, numbers(optimizer_nbytes=partial(optimizer_nbytes, config), low_rank=settings))

@@ -7,6 +7,7 @@ from tahq.memory.low_rank_weight import LowRankSettings
 from tahq.memory.qgalore import build_low_rank_slice, low_rank_bytes, low_rank_weights
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.export import export_folder
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
@@ -117,7 +118,7 @@ def test_counted_bytes_are_those_of_the_tensors(changes):
     run(*slices("llama")[:1], covered)
     counted = low_rank_bytes([tuple(weight.shape) for weight in weights], LowRankSettings(**changes))
     assert counted.weights == sum(t.nbytes for weight in weights for t in weight.weight_tensors().values())
-    assert counted.gradients == sum(weight.grad.nbytes for weight in weights)
+    assert counted.gradients == sum(weight.pending_nbytes for weight in weights)
     numbers = ("step/", "gap/", "similarities/")
     states = [t for weight in weights for name, t in weight.states().items() if not name.startswith(numbers)]
     assert counted.states == sum(tensor.nbytes for tensor in states)
@@ -129,3 +130,17 @@ def test_random_weights_do_not_depend_on_the_cut():
     part = build_low_rank_slice(spec, BlockRange(1, 2, 2), LowRankSettings(), seed=1, device=CPU, random=random)
     for name, weight in low_rank_weights(part).items():
         assert torch.equal(weight.storage.codes, low_rank_weights(whole)[name].storage.codes)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_folder_of_weights_is_rounded_to_nearest(family, tmp_path):
+    plain, covered = slices(family)
+    export_folder(spec_of(family), plain.canonical_parameters().items(), tmp_path / "model", None)
+    spec = load_spec(ModelConfig(path=str(tmp_path / "model")), vocab_size=64, seq_len=16)
+    read = build_low_rank_slice(
+        spec, BlockRange(0, 2, 2), LowRankSettings(), seed=7, device=CPU, random=RandomContext(0)
+    )
+    for name, weight in low_rank_weights(read).items():
+        assert torch.equal(weight.storage.codes, low_rank_weights(covered)[name].storage.codes)
+    for name, parameter in read.canonical_parameters().items():
+        assert torch.equal(parameter, plain.canonical_parameters()[name])

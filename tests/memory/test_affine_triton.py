@@ -1,4 +1,4 @@
-"""The Triton kernels of INT8 weights against the plain path, to the bit, in Triton's interpreter or on CUDA."""
+"""The Triton kernels of INT8 weights and INT4 projections against plain torch, to the bit, in the interpreter."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tahq.memory.int8_weight import Int8Weight
+from tahq.memory.projection import Int4Projection
 from tahq.quant.backends import interprets_triton
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -45,7 +46,7 @@ def values_of(shape, seed=0) -> torch.Tensor:
     flat = values.view(-1)
     flat[:256] += 5
     flat[256:512] = 0
-    flat[512:768] *= 1e-36
+    flat[512:768] *= 1e-30
     flat[768:1024] *= 1e37
     return values
 
@@ -54,24 +55,35 @@ def values_of(shape, seed=0) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (7, 129), (33, 129), (16, 256)], ids=str)
 @pytest.mark.parametrize("key", [None, 5, 2**63 + 11])
 def test_update_and_decoding_are_the_plain_ones(shape, key):
-    from tahq.memory import int8_triton
+    from tahq.memory import affine_triton
 
     values = values_of(shape)
     plain, kernel = weights(values)
     for round_, dtype in enumerate((torch.float32, torch.bfloat16)):
         update = values_of(shape, seed=round_ + 1).to(dtype)
         plain.add(update, keep=0.9997, rate=-0.013, key=key)
-        int8_triton.add(kernel, update, keep=0.9997, rate=-0.013, key=key)
+        affine_triton.add8(kernel, update, keep=0.9997, rate=-0.013, key=key)
         assert_same(plain, kernel)
-        assert torch.equal(int8_triton.decoded(kernel, dtype), plain.decoded(dtype))
+        assert torch.equal(affine_triton.decoded8(kernel, dtype), plain.decoded(dtype))
 
 
 @interpreted
 def test_nearest_is_half_to_even():
-    from tahq.memory import int8_triton
+    from tahq.memory import affine_triton
 
     halves = torch.arange(-127, 127.5, 0.5)
     plain, kernel = weights(torch.zeros(halves.numel()))
     plain.add(halves, keep=1.0, rate=1.0, key=None)
-    int8_triton.add(kernel, halves, keep=1.0, rate=1.0, key=None)
+    affine_triton.add8(kernel, halves, keep=1.0, rate=1.0, key=None)
     assert_same(plain, kernel)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 85), (33, 129)], ids=str)
+def test_projections_are_decoded_as_by_plain_torch(shape):
+    from tahq.memory import affine_triton
+
+    projection = Int4Projection(shape, torch.device("cpu"))
+    projection.assign(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(affine_triton.decoded4(projection, dtype), projection.decoded(dtype))

@@ -1,7 +1,7 @@
-"""INT8 weights on CUDA: decoding them, and adding an update and rounding it, in one read and one write.
+"""INT8 weights and INT4 projections on CUDA: decoding them, and updating a weight in one read and one write.
 
-The same operations in the same order as `int8_weight.py`, none of them fused, and the hash's own words: codes, scales
-and decoded values are equal to the bit.
+The same operations in the same order as `int8_weight.py` and `projection.py`, none of them fused, and the hash's own
+words: codes, scales and decoded values are equal to the bit.
 
 Shape letters: R groups of a block, 256 elements a group.
 """
@@ -28,20 +28,39 @@ def _decoded(codes, zero, scale, at, groups, is_real, is_group):
 
 
 @triton.jit
-def decode_kernel(codes, zero, scale, out, numel, num_groups, R: tl.constexpr):
-    """out ← (codes − zero) · scale."""
-    groups = tl.program_id(0) * R + tl.arange(0, R)
-    at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    is_real = at < numel
-    values = _decoded(codes, zero, scale, at, groups, is_real, groups < num_groups)
-    if out.dtype.element_ty == tl.bfloat16:  # to nearest, half to even, in whole numbers: the interpreter cuts off
+def _store(out, at, values, is_real):
+    """Rounded to out's type, half to even: for bf16 in whole numbers, since the interpreter would cut off."""
+    if out.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     tl.store(out + at, values.to(out.dtype.element_ty), mask=is_real)
 
 
+@triton.jit
+def decode8_kernel(codes, zero, scale, out, numel, num_groups, R: tl.constexpr):
+    """out ← (codes − zero) · scale."""
+    groups = tl.program_id(0) * R + tl.arange(0, R)
+    at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    is_real = at < numel
+    _store(out, at, _decoded(codes, zero, scale, at, groups, is_real, groups < num_groups), is_real)
+
+
+@triton.jit
+def decode4_kernel(packed, zero, scale, out, numel, num_groups, R: tl.constexpr):
+    """out ← (codes − zero) · scale, with two codes a byte."""
+    groups = tl.program_id(0) * R + tl.arange(0, R)
+    is_group = groups < num_groups
+    at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    is_real = at < numel
+    pair = tl.load(packed + at // 2, mask=is_real, other=0).to(tl.int32)
+    code = ((pair >> (at % 2 * 4)) & 15).to(tl.float32)
+    z = tl.load(zero + groups, mask=is_group, other=0).to(tl.float32)
+    s = tl.load(scale + groups, mask=is_group, other=0).to(tl.float32)
+    _store(out, at, (code - z[:, None]) * s[:, None], is_real)
+
+
 @triton.jit(do_not_specialize=["keep", "rate", "key_low", "key_high"])
-def add_kernel(
+def add8_kernel(
     codes,
     zero,
     scale,
