@@ -2,9 +2,10 @@
 
 Parameters have the shapes of a Llama's of that many. Each weight is read and written, each gradient read, each state
 read and written: that many bytes, counted from the tensors at hand. A copy is measured in the same run, of the same
-tensors and of one large one; shares are of the faster. All optimizers step in turn, round after round, on the same weights and
-gradients, with states of their own; a figure is the median of the rounds. *Alone*: one step, launched on an idle device. *In a row*:
-four, as between backward passes, where launching is hidden. States are many times the L2 cache.
+tensors and of one large one; shares are of the faster. All optimizers step in turn, round after round, on the same
+weights and gradients, with states of their own; a figure is the median of the rounds. *Alone*: one step, launched on
+an idle device. *In a row*: four, as behind backward passes, where launching is hidden. States are many times the L2
+cache.
 
 Run:  python benchmarks/bench_optimizer_step.py [--parameters 1e9] [--rounds 9] [--layouts] [--out FILE]
 """
@@ -122,10 +123,12 @@ def report(rows: list[Row], copies: dict[str, float], heading: str) -> str:
         "",
         heading,
         "",
-        f"A copy of all gradients, one by one, moves {copies['each'] / 1e12:.3f} TB/s, read and written; of one tensor as "
-        f"large, {copies['one'] / 1e12:.3f}. Shares are of {copied / 1e12:.3f}; medians of {len(rows[0].alone_ms)} rounds.",
+        f"A copy of all gradients, one by one, moves {copies['each'] / 1e12:.3f} TB/s, read and written; of one tensor "
+        f"as large, {copies['one'] / 1e12:.3f}. Shares are of {copied / 1e12:.3f}; medians of "
+        f"{len(rows[0].alone_ms)} rounds (least–most).",
         "",
-        "| optimizer | weights | bytes of state a parameter | bytes moved a parameter | in a row, ms | share | alone, ms | share |",
+        "| optimizer | weights | bytes of state a parameter | bytes moved a parameter "
+        "| in a row, ms | share | alone, ms | share |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -138,6 +141,38 @@ def report(rows: list[Row], copies: dict[str, float], heading: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+Steps = list[tuple[Row, Callable[[], object]]]
+
+
+def prepared(arguments: argparse.Namespace, parameters: dict[torch.dtype, list[Parameter]]) -> Steps:
+    """What is to be measured, ready to step; what cannot step is told, and left out."""
+    device = torch.device(arguments.device)
+    chosen = layout_entries() if arguments.layouts else ((entry, None) for entry in entries(device))
+    steps: Steps = []
+    for entry, layout in chosen:
+        if arguments.only and not any(part in entry.name for part in arguments.only):
+            continue
+        try:
+            row, step = prepare(entry, parameters[entry.dtype])
+            step = with_layout(step, layout) if layout else step
+            step()
+        except Exception as error:  # one of others' may not go with this torch: the rest is measured all the same
+            print(f"{entry.name}: left out: {type(error).__name__}: {error}", flush=True)
+            continue
+        steps.append((row, step))
+        print(f"{entry.name}: {row.state_nbytes / row.num_parameters:.3f} bytes of state a parameter", flush=True)
+    return steps
+
+
+def write(arguments: argparse.Namespace, rows: list[Row], copies: dict[str, float], heading: str) -> str:
+    text = report(rows, copies, heading)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text)
+    numbers = {"heading": heading, "copies": copies, "rows": [asdict(row) for row in rows]}
+    arguments.out.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parameters", type=float, default=1e9)
@@ -147,35 +182,22 @@ def main() -> None:
     parser.add_argument("--layouts", action="store_true", help="layouts of adamw8bit's kernel instead of optimizers")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optimizer_step_h200_202611.md")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    shapes = llama_shapes(arguments.parameters)
-    parameters = {FP32: make_parameters(shapes, FP32, device), BF16: make_parameters(shapes, BF16, device)}
+    device, shapes = torch.device(arguments.device), llama_shapes(arguments.parameters)
+    parameters = {dtype: make_parameters(shapes, dtype, device) for dtype in (FP32, BF16)}
     copies = copy_bandwidth(parameters[FP32], device, arguments.rounds)
     print({name: f"{found / 1e12:.3f} TB/s" for name, found in copies.items()}, flush=True)
-    steps: list[tuple[Row, Callable[[], object]]] = []
-    for entry, layout in layout_entries() if arguments.layouts else ((entry, None) for entry in entries(device)):
-        if arguments.only and not any(part in entry.name for part in arguments.only):
-            continue
-        row, step = prepare(entry, parameters[entry.dtype])
-        step = with_layout(step, layout) if layout else step
-        step()
-        steps.append((row, step))
-        print(f"{entry.name}: {row.state_nbytes / row.num_parameters:.3f} bytes of state a parameter", flush=True)
+    steps = prepared(arguments, parameters)
+    rows = [row for row, _ in steps]
     count = sum(parameter.numel() for parameter in parameters[FP32])
-    heading = f"{describe_device()}. {count:,} parameters in {len(shapes)} tensors. `python benchmarks/bench_optimizer_step.py`"
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    command = "`python benchmarks/bench_optimizer_step.py`"
+    heading = f"{describe_device()}. {count:,} parameters in {len(shapes)} tensors. {command}"
     for number in range(arguments.rounds):
         for row, step in steps:
             row.alone_ms.append(milliseconds(step, device))
             row.in_a_row_ms.append(milliseconds(step, device, IN_A_ROW))
-        text = report([row for row, _ in steps], copies, heading)
-        arguments.out.write_text(text)
-        numbers = {"heading": heading, "copies": copies, "rows": [asdict(row) for row, _ in steps]}
-        arguments.out.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
-        print(
-            f"round {number + 1}: {', '.join(f'{row.name} {row.in_a_row_ms[-1]:.2f} ms' for row, _ in steps)}",
-            flush=True,
-        )
+        text = write(arguments, rows, copies, heading)
+        times = ", ".join(f"{row.name} {row.in_a_row_ms[-1]:.2f} ms" for row in rows)
+        print(f"round {number + 1}: {times}", flush=True)
     print(text)
 
 

@@ -55,9 +55,10 @@ def _inverse(values):
 @triton.jit
 def _rounded(values, like):
     """fp32 in the type of `like`, to the nearest, ties to even; which the interpreter, left alone, cuts off."""
-    if IS_INTERPRETED and like.dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    if IS_INTERPRETED:  # noqa: SIM102
+        if like.dtype == tl.bfloat16:
+            bits = values.to(tl.int32, bitcast=True)
+            values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
     return values.to(like.dtype)
 
 

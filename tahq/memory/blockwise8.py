@@ -79,7 +79,7 @@ def decode(
     Returns:
         fp32 of that shape.
     """
-    flat = dynamic_map(signed, codes.device)[codes.reshape(-1).int()]
+    flat = dynamic_map(signed, codes.device).index_select(0, codes.reshape(-1).int())
     values = _rows(flat, block) * absmax[:, None]
     return values.reshape(-1)[: flat.numel()].reshape(shape)
 
@@ -125,12 +125,34 @@ def _magnitudes(signed: bool) -> list[float]:
 
 
 def _codes(rows: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """int32 [B, block] of rows [B, block]: how many borders, times the row's scale, lie below each magnitude."""
-    limits = borders(signed, rows.device) * scales.nan_to_num(0.0)[:, None]
-    place = torch.searchsorted(limits, rows.abs(), out_int32=True)
+    """int32 [B, block] of rows [B, block]: how many borders, times the row's scale, lie below each magnitude.
+
+    Only the border nearest to a magnitude is looked at, which is as exact as a search, and faster.
+    """
+    usual = torch.where(scales > 0, scales, 1.0)[:, None]
+    magnitudes = rows.abs()
+    upper = _estimated_place(magnitudes / usual, signed).round_().int()
+    limits = borders(signed, rows.device).index_select(0, upper.flatten() - 1).view_as(rows) * usual
+    place = upper - (magnitudes <= limits).int()
     if not signed:
         return place
     return ZERO_SIGNED + torch.where(rows < 0, -place.clamp(max=_LARGEST_NEGATIVE), place)
+
+
+def _estimated_place(quotients: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Places, as if between two values they went on evenly: rounded, the number, from 1, of the border to look at.
+
+    In terms of the place of a value, decade i is a straight line, u_i(a) = first_i + (10^(6−i)·a − 0.1)·F_i/0.9. From
+    one to the next they are flatter, and meet where they join, so what holds is the lowest of all. Borders
+    lie at whole u inside of a decade, at 0.2 above one where it begins, and 0.25 below one before 1.
+    """
+    lowest = torch.full_like(quotients, torch.inf)
+    for decade in range(_NUM_DECADES):
+        cells = 1 << (decade if signed else decade + 1)
+        first = cells if signed else cells - 1
+        line = quotients * (10.0 ** (6 - decade) * cells / 0.9)
+        torch.minimum(lowest, line.add_(first - cells / 9), out=lowest)
+    return lowest
 
 
 def _rows(flat: torch.Tensor, block: int) -> torch.Tensor:

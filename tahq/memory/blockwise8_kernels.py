@@ -1,10 +1,8 @@
 """`blockwise8` in Triton: codes and values equal to the reference's, bit for bit.
 
-Encoding searches nothing. In terms of the place p of a magnitude among its map's, each decade i is a straight line,
-u_i(a) = first_i + (10^(6−i)·a − 0.1)·F_i/0.9, flatter from one to the next and meeting the one before where they
-join; so the place is near min_i u_i(a). The border between two places lies at a whole u, or within 0.25 of one,
-so of the rounded u one look at the table of borders decides between two places, exactly as the reference does:
-u itself, and the quotient a that it is computed from, may be off by as much as another 0.25, and are by less than 10⁻⁴.
+Encoding searches nothing: see `blockwise8._estimated_place`. The estimate may be off by another 1/4 of a place, and
+is by less than 10⁻⁴, so it and the quotient it is computed from are rounded as is fastest; the one border that it
+leads to decides as in the reference.
 """
 
 import triton

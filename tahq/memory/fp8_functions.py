@@ -118,7 +118,7 @@ class AfterAttention(torch.autograd.Function):
         del y
         p_scale = kernels.tensor_scale(maxima, E4M3)
         p, kept_p = _kept(kernels.gated_output(gate_codes, up_codes, p_scale, _layouts(gate_codes.codes)))
-        out = norm.total + linear_forward(p, down, flow.dtype)
+        out = norm.total.add_(linear_forward(p, down, flow.dtype))
         ctx.flow, ctx.weights, ctx.num_parameters = flow, weights, len(parameters)
         ctx.save_for_backward(
             attention_output, a_scale, norm.codes.codes, norm.codes.scales, norm.rstd, norm_weight,

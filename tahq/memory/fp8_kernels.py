@@ -5,6 +5,7 @@ Both have the functions of `fp8_flow_reference`, and `fp8_flow_triton` says wher
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Protocol, cast
 
@@ -35,6 +36,11 @@ class FlowKernels(Protocol):
 
 def kernels_for(device: torch.device) -> FlowKernels:
     """The kernels for a device; CUDA without triton gets the reference, which runs on any."""
-    if device.type == "cuda" and find_spec("triton") is not None:
+    return _kernels_for(device.type)
+
+
+@cache
+def _kernels_for(device_type: str) -> FlowKernels:
+    if device_type == "cuda" and find_spec("triton") is not None:
         return cast(FlowKernels, importlib.import_module("tahq.memory.fp8_flow_triton"))
     return cast(FlowKernels, fp8_flow_reference)

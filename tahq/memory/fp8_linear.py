@@ -13,6 +13,7 @@ Letters: T tokens, C input channels, N output channels.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ _MULTIPLE = 16
 _FIRST_WITH_FP8 = (8, 9)
 
 
+@cache
 def has_fp8_units(device: torch.device) -> bool:
     """Whether products of FP8 codes run on matrix units there: CUDA from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8

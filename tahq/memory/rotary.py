@@ -5,6 +5,8 @@ Written out in torch it is eight operations over the tensor and as many in backw
 Letters: B samples, S positions, H heads, D channels a head.
 """
 
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -39,10 +41,16 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    if x.device.type == "cuda" and find_spec("triton") is not None:
-        of_kernel: torch.Tensor = import_module("tahq.memory.rotary_triton").rotated(x, cosine, sine, transposed)
-        return of_kernel
-    return rotated(x, cosine, sine, transposed)
+    compute = _kernel_for(x.device.type)
+    return compute(x, cosine, sine, transposed)
+
+
+@cache
+def _kernel_for(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+    if device_type == "cuda" and find_spec("triton") is not None:
+        of_triton: Callable[..., torch.Tensor] = import_module("tahq.memory.fp8_flow_triton").rotated
+        return of_triton
+    return rotated
 
 
 def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:

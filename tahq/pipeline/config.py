@@ -38,8 +38,8 @@ class TrainingConfig(Section):
         "qgalore",
         "galore",
     ] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `qgalore` and `galore`
-    are AdamW in a low-rank subspace; the others AdamW with moments of fewer bits."""
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` (COAT) and those after
+    it are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
     fp8_adamw: Fp8AdamWConfig = Fp8AdamWConfig()
     adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
     qgalore: QGaLoreConfig = QGaLoreConfig()

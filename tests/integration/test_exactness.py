@@ -93,8 +93,16 @@ def test_fp8_flow_gives_the_plain_loop_at_every_number_of_stages(tmp_path, uncut
     assert_equal_to_the_bit(launch(tmp_path, tiny(**COAT, pipeline=pipeline, training=training)), uncut_fp8)
 
 
+def test_fp8_flow_is_resumed_to_the_bit(tmp_path, uncut_fp8):
+    halfway = tiny(**COAT, training={"steps": 2}, pipeline={"stages": 2})
+    assert launch(tmp_path, halfway).returncode == 0
+    run = launch(tmp_path, halfway, "--resume", "--set", "training.steps=4", "--set", "pipeline.stages=3")
+    assert "no longer exact" not in run.stdout
+    assert_equal_to_the_bit(run, uncut_fp8)
+
+
 def test_fp8_flow_trains_with_tah_on_the_wire_as_well_as_fp32(tmp_path, uncut_fp8):
-    training = {"steps": 12, "lr": 3e-3}
+    training = {"steps": 8, "lr": 3e-3}
     run = launch(tmp_path, tiny(**COAT, wire=LOSSY, training=training))
     without = plain(tiny(model=COAT["model"], training=training))
     assert run.returncode == 0, run.stderr

@@ -59,6 +59,18 @@ def test_codes_are_those_of_the_nearest_values(signed):
 
 
 @both
+@pytest.mark.parametrize("scale", [2.0**-126, 3e-30, 0.7, 1.0, 1.9999999, 3e38])
+def test_codes_are_those_that_a_search_among_all_borders_finds(signed, scale):
+    limits = borders(signed) * scale
+    x = torch.cat([limits, torch.nextafter(limits, torch.tensor(3e38)), torch.nextafter(limits, torch.tensor(0.0))])
+    x = torch.cat([x, torch.rand(5000, generator=torch.Generator().manual_seed(0)) ** 6 * scale])
+    rows = torch.nn.functional.pad(x, (0, -len(x) % 255)).view(-1, 255)
+    rows = torch.cat([torch.full((len(rows), 1), scale), rows], dim=1)
+    expected = torch.searchsorted(limits, rows) + (127 if signed else 0)
+    assert torch.equal(encode(rows, signed)[0], expected.flatten().to(torch.uint8))
+
+
+@both
 def test_values_of_the_map_come_back_as_they_are(signed):
     values = dynamic_map(signed)
     codes, scales = encode(values, signed)

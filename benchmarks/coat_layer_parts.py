@@ -1,0 +1,164 @@
+"""Parts of bench_coat_layer.py: the layers that are compared, and what a layer saves, operator by operator."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tahq.memory.config import CoatConfig
+from tahq.memory.fp8_flow import CoatBlock, use_fp8_flow
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, build_slice
+
+BLOCK = "model.layers.1"
+OPERATORS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear")
+PAPER_UNITS = {
+    "BF16, paper": {"RMSNorm": 4.0, "Act Func": 8.0, "RoPE": 2.0, "FlashAttn": 3.0, "Linear": 5.66},
+    "TE, paper": {"RMSNorm": 2.0, "Act Func": 8.0, "RoPE": 2.0, "FlashAttn": 3.0, "Linear": 3.33},
+    "COAT, paper": {"RMSNorm": 1.0, "Act Func": 4.0, "RoPE": 2.0, "FlashAttn": 3.0, "Linear": 3.33},
+}
+"""COAT Table 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One layer of Llama-2's kind, and a micro-batch for it."""
+
+    hidden: int
+    inner: int
+    heads: int
+    batch: int
+    seq_len: int
+
+    @property
+    def unit(self) -> int:
+        """U: bytes of one bf16 tensor [B, S, C]."""
+        return 2 * self.batch * self.seq_len * self.hidden
+
+    def __str__(self) -> str:
+        return f"hidden {self.hidden}, batch {self.batch}, sequence {self.seq_len}"
+
+
+def make_layer(size: Size, device: torch.device, config: CoatConfig | None, *, master: bool) -> ModelSlice:
+    """One block as a slice; weights in bf16, or (`master`) in fp32 for autocast.
+
+    Args:
+        size: of it.
+        device: where.
+        config: FP8 flow; None: transformers' layer.
+        master: keep weights and residual stream in fp32, as tahq trains.
+    """
+    sizes = {"hidden_size": size.hidden, "intermediate_size": size.inner, "num_heads": size.heads, "num_layers": 3}
+    spec = load_spec(ModelConfig(family="llama", **sizes), vocab_size=100, seq_len=size.seq_len)
+    module = build_slice(spec, BlockRange(1, 2, 3), seed=0, device=device, random=RandomContext(0)).train()
+    if not master:
+        module.to(torch.bfloat16)
+    if config is not None:
+        use_fp8_flow(module, config)
+    return module
+
+
+class Layer:
+    """A layer that can be run forward and backward on a fixed micro-batch."""
+
+    def __init__(self, size: Size, device: torch.device, module: ModelSlice, *, master: bool) -> None:
+        shape = (size.batch, size.seq_len, size.hidden)
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = torch.float32 if master else torch.bfloat16
+        self.module = module
+        self._x, self._gradient = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in "xg")
+        self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=master)
+
+    def forward(self) -> torch.Tensor:
+        """A forward pass on a fresh leaf."""
+        with self._autocast:
+            return self.module(self._x.detach().requires_grad_())
+
+    def backward(self, y: torch.Tensor) -> None:
+        """Its backward; gradients of weights are added to those that are there."""
+        y.backward(self._gradient)
+
+    def begin_step(self) -> None:
+        """What a new step does: weights are coded anew."""
+        self.module.train()
+
+    @property
+    def weight_codes_nbytes(self) -> int:
+        """Bytes of weights' codes that are kept."""
+        block = self.module.get_submodule(BLOCK)
+        return block.weight_codes_nbytes if isinstance(block, CoatBlock) else 0
+
+
+def compiled(layer: Layer) -> Layer:
+    """The layer with its block under torch.compile."""
+    blocks = layer.module.get_submodule("model.layers")
+    blocks.add_module("1", torch.compile(blocks.get_submodule("1")))
+    return layer
+
+
+def saved_by_operator(layer: Layer) -> dict[str, int]:
+    """Bytes that a forward saves, each storage where it is saved first; parameters and input tables left out."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.module.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+    by_operator: dict[str, int] = defaultdict(int)
+    running = ["Act Func"]
+    block = layer.module.get_submodule(BLOCK)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and storage.data_ptr() not in saved:
+            saved[storage.data_ptr()] = tensor
+            by_operator[running[-1]] += storage.nbytes()
+        return tensor
+
+    with _telling(block, running), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer.forward()
+    return dict(by_operator) if not isinstance(block, CoatBlock) else _of_coat(layer, sum(by_operator.values()))
+
+
+@contextmanager
+def _telling(block: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keep the name of the operator that is running on top of a stack."""
+    handles = []
+    for module in block.modules():
+        name = _operator(module)
+        if name is not None:
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+            handles.append(module.register_forward_hook(lambda *_: _pop(running)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pop(names: list[str]) -> None:
+    names.pop()
+
+
+def _operator(module: nn.Module) -> str | None:
+    kinds: dict[str, Callable[[str], bool]] = {
+        "RMSNorm": lambda name: name.endswith("RMSNorm"),
+        "Linear": lambda name: name == "Linear",
+        "FlashAttn": lambda name: name.endswith("Attention"),
+        "Act Func": lambda name: name.endswith("MLP"),
+    }
+    return next((kind for kind, fits in kinds.items() if fits(type(module).__name__)), None)
+
+
+def _of_coat(layer: Layer, total: int) -> dict[str, int]:
+    """The FP8 flow saves in two functions; what is whose follows from the sizes, and the rest is attention's."""
+    block = layer.module.get_submodule(BLOCK)
+    tokens, hidden = layer._x.shape[0] * layer._x.shape[1], layer._x.shape[2]
+    inner = block.mlp.gate_proj.out_features
+    norms, linear = 2 * tokens * (hidden + hidden // 8 + 4), tokens * (2 * hidden + inner)
+    activation = 2 * tokens * (inner + inner // 8)
+    return {
+        "RMSNorm": norms, "Act Func": activation, "Linear": linear, "FlashAttn": total - norms - linear - activation
+    }  # fmt: skip

@@ -1,0 +1,69 @@
+"""The kernels of the FP8 precision flow against the reference, in Triton's interpreter; on CUDA: tests/gpu.
+
+The interpreter cuts off where bf16 rounds, so that tensors in and out are fp32 here.
+"""
+
+import pytest
+import torch
+from support.fp8_flow_checks import (
+    check_gated,
+    check_norm,
+    check_rotation,
+    check_tensor_codes,
+    matrices,
+    same,
+)
+
+from tahq.memory import fp8_flow_reference as reference
+from tahq.quant.backends import interprets_triton
+
+pytestmark = [
+    pytest.mark.skipif(
+        not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_fp8_flow_interpreted.py sets it"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+SHAPES = [(1, 1), (5, 20), (2, 130)]
+every_shape = pytest.mark.parametrize(("tokens", "channels"), SHAPES, ids=str)
+
+
+@pytest.fixture
+def kernels():
+    from tahq.memory import fp8_flow_triton
+
+    return fp8_flow_triton
+
+
+@pytest.mark.parametrize(("tokens", "channels"), [*SHAPES, (70, 130)], ids=str)
+def test_codes_with_one_scale_equal_the_references(kernels, tokens, channels):
+    for x in matrices(tokens, channels).values():
+        check_tensor_codes(kernels, x)
+
+
+@every_shape
+def test_norms_equal_the_references(kernels, tokens, channels):
+    made = matrices(tokens, channels)
+    weight = torch.randn(channels, generator=torch.Generator().manual_seed(1))
+    for x in made.values():
+        check_norm(kernels, x, None, weight)
+        check_norm(kernels, x, made["outliers"], weight)
+
+
+@every_shape
+def test_gated_activations_equal_the_references(kernels, tokens, channels):
+    made = matrices(tokens, channels)
+    for gate in made.values():
+        check_gated(kernels, gate, made["gaussian"])
+        check_gated(kernels, made["gaussian"], gate)
+
+
+def test_rotation_and_its_transpose_equal_the_references(kernels):
+    check_rotation(kernels, torch.device("cpu"))
+
+
+def test_every_code_comes_back(kernels):
+    # All 256 codes, each as the largest but one of a group whose scale is 1: 448 is there too.
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = torch.stack([numbers.nan_to_num(1.0), torch.full_like(numbers, 448.0)], 1).repeat(1, 8)
+    got = kernels.norm_forward(numbers, None, torch.ones(16), 1e-5)
+    assert same(reference.dequantize_groups(got.codes), numbers)
