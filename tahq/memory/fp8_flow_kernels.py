@@ -281,6 +281,13 @@ def gated_output_kernel(
 
 
 @triton.jit
+def _through_gate(flowing, opened, raised):
+    """The gate's gradient."""
+    open_share = sigmoid(opened)
+    return flowing * raised * (open_share * (1 + opened * (1 - open_share)))
+
+
+@triton.jit
 def gated_backward_kernel(
     gradient,
     gate_codes,
@@ -289,16 +296,15 @@ def gated_backward_kernel(
     up_scales,
     of_gate,
     of_up,
-    gate_maxima,
-    up_maxima,
     num_groups,
     channels,
     groups,
+    STORED: tl.constexpr,
     EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Gradients of gate and up, and their largest magnitudes, as they are stored."""
+    """Gradients of gate and up, or, unless they are STORED, their largest magnitudes alone, one a program."""
     group, at, is_group, is_real = _groups(num_groups, channels, groups, G, EVEN)
     incoming = tl.load(gradient + at, mask=is_real, other=0.0)
     flowing = incoming.to(tl.float32)
@@ -306,15 +312,51 @@ def gated_backward_kernel(
     up_scale = from_bf16_bits(tl.load(up_scales + group, mask=is_group, other=0))
     opened = decode(tl.load(gate_codes + at, mask=is_real, other=0), NATIVE) * gate_scale[:, None]
     raised = decode(tl.load(up_codes + at, mask=is_real, other=0), NATIVE) * up_scale[:, None]
-    open_share = sigmoid(opened)
-    to_gate = (flowing * raised * (open_share * (1 + opened * (1 - open_share)))).to(incoming.dtype)
-    to_up = (flowing * (opened * open_share)).to(incoming.dtype)
-    tl.store(of_gate + at, to_gate, mask=is_real)
-    tl.store(of_up + at, to_up, mask=is_real)
-    gate_bits = tl.where(is_real, magnitude_bits(to_gate.to(tl.float32)), 0)
-    up_bits = tl.where(is_real, magnitude_bits(to_up.to(tl.float32)), 0)
-    tl.store(gate_maxima + tl.program_id(0), tl.max(tl.max(gate_bits, axis=1), axis=0))
-    tl.store(up_maxima + tl.program_id(0), tl.max(tl.max(up_bits, axis=1), axis=0))
+    to_gate = _through_gate(flowing, opened, raised)
+    to_up = flowing * (opened * sigmoid(opened))
+    if STORED:
+        tl.store(of_gate + at, to_gate.to(incoming.dtype), mask=is_real)
+        tl.store(of_up + at, to_up.to(incoming.dtype), mask=is_real)
+    else:
+        gate_bits = tl.where(is_real, magnitude_bits(to_gate), 0)
+        up_bits = tl.where(is_real, magnitude_bits(to_up), 0)
+        tl.store(of_gate + tl.program_id(0), tl.max(tl.max(gate_bits, axis=1), axis=0))
+        tl.store(of_up + tl.program_id(0), tl.max(tl.max(up_bits, axis=1), axis=0))
+
+
+@triton.jit
+def gated_gradient_kernel(
+    gradient,
+    gate_codes,
+    gate_scales,
+    up_codes,
+    up_scales,
+    scale,
+    rows,
+    columns,
+    tokens,
+    channels,
+    groups,
+    UP: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """A tile of the gradient of gate, or of UP, coded with one scale."""
+    row, column, is_real = _tile(tokens, channels, M, N)
+    flowing = tl.load(gradient + row.to(tl.int64) * channels + column, mask=is_real, other=0.0).to(tl.float32)
+    opened = _load_grouped(gate_codes, gate_scales, tokens, channels, groups, M, N, NATIVE)
+    if UP:
+        values = flowing * (opened * sigmoid(opened))
+    else:
+        raised = _load_grouped(up_codes, up_scales, tokens, channels, groups, M, N, NATIVE)
+        values = _through_gate(flowing, opened, raised)
+    to_code = reciprocal(tl.load(scale + tl.arange(0, 1)))
+    codes = encode(values * to_code[:, None], MANTISSA, NATIVE)
+    _store_tile(codes, rows, columns, row, column, is_real, tokens, channels, ROWS, COLUMNS)
 
 
 @triton.jit

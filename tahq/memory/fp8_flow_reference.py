@@ -11,6 +11,7 @@ Letters: T tokens, C channels.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch.nn import functional as F
@@ -141,20 +142,33 @@ def gated_output(gate: GroupCodes, up: GroupCodes, scale: torch.Tensor, layouts:
     return quantize_tensor(_gated(gate, up), scale, E4M3, layouts)
 
 
-def gated_backward(
-    gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up, in the dtype of the product's gradient [T, C], and the maxima of either.
+def gated_backward(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up, in the dtype of the product's gradient [T, C].
 
-    ∂up = g·SiLU(gate), ∂gate = g·up·σ(gate)·(1 + gate·(1 − σ(gate))).
+    ∂gate = g·up·σ(gate)·(1 + gate·(1 − σ(gate))), ∂up = g·SiLU(gate).
     """
-    gate_values, up_values = dequantize_groups(gate), dequantize_groups(up)
-    sigmoid = torch.sigmoid(gate_values)
-    wide = gradient.float()
-    of_gate = wide * up_values * (sigmoid * (1 + gate_values * (1 - sigmoid)))
-    of_up = wide * (gate_values * sigmoid)
-    narrow = of_gate.to(gradient.dtype), of_up.to(gradient.dtype)
-    return *narrow, group_maxima(narrow[0]), group_maxima(narrow[1])
+    of_gate, of_up = _gated_gradients(gradient, gate, up)
+    return of_gate.to(gradient.dtype), of_up.to(gradient.dtype)
+
+
+def gated_maxima(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maxima of the gradients of gate and up, which are not stored."""
+    of_gate, of_up = _gated_gradients(gradient, gate, up)
+    return group_maxima(of_gate), group_maxima(of_up)
+
+
+def gated_gradient(
+    gradient: torch.Tensor,
+    gate: GroupCodes,
+    up: GroupCodes,
+    of: Literal["gate", "up"],
+    scale: torch.Tensor,
+    fp8: torch.dtype,
+    layouts: Layouts,
+) -> TensorCodes:
+    """The gradient of gate or of up, coded with one scale as it is computed, so that it is never stored otherwise."""
+    of_gate, of_up = _gated_gradients(gradient, gate, up)
+    return quantize_tensor(of_gate if of == "gate" else of_up, scale, fp8, layouts)
 
 
 def _normalised(values: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -164,6 +178,14 @@ def _normalised(values: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) 
 def _gated(gate: GroupCodes, up: GroupCodes) -> torch.Tensor:
     values = dequantize_groups(gate)
     return values * torch.sigmoid(values) * dequantize_groups(up)
+
+
+def _gated_gradients(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32, of gate and of up."""
+    gate_values, wide = dequantize_groups(gate), gradient.float()
+    sigmoid = torch.sigmoid(gate_values)
+    of_gate = wide * dequantize_groups(up) * (sigmoid * (1 + gate_values * (1 - sigmoid)))
+    return of_gate, wide * (gate_values * sigmoid)
 
 
 def _grouped(x: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,14 @@ whatever goes through SiLU (another exponential), so that an output code beside 
 lies between two. Gradients are sums in another order.
 
 Quantisation is fused: the norm's kernel codes its input, and takes its output's maxima, in the pass that computes it;
-SiLU's likewise; gradients of SiLU bring their maxima along. Maxima travel as bits, int32, which order NaN above
-infinity. No call waits for the device.
+SiLU's likewise. SiLU's gradients are computed twice, for their maxima and as codes, and never stored otherwise. Maxima
+travel as bits, int32, which order NaN above infinity. No call waits for the device.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -52,8 +52,8 @@ def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
 def quantize_tensor(x: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype, layouts: Layouts) -> TensorCodes:
     """See the reference."""
     values = x.detach().contiguous()
-    mantissa = 3 if fp8 == E4M3 else 2
-    return _tiled(kernels.quantize_kernel, (values, scale), x.shape, (), scale, fp8, layouts, MANTISSA=mantissa)
+    inputs, options = (values, scale), {"MANTISSA": _mantissa(fp8)}
+    return _tiled(kernels.quantize_kernel, inputs, x.shape, (), scale, fp8, layouts, **options)
 
 
 def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> NormForward:
@@ -117,15 +117,35 @@ def gated_output(gate: GroupCodes, up: GroupCodes, scale: torch.Tensor, layouts:
     return _tiled(kernels.gated_output_kernel, inputs, gate.codes.shape, (groups,), scale, E4M3, layouts)
 
 
-def gated_backward(
-    gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See the reference; maxima as bits, one a program."""
+def gated_backward(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference."""
     of_gate, of_up = torch.empty_like(gradient), torch.empty_like(gradient)
-    gate_maxima, up_maxima = _maxima(gradient, _num_runs(gate)), _maxima(gradient, _num_runs(gate))
-    outputs = (of_gate, of_up, gate_maxima, up_maxima)
-    _launch_runs(kernels.gated_backward_kernel, gate, gradient, *_bits(gate), *_bits(up), *outputs)
-    return of_gate, of_up, gate_maxima, up_maxima
+    inputs = (gradient, *_bits(gate), *_bits(up))
+    _launch_runs(kernels.gated_backward_kernel, gate, *inputs, of_gate, of_up, STORED=True)
+    return of_gate, of_up
+
+
+def gated_maxima(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference; as bits, one a program."""
+    of_gate, of_up = _maxima(gradient, _num_runs(gate)), _maxima(gradient, _num_runs(gate))
+    inputs = (gradient, *_bits(gate), *_bits(up))
+    _launch_runs(kernels.gated_backward_kernel, gate, *inputs, of_gate, of_up, STORED=False, **_EXACT)
+    return of_gate, of_up
+
+
+def gated_gradient(
+    gradient: torch.Tensor,
+    gate: GroupCodes,
+    up: GroupCodes,
+    of: Literal["gate", "up"],
+    scale: torch.Tensor,
+    fp8: torch.dtype,
+    layouts: Layouts,
+) -> TensorCodes:
+    """See the reference."""
+    inputs = (gradient, *_bits(gate), *_bits(up), scale)
+    groups, options = gate.scales.shape[1], {"UP": of == "up", "MANTISSA": _mantissa(fp8)}
+    return _tiled(kernels.gated_gradient_kernel, inputs, gradient.shape, (groups,), scale, fp8, layouts, **options)
 
 
 def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -140,6 +160,10 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transpose
         SIGN=-1 if transposed else 1, **blocks, num_warps=4,
     )  # fmt: skip
     return result
+
+
+def _mantissa(fp8: torch.dtype) -> int:
+    return 3 if fp8 == E4M3 else 2
 
 
 @cache

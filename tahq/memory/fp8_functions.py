@@ -16,7 +16,7 @@ Kept for backward, in units U of a bf16 tensor [T, C] (COAT Table 2; heads as in
 Letters: B samples, S positions, T = B·S tokens, C channels, I inner channels, N output channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from tahq.memory.fp8_codes import E4M3, GroupCodes, Layouts, TensorCodes
 from tahq.memory.fp8_kernels import FlowKernels, kernels_for
-from tahq.memory.fp8_linear import OutputGradient, WeightCodes, for_products, linear_forward
+from tahq.memory.fp8_linear import OutputGradient, WeightCodes, gradient_format, layouts_for, linear_forward
 from tahq.models.deferred_gradients import DeferredGradients, accumulate
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -64,7 +64,7 @@ class BeforeAttention(torch.autograd.Function):
         norm = kernels.norm_forward(_matrix(hidden), None, norm_weight, epsilon)
         y, kept = _normalised(kernels, norm.codes, norm.rstd, norm_weight, norm.maxima)
         outputs = [linear_forward(y, weight, flow.dtype) for weight in weights]
-        ctx.flow, ctx.weights, ctx.num_parameters = flow, weights, len(parameters)
+        ctx.flow, ctx.weights = flow, weights
         ctx.save_for_backward(norm.codes.codes, norm.codes.scales, norm.rstd, norm_weight, *_parts(kept))
         shape = hidden.shape[:-1]
         return *(output.view(*shape, -1) for output in outputs), hidden.view_as(hidden)
@@ -75,14 +75,11 @@ class BeforeAttention(torch.autograd.Function):
         codes, scales, rstd, norm_weight, *parts = ctx.saved_tensors
         flow, kernels = ctx.flow, kernels_for(codes.device)
         y = _tensor_codes(parts)
-        of_outputs = [
-            _prepared(flow, weight, _matrix(gradient))
-            for weight, gradient in zip(ctx.weights, gradients[:-1], strict=True)
-        ]
-        of_normalised = [each.of_input(w, flow.dtype) for each, w in zip(of_outputs, ctx.weights, strict=True)]
-        of_parameters = _weight_gradients(
-            ctx, 5, [(g, w, lambda: y) for g, w in zip(of_outputs, ctx.weights, strict=True)]
-        )
+        of_normalised, of_parameters = [], []
+        for index, (weight, gradient) in enumerate(zip(ctx.weights, gradients[:-1], strict=True)):
+            of_output = _prepared(flow, weight, _matrix(gradient))
+            of_normalised.append(of_output.of_input(weight, flow.dtype))
+            of_parameters += _weight_gradients(ctx, 5 + 2 * index, of_output, weight, lambda: y)
         of_hidden, of_norm = kernels.norm_backward(
             of_normalised, GroupCodes(codes, scales), rstd, norm_weight, _matrix(gradients[-1])
         )
@@ -112,14 +109,15 @@ class AfterAttention(torch.autograd.Function):
         branch = linear_forward(a, project, flow.dtype)
         norm = kernels.norm_forward(_matrix(hidden), branch, norm_weight, epsilon)
         y, kept_y = _normalised(kernels, norm.codes, norm.rstd, norm_weight, norm.maxima)
+        del a, branch
         gate_codes, up_codes, maxima = kernels.gated_forward(
             linear_forward(y, gate, flow.dtype), linear_forward(y, up, flow.dtype)
         )
         del y
         p_scale = kernels.tensor_scale(maxima, E4M3)
-        p, kept_p = _kept(kernels.gated_output(gate_codes, up_codes, p_scale, _layouts(gate_codes.codes)))
+        p, kept_p = _kept(kernels.gated_output(gate_codes, up_codes, p_scale, layouts_for(gate_codes.codes)))
         out = norm.total.add_(linear_forward(p, down, flow.dtype))
-        ctx.flow, ctx.weights, ctx.num_parameters = flow, weights, len(parameters)
+        ctx.flow, ctx.weights = flow, weights
         ctx.save_for_backward(
             attention_output, a_scale, norm.codes.codes, norm.codes.scales, norm.rstd, norm_weight,
             gate_codes.codes, gate_codes.scales, up_codes.codes, up_codes.scales,
@@ -136,34 +134,35 @@ class AfterAttention(torch.autograd.Function):
         flow, kernels = ctx.flow, kernels_for(codes.device)
         project, gate, up, down = ctx.weights
         gradient = _matrix(gradients[0])
-        of_down = _prepared(flow, down, gradient)
-        of_gate, of_up, *maxima = kernels.gated_backward(of_down.of_input(down, flow.dtype), gate_codes, up_codes)
-        of_gate_output, of_up_output = _prepared(flow, gate, of_gate, maxima[0]), _prepared(flow, up, of_up, maxima[1])
-        del of_gate, of_up
-        of_normalised = of_gate_output.of_input(gate, flow.dtype), of_up_output.of_input(up, flow.dtype)
+
+        of_output = _prepared(flow, down, gradient)
+        of_product = of_output.of_input(down, flow.dtype)
+        of_down = _weight_gradients(ctx, 12, of_output, down, lambda: p)
+        of_normalised, of_gate_and_up = [], []
+        halves = _gated_gradients(flow, kernels, of_product, (gate_codes, up_codes), (gate, up))
+        for index, weight in enumerate((gate, up)):
+            of_output = next(halves)
+            of_normalised.append(of_output.of_input(weight, flow.dtype))
+            of_gate_and_up += _weight_gradients(ctx, 8 + 2 * index, of_output, weight, lambda: y)
+            del of_output  # before the next is made
+        del of_product, halves
         of_hidden, of_norm = kernels.norm_backward(
             of_normalised, GroupCodes(codes, scales), rstd, norm_weight, gradient
         )
-        of_project = _prepared(flow, project, of_hidden)
+        of_output = _prepared(flow, project, of_hidden)
+        of_attended = of_output.of_input(project, flow.dtype)
 
         def a() -> TensorCodes:
-            layouts: Layouts = "columns" if for_products(attended, attended.shape[1]) else "rows"
+            layouts: Layouts = "columns" if layouts_for(attended) == "both" else "rows"
             return kernels.quantize_tensor(attended, a_scale, E4M3, layouts)
 
-        of_parameters = _weight_gradients(
-            ctx,
-            6,
-            [
-                (of_project, project, a),
-                (of_gate_output, gate, lambda: y),
-                (of_up_output, up, lambda: y),
-                (of_down, down, lambda: p),
-            ],
-        )
+        of_project = _weight_gradients(ctx, 6, of_output, project, a)
         shape = gradients[0].shape
-        of_attended = of_project.of_input(project, flow.dtype).view(*shape[:-1], -1)
-        of_weight = of_norm.to(norm_weight.dtype)
-        return of_attended, of_hidden.view(shape), of_weight, None, None, None, *of_parameters
+        of_parameters = (*of_project, *of_gate_and_up, *of_down)
+        return (
+            of_attended.view(*shape[:-1], -1), of_hidden.view(shape), of_norm.to(norm_weight.dtype),
+            None, None, None, *of_parameters,
+        )  # fmt: skip
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
@@ -171,17 +170,12 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _layouts(x: torch.Tensor) -> Layouts:
-    """The layouts of what a linear layer takes, of the size of x [T, C]."""
-    return "both" if for_products(x, x.shape[1]) else "rows"
-
-
 def _normalised(
     kernels: FlowKernels, codes: GroupCodes, rstd: torch.Tensor, weight: torch.Tensor, maxima: torch.Tensor
 ) -> tuple[TensorCodes, TensorCodes]:
     """A norm's output as the matrices behind it take it, and as it is kept."""
     scale = kernels.tensor_scale(maxima, E4M3)
-    return _kept(kernels.norm_output(codes, rstd, weight, scale, _layouts(codes.codes)))
+    return _kept(kernels.norm_output(codes, rstd, weight, scale, layouts_for(codes.codes)))
 
 
 def _kept(x: TensorCodes) -> tuple[TensorCodes, TensorCodes]:
@@ -197,42 +191,51 @@ def _tensor_codes(parts: list[Any]) -> TensorCodes:
     return TensorCodes(*parts)
 
 
-def _prepared(
-    flow: Flow, weight: WeightCodes, gradient: torch.Tensor, maxima: torch.Tensor | None = None
-) -> OutputGradient:
-    return OutputGradient.of(gradient, weight, flow.dtype, flow.backward_products, maxima)
+def _prepared(flow: Flow, weight: WeightCodes, gradient: torch.Tensor) -> OutputGradient:
+    return OutputGradient.of(gradient, weight, flow.dtype, flow.backward_products)
+
+
+def _gated_gradients(
+    flow: Flow,
+    kernels: FlowKernels,
+    gradient: torch.Tensor,
+    codes: tuple[GroupCodes, GroupCodes],
+    weights: tuple[WeightCodes, WeightCodes],
+) -> Iterator[OutputGradient]:
+    """The gradients of gate's and then of up's output, one after the other, so that both need not be held."""
+    fp8 = gradient_format(flow.backward_products)
+    if fp8 is None or any(weight.linear.bias is not None for weight in weights):
+        for weight, each in zip(weights, kernels.gated_backward(gradient, *codes), strict=True):
+            yield _prepared(flow, weight, each)
+        return
+    gate_maxima, up_maxima = kernels.gated_maxima(gradient, *codes)
+    layouts = layouts_for(gradient)
+    scale = kernels.tensor_scale(gate_maxima, fp8)
+    yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, "gate", scale, fp8, layouts))
+    scale = kernels.tensor_scale(up_maxima, fp8)
+    yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, "up", scale, fp8, layouts))
 
 
 def _weight_gradients(
-    ctx: Any, first: int, products: list[tuple[OutputGradient, WeightCodes, Callable[[], TensorCodes]]]
+    ctx: Any, argument: int, of_output: OutputGradient, weight: WeightCodes, x: Callable[[], TensorCodes]
 ) -> list[torch.Tensor | None]:
-    """Gradients of weights and biases in the order of the forward's arguments from number `first` on; or None for
-    all, and what computes them left to the split backward's second part.
+    """Gradients of a linear layer's weight and bias, arguments number `argument` of the forward and the next; or None
+    for both, and what computes them left to the split backward's second part.
     """
-    gradients: list[torch.Tensor | None] = []
-    for index, (of_output, weight, x) in enumerate(products):
-        wanted = ctx.needs_input_grad[first + 2 * index], ctx.needs_input_grad[first + 2 * index + 1]
-        if ctx.flow.deferred is not None:
-            ctx.flow.deferred.add(_left(of_output, weight, x, wanted))
-            gradients += [None, None]
-            continue
-        parameter = weight.linear.weight
-        gradients.append(of_output.of_weight(x(), parameter.dtype) if wanted[0] else None)
-        bias = weight.linear.bias
-        gradients.append(of_output.of_bias.to(bias.dtype) if wanted[1] and of_output.of_bias is not None else None)
-    return gradients
+    wants_weight, wants_bias = ctx.needs_input_grad[argument : argument + 2]
+    linear = weight.linear
 
+    def of_weight() -> torch.Tensor:
+        return of_output.of_weight(x(), linear.weight.dtype)
 
-def _left(
-    of_output: OutputGradient, weight: WeightCodes, x: Callable[[], TensorCodes], wanted: tuple[bool, bool]
-) -> Callable[[], None]:
-    """What adds the gradients of a weight and its bias later."""
-
-    def compute() -> None:
-        linear = weight.linear
-        if wanted[0]:
-            accumulate(linear.weight, of_output.of_weight(x(), linear.weight.dtype))
-        if wanted[1] and of_output.of_bias is not None:
+    def add() -> None:
+        if wants_weight:
+            accumulate(linear.weight, of_weight())
+        if wants_bias and of_output.of_bias is not None:
             accumulate(linear.bias, of_output.of_bias)
 
-    return compute
+    if ctx.flow.deferred is not None:
+        ctx.flow.deferred.add(add)
+        return [None, None]
+    of_bias = of_output.of_bias if wants_bias else None
+    return [of_weight() if wants_weight else None, None if of_bias is None else of_bias.to(linear.bias.dtype)]

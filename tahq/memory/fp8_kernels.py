@@ -7,14 +7,12 @@ import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 
 from tahq.memory import fp8_flow_reference
 from tahq.memory.fp8_codes import GroupCodes, Layouts, NormForward, TensorCodes
-
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class FlowKernels(Protocol):
@@ -31,7 +29,11 @@ class FlowKernels(Protocol):
     ]
     gated_forward: Callable[[torch.Tensor, torch.Tensor], tuple[GroupCodes, GroupCodes, torch.Tensor]]
     gated_output: Callable[[GroupCodes, GroupCodes, torch.Tensor, Layouts], TensorCodes]
-    gated_backward: Callable[[torch.Tensor, GroupCodes, GroupCodes], Four]
+    gated_backward: Callable[[torch.Tensor, GroupCodes, GroupCodes], tuple[torch.Tensor, torch.Tensor]]
+    gated_maxima: Callable[[torch.Tensor, GroupCodes, GroupCodes], tuple[torch.Tensor, torch.Tensor]]
+    gated_gradient: Callable[
+        [torch.Tensor, GroupCodes, GroupCodes, Literal["gate", "up"], torch.Tensor, torch.dtype, Layouts], TensorCodes
+    ]
 
 
 def kernels_for(device: torch.device) -> FlowKernels:

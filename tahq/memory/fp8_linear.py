@@ -130,9 +130,14 @@ def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> t
     return y if bias is None else y.add_(bias.detach().to(dtype))
 
 
-def for_products(x: torch.Tensor, channels: int) -> bool:
-    """Whether what multiplies x [T, C] in a backward runs on FP8 units, which take transposed codes."""
-    return fits_fp8_units(x.device, x.shape[0], channels)
+def layouts_for(x: torch.Tensor) -> Layouts:
+    """In which layouts products take a tensor of the size of x [T, C]: FP8 units want its transposed codes too."""
+    return "both" if fits_fp8_units(x.device, *x.shape) else "rows"
+
+
+def gradient_format(products: str) -> torch.dtype | None:
+    """What `backward_products` codes a gradient as; None: as nothing."""
+    return _FORMATS.get(products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +153,7 @@ class OutputGradient:
     of_bias: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        gradient: torch.Tensor,
-        weight: WeightCodes,
-        dtype: torch.dtype,
-        products: str,
-        maxima: torch.Tensor | None = None,
-    ) -> "OutputGradient":
+    def of(cls, gradient: torch.Tensor, weight: WeightCodes, dtype: torch.dtype, products: str) -> "OutputGradient":
         """Prepare a gradient [T, N].
 
         Args:
@@ -163,16 +161,14 @@ class OutputGradient:
             weight: of the layer.
             dtype: what is computed in.
             products: `backward_products`.
-            maxima: of its parts, where whoever made it has taken them.
         """
-        fp8 = _FORMATS.get(products)
+        fp8 = gradient_format(products)
         of_bias = None if weight.linear.bias is None else gradient.float().sum(0)
         if fp8 is None:
             return cls(gradient.to(dtype), None, of_bias)
         kernels = kernels_for(gradient.device)
-        scale = kernels.tensor_scale(kernels.group_maxima(gradient) if maxima is None else maxima, fp8)
-        layouts: Layouts = "both" if for_products(gradient, gradient.shape[1]) else "rows"
-        return cls(None, kernels.quantize_tensor(gradient, scale, fp8, layouts), of_bias)
+        scale = kernels.tensor_scale(kernels.group_maxima(gradient), fp8)
+        return cls(None, kernels.quantize_tensor(gradient, scale, fp8, layouts_for(gradient)), of_bias)
 
     def of_input(self, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
         """∂x = ∂y·W: [T, C]."""

@@ -108,10 +108,14 @@ def test_gradient_of_a_gated_activation_is_that_of_the_function_of_its_codes():
     y = F.silu(leaves[0]) * leaves[1]
     assert maxima.max().item() == pytest.approx(y.abs().max().item(), rel=1e-5)
     y.backward(flowing)
-    of_gate, of_up, gate_maxima, up_maxima = reference.gated_backward(flowing, gate_codes, up_codes)
-    torch.testing.assert_close(of_gate, leaves[0].grad)
-    torch.testing.assert_close(of_up, leaves[1].grad)
-    assert (gate_maxima.max(), up_maxima.max()) == (of_gate.abs().max(), of_up.abs().max())
+    gradients = reference.gated_backward(flowing, gate_codes, up_codes)
+    maxima_of_both = reference.gated_maxima(flowing, gate_codes, up_codes)
+    for of, got, leaf, maxima in zip(("gate", "up"), gradients, leaves, maxima_of_both, strict=True):
+        torch.testing.assert_close(got, leaf.grad)
+        assert maxima.max() == got.abs().max()
+        scale = reference.tensor_scale(maxima, E5M2)
+        coded = reference.gated_gradient(flowing, gate_codes, up_codes, of, scale, E5M2, "rows")
+        assert torch.equal(coded.rows, reference.quantize_tensor(got, scale, E5M2, "rows").rows)
 
 
 # -- whole layers ---------------------------------------------------------------------------------

@@ -15,6 +15,13 @@ from support.fp8_flow_checks import (
 )
 
 from tahq.memory import fp8_flow_reference as reference
+from tahq.memory import fp8_kernels, fp8_linear, rotary
+from tahq.memory.config import CoatConfig
+from tahq.memory.fp8_flow import use_fp8_flow
+from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import load_spec
+from tahq.models.slice import Parts, build_parts, fill_weights
 from tahq.quant.backends import interprets_triton
 
 pytestmark = [
@@ -67,3 +74,30 @@ def test_every_code_comes_back(kernels):
     numbers = torch.stack([numbers.nan_to_num(1.0), torch.full_like(numbers, 448.0)], 1).repeat(1, 8)
     got = kernels.norm_forward(numbers, None, torch.ones(16), 1e-5)
     assert same(reference.dequantize_groups(got.codes), numbers)
+
+
+@pytest.mark.parametrize("products", ["e5m2", "bf16"])
+def test_a_layer_of_kernels_computes_what_the_reference_does(kernels, monkeypatch, products):
+    # As on a device with FP8 units: transposed codes are kept, and torch multiplies FP8.
+    monkeypatch.setattr(fp8_linear, "has_fp8_units", lambda device: True)
+    expected = layer_gradients(products)
+    monkeypatch.setattr(fp8_kernels, "_kernels_for", lambda device_type: kernels)
+    monkeypatch.setattr(rotary, "_kernel_for", lambda device_type: kernels.rotated)
+    got = layer_gradients(products)
+    for name, value in expected.items():
+        # Last bits of sums and of SiLU may move a number over the edge between two codes, by 2⁻³ of it at most.
+        assert float((got[name] - value).norm() / value.norm()) < 1e-2, name
+
+
+def layer_gradients(products: str) -> dict[str, torch.Tensor]:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 80}
+    spec = load_spec(ModelConfig(family="llama", **sizes), vocab_size=100, seq_len=16)
+    module = build_parts(spec, Parts(range(1)), device="cpu", random=RandomContext(0)).train()
+    fill_weights(spec, {name: parameter.data for name, parameter in module.named_parameters()}, 0)
+    use_fp8_flow(module, CoatConfig(backward_products=products))
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 16, 32, generator=generator).requires_grad_()
+    y = module(x)
+    y.backward(torch.randn(y.shape, generator=generator))
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return found | {"x": x.grad, "y": (y - x).detach()}

@@ -126,15 +126,26 @@ def check_gated(kernels, gate: torch.Tensor, up: torch.Tensor) -> None:
         p = kernels.gated_output(of_gate, of_up, scale, layouts)
         check_layouts(p, layouts)
         assert_neighbours(p.rows, reference.gated_output(expected_gate, expected_up, expected_scale, "rows").rows)
-    gradient = torch.randn(gate.shape, generator=torch.Generator().manual_seed(6))
-    got = kernels.gated_backward(gradient.to(gate.device), of_gate, of_up)
-    expected = reference.gated_backward(gradient, expected_gate, expected_up)
-    for left, right in zip(got[:2], expected[:2], strict=True):
+    check_gated_backward(kernels, of_gate, of_up)
+
+
+def check_gated_backward(kernels, gate: GroupCodes, up: GroupCodes) -> None:
+    """Gradients as they are, and as codes."""
+    on_cpu = [GroupCodes(each.codes.cpu(), each.scales.cpu()) for each in (gate, up)]
+    gradient = torch.randn(gate.codes.shape, generator=torch.Generator().manual_seed(6))
+    flowing = gradient.to(gate.codes.device)
+    expected = reference.gated_backward(gradient, *on_cpu)
+    for left, right in zip(kernels.gated_backward(flowing, gate, up), expected, strict=True):
         assert same_within(left, right, 16 * FP32_ROUNDINGS, float(right.nan_to_num(0, 0, 0).abs().max()) * 2.0**-30)
-    for bits, tensor in zip(got[2:], got[:2], strict=True):
-        assert same(
-            kernels.tensor_scale(bits, E5M2), reference.tensor_scale(reference.group_maxima(tensor.cpu()), E5M2)
-        )
+    maxima, expected_maxima = kernels.gated_maxima(flowing, gate, up), reference.gated_maxima(gradient, *on_cpu)
+    for of, bits, of_groups in zip(("gate", "up"), maxima, expected_maxima, strict=True):
+        scale, expected_scale = kernels.tensor_scale(bits, E5M2), reference.tensor_scale(of_groups, E5M2)
+        assert same_within(scale, expected_scale, 16 * FP32_ROUNDINGS)
+        for layouts in ("rows", "both"):
+            got = kernels.gated_gradient(flowing, gate, up, of, scale, E5M2, layouts)
+            check_layouts(got, layouts)
+            on_reference = reference.gated_gradient(gradient, *on_cpu, of, expected_scale, E5M2, "rows")
+            assert_neighbours(got.rows, on_reference.rows)
 
 
 def same_within(left: torch.Tensor, right: torch.Tensor, relative: float, absolute: float = 0.0) -> bool:
