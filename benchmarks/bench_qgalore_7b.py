@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from device_memory import DeviceMemory
 from machine import describe_device
+from torch.utils.checkpoint import checkpoint
 
 from tahq.comm.frame import Purpose
 from tahq.memory.low_rank_weight import LowRankSettings
@@ -56,6 +57,8 @@ VARIANTS = {
     "galore": {"optimizer": "galore", "qgalore": {"weights": "bf16", "projections": "bf16"}},
 }
 WARM_STEPS = 2
+LOSS_SAMPLES = 4
+"""Whose logits are in fp32 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ def one_step(
     tokens = torch.randint(0, vocab, (shape.micro_batch, shape.seq_len + 1), generator=generator, device=device)
     update.begin(step)
     model.random.at(step, 0, 0, int(Purpose.TRAIN))
-    loss = summed_cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].contiguous())
+    loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:].contiguous())
     count = shape.micro_batch * shape.seq_len
     (loss / (count / shape.gradient_scale)).backward()
     norms = update.squared_norms()  # as PREPARE reads them
@@ -172,6 +175,13 @@ def one_step(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return mean
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The summed loss of a few samples at a time, whose logits in fp32 are made again in the backward."""
+    parts = zip(logits.split(LOSS_SAMPLES), labels.split(LOSS_SAMPLES), strict=True)
+    losses = [checkpoint(summed_cross_entropy, *part, use_reentrant=False) for part in parts]
+    return torch.stack(losses).sum()
 
 
 def allocated_gib(is_cuda: bool) -> float:
