@@ -70,10 +70,19 @@ def chunk_module(
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in naps)
         return build_sleeping_slice(spec, blocks, forward_s, backward_s, device=device, random=random)
     module = build_slice(spec, blocks, seed=config.run.seed, device=device, random=random, weights=weights)
+    keep_as_configured(config, module)
+    return module
+
+
+def keep_as_configured(config: ClusterConfig, module: ModelSlice) -> None:
+    """Have a slice keep of its activations what `training.activation_checkpointing` and `memory.activations` say.
+
+    Raises:
+        ModelError: the model's blocks are none that `memory.activations` has code for.
+    """
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
-    return module
 
 
 def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> ModelSpec:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tahq.assembly import block_ranges, computes_in_bf16, resolved_spec
+from tahq.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
 from tahq.config import ClusterConfig
 from tahq.coordinator.cluster_numbers import LayerTimes
 from tahq.measure.stopwatch import Timer
-from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
@@ -94,9 +93,7 @@ class ComputeMeasurement:
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
         model = build_parts(self._spec, parts, device=self._device, random=RandomContext(0))
-        model.checkpoint_blocks = self._config.training.activation_checkpointing == "block"
-        if self._config.memory.activations == "coat":
-            use_fp8_flow(model, self._config.memory.coat)
+        keep_as_configured(self._config, model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)

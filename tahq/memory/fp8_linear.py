@@ -13,23 +13,15 @@ Letters: T tokens, C input channels, N output channels.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import nn
 
-from tahq.memory.fp8_codes import E4M3, E5M2, Layouts, TensorCodes
+from tahq.memory.fp8_codes import E4M3, E5M2, Layouts, TensorCodes, has_fp8_units
 from tahq.memory.fp8_kernels import kernels_for
 
 _FORMATS = {"e5m2": E5M2, "e4m3": E4M3}
 _MULTIPLE = 16
-_FIRST_WITH_FP8 = (8, 9)
-
-
-@cache
-def has_fp8_units(device: torch.device) -> bool:
-    """Whether products of FP8 codes run on matrix units there: CUDA from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
 def fits_fp8_units(device: torch.device, *sizes: int) -> bool:
