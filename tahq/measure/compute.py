@@ -17,6 +17,7 @@ from tahq.config import ClusterConfig
 from tahq.coordinator.cluster_numbers import LayerTimes
 from tahq.measure.stopwatch import Timer
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
+from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, Parts, build_parts
@@ -131,7 +132,10 @@ class ComputeMeasurement:
             return forward_s - start_s, backward_s - forward_s
 
         def input_lap() -> tuple[float]:
+            # autograd leaves out what is not asked for, but not within functions of our own
+            model.deferred = DeferredGradients() if self._config.memory.activations == "coat" else None
             y, gradient = forward()
+            model.deferred = None
             start_s = self._timer.now_s()
             torch.autograd.grad(y, x, gradient)
             return (self._timer.now_s() - start_s,)
