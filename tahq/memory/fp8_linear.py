@@ -2,7 +2,7 @@
 
 A product runs on FP8 matrix units (`torch._scaled_mm`) where the device has them and the sizes are multiples of
 16; elsewhere the same codes are multiplied as floating-point numbers, which gives the same result but for the order
-of additions.
+of additions and, on CUDA, a rounding of the unscaled sum to bf16.
 
 A backward quantises the gradient of its output, bf16 until then, and multiplies in FP8, as the paper's times imply
 (Table 7: a backward 1.71 times as fast) and its code does, E5M2; `backward_products: bf16` multiplies that gradient as
