@@ -23,7 +23,7 @@ READY := $(VENV)/.ready
 CODE  := tahq launch netem tests benchmarks
 
 # These need root, some of them GPUs, and a quiet machine for long; their first lines say how.
-NOT_IN_BENCH := $(patsubst %,benchmarks/bench_%.py,dropin engine follow heterogeneous paper_throughput recovery time_to_loss)
+NOT_IN_BENCH := $(patsubst %,benchmarks/bench_%.py,coat_layer dropin engine follow heterogeneous paper_throughput recovery time_to_loss)
 BENCHMARKS   := $(filter-out $(NOT_IN_BENCH),$(sort $(wildcard benchmarks/bench_*.py)))
 
 .PHONY: help setup demo test test-parallel test-serial test-netem-vm check lint types imports format bench chaos clean

@@ -5,8 +5,9 @@
 
 Writes OUT.md and OUT.json after each part. Layers: transformers' own Llama layer in bf16 (`bf16`), the same under
 torch.compile (`bf16 compiled`), and tahq's FP8 flow (`coat`: in the course of a step; `coat, step begins`: with its
-weights coded anew; `coat bf16 backward`: `backward_products: bf16`). First with weights and residual stream in bf16,
-as in the paper, then as tahq trains, with both in fp32 under autocast.
+weights coded anew; `coat, codes not kept`: `keep_weight_codes: false`; `coat bf16 backward`: `backward_products:
+bf16`). First with weights and residual stream in bf16, as in the paper, then as tahq trains, with both in fp32 under
+autocast.
 
 Every repetition runs all variants in turn; times are medians over repetitions, ratios are of medians. Memory is the
 allocator's: what a forward leaves behind above what was there before (its output, 1 U, included), and the peak of
@@ -116,8 +117,11 @@ def variants(size: Size, device: torch.device, *, master: bool, with_compile: bo
         layers["bf16 compiled"] = compiled(made(None))
     coat = made(CoatConfig())
     return layers | {
-        "coat": coat, "coat, step begins": coat, "coat bf16 backward": made(CoatConfig(backward_products="bf16"))
-    }  # fmt: skip
+        "coat": coat,
+        "coat, step begins": coat,
+        "coat, codes not kept": made(CoatConfig(keep_weight_codes=False)),
+        "coat bf16 backward": made(CoatConfig(backward_products="bf16")),
+    }
 
 
 def layer(size: Size, device: torch.device, repeats: int, report: Report, *, master: bool) -> None:

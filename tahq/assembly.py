@@ -78,10 +78,19 @@ def chunk_module(
         module = build_low_rank_slice(
             spec, blocks, settings, seed=config.run.seed, device=device, random=random, weights=weights
         )
+    keep_as_configured(config, module)
+    return module
+
+
+def keep_as_configured(config: ClusterConfig, module: ModelSlice) -> None:
+    """Have a slice keep of its activations what `training.activation_checkpointing` and `memory.activations` say.
+
+    Raises:
+        ModelError: the model's blocks are none that `memory.activations` has code for.
+    """
     module.checkpoint_blocks = config.training.activation_checkpointing == "block"
     if config.memory.activations == "coat":
         use_fp8_flow(module, config.memory.coat)
-    return module
 
 
 def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> ModelSpec:

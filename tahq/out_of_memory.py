@@ -12,6 +12,7 @@ import torch
 from tahq.assembly import computes_in_bf16, resolved_spec
 from tahq.config import ClusterConfig
 from tahq.errors import OutOfMemoryError, UserError
+from tahq.memory.config import COAT_FAMILIES
 from tahq.memory.estimate import StageMemory
 from tahq.memory.free_memory import free_bytes
 from tahq.models.model_spec import ModelSpec
@@ -127,6 +128,8 @@ def _changes(config: ClusterConfig, spec: ModelSpec, stage: int) -> Iterator[tup
         yield f"training.micro_batch: {smaller}", _changed(config, "training", micro_batch=smaller)
     if training.activation_checkpointing != "block":
         yield "training.activation_checkpointing: block", _changed(config, "training", activation_checkpointing="block")
+    if config.memory.activations == "none" and spec.family in COAT_FAMILIES:
+        yield "memory.activations: coat", _changed(config, "memory", activations="coat")
     if pipeline.schedule == "gpipe":
         yield "pipeline.schedule: 1f1b", _changed(config, "pipeline", schedule="1f1b")
     if pipeline.in_flight is not None:

@@ -22,7 +22,7 @@ CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total c
 
 
 def config(**sections) -> ClusterConfig:
-    model = {"vocab_size": 256, "num_layers": 6}
+    model = {"vocab_size": 256, "num_layers": 6} | sections.pop("model", {})
     training = {"global_batch": 24, "micro_batch": 6} | sections.pop("training", {})
     pipeline = {"stages": 2, "layers": [3, 3]} | sections.pop("pipeline", {})
     return ClusterConfig.model_validate(tiny(model=model, training=training, pipeline=pipeline, **sections))
@@ -74,6 +74,17 @@ def advised(**sections) -> dict[str, int]:
     assert list(found) == sorted(found, key=lambda relief: -relief.saved_nbytes)
     assert all(relief.saved_nbytes > 0 for relief in found)
     return {relief.change: relief.saved_nbytes for relief in found}
+
+
+def test_fp8_activations_are_advised_where_the_model_has_them():
+    advised = {}
+    for family, activations in (("llama", "none"), ("llama", "coat"), ("gpt2", "none")):
+        made = config(model={"family": family}, memory={"activations": activations})
+        found = reliefs(made, resolved_spec(made, None), 0, bf16=True, on_cpu=False)
+        advised[family, activations] = {relief.change: relief.saved_nbytes for relief in found}
+    assert advised["llama", "none"]["memory.activations: coat"] > 0
+    assert "memory.activations: coat" not in advised["llama", "coat"]
+    assert "memory.activations: coat" not in advised["gpt2", "none"]
 
 
 def test_changes_that_are_made_already_or_cannot_be_are_not_advised():

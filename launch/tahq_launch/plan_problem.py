@@ -159,7 +159,8 @@ def _weights(spec: ModelSpec, blocks: BlockRange) -> float:
 
 
 def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> HeldBytes:
-    shape = MicroBatchShape(micro_batch, config.data.seq_len, computes_bf16(config))
+    coat = config.memory.activations == "coat"
+    shape = MicroBatchShape(micro_batch, config.data.seq_len, computes_bf16(config), coat)
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
     again = config.training.activation_checkpointing == "block"

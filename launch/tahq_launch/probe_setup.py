@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tahq.assembly import StageData, block_ranges, compute_device, computes_in_bf16, resolved_spec
+from tahq.assembly import StageData, block_ranges, compute_device, computes_in_bf16, keep_as_configured, resolved_spec
 from tahq.config import ClusterConfig
 from tahq.config_file import load_config
 from tahq.coordinator.commit import clip_factor, global_norm
@@ -175,7 +175,7 @@ def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *
         for blocks in block_ranges(config, spec)
     ]
     for part in slices:
-        part.checkpoint_blocks = config.training.activation_checkpointing == "block"
+        keep_as_configured(config, part)
     return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device))
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tahq.assembly import block_ranges, computes_in_bf16, resolved_spec
+from tahq.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
 from tahq.config import ClusterConfig
 from tahq.coordinator.cluster_numbers import LayerTimes
 from tahq.measure.stopwatch import Timer
-from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
+from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, Parts, build_parts
@@ -94,9 +94,7 @@ class ComputeMeasurement:
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
         model = build_parts(self._spec, parts, device=self._device, random=RandomContext(0))
-        model.checkpoint_blocks = self._config.training.activation_checkpointing == "block"
-        if self._config.memory.activations == "coat":
-            use_fp8_flow(model, self._config.memory.coat)
+        keep_as_configured(self._config, model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
@@ -134,7 +132,10 @@ class ComputeMeasurement:
             return forward_s - start_s, backward_s - forward_s
 
         def input_lap() -> tuple[float]:
+            # autograd leaves out what is not asked for, but not within functions of our own
+            model.deferred = DeferredGradients() if self._config.memory.activations == "coat" else None
             y, gradient = forward()
+            model.deferred = None
             start_s = self._timer.now_s()
             torch.autograd.grad(y, x, gradient)
             return (self._timer.now_s() - start_s,)

@@ -4,6 +4,7 @@ Letters: T tokens, C channels, N output channels of a matrix.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -19,6 +20,16 @@ SMALLEST_SCALE = 2.0**-120
 
 Layouts = Literal["rows", "columns", "both"]
 """Which layouts of a tensor's codes are written: as it is, transposed, or one beside the other."""
+
+_FIRST_WITH_FP8 = (8, 9)
+
+
+@cache
+def has_fp8_units(device: torch.device) -> bool:
+    """Whether a device converts to FP8, and multiplies it, by itself: NVIDIA's from compute capability 8.9 on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ travel as bits, int32, which order NaN above infinity. No call waits for the dev
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from tahq.memory import fp8_flow_kernels as kernels
-from tahq.memory.fp8_codes import E4M3, GROUP, LARGEST, GroupCodes, Layouts, NormForward, TensorCodes
+from tahq.memory.fp8_codes import E4M3, GROUP, LARGEST, GroupCodes, Layouts, NormForward, TensorCodes, has_fp8_units
 
 _MAXIMA_BLOCK = 8192
 _SCALE_BLOCK = 4096
@@ -29,7 +28,6 @@ _BACKWARD_PROGRAMS = 256
 """Rows of partial sums of a norm weight's gradient; fixed, so that no device adds in an order of its own."""
 _EXACT = {"enable_fp_fusion": False}
 """A fused multiply-add rounds once where the reference rounds twice."""
-_FIRST_WITH_FP8 = (8, 9)
 
 
 def group_maxima(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +64,7 @@ def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
         kernels.norm_forward_kernel, tokens,
         x, x if added is None else added, weight, total, coded.codes.view(torch.uint8), coded.scales.view(torch.int16),
         rstd, maxima, channels, groups, epsilon,
-        ADDED=added is not None, NATIVE=_native(x.device), **_row(groups), **_EXACT,
+        ADDED=added is not None, NATIVE=has_fp8_units(x.device), **_row(groups), **_EXACT,
     )  # fmt: skip
     return NormForward(total, coded, rstd, maxima)
 
@@ -96,7 +94,7 @@ def norm_backward(
     _launch(
         kernels.norm_backward_kernel, num_programs,
         *three, *_bits(codes), rstd, weight, residual_gradient, of_input, parts, tokens, channels, groups,
-        NUM=len(gradients), NATIVE=_native(weight.device), **_row(groups),
+        NUM=len(gradients), NATIVE=has_fp8_units(weight.device), **_row(groups),
     )  # fmt: skip
     return of_input, parts.sum(0)
 
@@ -166,12 +164,6 @@ def _mantissa(fp8: torch.dtype) -> int:
     return 3 if fp8 == E4M3 else 2
 
 
-@cache
-def _native(device: torch.device) -> bool:
-    """Whether the device converts to FP8 by itself; the interpreter does not round as devices do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
-
-
 def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     with _on_device_of(arguments[0]):
         kernel[(programs,)](*arguments, **options)
@@ -200,7 +192,7 @@ def _tiled(
     programs = -(-tokens // _TILE["M"]) * -(-channels // _TILE["N"])
     _launch(
         kernel, programs, *inputs, written[0], written[-1], tokens, channels, *numbers,
-        ROWS=rows is not None, COLUMNS=columns is not None, NATIVE=_native(device),
+        ROWS=rows is not None, COLUMNS=columns is not None, NATIVE=has_fp8_units(device),
         **_TILE, **options, **_EXACT, num_warps=8,
     )  # fmt: skip
     return TensorCodes(rows, columns, scale)
@@ -211,7 +203,7 @@ def _launch_runs(kernel: Any, like: GroupCodes, *arguments: torch.Tensor, **opti
     channels, groups = like.codes.shape[1], like.scales.shape[1]
     _launch(
         kernel, _num_runs(like), *arguments, like.scales.numel(), channels, groups,
-        EVEN=channels % GROUP == 0, NATIVE=_native(like.codes.device), G=_GROUPS_BLOCK, num_warps=4, **options,
+        EVEN=channels % GROUP == 0, NATIVE=has_fp8_units(like.codes.device), G=_GROUPS_BLOCK, num_warps=4, **options,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tahq.memory.fp8_codes import E4M3, GroupCodes, Layouts, TensorCodes
 from tahq.memory.fp8_kernels import FlowKernels, kernels_for
@@ -70,6 +71,7 @@ class BeforeAttention(torch.autograd.Function):
         return *(output.view(*shape, -1) for output in outputs), hidden.view_as(hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         """Gradients of hidden states, norm weight, weights and biases."""
         codes, scales, rstd, norm_weight, *parts = ctx.saved_tensors
@@ -126,6 +128,7 @@ class AfterAttention(torch.autograd.Function):
         return out.view(hidden.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         """Gradients of attention's output, hidden states, norm weight, weights and biases."""
         attended, a_scale, codes, scales, rstd, norm_weight, *rest = ctx.saved_tensors
@@ -138,6 +141,7 @@ class AfterAttention(torch.autograd.Function):
         of_output = _prepared(flow, down, gradient)
         of_product = of_output.of_input(down, flow.dtype)
         of_down = _weight_gradients(ctx, 12, of_output, down, lambda: p)
+        del of_output
         of_normalised, of_gate_and_up = [], []
         halves = _gated_gradients(flow, kernels, of_product, (gate_codes, up_codes), (gate, up))
         for index, weight in enumerate((gate, up)):

@@ -2,7 +2,7 @@
 
 A product runs on FP8 matrix units (`torch._scaled_mm`) where the device has them and the sizes are multiples of
 16; elsewhere the same codes are multiplied as floating-point numbers, which gives the same result but for the order
-of additions.
+of additions and, on CUDA, a rounding of the unscaled sum to bf16.
 
 A backward quantises the gradient of its output, bf16 until then, and multiplies in FP8, as the paper's times imply
 (Table 7: a backward 1.71 times as fast) and its code does, E5M2; `backward_products: bf16` multiplies that gradient as
@@ -13,23 +13,15 @@ Letters: T tokens, C input channels, N output channels.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import nn
 
-from tahq.memory.fp8_codes import E4M3, E5M2, Layouts, TensorCodes
+from tahq.memory.fp8_codes import E4M3, E5M2, Layouts, TensorCodes, has_fp8_units
 from tahq.memory.fp8_kernels import kernels_for
 
 _FORMATS = {"e5m2": E5M2, "e4m3": E4M3}
 _MULTIPLE = 16
-_FIRST_WITH_FP8 = (8, 9)
-
-
-@cache
-def has_fp8_units(device: torch.device) -> bool:
-    """Whether products of FP8 codes run on matrix units there: CUDA from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
 def fits_fp8_units(device: torch.device, *sizes: int) -> bool:

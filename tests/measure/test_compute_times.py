@@ -10,6 +10,7 @@ from tahq.measure import stopwatch
 from tahq.measure.codec_times import seconds_per_element
 from tahq.measure.compute import ComputeMeasurement
 from tahq.measure.stopwatch import Timer
+from tahq.memory.fp8_linear import OutputGradient
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
@@ -58,6 +59,20 @@ def test_activations_are_counted_as_they_are_kept(checkpointing):
     spec = load_spec(config.model, vocab_size=256, seq_len=32)
     whole = saved_by_block(spec, 0, MicroBatchShape(2, 32))
     assert times.block_activation_bytes == (whole if checkpointing == "none" else 4 * 2 * 32 * 64)
+
+
+def test_a_block_with_fp8_flow_is_timed_and_counted_as_one(monkeypatch):
+    products = []
+    of_weight = OutputGradient.of_weight
+    monkeypatch.setattr(OutputGradient, "of_weight", lambda *args: products.append(args) or of_weight(*args))
+    model = {"family": "llama", "num_kv_heads": 1, "intermediate_size": 96, "vocab_size": 256}
+    config = configured(model=model, memory={"activations": "coat"})
+    times, _ = times_of(config)
+    spec = load_spec(config.model, vocab_size=256, seq_len=32)
+    assert times.block_activation_bytes == saved_by_block(spec, 0, MicroBatchShape(2, 32, coat=True))
+    assert 0 < times.block_input_gradient <= times.block_backward
+    # Seven matrices in each of the laps of a whole backward, none in those of the input's gradient alone.
+    assert len(products) == 7 * (1 + stopwatch.FEWEST)
 
 
 def test_blocks_with_different_windows_are_all_timed():

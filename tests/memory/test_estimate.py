@@ -47,6 +47,15 @@ def test_weights_gradients_and_optimizer_are_those_of_the_slice():
     assert (memory.weights, memory.gradients, memory.optimizer) == (nbytes, nbytes, 2 * nbytes)
 
 
+def test_codes_of_weights_that_are_kept_count_with_the_weights():
+    blocks = BlockRange(1, 3, 4)
+    module = build_slice(SPEC, blocks, seed=0, device="cpu", random=RandomContext(0))
+    matrices = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+    kept, again = (stage_memory(SPEC, blocks, numbers(kept_code_nbytes=nbytes)) for nbytes in (2, 0))
+    assert kept.weights - again.weights == 2 * matrices
+    assert kept.gradients == again.gradients
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_bytes_are_those_that_the_optimizer_keeps(optimizer):
     blocks = BlockRange(1, 2, 4)
