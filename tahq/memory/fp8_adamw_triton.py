@@ -12,6 +12,8 @@ Shape letters: R groups (rows) of a program, of 128 elements each.
 """
 
 import math
+from dataclasses import astuple
+from functools import lru_cache
 
 import torch
 import triton
@@ -21,8 +23,9 @@ from tahq.memory.fp8_adamw_step import StepNumbers
 from tahq.memory.fp8_formats import E4M3, E5M2, NAN
 from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL, MomentFormat, StoredGroups
 from tahq.memory.range_expansion import NUM_POWERS, STEPS_PER_OCTAVE, UNEXPANDED
-from tahq.quant.gpu.launch import EXACT, on_device_of
+from tahq.quant.gpu.launch import EXACT, Launch, aligned, on_device_of
 from tahq.quant.gpu.tiles import IS_INTERPRETED
+from tahq.quant.stream import ALIGNMENT
 
 ROWS, WARPS = 16, 4
 """Groups of a program, and its warps."""
@@ -55,26 +58,47 @@ def step_on_cuda(
     formats: tuple[MomentFormat, MomentFormat],
     numbers: StepNumbers,
 ) -> None:
-    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing."""
-    count = weights.numel()
-    if count == 0:
+    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing.
+
+    What is compiled for a shape is launched by itself from the second step on: in Triton's way a launch takes longer
+    than most tensors of a model.
+    """
+    if weights.numel() == 0:
         return
-    tensors = [weights, gradients.contiguous()]
-    constants: dict[str, int | bool] = {}
-    for name, moment, by in zip(("FIRST", "SECOND"), moments, formats, strict=True):
+    tensors = [aligned(gradients)]
+    for moment, by in zip(moments, formats, strict=True):
         powers = moment.codes if moment.powers is None else moment.powers
         tables = (by.tables.values, by.tables.uppers, by.tables.least)
         tensors += [moment.codes, moment.scales.view(torch.int16), powers, *tables]
-        constants |= {f"{name}_EXPAND": by.expand, f"{name}_FRACTION": _FRACTIONS[by.format.name]}
-    values = (numbers.kept, numbers.first_share, numbers.second_kept, numbers.second_share)
-    rest = (numbers.step_size, numbers.correction, numbers.epsilon)
-    whole, left = divmod(count, ROWS * GROUP)
+    kinds = tuple((by.expand, by.format.name) for by in formats)
+    # A launch that is kept takes aligned tensors only.
+    launches = _kept_launches if _are_aligned(weights, *tensors) else _launches
     with on_device_of(weights):
-        for first, programs, masked in ((0, whole, False), (whole, int(left > 0), True)):
-            if programs:
-                _step_kernel[(programs,)](
-                    *tensors, first, count, *values, *rest, **constants, MASKED=masked, R=ROWS, num_warps=WARPS, **EXACT
-                )
+        for launch in launches(weights.numel(), kinds):
+            launch(weights, *tensors, last=astuple(numbers))
+
+
+def _are_aligned(*tensors: torch.Tensor) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _kept_launches(count: int, kinds: tuple[tuple[bool, str], ...]) -> tuple[Launch, ...]:
+    return _launches(count, kinds)
+
+
+def _launches(count: int, kinds: tuple[tuple[bool, str], ...]) -> tuple[Launch, ...]:
+    """The programs that are filled, and the last one, which is not."""
+    constants: dict[str, int | bool] = {"R": ROWS, "num_warps": WARPS, **EXACT}
+    for name, (expand, format) in zip(("FIRST", "SECOND"), kinds, strict=True):
+        constants |= {f"{name}_EXPAND": expand, f"{name}_FRACTION": _FRACTIONS[format]}
+    whole, left = divmod(count, ROWS * GROUP)
+    parts = ((0, whole, False), (whole, int(left > 0), True))
+    return tuple(
+        Launch(_step_kernel, (programs, 1, 1), (first, count), constants | {"MASKED": masked})
+        for first, programs, masked in parts
+        if programs
+    )
 
 
 @triton.jit

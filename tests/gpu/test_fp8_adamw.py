@@ -6,7 +6,7 @@ the sum is rounded once more.
 
 import pytest
 import torch
-from support.fp8_moments import Trained, awkward_groups, moment_format, same_bits
+from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, same_bits
 from torch.nn import Parameter
 
 from tahq.memory.fp8_adamw_numba import step_on_cpu
@@ -59,6 +59,16 @@ def test_steps_are_the_cpus_to_the_bit_and_write_nothing_else(numel, way):
         if step is step_in_torch:
             assert torch.equal(weights, expected_weights)
         got.assert_nothing_else_was_written()
+
+
+def test_tensors_at_any_address():
+    """After aligned ones of the same shape, for which a launch is kept."""
+    formats = formats_on("cuda", "coat")
+    expected = Trained(step_on_device, 4100, formats, "cuda").take_steps(range(1, 4))
+    got = Unaligned(step_on_device, 4100, formats, "cuda").take_steps(range(1, 4))
+    for left, right in zip(got.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(left, right)
+    got.assert_nothing_else_was_written()
 
 
 @every_way

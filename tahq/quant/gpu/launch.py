@@ -41,7 +41,7 @@ class Launch:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def __call__(self, *tensors: torch.Tensor, last: tuple[int, ...] = ()) -> None:
+    def __call__(self, *tensors: torch.Tensor, last: tuple[float, ...] = ()) -> None:
         """Launch it on these tensors, with `last` behind the numbers, on the caller's stream."""
         of = (tensors[0].get_device(), tensors[0].dtype, tensors[-1].dtype)
         known = self._compiled.get(of)
