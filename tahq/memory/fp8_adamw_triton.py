@@ -141,9 +141,10 @@ def _quotient(m, v, correction, epsilon):
 
 @triton.jit
 def _load(pointers, is_real, MASKED: tl.constexpr):
+    """What is read once: it leaves the cache before the tables do."""
     if MASKED:
-        return tl.load(pointers, mask=is_real, other=0)
-    return tl.load(pointers)
+        return tl.load(pointers, mask=is_real, other=0, eviction_policy="evict_first")
+    return tl.load(pointers, eviction_policy="evict_first")
 
 
 @triton.jit
