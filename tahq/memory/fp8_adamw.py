@@ -4,9 +4,9 @@ Each moment of a parameter is three states: `<moment>` its codes, uint8 of the p
 bf16, and `<moment>_power`, uint8, one of each for 128 consecutive elements of the flattened parameter; no `_power`
 where ranges are not expanded. Together 8 + (16 + 8)/128 = 8.19 bits. Why so: decision 0018.
 
-A step gives the same weights and states to the bit in plain torch on any device, in the CPU's kernel and in CUDA's
-(`tests/memory/test_fp8_adamw*.py`, `tests/gpu/test_fp8_adamw.py`): states saved on one device go on on another. What
-differs between devices are the gradients.
+For equal gradients the states are equal to the bit after every step, in plain torch on any device, in the CPU's kernel
+and in CUDA's (`tests/memory/test_fp8_adamw*.py`, `tests/gpu/test_fp8_adamw.py`): states saved on one device go on on
+another. Weights are equal to the bit in plain torch and on the CPU; CUDA's kernel rounds their update in its own way.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tahq.memory.fp8_adamw_step import StepNumbers
 from tahq.memory.fp8_formats import NAN
-from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_SCALE, MomentFormat, StoredGroups
+from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL, MomentFormat, StoredGroups
 from tahq.memory.range_expansion import UNEXPANDED
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.numbers import Fp32Array, Int16Array, bits_of, float_of
@@ -21,7 +21,7 @@ _UNEXPANDED = UNEXPANDED
 _NAN = NAN
 _MAGNITUDE, _SIGN = 0x7F, 0x80
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_SMALLEST_SCALE, _LARGEST_SCALE = np.float32(SMALLEST_SCALE), np.float32(LARGEST_SCALE)
+_SMALLEST_NORMAL, _LARGEST_SCALE = np.float32(SMALLEST_NORMAL), np.float32(LARGEST_SCALE)
 _LARGEST_FP32 = np.finfo(np.float32).max
 _INFINITY = np.float32(np.inf)
 
@@ -111,31 +111,43 @@ def _decode(moment: Moment, group: int, count: int, x: Fp32Array) -> None:
 @kernel
 def _encode(moment: Moment, group: int, count: int, x: Fp32Array) -> None:
     """code = round(Δmax·(|x|/M)^k), with M and k as they are stored."""
-    largest, smallest = _ZERO, _INFINITY
+    largest = _ZERO
     for i in range(count):
         magnitude = abs(x[i])
-        if _ZERO < magnitude <= _LARGEST_FP32:
-            largest, smallest = max(largest, magnitude), min(smallest, magnitude)
-    scale = _ZERO
-    if largest > _ZERO:
-        bits = bits_of(min(max(largest, _SMALLEST_SCALE), _LARGEST_SCALE))
-        scale = float_of((bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF)
+        if _SMALLEST_NORMAL <= magnitude <= _LARGEST_FP32:
+            largest = max(largest, magnitude)
+    bits = bits_of(min(largest, _LARGEST_SCALE))
+    scale = float_of((bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF)
     inverse = _ONE / scale if scale > _ZERO else _ZERO
     moment.scales[group] = bits_of(scale) >> 16
     power = _UNEXPANDED
     if len(moment.powers):
-        if smallest < largest:
-            power = _last_usable(moment.least, smallest * inverse)
+        smallest = _INFINITY
+        for i in range(count):
+            ratio = _ratio(x[i], inverse)
+            smallest = min(smallest, ratio if ratio > _ZERO else _INFINITY)
+        if smallest < largest * inverse:
+            power = _last_usable(moment.least, smallest)
         moment.powers[group] = power
     uppers = moment.uppers[power]
     start = group * _GROUP
     for i in range(count):
         code = _NAN
         if abs(x[i]) <= _LARGEST_FP32:
-            code = _nearest(uppers, abs(x[i]) * inverse)
-            if x[i] < _ZERO:
+            code = _nearest(uppers, _ratio(x[i], inverse))
+            if bits_of(x[i]) < 0:
                 code |= _SIGN
         moment.codes[start + i] = code
+
+
+@kernel
+def _ratio(x: np.float32, inverse: np.float32) -> np.float32:
+    """|x|/M; 0 where either is subnormal, or x is not finite."""
+    magnitude = abs(x)
+    if not _SMALLEST_NORMAL <= magnitude <= _LARGEST_FP32:
+        return _ZERO
+    ratio = magnitude * inverse
+    return ratio if ratio >= _SMALLEST_NORMAL else _ZERO
 
 
 @kernel

@@ -13,39 +13,37 @@ NAN = 0x7F
 STEPS_PER_OCTAVE = 28
 
 
+def magnitudes_of(x: torch.Tensor) -> torch.Tensor:
+    """|x|; 0 where x is not finite, or subnormal."""
+    return torch.where(x.isfinite() & (x.abs() >= 2.0**-126), x.abs(), 0.0)
+
+
 def scale_as_stored(x: torch.Tensor) -> torch.Tensor:
-    """M of groups [P, 128]: max|x| over what is finite, in 2⁻¹²⁶ … largest bf16, or 0; to the nearest bf16 [P]."""
-    magnitudes = x.abs()
-    largest = torch.where(magnitudes.isfinite(), magnitudes, 0.0).amax(1)
-    kept = largest.clamp(2.0**-126, torch.finfo(torch.bfloat16).max)
-    return torch.where(largest > 0, kept, 0.0).to(torch.bfloat16)
+    """M of groups [P, 128]: max|x| over what is finite, at most 2¹²⁶, to the nearest bf16 [P]."""
+    return magnitudes_of(x).amax(1).clamp(max=2.0**126).to(torch.bfloat16)
 
 
 def ratios_(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """|x|/M as fp32 has it, by the reciprocal; 0 where x is not finite, or M is 0. [P, 128] in fp64."""
+    """|x|/M as fp32 has it, by the reciprocal, fp64 [P, 128]; 0 where it is subnormal, or x is not finite."""
     inverse = torch.where(scales > 0, 1.0 / scales.float(), 0.0)[:, None]
-    magnitudes = torch.where(x.isfinite(), x.abs(), 0.0)
-    return (magnitudes * inverse).double()
+    ratios = (magnitudes_of(x) * inverse).double()
+    return torch.where(ratios >= 2.0**-126, ratios, 0.0)
 
 
-def power_index(x: torch.Tensor, scales: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+def power_index(ratios: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     """k = log(Δmax/Δmin) / log(M/min|x|) (COAT §4.2), min over what is not 0, in [1/16, 32], down to 2^(j/28 − 4).
 
     Args:
-        x: groups, fp32 [P, 128].
-        scales: M as stored, bf16 [P].
+        ratios: |x|/M of groups, fp64 [P, 128].
         magnitudes: of the format, fp64, rising from 0.
 
     Returns:
         j, int64 [P]; 112 (k = 1) where max = min.
     """
-    finite = torch.where(x.isfinite(), x.abs(), 0.0)
-    smallest = torch.where(finite > 0, finite, torch.inf).amin(1)
-    inverse = torch.where(scales > 0, 1.0 / scales.float(), 0.0)
-    ratio = (smallest * inverse).double().clamp(max=1.0)
-    k = torch.log(magnitudes[-1] / magnitudes[1]) / -torch.log(ratio)  # ∞ at ratio 1, so 32
+    smallest = torch.where(ratios > 0, ratios, torch.inf).amin(1)
+    k = torch.log(magnitudes[-1] / magnitudes[1]) / torch.log(smallest.clamp(max=1.0)).abs()  # ∞ at ratio 1, so 32
     index = torch.floor(STEPS_PER_OCTAVE * (torch.log2(k.clamp(1 / 16, 32)) + 4))
-    return torch.where(smallest < finite.amax(1), index, 4.0 * STEPS_PER_OCTAVE).long()
+    return torch.where(smallest < ratios.amax(1), index, 4.0 * STEPS_PER_OCTAVE).long()
 
 
 def nearest_code(y: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
@@ -62,11 +60,12 @@ def encode_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q(f(x)): codes uint8 [P, 128], scales bf16 [P], indices of powers uint8 [P] of groups fp32 [P, 128]."""
     scales = scale_as_stored(x)
-    index = power_index(x, scales, magnitudes) if expand else torch.full((len(x),), 4 * STEPS_PER_OCTAVE)
+    ratios = ratios_(x, scales)
+    index = power_index(ratios, magnitudes) if expand else torch.full((len(x),), 4 * STEPS_PER_OCTAVE)
     k = 2.0 ** (index.double() / STEPS_PER_OCTAVE - 4)
-    codes = nearest_code(magnitudes[-1] * ratios_(x, scales) ** k[:, None], magnitudes)
+    codes = nearest_code(magnitudes[-1] * ratios ** k[:, None], magnitudes)
     if is_signed:
-        codes = torch.where(x.isfinite(), codes + 128 * (x < 0), NAN)
+        codes = torch.where(x.isfinite(), codes + 128 * x.signbit(), NAN)
     return codes.to(torch.uint8), scales, index.to(torch.uint8)
 
 

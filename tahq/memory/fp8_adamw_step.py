@@ -1,7 +1,8 @@
 """One step of AdamW on moments in eight bits: its numbers, and the step in plain torch.
 
 The order of operations is a contract: single sums, products, quotients and roots in fp32, each rounded once, none
-fused, so that every device and kernel gives the same weights, codes, scales and powers to the bit.
+fused, so that every device and kernel gives the same codes, scales and powers to the bit. So it does weights, but for
+CUDA's kernel, which takes root and quotient as the device approximates them (`fp8_adamw_triton.UPDATE_ERROR`).
 
     m ← m + (1 − β₁)·(g − m);   v ← β₂·v + ((1 − β₂)·g)·g
     w ← w·(1 − η·λ) − η/(1 − β₁ᵗ) · (m / (√v · 1/√(1 − β₂ᵗ) + ε))

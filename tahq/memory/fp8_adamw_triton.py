@@ -1,15 +1,19 @@
 """The step of `fp8_adamw_step` on CUDA as one kernel: weights, gradients and states are read once and written once.
 
-Weights, codes, scales and powers are equal to `step_in_torch`'s to the bit. Powers of two and logarithms, which every
-device rounds in its own way, only guess: at an entry of the tables of `range_expansion` that the right one is next to.
+Codes, scales and powers are equal to `step_in_torch`'s to the bit, at every step, for equal gradients. Powers of two
+and logarithms, which every device rounds in its own way, only guess: at an entry of the tables of `range_expansion`
+that the right one is next to. What is added to a weight is within `UPDATE_ERROR` of that in `step_in_torch`, relative.
 
-A warp has a group, a thread four elements of it: all loads are of 4 or 16 bytes, and nothing passes between warps.
-Rows of the tables, 512 bytes a group and moment, come out of the L1 cache.
+Sixteen groups a program, sixteen elements a thread: what is done once a group, some sixty instructions, is done by few
+threads for many elements. Rows of the tables, 512 bytes a group and moment, come out of the L1 cache. Programs that are
+filled run without masks, the last one of a tensor with them.
 
 Shape letters: R groups (rows) of a program, of 128 elements each.
 """
 
 import math
+from dataclasses import astuple
+from functools import lru_cache
 
 import torch
 import triton
@@ -17,15 +21,21 @@ import triton.language as tl
 
 from tahq.memory.fp8_adamw_step import StepNumbers
 from tahq.memory.fp8_formats import E4M3, E5M2, NAN
-from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_SCALE, MomentFormat, StoredGroups, num_groups
+from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL, MomentFormat, StoredGroups
 from tahq.memory.range_expansion import NUM_POWERS, STEPS_PER_OCTAVE, UNEXPANDED
-from tahq.quant.gpu.launch import EXACT, on_device_of
+from tahq.quant.gpu.launch import EXACT, Launch, aligned, on_device_of
+from tahq.quant.gpu.tiles import IS_INTERPRETED
+from tahq.quant.stream import ALIGNMENT
 
-ROWS = 4
+ROWS, WARPS = 16, 4
 """Groups of a program, and its warps."""
+UPDATE_ERROR = 2.0**-21
+"""Of m/(√v·c + ε): 2⁻²² of the root (PTX: sqrt.approx), 2⁻²³ of the reciprocal, and four roundings of 2⁻²⁴."""
 _FRACTIONS = {"e4m3": 3, "e5m2": 2}
 """Bits of the fraction, by which the kernel knows the format."""
 _E4M3_LARGEST, _E5M2_LARGEST = tl.constexpr(E4M3.largest), tl.constexpr(E5M2.largest)
+_E4M3_LOG2_LARGEST = tl.constexpr(math.log2(E4M3.largest))
+_E5M2_LOG2_LARGEST = tl.constexpr(math.log2(E5M2.largest))
 _E4M3_RANGE = tl.constexpr(-math.log2(E4M3.smallest_share))
 _E5M2_RANGE = tl.constexpr(-math.log2(E5M2.smallest_share))
 _GROUP = tl.constexpr(GROUP)
@@ -33,8 +43,11 @@ _NAN = tl.constexpr(NAN)
 _UNEXPANDED = tl.constexpr(UNEXPANDED)
 _LAST_POWER = tl.constexpr(NUM_POWERS - 1)
 _STEPS = tl.constexpr(float(STEPS_PER_OCTAVE))
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
+_SMALLEST_NORMAL_BITS, _LARGEST_SCALE_BITS = (
+    tl.constexpr(int(torch.tensor(number).view(torch.int32))) for number in (SMALLEST_NORMAL, LARGEST_SCALE)
+)
+"""As bits, which are in the order of magnitudes."""
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -45,53 +58,138 @@ def step_on_cuda(
     formats: tuple[MomentFormat, MomentFormat],
     numbers: StepNumbers,
 ) -> None:
-    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing."""
-    count = weights.numel()
-    if count == 0:
+    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing.
+
+    What is compiled for a shape is launched by itself from the second step on: in Triton's way a launch takes longer
+    than most tensors of a model.
+    """
+    if weights.numel() == 0:
         return
-    tensors = [weights, gradients.contiguous()]
-    constants: dict[str, int | bool] = {}
-    for name, moment, by in zip(("FIRST", "SECOND"), moments, formats, strict=True):
+    tensors = [aligned(gradients)]
+    for moment, by in zip(moments, formats, strict=True):
         powers = moment.codes if moment.powers is None else moment.powers
         tables = (by.tables.values, by.tables.uppers, by.tables.least)
         tensors += [moment.codes, moment.scales.view(torch.int16), powers, *tables]
-        constants |= {f"{name}_EXPAND": by.expand, f"{name}_FRACTION": _FRACTIONS[by.format.name]}
-    grid = (triton.cdiv(num_groups(count), ROWS),)
-    values = (numbers.kept, numbers.first_share, numbers.second_kept, numbers.second_share)
-    rest = (numbers.step_size, numbers.correction, numbers.epsilon)
+    kinds = tuple((by.expand, by.format.name) for by in formats)
+    # A launch that is kept takes aligned tensors only.
+    launches = _kept_launches if _are_aligned(weights, *tensors) else _launches
     with on_device_of(weights):
-        _step_kernel[grid](*tensors, count, *values, *rest, **constants, R=ROWS, num_warps=ROWS, **EXACT)
+        for launch in launches(weights.numel(), kinds):
+            launch(weights, *tensors, last=astuple(numbers))
+
+
+def _are_aligned(*tensors: torch.Tensor) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _kept_launches(count: int, kinds: tuple[tuple[bool, str], ...]) -> tuple[Launch, ...]:
+    return _launches(count, kinds)
+
+
+def _launches(count: int, kinds: tuple[tuple[bool, str], ...]) -> tuple[Launch, ...]:
+    """The programs that are filled, and the last one, which is not."""
+    constants: dict[str, int | bool] = {"R": ROWS, "num_warps": WARPS, **EXACT}
+    for name, (expand, format) in zip(("FIRST", "SECOND"), kinds, strict=True):
+        constants |= {f"{name}_EXPAND": expand, f"{name}_FRACTION": _FRACTIONS[format]}
+    whole, left = divmod(count, ROWS * GROUP)
+    parts = ((0, whole, False), (whole, int(left > 0), True))
+    return tuple(
+        Launch(_step_kernel, (programs, 1, 1), (first, count), constants | {"MASKED": masked})
+        for first, programs, masked in parts
+        if programs
+    )
 
 
 @triton.jit
 def _log2(x):
-    """log₂ of x ≥ 0, subnormal or not, to some 10⁻⁶; −∞ of 0."""
-    is_tiny = x < 2.0**-64
-    return tl.log2(tl.where(is_tiny, x * 2.0**64, x)) - tl.where(is_tiny, 64.0, 0.0)
+    """log₂ of x ≥ 0, no subnormal, to some 10⁻⁶; −∞ of 0. Triton's own is a polynomial of twenty terms."""
+    if IS_INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _decode(codes, scales, powers, values, element, is_real, group, is_group, EXPAND: tl.constexpr):
-    """x = ±M·(code/Δmax)^(1/k), fp32 [R, 128]."""
-    code = tl.load(codes + element, mask=is_real, other=0).to(tl.int32)
-    bits = tl.load(scales + group, mask=is_group, other=0).to(tl.int32) << 16
-    scale = bits.to(tl.float32, bitcast=True)
-    if EXPAND:
-        power = tl.load(powers + group, mask=is_group, other=_UNEXPANDED).to(tl.int32)
-        share = tl.load(values + power[:, None] * 128 + (code & 0x7F))
+def _product_without_subnormals(x, y):
+    """x·y, where 0 stands for any of the three that is subnormal; as long as y is normal."""
+    if IS_INTERPRETED:
+        product = tl.where(x < _SMALLEST_NORMAL, 0.0, x) * y
+        return tl.where(product < _SMALLEST_NORMAL, 0.0, product)
+    return tl.inline_asm_elementwise(
+        "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _quotient(m, v, correction, epsilon):
+    """m/(√v·correction + ε), to four units in the last place: a root and a reciprocal that are one instruction each.
+
+    Rounded to the bit they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
+    """
+    if IS_INTERPRETED:
+        return tl.div_rn(m, tl.sqrt_rn(v) * correction + epsilon)
+    root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+    return m * tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [root * correction + epsilon],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load(pointers, is_real, MASKED: tl.constexpr):
+    """What is read once: it leaves the cache before the tables do."""
+    if MASKED:
+        return tl.load(pointers, mask=is_real, other=0, eviction_policy="evict_first")
+    return tl.load(pointers, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store(pointers, values, is_real, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointers, values, mask=is_real)
     else:
-        share = tl.load(values + _UNEXPANDED * 128 + (code & 0x7F))
-    magnitude = share * scale[:, None]
-    return tl.where(code >= 128, -magnitude, magnitude)
+        tl.store(pointers, values)
+
+
+@triton.jit
+def _decode(
+    codes,
+    scales,
+    powers,
+    values,
+    offset,
+    is_real,
+    row,
+    is_row,
+    MASKED: tl.constexpr,
+    EXPAND: tl.constexpr,
+    IS_SIGNED: tl.constexpr,
+):
+    """x = ±M·(code/Δmax)^(1/k), fp32 [R, 128]."""
+    code = _load(codes + offset, is_real, MASKED).to(tl.int32)
+    bits = _load(scales + row, is_row, MASKED).to(tl.int32) << 16
+    scale = bits.to(tl.float32, bitcast=True)
+    place = code & 0x7F if IS_SIGNED else code
+    if EXPAND:
+        power = _load(powers + row, is_row, MASKED).to(tl.int32)
+        share = tl.load(values + (power * 128)[:, None] + place)
+    else:
+        share = tl.load(values + _UNEXPANDED * 128 + place)
+    if IS_SIGNED:
+        share = (share.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return share * scale[:, None]
 
 
 @triton.jit
 def _scale_bits(largest):
-    """M as stored: the bits of the nearest bf16, as fp32's [R]; 0 for 0."""
-    kept = tl.minimum(tl.maximum(largest, _SMALLEST_SCALE), _LARGEST_SCALE)
-    bits = kept.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
-    return tl.where(largest > 0, rounded, 0)
+    """M as stored: the bits of the nearest bf16, as fp32's [R]; 0 for what is subnormal. `largest`: as bits."""
+    kept = tl.minimum(largest, _LARGEST_SCALE_BITS)
+    rounded = (kept + 0x7FFF + ((kept >> 16) & 1)) >> 16 << 16
+    return tl.where(largest < _SMALLEST_NORMAL_BITS, 0, rounded)
 
 
 @triton.jit
@@ -109,12 +207,18 @@ def _last_usable(least, ratio, RANGE: tl.constexpr):
 
 @triton.jit
 def _floor_code(y, FRACTION: tl.constexpr):
-    """The code of the largest magnitude of the format that is not above y ≥ 0."""
+    """The code of the largest magnitude of the format that is not above y ≥ 0, if y is not beyond Δmax.
+
+    Below the smallest normal magnitude the format is linear, as fp32 is in the octave that begins there.
+    """
     BIAS: tl.constexpr = 7 if FRACTION == 3 else 15
     LAST: tl.constexpr = 126 if FRACTION == 3 else 123
-    normal = (y.to(tl.int32, bitcast=True) >> (23 - FRACTION)) - ((127 - BIAS) << FRACTION)
-    subnormal = (y * 2.0 ** (BIAS - 1 + FRACTION)).to(tl.int32)
-    return tl.minimum(tl.where(y < 2.0 ** (1 - BIAS), subnormal, normal), LAST)
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    is_subnormal = y < SMALLEST_NORMAL
+    bits = tl.where(is_subnormal, y + SMALLEST_NORMAL, y).to(tl.int32, bitcast=True)
+    BELOW: tl.constexpr = (127 - BIAS) << FRACTION
+    code = (bits >> (23 - FRACTION)) - tl.where(is_subnormal, BELOW + (1 << FRACTION), BELOW)
+    return tl.minimum(code, LAST)
 
 
 @triton.jit
@@ -125,45 +229,54 @@ def _encode(
     powers,
     uppers,
     least,
-    element,
+    offset,
     is_real,
-    group,
-    is_group,
+    row,
+    is_row,
+    MASKED: tl.constexpr,
     EXPAND: tl.constexpr,
     FRACTION: tl.constexpr,
+    IS_SIGNED: tl.constexpr,
 ):
     """code = round(Δmax·(|x|/M)^k) of x [R, 128], with M and k as they are stored."""
-    magnitude_bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    is_finite = magnitude_bits < _INFINITY_BITS
-    magnitude = tl.where(is_finite, magnitude_bits, 0).to(tl.float32, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    is_finite = (bits & 0x7FFFFFFF) < _INFINITY_BITS
+    magnitude = tl.where(is_finite, bits & 0x7FFFFFFF, 0)
     largest = tl.max(magnitude, axis=1)
     scale_bits = _scale_bits(largest)
-    tl.store(scales + group, (scale_bits >> 16).to(tl.int16), mask=is_group)
+    _store(scales + row, (scale_bits >> 16).to(tl.int16), is_row, MASKED)
     scale = scale_bits.to(tl.float32, bitcast=True)
-    divisor = tl.where(scale > 0, scale, 1.0)
-    inverse = tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), divisor), 0.0)
-    ratio = magnitude * inverse[:, None]
+    divisor = tl.where(scale > 0, scale, float("inf"))
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), divisor)
+    ratio = _product_without_subnormals(
+        magnitude.to(tl.float32, bitcast=True), tl.broadcast_to(inverse[:, None], magnitude.shape)
+    )
     LARGEST: tl.constexpr = _E4M3_LARGEST if FRACTION == 3 else _E5M2_LARGEST
     if EXPAND:
-        smallest = tl.min(tl.where(magnitude > 0, magnitude, float("inf")), axis=1)
+        # less 1 and without a sign, 0 is the largest of all
+        less_one = (ratio.to(tl.int32, bitcast=True) - 1).to(tl.uint32, bitcast=True)
+        smallest = (tl.min(less_one, axis=1) + 1).to(tl.float32, bitcast=True)
         RANGE: tl.constexpr = _E4M3_RANGE if FRACTION == 3 else _E5M2_RANGE
-        usable = _last_usable(least, smallest * inverse, RANGE)
-        power = tl.where(smallest < largest, usable, _UNEXPANDED)
-        tl.store(powers + group, power.to(tl.uint8), mask=is_group)
+        usable = _last_usable(least, smallest, RANGE)
+        power = tl.where(smallest < largest.to(tl.float32, bitcast=True) * inverse, usable, _UNEXPANDED)
+        _store(powers + row, power.to(tl.uint8), is_row, MASKED)
         k = tl.exp2(power.to(tl.float32) * (1.0 / _STEPS) - 4.0)
-        y = tl.exp2(_log2(ratio) * k[:, None]) * LARGEST
-        row = power[:, None] * 128
+        LOG2_LARGEST: tl.constexpr = _E4M3_LOG2_LARGEST if FRACTION == 3 else _E5M2_LOG2_LARGEST
+        y = tl.exp2(tl.fma(_log2(ratio), tl.broadcast_to(k[:, None], ratio.shape), LOG2_LARGEST))
+        upper = uppers + (power * 128)[:, None]
     else:
         y = ratio * LARGEST
-        row = tl.full(magnitude_bits.shape, _UNEXPANDED * 128, tl.int32)
+        upper = uppers + _UNEXPANDED * 128
     floor = _floor_code(y, FRACTION)
-    code = floor + (ratio > tl.load(uppers + row + floor)).to(tl.int32)
-    signed = tl.where(x < 0, code | 128, code)
-    tl.store(codes + element, tl.where(is_finite, signed, _NAN).to(tl.uint8), mask=is_real)
+    code = floor + (ratio > tl.load(upper + floor)).to(tl.int32)
+    if IS_SIGNED:
+        code = code | ((bits >> 24) & 0x80)
+    _store(codes + offset, tl.where(is_finite, code, _NAN).to(tl.uint8), is_real, MASKED)
 
 
 @triton.jit(
     do_not_specialize=[
+        "first_program",
         "count",
         "kept",
         "first_share",
@@ -189,6 +302,7 @@ def _step_kernel(
     second_values,
     second_uppers,
     second_least,
+    first_program,
     count,
     kept,
     first_share,
@@ -201,23 +315,49 @@ def _step_kernel(
     FIRST_FRACTION: tl.constexpr,
     SECOND_EXPAND: tl.constexpr,
     SECOND_FRACTION: tl.constexpr,
+    MASKED: tl.constexpr,
     R: tl.constexpr,
 ):
-    group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    element = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    is_real = element < count
-    is_group = group * _GROUP < count
-    weight = tl.load(weights + element, mask=is_real, other=0.0)
-    gradient = tl.load(gradients + element, mask=is_real, other=0.0)
-    m = _decode(first_codes, first_scales, first_powers, first_values, element, is_real, group, is_group, FIRST_EXPAND)
+    # Where this program begins may be beyond 2³¹; what it adds to that is not.
+    program = tl.program_id(0) + first_program
+    start = program.to(tl.int64) * (R * _GROUP)
+    first_row = program * R
+    left = tl.minimum(count - start, R * _GROUP).to(tl.int32)
+    row = tl.arange(0, R)
+    offset = row[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    is_real, is_row = offset < left, row * _GROUP < left
+    weights += start
+    gradients += start
+    first_codes += start
+    second_codes += start
+    first_scales += first_row
+    second_scales += first_row
+    if FIRST_EXPAND:
+        first_powers += first_row
+    if SECOND_EXPAND:
+        second_powers += first_row
+    weight = _load(weights + offset, is_real, MASKED)
+    gradient = _load(gradients + offset, is_real, MASKED)
+    m = _decode(
+        first_codes, first_scales, first_powers, first_values, offset, is_real, row, is_row, MASKED, FIRST_EXPAND, True
+    )
     v = _decode(
-        second_codes, second_scales, second_powers, second_values, element, is_real, group, is_group, SECOND_EXPAND
+        second_codes,
+        second_scales,
+        second_powers,
+        second_values,
+        offset,
+        is_real,
+        row,
+        is_row,
+        MASKED,
+        SECOND_EXPAND,
+        False,
     )
     m = m + (gradient - m) * first_share
     v = v * second_kept + (gradient * second_share) * gradient
-    denominator = tl.sqrt_rn(v) * correction + epsilon
-    weight = weight * kept - tl.div_rn(m, denominator) * step_size
-    tl.store(weights + element, weight, mask=is_real)
+    weight = weight * kept - _quotient(m, v, correction, epsilon) * step_size
+    _store(weights + offset, weight, is_real, MASKED)
     _encode(
         m,
         first_codes,
@@ -225,12 +365,14 @@ def _step_kernel(
         first_powers,
         first_uppers,
         first_least,
-        element,
+        offset,
         is_real,
-        group,
-        is_group,
+        row,
+        is_row,
+        MASKED,
         FIRST_EXPAND,
         FIRST_FRACTION,
+        True,
     )
     _encode(
         v,
@@ -239,10 +381,12 @@ def _step_kernel(
         second_powers,
         second_uppers,
         second_least,
-        element,
+        offset,
         is_real,
-        group,
-        is_group,
+        row,
+        is_row,
+        MASKED,
         SECOND_EXPAND,
         SECOND_FRACTION,
+        False,
     )

@@ -4,8 +4,10 @@ Plain torch on any device, by the tables of `range_expansion`; equal to the bit 
 CUDA's kernels (`fp8_adamw_numba`, `fp8_adamw_triton`). `fp8_adamw_reference` has the paper's formulas, without tables.
 
 What is quantised is relative to scale and power *as stored*. The scale is the largest finite magnitude, to the
-nearest bf16, in 2⁻¹²⁶ … 2¹²⁸·(1 − 2⁻⁸): its reciprocal then exists. A magnitude above it saturates.
-- A group of zeros has scale 0, and all its codes are 0.
+nearest bf16, but at most 2¹²⁶, so that its reciprocal is a normal number; a magnitude above it saturates.
+- What is subnormal in fp32 counts as 0, and so does what is less than 2⁻¹²⁶ of the scale. Averages of gradients that no
+  longer come decay to there, and must not widen the range of their group for good.
+- A group of zeros has scale 0, and all its codes are 0, but for signs.
 - Where all non-zero magnitudes are equal there is no range to expand: k = 1.
 - NaN and infinities become NaN; the group's other numbers are stored as if these were not there.
 
@@ -21,8 +23,8 @@ from tahq.memory.fp8_formats import NAN, EightBitFormat
 from tahq.memory.range_expansion import UNEXPANDED, ExpansionTables
 
 GROUP = 128
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**128 * (1 - 2.0**-8)
+SMALLEST_NORMAL = 2.0**-126
+LARGEST_SCALE = 2.0**126
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,13 @@ def encode(groups: torch.Tensor, by: MomentFormat) -> tuple[torch.Tensor, torch.
         codes uint8 [P, 128], scales bf16 [P], powers uint8 [P].
     """
     is_finite = groups.isfinite()
-    magnitudes = torch.where(is_finite, groups.abs(), 0.0)
+    magnitudes = _without_subnormals(torch.where(is_finite, groups.abs(), 0.0))
     scales = stored_scales(magnitudes.amax(1))
-    inverses = _reciprocals(scales)
-    powers = _powers(magnitudes, inverses, by)
-    ratios = magnitudes * inverses[:, None]
+    ratios = _without_subnormals(magnitudes * _reciprocals(scales)[:, None])
+    powers = _powers(ratios, by)
     codes = torch.searchsorted(by.tables.uppers[powers.long()], ratios).to(torch.uint8)
     if by.format.is_signed:
-        codes = torch.where(is_finite, codes | (groups < 0).to(torch.uint8) << 7, NAN)
+        codes = torch.where(is_finite, codes | groups.signbit().to(torch.uint8) << 7, NAN)
     return codes, scales, powers
 
 
@@ -88,9 +89,12 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, powers: torch.Tensor | Non
 
 
 def stored_scales(largest: torch.Tensor) -> torch.Tensor:
-    """M as it is stored: bf16 [P] of the largest finite magnitudes, fp32 [P]."""
-    kept = torch.where(largest > 0, largest.clamp(SMALLEST_SCALE, LARGEST_SCALE), 0.0)
-    return kept.to(torch.bfloat16)
+    """M as it is stored: bf16 [P] of the largest finite magnitudes, fp32 [P], 0 or normal."""
+    return largest.clamp(max=LARGEST_SCALE).to(torch.bfloat16)
+
+
+def _without_subnormals(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x < SMALLEST_NORMAL, 0.0, x)
 
 
 def _reciprocals(scales: torch.Tensor) -> torch.Tensor:
@@ -98,11 +102,11 @@ def _reciprocals(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(wide > 0, 1.0 / wide, 0.0)
 
 
-def _powers(magnitudes: torch.Tensor, inverses: torch.Tensor, by: MomentFormat) -> torch.Tensor:
+def _powers(ratios: torch.Tensor, by: MomentFormat) -> torch.Tensor:
     """The index of each group's k, uint8 [P]: the largest that keeps the smallest non-zero magnitude in the format."""
     if not by.expand:
-        return torch.full(inverses.shape, UNEXPANDED, dtype=torch.uint8, device=inverses.device)
-    smallest = torch.where(magnitudes > 0, magnitudes, torch.inf).amin(1)
-    usable = torch.searchsorted(by.tables.least, smallest * inverses, right=True) - 1
-    has_range = smallest < magnitudes.amax(1)
+        return torch.full(ratios.shape[:1], UNEXPANDED, dtype=torch.uint8, device=ratios.device)
+    smallest = torch.where(ratios > 0, ratios, torch.inf).amin(1)
+    usable = torch.searchsorted(by.tables.least, smallest, right=True) - 1
+    has_range = smallest < ratios.amax(1)
     return torch.where(has_range, usable.clamp(min=0), UNEXPANDED).to(torch.uint8)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.fp8_moments import Trained, awkward_groups, moment_format, same_bits
+from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, same_bits
 
 from tahq.memory.fp8_adamw_step import StepNumbers, step_in_torch
 from tahq.memory.fp8_formats import E4M3, E5M2
@@ -36,6 +36,14 @@ def step_in_triton(*arguments) -> None:
 def test_steps_are_equal_to_the_bit_and_write_nothing_else(numel, formats):
     got = Trained(step_in_triton, numel, formats).take_steps(range(1, 4))
     expected = Trained(step_in_torch, numel, formats).take_steps(range(1, 4))
+    for left, right in zip(got.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(left, right)
+    got.assert_nothing_else_was_written()
+
+
+def test_tensors_at_any_address():
+    got = Unaligned(step_in_triton, 4100, FORMATS["coat"]).take_steps(range(1, 3))
+    expected = Trained(step_in_torch, 4100, FORMATS["coat"]).take_steps(range(1, 3))
     for left, right in zip(got.tensors(), expected.tensors(), strict=True):
         assert torch.equal(left, right)
     got.assert_nothing_else_was_written()
