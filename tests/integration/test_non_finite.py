@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from safetensors import safe_open
 from support.runs import Run, environment, launch, start, tiny, write_config
@@ -39,13 +40,42 @@ sys.exit(worker_main())
 """
 """A worker in whose stage the gradient of one weight is NaN in one micro-batch of one step: nothing of it travels."""
 
+LLAMA = {"family": "llama", "num_layers": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
+# A subspace is searched for in every second step, the disturbed one too.
+QGALORE = {"optimizer": "qgalore", "qgalore": {"gap": 2, "lazy": False}}
+DISTURBED_LOW_RANK_WORKER = f"""
+import sys
+import torch
+from tahq.memory.low_rank_weight import LowRankWeight
+from tahq_launch.cli import worker_main
 
-def disturbed_run(folder) -> Run:
-    write_config(folder, CONFIG)
+take = LowRankWeight.take
+calls = {{}}
+
+def disturbed(weight, gradient):
+    key = weight.name, weight._step
+    calls[key] = calls.get(key, -1) + 1
+    is_it = key == ("model.layers.1.mlp.up_proj.weight", {DISTURBED - 1}) and calls[key] == MICRO_BATCH
+    take(weight, gradient * torch.nan if is_it else gradient)
+
+LowRankWeight.take = disturbed
+sys.argv = ["tahq-worker", *sys.argv[1:]]
+sys.exit(worker_main())
+"""
+"""The same for a matrix that is trained in a subspace."""
+
+
+def changed(**sections) -> dict:
+    """CONFIG with some keys of some sections changed."""
+    return {name: {**CONFIG.get(name, {}), **sections.get(name, {})} for name in {**CONFIG, **sections}}
+
+
+def disturbed_run(folder, config=CONFIG, program=DISTURBED_WORKER) -> Run:
+    write_config(folder, config)
     coordinator = start(folder, "tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
     peer = coordinator.stdout.readline().split()[-1]
     middle = subprocess.Popen(
-        [sys.executable, "-c", DISTURBED_WORKER, "--stage", "1", "--peer", peer],
+        [sys.executable, "-c", program, "--stage", "1", "--peer", peer],
         cwd=folder,
         env=environment(),
         stderr=subprocess.PIPE,
@@ -63,9 +93,32 @@ def test_nan_in_one_micro_batch_on_a_middle_stage_is_skipped_by_all_and_the_run_
         (tmp_path / name).mkdir()
     calm = launch(tmp_path / "calm", CONFIG)
     run = disturbed_run(tmp_path / "disturbed")
+    assert run.losses[:DISTURBED] == calm.losses[:DISTURBED]  # the loss itself is not touched
+    assert_skipped_once(run)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"training": {"optimizer": "fp8_adamw"}},
+        {"model": LLAMA, "memory": {"activations": "coat"}},
+    ],
+    ids=["fp8_adamw", "coat"],
+)
+def test_nan_leaves_nothing_in_codes(tmp_path, sections):
+    assert_skipped_once(disturbed_run(tmp_path, changed(**sections)))
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_nan_in_the_gradient_of_which_a_subspace_is_made_or_in_a_later_one(tmp_path, micro_batch):
+    program = DISTURBED_LOW_RANK_WORKER.replace("MICRO_BATCH", str(micro_batch))
+    assert_skipped_once(disturbed_run(tmp_path, changed(model=LLAMA, training=QGALORE), program))
+
+
+def assert_skipped_once(run: Run) -> None:
+    """All stages have skipped one step, its batch is kept, and the run went on."""
     assert run.returncode == 0, run.stderr
     assert [row["step"] for row in run.metrics if row["skipped"]] == [DISTURBED]
-    assert run.losses[:DISTURBED] == calm.losses[:DISTURBED]  # the loss itself is not touched
     assert all(loss is not None for loss in run.losses)
     state = run.snapshot()
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
