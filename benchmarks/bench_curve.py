@@ -21,7 +21,7 @@ from machine import describe_device
 
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.keys import KeyPair, new_key_pair
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.units import parse_rate

@@ -19,7 +19,7 @@ import torch
 from machine import describe
 
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq_netem.description import uniform

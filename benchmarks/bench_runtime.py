@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from machine import describe
 
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext

@@ -21,7 +21,7 @@ from machine import describe_device
 
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.group_rendezvous import GroupSpec, open_group
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
 from tahq.comm.zmq_endpoint import ZmqEndpoint

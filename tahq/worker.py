@@ -44,7 +44,7 @@ from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
 from tahq.comm.descriptor_limit import raise_descriptor_limit
 from tahq.comm.group_rendezvous import GroupSpec, open_group
 from tahq.comm.group_transport import GroupTransport
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
 from tahq.comm.worker_links import LinkOrder, WorkerLinks

@@ -14,8 +14,8 @@ from tahq.comm.endpoint_loop import Trouble
 from tahq.comm.frame_log import FrameLog
 from tahq.comm.host_shaping import host_shaping
 from tahq.comm.keys import Credentials, KeyPair
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.receive_memory import memory_for
-from tahq.comm.session import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.config import ClusterConfig

@@ -17,10 +17,11 @@ import zmq
 
 from tahq.comm.dialled import Dialled
 from tahq.comm.frame import FrameKind, peek_kind
+from tahq.comm.link_spec import LinkSpec
 from tahq.comm.outbound import Outgoing
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import next_to_send
-from tahq.comm.session import End, LinkSpec
+from tahq.comm.session import End
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.socket_wait import WaitSet, Waker
 from tahq.comm.wire import Arrival, Wire, take_messages

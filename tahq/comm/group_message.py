@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 
 from tahq.comm.frame import HEADER_NBYTES, Frame, FrameHeader, FrameKind, buffer_of, pack_header, unpack_header
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.errors import RemoteProtocolError
 
 _CHECKSUM = struct.Struct("<I")

@@ -19,9 +19,9 @@ from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.gloo_group import GlooGroup, GroupBrokenError
 from tahq.comm.group_thread import Lane
 from tahq.comm.group_transport import GroupTransport, Lanes
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.nccl_path import NcclPath
 from tahq.comm.payload_path import HostPath, PayloadPath
-from tahq.comm.session import PeerIdentity
 from tahq.comm.torch_groups import Store, c10d
 from tahq.comm.zmq_transport import ZmqTransport
 from tahq.errors import PeerLostError, RemoteProtocolError, UserError

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tahq.comm.gloo_group import GlooGroup, GroupBrokenError
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.payload_path import PayloadPath
-from tahq.comm.session import PeerIdentity
 from tahq.comm.torch_groups import Store
 from tahq.errors import TahqError
 

@@ -9,8 +9,9 @@ can `vanish` as if its process were killed, and messages can be lost with `lose_
 from tahq.comm.frame import CPU, Frame, LogicalId, check_sendable
 from tahq.comm.inbox import Inbox
 from tahq.comm.link_counter import LinkCounter
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.outbound import Outgoing
-from tahq.comm.session import End, LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.session import End, Session
 from tahq.comm.shaping import Downlink, Shaping, Uplink
 from tahq.comm.transport import LinkStats
 from tahq.comm.virtual_clock import VirtualClock

@@ -20,7 +20,6 @@ heard on all; ACK goes over the first.
 import math
 import struct
 from collections import deque
-from dataclasses import dataclass, field
 from enum import Enum
 
 from tahq.comm.frame import (
@@ -34,59 +33,16 @@ from tahq.comm.frame import (
     pack_header,
     unpack_header,
 )
-from tahq.comm.hello import DEFAULT_WINDOW_NBYTES, Hello, decode_text, unpack_hello
-from tahq.comm.inbound import Inbound, UnexpectedBound
+from tahq.comm.hello import Hello, decode_text, unpack_hello
+from tahq.comm.inbound import Inbound
 from tahq.comm.link_connections import LinkConnections
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.outbound import Outbound, Outgoing
 from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.resequencing import Resequencer
-from tahq.comm.sending_order import FAREWELL, First, Rank
+from tahq.comm.sending_order import FAREWELL, Rank
 from tahq.comm.wire_time import ACK_AT_ONCE_NBYTES, ACK_DELAY_S, PieceTimes
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
-
-
-@dataclass(frozen=True, slots=True)
-class PeerIdentity:
-    """Who speaks: both ends of a link must agree on run, epoch and configuration."""
-
-    run_id: int
-    epoch: int
-    stage: int
-    config_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpec:
-    """One link as this end sees it; `dials` says whose part it is to say HELLO first."""
-
-    link: int
-    peer_stage: int
-    peer_name: str
-    dials: bool
-
-    def __str__(self) -> str:
-        return f"link {self.link} to stage {self.peer_stage} ({self.peer_name})"
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """Times and bounds of a session."""
-
-    peer_timeout_s: float = 10.0
-    """A peer that is silent for half of it is in trouble, and is told of."""
-    heartbeat_s: float = 2.0
-    piece_nbytes: int = 256 * 1024
-    window_nbytes: int = DEFAULT_WINDOW_NBYTES
-    """Most that is on its way and not acknowledged."""
-    unexpected: UnexpectedBound = field(default_factory=UnexpectedBound)
-    receive_window_nbytes: int = DEFAULT_WINDOW_NBYTES
-    """What the peer is asked to keep to as its window."""
-    first: First = "oldest"
-    """What goes first of all that waits."""
-    connections: int = 1
-    """Over so many connections; the same at both ends."""
-    give_up_s: float | None = None
-    """A peer that is silent for so long is lost for good; None: after `peer_timeout_s`."""
 
 
 class End(Enum):

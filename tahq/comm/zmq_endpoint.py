@@ -24,11 +24,12 @@ from tahq.comm.frame_log import FrameLog
 from tahq.comm.gate import Gate
 from tahq.comm.hello import DEFAULT_WINDOW_NBYTES
 from tahq.comm.keys import KeyPair
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.pings import replace_silent_connections
 from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.reception import Reception
 from tahq.comm.sending_order import First
-from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.session import Session
 from tahq.comm.shaping import Shaping
 from tahq.comm.socket_wait import Socket
 from tahq.comm.zmq_transport import ALL, LinkEnd, Wanted, ZmqTransport

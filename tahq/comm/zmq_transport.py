@@ -14,7 +14,8 @@ from tahq.comm.frame import CPU, Frame, LogicalId, Purpose, check_sendable
 from tahq.comm.frame_log import FrameLog
 from tahq.comm.inbox import Inbox
 from tahq.comm.link_counter import LinkCounter
-from tahq.comm.session import LinkSpec, Session
+from tahq.comm.link_spec import LinkSpec
+from tahq.comm.session import Session
 from tahq.comm.transport import LinkStats
 from tahq.errors import LocalProtocolError, TahqError
 from tahq.units import format_size

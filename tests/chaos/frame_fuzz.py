@@ -29,8 +29,9 @@ from tahq.comm.frame import (
     Purpose,
 )
 from tahq.comm.inbound import UnexpectedBound
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.outbound import Outgoing
-from tahq.comm.session import End, LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.session import End, Session
 from tahq.errors import PeerLostError, RemoteProtocolError
 
 FRAME_LIMIT_NBYTES = 8 * 1024 * 1024

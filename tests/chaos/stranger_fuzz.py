@@ -18,8 +18,9 @@ from chaos.frame_fuzz import reseal, true_messages
 from tahq.comm.frame import FrameKind, unpack_header
 from tahq.comm.gate import Gate
 from tahq.comm.hello import unpack_hello
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.reception import Reception
-from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.session import Session
 from tahq.comm.wire import Wire
 from tahq.comm.zmq_transport import LinkEnd
 

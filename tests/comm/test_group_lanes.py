@@ -14,8 +14,8 @@ from tahq.comm.group_message import ANNOUNCEMENT_NBYTES, Answer, checksum_of, he
 from tahq.comm.group_receiver import GroupReceiver
 from tahq.comm.group_sender import GroupSender
 from tahq.comm.group_thread import Lane
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.payload_path import HostPath
-from tahq.comm.session import PeerIdentity
 from tahq.errors import RemoteProtocolError
 
 SOON_S = 20.0

@@ -13,7 +13,7 @@ import torch
 from tahq.comm.frame import Direction, Frame
 from tahq.comm.gloo_group import PART_NBYTES
 from tahq.comm.group_rendezvous import GroupSpec, open_group
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.errors import ConfigError, LocalProtocolError, PeerLostError, RemoteProtocolError
 
 SOON_S = 20.0
@@ -22,7 +22,7 @@ NEIGHBOUR = """
 import sys, time
 import torch
 from tahq.comm.group_rendezvous import GroupSpec, open_group
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 identity = PeerIdentity(77, 1, 2, "c0ffee")

@@ -11,9 +11,10 @@ from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
 from tahq.comm.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
 from tahq.comm.hello import Hello, unpack_hello
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.outbound import Outgoing
 from tahq.comm.resequencing import Resequencer
-from tahq.comm.session import End, LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.session import End, Session
 from tahq.comm.stripes import Stripes
 from tahq.errors import PeerLostError, RemoteProtocolError
 

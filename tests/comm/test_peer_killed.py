@@ -19,7 +19,7 @@ STARTED_WITHIN_S = 60.0
 
 NEIGHBOUR = """
 import sys, time
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 endpoint = ZmqEndpoint(identity=PeerIdentity(77, 1, 2, "c0ffee"), bind="127.0.0.1:0", advertise=None,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
 from tahq.comm.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose, unpack_header
+from tahq.comm.link_spec import SessionLimits
 from tahq.comm.sending_order import next_to_send
-from tahq.comm.session import SessionLimits
 from tahq.comm.shaping import Shaping, Uplink
 
 FORWARD, BACKWARD = Direction

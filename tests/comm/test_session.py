@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tahq.comm.frame import HEADER_NBYTES, Direction, FrameKind, pack_header, unpack_header
 from tahq.comm.hello import Hello
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.outbound import Outgoing
-from tahq.comm.session import End, LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.session import End, Session
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 RUN, EPOCH, LINK = 77, 4, 1

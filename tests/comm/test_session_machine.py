@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.session_pairs import RUN, met_sessions
 
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.session import End, SessionLimits
+from tahq.comm.link_spec import SessionLimits
+from tahq.comm.session import End
 
 ENDS = st.integers(0, 1)
 DIALLING = 0

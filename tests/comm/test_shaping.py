@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.session import SessionLimits
+from tahq.comm.link_spec import SessionLimits
 from tahq.comm.shaping import DelayLine, Downlink, Shaping, Uplink
 from tahq.comm.virtual_clock import VirtualClock
 

@@ -11,7 +11,8 @@ import torch
 import zmq
 
 from tahq.comm.frame import Direction, FrameHeader, FrameKind, pack_header
-from tahq.comm.session import LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.session import Session
 from tahq.comm.shaping import Shaping
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError, UserError
 

@@ -18,7 +18,7 @@ from tahq.comm.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
 from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
 from tahq.comm.group_rendezvous import Backend, GroupSpec, open_group
 from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.session import PeerIdentity, SessionLimits
+from tahq.comm.link_spec import PeerIdentity, SessionLimits
 from tahq.comm.shaping import Shaping
 from tahq.comm.transport import Transport
 from tahq.comm.virtual_clock import VirtualClock

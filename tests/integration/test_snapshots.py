@@ -4,13 +4,13 @@ disk costs a snapshot and nothing else."""
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 import torch
 from support.processes import is_alive, wait_until, workers
 from support.runs import Run, launch, start, tiny, write_config
 
+from tahq.fault_points import FAULTS
 from tahq.pipeline.manifest import latest_folder, read_manifest, snapshot_folders
 from tahq.pipeline.snapshot_reader import SnapshotReader
 
@@ -112,24 +112,24 @@ def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, 
 
 def test_what_a_killed_writer_leaves_is_no_snapshot(tmp_path):
     """Everything is killed while a worker writes: the run goes on from the snapshot before, to the bit."""
-    big = config(
+    plan = config(
         run={"snapshot_every": 2},
-        model={"num_layers": 4, "hidden_size": 384},
         training={"steps": 6, "lr_schedule": "constant", "eval_every": None},
         wire={"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
     )
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = launch(tmp_path / "whole", big)
+    whole = launch(tmp_path / "whole", plan)
     folder = tmp_path / "killed" / "runs" / "tiny"
     unfinished = folder / "snapshots" / "step-00000004"
-    write_config(tmp_path / "killed", big)
-    launcher = start(tmp_path / "killed", "tahq-launch", "cluster.yaml")
+    write_config(tmp_path / "killed", plan)
+    in_the_midst = {FAULTS: "sleep=60s@snapshot:stage=1:step=4"}
+    launcher = start(tmp_path / "killed", "tahq-launch", "cluster.yaml", extra=in_the_midst)
     try:
         lines = iter(launcher.stdout.readline, "")
         next(line for line in lines if line.startswith("snapshot after step 2"))
         stages = workers(launcher.pid)
-        wait_for_writing(lambda: any(unfinished.glob("*.tmp")))
+        wait_until(lambda: any(unfinished.glob("stage-001*.tmp")), 60, "a file is being written")
         for pid in (*stages, launcher.pid):
             os.kill(pid, signal.SIGKILL)
     finally:
@@ -138,18 +138,10 @@ def test_what_a_killed_writer_leaves_is_no_snapshot(tmp_path):
     wait_until(lambda: not any(map(is_alive, stages)), 15, "the workers are gone")
     assert list(unfinished.glob("*.tmp"))
     assert not (unfinished / "manifest.json").exists()
-    resumed = launch(tmp_path / "killed", big, "--resume")
+    resumed = launch(tmp_path / "killed", plan, "--resume")
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert resumed.losses == whole.losses
     ours, theirs = all_tensors(resumed), all_tensors(whole)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert not list(folder.rglob("*.tmp"))
-
-
-def wait_for_writing(condition) -> None:
-    """Return at once when the condition holds: a file of some megabytes is written in hundredths of a second."""
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, "no file was being written"
-        time.sleep(0.001)

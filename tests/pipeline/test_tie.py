@@ -6,7 +6,7 @@ from contextlib import closing
 import torch
 from torch.nn import Parameter
 
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch

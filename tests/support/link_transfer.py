@@ -11,7 +11,7 @@ import time
 import torch
 
 from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.session import PeerIdentity
+from tahq.comm.link_spec import PeerIdentity
 from tahq.comm.shaping import Shaping
 from tahq.comm.zmq_endpoint import ZmqEndpoint
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,6 @@ def finish(folder: Path, program: str, *arguments: str, timeout_s: float = 120) 
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def start(folder: Path, program: str, *arguments: str) -> WarmProcess:
-    """One of tahq's commands in `folder`, with nothing on its stdin."""
-    return WarmProcess(program, arguments, folder, environment())
+def start(folder: Path, program: str, *arguments: str, extra: Mapping[str, str] | None = None) -> WarmProcess:
+    """One of tahq's commands in `folder`, with nothing on its stdin; `extra` is added to its environment."""
+    return WarmProcess(program, arguments, folder, {**environment(), **(extra or {})})

@@ -1,7 +1,8 @@
 """Two sessions that have met, for tests that carry their messages."""
 
+from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.outbound import Outgoing
-from tahq.comm.session import End, LinkSpec, PeerIdentity, Session, SessionLimits
+from tahq.comm.session import End, Session
 
 RUN = 77
 
