@@ -7,6 +7,7 @@ in fp32 is rounded up or down in size, with the probability that makes the mean 
 import torch
 from torch.nn import functional
 
+from tahq.memory.affine_backend import affine_kernels
 from tahq.quant.stochastic_rounding import hashes, shift_right
 
 _LOST_BITS = 16
@@ -60,6 +61,10 @@ class FullWeight:
             self.values.copy_(weight)
 
     def _add_stochastic(self, update: torch.Tensor, keep: float, rate: float, key: int) -> None:
+        kernels = affine_kernels(self.values)
+        if kernels is not None:
+            kernels.add16(self.values, update, keep=keep, rate=rate, key=key)
+            return
         flat, values = update.reshape(-1), self.values.view(-1)
         for first in range(0, flat.numel(), _SLAB):
             part = values[first : first + _SLAB]
