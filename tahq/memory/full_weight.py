@@ -1,7 +1,8 @@
 """A weight in fp32 or bf16, with the same operations as one in INT8: what GaLore without quantisation has.
 
-bf16 has 8 significant bits: to nearest, an update below a 512th of a weight is lost, which most are. With a key the sum
-in fp32 is rounded up or down in size, with the probability that makes the mean right, by a draw as `Int8Weight` has it.
+bf16 has 8 significant bits: to nearest, an update below a 512th of a weight is lost, however often it comes. With a key
+the sum in fp32 is rounded up or down in size, with the probability that makes the mean right, by a draw as `Int8Weight`
+has it.
 """
 
 import torch

@@ -7,7 +7,8 @@ Invariants:
 - everything is a function of (weight, states, gradients, step, name): not of the stage that owns the weight.
 
 At a rank that is the whole of the smaller dimension there is nothing to project: a rotation would be all that is left
-of it, so the gradient is taken as it is, and without quantisation the update is AdamW's.
+of it, so the gradient is taken as it is, and without quantisation the update is AdamW's. Embedding and head, which are
+never projected, are such weights.
 
 Source: Q-GaLore §3.5; GaLore (Zhao et al. 2024), Alg. 2.
 """
