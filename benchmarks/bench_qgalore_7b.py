@@ -93,7 +93,8 @@ def training_of(variant: str, arguments: argparse.Namespace) -> TrainingConfig:
         lr=1e-4,
         weight_decay=0.0,
         optimizer=keys["optimizer"],
-        qgalore={**keys["qgalore"], "fused": True, "svd": "randomised"},
+        # the whole model is cast to bf16, embedding and head with it: they are ordinary parameters here
+        qgalore={**keys["qgalore"], "fused": True, "svd": "randomised", "ends": "fp32"},
     )
 
 

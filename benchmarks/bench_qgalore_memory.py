@@ -1,9 +1,10 @@
 """Memory of weights and optimizer states under Q-GaLore: Table 1 of the paper, counted from real tensors.
 
 The models are those of GaLore's paper (vocabulary 32,000, head not tied), the ranks those of Q-GaLore §4.2.1. Each
-covered weight is made, with its INT8 codes, packed projection and 8-bit moments, and what its tensors have is added up;
-what is not covered (embedding, head, norms) has 8-bit moments beside a weight of 16 bits, as the paper counts it, or of
-32, as a stage of tahq keeps it. `one byte a code` is what the projections would take unpacked, as in the authors' code.
+covered weight is made as a stage has it, with its codes, packed projection and 8-bit moments, and what its tensors have
+is added up; so are embedding and head where `training.qgalore.ends` is bf16 or int8. All other parameters are in fp32
+with 8-bit moments, the small ones with moments in fp32. The paper has all that is not covered in bf16. `one byte a
+code` is what the projections would take unpacked, as in the authors' code.
 1 G is 10^9 bytes; gradients and activations are not in it.
 
 Run:  python benchmarks/bench_qgalore_memory.py [--out benchmarks/results/qgalore_memory_<yyyymm>.md]
@@ -51,20 +52,26 @@ SIZES = (
 )
 
 
+ENDS = ("bf16", "int8", "fp32")
+
+
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of one model."""
+    """Of one model. `ends`: embedding and head, if they are covered, with their moments beside."""
 
     parameters: int
     weights: int
     projections: int
     moments: int
+    ends: int
+    ends_moments: int
     ordinary: int
-    """Parameters that are not covered."""
     ordinary_moments: int
 
-    def total(self, ordinary_nbytes: int) -> int:
-        return self.weights + self.projections + self.moments + self.ordinary_moments + ordinary_nbytes * self.ordinary
+    @property
+    def total(self) -> int:
+        covered = self.weights + self.projections + self.moments
+        return covered + self.ends + self.ends_moments + self.ordinary + self.ordinary_moments
 
 
 def spec_of(size: Size) -> ModelSpec:
@@ -81,24 +88,24 @@ def spec_of(size: Size) -> ModelSpec:
 def count(size: Size, settings: LowRankSettings) -> Bytes:
     """Make every covered weight of the model, one after the other, and add up its tensors."""
     spec = spec_of(size)
-    ordinary, covered = divided_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers))
-    kinds = {"weights": 0, "projection": 0, "exp_avg": 0}
-    num_covered = 0
-    for name, shape in covered.items():
-        weight = LowRankWeight(name, shape, settings, torch.device("cpu"))
-        num_covered += weight.numel()
-        kinds["weights"] += sum(tensor.nbytes for tensor in weight.weight_tensors().values())
+    ordinary, covered = divided_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers), settings)
+    kinds = dict.fromkeys(("weights", "projections", "moments", "ends", "ends_moments"), 0)
+    parameters = sum(shape.numel() for shape in ordinary.values())
+    for name, layer in covered.items():
+        weight = LowRankWeight(name, layer.shape, layer.settings, torch.device("cpu"))
+        is_end = layer.settings.is_end
+        parameters += weight.numel()
+        kinds["ends" if is_end else "weights"] += sum(tensor.nbytes for tensor in weight.weight_tensors().values())
         for state, tensor in weight.states().items():
-            if not state.startswith(COUNTERS):
-                kinds["projection" if state.startswith("projection") else "exp_avg"] += tensor.nbytes
-    num_ordinary = sum(shape.numel() for shape in ordinary.values())
+            if state.startswith("projection"):
+                kinds["projections"] += tensor.nbytes
+            elif not state.startswith(COUNTERS):
+                kinds["ends_moments" if is_end else "moments"] += tensor.nbytes
     return Bytes(
-        num_covered + num_ordinary,
-        kinds["weights"],
-        kinds["projection"],
-        kinds["exp_avg"],
-        num_ordinary,
-        sum(states_nbytes(adamw8bit_states(tuple(shape))) for shape in ordinary.values()),
+        parameters,
+        **kinds,
+        ordinary=4 * sum(shape.numel() for shape in ordinary.values()),
+        ordinary_moments=sum(states_nbytes(adamw8bit_states(tuple(shape))) for shape in ordinary.values()),
     )
 
 
@@ -116,31 +123,37 @@ def report() -> str:
         "",
         f"{describe()}. `python benchmarks/bench_qgalore_memory.py`",
         "",
-        "Counted from the tensors themselves, in G (10^9 bytes), for Q-GaLore's Table 1.",
+        "Counted from the tensors themselves, in G (10^9 bytes), for Q-GaLore's Table 1: what a run of "
+        "`optimizer: qgalore` has, by `training.qgalore.ends`, which is what embedding and head are kept in. "
+        "In brackets the share of the paper's.",
         "",
-        "| model | parameters | rank | paper: full | paper: GaLore | paper: Q-GaLore | **ours, rest in bf16** "
-        "| of the paper's | ours, rest in fp32 | one byte a code |",
+        "| model | parameters | rank | paper: full | paper: GaLore | paper: Q-GaLore | **ours, ends bf16 (default)** "
+        "| ours, ends int8 | ours, ends fp32 | bf16, one byte a code of projections |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     details = [
         "",
-        "| model | INT8 weights | INT4 projections | moments in the low rank | rest, bf16 | its moments |",
-        "|---|---|---|---|---|---|",
+        "| model | INT8 weights | INT4 projections | moments in the low rank | ends, bf16 | ends, int8 | ends' moments "
+        "| norms in fp32, with moments |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for size in SIZES:
-        ours = count(size, settings_of(size))
+        ours = {ends: count(size, settings_of(size, ends=ends)) for ends in ENDS}
         print(f"{size.name}: {ours}", flush=True)
-        total = ours.total(2)
+        bf16, int8, fp32 = (ours[ends] for ends in ENDS)
         lines.append(
-            f"| {size.name} | {ours.parameters / 1e6:.1f} M | {size.rank} | {size.full} | {size.galore} "
-            f"| {size.qgalore} | **{gigabytes(total)}** | {100 * total / 1e9 / size.qgalore:.0f} % "
-            f"| {gigabytes(ours.total(4))} | {gigabytes(total + ours.projections)} |"
+            f"| {size.name} | {bf16.parameters / 1e6:.1f} M | {size.rank} | {size.full} | {size.galore} "
+            f"| {size.qgalore} | **{against(bf16.total, size)}** | {against(int8.total, size)} "
+            f"| {against(fp32.total, size)} | {against(bf16.total + bf16.projections, size)} |"
         )
-        details.append(
-            f"| {size.name} | {gigabytes(ours.weights)} | {gigabytes(ours.projections)} | {gigabytes(ours.moments)} "
-            f"| {gigabytes(2 * ours.ordinary)} | {gigabytes(ours.ordinary_moments)} |"
-        )
+        parts = (bf16.weights, bf16.projections, bf16.moments, bf16.ends, int8.ends, bf16.ends_moments)
+        norms = bf16.ordinary + bf16.ordinary_moments
+        details.append(f"| {size.name} | {' | '.join(map(gigabytes, parts))} | {norms / 1e9:.4f} |")
     return "\n".join(lines + details) + "\n"
+
+
+def against(nbytes: float, size: Size) -> str:
+    return f"{gigabytes(nbytes)} ({100 * nbytes / 1e9 / size.qgalore:.0f} %)"
 
 
 def main() -> None:

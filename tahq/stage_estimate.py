@@ -46,7 +46,14 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, ch
     low_rank = low_rank_settings(training, config.run.seed)
     row = tuple(action for action in schedule.actions[chunk % config.pipeline.stages] if action.chunk == chunk)
     return StepNumbers(
-        shape=MicroBatchShape(training.micro_batch, config.data.seq_len, bf16, coat, copies_weights=low_rank is None),
+        shape=MicroBatchShape(
+            training.micro_batch,
+            config.data.seq_len,
+            bf16,
+            coat,
+            copies_weights=low_rank is None,
+            copies_head=low_rank is None or low_rank.ends == "fp32",
+        ),
         in_flight=max(in_flight(row)),
         optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",

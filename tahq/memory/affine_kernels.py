@@ -1,7 +1,7 @@
-"""INT8 weights and INT4 projections on CUDA: decoding them, and updating a weight in one read and one write.
+"""INT8 weights and INT4 projections on CUDA: decoding them, and updating a weight in one read and one write; bf16 too.
 
-The same operations in the same order as `int8_weight.py` and `projection.py`, none of them fused, and the hash's own
-words: codes, scales and decoded values are equal to the bit.
+The same operations in the same order as `int8_weight.py`, `projection.py` and `full_weight.py`, none of them fused, and
+the hash's own words: codes, scales and values are equal to the bit.
 
 Shape letters: R groups of a block, 256 elements a group.
 """
@@ -110,3 +110,19 @@ def add8_kernel(
     tl.store(codes + at, code.to(tl.int8), mask=is_real)
     tl.store(zero + groups, (place - _OFFSET).to(tl.int8), mask=is_group)
     tl.store(scale + groups, step.to(tl.bfloat16), mask=is_group)
+
+
+@triton.jit(do_not_specialize=["keep", "rate", "key_low", "key_high"])
+def add16_kernel(values, update, keep, rate, key_low, key_high, numel, SIZE: tl.constexpr):
+    """values in bf16 ← keep · values + rate · update, rounded stochastically."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_real = at < numel
+    weight = tl.load(values + at, mask=is_real, other=0).to(tl.float32)
+    change = tl.load(update + at, mask=is_real, other=0).to(tl.float32)
+    bits = (weight * keep + change * rate).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # a NaN keeps a bit that bf16 has; adding a draw to it could make a number of it
+    rounded = tl.where(size > 0x7F800000, bits | 0x400000, bits)
+    draw = (hash_words(at, key_low, key_high) >> 16).to(tl.int32)
+    rounded = tl.where(size < 0x7F800000, (bits + draw) & -0x10000, rounded)
+    tl.store(values + at, rounded.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=is_real)

@@ -1,4 +1,4 @@
-"""Decoding and updating INT8 weights and INT4 projections in Triton: the plain path's results, to the bit."""
+"""Decoding and updating INT8 weights and INT4 projections, and bf16 weights, in Triton: the plain path's results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tahq.memory.affine_groups import GROUP
-from tahq.memory.affine_kernels import add8_kernel, decode4_kernel, decode8_kernel
+from tahq.memory.affine_kernels import add8_kernel, add16_kernel, decode4_kernel, decode8_kernel
 from tahq.quant.gpu.launch import EXACT, on_device_of
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tahq.memory.projection import Int4Projection
 
 GROUPS_PER_PROGRAM = 8
+ELEMENTS_PER_PROGRAM = GROUP * GROUPS_PER_PROGRAM
 OPTIONS: dict[str, Any] = {**EXACT, "num_warps": 4}
 _INDEX_LIMIT = 2**31 - GROUP * GROUPS_PER_PROGRAM
 
@@ -31,7 +32,7 @@ def decoded4(projection: Int4Projection, dtype: torch.dtype) -> torch.Tensor:
 
 def add8(weight: Int8Weight, update: torch.Tensor, *, keep: float, rate: float, key: int | None) -> None:
     """See `Int8Weight.add`."""
-    low, high = (_signed(word) for word in (key & 0xFFFFFFFF, key >> 32)) if key is not None else (0, 0)
+    low, high = _words(key) if key is not None else (0, 0)
     with on_device_of(update):
         add8_kernel[_grid(weight.scale)](
             weight.codes,
@@ -50,6 +51,16 @@ def add8(weight: Int8Weight, update: torch.Tensor, *, keep: float, rate: float, 
         )
 
 
+def add16(values: torch.Tensor, update: torch.Tensor, *, keep: float, rate: float, key: int) -> None:
+    """See `FullWeight.add`: contiguous bf16, rounded stochastically."""
+    numel = values.numel()
+    _check_count(numel)
+    with on_device_of(values):
+        add16_kernel[(-(-numel // ELEMENTS_PER_PROGRAM),)](
+            values, update.contiguous(), keep, rate, *_words(key), numel, SIZE=ELEMENTS_PER_PROGRAM, **OPTIONS
+        )
+
+
 def _decoded(
     kernel: Any,
     codes: torch.Tensor,
@@ -65,9 +76,18 @@ def _decoded(
 
 
 def _grid(scale: torch.Tensor) -> tuple[int]:
-    if GROUP * scale.numel() > _INDEX_LIMIT:
-        raise ValueError(f"a tensor of {GROUP * scale.numel()} elements; the kernels count up to {_INDEX_LIMIT}")
+    _check_count(GROUP * scale.numel())
     return (-(-scale.numel() // GROUPS_PER_PROGRAM),)
+
+
+def _check_count(numel: int) -> None:
+    if numel > _INDEX_LIMIT:
+        raise ValueError(f"a tensor of {numel} elements; the kernels count up to {_INDEX_LIMIT}")
+
+
+def _words(key: int) -> tuple[int, int]:
+    """A key's low and high half."""
+    return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
 
 
 def _signed(word: int) -> int:

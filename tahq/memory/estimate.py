@@ -5,17 +5,17 @@ and the allocator's fragments come on top.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 
 import torch
 
 from tahq.memory.low_rank_weight import LowRankSettings
-from tahq.memory.qgalore import LowRankBytes, divided_parameters, low_rank_bytes
+from tahq.memory.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import slice_parameters
+from tahq.models.slice import HEAD_WEIGHT, slice_parameters
 
 _FP32 = 4
 
@@ -27,7 +27,7 @@ class StepNumbers:
     `in_flight`: micro-batches whose activations are held at once (`Schedule.max_in_flight`).
     `optimizer_nbytes`: bytes that the optimizer keeps of fp32 parameters of these shapes.
     `frame_nbytes`: encoded bytes of one micro-batch on all the stage's cuts, both directions.
-    `low_rank`: how the matrices of blocks are kept; None: in fp32, as everything else.
+    `low_rank`: how the matrices of blocks, and perhaps those of the ends, are kept; None: in fp32, as everything else.
     """
 
     shape: MicroBatchShape
@@ -70,7 +70,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
       (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
     - workspace, taken for one micro-batch at a time: with checkpointing one block computed again,
       `saved_by_block`; on the last stage the logits or their gradient, 4·T·V, and as bf16 2·T·V more; with
-      low-rank weights the largest of them, decoded, and its gradient.
+      low-rank weights the largest of blocks, decoded, and its gradient, and with the logits the head's.
 
     Args:
         spec: the model.
@@ -78,7 +78,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
         numbers: the rest.
     """
     shapes, covered = _shapes(spec, blocks, numbers.low_rank)
-    low_rank = LowRankBytes() if numbers.low_rank is None else low_rank_bytes(covered, numbers.low_rank)
+    low_rank = low_rank_bytes((each.shape, each.settings) for each in covered.values())
     weights = _FP32 * sum(map(math.prod, shapes))
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
@@ -88,18 +88,18 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
         optimizer=numbers.optimizer_nbytes(shapes) + low_rank.states,
         activations=numbers.in_flight * saved,
         boundary=_boundary(spec, blocks, numbers),
-        workspace=_workspace(spec, blocks, numbers, max(map(math.prod, covered), default=0)),
+        workspace=_workspace(spec, blocks, numbers, covered),
     )
 
 
 def _shapes(
     spec: ModelSpec, blocks: BlockRange, low_rank: LowRankSettings | None
-) -> tuple[list[torch.Size], list[tuple[int, int]]]:
-    """Of ordinary parameters, and of low-rank weights."""
+) -> tuple[list[torch.Size], dict[str, Covered]]:
+    """Of ordinary parameters; and the layers with low-rank weights."""
     if low_rank is None:
-        return list(slice_parameters(spec, blocks).values()), []
-    ordinary, covered = divided_parameters(spec, blocks)
-    return list(ordinary.values()), list(covered.values())
+        return list(slice_parameters(spec, blocks).values()), {}
+    ordinary, covered = divided_parameters(spec, blocks, low_rank)
+    return list(ordinary.values()), covered
 
 
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
@@ -108,10 +108,13 @@ def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     return num_tensors * tensor + numbers.in_flight * numbers.frame_nbytes
 
 
-def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, largest_covered: int) -> int:
+def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covered: Mapping[str, Covered]) -> int:
     every = range(blocks.start, blocks.stop)
     again = max(saved_by_block(spec, block, numbers.shape) for block in every) if numbers.checkpoint_blocks else 0
     element = _FP32 + (numbers.shape.element_nbytes if numbers.shape.bf16 else 0)
     logits = element * numbers.shape.num_tokens * spec.vocab_size if blocks.last else 0
+    matrix = 2 * numbers.shape.element_nbytes
+    largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)
+    head = math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0
     # The head's backward is over before a block is computed again.
-    return max(again + 2 * numbers.shape.element_nbytes * largest_covered, logits)
+    return max(again + matrix * largest, logits + matrix * head)

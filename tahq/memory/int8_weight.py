@@ -16,6 +16,7 @@ Source: Q-GaLore §3.1 and §3.4.
 """
 
 import torch
+from torch.nn import functional
 
 from tahq.memory.affine_backend import affine_kernels
 from tahq.memory.affine_groups import GROUP, as_groups, decode, num_groups, scales
@@ -62,6 +63,20 @@ class Int8Weight:
             return out
         flat = decode(as_groups(self.codes.view(-1)), self.zero, self.scale, dtype).view(-1)
         return flat[: self.codes.numel()].view(self.shape)
+
+    def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows [..., n] of the weight [m, n] for int64 indices [...]; no other row is decoded."""
+        columns = self.shape[1]
+        codes = functional.embedding(indices.reshape(-1), self.codes)
+        first = indices.reshape(-1, 1) * columns
+        if columns % GROUP == 0:
+            group = first // GROUP + torch.arange(columns // GROUP, device=indices.device)
+            codes = codes.view(-1, GROUP)
+        else:  # rows begin within groups: each element looks its own up
+            group = (first + torch.arange(columns, device=indices.device)) // GROUP
+            codes = codes.view(-1, 1)
+        group = group.view(-1)
+        return decode(codes, self.zero[group], self.scale[group], dtype).view(*indices.shape, columns)
 
     @torch.no_grad()
     def assign(self, values: torch.Tensor) -> None:

@@ -7,13 +7,14 @@ Invariants:
 - everything is a function of (weight, states, gradients, step, name): not of the stage that owns the weight.
 
 At a rank that is the whole of the smaller dimension there is nothing to project: a rotation would be all that is left
-of it, so the gradient is taken as it is, and without quantisation the update is AdamW's.
+of it, so the gradient is taken as it is, and without quantisation the update is AdamW's. Embedding and head, which are
+never projected, are such weights.
 
 Source: Q-GaLore §3.5; GaLore (Zhao et al. 2024), Alg. 2.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -28,6 +29,8 @@ from tahq.memory.subspace import low_rank_shape, project, project_back, rank_of
 from tahq.randomness import derive_seed
 
 WeightType = Literal["int8", "bf16", "fp32"]
+_WHOLE = 2**63
+"""A rank at which nothing is projected."""
 _COUNTERS = ("step", "gap", "similarities")
 """States that are numbers, made for each snapshot."""
 
@@ -47,6 +50,14 @@ class LowRankSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     seed: int = 0
+    ends: WeightType = "fp32"
+    """Embedding and head: fp32 leaves them the parameters that they are."""
+    is_end: bool = False
+    """These are an end's; its bf16 is rounded stochastically too, which GaLore's is not."""
+
+    def of_ends(self) -> "LowRankSettings":
+        """Those of embedding and head: nothing is projected, so no update is scaled either."""
+        return replace(self, rank=_WHOLE, scale=1.0, weights=self.ends, is_end=True)
 
 
 class LowRankWeight:
@@ -57,15 +68,24 @@ class LowRankWeight:
         shape: (m, n).
         settings: of the run.
         device: where it lies; uninitialised until it is assigned or loaded.
+        drawn_as: the name in the key, if it is another: two copies of one matrix must be rounded alike.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], settings: LowRankSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        settings: LowRankSettings,
+        device: torch.device,
+        drawn_as: str | None = None,
+    ) -> None:
         self.name, self.shape, self.device = name, torch.Size(shape), device
         self.grad: torch.Tensor | None = None
         """Sum of the step's projected gradients so far, fp32; None: none has come."""
         self.on_gradient: Callable[[LowRankWeight], None] | None = None
         """Called with each micro-batch's gradient taken: where the update does not wait for COMMIT."""
-        self._settings = settings
+        self.settings = settings
+        self._drawn_as = drawn_as or name
         rank = rank_of(shape, settings.rank)
         self.low_shape = low_rank_shape(shape, rank)
         smaller = min(shape)
@@ -120,7 +140,7 @@ class LowRankWeight:
         """
         if self.grad is None:
             return
-        settings = self._settings
+        settings = self.settings
         basis = self.subspace.basis(self._dtype) if self.subspace is not None else None
         if self.subspace is not None and basis is None:
             self.discard()
@@ -130,8 +150,7 @@ class LowRankWeight:
         if self.subspace is not None and basis is not None:
             update = project_back(update.to(self._dtype), basis, self.shape)
             self.subspace.keep(step)
-        key = derive_seed(settings.seed, "weight rounding", self.name, step) if settings.is_stochastic else None
-        self.storage.add(update, keep=1 - lr * weight_decay, rate=-lr * settings.scale, key=key)
+        self.storage.add(update, keep=1 - lr * weight_decay, rate=-lr * settings.scale, key=self._rounding_key(step))
 
     def discard(self) -> None:
         """Forget the step's gradients, and the basis found in them."""
@@ -172,6 +191,13 @@ class LowRankWeight:
                 tensor.copy_(value)
         self._take_numbers(numbers)
 
+    def _rounding_key(self, step: int) -> int | None:
+        """None: to nearest."""
+        is_drawn = self.settings.weights == "int8" or self.settings.is_end
+        if not (is_drawn and self.settings.is_stochastic):
+            return None
+        return derive_seed(self.settings.seed, "weight rounding", self._drawn_as, step)
+
     def _take_numbers(self, numbers: Mapping[str, torch.Tensor]) -> None:
         self._adam.num_steps = int(numbers["step"])
         if self.subspace is not None:
@@ -182,7 +208,7 @@ class LowRankWeight:
         if self.subspace is None:
             return gradient
         if self.grad is None and self.subspace.is_due(self._step):
-            self.subspace.search(gradient, derive_seed(self._settings.seed, "subspace", self.name, self._step))
+            self.subspace.search(gradient, derive_seed(self.settings.seed, "subspace", self.name, self._step))
         basis = self.subspace.basis(gradient.dtype)
         if basis is None:
             return torch.full(self.low_shape, torch.nan, device=gradient.device)

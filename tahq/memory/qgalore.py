@@ -1,10 +1,11 @@
 """Q-GaLore in a slice of a model: which weights are covered, how they are put in place, what they take.
 
-The rule: covered are the 2-D weights of the linear layers inside the blocks, which are the matrices of attention and
-of the MLP. Norms, biases, embeddings and the head are ordinary parameters, trained by AdamW, with 8-bit states where
-the covered weights have them.
+The rule is `covered_layers`: the 2-D weights of the linear layers inside the blocks, which are the matrices of
+attention and of the MLP, and, unless they stay in fp32, embedding and head, of which nothing is projected. All else,
+norms, biases and learned positions, are ordinary parameters, trained by AdamW, with 8-bit states where the covered
+weights have them.
 
-Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `attn` and `mlp`.
+Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `attn` and `mlp` and has the rest in bf16.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,31 +16,50 @@ from torch import nn
 
 from tahq.memory.affine_groups import affine_nbytes
 from tahq.memory.blockwise8 import num_blocks
+from tahq.memory.low_rank_embedding import LowRankEmbedding
 from tahq.memory.low_rank_linear import LowRankLinear
 from tahq.memory.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.subspace import low_rank_shape, rank_of
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, Parts, fill_weights
+from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, fill_weights
 
 _CONV1D = "Conv1D"
 """transformers' linear layer with its weight the other way round; by name, so that it need not be imported."""
 
 
-def covered_layers(model: ModelSlice) -> dict[str, nn.Module]:
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """A layer whose weight is covered, and how that is kept and trained."""
+
+    layer: nn.Module
+    settings: LowRankSettings
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The weight's."""
+        rows, columns = self.layer.get_parameter("weight").shape
+        return rows, columns
+
+
+def covered_layers(model: ModelSlice, settings: LowRankSettings) -> dict[str, Covered]:
     """The layers whose weights are covered, by the canonical name of the weight."""
-    blocks = f"{model.spec.layout.trunk}.{model.spec.layout.blocks}."
-    return {
-        f"{path}.weight": module
-        for path, module in model.named_modules()
-        if path.startswith(blocks) and (isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D)
-    }
+    layout = model.spec.layout
+    ends = () if settings.ends == "fp32" else (layout.embedding_weight, HEAD_WEIGHT)
+    covered = {}
+    for path, module in model.named_modules():
+        name, is_linear = f"{path}.weight", isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D
+        if name in ends:
+            covered[name] = Covered(module, settings.of_ends())
+        elif is_linear and path.startswith(f"{layout.trunk}.{layout.blocks}."):
+            covered[name] = Covered(module, settings)
+    return covered
 
 
 def low_rank_weights(model: nn.Module) -> dict[str, LowRankWeight]:
     """The covered weights of a model that `cover` has been through, by canonical name."""
-    layers = (module for module in model.modules() if isinstance(module, LowRankLinear))
+    layers = (module for module in model.modules() if isinstance(module, LowRankLinear | LowRankEmbedding))
     return {layer.low_rank.name: layer.low_rank for layer in layers}
 
 
@@ -54,13 +74,19 @@ def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) ->
     Returns:
         The weights, by canonical name.
     """
-    for name, layer in covered_layers(model).items():
-        path = name.removesuffix(".weight")
-        rows, columns = layer.get_parameter("weight").shape
-        weight = LowRankWeight(name, (rows, columns), settings, device)
-        bias = getattr(layer, "bias", None)
-        model.set_submodule(path, LowRankLinear(weight, bias, is_linear=isinstance(layer, nn.Linear)))
+    tied_head = model.spec.layout.embedding_weight if model.spec.tie == "sync" else None
+    for name, covered in covered_layers(model, settings).items():
+        drawn_as = tied_head if name == HEAD_WEIGHT else None
+        weight = LowRankWeight(name, covered.shape, covered.settings, device, drawn_as)
+        model.set_submodule(name.removesuffix(".weight"), _layer_over(weight, covered.layer))
     return low_rank_weights(model)
+
+
+def _layer_over(weight: LowRankWeight, layer: nn.Module) -> nn.Module:
+    """What takes the place of a covered layer."""
+    if isinstance(layer, nn.Embedding):
+        return LowRankEmbedding(weight, layer.padding_idx)
+    return LowRankLinear(weight, getattr(layer, "bias", None), is_linear=isinstance(layer, nn.Linear))
 
 
 def build_low_rank_slice(
@@ -96,13 +122,12 @@ def fill_low_rank(spec: ModelSpec, covered: Iterable[LowRankWeight], seed: int) 
 
 
 def divided_parameters(
-    spec: ModelSpec, block_range: BlockRange
-) -> tuple[dict[str, torch.Size], dict[str, tuple[int, int]]]:
-    """Names and shapes of a slice's ordinary parameters, and of its covered weights; allocates nothing."""
+    spec: ModelSpec, block_range: BlockRange, settings: LowRankSettings
+) -> tuple[dict[str, torch.Size], dict[str, Covered]]:
+    """A slice's ordinary parameters by name, their shapes, and its covered layers; allocates nothing."""
     model = ModelSlice(spec, Parts.of(block_range), RandomContext(0))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    covered = {name: (shapes[name][0], shapes[name][1]) for name in covered_layers(model)}
-    return {name: shape for name, shape in shapes.items() if name not in covered}, covered
+    covered = covered_layers(model, settings)
+    return {name: parameter.shape for name, parameter in model.named_parameters() if name not in covered}, covered
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +139,9 @@ class LowRankBytes:
     states: int = 0
 
 
-def low_rank_bytes(shapes: Iterable[tuple[int, int]], settings: LowRankSettings) -> LowRankBytes:
-    """Bytes of covered weights of these shapes: what the tensors have, counted from the layout."""
-    totals = [_weight_bytes(shape, settings) for shape in shapes]
+def low_rank_bytes(weights: Iterable[tuple[tuple[int, int], LowRankSettings]]) -> LowRankBytes:
+    """Bytes of covered weights of these shapes, kept so: what the tensors have, counted from the layout."""
+    totals = [_weight_bytes(shape, settings) for shape, settings in weights]
     return LowRankBytes(
         sum(total.weights for total in totals),
         sum(total.gradients for total in totals),

@@ -32,8 +32,10 @@ class QGaLoreConfig(Section):
     projections: Literal["int4", "bf16", "fp32"] | None = None
     states: Literal["int8", "fp32"] | None = None
     """Adam's, those of all other parameters included."""
+    ends: Literal["int8", "bf16", "fp32"] | None = None
+    """What embedding and head are kept in. They are not projected; None: see `pipeline/low_rank.py`."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """Of updated int8 weights."""
+    """Of updated int8 weights, and of ends in bf16."""
     svd: Literal["exact", "randomised"] = "exact"
     fused: bool = False
     """Update each weight within the backward pass."""

@@ -29,7 +29,8 @@ _FP8 = 1
 class MicroBatchShape:
     """What a micro-batch is made of, and how it is computed.
 
-    `copies_weights` False: what matrices multiply by under bf16 is decoded for each product, and not kept.
+    `copies_weights` False: what matrices multiply by under bf16 is decoded for each product, and not kept;
+    `copies_head`: the same of the head's.
     """
 
     micro_batch: int
@@ -38,6 +39,7 @@ class MicroBatchShape:
     coat: bool = False
     """`memory.activations: coat`."""
     copies_weights: bool = True
+    copies_head: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +102,7 @@ def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     tokens, hidden = shape.num_tokens, spec.hidden_size
     is_layer_norm = spec.layout.rotary is None
     norm = _FP32 * tokens * ((hidden + 2) if is_layer_norm else (2 * hidden + 1))
-    copies = _BF16 * hidden * spec.vocab_size if shape.bf16 else 0
+    copies = _BF16 * hidden * spec.vocab_size if shape.bf16 and shape.copies_head else 0
     loss = tokens * (_FP32 * spec.vocab_size + 8) + _FP32
     return norm + shape.element_nbytes * tokens * hidden + loss + copies
 

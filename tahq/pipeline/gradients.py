@@ -19,6 +19,10 @@ class HoldsGradient(Protocol):
     grad: torch.Tensor | None
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the weight; of the gradient too, unless that is a projected one."""
+
+    @property
     def device(self) -> torch.device:
         """Where the gradient is, or would be."""
 

@@ -37,4 +37,5 @@ def low_rank_settings(config: TrainingConfig, seed: int) -> LowRankSettings | No
         betas=config.betas,
         epsilon=config.epsilon,
         seed=seed,
+        ends=keys.ends or ("bf16" if is_quantised else "fp32"),
     )

@@ -331,6 +331,7 @@ RULES: Mapping[str, Rule] = {
     "training.qgalore.weights": _LOW_RANK_FORMAT,
     "training.qgalore.projections": _LOW_RANK_FORMAT,
     "training.qgalore.states": _LOW_RANK_FORMAT,
+    "training.qgalore.ends": _LOW_RANK_FORMAT,
     "training.qgalore.fused": Rule(Verdict.EXACT, "weights get the same bits within the backward and after it"),
     "training.lr": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
     "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_has_momentum, _UNUSED)),

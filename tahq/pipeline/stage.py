@@ -26,6 +26,7 @@ from tahq.pipeline.codec_lanes import ThreadedLanes
 from tahq.pipeline.codec_state import CodecEnd, codec_ends
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.gradients import HoldsGradient
 from tahq.pipeline.schedule import Action
 from tahq.pipeline.spans import Stopwatch, marks_of
 from tahq.pipeline.tie import TiedEmbedding
@@ -112,7 +113,7 @@ class Stage:
         for module in modules.values():
             parameters |= module.canonical_parameters()
             low_rank |= low_rank_weights(module)
-        tied = self._tied(parameters) if plan.tie else None
+        tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         schedule = plan.pipeline.actions(plan.training.num_micro_batches)
         self._shape = StepShape(
             plan.training.num_micro_batches, plan.training.micro_batch, plan.seq_len, self._module.spec.hidden_size
@@ -237,12 +238,12 @@ class Stage:
             threads=wire.threads,
         )
 
-    def _tied(self, parameters: Mapping[str, torch.nn.Parameter]) -> TiedEmbedding:
+    def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
         both_here = self.plan.is_first and self.plan.is_last
         owns_one = self.plan.is_first or self.plan.is_last
         boundary = self._boundary(self.plan.tie_link) if owns_one and not both_here else None
-        embedding = parameters.get(self._module.spec.layout.embedding_weight)
-        return TiedEmbedding(embedding, parameters.get(HEAD_WEIGHT), boundary)
+        embedding = holders.get(self._module.spec.layout.embedding_weight)
+        return TiedEmbedding(embedding, holders.get(HEAD_WEIGHT), boundary)
 
 
 def _codec_ends(chunk: Chunk) -> list[CodecEnd]:

@@ -7,10 +7,10 @@ a tolerance against it and not equal bits.
 """
 
 import torch
-from torch.nn import Parameter
 
 from tahq.comm.frame import Direction, Purpose
 from tahq.pipeline.boundary import Boundary
+from tahq.pipeline.gradients import HoldsGradient
 
 
 class TiedEmbedding:
@@ -22,13 +22,13 @@ class TiedEmbedding:
         boundary: the link between first and last stage; None where one stage owns both.
     """
 
-    def __init__(self, embedding: Parameter | None, head: Parameter | None, boundary: Boundary | None) -> None:
+    def __init__(self, embedding: HoldsGradient | None, head: HoldsGradient | None, boundary: Boundary | None) -> None:
         self._embedding = embedding
         self._head = head
         self._boundary = boundary
 
     @property
-    def uncounted(self) -> Parameter | None:
+    def uncounted(self) -> HoldsGradient | None:
         """The copy whose gradient must not be counted a second time in the global norm."""
         return self._head
 
@@ -42,15 +42,15 @@ class TiedEmbedding:
         if embedding is None or head is None:
             return
         total = embedding + head
-        for parameter in (self._embedding, self._head):
-            if parameter is not None:
-                parameter.grad = total.clone()
+        for holder in (self._embedding, self._head):
+            if holder is not None:
+                holder.grad = total.clone()
 
     @staticmethod
-    def _gradient(parameter: Parameter | None) -> torch.Tensor | None:
-        if parameter is None:
+    def _gradient(holder: HoldsGradient | None) -> torch.Tensor | None:
+        if holder is None:
             return None
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return torch.zeros(holder.shape, device=holder.device) if holder.grad is None else holder.grad
 
     def _swap(self, step: int, mine: torch.Tensor, direction: Direction) -> torch.Tensor:
         if self._boundary is None:

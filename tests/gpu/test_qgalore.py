@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tahq.memory.full_weight import FullWeight
 from tahq.memory.int8_weight import Int8Weight
 from tahq.memory.lazy_subspace import LazyRule
+from tahq.memory.low_rank_embedding import LowRankEmbedding
 from tahq.memory.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.projection import Int4Projection
 
@@ -43,6 +45,44 @@ def test_int8_weights_are_those_of_the_cpu_to_the_bit(shape, key):
         here.add(update.to(CUDA), keep=0.9997, rate=-0.013, key=key)
         assert_equal(there, here)
         assert torch.equal(here.decoded(dtype).cpu(), there.decoded(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bf16_weights_are_those_of_the_cpu_to_the_bit(shape):
+    there, here = (FullWeight(shape, device, torch.bfloat16) for device in (CPU, CUDA))
+    for weight in (there, here):
+        weight.assign(awkward(shape, 0).to(weight.values.device))
+    for step, dtype in enumerate((torch.float32, torch.bfloat16)):
+        update = awkward(shape, step + 1).to(dtype)
+        for weight in (there, here):
+            weight.add(update.to(weight.values.device), keep=0.9997, rate=-0.013, key=2**63 + 11)
+        assert torch.equal(here.values.cpu().view(torch.int16), there.values.view(torch.int16))
+
+
+@pytest.mark.parametrize("ends", ["bf16", "int8"])
+@pytest.mark.parametrize("num_tokens", [7, 5000])
+def test_an_embeddings_rows_and_gradient_are_the_same_each_time(ends, num_tokens):
+    """Also where words occur many times, and only deterministic operators may run."""
+    weight = LowRankWeight("wte.weight", (700, 320), LowRankSettings(ends=ends).of_ends(), CUDA)
+    weight.storage.assign(awkward((700, 320), 0).to(CUDA).clamp(-9, 9))
+    embedding = LowRankEmbedding(weight, None)
+    tokens = torch.randint(0, 50, (num_tokens,), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    gradient = torch.randn(num_tokens, 320, generator=torch.Generator().manual_seed(2)).to(CUDA)
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            rows = embedding(tokens)
+            assert torch.equal(rows, weight.storage.decoded(torch.float32)[tokens])
+            rows.backward(gradient)
+            found.append(weight.grad.clone())
+            weight.discard()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    expected = torch.zeros(700, 320).index_add_(0, tokens.cpu(), gradient.cpu())
+    torch.testing.assert_close(found[0].cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (33, 129), (256, 4096)], ids=str)

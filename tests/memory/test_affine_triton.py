@@ -1,4 +1,4 @@
-"""The Triton kernels of INT8 weights and INT4 projections against plain torch, to the bit, in the interpreter."""
+"""The Triton kernels of INT8 and bf16 weights and INT4 projections against plain torch, to the bit, interpreted."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tahq.memory.full_weight import FullWeight
 from tahq.memory.int8_weight import Int8Weight
 from tahq.memory.projection import Int4Projection
 from tahq.quant.backends import interprets_triton
@@ -65,6 +66,33 @@ def test_update_and_decoding_are_the_plain_ones(shape, key):
         affine_triton.add8(kernel, update, keep=0.9997, rate=-0.013, key=key)
         assert_same(plain, kernel)
         assert torch.equal(affine_triton.decoded8(kernel, dtype), plain.decoded(dtype))
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 1), (7, 129), (33, 129)], ids=str)
+@pytest.mark.parametrize("key", [5, 2**63 + 11])
+def test_bf16_is_updated_as_by_plain_torch(shape, key):
+    from tahq.memory import affine_triton
+
+    plain = FullWeight(shape, torch.device("cpu"), torch.bfloat16)
+    plain.assign(values_of(shape))
+    kernel = plain.values.clone()
+    for round_, dtype in enumerate((torch.float32, torch.bfloat16)):
+        update = values_of(shape, seed=round_ + 1).to(dtype)
+        plain.add(update, keep=0.9997, rate=-0.013, key=key)
+        affine_triton.add16(kernel, update, keep=0.9997, rate=-0.013, key=key)
+        assert torch.equal(kernel.view(torch.int16), plain.values.view(torch.int16))
+
+
+@interpreted
+def test_bf16_keeps_what_is_not_finite():
+    from tahq.memory import affine_triton
+
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32)
+    values = torch.zeros(6, dtype=torch.bfloat16)
+    affine_triton.add16(values, bits.view(torch.float32), keep=1.0, rate=1.0, key=7)
+    assert values.isnan().tolist() == [True, True, True, True, False, False]
+    assert values[4:].tolist() == [float("inf"), float("-inf")]
 
 
 @interpreted

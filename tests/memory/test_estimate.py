@@ -72,13 +72,16 @@ def test_optimizer_bytes_are_those_that_the_optimizer_keeps(optimizer):
     assert kept == stage_memory(SPEC, blocks, numbers(optimizer_nbytes=partial(optimizer_nbytes, config))).optimizer
 
 
+@pytest.mark.parametrize("ends", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("blocks", [BlockRange(1, 3, 4), BlockRange(0, 1, 4), BlockRange(3, 4, 4)], ids=str)
 @pytest.mark.parametrize("optimizer", ["qgalore", "galore"])
-def test_low_rank_weights_count_as_what_a_stage_saves(optimizer):
-    blocks, config = BlockRange(1, 3, 4), TrainingConfig(steps=1, optimizer=optimizer)
+def test_low_rank_weights_count_as_what_a_stage_saves(optimizer, blocks, ends):
+    config = TrainingConfig(steps=1, optimizer=optimizer, qgalore={"ends": ends})
     settings = low_rank_settings(config, 0)
     module = build_low_rank_slice(SPEC, blocks, settings, seed=0, device=torch.device("cpu"), random=RandomContext(0))
     update = StageUpdate(config, module.canonical_parameters(), module.is_decayed, 1, None, low_rank_weights(module))
-    module(torch.randn(2, 16, 32).requires_grad_()).sum().backward()
+    x = torch.zeros(2, 16, dtype=torch.int64) if blocks.first else torch.randn(2, 16, 32).requires_grad_()
+    module(x).sum().backward()
     weights = low_rank_weights(module).values()
     gradients = sum(p.grad.nbytes for p in module.parameters()) + sum(each.pending_nbytes for each in weights)
     update.apply(0, 1.0)

@@ -43,6 +43,18 @@ def test_matrices_of_attention_and_mlp_are_covered_and_nothing_else():
     assert all("norm" in name or name in ("model.embed_tokens.weight", "lm_head.weight") for name in ordinary)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_with_ends_embedding_and_head_are_covered_too_and_not_projected(family):
+    _, without = slices(family)
+    _, model = slices(family, ends="bf16")
+    ends = [model.spec.layout.embedding_weight, "lm_head.weight"]
+    covered, ordinary = low_rank_weights(model), model.canonical_parameters()
+    assert list(covered) == [ends[0], *low_rank_weights(without), ends[1]]
+    assert [name for name, weight in covered.items() if weight.low_shape == weight.shape] == ends
+    assert [covered[name].settings.scale for name in ends] == [1.0, 1.0]
+    assert all(parameter.ndim == 1 or name == "transformer.wpe.weight" for name, parameter in ordinary.items())
+
+
 GPT2_PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
@@ -82,6 +94,23 @@ def test_without_quantisation_and_projection_layers_compute_what_they_replace_to
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "checkpoint", "deferred"])
+@pytest.mark.parametrize("ends", ["bf16", "int8"])
+def test_ends_compute_what_they_replace_to_the_bit(family, mode, ends):
+    """With the values that they have after rounding in what they replace."""
+    plain, covered = slices(family, rank=10**6, ends=ends, **PLAIN)
+    with torch.no_grad():
+        for name in (covered.spec.layout.embedding_weight, "lm_head.weight"):
+            decoded = low_rank_weights(covered)[name].storage.decoded(torch.float32)
+            plain.get_parameter(name).copy_(decoded)
+    deferred = DeferredGradients() if mode == "deferred" else None
+    losses = run(plain, covered, bf16=mode == "bf16", checkpoint=mode == "checkpoint", deferred=deferred)
+    assert torch.equal(*losses)
+    gradients = {name: each.grad for name, each in low_rank_weights(covered).items()}
+    assert [name for name in gradients if not torch.equal(gradients[name], plain.get_parameter(name).grad)] == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_quantised_layers_product_is_that_of_its_decoded_weight(family):
     plain, covered = slices(family)
     parameters = plain.canonical_parameters()
@@ -110,13 +139,23 @@ def test_evaluation_keeps_nothing():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, PLAIN, {"weights": "bf16", "projections": "bf16"}, {"rank": 3}, {"rank": 1000}], ids=str
+    "changes",
+    [
+        {},
+        PLAIN,
+        {"weights": "bf16", "projections": "bf16"},
+        {"rank": 3},
+        {"rank": 1000},
+        {"ends": "bf16"},
+        {"ends": "int8", "states": "fp32"},
+    ],
+    ids=str,
 )
 def test_counted_bytes_are_those_of_the_tensors(changes):
     _, covered = slices("llama", **changes)
     weights = low_rank_weights(covered).values()
     run(*slices("llama")[:1], covered)
-    counted = low_rank_bytes([tuple(weight.shape) for weight in weights], LowRankSettings(**changes))
+    counted = low_rank_bytes((tuple(weight.shape), weight.settings) for weight in weights)
     assert counted.weights == sum(t.nbytes for weight in weights for t in weight.weight_tensors().values())
     assert counted.gradients == sum(weight.pending_nbytes for weight in weights)
     numbers = ("step/", "gap/", "similarities/")
@@ -125,21 +164,22 @@ def test_counted_bytes_are_those_of_the_tensors(changes):
 
 
 def test_random_weights_do_not_depend_on_the_cut():
-    spec, random = spec_of("llama"), RandomContext(0)
-    _, whole = slices("llama")
-    part = build_low_rank_slice(spec, BlockRange(1, 2, 2), LowRankSettings(), seed=1, device=CPU, random=random)
+    spec, random, settings = spec_of("llama"), RandomContext(0), LowRankSettings(ends="int8")
+    _, whole = slices("llama", ends="int8")
+    part = build_low_rank_slice(spec, BlockRange(1, 2, 2), settings, seed=1, device=CPU, random=random)
+    assert "lm_head.weight" in low_rank_weights(part)
     for name, weight in low_rank_weights(part).items():
         assert torch.equal(weight.storage.codes, low_rank_weights(whole)[name].storage.codes)
 
 
+@pytest.mark.parametrize("ends", ["fp32", "int8"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_folder_of_weights_is_rounded_to_nearest(family, tmp_path):
-    plain, covered = slices(family)
+def test_a_folder_of_weights_is_rounded_to_nearest(family, ends, tmp_path):
+    plain, covered = slices(family, ends=ends)
     export_folder(spec_of(family), plain.canonical_parameters().items(), tmp_path / "model", None)
     spec = load_spec(ModelConfig(path=str(tmp_path / "model")), vocab_size=64, seq_len=16)
-    read = build_low_rank_slice(
-        spec, BlockRange(0, 2, 2), LowRankSettings(), seed=7, device=CPU, random=RandomContext(0)
-    )
+    settings = LowRankSettings(ends=ends)
+    read = build_low_rank_slice(spec, BlockRange(0, 2, 2), settings, seed=7, device=CPU, random=RandomContext(0))
     for name, weight in low_rank_weights(read).items():
         assert torch.equal(weight.storage.codes, low_rank_weights(covered)[name].storage.codes)
     for name, parameter in read.canonical_parameters().items():

@@ -93,14 +93,15 @@ def test_count_knows_fp8_flow(family, keys, bf16, blocks):
     assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, module=module), rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("ends", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16):
-    spec, blocks = make_spec(family), BlockRange(0, 2, 3)
+def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16, ends):
+    spec, blocks = make_spec(family), BlockRange(0, 3, 3)
     module = build_low_rank_slice(
-        spec, blocks, LowRankSettings(), seed=0, device=torch.device("cpu"), random=RandomContext(0)
+        spec, blocks, LowRankSettings(ends=ends), seed=0, device=torch.device("cpu"), random=RandomContext(0)
     )
-    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, copies_weights=False)
+    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, copies_weights=False, copies_head=ends == "fp32")
     counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
     assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, module=module), rel=TOLERANCE)
 

@@ -148,6 +148,7 @@ REFUSED = [
     ({"training.optimizer": "fp8_adamw"}, {"training.optimizer": "fp8_adamw", "training.fp8_adamw": {"first": "e5m2"}}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"rank": 7}}),
     ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.qgalore": {"states": "int8"}}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"ends": "int8"}}),
     ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.adamw8bit": {"block": 128}}),
 ]
 
