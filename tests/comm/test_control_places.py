@@ -98,7 +98,13 @@ def say(server):
 
 
 def heard(server, num_polls=5):
-    return [said for _ in range(num_polls) for said in server.poll(0.05)]
+    """All that is said until so many polls in a row bring nothing."""
+    said, num_empty = [], 0
+    while num_empty < num_polls:
+        now = server.poll(0.05)
+        num_empty = 0 if now else num_empty + 1
+        said += now
+    return said
 
 
 def of_another_coordinator(message):

@@ -140,9 +140,8 @@ def test_whoever_is_no_member_is_told_in_seconds_and_no_byte_of_it_is_taken(
     before = len(serving.of(Join))
     proxy = Eavesdropper(serving.address)
     started_s = time.monotonic()
-    refused = connect(proxy.address, credentials)
-    with pytest.raises(RefusedError) as refusal:
-        refused.recv(SOON_S)
+    with pytest.raises(RefusedError) as refusal:  # already of what `connect` says, where this thread is held up
+        connect(proxy.address, credentials).recv(SOON_S)
     assert time.monotonic() - started_s < 5
     assert f"coordinator at {proxy.address}: {told}" in str(refusal.value)
     assert refusal.value.exit_status == 2
