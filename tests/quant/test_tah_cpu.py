@@ -252,6 +252,9 @@ def test_outlier_test_is_the_references(pool, tau, seed, factor):
     assert is_outlier(room, largest, extent.beyond, F(tau)) == expected
 
 
+PATIENCE_S = 15.0
+
+
 @pytest.mark.serial
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 def test_two_python_threads_encode_at_the_same_time():
@@ -268,5 +271,6 @@ def test_two_python_threads_encode_at_the_same_time():
         return time.perf_counter() - start
 
     tah_cpu.encode(layout, x)
-    ratios = [seconds(2) / seconds(1) for _ in range(15)]
-    assert min(ratios) < 1.6  # 2 if they took turns; the best of many, for the machine may be busy
+    deadline_s = time.monotonic() + PATIENCE_S
+    while (ratio := seconds(2) / seconds(1)) >= 1.6:  # 2 if they took turns; the machine may be busy for a while
+        assert time.monotonic() < deadline_s, ratio
