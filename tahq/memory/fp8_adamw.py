@@ -9,16 +9,17 @@ and in CUDA's (`tests/memory/test_fp8_adamw*.py`, `tests/gpu/test_fp8_adamw.py`)
 another. Weights are equal to the bit in plain torch and on the CPU; CUDA's kernel rounds their update in its own way.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
-from tahq.memory.fp8_adamw_step import StepNumbers, step_in_torch
+from tahq.memory.adamw_loop import AdamwLoop, State
+from tahq.memory.adamw_step import AdamwNumbers
+from tahq.memory.fp8_adamw_step import step_in_torch
 from tahq.memory.fp8_formats import FP8_FORMATS
 from tahq.memory.fp8_groups import MomentFormat, StoredGroups, num_groups
 from tahq.memory.optimizer_config import Fp8AdamWConfig
@@ -27,83 +28,42 @@ from tahq.memory.state_spec import StateSpec, StateSpecs
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Formats = tuple[MomentFormat, MomentFormat]
-Step = Callable[[torch.Tensor, torch.Tensor, tuple[StoredGroups, StoredGroups], Formats, StepNumbers], None]
+Step = Callable[[torch.Tensor, torch.Tensor, tuple[StoredGroups, StoredGroups], Formats, AdamwNumbers], None]
 
 
-class Fp8AdamW(Optimizer):
+class Fp8AdamW(AdamwLoop):
     """AdamW with moments in eight bits.
 
-    Every parameter has its states from the first step on, also one that never gets a gradient; that one is left alone.
-
     Args:
-        params: groups of fp32 parameters; `lr` and `weight_decay` of a group count.
+        params: groups of fp32 parameters.
         stored: formats of the moments.
-        lr: of groups that have none.
-        betas: β₁, β₂.
-        epsilon: ε, outside the root.
+        lr, betas, eps, weight_decay: as of `AdamwLoop`, for groups that have none.
 
     Raises:
         ValueError: a parameter that is not fp32.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Parameter] | list[dict[str, Any]],
-        stored: Fp8AdamWConfig,
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        epsilon: float = 1e-8,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "epsilon": epsilon, "weight_decay": 0.0})
-        for parameter in self._parameters():
+    def __init__(self, params: Any, stored: Fp8AdamWConfig, **defaults: Any) -> None:
+        super().__init__(params, **defaults)
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.dtype != torch.float32:
                 raise ValueError(f"fp8_adamw takes parameters in torch.float32, got one in {parameter.dtype}")
         self._stored = stored
         self._formats: dict[torch.device, Formats] = {}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on the gradients at hand."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state.update(self._empty_states(parameter))
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, state, group)
-        return loss
-
-    def _update(
-        self, parameter: Parameter, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]
-    ) -> None:
-        state["step"].add_(1)
-        numbers = StepNumbers.of(
-            int(state["step"]), group["lr"], group["betas"], group["epsilon"], group["weight_decay"]
-        )
+    def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
         moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
-        formats = self._formats_on(parameter.device)
-        weights = parameter.detach().contiguous().view(-1)
-        step = _step_on(parameter.device.type)
-        step(weights, gradient.detach().reshape(-1), moments, formats, numbers)
-        if not parameter.is_contiguous():
-            parameter.copy_(weights.view(parameter.shape))
+        step = _step_on(weight.device.type)
+        step(weight, gradient, moments, self._formats_on(weight.device), numbers)
 
-    def _empty_states(self, parameter: Parameter) -> dict[str, torch.Tensor]:
-        """Moments of zero."""
+    def _moments(self, parameter: Parameter) -> State:
         specs = fp8_adamw_states(self._stored, tuple(parameter.shape))
         return {
             name: torch.full(
-                spec.shape,
-                UNEXPANDED if name.endswith("_power") else 0,
-                dtype=spec.dtype,
-                device="cpu" if spec.is_counter else parameter.device,
+                spec.shape, UNEXPANDED if name.endswith("_power") else 0, dtype=spec.dtype, device=parameter.device
             )
             for name, spec in specs.items()
+            if not spec.is_counter
         }
 
     def _formats_on(self, device: torch.device) -> Formats:
@@ -113,9 +73,6 @@ class Fp8AdamW(Optimizer):
             first, second = (_moment_format(name, expand, device) for name, expand in chosen)
             self._formats[device] = (first, second)
         return self._formats[device]
-
-    def _parameters(self) -> list[Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 def fp8_adamw_states(stored: Fp8AdamWConfig, shape: tuple[int, ...]) -> StateSpecs:

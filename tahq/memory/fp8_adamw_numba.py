@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tahq.memory.fp8_adamw_step import StepNumbers
+from tahq.memory.adamw_step import AdamwNumbers
 from tahq.memory.fp8_formats import NAN
 from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL, MomentFormat, StoredGroups
 from tahq.memory.range_expansion import UNEXPANDED
@@ -46,18 +46,18 @@ class Moment(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """`StepNumbers` in fp32."""
+    """What a step needs of `AdamwNumbers`, in fp32."""
 
-    kept: np.float32
-    first_share: np.float32
-    second_kept: np.float32
-    second_share: np.float32
-    step_size: np.float32
-    correction: np.float32
+    decay: np.float32
+    rest1: np.float32
+    beta2: np.float32
+    rest2: np.float32
+    rate: np.float32
+    root_factor: np.float32
     epsilon: np.float32
 
     @classmethod
-    def of(cls, numbers: StepNumbers) -> "Numbers":
+    def of(cls, numbers: AdamwNumbers) -> "Numbers":
         """Each rounded to nearest."""
         return cls(*(np.float32(getattr(numbers, name)) for name in cls._fields))
 
@@ -67,7 +67,7 @@ def step_on_cpu(
     gradients: torch.Tensor,
     moments: tuple[StoredGroups, StoredGroups],
     formats: tuple[MomentFormat, MomentFormat],
-    numbers: StepNumbers,
+    numbers: AdamwNumbers,
 ) -> None:
     """As `step_in_torch`, for tensors on the CPU."""
     first, second = (Moment.of(moment, by) for moment, by in zip(moments, formats, strict=True))
@@ -87,11 +87,11 @@ def _step(
         _decode(second, group, count, v)
         for i in range(count):
             gradient = gradients[start + i]
-            m[i] = m[i] + (gradient - m[i]) * numbers.first_share
-            v[i] = v[i] * numbers.second_kept + (gradient * numbers.second_share) * gradient
-            denominator = np.sqrt(v[i]) * numbers.correction + numbers.epsilon
+            m[i] = m[i] + (gradient - m[i]) * numbers.rest1
+            v[i] = v[i] * numbers.beta2 + (gradient * numbers.rest2) * gradient
+            denominator = np.sqrt(v[i]) * numbers.root_factor + numbers.epsilon
             weight = weights[start + i]
-            weights[start + i] = weight * numbers.kept - (m[i] / denominator) * numbers.step_size
+            weights[start + i] = weight * numbers.decay - (m[i] / denominator) * numbers.rate
         _encode(first, group, count, m)
         _encode(second, group, count, v)
 

@@ -7,6 +7,8 @@ bit, unless Δmax·(|x|/M)^k comes within some 2⁻⁴⁸ of the middle of two m
 Shape letters: P groups of 128.
 """
 
+import math
+
 import torch
 
 NAN = 0x7F
@@ -102,6 +104,6 @@ def adamw_reference(
     first, second = moments
     first = first + (1 - betas[0]) * (gradients - first)
     second = betas[1] * second + ((1 - betas[1]) * gradients) * gradients
-    denominator = second.double().sqrt().float() * (1 - betas[1] ** step) ** -0.5 + epsilon
+    denominator = second.double().sqrt().float() * (1 / math.sqrt(1 - betas[1] ** step)) + epsilon
     step_size = lr / (1 - betas[0] ** step)
     return weights * (1 - lr * weight_decay) - step_size * (first / denominator), first, second

@@ -1,4 +1,4 @@
-"""One step of AdamW on moments in eight bits: its numbers, and the step in plain torch.
+"""One step of AdamW on moments in FP8, in plain torch.
 
 The order of operations is a contract: single sums, products, quotients and roots in fp32, each rounded once, none
 fused, so that every device and kernel gives the same codes, scales and powers to the bit. So it does weights, but for
@@ -12,45 +12,15 @@ this is torch's AdamW: decay is decoupled, ε stands outside the root (COAT's Eq
 v as they are before they are quantised.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from tahq.memory.adamw_step import AdamwNumbers
 from tahq.memory.fp8_groups import GROUP, MomentFormat, StoredGroups, as_groups, decode, encode
 
 CHUNK_GROUPS = 512
 """Groups that are in fp32 at a time, a quarter of a megabyte: temporaries stay small, and in the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepNumbers:
-    """What a step multiplies by; each is rounded to fp32 before it is used.
-
-    `kept`: 1 − η·λ. `first_share`: 1 − β₁. `second_kept`, `second_share`: β₂, 1 − β₂. `step_size`: η/(1 − β₁ᵗ).
-    `correction`: 1/√(1 − β₂ᵗ). `epsilon`: ε.
-    """
-
-    kept: float
-    first_share: float
-    second_kept: float
-    second_share: float
-    step_size: float
-    correction: float
-    epsilon: float
-
-    @classmethod
-    def of(cls, step: int, lr: float, betas: tuple[float, float], epsilon: float, weight_decay: float) -> "StepNumbers":
-        """The numbers of step t, counted from 1."""
-        return cls(
-            kept=1 - lr * weight_decay,
-            first_share=1 - betas[0],
-            second_kept=betas[1],
-            second_share=1 - betas[1],
-            step_size=lr / (1 - betas[0] ** step),
-            correction=(1 - betas[1] ** step) ** -0.5,
-            epsilon=epsilon,
-        )
 
 
 def step_in_torch(
@@ -58,7 +28,7 @@ def step_in_torch(
     gradients: torch.Tensor,
     moments: tuple[StoredGroups, StoredGroups],
     formats: tuple[MomentFormat, MomentFormat],
-    numbers: StepNumbers,
+    numbers: AdamwNumbers,
 ) -> None:
     """Take one step, in place, on any device.
 
@@ -85,13 +55,13 @@ def step_in_torch(
 
 
 def _adamw(
-    weights: torch.Tensor, gradients: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: StepNumbers
+    weights: torch.Tensor, gradients: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: AdamwNumbers
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    first = first + (gradients - first) * numbers.first_share
-    second = second * numbers.second_kept + (gradients * numbers.second_share) * gradients
+    first = first + (gradients - first) * numbers.rest1
+    second = second * numbers.beta2 + (gradients * numbers.rest2) * gradients
     # torch's square root of fp32 errs by an ulp on a CPU; that of fp64 is right once it is rounded.
-    denominator = second.double().sqrt().float() * numbers.correction + numbers.epsilon
-    return weights * numbers.kept - (first / denominator) * numbers.step_size, first, second
+    denominator = second.double().sqrt().float() * numbers.root_factor + numbers.epsilon
+    return weights * numbers.decay - (first / denominator) * numbers.rate, first, second
 
 
 def _part(moment: StoredGroups, start: int, stop: int) -> StoredGroups:

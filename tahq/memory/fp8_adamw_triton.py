@@ -12,14 +12,13 @@ Shape letters: R groups (rows) of a program, of 128 elements each.
 """
 
 import math
-from dataclasses import astuple
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from tahq.memory.fp8_adamw_step import StepNumbers
+from tahq.memory.adamw_step import AdamwNumbers
 from tahq.memory.fp8_formats import E4M3, E5M2, NAN
 from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL, MomentFormat, StoredGroups
 from tahq.memory.range_expansion import NUM_POWERS, STEPS_PER_OCTAVE, UNEXPANDED
@@ -56,7 +55,7 @@ def step_on_cuda(
     gradients: torch.Tensor,
     moments: tuple[StoredGroups, StoredGroups],
     formats: tuple[MomentFormat, MomentFormat],
-    numbers: StepNumbers,
+    numbers: AdamwNumbers,
 ) -> None:
     """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing.
 
@@ -73,9 +72,11 @@ def step_on_cuda(
     kinds = tuple((by.expand, by.format.name) for by in formats)
     # A launch that is kept takes aligned tensors only.
     launches = _kept_launches if _are_aligned(weights, *tensors) else _launches
+    n = numbers
+    factors = (n.decay, n.rest1, n.beta2, n.rest2, n.rate, n.root_factor, n.epsilon)
     with on_device_of(weights):
         for launch in launches(weights.numel(), kinds):
-            launch(weights, *tensors, last=astuple(numbers))
+            launch(weights, *tensors, last=factors)
 
 
 def _are_aligned(*tensors: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ def _ema_sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
 
 
 def _fp8_adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return Fp8AdamW(groups, config.fp8_adamw, lr=config.lr, betas=config.betas, epsilon=config.epsilon)
+    return Fp8AdamW(groups, config.fp8_adamw, lr=config.lr, betas=config.betas, eps=config.epsilon)
 
 
 def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:

@@ -6,11 +6,11 @@ the sum is rounded once more.
 
 import pytest
 import torch
-from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, same_bits
+from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, numbers_of, same_bits
 from torch.nn import Parameter
 
 from tahq.memory.fp8_adamw_numba import step_on_cpu
-from tahq.memory.fp8_adamw_step import StepNumbers, step_in_torch
+from tahq.memory.fp8_adamw_step import step_in_torch
 from tahq.memory.fp8_formats import E4M3, E5M2
 from tahq.memory.fp8_groups import StoredGroups, encode
 from tahq.pipeline.config import TrainingConfig
@@ -83,7 +83,7 @@ def test_groups_of_every_sort(way):
                 moments.append(StoredGroups(codes.view(-1), scales, powers if by.expand else None))
             weights = torch.ones(groups.numel(), device=device)
             gradients = groups.flip(0).reshape(-1).to(device)
-            numbers = StepNumbers.of(2, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+            numbers = numbers_of(2, 1e-3, (0.9, 0.95), 1e-8, 0.1)
             step(weights, gradients, tuple(moments), formats, numbers)
             kept = [part for moment in moments for part in (moment.codes, moment.scales, moment.powers)]
             outcomes.append([part.cpu().float() for part in kept if part is not None])
@@ -115,7 +115,7 @@ def test_magnitudes_of_every_size(power):
         )
         weights = torch.zeros(total, device=device)
         # β₁ = 0: the first moment is the gradient itself
-        numbers = StepNumbers.of(1, 1e-3, (0.0, 0.95), 1e-8, 0.0)
+        numbers = numbers_of(1, 1e-3, (0.0, 0.95), 1e-8, 0.0)
         step(weights, groups.view(-1).to(device), moments, formats, numbers)
         kept = [part for moment in moments for part in (moment.codes, moment.scales, moment.powers)]
         outcomes.append([part.cpu().float() for part in kept])

@@ -119,7 +119,7 @@ def step_by_reference(weights, gradients, moments, formats, numbers):
         )
         for moment, by in zip(moments, formats, strict=True)
     ]
-    step = round(torch.tensor(1 - RATE / numbers.step_size).log().item() / torch.tensor(0.9).log().item())
+    step = round(torch.tensor(1 - RATE / numbers.rate).log().item() / torch.tensor(0.9).log().item())
     updated, *new = adamw_reference(
         as_groups(weights),
         as_groups(gradients),

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, same_bits
+from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, numbers_of, same_bits
 
-from tahq.memory.fp8_adamw_step import StepNumbers, step_in_torch
+from tahq.memory.fp8_adamw_step import step_in_torch
 from tahq.memory.fp8_formats import E4M3, E5M2
 from tahq.memory.fp8_groups import StoredGroups, encode
 from tahq.quant.backends import interprets_triton
@@ -71,7 +71,7 @@ def test_groups_of_every_sort(sort, formats):
         )
         weights = torch.ones(groups.numel())
         gradients = groups.flip(0).reshape(-1)
-        step(weights, gradients, moments, formats, StepNumbers.of(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
+        step(weights, gradients, moments, formats, numbers_of(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
         kept = [part for moment in moments for part in (moment.codes, moment.scales, moment.powers)]
         outcomes.append([weights, *(part.float() for part in kept if part is not None)])
     for left, right in zip(*outcomes, strict=True):

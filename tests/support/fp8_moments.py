@@ -2,7 +2,7 @@
 
 import torch
 
-from tahq.memory.fp8_adamw_step import StepNumbers
+from tahq.memory.adamw_step import AdamwNumbers
 from tahq.memory.fp8_formats import EightBitFormat
 from tahq.memory.fp8_groups import MomentFormat, StoredGroups, num_groups
 from tahq.memory.range_expansion import UNEXPANDED, make_tables
@@ -51,6 +51,11 @@ def awkward_groups(num: int = 40) -> dict[str, torch.Tensor]:
     return made
 
 
+def numbers_of(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> AdamwNumbers:
+    """The numbers of a step of an optimizer with these settings."""
+    return AdamwNumbers.of({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, step)
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equality of values, NaN equal to NaN."""
     return torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
@@ -88,7 +93,7 @@ class Trained:
             gradients = scale * torch.randn(self._numel, generator=generator)
             gradients *= torch.randn(self._numel, generator=generator).exp()
             gradients[step :: 5 * self._numel // 7 + 1] = 0.0
-            numbers = StepNumbers.of(step, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+            numbers = numbers_of(step, 1e-3, (0.9, 0.95), 1e-8, 0.1)
             self._step(self.weights, gradients.to(self._device), self.moments, self._formats, numbers)
         return self
 
