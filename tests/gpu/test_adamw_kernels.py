@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
+from support.device_waits import host_must_not_wait
 from torch.nn import Parameter
 
 from tahq.memory.blockwise8 import decode, encode
@@ -110,15 +111,11 @@ def test_resuming_on_the_device_is_exact_to_the_bit(keys):
     assert [name for name in SHAPES if not torch.equal(parameters[name], resumed[name])] == []
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
 def test_a_step_does_not_wait_for_the_device(keys):
     _, parameters, optimizer = built(keys, "cuda", {name: normal(shape, 7) for name, shape in SHAPES.items()})
     train(parameters, optimizer, range(2))
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_must_not_wait():
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.device_waits import host_must_not_wait
 from support.fp8_flow_checks import check_gated, check_norm, check_rotation, check_tensor_codes, matrices
 
 from tahq.memory.config import CoatConfig
@@ -123,8 +124,5 @@ def test_a_layer_does_not_wait_for_the_device():
         y.backward(gradient)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_must_not_wait():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -146,7 +146,6 @@ def test_damaged_streams_are_refused_as_the_reference_refuses_them(spec, shape):
 
 
 @every_case
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_encoding_does_not_synchronise_and_nothing_is_compiled_after_the_first_time(spec, dtype, shape, monkeypatch):
     x = tensors(dtype, shape)["gaussian"].cuda()
     check_no_wait_and_no_compiler(get_codec(spec, backend="triton"), x, monkeypatch)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.device_waits import host_must_not_wait
 
 from tahq.memory.full_weight import FullWeight
 from tahq.memory.int8_weight import Int8Weight
@@ -133,10 +134,7 @@ def test_an_update_waits_for_nothing():
     weight.begin(0)
     weight.take(gradient)
     weight.apply(0, 1e-3, 0.1)  # searched, and kernels compiled
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_must_not_wait():
         weight.begin(1)
         weight.take(gradient)
         weight.apply(1, 1e-3, 0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

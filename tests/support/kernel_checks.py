@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support.agreement import compare
+from support.device_waits import host_must_not_wait
 from tahq.errors import CodecError
 from tahq.quant import CodecSpec, get_codec
 from tahq.quant.codec import Codec
@@ -86,10 +87,7 @@ def check_no_wait_and_no_compiler(codec: Codec, x: torch.Tensor, monkeypatch: py
 
     codec.prepare(x.shape, x.dtype, x.device)
     monkeypatch.setattr(JITFunction, "_do_compile", compile_again)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_must_not_wait():
         bufs = [codec.encode(x * factor, key=key) for factor, key in ((1, 0), (0, 1), (3, 16), (1, 2**64 - 1))]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for buf in bufs:
         codec.decode(buf, x.shape, x.dtype, key=1)
