@@ -19,7 +19,7 @@ from tahq.quant.cpu.numbers import Fp32Array, Int16Array, bits_of, float_of
 _GROUP = GROUP
 _UNEXPANDED = UNEXPANDED
 _NAN = NAN
-_MAGNITUDE, _SIGN = 0x7F, 0x80
+_SIGN = 0x80
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _SMALLEST_NORMAL, _LARGEST_SCALE = np.float32(SMALLEST_NORMAL), np.float32(LARGEST_SCALE)
 _LARGEST_FP32 = np.finfo(np.float32).max
@@ -103,9 +103,7 @@ def _decode(moment: Moment, group: int, count: int, x: Fp32Array) -> None:
     scale = float_of(np.int32(moment.scales[group]) << 16)
     start = group * _GROUP
     for i in range(count):
-        code = moment.codes[start + i]
-        magnitude = shares[code & _MAGNITUDE] * scale
-        x[i] = -magnitude if code & _SIGN else magnitude
+        x[i] = shares[moment.codes[start + i]] * scale
 
 
 @kernel

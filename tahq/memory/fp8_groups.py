@@ -79,13 +79,11 @@ def encode(groups: torch.Tensor, by: MomentFormat) -> tuple[torch.Tensor, torch.
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, powers: torch.Tensor | None, by: MomentFormat) -> torch.Tensor:
     """x = ±M·(code/Δmax)^(1/k): fp32 [P, 128] from codes uint8 [P, 128], scales bf16 [P], powers uint8 [P]."""
-    mask = by.format.num_codes - 1
     if powers is None:
-        shares = by.tables.values[UNEXPANDED][(codes & mask).long()]
+        shares = by.tables.values[UNEXPANDED][codes.long()]
     else:
-        shares = by.tables.values[powers.long()].gather(1, (codes & mask).long())
-    magnitudes = shares * scales.float()[:, None]
-    return torch.where(codes > mask, -magnitudes, magnitudes)
+        shares = by.tables.values[powers.long()].gather(1, codes.long())
+    return shares * scales.float()[:, None]
 
 
 def stored_scales(largest: torch.Tensor) -> torch.Tensor:
