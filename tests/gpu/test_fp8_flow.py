@@ -105,8 +105,9 @@ def gradients(
 def test_a_layer_computes_what_it_computes_on_the_cpu(products):
     got, expected = gradients(CUDA, products), gradients(torch.device("cpu"), products)
     for name, value in expected.items():
-        # bf16 roundings (2⁻⁹) and other orders of addition move some numbers over the edge between two codes.
-        assert float((got[name] - value).norm() / value.norm()) < 0.05, name
+        # bf16 roundings (2⁻⁹) and other orders of addition move some numbers over the edge between two codes; those
+        # of E5M2 are twice as far apart.
+        assert float((got[name] - value).norm() / value.norm()) < (0.1 if products == "e5m2" else 0.05), name
 
 
 def test_a_split_backward_gives_the_bits_of_a_whole_one():
