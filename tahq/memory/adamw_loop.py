@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from tahq.memory.adamw_step import AdamwNumbers
+from tahq.memory.side_streams import run_side_by_side
 
 State = dict[str, torch.Tensor]
 
@@ -42,15 +44,20 @@ class AdamwLoop(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self._state_of(parameter)
-                if parameter.grad is None:
-                    continue
-                state["step"] += 1
-                numbers = AdamwNumbers.of(group, int(state["step"]))
-                _advance_contiguous(self._advance, parameter, state, numbers)
+        run_side_by_side(
+            [
+                (parameter, partial(self._step_of, parameter, state, group))
+                for group in self.param_groups
+                for parameter in group["params"]
+                if (state := self._state_of(parameter)) and parameter.grad is not None
+            ]
+        )
         return loss
+
+    def _step_of(self, parameter: Parameter, state: State, group: dict[str, Any]) -> None:
+        state["step"] += 1
+        numbers = AdamwNumbers.of(group, int(state["step"]))
+        _advance_contiguous(self._advance, parameter, state, numbers)
 
     def _state_of(self, parameter: Parameter) -> State:
         state: State = self.state[parameter]

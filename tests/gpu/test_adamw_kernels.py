@@ -6,6 +6,7 @@ from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, chec
 from support.device_waits import host_must_not_wait
 from torch.nn import Parameter
 
+from tahq.memory import side_streams
 from tahq.memory.blockwise8 import decode, encode
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -119,3 +120,26 @@ def test_a_step_does_not_wait_for_the_device(keys):
         parameter.grad = torch.ones_like(parameter)
     with host_must_not_wait():
         optimizer.step()
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+def test_side_by_side_on_streams_as_one_by_one(keys, monkeypatch):
+    """Gradients made just before a step and weights read just after it, in the caller's stream."""
+
+    def trained() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        start = {str(number): normal((1 << 18 + number % 4,), number) for number in range(12)}
+        _, parameters, optimizer = built(keys, "cuda", start)
+        sums = []
+        for step in range(6):
+            for number, parameter in enumerate(parameters.values()):
+                generator = torch.Generator("cuda").manual_seed(100 * step + number)
+                parameter.grad = torch.randn(parameter.shape, generator=generator, device=CUDA)
+            optimizer.step()
+            sums += [parameter.detach().sum() for parameter in parameters.values()]
+        return torch.stack(sums), {name: parameter.detach() for name, parameter in parameters.items()}
+
+    sums, weights = trained()
+    monkeypatch.setattr(side_streams, "_dealt_out", lambda jobs, count: [list(jobs), *[[] for _ in range(count - 1)]])
+    expected_sums, expected = trained()
+    assert torch.equal(sums, expected_sums)
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
