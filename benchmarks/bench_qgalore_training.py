@@ -14,7 +14,8 @@ a cosine; AdamW's and the others' are GaLore's for this size. Updates are those 
 result is the mean loss of the last 50 steps.
 
 Run:  python benchmarks/bench_qgalore_training.py [--size 60M] [--steps 600] [--text stdlib] [--tokenizer FOLDER]
-One H200, 60M, bytes, 600 steps of 16 K tokens: some four minutes. Curves are appended to OUT.jsonl after each variant.
+One H200, 60M, bytes, 600 steps of 16 K tokens: some four minutes. Curves are appended to OUT.jsonl after each variant;
+with `--keep`, what is there already is reported too, as of runs with the same arguments on other devices.
 """
 
 import argparse
@@ -70,7 +71,7 @@ class Result:
 
 def training_of(variant: str, arguments: argparse.Namespace) -> TrainingConfig:
     keys = dict(VARIANTS[variant])
-    low_rank = {"gap": max(1, arguments.steps // 50), "svd": arguments.svd, **keys.pop("qgalore", {})}  # type: ignore[dict-item]
+    low_rank = {"gap": gap_of(arguments), "svd": arguments.svd, **keys.pop("qgalore", {})}  # type: ignore[dict-item]
     lr = arguments.lr if variant == "adamw" else arguments.low_rank_lr
     return TrainingConfig(
         steps=arguments.steps,
@@ -84,6 +85,10 @@ def training_of(variant: str, arguments: argparse.Namespace) -> TrainingConfig:
         qgalore=low_rank,
         **keys,
     )
+
+
+def gap_of(arguments: argparse.Namespace) -> int:
+    return max(1, arguments.steps // 50)
 
 
 def build(spec: ModelSpec, training: TrainingConfig, device: torch.device) -> ModelSlice:
@@ -169,8 +174,9 @@ def report(results: list[Result], spec: ModelSpec, arguments: argparse.Namespace
         f"{describe_device()}. `python benchmarks/bench_qgalore_training.py --size {arguments.size} "
         f"--steps {arguments.steps}`",
         "",
-        f"A Llama of {num_parameters / 1e6:.1f} million parameters (vocabulary {spec.vocab_size}), {arguments.text}, "
-        f"{arguments.batch} × {arguments.seq_len} tokens a step.",
+        f"A Llama of {num_parameters / 1e6:.1f} million parameters (vocabulary {spec.vocab_size}), text "
+        f"{' '.join(arguments.text)}, {arguments.batch} × {arguments.seq_len} tokens a step; rates {arguments.lr:g} "
+        f"and {arguments.low_rank_lr:g}; a search at most every {gap_of(arguments)} steps.",
         "",
         "| variant | loss | above adamw | searches | step, ms | peak, GiB |",
         "|---|---|---|---|---|---|",
@@ -184,6 +190,12 @@ def report(results: list[Result], spec: ModelSpec, arguments: argparse.Namespace
         share = by_name["qgalore"].searches / max(1, by_name["qgalore, every gap"].searches)
         lines += ["", f"Lazy searches: {100 * share:.1f} % of those at every gap (paper: 36.2 %)."]
     return "\n".join(lines) + "\n"
+
+
+def write_report(results: list[Result], spec: ModelSpec, arguments: argparse.Namespace, num_parameters: int) -> None:
+    text = report(results, spec, arguments, num_parameters)
+    arguments.out.write_text(text)
+    print(text, flush=True)
 
 
 def draw(results: list[Result], out: Path) -> None:
@@ -216,6 +228,7 @@ def main() -> None:
     parser.add_argument("--text", nargs="+", default=["stdlib"])
     parser.add_argument("--tokenizer", default="bytes")
     parser.add_argument("--variants", default=";".join(VARIANTS), help="separated by semicolons")
+    parser.add_argument("--keep", action="store_true", help="report variants that OUT.jsonl has already as well")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "qgalore_training_h200_202611.md"
@@ -234,14 +247,14 @@ def main() -> None:
     meta = ModelSlice(spec, _whole(spec), RandomContext(0))
     num_parameters = sum(parameter.numel() for parameter in meta.parameters())
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    results: list[Result] = []
-    for variant in arguments.variants.split(";"):
+    lines = arguments.out.with_suffix(".jsonl")
+    results = [Result(**json.loads(line)) for line in lines.read_text().splitlines()] if arguments.keep else []
+    for variant in filter(None, arguments.variants.split(";")):
         results.append(run(variant, spec, batches, arguments))
-        with arguments.out.with_suffix(".jsonl").open("a") as file:
+        with lines.open("a") as file:
             file.write(json.dumps(asdict(results[-1])) + "\n")
-        report_text = report(results, spec, arguments, num_parameters)
-        arguments.out.write_text(report_text)
-        print(report_text, flush=True)
+        write_report(results, spec, arguments, num_parameters)
+    write_report(results, spec, arguments, num_parameters)
     draw(results, arguments.out.with_suffix(".png"))
 
 
