@@ -15,14 +15,15 @@ pytestmark = [
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (4097,), (33, 77)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (2048,), (4097,), (33, 77)], ids=str)
 def test_codes_scales_and_weights_are_the_references(shape):
     check_8bit(shape, CPU)
 
 
 @pytest.mark.parametrize("gradients", GRADIENTS)
 def test_whatever_the_gradients(gradients):
-    check_8bit((700,), CPU, gradients=gradients)
+    """In a program that is filled and in one that is not."""
+    check_8bit((1724,), CPU, gradients=gradients)
 
 
 @pytest.mark.parametrize("block", [64, 512, 2048])
