@@ -21,7 +21,7 @@ def _advance(weight, gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, ro
     m = m * beta1 + gradient * rest1
     v = v * beta2 + (gradient * gradient) * rest2
     ratio = m * _inverse(_fma(_root(v), root_factor, epsilon))
-    return _fma(-ratio, rate, weight * decay), m, v
+    return _fma(ratio, -rate, weight * decay), m, v
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def adamw8bit_kernel(
         weight.to(tl.float32), gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
     )
     _store(weights + at, _rounded(moved, weight), is_real, MASKED)
-    m_largest, v_largest = largest_of(m), largest_of(v)
+    m_largest, v_largest = largest_of(m, True), largest_of(v, False)
     _store(m_scales + block, scales_of(m_largest), is_block, MASKED)
     _store(v_scales + block, scales_of(v_largest), is_block, MASKED)
     _store(m_codes + at, encode_block(m, m_largest, tables, True), is_real, MASKED)

@@ -117,6 +117,10 @@ def _place(quotients, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def largest_of(values):
-    """Bits of the largest magnitude of each block of values [R, H, C], int32 [R, 1, 1]; a NaN is the largest."""
-    return tl.max(tl.max(magnitude_bits(values), axis=1, keep_dims=True), axis=2, keep_dims=True)
+def largest_of(values, SIGNED: tl.constexpr):
+    """Bits of the largest magnitude of each block of values [R, H, C], int32 [R, 1, 1]; a NaN is the largest.
+
+    Without signs, there is none to take off: not even that of a NaN, which comes of arithmetic, on a device.
+    """
+    bits = magnitude_bits(values) if SIGNED or IS_INTERPRETED else values.to(tl.int32, bitcast=True)
+    return tl.max(tl.max(bits, axis=1, keep_dims=True), axis=2, keep_dims=True)
