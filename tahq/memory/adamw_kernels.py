@@ -9,7 +9,7 @@ Shape letters: R blocks a program, B elements a block, in H rows of C.
 import triton
 import triton.language as tl
 
-from tahq.memory.blockwise8_kernels import decode_block, encode_block, largest_of, scales_of
+from tahq.memory.blockwise8_kernels import decode_blocks, encode_blocks, largest_of, scales_of
 from tahq.quant.gpu.tiles import IS_INTERPRETED
 
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
@@ -111,17 +111,19 @@ def adamw8bit_kernel(
     weight = _load(weights + at, is_real, 0.0, MASKED)
     m_code = _load(m_codes + at, is_real, 127, MASKED)
     v_code = _load(v_codes + at, is_real, 0, MASKED)
-    m = decode_block(m_code, _load(m_scales + block, is_block, 0.0, MASKED), tables, True)
-    v = decode_block(v_code, _load(v_scales + block, is_block, 0.0, MASKED), tables, False)
+    m_scale = _load(m_scales + block, is_block, 0.0, MASKED)
+    v_scale = _load(v_scales + block, is_block, 0.0, MASKED)
+    m, v = decode_blocks(m_code, v_code, m_scale, v_scale, tables)
     moved, m, v = _advance(
         weight.to(tl.float32), gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
     )
     _store(weights + at, _rounded(moved, weight), is_real, MASKED)
     m_largest, v_largest = largest_of(m, True), largest_of(v, False)
-    _store(m_scales + block, scales_of(m_largest), is_block, MASKED)
-    _store(v_scales + block, scales_of(v_largest), is_block, MASKED)
-    _store(m_codes + at, encode_block(m, m_largest, tables, True), is_real, MASKED)
-    _store(v_codes + at, encode_block(v, v_largest, tables, False), is_real, MASKED)
+    _store_by_all(m_scales + block, scales_of(m_largest), is_block, MASKED)
+    _store_by_all(v_scales + block, scales_of(v_largest), is_block, MASKED)
+    m_code, v_code = encode_blocks(m, v, m_largest, v_largest, tables)
+    _store(m_codes + at, m_code, is_real, MASKED)
+    _store(v_codes + at, v_code, is_real, MASKED)
 
 
 @triton.jit
@@ -138,6 +140,23 @@ def _store(pointers, values, is_real, MASKED: tl.constexpr):
         tl.store(pointers, values, mask=is_real)
     else:
         tl.store(pointers, values)
+
+
+@triton.jit
+def _store_by_all(pointers, values, is_real, MASKED: tl.constexpr):
+    """By all threads that have a value: Triton would bring it to other threads first, which wait for each other."""
+    if IS_INTERPRETED:
+        tl.store(pointers, values, mask=is_real)
+    else:
+        is_real = is_real if MASKED else tl.full(values.shape, 1, tl.int1)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,f,r",
+            [pointers.to(tl.int64), values, is_real.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

@@ -15,8 +15,6 @@ import struct
 
 FACTOR = 4.0
 """What quotients |x|/s are multiplied by, so that in fp16 the lowest are not too coarse nor the slopes too large."""
-START = 0x6600
-"""1536 in fp16: a place has it above."""
 STEPS: dict[bool, tuple[tuple[float, float, int], ...]] = {
     True: ((1e6 / 9, 1 / 18, 3), *((10.0 ** (6 - i) / 0.9, -1 / 9, 1 << i) for i in range(2, 7))),
     False: (
@@ -34,7 +32,7 @@ the kth and the next: 4 and 7, and 0.1, 1.3, 2.5, 3.7, 6.6 and 9.2·10⁻⁶ of 
 def places(signed: bool) -> str:
     """Numbers, from 0, of the borders to look at for four quotients times FACTOR; and the same four as bytes.
 
-    Operands: $0–$3 places, with START added; $4 the bytes; $5–$8 the quotients, fp32.
+    Operands: $0–$3 places; $4 the bytes; $5–$8 the quotients, fp32.
     """
     lines = [".reg .b32 low, high, a, b, step, slope, offset, weight;"]
     lines += ["cvt.rn.f16x2.f32 low, $6, $5;", "cvt.rn.f16x2.f32 high, $8, $7;"]
@@ -47,13 +45,9 @@ def places(signed: bool) -> str:
                 f"fma.rn.sat.f16x2 step, {quotients}, slope, offset;",
                 f"fma.rn.f16x2 {sum}, step, weight, {sum};",
             ]
-    lines += ["and.b32 $0, a, 0xffff;", "shr.u32 $1, a, 16;", "and.b32 $2, b, 0xffff;", "shr.u32 $3, b, 16;"]
+    for first, sum in ((0, "a"), (2, "b")):
+        lines += [f"and.b32 ${first}, {sum}, 0xff;", f"prmt.b32 ${first + 1}, {sum}, 0, 0x4442;"]
     return _block([*lines, "prmt.b32 $4, a, b, 0x6420;"])
-
-
-def look_up(first: int) -> str:
-    """$0, fp32: entry first + $1 (uint32) of the table at address $2."""
-    return _block([".reg .b64 at;", "mad.wide.u32 at, $1, 4, $2;", f"ld.global.nc.f32 $0, [at + {4 * first}];"])
 
 
 def codes(signed: bool) -> str:

@@ -16,7 +16,7 @@ def places(quotients, signed):
     bits = np.asarray(quotients, dtype=np.float32).view(np.uint32)
     fours = np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint32)]).reshape(-1, 4)
     *found, together = run(ptx.places(signed), 5, *fours.T)
-    found = np.stack(found, axis=1).reshape(-1)[: len(bits)].astype(int) - ptx.START
+    found = np.stack(found, axis=1).reshape(-1)[: len(bits)].astype(int)
     assert np.array_equal(together.view(np.uint8)[: len(bits)], found)
     return found
 
