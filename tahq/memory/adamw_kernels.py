@@ -98,8 +98,9 @@ def adamw8bit_kernel(
     left = tl.minimum(num_elements - start, R * B).to(tl.int32)
     block = tl.arange(0, R)[:, None, None]
     within = tl.arange(0, H)[None, :, None] * C + tl.arange(0, C)[None, None, :]
-    # No more than four elements to a thread at a time, although of codes sixteen would be as easily read.
-    at = tl.max_contiguous(tl.multiple_of(block * B + within, [1, 1, 4]), [1, 1, 4])
+    # Not more than four elements to a thread at a time, although of codes sixteen would be as easily read. The 2 is not
+    # so, and does no more than rank dimensions: threads that a row leaves over take other blocks, not other rows.
+    at = tl.max_contiguous(tl.multiple_of(block * B + within, [1, 1, 4]), [2, 1, 4])
     is_real, is_block = at < left, block * B < left
     weights += start
     gradients += start
