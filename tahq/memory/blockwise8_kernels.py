@@ -21,6 +21,8 @@ ZERO = tl.constexpr(127)
 """The code of 0 with signs."""
 TABLE = tl.constexpr(256)
 """Entries of each table: the maps with signs and without, and the borders of either."""
+_HAS_GATHER = tl.constexpr(hasattr(tl, "gather"))
+"""Triton 3.2 has none."""
 _FACTOR = tl.constexpr(ptx.FACTOR)
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _NOT_A_NUMBER = tl.constexpr(0x7FC00000)
@@ -77,6 +79,8 @@ def _look_up(tables, first, second):
     does the layout that Triton would choose for a load like this, and bring all other tensors to. For both tables at
     once: threads wait for each other once.
     """
+    if not _HAS_GATHER:
+        return tl.load(tables + first), tl.load(tables + TABLE + second)
     R: tl.constexpr = first.shape[0]
     H: tl.constexpr = first.shape[1]
     C: tl.constexpr = first.shape[2]

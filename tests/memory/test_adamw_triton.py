@@ -31,6 +31,12 @@ def test_blocks_of_other_sizes(block):
     check_8bit((3000,), CPU, block=block)
 
 
+def test_without_gather_as_in_triton_3_2(monkeypatch):
+    monkeypatch.setattr("tahq.memory.blockwise8_kernels._HAS_GATHER", False)
+    monkeypatch.delattr("triton.language.gather")
+    check_8bit((1500,), CPU)
+
+
 def test_bf16_weights_and_gradients():
     check_8bit((1500,), CPU, weight_dtype=torch.bfloat16, gradient_dtype=torch.bfloat16)
     check_8bit((1500,), CPU, gradient_dtype=torch.bfloat16)
