@@ -71,8 +71,8 @@ def adamw8bit() -> tuple[list[str], int]:
     """The same."""
     kernel, block = adamw_kernels.adamw8bit_kernel, blockwise8.BLOCK
     warps = adamw_triton.ELEMENTS // adamw_triton.ELEMENTS_PER_WARP
-    constants = {"R": adamw_triton.ELEMENTS // block, "B": block, "C": adamw_triton._ROW}
-    pointers = {"m_codes": "*u8", "v_codes": "*u8", "num_elements": "i32"}
+    constants = {"R": adamw_triton.ELEMENTS // block, "B": block, "C": adamw_triton._ROW, "MASKED": False}
+    pointers = {"m_codes": "*u8", "v_codes": "*u8", "first_program": "i32", "num_elements": "i32"}
     tensors = ("weights", "m_scales", "v_scales", "tables", "gradients")
     pointers |= dict.fromkeys(tensors, "*fp32")
     types = {name: pointers.get(name, "fp32") for name in kernel.arg_names if name not in constants}

@@ -9,7 +9,7 @@ Shape letters: R blocks a program, B elements a block, in H rows of C.
 import triton
 import triton.language as tl
 
-from tahq.memory.blockwise8_kernels import decode_block, encode_block, largest_of, scales_of
+from tahq.memory.blockwise8_kernels import decode_blocks, encode_blocks, largest_of, scales_of
 from tahq.quant.gpu.tiles import IS_INTERPRETED
 
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
@@ -21,7 +21,7 @@ def _advance(weight, gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, ro
     m = m * beta1 + gradient * rest1
     v = v * beta2 + (gradient * gradient) * rest2
     ratio = m * _inverse(_fma(_root(v), root_factor, epsilon))
-    return _fma(-ratio, rate, weight * decay), m, v
+    return _fma(ratio, -rate, weight * decay), m, v
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _rounded(values, like):
     return values.to(like.dtype)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=["first_program", "num_elements", *_NUMBERS])
 def adamw8bit_kernel(
     weights,
     m_codes,
@@ -71,6 +71,7 @@ def adamw8bit_kernel(
     v_scales,
     tables,
     gradients,
+    first_program,
     num_elements,
     beta1,
     rest1,
@@ -83,6 +84,7 @@ def adamw8bit_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """R blocks of a parameter with 8-bit moments.
 
@@ -90,26 +92,72 @@ def adamw8bit_kernel(
     its largest magnitudes alone, and reads and writes 16 bytes a thread of weights and gradients side by side.
     """
     H: tl.constexpr = B // C
-    blocks = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[None, :, None]
-    within = tl.arange(0, H)[:, None, None] * C + tl.arange(0, C)[None, None, :]
-    # No more than four elements to a thread at a time, although of codes sixteen would be as easily read.
-    at = tl.max_contiguous(tl.multiple_of(blocks * B + within, [1, 1, 4]), [1, 1, 4])
-    is_real, is_block = at < num_elements, blocks * B < num_elements
-    gradient = tl.load(gradients + at, mask=is_real, other=0.0).to(tl.float32)
-    weight = tl.load(weights + at, mask=is_real, other=0.0)
-    m_code = tl.load(m_codes + at, mask=is_real, other=127)
-    v_code = tl.load(v_codes + at, mask=is_real, other=0)
-    m = decode_block(m_code, tl.load(m_scales + blocks, mask=is_block, other=0.0), tables, True)
-    v = decode_block(v_code, tl.load(v_scales + blocks, mask=is_block, other=0.0), tables, False)
+    program = tl.program_id(0) + first_program
+    # Where a program begins may be beyond 2³¹; what it adds to that is not.
+    start = program.to(tl.int64) * (R * B)
+    left = tl.minimum(num_elements - start, R * B).to(tl.int32)
+    block = tl.arange(0, R)[:, None, None]
+    within = tl.arange(0, H)[None, :, None] * C + tl.arange(0, C)[None, None, :]
+    # Not more than four elements to a thread at a time, although of codes sixteen would be as easily read. The 2 is not
+    # so, and does no more than rank dimensions: threads that a row leaves over take other blocks, not other rows.
+    at = tl.max_contiguous(tl.multiple_of(block * B + within, [1, 1, 4]), [2, 1, 4])
+    is_real, is_block = at < left, block * B < left
+    weights += start
+    gradients += start
+    m_codes += start
+    v_codes += start
+    m_scales += program.to(tl.int64) * R
+    v_scales += program.to(tl.int64) * R
+    gradient = _load(gradients + at, is_real, 0.0, MASKED).to(tl.float32)
+    weight = _load(weights + at, is_real, 0.0, MASKED)
+    m_code = _load(m_codes + at, is_real, 127, MASKED)
+    v_code = _load(v_codes + at, is_real, 0, MASKED)
+    m_scale = _load(m_scales + block, is_block, 0.0, MASKED)
+    v_scale = _load(v_scales + block, is_block, 0.0, MASKED)
+    m, v = decode_blocks(m_code, v_code, m_scale, v_scale, tables)
     moved, m, v = _advance(
         weight.to(tl.float32), gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
     )
-    tl.store(weights + at, _rounded(moved, weight), mask=is_real)
-    m_largest, v_largest = largest_of(m), largest_of(v)
-    tl.store(m_scales + blocks, scales_of(m_largest), mask=is_block)
-    tl.store(v_scales + blocks, scales_of(v_largest), mask=is_block)
-    tl.store(m_codes + at, encode_block(m, m_largest, tables, True), mask=is_real)
-    tl.store(v_codes + at, encode_block(v, v_largest, tables, False), mask=is_real)
+    _store(weights + at, _rounded(moved, weight), is_real, MASKED)
+    m_largest, v_largest = largest_of(m, True), largest_of(v, False)
+    _store_by_all(m_scales + block, scales_of(m_largest), is_block, MASKED)
+    _store_by_all(v_scales + block, scales_of(v_largest), is_block, MASKED)
+    m_code, v_code = encode_blocks(m, v, m_largest, v_largest, tables)
+    _store(m_codes + at, m_code, is_real, MASKED)
+    _store(v_codes + at, v_code, is_real, MASKED)
+
+
+@triton.jit
+def _load(pointers, is_real, other, MASKED: tl.constexpr):
+    """What is read once: it leaves the cache before the tables do."""
+    if MASKED:
+        return tl.load(pointers, mask=is_real, other=other, eviction_policy="evict_first")
+    return tl.load(pointers, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store(pointers, values, is_real, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointers, values, mask=is_real)
+    else:
+        tl.store(pointers, values)
+
+
+@triton.jit
+def _store_by_all(pointers, values, is_real, MASKED: tl.constexpr):
+    """By all threads that have a value: Triton would bring it to other threads first, which wait for each other."""
+    if IS_INTERPRETED:
+        tl.store(pointers, values, mask=is_real)
+    else:
+        is_real = is_real if MASKED else tl.full(values.shape, 1, tl.int1)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,f,r",
+            [pointers.to(tl.int64), values, is_real.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

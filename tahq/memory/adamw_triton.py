@@ -1,4 +1,4 @@
-"""The kernels of our AdamWs, launched: one a parameter, without waiting for the device."""
+"""The kernels of our AdamWs, launched without waiting for the device: one a parameter, or two, see `_plans8bit`."""
 
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ from tahq.quant.gpu import launch
 from tahq.quant.gpu.launch import Launch
 
 ELEMENTS = 1024
-"""Of a program."""
+"""Of a program: of several warps, as one alone would look up tables by shuffles, at three times the instructions."""
 ELEMENTS_PER_WARP = 256
 """Eight a thread."""
 _PLAIN_ELEMENTS_PER_WARP = 128
@@ -32,9 +32,9 @@ def adamw8bit_step(
 ) -> None:
     """See `adamw8bit.adamw8bit_step`; contiguous tensors that begin at multiples of 16 bytes, on a CUDA device."""
     with launch.on_device_of(weight):
-        plan = _plan8bit(weight.numel(), block, ELEMENTS, ELEMENTS_PER_WARP)
-        tables = _tables(weight.device)
-        plan(weight, m_codes, v_codes, m_scales, v_scales, tables, gradient, last=numbers.in_order())
+        tables, last = _tables(weight.device), numbers.in_order()
+        for plan in _plans8bit(weight.numel(), block, ELEMENTS, ELEMENTS_PER_WARP):
+            plan(weight, m_codes, v_codes, m_scales, v_scales, tables, gradient, last=last)
 
 
 def plain_adamw_step(
@@ -46,9 +46,9 @@ def plain_adamw_step(
 
 
 @lru_cache(maxsize=1024)
-def _plan8bit(num_elements: int, block: int, elements: int, per_warp: int) -> Launch:
+def _plans8bit(num_elements: int, block: int, elements: int, per_warp: int) -> tuple[Launch, ...]:
+    """The programs that are filled, which need no masks, and the last one where it is not."""
     elements = max(block, elements)
-    grid = (-(-num_elements // elements), 1, 1)
     constants = {
         "R": elements // block,
         "B": block,
@@ -56,7 +56,13 @@ def _plan8bit(num_elements: int, block: int, elements: int, per_warp: int) -> La
         "num_warps": elements // per_warp,
         **launch.EXACT,
     }
-    return Launch(kernels.adamw8bit_kernel, grid, (num_elements,), constants)
+    whole, left = divmod(num_elements, elements)
+    parts = ((0, whole, False), (whole, int(left > 0), True))
+    return tuple(
+        Launch(kernels.adamw8bit_kernel, (programs, 1, 1), (first, num_elements), constants | {"MASKED": is_masked})
+        for first, programs, is_masked in parts
+        if programs
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import torch
 
 from tahq.memory.adamw8bit import adamw8bit_step
 from tahq.memory.adamw_step import AdamwNumbers, adamw_step
-from tahq.memory.blockwise8 import BLOCK, borders, encode, num_blocks, zero_codes
+from tahq.memory.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode, num_blocks, zero_codes
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def check_plain(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
 
 
 def check_every_border(device: torch.device, signed: bool) -> None:
-    """Moments on either side of, and on, every border between two codes, at scales from tiny to huge.
+    """Moments on either side of, and on, every border between two codes, at scales from the smallest to the largest.
 
     The gradient is zero and β is 1, so that the kernel rounds the moment that it has read, which is one of the
     map's: so moments are given as gradients, with β₁ = β₂ = 0 and 1 − β = 1 in their place.
@@ -93,9 +93,9 @@ def check_every_border(device: torch.device, signed: bool) -> None:
 
     edges = borders(signed)
     near = torch.cat([edges, torch.nextafter(edges, torch.tensor(2.0)), torch.nextafter(edges, torch.tensor(0.0))])
-    near = torch.cat([near, -near]) if signed else near
+    near = (torch.cat([near, -near]) if signed else near).repeat(2)  # for a program that is filled and one that is not
     numbers = AdamwNumbers(0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1e-8)
-    for scale in (1e-30, 3e-9, 0.7, 1.0, 1.9999999, 3.0, 1e17) if signed else (1e-9, 0.7, 1.0, 3.0, 1e17):
+    for scale in (SMALLEST_SCALE, 1.5 * SMALLEST_SCALE, 1e-30, 3e-9, 0.7, 1.0, 1.9999999, 3.0, 1e17, 2.0**126, 3.4e38):
         wanted = (near * scale).clamp(-scale, scale)
         gradient = wanted if signed else wanted.sqrt()
         rows = torch.nn.functional.pad(gradient, (0, -len(gradient) % (BLOCK - 1))).view(-1, BLOCK - 1)
