@@ -16,12 +16,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from machine import describe_device
 from optimizer_rows import BF16, FP32, Entry, entries, llama_shapes, make_parameters, state_nbytes
 from torch.nn import Parameter
+
+from tahq.memory.optional_optimizers import OPTIONAL
 
 IN_A_ROW = 4
 LAYOUTS = ((512, 256), (1024, 256), (2048, 256), (4096, 256), (512, 128), (1024, 128), (2048, 512))
@@ -141,6 +145,12 @@ def report(rows: list[Row], copies: dict[str, float], heading: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def packages() -> str:
+    """Versions of the other packages whose optimizers are measured."""
+    names = sorted({kind.package for kind in OPTIONAL.values() if find_spec(kind.package) is not None})
+    return "".join(f", {name} {version(name)}" for name in names)
+
+
 Steps = list[tuple[Row, Callable[[], object]]]
 
 
@@ -190,7 +200,7 @@ def main() -> None:
     rows = [row for row, _ in steps]
     count = sum(parameter.numel() for parameter in parameters[FP32])
     command = "`python benchmarks/bench_optimizer_step.py`"
-    heading = f"{describe_device()}. {count:,} parameters in {len(shapes)} tensors. {command}"
+    heading = f"{describe_device()}{packages()}. {count:,} parameters in {len(shapes)} tensors. {command}"
     for number in range(arguments.rounds):
         for row, step in steps:
             row.alone_ms.append(milliseconds(step, device))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _plain_norm_kernel(
-    x, weight, y, rstd, maxima, channels, groups, epsilon, MAXIMA: tl.constexpr, G: tl.constexpr
+    x, weight, y, rstd, maxima, channels, groups, epsilon, MAXIMA_OF: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, G)
@@ -20,20 +20,23 @@ def _plain_norm_kernel(
     factor = tl.load(weight + column, mask=is_real, other=0.0).to(tl.float32)
     normalised = values * inverse * factor
     tl.store(y + token * channels + column, normalised.to(tl.bfloat16), mask=is_real)
-    if MAXIMA:
+    if MAXIMA_OF != "nothing":
         largest = tl.max(normalised.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-        tl.store(maxima + token * groups + group, largest, mask=group < groups)
+        if MAXIMA_OF == "groups":
+            tl.store(maxima + token * groups + group, largest, mask=group < groups)
+        else:
+            tl.store(maxima + token, tl.max(largest, axis=0))
 
 
-def plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, maxima: bool) -> torch.Tensor:
-    """x·rstd·w, in the same blocks as the kernel with quantisation; with `maxima`, those of groups of 16 as well."""
+def plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, maxima_of: str) -> torch.Tensor:
+    """x·rstd·w, in the blocks of the kernel with quantisation; and maxima of `groups` of 16, `rows` or `nothing`."""
     tokens, channels = x.shape
     groups = -(-channels // 16)
     y, rstd = torch.empty_like(x), torch.empty(tokens, device=x.device)
-    found = torch.empty(tokens * groups if maxima else 1, dtype=torch.int32, device=x.device)
+    found = torch.empty(tokens * groups, dtype=torch.int32, device=x.device)
     block = triton.next_power_of_2(groups)
     _plain_norm_kernel[(tokens,)](
         x, weight, y, rstd, found, channels, groups, epsilon,
-        MAXIMA=maxima, G=block, num_warps=min(16, max(1, block * 16 // 512)),
+        MAXIMA_OF=maxima_of, G=block, num_warps=min(16, max(1, block * 16 // 512)),
     )  # fmt: skip
     return y

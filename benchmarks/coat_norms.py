@@ -38,7 +38,8 @@ def norm_variants(tokens: int, channels: int, device: torch.device) -> dict[str,
     return {
         "torch": lambda: F.rms_norm(x, (channels,), weight, EPSILON),
         "norm": plain,
-        "norm + maxima": _plain(x, weight, maxima=True),
+        "norm + maxima of groups": _plain(x, weight, "groups"),
+        "norm + maxima of rows": _plain(x, weight, "rows"),
         "norm + input codes + maxima": lambda: fused(None),
         "… + output codes": lambda: fused("rows"),
         "… + output codes, two layouts": lambda: fused("both"),
@@ -56,20 +57,20 @@ def norm_times_us(tokens: int, channels: int, device: torch.device, repeats: int
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor, *, maxima: bool = False) -> Callable[[], torch.Tensor]:
-    """The norm alone, bf16 to bf16, by a kernel of the same make; with `maxima`, those of its output's groups too."""
+def _plain(x: torch.Tensor, weight: torch.Tensor, maxima_of: str = "nothing") -> Callable[[], torch.Tensor]:
+    """The norm alone, bf16 to bf16, by a kernel of the same make; with maxima of its output's groups, or rows."""
     if x.device.type == "cpu":
 
         def on_cpu() -> torch.Tensor:
             y = F.rms_norm(x.float(), (x.shape[1],), weight.float(), EPSILON)
-            if maxima:
+            if maxima_of != "nothing":
                 y.abs().amax(-1)
             return y.bfloat16()
 
         return on_cpu
     from coat_norm_kernel import plain_norm
 
-    return lambda: plain_norm(x, weight, EPSILON, maxima=maxima)
+    return lambda: plain_norm(x, weight, EPSILON, maxima_of)
 
 
 def _repeated(work: Work, device: torch.device) -> Callable[[], float]:

@@ -11,16 +11,20 @@ On CUDA with Triton one kernel a parameter does all of it (`adamw_triton`); code
 torch below to the bit, weights to within 2⁻²⁰ of a step's change.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import Parameter
 
 from tahq.memory.adamw_backend import has_kernels, triton_backend
-from tahq.memory.adamw_loop import AdamwLoop, State
+from tahq.memory.adamw_loop import AdamwLoop
 from tahq.memory.adamw_step import AdamwNumbers, adamw_slice, adamw_step, slices
 from tahq.memory.blockwise8 import BLOCK, decode, encode, num_blocks, zero_codes
+from tahq.memory.bound_step import State
 from tahq.memory.state_spec import StateSpec, StateSpecs
+
+if TYPE_CHECKING:  # needs triton
+    from tahq.quant.gpu.launch import BoundLaunches
 
 MIN_ELEMENTS = 4096
 
@@ -50,16 +54,24 @@ class AdamW8bit(AdamwLoop):
                 moments[name] = torch.zeros(spec.shape, dtype=torch.float32, device=parameter.device)
         return moments
 
+    def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
+        m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
+        if not has_kernels(weight, gradient, m, v):
+            return None
+        if m.dtype != torch.uint8:
+            return cast("BoundLaunches", triton_backend().bind_plain_adamw(weight, gradient, m, v))
+        scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
+        return cast("BoundLaunches", triton_backend().bind_adamw8bit(weight, gradient, m, v, *scales, self._block))
+
     def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
         m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-        use_kernels = has_kernels(weight, gradient, m, v)
-        if m.dtype == torch.uint8:
-            coded_step = triton_backend().adamw8bit_step if use_kernels else adamw8bit_step
+        if launches := self._bind(weight, gradient, state):
+            launches(gradient, numbers.in_order())
+        elif m.dtype == torch.uint8:
             scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
-            coded_step(weight, gradient, m, v, *scales, numbers, self._block)
+            adamw8bit_step(weight, gradient, m, v, *scales, numbers, self._block)
         else:
-            plain_step = triton_backend().plain_adamw_step if use_kernels else adamw_step
-            plain_step(weight, gradient, m, v, numbers)
+            adamw_step(weight, gradient, m, v, numbers)
 
 
 def adamw8bit_step(

@@ -7,13 +7,19 @@ with β₂ = 0.95, the default, wherever g² is farther from v than 8 %; with 0.
 without a gradient it should lose 0.1 % a step.
 """
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 from torch.nn import Parameter
 
 from tahq.memory.adamw_backend import has_kernels, triton_backend
-from tahq.memory.adamw_loop import AdamwLoop, State
+from tahq.memory.adamw_loop import AdamwLoop
 from tahq.memory.adamw_step import AdamwNumbers, adamw_step
+from tahq.memory.bound_step import State
 from tahq.memory.state_spec import StateSpec, StateSpecs
+
+if TYPE_CHECKING:  # needs triton
+    from tahq.quant.gpu.launch import BoundLaunches
 
 
 class AdamWBf16(AdamwLoop):
@@ -23,10 +29,17 @@ class AdamWBf16(AdamwLoop):
         shape, device = parameter.shape, parameter.device
         return {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name in ("exp_avg", "exp_avg_sq")}
 
-    def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
+    def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
         m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-        plain_step = triton_backend().plain_adamw_step if has_kernels(weight, gradient, m, v) else adamw_step
-        plain_step(weight, gradient, m, v, numbers)
+        if not has_kernels(weight, gradient, m, v):
+            return None
+        return cast("BoundLaunches", triton_backend().bind_plain_adamw(weight, gradient, m, v))
+
+    def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
+        if launches := self._bind(weight, gradient, state):
+            launches(gradient, numbers.in_order())
+        else:
+            adamw_step(weight, gradient, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), numbers)
 
 
 def adamw_bf16_states(shape: tuple[int, ...]) -> StateSpecs:

@@ -1,18 +1,20 @@
 """What our AdamWs have in common: groups, the step's number, and a state for every parameter from the first step on."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from tahq.memory.adamw_step import AdamwNumbers
-from tahq.memory.side_streams import run_side_by_side
+from tahq.memory.bound_step import BoundStep, State
+from tahq.memory.side_streams import Job, run_side_by_side
 
-State = dict[str, torch.Tensor]
+if TYPE_CHECKING:  # needs triton
+    from tahq.quant.gpu.launch import BoundLaunches
 
 
 class AdamwLoop(Optimizer):
@@ -36,6 +38,7 @@ class AdamwLoop(Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._bound: dict[Parameter, BoundStep | None] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -44,20 +47,37 @@ class AdamwLoop(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run_side_by_side(
-            [
-                (parameter, partial(self._step_of, parameter, state, group))
-                for group in self.param_groups
-                for parameter in group["params"]
-                if (state := self._state_of(parameter)) and parameter.grad is not None
-            ]
-        )
+        run_side_by_side([job for group in self.param_groups for job in self._jobs_of(group)])
         return loss
 
-    def _step_of(self, parameter: Parameter, state: State, group: dict[str, Any]) -> None:
-        state["step"] += 1
-        numbers = AdamwNumbers.of(group, int(state["step"]))
-        _advance_contiguous(self._advance, parameter, state, numbers)
+    def _jobs_of(self, group: dict[str, Any]) -> Iterator[Job]:
+        """The steps of a group's parameters; those of the same number have the same numbers."""
+        numbers: dict[int, AdamwNumbers] = {}
+        for parameter in group["params"]:
+            state = self._state_of(parameter)
+            if parameter.grad is None:
+                continue
+            state["step"] += 1
+            step = int(state["step"])
+            if step not in numbers:
+                numbers[step] = AdamwNumbers.of(group, step)
+            yield parameter, partial(self._step_of, parameter, state, numbers[step])
+
+    def _step_of(self, parameter: Parameter, state: State, numbers: AdamwNumbers) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        bound = self._bound.get(parameter)
+        if bound is None or not bound.fits(parameter, gradient, state):
+            bound = BoundStep.of(self._bind, parameter, gradient, state)
+            self._bound[parameter] = bound
+        if bound is not None:
+            bound.launches(gradient, numbers.in_order())
+        else:
+            _advance_contiguous(self._advance, parameter, state, numbers)
+
+    def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
+        """Kernels that take steps on these very tensors, weight and gradient flat; None where none do."""
+        return None
 
     def _state_of(self, parameter: Parameter) -> State:
         state: State = self.state[parameter]

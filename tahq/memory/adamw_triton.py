@@ -8,7 +8,7 @@ from tahq.memory import adamw_kernels as kernels
 from tahq.memory.adamw_step import AdamwNumbers
 from tahq.memory.blockwise8 import BLOCK, borders, dynamic_map
 from tahq.quant.gpu import launch
-from tahq.quant.gpu.launch import Launch
+from tahq.quant.gpu.launch import BoundLaunches, Launch
 
 ELEMENTS = 1024
 """Of a program: of several warps, as one alone would look up tables by shuffles, at three times the instructions."""
@@ -31,18 +31,34 @@ def adamw8bit_step(
     block: int = BLOCK,
 ) -> None:
     """See `adamw8bit.adamw8bit_step`; contiguous tensors that begin at multiples of 16 bytes, on a CUDA device."""
-    with launch.on_device_of(weight):
-        tables, last = _tables(weight.device), numbers.in_order()
-        for plan in _plans8bit(weight.numel(), block, ELEMENTS, ELEMENTS_PER_WARP):
-            plan(weight, m_codes, v_codes, m_scales, v_scales, tables, gradient, last=last)
+    bound = bind_adamw8bit(weight, gradient, m_codes, v_codes, m_scales, v_scales, block)
+    bound(gradient, numbers.in_order())
 
 
 def plain_adamw_step(
     weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamwNumbers
 ) -> None:
     """See `adamw_step.adamw_step`; m and v in fp32, or both in bf16, to which they are rounded."""
-    with launch.on_device_of(weight):
-        _plain_plan(weight.numel(), m.dtype)(weight, m, v, gradient, last=numbers.in_order())
+    bind_plain_adamw(weight, gradient, m, v)(gradient, numbers.in_order())
+
+
+def bind_adamw8bit(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    m_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    m_scales: torch.Tensor,
+    v_scales: torch.Tensor,
+    block: int = BLOCK,
+) -> BoundLaunches:
+    """`adamw8bit_step` on these tensors, and any gradient like this one."""
+    tensors = (weight, m_codes, v_codes, m_scales, v_scales, _tables(weight.device), gradient)
+    return BoundLaunches(_plans8bit(weight.numel(), block, ELEMENTS, ELEMENTS_PER_WARP), tensors, moving=6)
+
+
+def bind_plain_adamw(weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> BoundLaunches:
+    """`plain_adamw_step`, likewise."""
+    return BoundLaunches((_plain_plan(weight.numel(), m.dtype),), (weight, m, v, gradient), moving=3)
 
 
 @lru_cache(maxsize=1024)

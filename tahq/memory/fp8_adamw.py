@@ -10,21 +10,26 @@ another. Weights are equal to the bit in plain torch and on the CPU; CUDA's kern
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import Parameter
 
-from tahq.memory.adamw_loop import AdamwLoop, State
+from tahq.memory.adamw_loop import AdamwLoop
 from tahq.memory.adamw_step import AdamwNumbers
+from tahq.memory.bound_step import State
 from tahq.memory.fp8_adamw_step import step_in_torch
 from tahq.memory.fp8_formats import FP8_FORMATS
 from tahq.memory.fp8_groups import MomentFormat, StoredGroups, num_groups
 from tahq.memory.optimizer_config import Fp8AdamWConfig
 from tahq.memory.range_expansion import UNEXPANDED, make_tables
 from tahq.memory.state_spec import StateSpec, StateSpecs
+
+if TYPE_CHECKING:  # needs triton
+    from tahq.quant.gpu.launch import BoundLaunches
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Formats = tuple[MomentFormat, MomentFormat]
@@ -50,6 +55,13 @@ class Fp8AdamW(AdamwLoop):
                 raise ValueError(f"fp8_adamw takes parameters in torch.float32, got one in {parameter.dtype}")
         self._stored = stored
         self._formats: dict[torch.device, Formats] = {}
+
+    def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
+        if weight.numel() == 0 or not _has_kernel(weight.device.type):
+            return None
+        moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
+        bind = import_module("tahq.memory.fp8_adamw_triton").bind_step
+        return cast("BoundLaunches | None", bind(weight, gradient, moments, self._formats_on(weight.device)))
 
     def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
         moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
@@ -91,9 +103,14 @@ def _step_on(device_type: str) -> Step:
     """What takes a step on a device; loaded when it is first asked for, since importing tahq needs neither of them."""
     if device_type == "cpu":
         return cast(Step, import_module("tahq.memory.fp8_adamw_numba").step_on_cpu)
-    if device_type == "cuda" and find_spec("triton") is not None:
+    if _has_kernel(device_type):
         return cast(Step, import_module("tahq.memory.fp8_adamw_triton").step_on_cuda)
     return step_in_torch
+
+
+@cache
+def _has_kernel(device_type: str) -> bool:
+    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def _moment_format(name: str, expand: bool, device: torch.device) -> MomentFormat:

@@ -72,6 +72,7 @@ _BOTH = """{
 _LOOK_UP = tl.constexpr(
     "{ .reg .b64 place; mad.wide.u32 place, $2, 4, $1; ld.global.nc.L1::evict_last.f32 $0, [place]; }"
 )
+_NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 _PUT_8, _PUT_16 = (
     tl.constexpr(
         "{ .reg .b16 low; cvt.u16.u32 low, $2; st.global.bBITS [$1], low; mov.b32 $0, 0; }".replace("BITS", bits)
@@ -117,19 +118,19 @@ def _product_without_subnormals(x, y):
 
 
 @triton.jit
-def _moved(weight, m, v, kept, step_size, correction, epsilon):
-    """w·kept − m/(√v·correction + ε)·step_size; root and reciprocal are one instruction each, and not rounded right.
+def _moved(weight, m, v, decay, rate, root_factor, epsilon):
+    """w·decay − m/(√v·root_factor + ε)·rate; root and reciprocal are one instruction each, and not rounded right.
 
     Rounded to the bit they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
     """
     if IS_INTERPRETED:
-        return weight * kept - tl.div_rn(m, tl.sqrt_rn(v) * correction + epsilon) * step_size
+        return weight * decay - tl.div_rn(m, tl.sqrt_rn(v) * root_factor + epsilon) * rate
     root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
-    denominator = tl.fma(root, tl.broadcast_to(correction, root.shape), epsilon)
+    denominator = tl.fma(root, tl.broadcast_to(root_factor, root.shape), epsilon)
     inverse = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
     )
-    return tl.fma(m * inverse, tl.broadcast_to(-step_size, root.shape), weight * kept)
+    return tl.fma(m * inverse, tl.broadcast_to(-rate, root.shape), weight * decay)
 
 
 @triton.jit
@@ -348,19 +349,7 @@ def _encode(
         )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_program",
-        "count",
-        "kept",
-        "first_share",
-        "second_kept",
-        "second_share",
-        "step_size",
-        "correction",
-        "epsilon",
-    ]
-)
+@triton.jit(do_not_specialize=["first_program", "count", *_NUMBERS])
 def step_kernel(
     weights,
     gradients,
@@ -380,12 +369,13 @@ def step_kernel(
     second_exponents,
     first_program,
     count,
-    kept,
-    first_share,
-    second_kept,
-    second_share,
-    step_size,
-    correction,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    decay,
+    rate,
+    root_factor,
     epsilon,
     FIRST_EXPAND: tl.constexpr,
     FIRST_FRACTION: tl.constexpr,
@@ -395,7 +385,7 @@ def step_kernel(
     FAST: tl.constexpr,
     R: tl.constexpr,
 ):
-    """One step of R groups; what the numbers are: `AdamwNumbers`, in the order of the launch."""
+    """One step of R groups; `AdamwNumbers` says what the numbers are."""
     # Where this program begins may be beyond 2³¹; what it adds to that is not.
     program = tl.program_id(0) + first_program
     start = program.to(tl.int64) * (R * _GROUP)
@@ -424,9 +414,9 @@ def step_kernel(
     v = _decode(
         second_codes, second_scales, second_powers, second_values, offset, is_real, row, is_row, MASKED, SECOND_EXPAND
     )
-    m = m + (gradient - m) * first_share
-    v = v * second_kept + (gradient * second_share) * gradient
-    _store(weights + offset, _moved(weight, m, v, kept, step_size, correction, epsilon), is_real, MASKED)
+    m = m + (gradient - m) * rest1
+    v = v * beta2 + (gradient * rest2) * gradient
+    _store(weights + offset, _moved(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
     _encode(
         m, first_codes, first_scales, first_powers, first_uppers, first_least, first_exponents,
         offset, is_real, row, is_row, MASKED, FIRST_EXPAND, FIRST_FRACTION, FAST, True,

@@ -15,11 +15,11 @@ from tahq.memory.adamw_step import AdamwNumbers
 from tahq.memory.fp8_adamw_kernels import step_kernel
 from tahq.memory.fp8_codes import has_fp8_units
 from tahq.memory.fp8_groups import GROUP, MomentFormat, StoredGroups
-from tahq.quant.gpu.launch import EXACT, Launch, aligned, on_device_of
+from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch, aligned, on_device_of
 from tahq.quant.gpu.tiles import IS_INTERPRETED
 from tahq.quant.stream import ALIGNMENT
 
-ROWS, WARPS = 4, 1
+ROWS, WARPS = 2, 1
 """Groups of a program, and its warps."""
 _FRACTIONS = {"e4m3": 3, "e5m2": 2}
 """Bits of the fraction, by which the kernel knows the format."""
@@ -39,33 +39,52 @@ def step_on_cuda(
     What is compiled for a shape is launched by itself from the second step on: in Triton's way a launch takes longer
     than most tensors of a model.
     """
-    if weights.numel() == 0:
+    gradients = aligned(gradients)
+    launches = bind_step(weights, gradients, moments, formats)
+    if launches is not None:
+        launches(gradients, numbers.in_order())
         return
-    tensors = [aligned(gradients)]
+    with on_device_of(weights):
+        # A launch that is kept takes aligned tensors only.
+        for launch in _launches.__wrapped__(weights.numel(), *_kinds(weights.device, formats)):
+            launch(*_tensors(weights, gradients, moments, formats), last=numbers.in_order())
+
+
+def bind_step(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[StoredGroups, StoredGroups],
+    formats: tuple[MomentFormat, MomentFormat],
+) -> BoundLaunches | None:
+    """`step_on_cuda` on these tensors, and any gradient like this one; None where a tensor is not aligned."""
+    tensors = _tensors(weights, gradients, moments, formats)
+    if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+        return None
+    return BoundLaunches(_launches(weights.numel(), *_kinds(weights.device, formats)), tensors, moving=1)
+
+
+def _tensors(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[StoredGroups, StoredGroups],
+    formats: tuple[MomentFormat, MomentFormat],
+) -> list[torch.Tensor]:
+    """As the kernel takes them."""
+    tensors = [weights, gradients]
     for moment, by in zip(moments, formats, strict=True):
         powers = moment.codes if moment.powers is None else moment.powers
         tables = (by.tables.values, by.tables.uppers, by.tables.least, by.tables.exponents)
         tensors += [moment.codes, moment.scales.view(torch.int16), powers, *tables]
-    kinds = tuple((by.expand, by.format.name) for by in formats)
-    # A launch that is kept takes aligned tensors only.
-    launches = _kept_launches if _are_aligned(weights, *tensors) else _launches
-    fast = bool(IS_INTERPRETED.value) or has_fp8_units(weights.device)
-    n = numbers
-    factors = (n.decay, n.rest1, n.beta2, n.rest2, n.rate, n.root_factor, n.epsilon)
-    with on_device_of(weights):
-        for launch in launches(weights.numel(), kinds, fast, ROWS, WARPS):
-            launch(weights, *tensors, last=factors)
+    return tensors
 
 
-def _are_aligned(*tensors: torch.Tensor) -> bool:
-    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+def _kinds(device: torch.device, formats: tuple[MomentFormat, MomentFormat]) -> tuple[Kinds, bool, int, int]:
+    """Formats, whether codes may be found fast, and the shape of a program."""
+    fast = bool(IS_INTERPRETED.value) or has_fp8_units(device)
+    return tuple((by.expand, by.format.name) for by in formats), fast, ROWS, WARPS
 
 
 @lru_cache(maxsize=4096)
-def _kept_launches(count: int, kinds: Kinds, fast: bool, rows: int, warps: int) -> tuple[Launch, ...]:
-    return _launches(count, kinds, fast, rows, warps)
-
-
 def _launches(count: int, kinds: Kinds, fast: bool, rows: int, warps: int) -> tuple[Launch, ...]:
     """The programs that are filled, and the last one, which is not."""
     constants: dict[str, int | bool] = {"R": rows, "num_warps": warps, **EXACT}

@@ -3,7 +3,7 @@
 Block sizes are fixed numbers by G, so that nothing is tuned, and nothing compiled twice, in a training step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -53,6 +53,41 @@ class Launch:
         if compiled is not None:  # as it is of the interpreter
             names = self.kernel.arg_names[len(arguments) :]
             self._compiled[of] = _launcher(compiled, self.grid, of[0], tuple(self.constants[name] for name in names))
+
+
+class BoundLaunches:
+    """Launches on tensors that stay where they are, all but one: their addresses are read once.
+
+    Otherwise a dozen tensors cost the host more time than some millions of their elements the device.
+
+    Args:
+        launches: one after the other.
+        tensors: aligned, and kept as long as this is.
+        moving: the number of the one that is given anew each time, on the same device and of the same type.
+    """
+
+    __slots__ = ("_addresses", "_launches", "_moving", "_of", "_tensors")
+
+    def __init__(self, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], moving: int) -> None:
+        self._launches, self._moving = launches, moving
+        self._tensors = [*tensors]
+        self._of = (tensors[0].get_device(), tensors[0].dtype, tensors[-1].dtype)
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._tensors[moving] = tensors[moving].new_empty(0)
+
+    def __call__(self, moved: torch.Tensor, last: tuple[float, ...]) -> None:
+        """Launch them, with `last` behind the numbers, on the caller's stream."""
+        addresses = self._addresses
+        addresses[self._moving] = moved.data_ptr()
+        with on_device_of(moved):
+            for launch in self._launches:
+                known = launch._compiled.get(self._of)
+                if known is not None:
+                    known(*addresses, *launch.numbers, *last)
+                else:
+                    tensors = [*self._tensors]
+                    tensors[self._moving] = moved
+                    launch(*tensors, last=last)
 
 
 def _launcher(compiled: Any, grid: tuple[int, int, int], index: int, constants: tuple[Any, ...]) -> Callable[..., None]:
