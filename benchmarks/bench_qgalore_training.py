@@ -67,6 +67,7 @@ class Result:
     searches: int
     step_ms: float
     peak_gib: float
+    machine: str
 
 
 def training_of(variant: str, arguments: argparse.Namespace) -> TrainingConfig:
@@ -122,6 +123,7 @@ def run(variant: str, spec: ModelSpec, batches: BatchSource, arguments: argparse
         sum(weight.subspace.num_searches for weight in weights.values() if weight.subspace is not None),
         1e3 * statistics.median(times_s),
         torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0,
+        describe_device(),
     )
 
 
@@ -171,8 +173,8 @@ def report(results: list[Result], spec: ModelSpec, arguments: argparse.Namespace
     lines = [
         "# Q-GaLore in training",
         "",
-        f"{describe_device()}. `python benchmarks/bench_qgalore_training.py --size {arguments.size} "
-        f"--steps {arguments.steps}`",
+        f"{'; '.join(dict.fromkeys(result.machine for result in results))}. "
+        f"`python benchmarks/bench_qgalore_training.py --size {arguments.size} --steps {arguments.steps}`",
         "",
         f"A Llama of {num_parameters / 1e6:.1f} million parameters (vocabulary {spec.vocab_size}), text "
         f"{' '.join(arguments.text)}, {arguments.batch} × {arguments.seq_len} tokens a step; rates {arguments.lr:g} "

@@ -1,7 +1,7 @@
-"""Instructions a parameter of the optimizers' CUDA kernels, compiled for sm_90 without such a device.
+"""Instructions a parameter of adamw8bit's CUDA kernel, compiled for sm_90 without such a device.
 
-Counted are all instructions of the machine code, slow paths of roots and quotients that are hardly ever taken included;
-nothing here is a time. Needs Triton with its own ptxas and cuobjdump.
+Counted are all instructions of the machine code; nothing here is a time. `fp8_adamw` is not counted: half of its
+instructions belong to the exact way to codes, which few programs take. Needs Triton with its own ptxas and cuobjdump.
 
 Run:  python benchmarks/count_instructions.py [--out FILE]
 """
@@ -20,14 +20,12 @@ from machine import describe
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tahq.memory import adamw_kernels, adamw_triton, blockwise8, fp8_adamw_triton
-from tahq.memory.fp8_groups import GROUP
+from tahq.memory import adamw_kernels, adamw_triton, blockwise8
 
 ARCHITECTURE = 90
 THREADS_A_WARP = 32
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]*)")
-POINTERS = {"codes": "*u8", "scales": "*i16", "powers": "*u8", "values": "*fp32", "uppers": "*fp32", "least": "*fp32"}
 
 
 def instructions(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int) -> list[str]:
@@ -49,26 +47,8 @@ def instructions(kernel: Any, types: Mapping[str, str], constants: Mapping[str, 
     return INSTRUCTION.findall(text)
 
 
-def fp8_adamw() -> tuple[list[str], int]:
-    """Its instructions, of a program that is filled, and parameters a thread."""
-    kernel, rows, warps = fp8_adamw_triton._step_kernel, fp8_adamw_triton.ROWS, fp8_adamw_triton.WARPS
-    constants = {"FIRST_EXPAND": True, "FIRST_FRACTION": 3, "SECOND_EXPAND": True, "SECOND_FRACTION": 3}
-    constants |= {"MASKED": False, "R": rows}
-    names = [name for name in kernel.arg_names if name not in constants]
-    types = {name: _fp8_type(name) for name in names}
-    return instructions(kernel, types, constants, warps), rows * GROUP // (warps * THREADS_A_WARP)
-
-
-def _fp8_type(name: str) -> str:
-    if name in ("weights", "gradients"):
-        return "*fp32"
-    if name in ("first_program", "count"):
-        return "i32"
-    return POINTERS.get(name.partition("_")[2], "fp32")
-
-
 def adamw8bit() -> tuple[list[str], int]:
-    """The same."""
+    """Its instructions, of a program that is filled, and parameters a thread."""
     kernel, block = adamw_kernels.adamw8bit_kernel, blockwise8.BLOCK
     warps = adamw_triton.ELEMENTS // adamw_triton.ELEMENTS_PER_WARP
     constants = {"R": adamw_triton.ELEMENTS // block, "B": block, "C": adamw_triton._ROW, "MASKED": False}
@@ -93,11 +73,10 @@ def main() -> None:
         "| kernel | instructions | parameters a thread | instructions a parameter | most frequent |",
         "|---|---:|---:|---:|---|",
     ]
-    for name, count in (("fp8_adamw", fp8_adamw), ("adamw8bit", adamw8bit)):
-        found, each = count()
-        common = Counter(instruction.partition(".")[0] for instruction in found).most_common(6)
-        words = ", ".join(f"{what} {number}" for what, number in common)
-        lines.append(f"| `{name}` | {len(found)} | {each} | {len(found) / each:.0f} | {words} |")
+    found, each = adamw8bit()
+    common = Counter(instruction.partition(".")[0] for instruction in found).most_common(6)
+    words = ", ".join(f"{what} {number}" for what, number in common)
+    lines.append(f"| `adamw8bit` | {len(found)} | {each} | {len(found) / each:.0f} | {words} |")
     text = "\n".join(lines) + "\n"
     arguments.out.write_text(text)
     print(text)
