@@ -30,6 +30,12 @@ def triton_backend() -> ModuleType:
 
 @cache
 def _can_run(device_type: str) -> bool:
-    if device_type == "cpu" and not interprets_triton():
-        return False
-    return device_type in ("cpu", "cuda") and find_spec("triton") is not None
+    if device_type == "cpu":
+        return interprets_triton()
+    return has_ptx(device_type)
+
+
+@cache
+def has_ptx(device_type: str) -> bool:
+    """Whether kernels with PTX in them can be compiled for a kind of device: NVIDIA's, not AMD's, with triton."""
+    return device_type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
