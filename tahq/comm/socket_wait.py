@@ -5,7 +5,6 @@ the sockets' descriptors. Those signal edges, not levels: a socket must be asked
 anything was done with it and before waiting, which `WaitSet.wait` does.
 """
 
-import contextlib
 import os
 import select
 import threading
@@ -28,7 +27,7 @@ class Waker:
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = threading.Lock()
+        self._changing = threading.Lock()
         self._is_set = False
         self._is_closed = False
 
@@ -36,18 +35,21 @@ class Waker:
         """End the present wait, or the next one."""
         if self._is_set:
             return
-        with self._closing:
+        with self._changing:
             if not self._is_closed:
                 self._is_set = True
                 os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Take the signal; only then look at what others have queued, so that nothing is missed."""
+        """Take the signal; only then look at what others have queued, so that nothing is missed.
+
+        Flag and descriptor change together: a descriptor that is set where the flag is not would end every wait at
+        once, until somebody wakes again.
+        """
         if self._is_set:
-            # The flag is set just before the descriptor is; what is read too early wakes once more later.
-            with contextlib.suppress(BlockingIOError):
+            with self._changing:
                 os.eventfd_read(self._descriptor)
-            self._is_set = False
+                self._is_set = False
 
     def fileno(self) -> int:
         """The descriptor to wait for."""
@@ -55,7 +57,7 @@ class Waker:
 
     def close(self) -> None:
         """Release the descriptor; waking has no effect afterwards."""
-        with self._closing:
+        with self._changing:
             if not self._is_closed:
                 self._is_closed = True
                 os.close(self._descriptor)

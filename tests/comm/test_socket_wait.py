@@ -50,6 +50,44 @@ def test_wake_from_another_thread_ends_the_wait(waker):
     assert took_s(WaitSet(waker), None) < 5.0
 
 
+def assert_quiet_once_cleared(waker: Waker) -> None:
+    waker.clear()
+    assert took_s(WaitSet(waker), 0.02) >= 0.02
+
+
+def test_waker_that_is_cleared_in_the_midst_of_waking_is_quiet_afterwards(waker, monkeypatch):
+    write, clearing = os.eventfd_write, threading.Thread(target=waker.clear)
+
+    def slowly(descriptor: int, value: int) -> None:
+        clearing.start()
+        clearing.join(0.05)
+        write(descriptor, value)
+
+    monkeypatch.setattr(os, "eventfd_write", slowly)
+    waker.wake()
+    clearing.join()
+    assert_quiet_once_cleared(waker)
+
+
+def test_waker_that_is_woken_in_the_midst_of_clearing_wakes_once_more(waker, monkeypatch):
+    read, waking = os.eventfd_read, threading.Thread(target=waker.wake)
+
+    def slowly(descriptor: int) -> int:
+        value = read(descriptor)
+        if waking.ident is None:
+            waker._is_set = False  # as the one that wakes sees it who looked before
+            waking.start()
+            waking.join(0.05)
+        return value
+
+    waker.wake()
+    monkeypatch.setattr(os, "eventfd_read", slowly)
+    waker.clear()
+    waking.join()
+    assert took_s(WaitSet(waker), 5.0) < 1.0
+    assert_quiet_once_cleared(waker)
+
+
 def test_wake_before_the_wait_is_not_lost_and_counts_once(waker):
     wait_set = WaitSet(waker)
     for _ in range(3):
