@@ -204,7 +204,8 @@ def test_asker_whom_nobody_named_is_told_that_it_is_the_key(keyed_server, offere
 
 def test_asker_without_curve_gets_nothing(keyed_server, offered):
     _, sha256, _ = offered
-    with pytest.raises(PeerLostError, match="one end uses CURVE and the other does not"):
+    # Which of the two is seen depends on how far the handshake came in that time.
+    with pytest.raises(PeerLostError, match=r"one end uses CURVE and the other does not|without CURVE"):
         list(pieces(source(keyed_server, sha256), patience=Patience(0.5, 2.0)))
 
 
