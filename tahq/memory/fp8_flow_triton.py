@@ -64,7 +64,8 @@ def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
         kernels.norm_forward_kernel, tokens,
         x, x if added is None else added, weight, total, coded.codes.view(torch.uint8), coded.scales.view(torch.int16),
         rstd, maxima, channels, groups, epsilon,
-        ADDED=added is not None, NATIVE=has_fp8_units(x.device), **_row(groups), **_EXACT,
+        ADDED=added is not None, NATIVE=has_fp8_units(x.device), EVEN=channels == _row(groups)["G"] * GROUP,
+        **_row(groups), **_EXACT,
     )  # fmt: skip
     return NormForward(total, coded, rstd, maxima)
 
