@@ -58,12 +58,12 @@ def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, ch
         optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",
         frame_nbytes=_frames_nbytes(config, spec, chunk),
-        kept_code_nbytes=_kept_code_nbytes(config, bf16),
+        kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank,
     )
 
 
-def _kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
+def kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
     """What COAT keeps beside an element of a block's matrix; FP8 units, in use where bf16 is, take two layouts."""
     if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
         return 0

@@ -22,6 +22,7 @@ from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
+from tahq.stage_estimate import kept_code_nbytes
 from tahq_launch.plan_numbers import computes_bf16
 
 _FP32 = 4
@@ -140,13 +141,14 @@ def _parts(spec: ModelSpec, nbytes: Callable[[BlockRange], float]) -> tuple[floa
 
 
 def _kept(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
-    """Bytes of weights, gradients and what the optimizer keeps."""
+    """Bytes of weights, FP8 codes of them that are kept, gradients and what the optimizer keeps."""
     numbers = StepNumbers(
         shape=MicroBatchShape(1, 1),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         checkpoint_blocks=False,
         frame_nbytes=0,
+        kept_code_nbytes=kept_code_nbytes(config, computes_bf16(config)),
         low_rank=low_rank_settings(config.training, config.run.seed),
     )
     memory = stage_memory(spec, blocks, numbers)

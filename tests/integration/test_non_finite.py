@@ -101,9 +101,10 @@ def test_nan_in_one_micro_batch_on_a_middle_stage_is_skipped_by_all_and_the_run_
     "sections",
     [
         {"training": {"optimizer": "fp8_adamw"}},
+        {"training": {"optimizer": "adamw8bit", "adamw8bit": {"min_elements": 0}}},
         {"model": LLAMA, "memory": {"activations": "coat"}},
     ],
-    ids=["fp8_adamw", "coat"],
+    ids=["fp8_adamw", "adamw8bit", "coat"],
 )
 def test_nan_leaves_nothing_in_codes(tmp_path, sections):
     assert_skipped_once(disturbed_run(tmp_path, changed(**sections)))

@@ -3,7 +3,11 @@
 import pytest
 import torch
 from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
+from torch.nn import Parameter
 
+from tahq.memory.adamw_backend import has_kernels
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.optimizer import build_optimizer, optimizer_tensors
 from tahq.quant.backends import interprets_triton
 
 pytestmark = [
@@ -13,6 +17,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 CPU = torch.device("cpu")
+
+
+def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("shape", [(1,), (127,), (128,), (2048,), (4097,), (33, 77)], ids=str)
@@ -51,3 +59,30 @@ def test_moments_that_have_no_codes(shape, dtype):
 @pytest.mark.parametrize("signed", [True, False])
 def test_at_every_border_the_code_is_the_references(signed):
     check_every_border(CPU, signed)
+
+
+def test_kernels_stay_with_their_tensors_and_no_longer(monkeypatch):
+    """An optimizer whose weights, gradients and states are replaced in between, against one that has no kernels."""
+
+    def trained(uses_kernels: bool) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr("tahq.memory.adamw8bit.has_kernels", has_kernels if uses_kernels else lambda *_: False)
+        parameter = Parameter(normal((60, 70), 0))
+        config = TrainingConfig(steps=1, optimizer="adamw8bit", lr=1e-2, adamw8bit={"min_elements": 0})
+        optimizer = build_optimizer(config, {"w": parameter}, lambda *_: True)
+        for step in range(1, 11):
+            gradient = normal((60, 70), step)
+            if step == 3:  # of odd strides
+                gradient = gradient.t().contiguous().t()
+            if step == 4:  # not where a kernel could read it
+                gradient = torch.cat((torch.zeros(1), gradient.view(-1)))[1:].view(60, 70)
+            if step == 6:
+                parameter.data = parameter.data.clone()
+            if step == 8:
+                optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+            parameter.grad = gradient
+            optimizer.step()
+        return {"weight": parameter.detach(), **optimizer_tensors(optimizer, {"w": parameter})}
+
+    got, expected = trained(True), trained(False)
+    assert got.keys() == expected.keys()
+    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
