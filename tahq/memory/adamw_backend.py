@@ -17,7 +17,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 def has_kernels(*tensors: torch.Tensor) -> bool:
     """Whether kernels can take these: on a device that Triton knows, aligned, of types that kernels have."""
     return (
-        _can_run(tensors[0].device.type)
+        can_run(tensors[0].device.type)
         and tensors[0].numel() > 0
         and all(each.data_ptr() % _ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
     )
@@ -29,7 +29,8 @@ def triton_backend() -> ModuleType:
 
 
 @cache
-def _can_run(device_type: str) -> bool:
+def can_run(device_type: str) -> bool:
+    """Whether there are kernels for a kind of device: for CUDA with triton, for the CPU in Triton's interpreter."""
     if device_type == "cpu" and not interprets_triton():
         return False
     return device_type in ("cpu", "cuda") and find_spec("triton") is not None
