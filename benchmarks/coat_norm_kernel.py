@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tahq.memory import fp8_flow_triton
+
 
 @triton.jit
 def _plain_norm_kernel(
@@ -35,8 +37,9 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, maxima_of:
     y, rstd = torch.empty_like(x), torch.empty(tokens, device=x.device)
     found = torch.empty(tokens * groups, dtype=torch.int32, device=x.device)
     block = triton.next_power_of_2(groups)
+    warps = min(16, max(1, block * 16 // fp8_flow_triton.NORM_ELEMENTS_PER_WARP))
     _plain_norm_kernel[(tokens,)](
         x, weight, y, rstd, found, channels, groups, epsilon,
-        MAXIMA_OF=maxima_of, EVEN=block * 16 == channels, G=block, num_warps=min(16, max(1, block * 16 // 512)),
+        MAXIMA_OF=maxima_of, EVEN=block * 16 == channels, G=block, num_warps=warps,
     )  # fmt: skip
     return y
