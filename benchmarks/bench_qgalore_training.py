@@ -10,8 +10,8 @@ Variants, one after the other, from the same random weights, on the same batches
 
 `gap` is a fiftieth of the steps, as 200 is of the paper's 10,000 for 60 million parameters; searches are randomised
 unless `--svd exact`, which takes minutes more on a GPU. Rates warm up over a tenth of the steps and fall to a tenth by
-a cosine; AdamW's and the others' are GaLore's for this size. Updates are those of a stage: norms, clipping, COMMIT. The
-result is the mean loss of the last 50 steps.
+a cosine; the two that are the defaults here, for AdamW and for the others, were not searched for. Updates are those of
+a stage: norms, clipping, COMMIT. The result is the mean loss of the last 50 steps.
 
 Run:  python benchmarks/bench_qgalore_training.py [--size 60M] [--steps 600] [--text stdlib] [--tokenizer FOLDER]
 One H200, 60M, bytes, 600 steps of 16 K tokens: some four minutes. Curves are appended to OUT.jsonl after each variant;

@@ -17,7 +17,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 def has_kernels(*tensors: torch.Tensor) -> bool:
     """Whether kernels can take these: on a device that Triton knows, aligned, of types that kernels have."""
     return (
-        can_run(tensors[0].device.type)
+        _can_run(tensors[0].device.type)
         and tensors[0].numel() > 0
         and all(each.data_ptr() % _ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
     )
@@ -29,8 +29,13 @@ def triton_backend() -> ModuleType:
 
 
 @cache
-def can_run(device_type: str) -> bool:
-    """Whether there are kernels for a kind of device: for CUDA with triton, for the CPU in Triton's interpreter."""
-    if device_type == "cpu" and not interprets_triton():
-        return False
-    return device_type in ("cpu", "cuda") and find_spec("triton") is not None
+def _can_run(device_type: str) -> bool:
+    if device_type == "cpu":
+        return interprets_triton()
+    return has_ptx(device_type)
+
+
+@cache
+def has_ptx(device_type: str) -> bool:
+    """Whether kernels with PTX in them can be compiled for a kind of device: NVIDIA's, not AMD's, with triton."""
+    return device_type == "cuda" and torch.version.hip is None and find_spec("triton") is not None

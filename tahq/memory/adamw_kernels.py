@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tahq.memory.blockwise8_kernels import decode_blocks, encode_blocks, largest_of, scales_of
+from tahq.memory.filled_programs import load_once, store
 from tahq.quant.gpu.tiles import IS_INTERPRETED
 
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
@@ -108,39 +109,23 @@ def adamw8bit_kernel(
     v_codes += start
     m_scales += program.to(tl.int64) * R
     v_scales += program.to(tl.int64) * R
-    gradient = _load(gradients + at, is_real, 0.0, MASKED).to(tl.float32)
-    weight = _load(weights + at, is_real, 0.0, MASKED)
-    m_code = _load(m_codes + at, is_real, 127, MASKED)
-    v_code = _load(v_codes + at, is_real, 0, MASKED)
-    m_scale = _load(m_scales + block, is_block, 0.0, MASKED)
-    v_scale = _load(v_scales + block, is_block, 0.0, MASKED)
+    gradient = load_once(gradients + at, is_real, 0.0, MASKED).to(tl.float32)
+    weight = load_once(weights + at, is_real, 0.0, MASKED)
+    m_code = load_once(m_codes + at, is_real, 127, MASKED)
+    v_code = load_once(v_codes + at, is_real, 0, MASKED)
+    m_scale = load_once(m_scales + block, is_block, 0.0, MASKED)
+    v_scale = load_once(v_scales + block, is_block, 0.0, MASKED)
     m, v = decode_blocks(m_code, v_code, m_scale, v_scale, tables)
     moved, m, v = _advance(
         weight.to(tl.float32), gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
     )
-    _store(weights + at, _rounded(moved, weight), is_real, MASKED)
+    store(weights + at, _rounded(moved, weight), is_real, MASKED)
     m_largest, v_largest = largest_of(m, True), largest_of(v, False)
     _store_by_all(m_scales + block, scales_of(m_largest), is_block, MASKED)
     _store_by_all(v_scales + block, scales_of(v_largest), is_block, MASKED)
     m_code, v_code = encode_blocks(m, v, m_largest, v_largest, tables)
-    _store(m_codes + at, m_code, is_real, MASKED)
-    _store(v_codes + at, v_code, is_real, MASKED)
-
-
-@triton.jit
-def _load(pointers, is_real, other, MASKED: tl.constexpr):
-    """What is read once: it leaves the cache before the tables do."""
-    if MASKED:
-        return tl.load(pointers, mask=is_real, other=other, eviction_policy="evict_first")
-    return tl.load(pointers, eviction_policy="evict_first")
-
-
-@triton.jit
-def _store(pointers, values, is_real, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointers, values, mask=is_real)
-    else:
-        tl.store(pointers, values)
+    store(m_codes + at, m_code, is_real, MASKED)
+    store(v_codes + at, v_code, is_real, MASKED)
 
 
 @triton.jit

@@ -10,14 +10,13 @@ another. Weights are equal to the bit in plain torch and on the CPU; CUDA's kern
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import Parameter
 
+from tahq.memory.adamw_backend import has_ptx
 from tahq.memory.adamw_loop import AdamwLoop
 from tahq.memory.adamw_step import AdamwNumbers
 from tahq.memory.bound_step import State
@@ -57,7 +56,7 @@ class Fp8AdamW(AdamwLoop):
         self._formats: dict[torch.device, Formats] = {}
 
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
-        if weight.numel() == 0 or not _has_kernel(weight.device.type):
+        if weight.numel() == 0 or not has_ptx(weight.device.type):
             return None
         moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
         bind = import_module("tahq.memory.fp8_adamw_triton").bind_step
@@ -103,14 +102,9 @@ def _step_on(device_type: str) -> Step:
     """What takes a step on a device; loaded when it is first asked for, since importing tahq needs neither of them."""
     if device_type == "cpu":
         return cast(Step, import_module("tahq.memory.fp8_adamw_numba").step_on_cpu)
-    if _has_kernel(device_type):
+    if has_ptx(device_type):
         return cast(Step, import_module("tahq.memory.fp8_adamw_triton").step_on_cuda)
     return step_in_torch
-
-
-@cache
-def _has_kernel(device_type: str) -> bool:
-    return device_type == "cuda" and find_spec("triton") is not None
 
 
 def _moment_format(name: str, expand: bool, device: torch.device) -> MomentFormat:

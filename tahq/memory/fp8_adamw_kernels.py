@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from tahq.memory import fp8_bits
+from tahq.memory.filled_programs import load_once, store
 from tahq.memory.fp8_formats import E4M3, E5M2, NAN
 from tahq.memory.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL
 from tahq.memory.range_expansion import NUM_POWERS, STEPS_PER_OCTAVE, UNEXPANDED
@@ -134,22 +135,6 @@ def _moved(weight, m, v, decay, rate, root_factor, epsilon):
 
 
 @triton.jit
-def _load(pointers, is_real, MASKED: tl.constexpr):
-    """What is read once: it leaves the cache before the tables do."""
-    if MASKED:
-        return tl.load(pointers, mask=is_real, other=0, eviction_policy="evict_first")
-    return tl.load(pointers, eviction_policy="evict_first")
-
-
-@triton.jit
-def _store(pointers, values, is_real, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(pointers, values, mask=is_real)
-    else:
-        tl.store(pointers, values)
-
-
-@triton.jit
 def _look_up(table, row, LENGTH: tl.constexpr, place):
     """table[row, place] of fp32 [rows, LENGTH] that nobody writes to; rows of groups, and places in them.
 
@@ -196,11 +181,11 @@ def _either(left, right):
 @triton.jit
 def _decode(codes, scales, powers, values, offset, is_real, row, is_row, MASKED: tl.constexpr, EXPAND: tl.constexpr):
     """x = ±M·(code/Δmax)^(1/k), fp32 [R, J, 32]."""
-    code = _load(codes + offset, is_real, MASKED).to(tl.int32)
-    bits = _load(scales + row, is_row, MASKED).to(tl.int32) << 16
+    code = load_once(codes + offset, is_real, 0, MASKED).to(tl.int32)
+    bits = load_once(scales + row, is_row, 0, MASKED).to(tl.int32) << 16
     power = tl.full(row.shape, _UNEXPANDED, tl.int32)
     if EXPAND:
-        power = _load(powers + row, is_row, MASKED).to(tl.int32)
+        power = load_once(powers + row, is_row, 0, MASKED).to(tl.int32)
     return _look_up(values, power, 256, code) * bits.to(tl.float32, bitcast=True)
 
 
@@ -266,7 +251,7 @@ def _encode_exactly(
     magnitude = tl.where(is_finite, bits & 0x7FFFFFFF, 0)
     largest = _largest(magnitude)
     scale_bits = _scale_bits(largest)
-    _store(scales + row, (scale_bits >> 16).to(tl.int16), is_row, MASKED)
+    store(scales + row, (scale_bits >> 16).to(tl.int16), is_row, MASKED)
     inverse = _inverse_of(scale_bits)
     ratio = _product_without_subnormals(
         magnitude.to(tl.float32, bitcast=True), tl.broadcast_to(inverse, magnitude.shape)
@@ -276,7 +261,7 @@ def _encode_exactly(
     if EXPAND:
         smallest = _smallest(tl.where(ratio > 0, ratio, float("inf")))
         power = _power_of(smallest, largest.to(tl.float32, bitcast=True) * inverse, least, FRACTION)
-        _store(powers + row, power.to(tl.uint8), is_row, MASKED)
+        store(powers + row, power.to(tl.uint8), is_row, MASKED)
         k = tl.broadcast_to(_look_up(exponents, power, 1, tl.zeros(power.shape, tl.int32)), ratio.shape)
         LOG2_LARGEST: tl.constexpr = _E4M3_LOG2_LARGEST if FRACTION == 3 else _E5M2_LOG2_LARGEST
         y = _exp2(tl.fma(_log2(ratio), k, LOG2_LARGEST))
@@ -285,7 +270,7 @@ def _encode_exactly(
     floor = _floor_code(y, FRACTION)
     code = floor + (ratio > _look_up(uppers, power, 128, floor)).to(tl.int32)
     code = code | ((bits >> 24) & 0x80)
-    _store(codes + offset, tl.where(is_finite, code, _NAN).to(tl.uint8), is_real, MASKED)
+    store(codes + offset, tl.where(is_finite, code, _NAN).to(tl.uint8), is_real, MASKED)
 
 
 @triton.jit
@@ -342,7 +327,7 @@ def _encode(
             _put(scales + row, scale_bits >> 16, _PUT_16)
             if EXPAND:
                 _put(powers + row, power, _PUT_8)
-            _store(codes + offset, code, is_real, MASKED)
+            store(codes + offset, code, is_real, MASKED)
     else:
         _encode_exactly(
             x, codes, scales, powers, uppers, least, exponents, offset, is_real, row, is_row, MASKED, EXPAND, FRACTION
@@ -407,8 +392,8 @@ def step_kernel(
         first_powers += first_row
     if SECOND_EXPAND:
         second_powers += first_row
-    weight = _load(weights + offset, is_real, MASKED)
-    gradient = _load(gradients + offset, is_real, MASKED)
+    weight = load_once(weights + offset, is_real, 0, MASKED)
+    gradient = load_once(gradients + offset, is_real, 0, MASKED)
     m = _decode(
         first_codes, first_scales, first_powers, first_values, offset, is_real, row, is_row, MASKED, FIRST_EXPAND
     )
@@ -417,7 +402,7 @@ def step_kernel(
     )
     m = m + (gradient - m) * rest1
     v = v * beta2 + (gradient * rest2) * gradient
-    _store(weights + offset, _moved(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
+    store(weights + offset, _moved(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
     _encode(
         m, first_codes, first_scales, first_powers, first_uppers, first_least, first_exponents,
         offset, is_real, row, is_row, MASKED, FIRST_EXPAND, FIRST_FRACTION, FAST, True,

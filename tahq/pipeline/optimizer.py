@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tahq.errors import SnapshotError
 from tahq.memory.adamw8bit import AdamW8bit, adamw8bit_states
-from tahq.memory.adamw_backend import can_run
+from tahq.memory.adamw_backend import has_ptx
 from tahq.memory.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.optional_optimizers import OPTIONAL, build_optional
 from tahq.memory.plain_adamw import PlainAdamW, plain_adamw_states
@@ -114,7 +114,7 @@ class EmaSgd(Optimizer):
 
 def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    if all(parameter.is_cuda for parameter in parameters) and can_run("cuda"):
+    if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
         return PlainAdamW(groups, moments=torch.float32, lr=config.lr, betas=config.betas, eps=config.epsilon)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, foreach=False, fused=False)
 
