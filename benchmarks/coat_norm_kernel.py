@@ -4,18 +4,20 @@ import torch
 import triton
 import triton.language as tl
 
+from tahq.memory import fp8_flow_triton
+
 
 @triton.jit
 def _plain_norm_kernel(
-    x, weight, y, rstd, maxima, channels, groups, epsilon, MAXIMA_OF: tl.constexpr, G: tl.constexpr
+    x, weight, y, rstd, maxima, channels, groups, epsilon, MAXIMA_OF: tl.constexpr, EVEN: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, G)
     column = group[:, None] * 16 + tl.arange(0, 16)[None, :]
-    is_real = column < channels
+    is_real = column >= 0 if EVEN else column < channels
     values = tl.load(x + token * channels + column, mask=is_real, other=0.0).to(tl.float32)
     mean = tl.sum(tl.sum(values * values, axis=1), axis=0) / channels
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
+    inverse = tl.rsqrt(mean + epsilon)
     tl.store(rstd + token, inverse)
     factor = tl.load(weight + column, mask=is_real, other=0.0).to(tl.float32)
     normalised = values * inverse * factor
@@ -35,8 +37,9 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, maxima_of:
     y, rstd = torch.empty_like(x), torch.empty(tokens, device=x.device)
     found = torch.empty(tokens * groups, dtype=torch.int32, device=x.device)
     block = triton.next_power_of_2(groups)
+    warps = min(16, max(1, block * 16 // fp8_flow_triton.NORM_ELEMENTS_PER_WARP))
     _plain_norm_kernel[(tokens,)](
         x, weight, y, rstd, found, channels, groups, epsilon,
-        MAXIMA_OF=maxima_of, G=block, num_warps=min(16, max(1, block * 16 // 512)),
+        MAXIMA_OF=maxima_of, EVEN=block * 16 == channels, G=block, num_warps=warps,
     )  # fmt: skip
     return y

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tahq.memory.fp8_codes import SMALLEST_SCALE
+from tahq.quant.gpu.tiles import IS_INTERPRETED
 
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -94,12 +95,34 @@ def decode(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _larger(left, right):
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x, AXIS: tl.constexpr):
+    """max |x|, fp32, NaN if there is one; one instruction an element, which takes the sign off as it compares."""
+    if IS_INTERPRETED:
+        return tl.max(magnitude_bits(x), axis=AXIS).to(tl.float32, bitcast=True)
+    return tl.reduce(tl.abs(x), AXIS, _larger)
+
+
+@triton.jit
 def code_groups(x, NATIVE: tl.constexpr):
-    """Code groups x [G, 16] fp32: codes uint8 [G, 16], scales as bf16 bits [G], and the values of both, fp32."""
-    scale_bits = to_bf16_bits(scale_of(tl.max(magnitude_bits(x), axis=1), 1 / 448.0))
+    """Code groups x [G, 16] fp32: codes uint8 [G, 16], scales as bf16 bits [G]; and the values of either, fp32."""
+    largest = largest_magnitude(x, 1)
+    scale_bits = to_bf16_bits(scale_of(largest.to(tl.int32, bitcast=True), 1 / 448.0))
     scale = from_bf16_bits(scale_bits)
     codes = encode(x * reciprocal(scale)[:, None], 3, NATIVE)
-    return codes, scale_bits, decode(codes, NATIVE) * scale[:, None]
+    return codes, scale_bits, decode(codes, NATIVE), scale
+
+
+@triton.jit
+def inverse_root(x):
+    """1/√x of a normal number, to 2 ulp; to 1 in the interpreter."""
+    if IS_INTERPRETED:
+        return tl.div_rn(1.0, tl.sqrt_rn(x))
+    return tl.rsqrt(x)
 
 
 @triton.jit

@@ -14,6 +14,8 @@ from tahq.memory.fp8_bits import (
     decode,
     encode,
     from_bf16_bits,
+    inverse_root,
+    largest_magnitude,
     magnitude_bits,
     reciprocal,
     scale_of,
@@ -112,27 +114,33 @@ def norm_forward_kernel(
     epsilon,
     ADDED: tl.constexpr,
     NATIVE: tl.constexpr,
+    EVEN: tl.constexpr,
     G: tl.constexpr,
 ):
-    """One row: the sum with a branch, its codes in groups, rstd, and the largest magnitude of the norm's output."""
+    """One row: the sum with a branch, its codes in groups, rstd, and the largest magnitude of the norm's output.
+
+    What is the same for a group, scales and rstd, is multiplied by once a group. EVEN: a row fills its block.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, G)
     column = group[:, None] * 16 + tl.arange(0, 16)[None, :]
-    is_real = column < channels
+    is_real, is_group = column < channels, group < groups
+    if EVEN:
+        is_real, is_group = column >= 0, group >= 0
     values = tl.load(x + token * channels + column, mask=is_real, other=0.0)
     if ADDED:
         branch = tl.load(added + token * channels + column, mask=is_real, other=0.0)
         values = (values.to(tl.float32) + branch.to(tl.float32)).to(values.dtype)
         tl.store(total + token * channels + column, values, mask=is_real)
-    code, scale_bits, coded = code_groups(values.to(tl.float32), NATIVE)
+    code, scale_bits, decoded, scale = code_groups(values.to(tl.float32), NATIVE)
     tl.store(codes + token * channels + column, code, mask=is_real)
-    tl.store(scales + token * groups + group, scale_bits, mask=group < groups)
-    mean = tl.sum(tl.sum(tl.where(is_real, coded * coded, 0.0), axis=1), axis=0) / channels
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon))
+    tl.store(scales + token * groups + group, scale_bits, mask=is_group)
+    mean = tl.sum(tl.sum(decoded * decoded, axis=1) * (scale * scale), axis=0) / channels
+    inverse = inverse_root(mean + epsilon)
     tl.store(rstd + token, inverse)
     factor = tl.load(weight + column, mask=is_real, other=0.0).to(tl.float32)
-    largest = tl.max(tl.max(magnitude_bits(coded * inverse * factor), axis=1), axis=0)
-    tl.store(maxima + token, largest)
+    largest = largest_magnitude(decoded * factor, 1) * (scale * inverse)
+    tl.store(maxima + token, tl.max(magnitude_bits(largest), axis=0))
 
 
 @triton.jit
@@ -243,14 +251,16 @@ def gated_forward_kernel(
 ):
     """Codes of gate and up in groups, and the largest magnitude of SiLU(gate)·up."""
     group, at, is_group, is_real = _groups(num_groups, channels, groups, G, EVEN)
-    codes, scales, opened = code_groups(tl.load(gate + at, mask=is_real, other=0.0).to(tl.float32), NATIVE)
+    codes, scales, decoded, scale = code_groups(tl.load(gate + at, mask=is_real, other=0.0).to(tl.float32), NATIVE)
+    opened = decoded * scale[:, None]
     tl.store(gate_codes + at, codes, mask=is_real)
     tl.store(gate_scales + group, scales, mask=is_group)
-    codes, scales, raised = code_groups(tl.load(up + at, mask=is_real, other=0.0).to(tl.float32), NATIVE)
+    codes, scales, decoded, scale = code_groups(tl.load(up + at, mask=is_real, other=0.0).to(tl.float32), NATIVE)
+    raised = decoded * scale[:, None]
     tl.store(up_codes + at, codes, mask=is_real)
     tl.store(up_scales + group, scales, mask=is_group)
-    bits = tl.where(is_real, magnitude_bits(opened * sigmoid(opened) * raised), 0)
-    tl.store(maxima + tl.program_id(0), tl.max(tl.max(bits, axis=1), axis=0))
+    largest = largest_magnitude(tl.where(is_real, opened * sigmoid(opened) * raised, 0.0), 1)
+    tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(largest), axis=0))
 
 
 @triton.jit

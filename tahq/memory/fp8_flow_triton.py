@@ -23,6 +23,8 @@ _MAXIMA_BLOCK = 8192
 _SCALE_BLOCK = 4096
 _GROUPS_BLOCK = 128
 """Groups a program of SiLU's kernels: 2048 elements of either tensor."""
+NORM_ELEMENTS_PER_WARP = 1024
+"""Of a norm's forward: 32 a thread, so that what is done once a row is done by few."""
 _TILE = {"M": 64, "N": 128}
 _BACKWARD_PROGRAMS = 256
 """Rows of partial sums of a norm weight's gradient; fixed, so that no device adds in an order of its own."""
@@ -64,7 +66,8 @@ def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
         kernels.norm_forward_kernel, tokens,
         x, x if added is None else added, weight, total, coded.codes.view(torch.uint8), coded.scales.view(torch.int16),
         rstd, maxima, channels, groups, epsilon,
-        ADDED=added is not None, NATIVE=has_fp8_units(x.device), **_row(groups), **_EXACT,
+        ADDED=added is not None, NATIVE=has_fp8_units(x.device), EVEN=channels == _power_of_two(groups) * GROUP,
+        **_row(groups, NORM_ELEMENTS_PER_WARP), **_EXACT,
     )  # fmt: skip
     return NormForward(total, coded, rstd, maxima)
 
@@ -226,10 +229,10 @@ def _maxima(like: torch.Tensor, count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.int32, device=like.device)
 
 
-def _row(groups: int) -> dict[str, int]:
-    """A row's block, and warps of 16 elements a thread."""
+def _row(groups: int, per_warp: int = 512) -> dict[str, int]:
+    """A row's block, and its warps: of 16 elements a thread, unless it is said otherwise."""
     block = _power_of_two(groups)
-    return {"G": block, "num_warps": min(16, max(1, block * GROUP // 512))}
+    return {"G": block, "num_warps": min(16, max(1, block * GROUP // per_warp))}
 
 
 def _power_of_two(count: int) -> int:

@@ -4,7 +4,7 @@ What a parameter becomes depends on nothing but its own gradients and state: not
 parameters its stage owns. That is what lets a run be cut elsewhere, or resumed on another number of
 stages, and still give the same bits. torch's `foreach` and `fused` variants treat a stage's parameters as
 one list, in chunks whose borders depend on the neighbours, so the loop over single tensors is asked for by
-name; it also needs no temporaries as large as the stage.
+name; it also needs no temporaries as large as the stage. On CUDA `adamw` is a kernel of our own, one a tensor.
 
 A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transformer.h.0.ln_1.weight`.
 """
@@ -19,9 +19,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tahq.errors import SnapshotError
 from tahq.memory.adamw8bit import AdamW8bit, adamw8bit_states
-from tahq.memory.adamw_bf16 import AdamWBf16, adamw_bf16_states
+from tahq.memory.adamw_backend import has_ptx
 from tahq.memory.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.optional_optimizers import OPTIONAL, build_optional
+from tahq.memory.plain_adamw import PlainAdamW, plain_adamw_states
 from tahq.memory.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.pipeline.config import TrainingConfig
 
@@ -112,6 +113,9 @@ class EmaSgd(Optimizer):
 
 
 def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
+        return PlainAdamW(groups, moments=torch.float32, lr=config.lr, betas=config.betas, eps=config.epsilon)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, foreach=False, fused=False)
 
 
@@ -134,7 +138,7 @@ def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
 
 
 def _adamw_bf16(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return AdamWBf16(groups, lr=config.lr, betas=config.betas, eps=config.epsilon)
+    return PlainAdamW(groups, moments=torch.bfloat16, lr=config.lr, betas=config.betas, eps=config.epsilon)
 
 
 def _beside_low_rank(groups: Groups, config: TrainingConfig) -> Optimizer:
@@ -150,8 +154,7 @@ def _optional(groups: Groups, config: TrainingConfig) -> Optimizer:
 
 
 def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    moments = {name: StateSpec(shape) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": StateSpec((), torch.float32, is_counter=True)} | moments
+    return plain_adamw_states(shape, torch.float32)
 
 
 def _sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
@@ -171,7 +174,7 @@ def _adamw8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
 
 
 def _adamw_bf16_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return adamw_bf16_states(shape)
+    return plain_adamw_states(shape, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def test_the_quantiser_in_plain_torch_gives_the_same_codes_on_the_device(signed)
 
 SHAPES = {"matrix": (333, 77), "norm": (127,), "unused": (5000,)}
 KEYS = [{"optimizer": "adamw8bit", "adamw8bit": {"min_elements": 500}}, {"optimizer": "adamw_bf16"}]
+EVERY = [*KEYS, {"optimizer": "adamw"}]
+"""adamw on a CPU is torch's own."""
 
 
 def normal(shape, seed):
@@ -99,7 +101,7 @@ def test_states_of_the_cpu_go_on_on_the_device(keys):
         torch.testing.assert_close(moved[name].cpu(), parameters[name], rtol=3 * 2**-23, atol=3 * 1e-1 * 2**-20)
 
 
-@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+@pytest.mark.parametrize("keys", EVERY, ids=lambda keys: keys["optimizer"])
 def test_resuming_on_the_device_is_exact_to_the_bit(keys):
     start = {name: normal(shape, 7) for name, shape in SHAPES.items()}
     _, parameters, optimizer = built(keys, "cuda", start)
@@ -112,7 +114,7 @@ def test_resuming_on_the_device_is_exact_to_the_bit(keys):
     assert [name for name in SHAPES if not torch.equal(parameters[name], resumed[name])] == []
 
 
-@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+@pytest.mark.parametrize("keys", EVERY, ids=lambda keys: keys["optimizer"])
 def test_a_step_does_not_wait_for_the_device(keys):
     _, parameters, optimizer = built(keys, "cuda", {name: normal(shape, 7) for name, shape in SHAPES.items()})
     train(parameters, optimizer, range(2))
@@ -122,7 +124,7 @@ def test_a_step_does_not_wait_for_the_device(keys):
         optimizer.step()
 
 
-@pytest.mark.parametrize("keys", KEYS, ids=lambda keys: keys["optimizer"])
+@pytest.mark.parametrize("keys", EVERY, ids=lambda keys: keys["optimizer"])
 def test_side_by_side_on_streams_as_one_by_one(keys, monkeypatch):
     """Gradients made just before a step and weights read just after it, in the caller's stream."""
 
@@ -143,3 +145,17 @@ def test_side_by_side_on_streams_as_one_by_one(keys, monkeypatch):
     expected_sums, expected = trained()
     assert torch.equal(sums, expected_sums)
     assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+
+
+def test_adamw_is_torchs():
+    """Fifty steps apart by roundings: of moments, 2⁻²³ of an update a step at most, and of weights of magnitude 4."""
+    start = {name: normal(shape, 7) for name, shape in SHAPES.items()}
+    config, parameters, optimizer = built({"optimizer": "adamw"}, "cuda", start)
+    expected = {name: Parameter(weight.cuda()) for name, weight in start.items()}
+    decays = {True: config.weight_decay, False: 0.0}
+    groups = [{"params": [each], "weight_decay": decays[each.ndim > 1]} for each in expected.values()]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=config.betas, eps=config.epsilon, foreach=False)
+    train(parameters, optimizer, range(50))
+    train(expected, reference, range(50))
+    for name, weight in expected.items():
+        torch.testing.assert_close(parameters[name], weight, rtol=0, atol=50 * (1e-1 * 2**-20 + 2**-22))

@@ -5,8 +5,8 @@ import torch
 from torch.nn import Parameter
 
 from tahq.memory.adamw8bit import AdamW8bit, adamw8bit_states
-from tahq.memory.adamw_bf16 import AdamWBf16
 from tahq.memory.blockwise8 import decode, encode
+from tahq.memory.plain_adamw import PlainAdamW
 from tahq.memory.state_spec import states_nbytes
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -27,6 +27,10 @@ def gradient(shape, step):
 
 def all_coded(parameters, **keys):
     return AdamW8bit(parameters, min_elements=0, **RATES, **keys)
+
+
+def bf16(parameters):
+    return PlainAdamW(parameters, moments=torch.bfloat16, **RATES)
 
 
 def distances(build, shape):
@@ -66,7 +70,7 @@ def test_fifty_steps_with_bf16_moments_stay_near_torchs_adamw(shape):
     Mean: 0.1 % of m, 2.3 times that in ten steps, the error of √v on top: 0.3 % of an update. Largest: |m| ≤ 2·√v,
     so √50 · 10 · 2 · 2⁻⁹/√3 = 0.16, 4.3 times that.
     """
-    errors, way = distances(lambda parameters: AdamWBf16(parameters, **RATES), shape)
+    errors, way = distances(bf16, shape)
     assert errors.mean() <= 0.003 * way.mean()
     assert errors.max() <= 4.3 * 0.16
 
@@ -137,7 +141,11 @@ def test_the_weight_moves_by_moments_that_are_not_rounded_yet():
     torch.testing.assert_close(state["exp_avg_scale"], scales)
 
 
-@pytest.mark.parametrize("build", [all_coded, lambda parameters: AdamWBf16(parameters, **RATES)], ids=["8bit", "bf16"])
+@pytest.mark.parametrize(
+    "build",
+    [all_coded, bf16],
+    ids=["8bit", "bf16"],
+)
 def test_a_parameter_without_a_gradient_has_states_and_stays(build):
     used, unused = Parameter(normal((300,), 0)), Parameter(normal((300,), 1))
     optimizer = build([used, unused])
