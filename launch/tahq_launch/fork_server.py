@@ -5,6 +5,10 @@ many times that, and then have the same modules as many times. So the launcher f
 else. That begins with what the launcher has imported, imports the rest while the launcher resolves the
 configuration, and is what the workers are forked from. It computes nothing and starts no thread, so forking it is
 safe. When the launcher dies the server does too, and then the workers (`parent_watch`).
+
+One thing cannot be inherited: CUDA, once anything has asked for it. Some packages ask as they are imported, and
+transformers imports some of them where they are installed (torchao, bitsandbytes). Workers are spawned then, each
+importing for itself.
 """
 
 import contextlib
@@ -26,6 +30,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 _FORK = multiprocessing.get_context("fork")
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +183,8 @@ def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
 def _obey(line: Connection, children: dict[Any, BaseProcess]) -> None:
     request: ForkedCommand | tuple[str, ...] = line.recv()
     if isinstance(request, ForkedCommand):
-        child = _FORK.Process(target=_run, args=(request, line), daemon=True)
+        context = _SPAWN if _forks_lack_cuda() else _FORK
+        child = context.Process(target=_run, args=(request, line, os.getcwd()), daemon=True)
         child.start()
         children[child.sentinel] = child
         line.send(_Started(_known(child.pid)))
@@ -188,9 +194,18 @@ def _obey(line: Connection, children: dict[Any, BaseProcess]) -> None:
                 importlib.import_module(module)
 
 
-def _run(command: ForkedCommand, servers_line: Connection) -> NoReturn:
+def _forks_lack_cuda() -> bool:
+    """Whether this process, or one that it was forked from, has asked for CUDA. Only a fork is told."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+
+
+def _run(command: ForkedCommand, servers_line: Connection, folder: str) -> NoReturn:
     """In the child: a session, a log and perhaps a network of its own, then the command."""
     servers_line.close()
+    os.chdir(folder)  # one that is spawned begins where the launcher did
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -63,6 +64,14 @@ def test_child_has_its_environment_threads_session_log_and_modules(forks, tmp_pa
     assert child.wait(30)
     assert child.poll() == 7
     assert (tmp_path / "log").read_text().splitlines() == ["of an earlier start", "hello 3 True True", "on stderr"]
+
+
+def test_children_are_no_forks_once_something_has_asked_for_cuda(forks, tmp_path):
+    forks.import_modules(("support.asks_for_cuda",))
+    child = forks.start(command(tmp_path, "--version"))
+    assert child.wait(60)
+    assert child.poll() == 0
+    assert (tmp_path / "log").read_text() == f"tahq {version('tahq')}\n"  # a fork's `tahq` would be `tell_and_end`
 
 
 def test_each_child_has_its_own_status_and_name(forks, tmp_path):
