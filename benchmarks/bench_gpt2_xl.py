@@ -10,7 +10,8 @@ micro-batches a step, of one sample of 1,024 tokens or of more; 50 to 1000 Mbit/
 root.
 
 *Share of the bound*: `tahq_netem.bound`, with the bytes that crossed and the seconds that forward and backward took, by
-marks in the GPUs' queues, in the same steps. It holds where every stage has a GPU of its own.
+marks in the GPUs' queues, in the same steps. Where stages share a GPU their times hold waiting for each other, so the
+bound takes the least that each stage took in other results (`--least-of`), where it had a GPU of its own.
 
 *Overhead* (part `trace`): a run of its own over open links, some steps of which are recorded, with and without the
 codecs. `trace_overhead` says what counts. A share of the step, on the worst stage.
@@ -23,7 +24,7 @@ length of queues. It is told what compute is expected to take, and what memory h
 import argparse
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from engine_points import QUEUES_S, depths
 from engine_rows import predicted_again, quartiles, size_text, wire_text
 from trace_overhead import MICRO_BATCHES, TracedRun, overhead_lines, read_runs, trace_run
 
+from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
 from tahq_netem.compute import StageTimes
 from tahq_netem.machine import one_line
 from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
@@ -157,8 +159,9 @@ def measure(options: argparse.Namespace, results: Path) -> int:
 # -- the report ----------------------------------------------------------------------------------
 
 
-def report(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
-    """Markdown."""
+def report(rows: Sequence[Row], runs: Sequence[TracedRun], least: StageTimes | None = None) -> Iterator[str]:
+    """Markdown; `least`: see `with_least_times`."""
+    rows = [row if least is None else with_least_times(row, least) for row in rows]
     measured = sorted(done(rows), key=_place)
     machines = dict.fromkeys(f"{one_line(row['machine'])}, {row['when'][:10]}" for row in rows)
     yield "# The engine with GPT2-XL on GPUs\n"
@@ -171,6 +174,11 @@ def report(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
         "with the seconds that forward and backward took on the GPUs in the same steps. *predicted*: by the\n"
         "simulator, with the codecs' times of the same steps. Pieces of 1 MiB.\n"
     )
+    if least is not None:
+        yield (
+            "Stages share GPUs, so the bound takes the least that each stage took where it had one of its own:\n"
+            f"{_ms(least.forward_s)} ms forward, {_ms(least.backward_s)} ms backward.\n"
+        )
     for name in dict.fromkeys(row["sweep"] for row in measured):
         parts = dict.fromkeys(_series(row) for row in measured if row["sweep"] == name)
         count = name.removeprefix("gpt2-xl-").removesuffix("-at-a-time")
@@ -231,7 +239,7 @@ def _shares_table(rows: Sequence[Row]) -> Iterator[str]:
             f"{row['bound_s'] / step_s:.3f}",
             "" if predicted_s is None else f"{predicted_s:.3f}",
             "" if predicted_s is None else f"{predicted_s / step_s - 1:+.1%}",
-            *(" ".join(f"{1e3 * pair[way]:.1f}" for pair in times) for way in (0, 1)),
+            *(_ms([pair[way] for pair in times]) for way in (0, 1)),
         ]
         yield f"| {' | '.join(cells)} |"
     yield ""
@@ -248,6 +256,32 @@ def _targets(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
         verdict = "met" if run.overhead < MAX_OVERHEAD else "MISSED"
         name = f"{run.wire}{size_text(run.micro_batch)}, by trace"
         yield f"- {name}: overhead below {MAX_OVERHEAD:.0%} of the step: {run.overhead:.1%}, {verdict}"
+
+
+def least_times(rows: Iterable[Row]) -> StageTimes:
+    """The least that each stage took for a forward, and for a backward, in any of these rows."""
+    forwards, backwards = zip(
+        *(zip(*row["compute_times"], strict=True) for row in done(rows) if "compute_times" in row), strict=True
+    )
+    return StageTimes(tuple(map(min, zip(*forwards, strict=True))), tuple(map(min, zip(*backwards, strict=True))))
+
+
+def with_least_times(row: Row, least: StageTimes) -> Row:
+    """The row with the bound of these times of compute in place of its own."""
+    if row.get("bound_s") is None:
+        return row
+    point = row["point"]
+    count = point["global_batch"] // point["micro_batch"]
+    activation_nbytes, gradient_nbytes = (
+        [nbytes / count for nbytes in row[f"{what}_nbytes"]] for what in ("activation", "gradient")
+    )
+    work = StepWork(least.forward_s, least.backward_s, activation_nbytes, gradient_nbytes, count)
+    plan = NetworkChoice(point["rate_bits_per_s"], point["round_trip_s"]).plan(point["stages"])
+    return {**row, "bound_s": step_bound_s(work, LinkSpeed.of(plan))}
+
+
+def _ms(seconds: Iterable[float]) -> str:
+    return " ".join(f"{1e3 * each:.1f}" for each in seconds)
 
 
 def tokens_per_s(row: Row) -> float:
@@ -283,6 +317,13 @@ def _mbits(row: Row) -> int:
     return round(row["point"]["rate_bits_per_s"] / 1e6)
 
 
+def _least_of(options: argparse.Namespace) -> StageTimes | None:
+    if options.least_of is None:
+        return None
+    rows = [row for path in options.least_of for row in read_results(path).values()]
+    return least_times(row for row in rows if row["point"]["micro_batch"] == options.micro_batch)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = [*WIRES, *TORCH, TRACE]
@@ -304,6 +345,9 @@ def main() -> None:
     parser.add_argument("--at-a-time", type=int, default=1, help="how many calls measure beside each other, with this")
     parser.add_argument("--pictures", type=Path, help="keep the traces of part trace in this folder")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the tables of all lanes")
+    parser.add_argument(
+        "--least-of", type=Path, nargs="+", help="results where stages of this model had GPUs of their own"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--name", default="gpt2_xl_h200_202611")
     options = parser.parse_args()
@@ -315,7 +359,7 @@ def main() -> None:
         traces = set(options.out.glob(f"{options.name}*-trace.jsonl"))
         paths = sorted(set(options.out.glob(f"{options.name}*.jsonl")) - traces)
         rows = [row for path in paths for row in read_results(path).values()]
-        text = "\n".join(report(rows, read_runs(sorted(traces)))) + "\n"
+        text = "\n".join(report(rows, read_runs(sorted(traces)), _least_of(options))) + "\n"
         (options.out / f"{options.name}.md").write_text(text)
         print(text)
 
