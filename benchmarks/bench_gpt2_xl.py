@@ -17,8 +17,9 @@ bound takes the least that each stage took in other results (`--least-of`), wher
 codecs. `trace_overhead` says what counts. A share of the step, on the worst stage.
 
 How deep pipelines are is one choice a wire, since its rates share one start of the workers, which takes longer than
-most of them: that for which the simulator's worst loss against the best depth of each rate is least, whatever the
-length of queues. It is told what compute is expected to take, and what memory holds.
+most of them (`--depth-by-rate`: one a rate, as a user has it): that for which the simulator's worst loss against the
+best depth of each rate is least, whatever the length of queues. It is told what compute is expected to take, and what
+memory holds.
 """
 
 import argparse
@@ -79,20 +80,19 @@ MIN_SHARE = 0.92
 MAX_OVERHEAD = 0.02
 
 
-def sweep(part: str, options: argparse.Namespace) -> SweepConfig:
-    """What a part measures, at all rates."""
+def sweeps(part: str, options: argparse.Namespace) -> list[SweepConfig]:
+    """What a part measures: its rates together where one depth does for all."""
     if part in TORCH:
         schedule, wire = TORCH[part]
-        runtime: dict[str, Any] = {"name": "torch", "schedules": [schedule], "wires": [wire]}
-    else:
-        runtime = {"name": "tahq", "wires": [WIRES[part]]}
-    config = _sweep(runtime, options)
-    if part in TORCH:
-        return config
-    return _sweep({**runtime, "in_flight": [chosen_depth(config, options)]}, options)
+        return [_sweep({"name": "torch", "schedules": [schedule], "wires": [wire]}, options.rates, options)]
+    runtime = {"name": "tahq", "wires": [WIRES[part]]}
+    return [
+        _sweep({**runtime, "in_flight": [chosen_depth(_sweep(runtime, rates, options), options)]}, rates, options)
+        for rates in ([[rate] for rate in options.rates] if options.depth_by_rate else [options.rates])
+    ]
 
 
-def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
+def _sweep(runtime: dict[str, Any], rates: Sequence[int], options: argparse.Namespace) -> SweepConfig:
     return SweepConfig.model_validate(
         {
             **MODELS[options.model],
@@ -101,7 +101,7 @@ def _sweep(runtime: dict[str, Any], options: argparse.Namespace) -> SweepConfig:
             "micro_batches": [options.micro_batch],
             "stages": [options.stages],
             "compute": ["real"],
-            "rates": [1e6 * rate for rate in options.rates],
+            "rates": [1e6 * rate for rate in rates],
             "runtimes": [runtime],
             "device": options.device,
             "backend": options.backend,
@@ -151,8 +151,9 @@ def measure(options: argparse.Namespace, results: Path) -> int:
             for wire in TRACED_WIRES:
                 trace_run(MODELS[options.model], split_wire(wire), options, traces)
         else:
-            outcome = run_sweep(sweep(part, options), results, max(0.0, deadline_s - time.monotonic()))
-            missing += outcome.num_left + outcome.num_failed
+            for config in sweeps(part, options):
+                outcome = run_sweep(config, results, max(0.0, deadline_s - time.monotonic()))
+                missing += outcome.num_left + outcome.num_failed
     return missing
 
 
@@ -334,6 +335,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4, help="one a GPU, for shares of the bound that hold")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples of a micro-batch")
     parser.add_argument("--samples", type=int, default=32, help="that a stage may have in flight, by its memory")
+    parser.add_argument("--depth-by-rate", action="store_true", help="start anew for each rate, as deep as suits it")
     parser.add_argument("--settle", type=int, default=2, help="steps that go by before any counts")
     parser.add_argument("--steps", type=int, default=2, help="of a point, at least")
     parser.add_argument("--piece", type=int, default=PIECE, help="links.piece, in bytes")
