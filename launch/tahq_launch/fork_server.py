@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -166,32 +167,50 @@ def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal says is for the launcher
         signal.signal(number, signal.SIG_IGN)
     _name_this_process("tahq forks")
-    children: dict[Any, BaseProcess] = {}
+    server = _Server(line)
     try:
         while True:
-            for ready in wait([line, *children]):
+            for ready in wait([line, *server.children]):
                 if ready is line:
-                    _obey(line, children)
+                    server.obey()
                 else:
-                    child = children.pop(ready)
-                    child.join()
-                    line.send(_Exited(_known(child.pid), _known(child.exitcode)))
+                    server.bury(server.children.pop(ready))
     except (EOFError, ConnectionError):
         os._exit(0)  # no waiting for the children, who see it
 
 
-def _obey(line: Connection, children: dict[Any, BaseProcess]) -> None:
-    request: ForkedCommand | tuple[str, ...] = line.recv()
-    if isinstance(request, ForkedCommand):
-        context = _SPAWN if _forks_lack_cuda() else _FORK
-        child = context.Process(target=_run, args=(request, line, os.getcwd()), daemon=True)
-        child.start()
-        children[child.sentinel] = child
-        line.send(_Started(_known(child.pid)))
-    else:
+class _Server:
+    """What the server does for the launcher at the other end of a line."""
+
+    def __init__(self, line: Connection) -> None:
+        self.children: dict[Any, BaseProcess] = {}
+        """By what is ready when they have left."""
+        self._line = line
+        self._maker: ForkContext | SpawnContext | None = None  # of processes; None: to be found out, after an import
+
+    def obey(self) -> None:
+        """Start what is asked for, or import it."""
+        request: ForkedCommand | tuple[str, ...] = self._line.recv()
+        if isinstance(request, ForkedCommand):
+            self._start(request)
+            return
+        self._maker = None
         for module in request:
             with contextlib.suppress(ImportError):  # the worker that needs it says it
                 importlib.import_module(module)
+
+    def bury(self, child: BaseProcess) -> None:
+        """Tell how a child has ended."""
+        child.join()
+        self._line.send(_Exited(_known(child.pid), _known(child.exitcode)))
+
+    def _start(self, command: ForkedCommand) -> None:
+        if self._maker is None:
+            self._maker = _SPAWN if _forks_lack_cuda() else _FORK
+        child = self._maker.Process(target=_run, args=(command, self._line, os.getcwd()), daemon=True)
+        child.start()
+        self.children[child.sentinel] = child
+        self._line.send(_Started(_known(child.pid)))
 
 
 def _forks_lack_cuda() -> bool:

@@ -12,7 +12,7 @@ from tahq.coordinator.planner_codecs import LADDER
 from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
 from tahq.errors import ConfigError, UserError
 from tahq.memory.estimate import StepNumbers, stage_memory
-from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_embedding, saved_by_head
+from tahq.memory.saved_tensors import copied_by_block, saved_by_block, saved_by_embedding, saved_by_head
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import slice_parameters
@@ -22,7 +22,7 @@ from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.optimizer import optimizer_nbytes
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
-from tahq.stage_estimate import kept_code_nbytes
+from tahq.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq_launch.plan_numbers import computes_bf16
 
 _FP32 = 4
@@ -141,9 +141,10 @@ def _parts(spec: ModelSpec, nbytes: Callable[[BlockRange], float]) -> tuple[floa
 
 
 def _kept(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
-    """Bytes of weights, FP8 codes of them that are kept, gradients and what the optimizer keeps."""
+    """Bytes of weights, copies and FP8 codes of them that are kept, gradients and what the optimizer keeps."""
+    keeps_copies = config.training.activation_checkpointing == "none" and computes_bf16(config)
     numbers = StepNumbers(
-        shape=MicroBatchShape(1, 1),
+        shape=micro_batch_shape(config, 1, bf16=keeps_copies),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         checkpoint_blocks=False,
@@ -161,8 +162,7 @@ def _weights(spec: ModelSpec, blocks: BlockRange) -> float:
 
 
 def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> HeldBytes:
-    coat = config.memory.activations == "coat"
-    shape = MicroBatchShape(micro_batch, config.data.seq_len, computes_bf16(config), coat)
+    shape = micro_batch_shape(config, micro_batch, bf16=computes_bf16(config))
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
     again = config.training.activation_checkpointing == "block"
@@ -173,7 +173,7 @@ def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> HeldBytes
         last=saved_by_head(spec, shape),
         tensor=tensor,
         workspace=element * shape.num_tokens * spec.vocab_size,
-        again=saved if again else 0.0,
+        again=saved + copied_by_block(spec, shape) if again else 0.0,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.processes import is_alive, name, wait_until
 
-from tahq_launch import cli
+from tahq_launch import cli, fork_server
 from tahq_launch.fork_server import ForkedCommand, ForkServer
 from tahq_launch.parent_watch import die_with_launcher
 
@@ -72,6 +72,24 @@ def test_children_are_no_forks_once_something_has_asked_for_cuda(forks, tmp_path
     assert child.wait(60)
     assert child.poll() == 0
     assert (tmp_path / "log").read_text() == f"tahq {version('tahq')}\n"  # a fork's `tahq` would be `tell_and_end`
+
+
+def test_whether_something_has_asked_is_found_out_once_after_an_import(monkeypatch, tmp_path):
+    """It takes a process, which whoever lists the server's children would see."""
+    monkeypatch.setattr(cli, "main", tell_and_end)
+    asked = tmp_path / "asked"
+
+    def ask() -> bool:
+        with asked.open("a") as file:
+            return file.write("?") != 1
+
+    monkeypatch.setattr(fork_server, "_forks_lack_cuda", ask)
+    with ForkServer() as forks:
+        for _ in range(2):
+            forks.import_modules(("wave",))
+            for _ in range(2):
+                assert forks.start(command(tmp_path, "leave", "0")).wait(30)
+    assert asked.read_text() == "??"
 
 
 def test_each_child_has_its_own_status_and_name(forks, tmp_path):
