@@ -15,6 +15,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.weight_copies import sharing_weight_copies
 
 BLOCK = "model.layers.1"
 OPERATORS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear")
@@ -71,14 +72,21 @@ class Layer:
         shape = (size.batch, size.seq_len, size.hidden)
         generator = torch.Generator(device).manual_seed(0)
         dtype = torch.float32 if master else torch.bfloat16
-        self.module = module
+        self.module, self._master = module, master
         self._x, self._gradient = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in "xg")
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=master)
 
     def forward(self) -> torch.Tensor:
         """A forward pass on a fresh leaf."""
+        return self._output(self._x.detach())
+
+    def forward_elsewhere(self) -> torch.Tensor:
+        """The same of a copy of the input."""
+        return self._output(self._x.clone())
+
+    def _output(self, x: torch.Tensor) -> torch.Tensor:
         with self._autocast:
-            return self.module(self._x.detach().requires_grad_())
+            return self.module(x.requires_grad_())
 
     def backward(self, y: torch.Tensor) -> None:
         """Its backward; gradients of weights are added to those that are there."""
@@ -90,9 +98,12 @@ class Layer:
 
     @property
     def weight_codes_nbytes(self) -> int:
-        """Bytes of weights' codes that are kept."""
+        """Bytes of weights' codes that are kept, or of copies that autocast keeps."""
         block = self.module.get_submodule(BLOCK)
-        return block.weight_codes_nbytes if isinstance(block, CoatBlock) else 0
+        if isinstance(block, CoatBlock):
+            return block.weight_codes_nbytes
+        has_copies = self._master and type(block).__name__ != "OptimizedModule"  # compiled, they are made anew
+        return 2 * sum(each.numel() for each in block.parameters() if each.ndim > 1) if has_copies else 0
 
 
 def compiled(layer: Layer) -> Layer:
@@ -103,8 +114,10 @@ def compiled(layer: Layer) -> Layer:
 
 
 def saved_by_operator(layer: Layer) -> dict[str, int]:
-    """Bytes that a forward saves, each storage where it is saved first; parameters and input tables left out."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.module.parameters()}
+    """Bytes that a micro-batch saves, each storage where it is saved first.
+
+    Left out are parameters, and what another micro-batch has saved already: bf16 copies of weights, and tables.
+    """
     saved: dict[int, torch.Tensor] = {}
     by_operator: dict[str, int] = defaultdict(int)
     running = ["Act Func"]
@@ -112,13 +125,16 @@ def saved_by_operator(layer: Layer) -> dict[str, int]:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters and storage.data_ptr() not in saved:
+        if storage.data_ptr() not in saved:
             saved[storage.data_ptr()] = tensor
             by_operator[running[-1]] += storage.nbytes()
         return tensor
 
-    with _telling(block, running), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer.forward()
+    with sharing_weight_copies(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer.forward_elsewhere()
+        by_operator.clear()
+        with _telling(block, running):
+            layer.forward()
     return dict(by_operator) if not isinstance(block, CoatBlock) else _of_coat(layer, sum(by_operator.values()))
 
 

@@ -42,24 +42,29 @@ def chunks_of(config: ClusterConfig, stage: int) -> range:
 
 
 def _step_numbers(config: ClusterConfig, spec: ModelSpec, schedule: Schedule, chunk: int, bf16: bool) -> StepNumbers:
-    training, coat = config.training, config.memory.activations == "coat"
-    low_rank = low_rank_settings(training, config.run.seed)
+    training = config.training
     row = tuple(action for action in schedule.actions[chunk % config.pipeline.stages] if action.chunk == chunk)
     return StepNumbers(
-        shape=MicroBatchShape(
-            training.micro_batch,
-            config.data.seq_len,
-            bf16,
-            coat,
-            copies_weights=low_rank is None,
-            copies_head=low_rank is None or low_rank.ends == "fp32",
-        ),
+        shape=micro_batch_shape(config, training.micro_batch, bf16=bf16),
         in_flight=max(in_flight(row)),
         optimizer_nbytes=partial(optimizer_nbytes, training),
         checkpoint_blocks=training.activation_checkpointing == "block",
         frame_nbytes=_frames_nbytes(config, spec, chunk),
         kept_code_nbytes=kept_code_nbytes(config, bf16),
-        low_rank=low_rank,
+        low_rank=low_rank_settings(training, config.run.seed),
+    )
+
+
+def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool) -> MicroBatchShape:
+    """Micro-batches of that many samples, as the configuration has them computed."""
+    low_rank = low_rank_settings(config.training, config.run.seed)
+    return MicroBatchShape(
+        micro_batch,
+        config.data.seq_len,
+        bf16,
+        coat=config.memory.activations == "coat",
+        copies_weights=low_rank is None,
+        copies_head=low_rank is None or low_rank.ends == "fp32",
     )
 
 

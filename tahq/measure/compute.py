@@ -9,6 +9,7 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -21,6 +22,7 @@ from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, Parts, build_parts
+from tahq.models.weight_copies import sharing_weight_copies
 from tahq.pipeline.loss import summed_cross_entropy
 
 _FP32 = 4
@@ -140,9 +142,10 @@ class ComputeMeasurement:
             torch.autograd.grad(y, x, gradient)
             return (self._timer.now_s() - start_s,)
 
-        times_s = self._timer.medians_s(lap)
         has_weight_part = bool(model.parts.blocks) and not sleeps
-        return (*times_s, *(self._timer.medians_s(input_lap) if has_weight_part else (0.0,)))
+        with nullcontext() if model.checkpoint_blocks else sharing_weight_copies():
+            times_s = self._timer.medians_s(lap)
+            return (*times_s, *(self._timer.medians_s(input_lap) if has_weight_part else (0.0,)))
 
     def _input(self, model: ModelSlice, micro_batch: int) -> torch.Tensor:
         """int64 [B, S] where the embedding is, else [B, S, C]."""

@@ -12,7 +12,13 @@ import torch
 
 from tahq.memory.low_rank_weight import LowRankSettings
 from tahq.memory.qgalore import Covered, divided_parameters, low_rank_bytes
-from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
+from tahq.memory.saved_tensors import (
+    MicroBatchShape,
+    copied_by_block,
+    copied_by_head,
+    saved_by_block,
+    saved_by_slice,
+)
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
@@ -64,7 +70,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them; of
       low-rank weights what `low_rank_bytes` counts; with the weights, FP8 codes of the blocks' matrices where they are
-      kept;
+      kept, and autocast's copies of matrices, with checkpointing those of one block and the head;
     - activations n · `saved_by_slice`;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
       (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
@@ -83,7 +89,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
     return StageMemory(
-        weights=weights + codes + low_rank.weights,
+        weights=weights + codes + _copies(spec, blocks, numbers) + low_rank.weights,
         gradients=weights + low_rank.gradients,
         optimizer=numbers.optimizer_nbytes(shapes) + low_rank.states,
         activations=numbers.in_flight * saved,
@@ -100,6 +106,12 @@ def _shapes(
         return list(slice_parameters(spec, blocks).values()), {}
     ordinary, covered = divided_parameters(spec, blocks, low_rank)
     return list(ordinary.values()), covered
+
+
+def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
+    num_blocks = min(1, len(blocks)) if numbers.checkpoint_blocks else len(blocks)
+    head = copied_by_head(spec, numbers.shape) if blocks.last else 0
+    return num_blocks * copied_by_block(spec, numbers.shape) + head
 
 
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:

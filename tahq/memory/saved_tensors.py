@@ -5,8 +5,9 @@ save for their backward. Tests compare them with what autograd saves in fact.
 
 Letters: T = B·S tokens of a micro-batch, C hidden channels, H query heads, K key and value heads, D
 channels a head, I inner channels of the MLP, V vocabulary, a = 4 bytes an element in fp32, 2 under bf16
-autocast. The residual stream, norms' statistics and softmax stay in fp32. Parameters are not counted,
-but the bf16 copies of matrices that autocast makes are: each micro-batch in flight keeps its own.
+autocast. The residual stream, norms' statistics and softmax stay in fp32. Parameters are not counted, nor
+the bf16 copies of matrices that autocast makes, which all micro-batches share (`weight_copies.py`): `copied_by_block`
+and `copied_by_head` have those.
 
 With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`fp8_functions.py`), and no
 copy of a matrix.
@@ -75,14 +76,24 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     Llama and its kin: 16·T·C + 8·T of the two RMSNorms (input, normalised input; rstd), their outputs
     once in fp32 (8·T·C), or once a matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C),
     and a·T·(2·H·D + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics,
-    see `_attention_weights`, and under bf16 2 bytes an element of the block's matrices.
+    see `_attention_weights`.
     With COAT instead of norms, outputs and MLP: see `_coat_block`; attention keeps what it keeps otherwise.
     """
     if shape.coat:
         return _coat_block(spec, shape) + _attention(spec, block, shape)
     norms = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
-    copies = _BF16 * spec.layout.block_weights(spec.hf_config) if shape.bf16 and shape.copies_weights else 0
-    return norms(spec, shape) + _attention(spec, block, shape) + copies
+    return norms(spec, shape) + _attention(spec, block, shape)
+
+
+def copied_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """Bytes of bf16 copies of a block's matrices."""
+    has_copies = shape.bf16 and shape.copies_weights and not shape.coat
+    return _BF16 * spec.layout.block_weights(spec.hf_config) if has_copies else 0
+
+
+def copied_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """Bytes of the head's bf16 copy, 2·V·C."""
+    return _BF16 * spec.hidden_size * spec.vocab_size if shape.bf16 and shape.copies_head else 0
 
 
 def saved_by_embedding(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -97,14 +108,13 @@ def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Bytes that final norm, head and loss keep.
 
     The norm's input (and, RMSNorm, normalised input) and statistics; its output, a·T·C; log-probabilities
-    in fp32, 4·T·V, and their labels, 8·T, and number, 4; under bf16 a copy of the head, 2·V·C.
+    in fp32, 4·T·V, and their labels, 8·T, and number, 4.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
     is_layer_norm = spec.layout.rotary is None
     norm = _FP32 * tokens * ((hidden + 2) if is_layer_norm else (2 * hidden + 1))
-    copies = _BF16 * hidden * spec.vocab_size if shape.bf16 and shape.copies_head else 0
     loss = tokens * (_FP32 * spec.vocab_size + 8) + _FP32
-    return norm + shape.element_nbytes * tokens * hidden + loss + copies
+    return norm + shape.element_nbytes * tokens * hidden + loss
 
 
 def _layer_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:

@@ -16,6 +16,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import LayerCosts
 from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights
+from tahq.models.weight_copies import sharing_weight_copies
 
 
 def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
@@ -101,12 +102,13 @@ def _sample_input(model: ModelSlice, micro_batch: int, seq_len: int, device: tor
 
 
 def _median_seconds(model: ModelSlice, x: torch.Tensor, repeats: int, clock: Callable[[], float]) -> float:
-    _forward_and_backward(model, x)
     durations = []
-    for _ in range(repeats):
-        start = clock()
+    with sharing_weight_copies():
         _forward_and_backward(model, x)
-        durations.append(clock() - start)
+        for _ in range(repeats):
+            start = clock()
+            _forward_and_backward(model, x)
+            durations.append(clock() - start)
     return statistics.median(durations)
 
 

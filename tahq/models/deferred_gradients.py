@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tahq.models.weight_copies import WeightCopies, shared_copies
+
 
 class DeferredGradients:
     """What is left to compute of one micro-batch's backward in one chunk."""
@@ -104,12 +106,13 @@ class _Product(torch.autograd.Function):
         cast = x.to(dtype)
         # The parameters are kept as they are: what recomputation under checkpointing saves is a copy without .grad.
         ctx.weight, ctx.bias, ctx.deferred, ctx.transposed = weight, bias, deferred, transposed
-        ctx.dtype, ctx.input_dtype = dtype, x.dtype
+        ctx.dtype, ctx.input_dtype, ctx.copies = dtype, x.dtype, shared_copies()
         ctx.save_for_backward(cast)
+        matrix = _cast(weight, dtype, ctx.copies)
         if transposed:
-            return F.linear(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+            return F.linear(cast, matrix, None if bias is None else bias.to(dtype))
         assert bias is not None
-        return torch.addmm(bias.to(dtype), cast, weight.to(dtype))
+        return torch.addmm(bias.to(dtype), cast, matrix)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
@@ -118,9 +121,13 @@ class _Product(torch.autograd.Function):
         ctx.deferred.add(_weight_gradients(ctx, x.reshape(-1, x.shape[-1]), gradient))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        weight = ctx.weight.to(ctx.dtype)
+        weight = _cast(ctx.weight, ctx.dtype, ctx.copies)
         of_input = gradient.mm(weight if ctx.transposed else weight.t())
         return of_input.view(x.shape).to(ctx.input_dtype), None, None, None, None
+
+
+def _cast(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
+    return weight.to(dtype) if copies is None else copies.of(weight, dtype)
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:

@@ -56,6 +56,19 @@ def test_codes_of_weights_that_are_kept_count_with_the_weights():
     assert kept.gradients == again.gradients
 
 
+@pytest.mark.parametrize(("blocks", "has_head"), [(BlockRange(1, 3, 4), False), (BlockRange(2, 4, 4), True)])
+def test_bf16_copies_count_once_for_all_micro_batches_in_flight(blocks, has_head):
+    of_block = 2 * SPEC.layout.block_weights(SPEC.hf_config)
+    of_head = 2 * 32 * 64 if has_head else 0
+
+    def copies(**changes) -> int:
+        bf16, fp32 = (numbers(shape=MicroBatchShape(2, 16, is_bf16), **changes) for is_bf16 in (True, False))
+        return stage_memory(SPEC, blocks, bf16).weights - stage_memory(SPEC, blocks, fp32).weights
+
+    assert copies(in_flight=1) == copies(in_flight=3) == 2 * of_block + of_head
+    assert copies(checkpoint_blocks=True) == of_block + of_head
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_bytes_are_those_that_the_optimizer_keeps(optimizer):
     blocks = BlockRange(1, 2, 4)

@@ -9,12 +9,13 @@ from tahq.memory.config import CoatConfig
 from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.memory.low_rank_weight import LowRankSettings
 from tahq.memory.qgalore import build_low_rank_slice
-from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
+from tahq.memory.saved_tensors import MicroBatchShape, copied_by_block, copied_by_head, saved_by_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.weight_copies import sharing_weight_copies
 from tahq.pipeline.loss import summed_cross_entropy
 
 MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100
@@ -44,19 +45,41 @@ def run_forward(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> tuple[
     return x, summed_cross_entropy(y, tokens.clone()) / 7 if blocks.last else y.float()
 
 
-def measured_saved_nbytes(spec: ModelSpec, blocks: BlockRange, *, bf16: bool, module: ModelSlice | None = None) -> int:
-    """Bytes of all storages that a forward pass saves, parameters excepted."""
-    module = module or make_slice(spec, blocks)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+def saved_storages(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> dict[int, torch.Tensor]:
+    """What a forward pass saves, by the addresses of its storages; kept, so that none comes twice."""
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)  # kept, so that no address comes twice
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run_forward(module, blocks, bf16=bf16)
-    return sum(tensor.untyped_storage().nbytes() for at, tensor in saved.items() if at not in parameters)
+    return saved
+
+
+def measured_nbytes(
+    spec: ModelSpec, blocks: BlockRange, *, bf16: bool, module: ModelSlice | None = None
+) -> tuple[int, int]:
+    """Bytes that each of two micro-batches saves, parameters excepted, and bytes that they share."""
+    module = module or make_slice(spec, blocks)
+    with sharing_weight_copies():
+        first, second = (saved_storages(module, blocks, bf16=bf16) for _ in range(2))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    own, shared = (
+        sum(second[at].untyped_storage().nbytes() for at in every - parameters)
+        for every in (second.keys() - first.keys(), second.keys() & first.keys())
+    )
+    return own, shared
+
+
+def measured_saved_nbytes(spec: ModelSpec, blocks: BlockRange, *, bf16: bool, module: ModelSlice | None = None) -> int:
+    """The former."""
+    return measured_nbytes(spec, blocks, bf16=bf16, module=module)[0]
+
+
+def counted_copies(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
+    return len(blocks) * copied_by_block(spec, shape) + (copied_by_head(spec, shape) if blocks.last else 0)
 
 
 RANGES = [BlockRange(0, 1, 3), BlockRange(1, 3, 3), BlockRange(0, 3, 3)]
@@ -67,9 +90,11 @@ RANGES = [BlockRange(0, 1, 3), BlockRange(1, 3, 3), BlockRange(0, 3, 3)]
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mistral"])
 def test_count_is_what_autograd_saves(family, dropout, bf16, blocks):
-    spec = make_spec(family, dropout=dropout)
-    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16), checkpoint_blocks=False)
-    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
+    spec, shape = make_spec(family, dropout=dropout), MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16)
+    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
+    own, shared = measured_nbytes(spec, blocks, bf16=bf16)
+    assert counted == pytest.approx(own, rel=TOLERANCE)
+    assert counted_copies(spec, blocks, shape) == shared
 
 
 @pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "whole"])
@@ -90,7 +115,9 @@ def test_count_knows_fp8_flow(family, keys, bf16, blocks):
     use_fp8_flow(module, CoatConfig())
     shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True)
     counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
-    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, module=module), rel=TOLERANCE)
+    own, shared = measured_nbytes(spec, blocks, bf16=bf16, module=module)
+    assert counted == pytest.approx(own, rel=TOLERANCE)
+    assert counted_copies(spec, blocks, shape) == shared
 
 
 @pytest.mark.parametrize("ends", ["fp32", "bf16", "int8"])
@@ -103,7 +130,9 @@ def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16, ends):
     )
     shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, copies_weights=False, copies_head=ends == "fp32")
     counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
-    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16, module=module), rel=TOLERANCE)
+    own, shared = measured_nbytes(spec, blocks, bf16=bf16, module=module)
+    assert counted == pytest.approx(own, rel=TOLERANCE)
+    assert counted_copies(spec, blocks, shape) == shared
 
 
 @pytest.mark.parametrize("window", [16, SEQ_LEN, None])

@@ -16,6 +16,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.weight_copies import shared_copies
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.engine import StageEngine, held_up_by_depth
@@ -97,6 +98,28 @@ def test_two_stages_in_turn_give_the_gradients_of_one_to_the_bit(batches, schedu
     parts = lower.canonical_parameters() | upper.canonical_parameters()
     for name, parameter in whole.canonical_parameters().items():
         assert torch.equal(parts[name].grad, parameter.grad), name
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("checkpoint_blocks", [False, True], ids=["kept", "computed again"])
+def test_micro_batches_share_bf16_copies_of_weights_for_a_step(batches, checkpoint_blocks, split):
+    module, reference = make_slice(0, LAYERS), make_slice(0, LAYERS)
+    module.checkpoint_blocks = checkpoint_blocks
+    shared = set()
+    row = Schedule.parse(SPLIT.splitlines()[0]).actions[0] if split else generate("gpipe", 1, 3).actions[0]
+    engine = make_engine(module, row, batches, bf16=True, on_action=lambda *_: shared.add(shared_copies()))
+    engine.run_step(0)
+    assert len(shared) == 1  # one for all, or none
+    assert shared == {None} if checkpoint_blocks else None not in shared
+    assert shared_copies() is None
+    batch = batches.train(0)
+    for micro_batch in range(3):
+        tokens, labels = batch.micro_batch(micro_batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = reference(tokens)
+        (summed_cross_entropy(logits, labels) / (batch.num_tokens / SHAPE.gradient_scale)).backward()
+    for mine, plain in zip(module.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad / SHAPE.gradient_scale)
 
 
 def test_gradients_add_up_over_steps_until_somebody_takes_them(batches):
