@@ -24,6 +24,8 @@ from tahq.models.partition import BlockRange
 _FP32 = 4
 _BF16 = 2
 _FP8 = 1
+_WRITTEN_OUT = "gelu_new"
+"""GPT-2's own activation, in eight operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """Bytes that one block keeps of a micro-batch.
 
     GPT-2: 8·T·C + 16·T of the two LayerNorms (input; mean and rstd), a·T·(6·C + 5·I) of what the
-    matrices and the tanh GELU keep (norm outputs, Q, K, V, attention output; five of the MLP).
+    matrices and the tanh GELU keep (norm outputs, Q, K, V, attention output; five of the MLP, two where the GELU is
+    one operation, `gelu_pytorch_tanh`).
     Llama and its kin: 16·T·C + 8·T of the two RMSNorms (input, normalised input; rstd), their outputs
     once in fp32 (8·T·C), or once a matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C),
     and a·T·(2·H·D + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics,
@@ -123,7 +126,8 @@ def _layer_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
     inner = int(config.n_inner or 4 * hidden)
     norms = 2 * _FP32 * tokens * (hidden + 2)
     masks = 2 * tokens * hidden if config.resid_pdrop > 0 else 0
-    return norms + masks + shape.element_nbytes * tokens * (2 * hidden + 5 * inner)
+    kept_inner = 5 if config.activation_function == _WRITTEN_OUT else 2
+    return norms + masks + shape.element_nbytes * tokens * (2 * hidden + kept_inner * inner)
 
 
 def _rms_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:

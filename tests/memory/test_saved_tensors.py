@@ -144,6 +144,15 @@ def test_count_knows_attention_windows(bf16, window):
     assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_count_knows_a_gelu_in_one_operation(bf16):
+    spec = make_spec("gpt2", overrides={"activation_function": "gelu_pytorch_tanh"})
+    blocks, shape = BlockRange(0, 2, 3), MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16)
+    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
+    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
+    assert counted < 0.75 * saved_by_slice(make_spec("gpt2"), blocks, shape, checkpoint_blocks=False)
+
+
 def test_count_knows_inner_size_and_positions_of_gpt2():
     spec = make_spec("gpt2", intermediate_size=96, max_seq_len=64)
     blocks = BlockRange(0, 3, 3)
