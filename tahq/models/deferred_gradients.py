@@ -151,8 +151,7 @@ def _weight_gradients(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> Call
 
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient what was computed of it, as autograd does."""
-    gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.dtype)
     else:
-        parameter.grad.add_(gradient)
+        parameter.grad.add_(gradient)  # of bf16 too: converted as it is read
