@@ -54,11 +54,13 @@ def facts_of(setup: ProbeSetup, request: ProbeRequest, probed: list[ProbedStep])
     """The head of the report."""
     plural = "s" if request.warm_up > 1 else ""
     warmed = f", then {request.warm_up} step{plural} without codecs" if request.warm_up else ""
+    training = setup.config.training
+    moved = f", moved by AdamW in place of {training.optimizer}" if training.is_low_rank else ""
     return ProbeFacts(
         title=setup.config.run.name,
         num_parameters=sum(parameter.numel() for parameter in setup.model.parameters.values()),
         num_cuts=setup.model.num_cuts,
-        weights=setup.weights + warmed,
+        weights=setup.weights + warmed + moved,
         trained=setup.weights != "random" or request.warm_up > 0,
         boundary=setup.boundary,
         global_batch=setup.config.training.global_batch,

@@ -102,6 +102,11 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         raise UserError("--weights and --resume both say where the weights come from; give one of them")
     origin = _origin(request)
     config = origin.config
+    if request.resume and config.training.is_low_rank:
+        raise UserError(
+            f"{config.run.name} was trained by {config.training.optimizer}, whose weights and subspaces a probe cannot "
+            "take up; write its model to a folder with tahq export, and give that with --weights"
+        )
     if config.pipeline.stages == 1:
         raise UserError("pipeline.stages is 1, so nothing crosses a wire; probe with --set pipeline.stages=2 or more")
     wires = tuple(map(parse_wire, request.wires)) or default_wires(config)

@@ -10,7 +10,7 @@ from support.plain_loop import train_plainly
 from support.runs import Run, command, environment, finish, launch, tiny, write_config
 
 from tahq.config import ClusterConfig
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, UserError
 from tahq.pipeline.gradient_probe import GradientProbe
 from tahq_launch import cli, probe_command
 from tahq_launch.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire
@@ -170,6 +170,19 @@ def test_weights_of_a_folder_are_read(run, tmp_path):
 def test_another_model_than_the_snapshots_is_refused(run, probe):
     outcome = probe("--resume", "--set", f"run.dir={run.folder.parent}", "--set", "model.num_heads=4")
     assert_one_line(outcome, 2, "model.num_heads")
+
+
+def test_run_of_low_rank_weights_is_taken_up_from_its_export_alone(tmp_path):
+    low_rank = {**RAW, "training": {**RAW["training"], "optimizer": "qgalore", "qgalore": {"rank": 8}}}
+    trained = launch(tmp_path, low_rank)
+    assert trained.returncode == 0, trained.stderr
+    with pytest.raises(UserError, match=r"trained by qgalore.*tahq export"):
+        open_setup(request(trained, resume=True))
+    done = finish(tmp_path, "tahq", "export", str(trained.folder), "hf")
+    assert done.returncode == 0, done.stderr
+    probed = finish(tmp_path, "tahq", "probe", "cluster.yaml", "--weights", "hf", "--steps", "1", "--wire", "tah / raw")
+    assert probed.returncode == 0, probed.stderr
+    assert "from hf, moved by AdamW in place of qgalore" in " ".join(probed.stdout.split())
 
 
 # -- mistakes -------------------------------------------------------------------------------------
