@@ -20,8 +20,9 @@ def children(pid: int) -> list[int]:
 
 
 def workers(launcher: int) -> list[int]:
-    """The local workers of a launcher: the children of its fork server."""
-    return [worker for child in children(launcher) for worker in children(child)]
+    """The local workers of a launcher: the children of its fork server that have their names."""
+    started = [pid for child in children(launcher) for pid in children(child)]
+    return [pid for pid in started if name(pid).startswith("tahq stage")]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
