@@ -19,8 +19,7 @@ from tahq.config import ClusterConfig
 from tahq.config_file import config_from_json, config_json
 from tahq.errors import TahqError
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.slice import ModelSlice
-from tahq.models.weight_copies import sharing_weight_copies
+from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq_netem.interpreter import module_argv, module_environment
 
 REPEATS = 7
@@ -73,7 +72,7 @@ def time_stage(config: ClusterConfig, stage: int, repeats: int = REPEATS) -> tup
     torch.set_num_threads(config.run.threads or 1)
     device = torch.device("cuda" if config.run.device == "auto" and torch.cuda.is_available() else config.run.device)
     module = build_stage(config, stage, device)
-    with sharing_weight_copies():
+    with sharing_copies_of([module]):
         timings = [_time_once(config, module, device) for _ in range(repeats + 2)][2:]
     return statistics.median(f for f, _ in timings), statistics.median(b for _, b in timings)
 

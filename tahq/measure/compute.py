@@ -9,7 +9,6 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 
@@ -17,13 +16,13 @@ from tahq.assembly import block_ranges, computes_in_bf16, keep_as_configured, re
 from tahq.config import ClusterConfig
 from tahq.coordinator.cluster_numbers import LayerTimes
 from tahq.measure.stopwatch import Timer
-from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
+from tahq.memory.saved_tensors import saved_by_block
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
-from tahq.models.slice import ModelSlice, Parts, build_parts
-from tahq.models.weight_copies import sharing_weight_copies
+from tahq.models.slice import ModelSlice, Parts, build_parts, sharing_copies_of
 from tahq.pipeline.loss import summed_cross_entropy
+from tahq.stage_estimate import micro_batch_shape
 
 _FP32 = 4
 
@@ -143,7 +142,7 @@ class ComputeMeasurement:
             return (self._timer.now_s() - start_s,)
 
         has_weight_part = bool(model.parts.blocks) and not sleeps
-        with nullcontext() if model.checkpoint_blocks else sharing_weight_copies():
+        with sharing_copies_of([model]):
             times_s = self._timer.medians_s(lap)
             return (*times_s, *(self._timer.medians_s(input_lap) if has_weight_part else (0.0,)))
 
@@ -161,8 +160,7 @@ class ComputeMeasurement:
 
     def _activation_bytes(self, micro_batch: int) -> int:
         """What a block keeps, counted: the most of all blocks, or its input where blocks are computed again."""
-        coat = self._config.memory.activations == "coat"
-        shape = MicroBatchShape(micro_batch, self._config.data.seq_len, self._bf16, coat)
+        shape = micro_batch_shape(self._config, micro_batch, bf16=self._bf16)
         if self._config.training.activation_checkpointing == "block":
             return _FP32 * shape.num_tokens * self._spec.hidden_size
         return max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))

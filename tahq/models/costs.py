@@ -15,8 +15,7 @@ from tahq.models.families import head_dim
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import LayerCosts
-from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights
-from tahq.models.weight_copies import sharing_weight_copies
+from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights, sharing_copies_of
 
 
 def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
@@ -103,7 +102,7 @@ def _sample_input(model: ModelSlice, micro_batch: int, seq_len: int, device: tor
 
 def _median_seconds(model: ModelSlice, x: torch.Tensor, repeats: int, clock: Callable[[], float]) -> float:
     durations = []
-    with sharing_weight_copies():
+    with sharing_copies_of([model]):
         _forward_and_backward(model, x)
         for _ in range(repeats):
             start = clock()

@@ -9,7 +9,8 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from tahq.models.keyed_dropout import DrawName, RandomContext, key_dropout
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.source_config import one_line
+from tahq.models.weight_copies import sharing_weight_copies
 from tahq.models.weights import FolderWeights
 
 HEAD_WEIGHT = "lm_head.weight"
@@ -181,6 +183,11 @@ class ModelSlice(nn.Module):
         """A block under the name its first computation had: other micro-batches came in between."""
         with self.random.pinned(name):
             return _computed(block, hidden, arguments, deferred)
+
+
+def sharing_copies_of(slices: Iterable[ModelSlice]) -> AbstractContextManager[None]:
+    """`sharing_weight_copies`, unless blocks are computed again: that drops copies, and is done to save memory."""
+    return nullcontext() if any(each.checkpoint_blocks for each in slices) else sharing_weight_copies()
 
 
 def _computed(

@@ -13,7 +13,6 @@ Shapes: B samples a micro-batch, S tokens, C channels, V words.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +23,7 @@ from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.weight_copies import sharing_weight_copies
+from tahq.models.slice import sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
@@ -126,7 +125,7 @@ class StageEngine:
         self._scale_gradients(self._shape.gradient_scale)  # of steps before, which nobody has taken
         self._post_receives()
         self._lanes.begin(map(self._receive, filter(self._is_receiving, self._actions)))
-        with self._sharing_copies():
+        with sharing_copies_of(chunk.module for chunk in self._chunks.values()):
             for action in self._actions:
                 if self._on_action is not None:
                     self._on_action(step, action)
@@ -168,11 +167,6 @@ class StageEngine:
             self._sample_ids = self._order.micro_batches(step) if self._order is not None else None
         for chunk in self._chunks.values():
             chunk.module.train()
-
-    def _sharing_copies(self) -> AbstractContextManager[None]:
-        """One bf16 copy of each weight for the step, unless blocks are computed again to save memory."""
-        computes_again = any(chunk.module.checkpoint_blocks for chunk in self._chunks.values())
-        return sharing_weight_copies() if self._bf16 and not computes_again else nullcontext()
 
     def _scale_gradients(self, factor: float) -> None:
         for chunk in self._chunks.values():

@@ -74,7 +74,7 @@ def measured_nbytes(
 
 
 def measured_saved_nbytes(spec: ModelSpec, blocks: BlockRange, *, bf16: bool, module: ModelSlice | None = None) -> int:
-    """The former."""
+    """Of one micro-batch, without what all share."""
     return measured_nbytes(spec, blocks, bf16=bf16, module=module)[0]
 
 
