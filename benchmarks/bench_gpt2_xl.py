@@ -31,10 +31,10 @@ from typing import Any
 
 from bench_paper_throughput import MODELS
 from engine_points import QUEUES_S, depths
-from engine_rows import predicted_again, quartiles, size_text, wire_text
+from engine_rows import predicted_again, quartiles, size_text, step_work, wire_text
 from trace_overhead import MICRO_BATCHES, TracedRun, overhead_lines, read_runs, trace_run
 
-from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
+from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.compute import StageTimes
 from tahq_netem.machine import one_line
 from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
@@ -160,8 +160,9 @@ def measure(options: argparse.Namespace, results: Path) -> int:
 # -- the report ----------------------------------------------------------------------------------
 
 
-def report(rows: Sequence[Row], runs: Sequence[TracedRun], least: StageTimes | None = None) -> Iterator[str]:
-    """Markdown; `least`: see `with_least_times`."""
+def report(rows: Sequence[Row], runs: Sequence[TracedRun], least_of: Sequence[Path]) -> Iterator[str]:
+    """Markdown; `least_of`: results with the least times of stages, for those that share GPUs."""
+    least = least_times(row for path in least_of for row in read_results(path).values()) if least_of else None
     rows = [row if least is None else with_least_times(row, least) for row in rows]
     measured = sorted(done(rows), key=_place)
     machines = dict.fromkeys(f"{one_line(row['machine'])}, {row['when'][:10]}" for row in rows)
@@ -178,7 +179,8 @@ def report(rows: Sequence[Row], runs: Sequence[TracedRun], least: StageTimes | N
     if least is not None:
         yield (
             "Stages share GPUs, so the bound takes the least that each stage took where it had one of its own:\n"
-            f"{_ms(least.forward_s)} ms forward, {_ms(least.backward_s)} ms backward.\n"
+            f"{_ms(least.forward_s)} ms forward, {_ms(least.backward_s)} ms backward\n"
+            f"({', '.join(path.name for path in least_of)}).\n"
         )
     for name in dict.fromkeys(row["sweep"] for row in measured):
         parts = dict.fromkeys(_series(row) for row in measured if row["sweep"] == name)
@@ -260,10 +262,9 @@ def _targets(rows: Sequence[Row], runs: Sequence[TracedRun]) -> Iterator[str]:
 
 
 def least_times(rows: Iterable[Row]) -> StageTimes:
-    """The least that each stage took for a forward, and for a backward, in any of these rows."""
-    forwards, backwards = zip(
-        *(zip(*row["compute_times"], strict=True) for row in done(rows) if "compute_times" in row), strict=True
-    )
+    """The least that each stage took for a forward and for a backward, of one sample, in any of these rows."""
+    alone = [row for row in done(rows) if row.get("compute_times") and row["point"]["micro_batch"] == 1]
+    forwards, backwards = zip(*(zip(*row["compute_times"], strict=True) for row in alone), strict=True)
     return StageTimes(tuple(map(min, zip(*forwards, strict=True))), tuple(map(min, zip(*backwards, strict=True))))
 
 
@@ -272,13 +273,8 @@ def with_least_times(row: Row, least: StageTimes) -> Row:
     if row.get("bound_s") is None:
         return row
     point = row["point"]
-    count = point["global_batch"] // point["micro_batch"]
-    activation_nbytes, gradient_nbytes = (
-        [nbytes / count for nbytes in row[f"{what}_nbytes"]] for what in ("activation", "gradient")
-    )
-    work = StepWork(least.forward_s, least.backward_s, activation_nbytes, gradient_nbytes, count)
     plan = NetworkChoice(point["rate_bits_per_s"], point["round_trip_s"]).plan(point["stages"])
-    return {**row, "bound_s": step_bound_s(work, LinkSpeed.of(plan))}
+    return {**row, "bound_s": step_bound_s(step_work(row, least), LinkSpeed.of(plan))}
 
 
 def _ms(seconds: Iterable[float]) -> str:
@@ -318,13 +314,6 @@ def _mbits(row: Row) -> int:
     return round(row["point"]["rate_bits_per_s"] / 1e6)
 
 
-def _least_of(options: argparse.Namespace) -> StageTimes | None:
-    if options.least_of is None:
-        return None
-    rows = [row for path in options.least_of for row in read_results(path).values()]
-    return least_times(row for row in rows if row["point"]["micro_batch"] == options.micro_batch)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = [*WIRES, *TORCH, TRACE]
@@ -348,7 +337,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="keep the traces of part trace in this folder")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the tables of all lanes")
     parser.add_argument(
-        "--least-of", type=Path, nargs="+", help="results where stages of this model had GPUs of their own"
+        "--least-of", type=Path, nargs="+", default=[], help="results where such stages had GPUs of their own"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--name", default="gpt2_xl_h200_202611")
@@ -361,7 +350,7 @@ def main() -> None:
         traces = set(options.out.glob(f"{options.name}*-trace.jsonl"))
         paths = sorted(set(options.out.glob(f"{options.name}*.jsonl")) - traces)
         rows = [row for path in paths for row in read_results(path).values()]
-        text = "\n".join(report(rows, read_runs(sorted(traces)), _least_of(options))) + "\n"
+        text = "\n".join(report(rows, read_runs(sorted(traces)), options.least_of)) + "\n"
         (options.out / f"{options.name}.md").write_text(text)
         print(text)
 

@@ -144,23 +144,25 @@ def predicted_again(row: Row) -> float | None:
     times = row.get("stage_times") or row.get("compute_times")
     if times is None or codec is None:
         return row.get("predicted_step_s")
-    count = point["global_batch"] // point["micro_batch"]
     key = SessionKey(**{field.name: _as_tuple(point.get(field.name)) for field in fields(SessionKey)})
-    schedule = session_schedule(key, count)
+    forward_s, backward_s = zip(*times, strict=True)
+    compute = StageTimes(forward_s, backward_s)
+    work = step_work(row, compute, input_gradients(key, compute))
+    schedule = session_schedule(key, work.num_micro_batches)
     if schedule is None:
         return None
-    forward_s, backward_s = zip(*times, strict=True)
-    work = StepWork(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        activation_nbytes=[nbytes / count for nbytes in row["activation_nbytes"]],
-        gradient_nbytes=[nbytes / count for nbytes in row["gradient_nbytes"]],
-        num_micro_batches=count,
-        input_gradient_s=input_gradients(key, StageTimes(forward_s, backward_s)),
-    )
     plan = NetworkChoice(point["rate_bits_per_s"], point["round_trip_s"]).plan(key.stages)
     has_coordinator = key.runtime == "tahq"
     return predicted_step_s(schedule, work, plan, CodecSeconds(**codec), has_coordinator=has_coordinator)
+
+
+def step_work(row: Row, times: StageTimes, input_gradient_s: Sequence[float] | None = None) -> StepWork:
+    """A step that takes these seconds to compute, and the bytes that crossed in the row's."""
+    count = row["point"]["global_batch"] // row["point"]["micro_batch"]
+    activation_nbytes, gradient_nbytes = (
+        [nbytes / count for nbytes in row[name]] for name in ("activation_nbytes", "gradient_nbytes")
+    )
+    return StepWork(times.forward_s, times.backward_s, activation_nbytes, gradient_nbytes, count, input_gradient_s)
 
 
 def _as_tuple(value: Any) -> Any:
