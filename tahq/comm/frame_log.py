@@ -151,7 +151,8 @@ class FrameLog:
         for left in reversed(range(_TRIES)):
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-            except FileNotFoundError:
+            # FileExistsError, too: mkdir found one, and it was gone when `exist_ok` looked whether it is a folder.
+            except (FileNotFoundError, FileExistsError):
                 if not left:
                     raise
             else:
