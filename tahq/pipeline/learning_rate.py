@@ -5,7 +5,7 @@ With s the step (from 0), T all steps, w those of the warm-up, η the peak and �
     warm-up   s < w         η · (s + 1) / (w + 1)
     constant                η
     linear                  η + (μ − η) · p                     p = (s − w) / (T − w)
-    cosine                  μ + (η − μ) · (1 + cos πp) / 2      the same p
+    cosine                  η + (μ − η) · (1 − cos πp) / 2      the same p
     wsd                     η until T − d, then linear with     p = (s − (T − d)) / d
 
 p is clamped to [0, 1]. The warm-up never starts at 0 and meets η at s = w; a decay reaches μ at
@@ -67,9 +67,11 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _interpolate(config: TrainingConfig, share: float) -> float:
-    """From the peak (share 0) to the minimum (share 1), exact at both ends and never outside."""
-    rate = config.lr * (1 - share) + config.min_lr * share
-    return min(config.lr, max(config.min_lr, rate))
+    """From the peak (share 0) to the minimum (share 1), exact at both ends, never outside and never rising.
+
+    Each operation is monotone in `share`, rounded too, which a sum of two products is not.
+    """
+    return config.min_lr if share >= 1 else max(config.min_lr, config.lr - (config.lr - config.min_lr) * share)
 
 
 RATES: Mapping[str, Callable[[TrainingConfig, int, int], float]] = {

@@ -53,6 +53,12 @@ def test_rate_rises_through_the_warm_up_and_never_after_it(run):
             assert after <= before
 
 
+def test_rate_does_not_rise_by_rounding():
+    # lr · (1 − share) + min_lr · share came to 1.0 after a step at the minimum
+    found = rates(config("cosine", min_lr=math.nextafter(1.0, 0.0)), 7)
+    assert found == sorted(found, reverse=True)
+
+
 @given(runs())
 def test_rate_does_not_jump_while_the_run_lasts(run):
     """Steepest: the warm-up's increments, and over n steps of decay (π/2)·(lr − min)/n (the cosine's slope)."""
