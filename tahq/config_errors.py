@@ -5,6 +5,7 @@ expected, and the nearest known key. The first mistake is told in full; further 
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from tahq.units import Section
+from tahq.units import Section, writer_of
 from tahq.yaml_positions import Path
 
 _MAX_NAMED = 4
+_KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)+")
 
 
 class DisagreementError(ValueError):
@@ -114,6 +116,24 @@ def _in_line(origin: Origin) -> str:
     return f" in line {origin.line}" if origin.line else ""
 
 
+def with_place(message: str, root: type[BaseModel], origins: Origins) -> str:
+    """A message that begins with a key, such as ``data.tokenizer: no such folder``, behind the place of that key.
+
+    For what is found wrong after the configuration was read: by who looks at the model, the tokenizer or the network.
+    Any other message is returned as it is.
+    """
+    key = _KEY.match(message)
+    path: Path = tuple(int(step) if step.isdigit() else step for step in key.group().split(".")) if key else ()
+    if len(path) < 2 or path[0] not in root.model_fields or not _is_inside(root, path):
+        return message
+    return _told_in_full(Mistake(path, message), origins)
+
+
+def _is_inside(root: type[BaseModel], path: Path) -> bool:
+    """Whether the second step is a key of the section, or an entry of the list, that the first one names."""
+    return isinstance(path[1], int) or path[1] in _section_at(root, path[:1]).model_fields
+
+
 def find_mistakes(error: ValidationError, data: Any, root: type[BaseModel]) -> list[Mistake]:
     """One mistake a place.
 
@@ -169,8 +189,8 @@ def _message(path: Path, group: list[ErrorDetails], data: Any, root: type[BaseMo
         return _missing(path, details)
     if details["type"] == "value_error":
         cause = details["ctx"]["error"]
-        return str(cause) if isinstance(cause, DisagreementError) else f"{dotted(path)}: {cause}"
-    expected = list(dict.fromkeys(_expected(each) for each in group))
+        return str(cause) if isinstance(cause, DisagreementError) or not path else f"{dotted(path)}: {cause}"
+    expected = list(dict.fromkeys(_expected(each, _writer_at(root, path)) for each in group))
     return f"{dotted(path) or 'the top level'}: expected {' or '.join(expected)}; got {_shown(_value_at(data, path))}"
 
 
@@ -214,11 +234,23 @@ _BOUNDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 """The same where the kind is right and the value is not."""
 
 
-def _expected(details: ErrorDetails) -> str:
+_LIMITS = ("gt", "ge", "lt", "le")
+"""Which of pydantic's figures have the unit of the value; lengths of lists have none."""
+
+
+def _expected(details: ErrorDetails, write: Callable[[Any], str] | None) -> str:
     kind = details["type"]
     if kind in _BOUNDS:
-        return _BOUNDS[kind](details["ctx"])
+        ctx = details["ctx"]
+        return _BOUNDS[kind]({key: write(ctx[key]) if write and key in _LIMITS else ctx[key] for key in ctx})
     return _KINDS.get(kind) or details["msg"]
+
+
+def _writer_at(root: type[BaseModel], path: Path) -> Callable[[Any], str] | None:
+    """What writes the quantity at `path` with its unit; None: what is there is none."""
+    *_, last = ("", *(step for step in path if isinstance(step, str)))
+    field = _section_at(root, path[:-1]).model_fields.get(last)
+    return None if field is None else writer_of(field.annotation, field.metadata)
 
 
 def _shown(value: Any) -> str:
@@ -266,11 +298,16 @@ def _hint(key: str, known: list[str], elsewhere: Mapping[str, str]) -> str:
 
 def _fields_at(root: type[BaseModel], path: Path) -> list[str]:
     """Keys of the section at `path`; those of the host list's entries where an index leads to one."""
+    return list(_section_at(root, path).model_fields)
+
+
+def _section_at(root: type[BaseModel], path: Path) -> type[BaseModel]:
+    """The section at `path`, or the nearest around it."""
     model = root
     for step in path:
         if isinstance(step, str) and step in model.model_fields:
             model = next(_sections(model.model_fields[step].annotation), model)
-    return list(model.model_fields)
+    return model
 
 
 def _all_keys(root: type[BaseModel]) -> dict[str, str]:

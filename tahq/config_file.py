@@ -4,10 +4,11 @@ Every mistake is a `ConfigError` of one line that names where it was made. The J
 equal configurations give equal text, so its hash tells whether two processes mean the same run.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +18,8 @@ from pydantic import ValidationError
 
 from tahq import yaml_positions
 from tahq.config import ClusterConfig
-from tahq.config_errors import Origin, Origins, dotted, one_line
-from tahq.errors import ConfigError
+from tahq.config_errors import Origin, Origins, dotted, one_line, with_place
+from tahq.errors import ConfigError, UserError
 from tahq.quant.config import PAPER, PAPER_WORD
 from tahq.units import WRITTEN_BY_HAND, Section
 from tahq.yaml_positions import YamlError, parse_yaml
@@ -39,10 +40,33 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
         ConfigError: the file cannot be read, is not YAML, or does not make sense; an override that
             cannot be parsed or applied. One line, with file and line or with the override.
     """
+    return _drafted(path, overrides).check()
+
+
+@contextlib.contextmanager
+def placed_errors(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Give the place of its key to an error that is raised inside about what the file says.
+
+    `load_config` places its own errors; these are of who uses the configuration afterwards, and whose message begins
+    with a key.
+
+    Args:
+        path: the file.
+        overrides: as of `load_config`.
+    """
+    try:
+        yield
+    except UserError as error:
+        with contextlib.suppress(ConfigError):  # the file may be gone meanwhile; then the error is told as it is
+            error.args = (with_place(str(error), ClusterConfig, _drafted(path, overrides).origins),)
+        raise
+
+
+def _drafted(path: Path, overrides: Sequence[str]) -> "_Draft":
     draft = _Draft.read(path)
     for override in overrides:
         draft.apply(override)
-    return draft.check()
+    return draft
 
 
 @dataclass(slots=True)
@@ -96,8 +120,12 @@ class _Draft:
         try:
             return ClusterConfig.model_validate(self.values, context=WRITTEN_BY_HAND)
         except ValidationError as error:
-            origins = Origins(self.source, self.known, self.changes)
-            raise ConfigError(one_line(error, self.values, ClusterConfig, origins)) from error
+            raise ConfigError(one_line(error, self.values, ClusterConfig, self.origins)) from error
+
+    @property
+    def origins(self) -> Origins:
+        """Where each value was written."""
+        return Origins(self.source, self.known, self.changes)
 
 
 def _read_text(path: Path) -> str:

@@ -17,6 +17,7 @@
     ├── PeerLostError                3   a peer is gone; the run can be resumed
     ├── OutOfMemoryError             4   a stage does not fit
     ├── NonFiniteError               5   halted on NaN or infinity
+    ├── NothingToDoError           0   all steps of the run that is to go on were done before
     ├── StartOverError             3   a worker forgets what it has, and joins again
     ├── RunAbortedError           any   the coordinator ended the run; its message, its status
     └── InterruptedRunError        130   stopped by SIGINT (130) or SIGTERM (143)
@@ -108,6 +109,12 @@ class RunAbortedError(TahqError):
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
         self.exit_status = exit_status
+
+
+class NothingToDoError(TahqError):
+    """The run that is to go on has all its steps behind it; nothing was started, and nothing is wrong."""
+
+    exit_status = 0
 
 
 class StartOverError(TahqError):

@@ -15,7 +15,7 @@ from tahq import yaml_positions
 from tahq.config_errors import Origin, Origins, one_line
 from tahq.errors import ConfigError
 from tahq.units import WRITTEN_BY_HAND, Section
-from tahq.yaml_positions import YamlError, parse_yaml
+from tahq.yaml_positions import MAX_VALUES, YamlError, parse_yaml
 
 SomeSection = TypeVar("SomeSection", bound=Section)
 
@@ -48,19 +48,20 @@ class SectionFile:
             raise ConfigError(one_line(error, dict(self.values), kind, origins)) from error
 
 
-def read_section_file(path: Path, example: str, hint: str = "") -> SectionFile:
+def read_section_file(path: Path, example: str, hint: str = "", max_values: int = MAX_VALUES) -> SectionFile:
     """Read a file.
 
     Args:
         path: of it.
         example: a key that it could have, for the message when it has none at all.
         hint: added to the message when it cannot be read.
+        max_values: as of `parse_yaml`.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or has no keys.
     """
     try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
+        document = parse_yaml(path.read_text(encoding="utf-8"), max_values)
     except YamlError as error:
         raise ConfigError(f"{path}:{error.line}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -8,9 +8,10 @@ float.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Final, get_args
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -50,7 +51,9 @@ def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) 
     if isinstance(text, bool) or not isinstance(text, str):
         raise ValueError(f"{what} needs a unit, such as {example}; got {text!r}")
     match = _NUMBER.fullmatch(text)
-    unit = match.group(2).lower().removesuffix("/s") if match else ""
+    unit = match.group(2).lower() if match else ""
+    if table is _RATES:
+        unit = unit.removesuffix("/s")
     if match is None or unit not in table:
         raise ValueError(f"{what} must be like {example} (units: {', '.join(table)}); got {text!r}")
     return float(Decimal(match.group(1)) * table[unit])
@@ -110,6 +113,25 @@ def write_size(nbytes: int) -> str:
     return _write(nbytes, _SIZES, "b")
 
 
+def writer_of(annotation: Any, metadata: Iterable[Any] = ()) -> Callable[[Any], str] | None:
+    """How the bounds of a pydantic field are written with their unit; None: it holds no quantity.
+
+    Args:
+        annotation: of the field.
+        metadata: of the field, where pydantic keeps the outermost `Annotated`'s.
+    """
+    for each in (*metadata, *getattr(annotation, "__metadata__", ())):
+        if isinstance(each, BeforeValidator) and each.func in _WRITERS:
+            return _WRITERS[each.func]
+    return next(filter(None, map(writer_of, getattr(annotation, "__args__", ()))), None)
+
+
+def _write_size_spelt(nbytes: int) -> str:
+    """``4KiB``: as `write_size`, in the case that sizes are known by."""
+    text = write_size(nbytes)
+    return text[:-3] + text[-3:].upper().replace("I", "i").replace("KB", "kB")
+
+
 def _write(value: float, table: Mapping[str, Decimal], base: str) -> str:
     if value == 0:
         return f"0{base}"
@@ -164,6 +186,13 @@ Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_serialize_si
 """A pydantic field holding bytes; an int passes unchanged."""
 
 
+_WRITERS: Final[Mapping[Any, Callable[[Any], str]]] = {
+    _validate_rate: write_rate,
+    _validate_duration: write_duration,
+    parse_size: _write_size_spelt,
+}
+
+
 def format_size(nbytes: float) -> str:
     """``1.25 MB``: decimal units, three significant digits."""
     return _format(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
@@ -186,6 +215,19 @@ def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that a value of `annotation` may have, those inside of lists and the like left out."""
+    if get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _kinds(part)
+    elif get_origin(annotation) is Literal:
+        yield from map(type, get_args(annotation))
+    else:
+        yield annotation
+
+
 class Section(BaseModel):
     """A part of cluster.yaml: frozen, and closed to keys that it does not know.
 
@@ -199,7 +241,8 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         # Python counts True as 1, and pydantic follows; `steps: true` is still a mistake.
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+        # Of a key that takes no number, pydantic says itself what was expected.
+        kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise ValueError(f"{str(value).lower()} is for switches, and this key is none")
         return value

@@ -19,7 +19,9 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of a document to a value."""
 
-_MAX_VALUES = 100_000
+MAX_VALUES = 100_000
+"""Of a file that people write."""
+
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"(true|True|TRUE)|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]{1,300}")
@@ -48,15 +50,19 @@ class Document:
     lines: Mapping[Path, int]
 
 
-def parse_yaml(text: str) -> Document:
+def parse_yaml(text: str, max_values: int = MAX_VALUES) -> Document:
     """Read one YAML document.
+
+    Args:
+        text: of it.
+        max_values: more are refused, those that aliases repeat counted again.
 
     Raises:
         YamlError: not YAML, or something that this module refuses.
     """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        reader = _Reader()
+        reader = _Reader(max_values)
         value = None if node is None else reader.read(node, (), ())
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error) from error
@@ -82,6 +88,7 @@ def _syntax_error(error: yaml.MarkedYAMLError) -> YamlError:
 class _Reader:
     """Makes values of nodes and notes their lines."""
 
+    max_values: int
     lines: dict[Path, int] = field(default_factory=dict)
 
     def read(self, node: Node, path: Path, above: tuple[Node, ...]) -> Any:
@@ -90,8 +97,8 @@ class _Reader:
         self.lines.setdefault(path, line)
         if any(node is outer for outer in above):
             raise YamlError(line, "an alias makes a value contain itself")
-        if len(self.lines) > _MAX_VALUES:
-            raise YamlError(line, f"more than {_MAX_VALUES} values")
+        if len(self.lines) > self.max_values:
+            raise YamlError(line, f"more than {self.max_values} values")
         if isinstance(node, MappingNode):
             return self._mapping(node, path, (*above, node))
         if isinstance(node, SequenceNode):

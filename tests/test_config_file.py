@@ -243,7 +243,13 @@ def test_traced_steps_are_the_first_to_the_last_from_one(file, text, traced):
     assert [step + 1 for step in range(6) if run.is_traced(step)] == traced
 
 
-@pytest.mark.parametrize("text", ["[4, 2]", "0", "[1]", "true", "[1, 2, 3]"])
-def test_traced_steps_that_are_none_are_refused(file, text):
-    with pytest.raises(ConfigError, match=r"run\.trace_steps"):
+@pytest.mark.parametrize("text", ["[4, 2]", "0", "[0, 2]", "[3]", "[]", "[true, 2]", "[1, 2, 3]", "2.5", "ten"])
+def test_traced_steps_that_are_none_are_refused_with_what_the_key_takes(file, text):
+    takes = r"run\.trace_steps: expected a step, such as 10, or the first and the last, such as \[10, 12\]; got "
+    with pytest.raises(ConfigError, match=takes):
         file.load(LEAST, f"run.trace_steps={text}")
+
+
+def test_traced_steps_that_are_a_switch_are_refused(file):
+    with pytest.raises(ConfigError, match=r"run\.trace_steps: expected a step, such as 10, .*; got true$"):
+        file.load(LEAST, "run.trace_steps=true")

@@ -107,6 +107,8 @@ def test_aliases_cannot_grow_without_bound():
     levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     with pytest.raises(YamlError, match="more than 100000 values"):
         parse_yaml("\n".join(levels))
+    with pytest.raises(YamlError, match="more than 20 values"):
+        parse_yaml("\n".join(levels[:2]), max_values=20)
 
 
 @given(st.text())

@@ -67,13 +67,13 @@ def test_rate_without_unit_is_refused_with_an_example(value):
         parse_rate(value)
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1e999s", "-1s"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1e999s", "-1s", "5s/s"])
 def test_duration_must_be_finite_and_not_negative(value):
     with pytest.raises(ValueError, match="a duration must be"):
         parse_duration(value)
 
 
-@pytest.mark.parametrize("value", ["1.5b", -1, "0.3kx", "1e999GB"])
+@pytest.mark.parametrize("value", ["1.5b", -1, "0.3kx", "1e999GB", "10gb/s"])
 def test_size_must_be_whole_bytes(value):
     with pytest.raises(ValueError, match="a size must be"):
         parse_size(value)
