@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from machine import describe_device
+from machine import describe_device, need_gpu
 
 from tahq.quant import Codec, get_codec
 
@@ -236,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "codec_gpu_h200_202611.md")
     arguments = parser.parse_args()
+    need_gpu()
     bandwidth = copy_bandwidth()
     rows = []
     for case in CASES:

@@ -79,7 +79,10 @@ def compare(
     tensors: Annotated[
         list[str] | None,
         typer.Option(
-            "--tensor", metavar="NAME", show_default=False, help="Which tensor, may be repeated. Default: all of them."
+            "--tensor",
+            metavar="NAME",
+            show_default=False,
+            help="Which tensor, may be repeated. Default: all that codecs take.",
         ),
     ] = None,
     specs: Annotated[

@@ -2,15 +2,17 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from tahq.errors import UserError
+from tahq.errors import CodecError, UserError
 from tahq.quant import CodecSpec
-from tahq.quant.comparison import USUAL_SPECS, CodecReport, compare
+from tahq.quant.backends import check_backend
+from tahq.quant.comparison import USUAL_SPECS, CodecReport, check_comparable, compare
 from tahq.units import format_size
 from tahq_launch.codec_inspection import mistakes_of
 from tahq_launch.codec_plot import draw_frontier, require_matplotlib
@@ -47,19 +49,40 @@ class ComparisonRequest:
 
 
 def run_comparison(request: ComparisonRequest) -> None:
-    """Measure, and print a tensor's reports as soon as they are there.
+    """Measure, and print a tensor's reports as soon as they are there; on stderr, which tensors were left out.
 
     Raises:
-        UserError: a file, name, spec, device or tensor that cannot be used, or a plot without matplotlib.
+        UserError: a file, name, spec, backend, device or tensor that cannot be used, or a plot without matplotlib.
     """
     if request.plot is not None:
         require_matplotlib()
+    check_backend(request.backend)
     specs = [str(CodecSpec.parse(spec)) for spec in request.specs or USUAL_SPECS]
     device = _device(request.device)
-    tensors = load_tensors(request.file, request.names)
+    tensors = _comparable(request)
     reports = {name: _measure(request, name, x.to(device), specs) for name, x in tensors.items()}
     if request.plot is not None:
         draw_frontier(request.plot, tensors, reports)
+
+
+def _comparable(request: ComparisonRequest) -> dict[str, torch.Tensor]:
+    """The tensors; without those that nothing can be measured on, if they are not asked for by name."""
+    loaded = load_tensors(request.file, request.names)
+    reasons = {name: reason for name, x in loaded.taken.items() if (reason := _why_not(x))}
+    if reasons and (request.names or len(reasons) == len(loaded.taken)):
+        name, reason = next(iter(reasons.items()))
+        raise UserError(f"{request.file}: {name}: {reason}")
+    for name, reason in {**loaded.left_out, **reasons}.items():
+        print(f"{request.file}: {name} is left out: {reason}", file=sys.stderr, flush=True)
+    return {name: x for name, x in loaded.taken.items() if name not in reasons}
+
+
+def _why_not(x: torch.Tensor) -> str:
+    try:
+        check_comparable(x)
+    except CodecError as error:
+        return str(error)
+    return ""
 
 
 def _measure(request: ComparisonRequest, name: str, x: torch.Tensor, specs: Sequence[str]) -> list[CodecReport]:

@@ -102,13 +102,18 @@ def compare(
         ConfigError: a spec or a backend that is none.
         CodecError: x is empty, all zero, not finite, or of another type, or the backend cannot take it.
     """
-    _check_comparable(x)
+    check_comparable(x)
     keys = [derive_seed(seed, "codec comparison", draw) for draw in range(draws)]
     codecs = [get_codec(spec, backend=backend, threads=threads) for spec in specs]
     return [_report(x.detach(), codec, keys, repeats, clock) for codec in codecs]
 
 
-def _check_comparable(x: torch.Tensor) -> None:
+def check_comparable(x: torch.Tensor) -> None:
+    """Refuse a tensor that no error can be measured on.
+
+    Raises:
+        CodecError: it is empty, all zero, not finite, or of another type.
+    """
     check_encodable(x)
     if not x.numel() or not x.any():
         raise CodecError(f"codecs are compared on a tensor with values; got shape {list(x.shape)}, nothing but zeros")

@@ -7,6 +7,7 @@ Nothing here needs torch.
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from decimal import Decimal
@@ -233,9 +234,14 @@ _READERS: dict[object, tuple[str, Callable[[str], object], str]] = {
 }
 
 
+_LARGEST_FLOAT = sys.float_info.max
+
+
 def _write(value: object) -> str:
     """Shortest text that reads back as the same value: 4/5 as 0.8, 1/3 as 1/3, 2.0 as 2."""
     if isinstance(value, Fraction):
+        if abs(value) > _LARGEST_FLOAT:
+            return str(value)
         decimal = _decimal(float(value))
         return decimal if Fraction(decimal) == value else str(value)
     return _decimal(value) if isinstance(value, float) else str(value)

@@ -79,8 +79,8 @@ class Tiling:
         return self.tiles_per_token * self.group - self.channels
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """Tiles [B, S, M, G] of x in fp32; they may share x's memory, so they are not to be written."""
-        tokens = x.reshape(self.num_samples, self.tokens_per_sample, self.channels).to(torch.float32)
+        """Contiguous tiles [B, S, M, G] of x in fp32; they may share x's memory, so they are not to be written."""
+        tokens = x.reshape(self.num_samples, self.tokens_per_sample, self.channels).contiguous().to(torch.float32)
         padded = functional.pad(tokens, (0, self.padding)) if self.padding else tokens
         return padded.reshape(self.num_samples, self.tokens_per_sample, self.tiles_per_token, self.group)
 

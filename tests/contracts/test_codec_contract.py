@@ -143,6 +143,18 @@ def test_strides_do_not_matter(spec, backend):
 
 
 @every_codec
+@pytest.mark.parametrize("shape", [(64, 5), (2, 64, 5), (2, 40, 5), (2, 1, 64, 1)], ids=str)
+def test_channels_need_not_lie_side_by_side(spec, backend, shape):
+    """Shapes are those in memory; channels, the last but one there, fill whole tiles or are padded."""
+    codec = get_codec(spec, backend=backend)
+    for dtype in DTYPES[:1] if is_slow(backend) else DTYPES:
+        x = gaussian(shape, dtype=dtype, backend=backend).transpose(-1, -2)
+        assert torch.equal(codec.encode(x, key=9), codec.encode(x.contiguous(), key=9))
+        some = gaussian((*shape[:-1], 9), dtype=dtype, backend=backend)[..., ::2]
+        assert torch.equal(codec.encode(some, key=9), codec.encode(some.contiguous(), key=9))
+
+
+@every_codec
 def test_only_a_randomised_codec_looks_at_the_key(spec, backend):
     codec, x = get_codec(spec, backend=backend), gaussian((2, 3, 64), backend=backend)
     same = torch.equal(codec.encode(x, key=1), codec.encode(x, key=2**64 - 1))

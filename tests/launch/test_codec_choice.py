@@ -23,7 +23,7 @@ def config(**wire) -> ClusterConfig:
 
 def record(path, codec: str, link: int = 0):
     links = [{"link": link, "direction": "gradients", "codec": codec}]
-    path.write_text(json.dumps({"step": 1, "links": links}))
+    path.write_text(json.dumps({"step": 1, "links": links}) + "\n")
     return str(path)
 
 

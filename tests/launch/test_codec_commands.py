@@ -171,6 +171,8 @@ def test_inspect_of_raw_bytes_has_no_header(tahq, tmp_path):
         (["x.tah", "--spec", "tah", "--shape", "2,3,200"], "the shape needs"),
         (["x.tah", "--spec", "tah:alloc=512", "--shape", "2,3,100"], "alloc=512"),
         (["x.tah", "--hex", "-1"], "--hex"),
+        (["x.tah", "--spec", "eden:bits=" + "9" * 310], "bits must be a number from 1 to 8; got 999"),
+        (["x.tah", "--spec", "aqsgd:cache=none", "--shape", "1000000000000,8"], "the shape needs"),
     ],
 )
 def test_inspect_mistake_is_one_line(tahq, tmp_path, arguments, part):
@@ -187,7 +189,10 @@ def compare(tahq, *arguments):
 
 def test_compare_prints_a_table_for_every_tensor(tahq, tensors):
     status, stdout, stderr = compare(tahq, "x.safetensors", "--spec", "tah", "--spec", "fixed:bits=6")
-    assert (status, stderr) == (0, "")
+    assert status == 0
+    assert stderr == (
+        "x.safetensors: steps is left out: codecs take fp32, bf16 and fp16 tensors [..., C]; it is torch.int64 [4]\n"
+    )
     assert "act: [2, 8, 64], bfloat16, cpu" in stdout
     assert "grad: [2, 8, 100], float32, cpu" in stdout
     assert "steps" not in stdout
@@ -196,6 +201,19 @@ def test_compare_prints_a_table_for_every_tensor(tahq, tensors):
         8 * get_codec("fixed:bits=6").encoded_nbytes(x.shape) / x.numel() for x in (tensors["act"], tensors["grad"])
     ]
     assert bits == [f"{size:.3f}" for size in sizes]
+
+
+def test_compare_leaves_out_what_nothing_can_be_measured_on(tahq, tensors, tmp_path):
+    bad = {"bias": torch.zeros(64), "broken": torch.tensor([1.0, torch.nan]), "none": torch.zeros(0, 8)}
+    save_file({"act": tensors["act"], **bad}, tmp_path / "model.safetensors")
+    status, stdout, stderr = compare(tahq, "model.safetensors", "--spec", "tah", "--json")
+    assert (status, [json.loads(line)["tensor"] for line in stdout.splitlines()]) == (0, ["act"])
+    assert [line.split(" is left out: ")[0] for line in stderr.splitlines()] == [
+        f"model.safetensors: {name}" for name in bad
+    ]
+    asked_for = compare(tahq, "model.safetensors", "--tensor", "act", "--tensor", "bias", "--spec", "tah")
+    assert_one_line(asked_for, "model.safetensors: bias: codecs are compared on a tensor with values")
+    assert asked_for[1] == ""
 
 
 def test_compare_as_json_lines(tahq, tensors):
@@ -216,8 +234,8 @@ def test_compare_writes_an_infinite_error_as_null(tahq, tmp_path):
 
 def test_compare_draws_a_plot(tahq, tensors, tmp_path):
     pytest.importorskip("matplotlib")
-    status, _, stderr = compare(tahq, "x.safetensors", "--plot", "out.png")
-    assert (status, stderr) == (0, "")
+    status, _, _ = compare(tahq, "x.safetensors", "--plot", "out.png")
+    assert status == 0
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -230,7 +248,8 @@ def test_plot_without_matplotlib_is_refused_before_anything_is_measured(tahq, te
 
 def test_plot_in_an_unknown_format_is_one_line(tahq, tensors):
     pytest.importorskip("matplotlib")
-    assert_one_line(compare(tahq, "x.safetensors", "--spec", "tah", "--plot", "out.docx"), "out.docx", "docx")
+    options = ("--tensor", "act", "--spec", "tah", "--plot", "out.docx")
+    assert_one_line(compare(tahq, "x.safetensors", *options), "out.docx", "docx")
 
 
 def test_comparing_needs_no_matplotlib(tahq, tensors, monkeypatch):

@@ -85,6 +85,21 @@ def test_a_header_alone_is_checked_too():
         codec.decode(buf, (2, 0, 4), sample_ids=[0, 1])
 
 
+@pytest.mark.parametrize("spec", ["aqsgd", "aqsgd:cache=none"])
+@pytest.mark.parametrize("shape", [(10**12, 8), (10**12, 10**12, 10**12), (1, 10**12, 8)], ids=str)
+def test_a_stream_that_is_too_short_is_refused_before_samples_are_counted_out(spec, shape):
+    codec = get_codec(spec)
+    buf = codec.encode(torch.ones(2, 8))
+    with pytest.raises(CodecError, match="the shape needs"):
+        codec.decode(buf, shape)
+
+
+@pytest.mark.parametrize("spec", ["aqsgd", "aqsgd:cache=none"])
+def test_many_samples_without_elements_take_no_memory(spec):
+    codec, shape = get_codec(spec), (10**12, 0)
+    assert codec.decode(codec.encode(torch.empty(shape)), shape).shape == shape
+
+
 @pytest.mark.parametrize("ids", [IDS, None], ids=["samples", "anonymous"])
 def test_mutated_streams_are_refused_or_decoded_and_poison_nothing(ids):
     receiver, original = ends()

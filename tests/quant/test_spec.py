@@ -74,6 +74,8 @@ def test_spec_parses_and_prints(text, spec, canonical):
         ("fixed:round=up", "round must be nearest or stochastic; got up"),
         ("eden:bits=0.99", "bits must be a number from 1 to 8; got 0.99"),
         ("eden:bits=8.01", "bits must be a number from 1 to 8; got 8.01"),
+        ("eden:bits=" + "9" * 310, "bits must be a number from 1 to 8; got 9{310}$"),
+        ("tah:int4=" + "9" * 400, "int4 must be a share from 0 to 1; got 9{400}$"),
         ("eden:bits=two", "bits must be a number such as 0.8 or 4/5; got 'two'"),
         ("eden:group=512", "group must be a power of two from 8 to 256; got 512"),
         ("wf:bits=9", "bits must be a number from 1 to 8; got 9"),

@@ -74,6 +74,7 @@ class AqsgdCodec(StatefulCodec):
     ) -> torch.Tensor:
         """See `StatefulCodec.decode`; a token that was not finite comes out as NaN."""
         check_decodable(dtype)
+        aqsgd_stream.check_length(self.spec, shape, buf)
         records = self._records(self._received, shape, sample_ids)
         layout = self._layout(shape, records)
         if layout.is_empty:
@@ -146,7 +147,7 @@ class AqsgdCodec(StatefulCodec):
         """What an end remembers of each sample before this micro-batch; without ids where nothing is to be."""
         samples, tokens, channels = aqsgd_stream.grid(check_shape(shape))
         if sample_ids is None or not self.spec.has_cache:
-            return (Record(),) * samples
+            return (Record(),) * (0 if 0 in shape else samples)
         ids = [int(number) for number in sample_ids]
         if len(ids) != samples or not all(0 <= number < 2**63 for number in ids):
             raise CodecError(f"{self.spec}: {samples} samples need as many sample ids, from 0 to 2^63; got {ids}")

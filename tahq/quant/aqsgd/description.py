@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tahq.quant.aqsgd.stream import NO_ID, VERSION, AqsgdLayout, Record, read_records, unpack
+from tahq.quant.aqsgd.stream import NO_ID, VERSION, AqsgdLayout, Record, grid, read_records, sections_of, unpack
 from tahq.quant.description import FLAGS, Description, HeaderByte, Statistics, step_statistics
 from tahq.quant.description import version as version_byte
 from tahq.quant.spec import AqsgdSpec
 from tahq.quant.stream import Sections
+from tahq.quant.tiling import check_shape
 
 
 def _records(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[Record, ...]:
@@ -21,10 +22,13 @@ def _records(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[
 
 def _layout(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> AqsgdLayout:
     is_whole = [record.visits == 0 for record in _records(spec, shape, buf)]
-    return AqsgdLayout.of(spec, shape, is_whole or [False] * AqsgdLayout.of(spec, shape, ()).grid[0])
+    num_samples = 0 if 0 in shape else grid(shape)[0]
+    return AqsgdLayout.of(spec, shape, is_whole or [False] * num_samples)
 
 
 def _sections(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> Sections:
+    if not spec.has_cache:  # the stream may be of another shape: nothing is made for each sample of this one
+        return sections_of(spec, check_shape(shape), num_whole=0)
     return _layout(spec, shape, buf).sections
 
 

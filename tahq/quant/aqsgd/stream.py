@@ -8,6 +8,7 @@ single value is believed.
 Shape letters: B samples, S tokens, C channels; F of the samples are sent whole, K = B − F as changes.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,10 +107,22 @@ def max_nbytes(spec: AqsgdSpec, shape: Sequence[int]) -> int:
     return max(sections_of(spec, shape, whole).nbytes for whole in range(max(0, samples - 64), samples + 1))
 
 
+def check_length(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> None:
+    """Refuse a stream that cannot be of this shape, before anything is made for each of its samples.
+
+    Raises:
+        CodecError: of another length; with a cache too short for its records, or longer than the longest.
+    """
+    checked = check_shape(shape)
+    longest = max_nbytes(spec, checked)
+    least = sections_of(spec, checked, num_whole=0).by_name["records"].end if spec.has_cache else longest
+    stream.accept(buf, min(max(buf.numel(), least), longest), spec)
+
+
 def grid(shape: Sequence[int]) -> tuple[int, int, int]:
     """[B, S, C] of a shape; one dimension is one sample of one token."""
     samples = shape[0] if len(shape) > 1 else 1
-    return samples, torch.Size(shape[1:-1]).numel(), shape[-1]
+    return samples, math.prod(shape[1:-1]), shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
