@@ -1,8 +1,7 @@
 """`tahq trace`: a run's steps in parts, from its metrics.jsonl; and the pictures of traced steps as one file."""
 
 import json
-from collections.abc import Iterator
-from itertools import pairwise
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from tahq.observe import figures
 from tahq.observe.bottleneck import WireFacts, diagnose
 from tahq.observe.run_history import RECENT_STEPS
 from tahq.observe.step_split import median_step, read_steps
-from tahq.observe.trace_file import merged, trace_path
+from tahq.observe.trace_file import trace_path
+from tahq.observe.trace_pictures import merged, read_picture
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.tables import print_table
 
@@ -117,25 +117,32 @@ def _facts(folder: RunFolder) -> WireFacts | None:
 
 
 def _write_picture(folder: RunFolder, step: int | None, output: Path) -> None:
-    paths = [trace_path(folder.traces, step)] if step is not None else sorted(folder.traces.glob("step-*.json"))
+    pictures = _pictures(folder, step)
     try:
-        pictures = list(_of_one_start([json.loads(path.read_text(encoding="utf-8")) for path in paths]))
-        if not pictures:
-            raise FileNotFoundError
         output.write_text(json.dumps(merged(pictures)), encoding="utf-8")
-    except FileNotFoundError:
-        wanted = "a step" if step is None else f"step {step}"
-        raise UserError(
-            f"{folder.traces} has no picture of {wanted}; set run.trace_steps, e.g. --set 'run.trace_steps=[10, 12]'"
-        ) from None
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
     steps = ", ".join(str(picture["otherData"]["step"]) for picture in pictures)
     print(f"{output}: step {steps}, for https://ui.perfetto.dev")
 
 
-def _of_one_start(pictures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The last of them whose clocks are one start's: a resumed run may be another machine's, with another clock."""
-    begins = [picture["otherData"]["begin_s"] for picture in pictures]
-    breaks = [index for index, (a, b) in enumerate(pairwise(begins), start=1) if b <= a]
-    yield from pictures[breaks[-1] if breaks else 0 :]
+def _pictures(folder: RunFolder, step: int | None) -> list[dict[str, Any]]:
+    """Of one step or of all, in order; those that are damaged are named and left out. UserError if none is whole."""
+    paths = sorted(folder.traces.glob("step-*.json")) if step is None else [trace_path(folder.traces, step)]
+    paths = [path for path in paths if path.exists()]
+    if not paths:
+        wanted = "a step" if step is None else f"step {step}"
+        raise UserError(
+            f"{folder.traces} has no picture of {wanted}; set run.trace_steps, e.g. --set 'run.trace_steps=[10, 12]'"
+        )
+    pictures, damaged = [], []
+    for path in paths:
+        try:
+            pictures.append(read_picture(path))
+        except UserError as error:
+            damaged.append(str(error))
+    if not pictures:
+        raise UserError("; ".join(damaged))
+    for reason in damaged:
+        print(f"tahq trace: {reason}; it is left out", file=sys.stderr)
+    return pictures

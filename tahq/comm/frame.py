@@ -27,6 +27,9 @@ class Purpose(IntEnum):
     """No tensor of the model: the address at which a link's process group is made."""
 
 
+_EVALUATING = (Purpose.EVAL, Purpose.EVAL_RAW)
+
+
 class Direction(IntEnum):
     """Activations go forward (to the higher stage), gradients backward."""
 
@@ -60,6 +63,11 @@ class LogicalId(NamedTuple):
     cut: int
     direction: Direction
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is sent to evaluate; such frames are in no step's figures."""
+        return self.purpose in _EVALUATING
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -78,7 +86,7 @@ class Frame:
 
 CPU = torch.device("cpu")
 MAGIC = b"TAHQ"
-HEADER_VERSION = 1
+HEADER_VERSION = 2
 MAX_DIMS = 4
 MAX_PIECE_NBYTES = 1024 * 1024
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tahq.comm.busy_clock import BusyClocks
 from tahq.comm.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, Purpose
 from tahq.comm.group_message import (
     ANSWER_NBYTES,
@@ -23,7 +24,6 @@ from tahq.comm.group_message import (
     unpack_answer,
 )
 from tahq.comm.group_thread import GroupThread, Lane
-from tahq.comm.outbound import BusyClock
 from tahq.errors import RemoteProtocolError, TahqError
 
 _WINDOW_FRAMES = 16
@@ -44,7 +44,7 @@ class GroupSender:
         self._lane = lane
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._busy = {direction: BusyClock() for direction in Direction}
+        self._busy = BusyClocks()
         self._queued_nbytes = 0
         self._sequence = 0
         self._is_abandoned = False
@@ -62,14 +62,14 @@ class GroupSender:
     def send(self, frame: Frame) -> None:
         """Queue a frame."""
         with self._lock:
-            self._busy[frame.id.direction].start(time.monotonic())
+            self._busy.start(frame.id, time.monotonic())
             self._queued_nbytes += frame.payload.numel()
         self._queue.put(_Queued(frame, self._lane.path.mark()))
 
     def busy_s(self, direction: Direction) -> float:
         """Seconds in which anything sent that way was queued or had no receipt."""
         with self._lock:
-            return self._busy[direction].total_s(time.monotonic())
+            return self._busy.total_s(direction, time.monotonic())
 
     def close(self) -> None:
         """End the thread after what is queued, and tell the receiver that nothing more will come."""
@@ -148,5 +148,5 @@ class GroupSender:
     def _finish(self, queued: _Queued) -> None:
         frame = queued.frame
         with self._lock:
-            self._busy[frame.id.direction].stop(time.monotonic())
+            self._busy.stop(frame.id, time.monotonic())
             self._queued_nbytes -= frame.payload.numel()

@@ -11,11 +11,12 @@ a little below it, as routers do that want the queue to be theirs.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tahq.comm.cap import cap_bits_per_s
+from tahq.comm.cap import LEAST_CAP_BITS_PER_S, cap_bits_per_s
 from tahq.comm.config import HostConfig, Hosts, LinksConfig
 from tahq.comm.network_config import host_names
 from tahq.comm.shaping import Shaping
 from tahq.errors import ConfigError
+from tahq.units import write_rate
 
 _GOODPUT_SHARE = 1448 / 1514
 """What TCP carries of a rate that counts everything on the wire, as in namespaces."""
@@ -41,7 +42,7 @@ def host_shaping(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) 
         num_stages: of how many.
 
     Raises:
-        ConfigError: a cap is a share, and the host's rate is not known.
+        ConfigError: a cap is a share, and the host's rate is not known, or so low that it comes to less than a cap may.
     """
     rates = _rates(links, hosts, stage, num_stages)
     own = hosts[stage] if isinstance(hosts, list) else None
@@ -52,8 +53,8 @@ def host_shaping(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) 
         rate_bits_per_s=links.rate if is_imitated else None,
         delay_s=links.delay if is_imitated else 0.0,
         piece_nbytes=links.piece,
-        cap_up_bits_per_s=_known(cap_up, rates.up_bits_per_s, "cap_up", stage),
-        cap_down_bits_per_s=_known(cap_down, rates.down_bits_per_s, "cap_down", stage),
+        cap_up_bits_per_s=_known(cap_up, rates.up_bits_per_s, _key("cap_up", own, stage), stage),
+        cap_down_bits_per_s=_known(cap_down, rates.down_bits_per_s, _key("cap_down", own, stage), stage),
     )
 
 
@@ -65,10 +66,16 @@ def _rates(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> Hos
 
 
 def _ordered_cap(links: LinksConfig, rates: HostRates, is_imitated: bool) -> str | None:
-    """The cap that keeps what waits in the worker; None: none is needed, or of a rate that nobody knows."""
+    """The cap that keeps what waits in the worker; None: none is needed, or can be, or of a rate that nobody knows."""
     if links.first == "oldest" or rates.up_bits_per_s is None or (is_imitated and links.rate is not None):
         return None
-    return _ORDERED_CAP
+    bits_per_s = cap_bits_per_s(_ORDERED_CAP, rates.up_bits_per_s)
+    return _ORDERED_CAP if bits_per_s is not None and bits_per_s >= LEAST_CAP_BITS_PER_S else None
+
+
+def _key(name: str, own: HostConfig | None, stage: int) -> str:
+    """Where the cap is written that holds for a host."""
+    return f"hosts.{stage}.{name}" if own is not None and getattr(own, name) is not None else f"links.{name}"
 
 
 def _known(cap: float | str | None, rate_bits_per_s: float | None, key: str, stage: int) -> float | None:
@@ -77,8 +84,14 @@ def _known(cap: float | str | None, rate_bits_per_s: float | None, key: str, sta
     bits_per_s = cap_bits_per_s(cap, rate_bits_per_s)
     if bits_per_s is None:
         raise ConfigError(
-            f"links.{key}: {cap} is a share of a rate, and that of stage {stage}'s host is not known; measure it with "
+            f"{key}: {cap} is a share of a rate, and that of stage {stage}'s host is not known; measure it with "
             f"tahq measure, or give the cap as a rate, such as 20mbit"
+        )
+    if bits_per_s < LEAST_CAP_BITS_PER_S:
+        came_to = write_rate(float(f"{bits_per_s:.3g}"))
+        least = write_rate(LEAST_CAP_BITS_PER_S)
+        raise ConfigError(
+            f"{key}: {cap} of the rate of stage {stage}'s host comes to {came_to}; a cap must be at least {least}"
         )
     return bits_per_s
 
@@ -89,12 +102,20 @@ def with_measured_rates(
     """The machines of a `hosts:` list, each with its caps as rates where they were shares of what was measured.
 
     A host whose rate was not measured keeps its share. `HostRates` are what TCP carries.
+
+    Raises:
+        ConfigError: a share comes to less than a cap may be.
     """
-    return [_with_measured(links, host, own) for host, own in zip(hosts, rates, strict=True)]
+    measured = zip(hosts, rates, strict=True)
+    return [_with_measured(links, host, own, stage) for stage, (host, own) in enumerate(measured)]
 
 
-def _with_measured(links: LinksConfig, host: HostConfig, rates: HostRates) -> HostConfig:
+def _with_measured(links: LinksConfig, host: HostConfig, rates: HostRates, stage: int) -> HostConfig:
     caps = {"cap_up": (host.cap_up or links.cap_up or _ordered_cap(links, rates, True), rates.up_bits_per_s)}
     caps |= {"cap_down": (host.cap_down or links.cap_down, rates.down_bits_per_s)}
-    known = {key: None if cap is None else cap_bits_per_s(cap, rate) for key, (cap, rate) in caps.items()}
-    return host.model_copy(update={key: value for key, value in known.items() if value is not None})
+    known = {
+        name: _known(cap, rate, _key(name, host, stage), stage)
+        for name, (cap, rate) in caps.items()
+        if cap is not None and not (rate is None and isinstance(cap, str))
+    }
+    return host.model_copy(update=known)

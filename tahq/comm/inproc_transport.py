@@ -78,7 +78,7 @@ class InprocTransport:
             lambda direction: session.busy_s(direction, now_s),
             lambda direction: session.sending_s(direction, now_s),
             session.take_pieces(),
-            session.round_trip_s,
+            session.heartbeats,
         )
 
     def close(self) -> None:
@@ -192,6 +192,7 @@ class InprocPair:
         run_id: int = 1,
         epoch: int = 0,
         shaping: Shaping | None = None,
+        upper_shaping: Shaping | None = None,
         limits: SessionLimits | None = None,
     ) -> None:
         """Connect two ends.
@@ -202,17 +203,18 @@ class InprocPair:
             run_id: of the logical ids that travel.
             epoch: of both ends.
             shaping: what each side is capped to, each for itself.
+            upper_shaping: what the upper side is capped to; None: as the lower one.
             limits: times and bounds of both sessions.
         """
         shaping = shaping or Shaping()
         limits = limits or SessionLimits(piece_nbytes=shaping.message_nbytes)
 
-        def end(stage: int, peer_stage: int) -> InprocTransport:
+        def end(stage: int, peer_stage: int, shaping: Shaping) -> InprocTransport:
             spec = LinkSpec(link, peer_stage, "in this process", dials=stage > peer_stage)
             identity = PeerIdentity(run_id, epoch, stage, "inproc")
             return InprocTransport(identity, spec, limits, shaping, clock)
 
-        self.lower, self.upper = end(link, link + 1), end(link + 1, link)
+        self.lower, self.upper = end(link, link + 1, shaping), end(link + 1, link, upper_shaping or shaping)
         self.lower.peer, self.upper.peer = self.upper, self.lower
         for transport in (self.upper, self.lower) * _GREETINGS:
             transport.greet()

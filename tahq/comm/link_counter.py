@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tahq.comm.frame import HEADER_NBYTES, Direction, Frame
 from tahq.comm.transport import LinkStats
-from tahq.comm.wire_time import PieceTimes
+from tahq.comm.wire_time import HeartbeatTimes, PieceTimes
 
 
 class _Count:
@@ -31,7 +31,9 @@ class LinkCounter:
         self._counts = {direction: _Count() for direction in Direction}
 
     def count(self, frame: Frame) -> None:
-        """A frame was sent."""
+        """A frame was sent; those of evaluations are in no step's figures."""
+        if frame.id.is_evaluation:
+            return
         count = self._counts[frame.id.direction]
         nbytes = frame.payload.numel()
         count.frames += 1
@@ -45,19 +47,19 @@ class LinkCounter:
         busy_s: Callable[[Direction], float],
         sending_s: Callable[[Direction], float] | None = None,
         pieces: Sequence[PieceTimes] = (),
-        round_trip_s: float = 0.0,
+        heartbeats: tuple[HeartbeatTimes, ...] = (),
     ) -> list[LinkStats]:
         """Figures since the last call, one entry a direction in which something was sent, or acknowledged.
 
         Args:
             busy_s: seconds since the start in which something was queued or not acknowledged.
             sending_s: likewise, in which bytes were on their way; None: not known, taken for `busy_s`.
-            pieces: what was acknowledged since the last call.
-            round_trip_s: of a heartbeat that met nobody; 0: not known.
+            pieces: what was acknowledged since the last call, evaluations and all.
+            heartbeats: the last few that met nothing of the link on their way.
         """
         sending_s = sending_s or busy_s
         return [
-            replace(self._take(direction, busy_s(direction), sending_s(direction), pieces), round_trip_s=round_trip_s)
+            replace(self._take(direction, busy_s(direction), sending_s(direction), pieces), heartbeats=heartbeats)
             for direction, count in self._counts.items()
             if count.frames or any(piece.id.direction is direction for piece in pieces)
         ]

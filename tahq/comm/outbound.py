@@ -9,9 +9,10 @@ and may be asked for again (`rewind`), are references to the caller's tensors.
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tahq.comm.acknowledgement import Acknowledgement
+from tahq.comm.busy_clock import BusyClocks
 from tahq.comm.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, buffer_of, pack_header
 from tahq.comm.sending_order import AGAIN, First, Rank, next_to_send, rank_of
 from tahq.comm.stripes import Stripes
@@ -19,6 +20,9 @@ from tahq.comm.wire_time import PieceTimes
 
 MAX_PIECES_KEPT = 1 << 16
 """Times of acknowledged pieces that nobody has asked for yet; older ones are forgotten."""
+
+NO_TIMES = Acknowledgement()
+"""What is known where no ACK says when messages came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class _SentPiece:
     is_last: bool
     queued_s: float
     taken_s: float
+    is_again: bool = False
 
     @property
     def sequence(self) -> int:
@@ -70,36 +75,6 @@ class _Cutting:
     payload: memoryview
     ready_s: float
     offset: int = 0
-
-
-class BusyClock:
-    """How long something was outstanding, in all.
-
-    One thread moves it, any thread may read it: the state is one tuple, replaced whole.
-    """
-
-    def __init__(self) -> None:
-        self._outstanding = 0
-        self._state: tuple[float, float | None] = (0.0, None)
-
-    def start(self, now_s: float) -> None:
-        """One thing more is outstanding."""
-        self._outstanding += 1
-        total_s, since_s = self._state
-        if since_s is None:
-            self._state = (total_s, now_s)
-
-    def stop(self, now_s: float) -> None:
-        """One thing less is outstanding."""
-        self._outstanding -= 1
-        total_s, since_s = self._state
-        if self._outstanding == 0 and since_s is not None:
-            self._state = (total_s + max(0.0, now_s - since_s), None)
-
-    def total_s(self, now_s: float) -> float:
-        """Seconds until now."""
-        total_s, since_s = self._state
-        return total_s if since_s is None else total_s + max(0.0, now_s - since_s)
 
 
 class Outbound:
@@ -131,11 +106,12 @@ class Outbound:
         self.last_sequence = 0
         self.num_again = 0
         """Pieces that were sent again."""
-        self.busy = {direction: BusyClock() for direction in Direction}
-        self.sending = {direction: BusyClock() for direction in Direction}
+        self.busy = BusyClocks()
+        """From when a frame is queued until it is acknowledged."""
+        self.sending = BusyClocks()
         """As `busy`, but from when a piece is taken: a frame that waits for others is not being sent."""
         self.pieces: deque[PieceTimes] = deque(maxlen=MAX_PIECES_KEPT)
-        """Of what was acknowledged; filled here, emptied by any one thread."""
+        """Of what an ACK has told the arrival of; filled here, emptied by any one thread."""
 
     @property
     def is_settled(self) -> bool:
@@ -204,7 +180,7 @@ class Outbound:
         )
         self._queues[frame.id.direction].append(_Cutting(header, payload, now_s))
         self._queued_nbytes += len(payload)
-        self.busy[frame.id.direction].start(now_s)
+        self.busy.start(frame.id, now_s)
 
     def take_piece(self, now_s: float) -> Outgoing:
         """The next piece, numbered; only while there is a `next_rank`."""
@@ -224,13 +200,13 @@ class Outbound:
 
     def _take_again(self, now_s: float) -> Outgoing:
         self.num_again += 1
-        return self._send(replace(self._again.popleft(), taken_s=now_s), self._rewound_s)
+        return self._send(replace(self._again.popleft(), taken_s=now_s, is_again=True), self._rewound_s)
 
     def _send(self, piece: _SentPiece, ready_s: float) -> Outgoing:
         self._unacknowledged.append(piece)
         self._queued_nbytes -= piece.nbytes
         self._in_flight_nbytes += piece.nbytes
-        self.sending[piece.id.direction].start(piece.taken_s)
+        self.sending.start(piece.id, piece.taken_s)
         connection = self._stripes.take(piece.sequence, piece.nbytes)
         header = pack_header(piece.header, piece.payload)
         return Outgoing(header, piece.payload, max(ready_s, self._room_since_s), connection)
@@ -242,16 +218,17 @@ class Outbound:
     def _rank(self, frame: _Cutting) -> Rank:
         return rank_of(frame.header.id.direction, frame.ready_s, self._first)
 
-    def acknowledge(self, sequence: int, now_s: float, arrived: Sequence[int] = ()) -> None:
-        """The peer has everything up to and with `sequence`, and of each connection what `arrived` says."""
-        self._stripes.acknowledge(arrived)
+    def acknowledge(self, sequence: int, now_s: float, ack: Acknowledgement = NO_TIMES) -> None:
+        """The peer has everything up to and with `sequence`; `ack` says since when, and over which connections."""
+        self._stripes.acknowledge(ack.passed)
         had_room = self.has_room
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
             piece = self._unacknowledged.popleft()
             self._recall(piece, now_s)
-            self._forget(piece, now_s)
+            self._forget(piece, now_s, ack.arrival_s(sequence - piece.sequence))
         while self._again and self._again[0].sequence <= sequence:  # it has come after all
-            self._forget(self._again.popleft(), now_s)
+            piece = self._again.popleft()
+            self._forget(piece, now_s, ack.arrival_s(sequence - piece.sequence))
         if self.has_room and not had_room:
             self._room_since_s = now_s
 
@@ -269,20 +246,22 @@ class Outbound:
         """It is not on its way any more."""
         self._in_flight_nbytes -= piece.nbytes
         self._queued_nbytes += piece.nbytes
-        self.sending[piece.id.direction].stop(now_s)
+        self.sending.stop(piece.id, now_s)
 
-    def _forget(self, piece: _SentPiece, now_s: float) -> None:
-        """The peer has it."""
+    def _forget(self, piece: _SentPiece, now_s: float, arrived_s: float | None) -> None:
+        """The peer has it, or is not there to take it; where nobody says when it came, it is in no figures."""
         self._queued_nbytes -= piece.nbytes
         if piece.is_last:
-            self.busy[piece.id.direction].stop(now_s)
-        self.pieces.append(PieceTimes(piece.id, piece.nbytes, piece.queued_s, piece.taken_s, now_s))
+            self.busy.stop(piece.id, now_s)
+        if arrived_s is not None:
+            times_s = (piece.queued_s, piece.taken_s, now_s, arrived_s)
+            self.pieces.append(PieceTimes(piece.id, piece.nbytes, *times_s, self._epoch, piece.is_again))
 
     def discard(self, now_s: float) -> None:
         """Forget everything: nobody is there to take it."""
-        for direction, queue in self._queues.items():
+        for queue in self._queues.values():
             for cutting in queue:
                 self._queued_nbytes -= len(cutting.payload) - cutting.offset
-                self.busy[direction].stop(now_s)
+                self.busy.stop(cutting.header.id, now_s)
             queue.clear()
         self.acknowledge(self.last_sequence, now_s)

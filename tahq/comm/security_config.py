@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from tahq.comm.keys import parse_public_key, read_public_keys
+from tahq.errors import UserError
 from tahq.units import Section
 
 _DIGITS = re.compile(r"[0-9a-fA-F]{16,}")
@@ -30,9 +31,18 @@ class SecurityConfig(Section):
         """The public keys that `allow` names.
 
         Raises:
-            UserError: a file of them cannot be read.
+            UserError: an entry is neither a key nor a file of keys that can be read.
         """
-        keys: set[str] = set()
-        for entry in self.allow:
-            keys.update([entry] if _DIGITS.fullmatch(entry) else read_public_keys(Path(entry).expanduser()))
-        return frozenset(keys)
+        return frozenset(key for index, entry in enumerate(self.allow) for key in _keys_of(entry, index))
+
+
+def _keys_of(entry: str, index: int) -> list[str]:
+    if _DIGITS.fullmatch(entry):
+        return [entry]
+    path = Path(entry).expanduser()
+    if not path.exists():
+        raise UserError(f"security.allow.{index}: neither a public key of 64 digits nor a file: {entry}")
+    try:
+        return read_public_keys(path)
+    except UserError as error:
+        raise UserError(f"security.allow.{index}: {error}") from None

@@ -19,9 +19,9 @@ heard on all; ACK goes over the first.
 
 import math
 import struct
-from collections import deque
 from enum import Enum
 
+from tahq.comm.acknowledgement import ACK_AT_ONCE_NBYTES, ACK_DELAY_S, Arrivals, unpack_acknowledgement
 from tahq.comm.frame import (
     MAX_PIECE_NBYTES,
     Direction,
@@ -33,6 +33,7 @@ from tahq.comm.frame import (
     pack_header,
     unpack_header,
 )
+from tahq.comm.heartbeats import Heartbeats
 from tahq.comm.hello import Hello, decode_text, unpack_hello
 from tahq.comm.inbound import Inbound
 from tahq.comm.link_connections import LinkConnections
@@ -41,7 +42,7 @@ from tahq.comm.outbound import Outbound, Outgoing
 from tahq.comm.receive_memory import Allocate, pageable
 from tahq.comm.resequencing import Resequencer
 from tahq.comm.sending_order import FAREWELL, Rank
-from tahq.comm.wire_time import ACK_AT_ONCE_NBYTES, ACK_DELAY_S, PieceTimes
+from tahq.comm.wire_time import HeartbeatTimes, PieceTimes
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 
@@ -63,11 +64,8 @@ _HEARD_WHEN_CLOSED = frozenset({FrameKind.ACK, FrameKind.BYE, FrameKind.RESEND})
 _SILENT_HEARTBEATS = 2.5
 """A peer that is silent for so many is in trouble."""
 
-_ROUND_TRIPS = 8
-"""Heartbeats whose round trip is remembered."""
-
-_PASSED = struct.Struct("<Q")
 _ROUND = struct.Struct("<I")
+_ROUND_AND_NUMBER = struct.Struct("<II")
 _MAX_REASON_NBYTES = 1024
 
 
@@ -99,9 +97,8 @@ class Session:
         self._resend_due = False
         self._heard_on = 0
         """The connection that the peer was last heard on."""
-        self._heartbeat_sent_s: float | None = None
-        """When the last one left, if it met nothing on its way so far."""
-        self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
+        self._heartbeats = Heartbeats(identity.epoch)
+        self._arrivals = Arrivals()
         self._heartbeat_at_s: float | None = 0.0 if spec.dials else None
         self._bye_reason = ""
         self._is_held = False
@@ -163,16 +160,16 @@ class Session:
 
     def busy_s(self, direction: Direction, now_s: float) -> float:
         """Seconds in which anything sent that way was queued or unacknowledged."""
-        return self._outbound.busy[direction].total_s(now_s)
+        return self._outbound.busy.total_s(direction, now_s)
 
     def sending_s(self, direction: Direction, now_s: float) -> float:
         """Of these, the seconds in which bytes of it were on their way, and did not wait for others to go."""
-        return self._outbound.sending[direction].total_s(now_s)
+        return self._outbound.sending.total_s(direction, now_s)
 
     @property
-    def round_trip_s(self) -> float:
-        """The shortest of the last few heartbeats that had the link for themselves; 0.0: none has come back yet."""
-        return min(tuple(self._round_trips_s), default=0.0)
+    def heartbeats(self) -> tuple[HeartbeatTimes, ...]:
+        """The last few that had the link for themselves; any thread may ask."""
+        return self._heartbeats.recent
 
     def trouble(self, now_s: float) -> str:
         """Why the link is degraded; empty if it is not. The caller remembers since when."""
@@ -272,17 +269,17 @@ class Session:
             case FrameKind.ACK:
                 self._handle_ack(header.sequence, payload, now_s)
             case FrameKind.HEARTBEAT:
-                self._join_round(header.sequence, payload, connection)
-                self._ack_due = True
+                self._handle_heartbeat(header.sequence, payload, now_s, connection)
             case FrameKind.BYE:
                 self._handle_bye(header.sequence, payload, now_s, connection)
             case FrameKind.RESEND:
                 self._handle_resend(header.sequence, self._round_in(payload), now_s)
             case FrameKind.RESUME:
-                self._join_round(header.sequence, payload, connection)
+                self._join_round(header.sequence, self._round_in(payload), connection)
 
     def _handle_data(self, header: FrameHeader, payload: bytes | memoryview, now_s: float, connection: int) -> None:
         self._plan_ack(len(payload), now_s)
+        self._arrivals.note(header.sequence, now_s)
         for piece_header, piece in self._resequencer.take(header, payload, connection):
             self._deliver(self._inbound.accept(piece_header, piece))
 
@@ -292,8 +289,18 @@ class Session:
         (number,) = _ROUND.unpack(payload)
         return int(number)
 
-    def _join_round(self, sequence: int, payload: bytes | memoryview, connection: int) -> None:
-        if not self._resequencer.join_round(self._round_in(payload), sequence, connection):
+    def _handle_heartbeat(self, sequence: int, payload: bytes | memoryview, now_s: float, connection: int) -> None:
+        if len(payload) != _ROUND_AND_NUMBER.size:
+            raise RemoteProtocolError(
+                f"{self._spec}: sent {len(payload)} bytes with a HEARTBEAT; expected {_ROUND_AND_NUMBER.size}"
+            )
+        round_, number = _ROUND_AND_NUMBER.unpack(payload)
+        self._join_round(sequence, round_, connection)
+        self._arrivals.note_heartbeat(number, now_s)
+        self._ack_due = True
+
+    def _join_round(self, sequence: int, number: int, connection: int) -> None:
+        if not self._resequencer.join_round(number, sequence, connection):
             self._resend_due = True  # it has not come, perhaps
 
     def _handle_resend(self, sequence: int, number: int, now_s: float) -> None:
@@ -351,14 +358,13 @@ class Session:
 
     def _handle_ack(self, sequence: int, payload: bytes | memoryview, now_s: float) -> None:
         self._check_sent(sequence)
-        count = len(self._connections)
-        if len(payload) != (count * _PASSED.size if count > 1 else 0):
-            raise RemoteProtocolError(f"{self._spec}: sent {len(payload)} bytes with an ACK for {count} connections")
-        passed = [number for (number,) in _PASSED.iter_unpack(payload)]
-        self._outbound.acknowledge(sequence, now_s, passed)
-        if self._heartbeat_sent_s is not None and now_s > self._heartbeat_sent_s:
-            self._round_trips_s.append(now_s - self._heartbeat_sent_s)
-        self._heartbeat_sent_s = None
+        ack = unpack_acknowledgement(payload, len(self._connections), str(self._spec))
+        if ack.heartbeat > self._heartbeats.last:
+            raise RemoteProtocolError(
+                f"{self._spec}: has heartbeat {ack.heartbeat}, it says; the last one sent was {self._heartbeats.last}"
+            )
+        self._outbound.acknowledge(sequence, now_s, ack)
+        self._heartbeats.answered(ack.heartbeat, ack.heartbeat_s, now_s)
 
     def _handle_bye(self, sequence: int, payload: bytes | memoryview, now_s: float, connection: int) -> None:
         reason = decode_text(payload)
@@ -395,7 +401,7 @@ class Session:
         # An ACK is owed whoever has closed: the peer waits for it before it leaves.
         if self._ack_due or (self._ack_at_s is not None and self.local is not End.OPEN):
             self._ack_due, self._ack_at_s, self._unacked_nbytes = False, None, 0
-            return self._message(FrameKind.ACK, self._resequencer.received, now_s, self._passed())
+            return self._message(FrameKind.ACK, self._resequencer.received, now_s, self._acknowledgement())
         if self.local is End.CLOSED:
             return None
         if (connection := self._connections.next_hello()) is not None:
@@ -408,18 +414,19 @@ class Session:
 
     def _next_mark(self, now_s: float) -> Outgoing | None:
         """What says how far we are on a connection: RESUME, before anything that is sent again, and HEARTBEAT."""
-        sent_through, mine = self._outbound.sent_through, _ROUND.pack(self._round)
+        sent_through = self._outbound.sent_through
         if (connection := self._connections.next_resume()) is not None:
-            return self._message(FrameKind.RESUME, sent_through, now_s, mine, connection)
+            return self._message(FrameKind.RESUME, sent_through, now_s, _ROUND.pack(self._round), connection)
         if (connection := self._connections.next_heartbeat()) is not None:
-            self._heartbeat_sent_s = now_s if self._outbound.is_settled else None
+            number = self._heartbeats.leave(now_s, is_alone=self._outbound.is_settled)
+            mine = _ROUND_AND_NUMBER.pack(self._round, number)
             return self._message(FrameKind.HEARTBEAT, sent_through, now_s, mine, connection)
         return None
 
-    def _passed(self) -> bytes:
-        """For the peer to see how much each of several connections still carries."""
+    def _acknowledgement(self) -> bytes:
+        """When what has come came, and, for the peer to see, how much each of several connections still carries."""
         passed = self._resequencer.passed if len(self._connections) > 1 else ()
-        return b"".join(map(_PASSED.pack, passed))
+        return self._arrivals.tell(self._resequencer.received, passed).pack()
 
     def _hello(self, connection: int) -> Hello:
         limits = self._limits
@@ -445,7 +452,6 @@ class Session:
             return None
         if rank == FAREWELL:
             return self._next_bye(now_s)
-        self._heartbeat_sent_s = None
         return self._outbound.take_piece(now_s)
 
     def _next_bye(self, now_s: float) -> Outgoing:

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 
 from tahq.comm.frame import Direction, Frame, LogicalId
-from tahq.comm.wire_time import PieceTimes
+from tahq.comm.wire_time import HeartbeatTimes, PieceTimes
 
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """What one link has moved in one direction since its counters were last taken.
+    """What one link has moved in one direction since its counters were last taken, evaluations left out.
 
     `busy_s` is the time during which something sent was queued or not yet acknowledged, so
     payload_bytes * 8 / busy_s is the goodput that a sender sees, one round trip included.
@@ -30,9 +30,10 @@ class LinkStats:
     sending_s: float = 0.0
     """Of `busy_s`, while its bytes were on their way; the rest it was queued behind other data."""
     pieces: tuple[PieceTimes, ...] = ()
-    """When each piece left and was acknowledged, where the transport knows."""
-    round_trip_s: float = 0.0
-    """Of a heartbeat that met nobody; 0: not known."""
+    """When each piece left and came, where the transport knows; those of evaluations, too, since they have
+    the wire while others wait for it."""
+    heartbeats: tuple[HeartbeatTimes, ...] = ()
+    """The link's last few that met nothing of it on their way, where the transport knows."""
 
 
 class Transport(Protocol):

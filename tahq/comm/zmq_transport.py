@@ -24,9 +24,6 @@ MAX_QUEUED_NBYTES = 4 << 30
 """What `send` accepts ahead of the peer's acknowledgements; more than any schedule has in flight."""
 
 
-_EVALUATING = (Purpose.EVAL, Purpose.EVAL_RAW)
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Which frames the peer wants of a link: all, unless one of both ends was started again.
@@ -45,7 +42,7 @@ class Wanted:
         """Whether this is one of them; what makes a process group is of no step."""
         if id.purpose == Purpose.GROUP:
             return True
-        first = self.evaluations_since if id.purpose in _EVALUATING else self.since
+        first = self.evaluations_since if id.is_evaluation else self.since
         return first <= id.step and (self.through is None or id.step <= self.through)
 
 
@@ -193,7 +190,7 @@ class ZmqTransport:
             lambda direction: session.busy_s(direction, now_s),
             lambda direction: session.sending_s(direction, now_s),
             session.take_pieces(),
-            session.round_trip_s,
+            session.heartbeats,
         )
 
     def close(self, linger_s: float = 5.0) -> None:

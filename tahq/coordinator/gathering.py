@@ -9,6 +9,7 @@ from tahq.coordinator.journal import JournalledHolder
 from tahq.coordinator.membership import Member, Standing, stage_list
 from tahq.coordinator.plan import Endpoint, Position, plan_links, total_steps
 from tahq.coordinator.run_state import Event, Phase
+from tahq.errors import ConfigError
 
 
 class Gathering:
@@ -156,11 +157,19 @@ class Gathering:
             )
 
     def num_steps(self) -> int:
-        """Length of the run, now that all have said how many samples there are."""
+        """Length of the run, now that all have said how many samples there are.
+
+        Raises:
+            ConfigError: warm-up and decay do not fit into the steps that `epochs` come to.
+        """
         options = self._context.options
         samples, next_sample = self.data_position(options.start_step)
         start = Position(options.start_step, next_sample)
-        return total_steps(options.steps, options.epochs, samples, options.global_batch, start)
+        num_steps = total_steps(options.steps, options.epochs, samples, options.global_batch, start)
+        misfit = options.phases.misfit(num_steps, f"the {num_steps} steps that epochs {options.epochs} come to")
+        if misfit:
+            raise ConfigError(f"training: {misfit}")
+        return num_steps
 
     def answer_rejoin(self, identity: bytes, holder: JournalledHolder | None) -> bool:
         """Give a worker its stage back that held it under the coordinator before, else have it begin anew."""

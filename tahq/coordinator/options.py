@@ -7,6 +7,7 @@ from typing import Literal
 
 from tahq.comm.config import LinkTransport
 from tahq.coordinator.link_codecs import CodecOptions
+from tahq.pipeline.config import Phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class CoordinatorOptions:
     epochs: float | None
     global_batch: int
     """Samples a step."""
+    phases: Phases = field(default_factory=Phases)
+    """Steps that the run must have room for."""
     clip_norm: float | None = 1.0
     non_finite: Literal["skip", "halt"] = "skip"
     max_skipped_in_a_row: int = 10

@@ -1,7 +1,8 @@
 """Traced steps: every stage's spans, brought to the coordinator's clock.
 
 Pure: clock offsets and times are arguments. A traced step is complete once every stage has sent all of its parts; of
-steps that never get so far (a stage sent none) the oldest are forgotten.
+steps that never get so far (a stage sent none) the oldest are forgotten. Parts come a step late, perhaps, so those of a
+step that a coordinator before this one has committed are nothing to complain of, and are dropped.
 """
 
 import math
@@ -47,11 +48,13 @@ class TraceCollector:
             offsets: each stage's clock minus the coordinator's, as far as known.
 
         Raises:
-            RemoteProtocolError: a step that was not committed lately, a part that is there already, impossible numbers.
+            RemoteProtocolError: a step that was not committed, a part that is there already, impossible numbers.
         """
         name = self._names[part.stage]
+        if part.step > max(self._times, default=math.inf):
+            raise RemoteProtocolError(f"{name} sent a trace of step {part.step}, which was not committed yet")
         if part.step not in self._times:
-            raise RemoteProtocolError(f"{name} sent a trace of step {part.step}, which was not committed lately")
+            return None
         _check(part, name)
         stages = self._parts.setdefault(part.step, [{} for _ in self._names])
         _forget_oldest(self._parts)

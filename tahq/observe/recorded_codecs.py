@@ -1,34 +1,31 @@
 """Which codec each link had in each step of an earlier run, read back from its metrics.jsonl."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tahq.coordinator.link_codecs import Recorded
 from tahq.coordinator.link_policy import LinkKey
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, UserError
+from tahq.observe.metrics_lines import read_lines
 
 
 def recorded_codecs(path: Path) -> Recorded:
-    """The codecs by step, counted from 1, and by link and direction.
+    """The codecs by step, counted from 1, and by link and direction; a last line that is not complete is left out.
 
     Raises:
         ConfigError: the file cannot be read, or is not the metrics of a run that says what its codecs were.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        recorded = {int(row["step"]): _codecs(row["links"]) for row in rows}
-    except OSError as error:
-        raise ConfigError(f"wire.replay: {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"wire.replay: {path} is not the metrics.jsonl of a run that names its codecs "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        recorded = dict(read_lines(path, _step, "the codecs of a step"))
+    except UserError as error:
+        raise ConfigError(f"wire.replay: {error}") from error
     if not recorded:
         raise ConfigError(f"wire.replay: {path} has no steps")
     return recorded
+
+
+def _step(row: dict[str, Any]) -> tuple[int, dict[LinkKey, str]]:
+    return int(row["step"]), _codecs(row["links"])
 
 
 def _codecs(links: list[dict[str, Any]]) -> dict[LinkKey, str]:

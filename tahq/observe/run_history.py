@@ -18,7 +18,8 @@ from tahq.coordinator.observer import (
     Traffic,
     ValidationRecord,
 )
-from tahq.observe.bottleneck import Diagnosis, WireFacts, diagnose
+from tahq.observe.bottleneck import Diagnosis, diagnose
+from tahq.observe.codec_advice import WireFacts
 from tahq.observe.step_split import median_step
 
 RECENT_STEPS = 20

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tahq.coordinator.observer import RunEnd, RunObserver
 from tahq.errors import UserError
-from tahq.observe.bottleneck import WireFacts
+from tahq.observe.codec_advice import WireFacts
 from tahq.observe.fan_out import Observers
 from tahq.observe.live_table import LiveTable
 from tahq.observe.metrics import MetricsFile
@@ -28,6 +28,7 @@ def watch_run(
     export_command: str = "",
     facts: WireFacts | None = None,
     traces: Path | None = None,
+    start: int = 1,
     out: TextIO | None = None,
     err: TextIO | None = None,
 ) -> RunObserver:
@@ -41,6 +42,7 @@ def watch_run(
         export_command: for the summary.
         facts: of the run's wire, for saying what would make it faster.
         traces: folder for pictures of traced steps; None: none are kept.
+        start: number of this start of the run, from 1, for the pictures.
         out: table, lines and summary; None: stdout.
         err: why the run ended, if not simply at its end, in one line; None: stderr.
 
@@ -54,7 +56,7 @@ def watch_run(
     except OSError as error:
         raise UserError(f"cannot write {metrics}: {error.strerror}") from error
     last_words = LastWords(out, err, history, program, resume_command, export_command)
-    pictures = [TraceFiles(traces)] if traces is not None else []
+    pictures = [TraceFiles(traces, start)] if traces is not None else []
     return Observers([history, file, *pictures, screen(out, history), last_words])
 
 

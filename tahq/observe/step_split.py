@@ -1,80 +1,100 @@
 """Splits of steps, read from metrics.jsonl again, and the medians of several."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
-from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
+from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord, Traffic
 from tahq.coordinator.stage_split import StageSplit
-from tahq.errors import UserError
+from tahq.observe.metrics_lines import read_lines
 
 
 def read_steps(metrics: Path) -> list[StepRecord]:
-    """The steps of a metrics.jsonl, in order.
+    """The steps of a metrics.jsonl, in order; a last line that is not complete is left out.
 
     Raises:
-        UserError: it cannot be read, or was written by a version that did not split steps.
+        UserError: it cannot be read, has a number that no step can have, or was written by a version that did not
+            split steps.
     """
-    try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        return [step_record(json.loads(line)) for line in lines]
-    except OSError as error:
-        raise UserError(f"cannot read {metrics}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{metrics}: a line has no split of its step ({error!r}); was it written by this tahq?"
-        ) from error
+    return read_lines(metrics, step_record, "the split of a step")
 
 
 def step_record(row: Mapping[str, Any]) -> StepRecord:
-    """A line of metrics.jsonl as the record that it was made of; null is NaN."""
+    """A line of metrics.jsonl as the record that it was made of; a loss or a norm that is null is NaN.
+
+    Raises:
+        ValueError: a number that no step can have.
+    """
+    stages = tuple(_stage(stage, number) for number, stage in enumerate(row["stages"]))
+    step_time_s = _seconds(row["step_time_s"], "step_time_s")
+    if step_time_s < 0:
+        raise ValueError(f"step_time_s is {step_time_s}")
     return StepRecord(
-        step=int(row["step"]),
+        step=_whole(row, "step", least=1),
         loss=_number(row["loss"]),
-        tokens=int(row["tokens"]),
-        step_time_s=_number(row["step_time_s"]),
+        tokens=_whole(row, "tokens"),
+        step_time_s=step_time_s,
         grad_norm=_number(row["grad_norm"]),
         clip_factor=_number(row["clip_factor"]),
         skipped=bool(row["skipped"]),
         evaluating="validation" in row,
-        stages=tuple(_stage(stage) for stage in row["stages"]),
-        links=tuple(_link(link) for link in row["links"]),
+        stages=stages,
+        links=tuple(_link(link, len(stages)) for link in row["links"]),
     )
 
 
-def _stage(row: Mapping[str, Any]) -> StageRecord:
+def _stage(row: Mapping[str, Any], number: int) -> StageRecord:
+    if row["stage"] != number:
+        raise ValueError(f"stage {row['stage']} is where stage {number} should be")
     values = {field.name: row[field.name] for field in fields(StageSplit)}
-    waits = {int(stage): _number(s) for stage, s in values.pop("wait_s").items()}
-    beside = {name: _number(s) for name, s in values.pop("beside_s").items()}
-    split = StageSplit(wait_s=waits, beside_s=beside, **{name: _number(s) for name, s in values.items()})
+    waits = {int(stage): _seconds(s, "wait_s") for stage, s in values.pop("wait_s").items()}
+    beside = {name: _seconds(s, "beside_s") for name, s in values.pop("beside_s").items()}
+    split = StageSplit(wait_s=waits, beside_s=beside, **{name: _seconds(s, name) for name, s in values.items()})
     timing = {name: _number(s) for name, s in row["timing_s"].items()}
-    return StageRecord(int(row["stage"]), timing, int(row["codec_state_bytes"]), split)
+    return StageRecord(number, timing, _whole(row, "codec_state_bytes"), split)
 
 
-def _link(row: Mapping[str, Any]) -> LinkRecord:
+def _link(row: Mapping[str, Any], num_stages: int) -> LinkRecord:
+    if row["direction"] not in get_args(Traffic):
+        raise ValueError(f"direction {row['direction']!r}")
     return LinkRecord(
-        link=int(row["link"]),
-        sender=int(row["from"]),
-        receiver=int(row["to"]),
+        link=_whole(row, "link"),
+        sender=_whole(row, "from", most=num_stages - 1),
+        receiver=_whole(row, "to", most=num_stages - 1),
         direction=row["direction"],
-        frames=int(row["frames"]),
-        payload_bytes=int(row["payload_bytes"]),
-        wire_bytes=int(row["wire_bytes"]),
-        elements=int(row["elements"]),
-        busy_s=_number(row["busy_s"]),
-        sending_s=_number(row["sending_s"]),
-        wire_s=_number(row["wire_s"]),
-        idle_s=_number(row["idle_s"]),
+        frames=_whole(row, "frames", least=1),
+        payload_bytes=_whole(row, "payload_bytes", least=1),
+        wire_bytes=_whole(row, "wire_bytes"),
+        elements=_whole(row, "elements"),
+        busy_s=_seconds(row["busy_s"], "busy_s"),
+        sending_s=_seconds(row["sending_s"], "sending_s"),
+        wire_s=_seconds(row["wire_s"], "wire_s"),
+        idle_s=_seconds(row["idle_s"], "idle_s"),
         codec=str(row.get("codec", "")),
     )
 
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
+
+
+def _seconds(value: float | None, name: str) -> float:
+    seconds = _number(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{name} is {'null' if value is None else value}; expected seconds")
+    return seconds
+
+
+def _whole(row: Mapping[str, Any], key: str, *, least: int = 0, most: int | None = None) -> int:
+    number = int(row[key])
+    if number < least:
+        raise ValueError(f"{key} is {number}; expected at least {least}")
+    if most is not None and number > most:
+        raise ValueError(f"{key} is {number}; expected at most {most}")
+    return number
 
 
 def median_step(steps: Iterable[StepRecord]) -> StepRecord:

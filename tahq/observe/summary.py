@@ -33,10 +33,15 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
         *_wire(history),
         *([("skipped", f"{history.num_skipped} of these steps, for NaN or infinity")] if history.num_skipped else []),
         ("written to", f"{history.header.run_folder}{_newest_snapshot(end)}"),
-        *([("resume", resume_command)] if resume_command and end.last_snapshot is not None else []),
+        *([("resume", _resuming(resume_command, end))] if resume_command and end.last_snapshot is not None else []),
         *([("export", export_command)] if export_command and end.last_snapshot is not None else []),
     ]
     return "\n".join([_headline(history, end), *_aligned(rows)])
+
+
+def _resuming(command: str, end: RunEnd) -> str:
+    """How the run is continued; one that has all its steps takes no more of them unless told to."""
+    return f"{command}, with training.steps or epochs set to more" if end.steps_done >= end.total_steps else command
 
 
 def _headline(history: RunHistory, end: RunEnd) -> str:

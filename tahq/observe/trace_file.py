@@ -8,7 +8,8 @@ well that is known, is in `otherData`. `trace_object` is pure; `TraceFiles` writ
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,36 @@ Event = dict[str, Any]
 
 
 class TraceFiles(RunObserver):
-    """Writes ``step-000010.json`` into a folder, which is made with the first."""
+    """Writes ``step-000010.json`` into a folder, which is made with the first.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where.
+        start: number of this start of the run, from 1.
+    """
+
+    def __init__(self, folder: Path, start: int = 1) -> None:
         self._folder = folder
+        self._start = start
 
     def step_traced(self, trace: StepTrace) -> None:
-        """Write one step."""
+        """Write one step; OSError if the disk does not take it."""
         self._folder.mkdir(exist_ok=True)
-        path = trace_path(self._folder, trace.step)
-        path.write_text(json.dumps(trace_object(trace), allow_nan=False), encoding="utf-8")
+        text = json.dumps(trace_object(trace, self._start), allow_nan=False)
+        _write_whole(trace_path(self._folder, trace.step), text)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A file that is there whole or not at all, whatever becomes of this process.
+
+    Not forced to the disk, for which the coordinator would wait: a power cut may still leave part of it.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):  # the first error is the one to report
+            temporary.unlink(missing_ok=True)
 
 
 def trace_path(folder: Path, step: int) -> Path:
@@ -41,40 +62,28 @@ def trace_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.json"
 
 
-def trace_object(trace: StepTrace) -> dict[str, Any]:
-    """A traced step as one JSON object: `traceEvents`, and in `otherData` when it began and the clocks."""
+def trace_object(trace: StepTrace, start: int = 1) -> dict[str, Any]:
+    """A traced step as one JSON object: `traceEvents`, and in `otherData` start, when it began, and the clocks.
+
+    Args:
+        trace: the step.
+        start: number of the start of the run that it is of, from 1.
+    """
     tids = {stage.stage: _lane_tids(stage) for stage in trace.stages}
     events = [*_names(trace.stages, tids), *_step_events(trace, tids)]
     return {
-        "traceEvents": sorted(events, key=_place),
+        "traceEvents": sorted(events, key=place),
         "displayTimeUnit": "ms",
         "otherData": {
             "step": trace.step,
+            "start": start,
             "begin_s": trace.begin_s,
             "clocks": [_clock(stage) for stage in trace.stages],
         },
     }
 
 
-def merged(objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several steps of one start of a run as one picture, from what `trace_object` made of each."""
-    origin_s = min(trace["otherData"]["begin_s"] for trace in objects)
-    tids: dict[tuple[int, str], int] = {}
-    events: dict[str, Event] = {}
-    for trace in objects:
-        shift_us = _us(trace["otherData"]["begin_s"] - origin_s)
-        lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-        for event in trace["traceEvents"]:
-            lane = lanes.get((event["pid"], event["tid"]))
-            if lane is not None:
-                event = {**event, "tid": tids.setdefault((event["pid"], lane), len(tids) + 1)}
-            if "ts" in event:
-                event = {**event, "ts": event["ts"] + shift_us}
-            events[json.dumps(event)] = event  # names are in every step's file, and once is enough
-    return {**objects[-1], "traceEvents": sorted(events.values(), key=_place)}
-
-
-def _place(event: Event) -> tuple[float, float]:
+def place(event: Event) -> tuple[float, float]:
     """Names first, then by time, what encloses before what it encloses."""
     return event.get("ts", -math.inf), -event.get("dur", 0.0)
 
@@ -128,7 +137,7 @@ def _span_event(span: TracedSpan, pid: int, tid: int, origin_s: float) -> Event:
     args: dict[str, Any] = {"frame": span.frame} if span.frame else {}
     if span.category == "send":
         args |= {"bytes": span.nbytes, "queued_ms": 1000 * span.queued_s}
-    begin_us = _us(span.begin_s - origin_s)
+    begin_us = microseconds(span.begin_s - origin_s)
     return {
         "ph": "X",
         "name": span.name,
@@ -136,7 +145,7 @@ def _span_event(span: TracedSpan, pid: int, tid: int, origin_s: float) -> Event:
         "pid": pid,
         "tid": tid,
         "ts": begin_us,
-        "dur": max(0.0, _us(span.end_s - origin_s) - begin_us),
+        "dur": max(0.0, microseconds(span.end_s - origin_s) - begin_us),
         "args": args,
     }
 
@@ -159,6 +168,6 @@ def _flows(by_frame: Mapping[str, list[tuple[int, Event]]], step: int) -> Iterat
             }
 
 
-def _us(seconds: float) -> float:
+def microseconds(seconds: float) -> float:
     """Microseconds, to the nanosecond."""
     return round(1e6 * seconds, 3)

@@ -1,5 +1,6 @@
 """`training:` and `pipeline:` of cluster.yaml."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,21 @@ from tahq.units import Section
 
 Depth = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Steps at a run's ends whose number does not follow from its length; 0 decay steps: theirs does."""
+
+    warmup_steps: int = 0
+    decay_steps: int = 0
+
+    def misfit(self, num_steps: int, length: str) -> str:
+        """Why a run of so many steps, a length that is called so, has no room for them; empty: it has."""
+        if self.warmup_steps + self.decay_steps <= num_steps:
+            return ""
+        decay = f" and decay_steps {self.decay_steps}" if self.decay_steps else ""
+        return f"warmup_steps {self.warmup_steps}{decay} do not fit into {length}"
 
 
 class TrainingConfig(Section):
@@ -80,10 +96,10 @@ class TrainingConfig(Section):
         return self
 
     def _check_phases(self) -> None:
-        decay_steps = (self.decay_steps or 0) if self.lr_schedule == "wsd" else 0
-        if self.steps is not None and self.warmup_steps + decay_steps > self.steps:
-            decay = f" and decay_steps {decay_steps}" if decay_steps else ""
-            raise ValueError(f"warmup_steps {self.warmup_steps}{decay} do not fit into steps {self.steps}")
+        """How many steps `epochs` come to is known to the coordinator first, which checks it then."""
+        misfit = self.phases.misfit(self.steps, f"steps {self.steps}") if self.steps is not None else ""
+        if misfit:
+            raise ValueError(misfit)
 
     def _check_fused(self) -> None:
         if not self.is_fused:
@@ -103,6 +119,11 @@ class TrainingConfig(Section):
                 "qgalore.fused cannot skip a step that is found not to be finite when part of it is applied; "
                 "set non_finite to halt, or fused to false"
             )
+
+    @property
+    def phases(self) -> Phases:
+        """Warm-up, and the decay of `wsd`."""
+        return Phases(self.warmup_steps, (self.decay_steps or 0) if self.lr_schedule == "wsd" else 0)
 
     @property
     def is_low_rank(self) -> bool:

@@ -121,3 +121,25 @@ def test_host_that_was_not_measured_keeps_its_share():
     (left,) = with_measured_rates(config, [host()], [HostRates()])
     with pytest.raises(ConfigError, match="not known"):
         host_shaping(config, [left], 0, 1)
+
+
+def test_share_that_comes_to_less_than_a_cap_may_be_is_refused_with_what_it_comes_to():
+    """A run with such a cap would not get beyond connecting."""
+    at_least = r" comes to 50kbit; a cap must be at least 100kbit"
+    slow = links(rate="1mbit", cap_down="5%")
+    with pytest.raises(ConfigError, match=rf"links\.cap_down: 5% of the rate of stage 0's host{at_least}"):
+        host_shaping(slow, "local", 0, 2)
+    with pytest.raises(ConfigError, match=r"links\.cap_up: 0\.0000001% of .* stage 1's host comes to 0\.00956bit"):
+        host_shaping(links(rate="10mbit", cap_up="0.0000001%"), "namespaces", 1, 2)
+    hosts = [host(), host(cap_up="0.5%")]
+    with pytest.raises(ConfigError, match=rf"hosts\.1\.cap_up: 0.5% of the rate of stage 1's host{at_least}"):
+        with_measured_rates(links(), hosts, [HostRates(1e7), HostRates(1e7)])
+    assert caps_of(host_shaping(links(rate="1mbit", cap_up="10%"), "local", 0, 1)) == (1e5, None)
+
+
+def test_order_does_not_cap_an_uplink_to_less_than_a_cap_may_be():
+    """Nobody has asked for that cap, and the next to read it from a file would refuse it."""
+    ordered = {"rate": "105kbit", "first": "gradients"}
+    assert host_shaping(links(**ordered), "namespaces", 0, 2).cap_up_bits_per_s is None
+    (measured,) = with_measured_rates(links(first="gradients"), [host()], [HostRates(1.05e5)])
+    assert measured.cap_up is None

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tahq.comm.acknowledgement import Acknowledgement
 from tahq.comm.frame import HEADER_NBYTES, Direction, FrameKind, pack_header, unpack_header
 from tahq.comm.hello import Hello
 from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
@@ -288,9 +289,10 @@ def test_request_that_comes_behind_the_peers_bye_holds_nobody_up(wire, make_fram
 
 @pytest.mark.parametrize("kind", [FrameKind.RESEND, FrameKind.RESUME, FrameKind.HEARTBEAT])
 def test_round_that_nobody_asked_for_is_a_protocol_error(wire, kind):
+    number = bytes(4) if kind is FrameKind.HEARTBEAT else b""
     with pytest.raises(RemoteProtocolError, match=r"round|the last one sent was 0"):
-        wire.hear(wire.two, [message(kind, (7).to_bytes(4, "little"), sequence=3)])
-    with pytest.raises(RemoteProtocolError, match="round in 3 bytes"):
+        wire.hear(wire.two, [message(kind, (7).to_bytes(4, "little") + number, sequence=3)])
+    with pytest.raises(RemoteProtocolError, match=r"round in 3 bytes|3 bytes with a HEARTBEAT"):
         wire.hear(wire.two, [message(kind, b"abc")])
 
 
@@ -387,6 +389,59 @@ def test_busy_time_runs_from_queueing_to_acknowledgement_by_direction(wire, make
 def test_acknowledging_what_was_never_sent_is_a_protocol_error(wire):
     with pytest.raises(RemoteProtocolError, match="has message 9, it says; the last one sent was 0"):
         wire.hear(wire.two, [message(FrameKind.ACK, sequence=9)])
+
+
+def test_heartbeat_that_was_never_sent_cannot_have_come(wire):
+    payload = Acknowledgement(heartbeat=9).pack()
+    with pytest.raises(RemoteProtocolError, match="has heartbeat 9, it says; the last one sent was 1"):
+        wire.hear(wire.two, [message(FrameKind.ACK, payload)])
+
+
+def test_ack_says_when_each_piece_came_however_late_it_is_itself(wire, make_frame):
+    """Three pieces that come 0.1, 0.2 and 0.3 s after they left; what acknowledges them needs another 5 s."""
+    wire.one.send(make_frame(250), wire.now_s)
+    left_s, pieces = wire.now_s, wire.said_by(wire.one)
+    for piece in pieces:
+        wire.now_s += 0.1
+        wire.hear(wire.two, [piece])
+    wire.two.handle_timer(wire.now_s)
+    acks = wire.said_by(wire.two)
+    assert kinds(acks) == [FrameKind.ACK]
+    wire.now_s += 5.0
+    wire.hear(wire.one, acks)
+    times = [(p.taken_s - left_s, p.arrived_s - left_s, p.acked_s - left_s) for p in wire.one.take_pieces()]
+    assert times == [pytest.approx((0.0, arrived_s, 5.3)) for arrived_s in (0.1, 0.2, 0.3)]
+
+
+def test_heartbeat_is_told_apart_from_those_that_left_before_it_was_answered(wire):
+    """The way is 5 s there and 1 s back, and a heartbeat leaves every 2 s."""
+    beats, acks, left_s, start_s = [], [], {}, wire.now_s
+    for _ in range(12):
+        wire.now_s += 1.0
+        wire.one.handle_timer(wire.now_s)
+        for beat in wire.said_by(wire.one):
+            left_s[wire.now_s] = None
+            beats.append((wire.now_s + 5.0, beat))
+        while beats and beats[0][0] <= wire.now_s:
+            wire.hear(wire.two, [beats.pop(0)[1]])
+            acks += [(wire.now_s + 1.0, ack) for ack in wire.said_by(wire.two)]
+        while acks and acks[0][0] <= wire.now_s:
+            wire.hear(wire.one, [acks.pop(0)[1]])
+    seen = [beat for beat in wire.one.heartbeats if beat.left_s > start_s]
+    assert len(seen) == 3
+    assert all(beat.left_s in left_s and beat.arrived_s - beat.left_s == pytest.approx(5.0) for beat in seen)
+
+
+def test_pieces_that_only_a_request_to_send_again_accounts_for_are_in_no_figures(wire, make_frame):
+    wire.one.send(make_frame(250), wire.now_s)
+    first, _, third = wire.said_by(wire.one)
+    wire.hear(wire.two, [first, third])
+    (request,) = [m for m in wire.said_by(wire.two) if kinds([m]) == [FrameKind.RESEND]]
+    wire.hear(wire.one, [request])
+    assert wire.one.take_pieces() == []
+    wire.carry()
+    wire.pass_time(1.0)
+    assert [piece.is_again for piece in wire.one.take_pieces()] == [True, True]
 
 
 # Time

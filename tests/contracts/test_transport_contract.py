@@ -301,6 +301,16 @@ def test_stats_count_what_was_sent_since_the_last_call(harness):
     assert harness.lower.take_stats() == []
 
 
+def test_stats_leave_out_what_was_sent_to_evaluate(harness):
+    for purpose in (Purpose.EVAL, Purpose.EVAL_RAW):
+        frame = make_frame(10_000)
+        frame = dataclasses.replace(frame, id=frame.id._replace(purpose=purpose))
+        harness.upper.expect(frame.id, 10_000)
+        harness.lower.send(frame)
+        harness.upper.recv(SOON_S)
+    assert sum(entry.frames + entry.payload_bytes + entry.busy_s for entry in harness.lower.take_stats()) == 0
+
+
 def test_peer_that_vanishes_is_lost_within_the_timeout(harness):
     harness.vanish_lower()
     started_s = time.monotonic()

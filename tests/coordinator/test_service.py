@@ -27,6 +27,7 @@ from tahq.comm.control import (
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.link_policy import FollowRules
 from tahq.errors import ConfigError, SnapshotError
+from tahq.pipeline.config import Phases
 from tahq.quant.ladder import Ladder
 
 
@@ -73,6 +74,21 @@ def test_epochs_become_steps_once_the_samples_are_known(scene):
     scene.workers()
     assert scene.run(steps=None, epochs=0.5) == 0
     assert scene.end.total_steps == 6  # ⌊0.5 · 100 / 8⌋
+
+
+@pytest.mark.parametrize(
+    ("phases", "reason"),
+    [
+        (Phases(7), "warmup_steps 7 do not fit into the 6 steps that epochs 0.5 come to"),
+        (Phases(3, 4), "warmup_steps 3 and decay_steps 4 do not fit into the 6 steps that epochs 0.5 come to"),
+    ],
+    ids=["warm-up", "decay"],
+)
+def test_epochs_without_room_for_warm_up_and_decay_are_refused_before_training(scene, phases, reason):
+    scene.workers()
+    assert scene.run(steps=None, epochs=0.5, phases=phases) == 2
+    assert scene.end.message == f"training: {reason}"
+    assert scene.server.told(b"worker-0", Plan) == []
 
 
 def test_nothing_left_to_do_ends_at_once_with_status_0(scene):

@@ -76,8 +76,15 @@ def test_part_that_is_too_long_or_comes_twice_or_of_no_such_step_is_refused(coll
     collector.take(part(0, 11.0), EXACT)
     with pytest.raises(RemoteProtocolError, match="part 0 of its trace of step 4 twice"):
         collector.take(part(0, 11.0), EXACT)
-    with pytest.raises(RemoteProtocolError, match="step 9, which was not committed lately"):
+    with pytest.raises(RemoteProtocolError, match="step 9, which was not committed yet"):
         collector.take(part(0, 11.0, step=9), EXACT)
+
+
+def test_step_that_a_coordinator_before_this_one_has_committed_is_passed_over(collector):
+    assert collector.take(part(0, 11.0, step=3), EXACT) is None
+    assert TraceCollector(["stage 0"]).take(part(0, 11.0), EXACT) is None
+    assert collector.take(part(1, 11.0), EXACT) is None  # stage 0 has yet to tell of step 4
+    assert collector.take(part(0, 11.0), EXACT).step == 5
 
 
 def test_steps_that_never_get_whole_are_forgotten(collector):

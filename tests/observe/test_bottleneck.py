@@ -1,12 +1,15 @@
 """What limits a step, and what would change it, in one sentence."""
 
 import math
+import re
+from itertools import product
 
 import pytest
 
 from tahq.coordinator.observer import LinkRecord, StageRecord
 from tahq.coordinator.stage_split import StageSplit
-from tahq.observe.bottleneck import WireFacts, cheaper_codecs, diagnose
+from tahq.observe.bottleneck import diagnose
+from tahq.observe.codec_advice import WireFacts, busiest_uplink_s, cheaper_codecs, uplinks_s
 from tahq.observe.resources import flows_of, resources_of
 from tahq.quant import get_codec
 
@@ -117,7 +120,53 @@ def test_other_traffic_is_named_where_it_and_not_compute_comes_next(record):
     """No codec of gradients makes activations faster, which take 4 s where compute takes 1 s."""
     slow = step(record, 10.0, stages(1.0, 1.0, 1.0), link(2, 1, "gradients", 9.0), link(0, 1, "activations", 4.0))
     sentence = diagnose(slow, FACTS).sentence
-    assert "`eden:bits=3` would bring it below link 0→1, activations, which has the wire for 40 %" in sentence
+    assert "`eden:bits=3` would bring it below link 0→1, activations, which then has the wire for 40 %" in sentence
+
+
+def test_uplink_with_two_flows_is_judged_by_both(record):
+    """Its gradients alone, at 1 bit in place of 8, leave 4 s of activations, and stage 2 sends for 3.5 s."""
+    slow = step(
+        record, 10.0, stages(2.5, 2.5, 2.5),
+        link(1, 2, "activations", 4.0), link(1, 0, "gradients", 5.0), link(2, 1, "gradients", 3.5),
+    )  # fmt: skip
+    sentence = diagnose(slow, FACTS).sentence
+    flows = flows_of(slow.links)
+    ladders = {flow.traffic: cheaper_codecs(FACTS, flow) for flow in flows if flow.sender == 1}
+    pairs = {
+        (one, other): {"activations": a, "gradients": g}
+        for (one, a), (other, g) in product(ladders["activations"], ladders["gradients"])
+    }
+    for ratios in ({traffic: ratio} for traffic, ladder in ladders.items() for _, ratio in ladder):
+        after_s = uplinks_s(flows, ratios)
+        assert after_s[1] > max(2.5, after_s[2])
+    named = [specs for specs in pairs if all(f"`{spec}`" in sentence for spec in specs)]
+    assert len(named) == 1
+    assert busiest_uplink_s(flows, pairs[named[0]]) <= 2.5
+    assert sentence.startswith("stage 1's uplink (")
+    assert " with `wf:bits=" in sentence
+    assert sentence.partition(" would ")[2].startswith("make it compute-bound")
+
+
+def test_uplink_that_codecs_of_both_directions_cannot_help_is_told_so(record):
+    """Every link alike: at 1 bit stage 1 still sends twice as long as the others, and 0.1 s is computed."""
+    slow = step(
+        record, 10.0, stages(0.1, 0.1, 0.1),
+        link(0, 1, "activations", 4.0), link(1, 2, "activations", 4.0),
+        link(1, 0, "gradients", 4.0), link(2, 1, "gradients", 4.0),
+    )  # fmt: skip
+    least_s = busiest_uplink_s(flows_of(slow.links), {"activations": 0.2667, "gradients": 0.1297})
+    (_, _, advice) = diagnose(slow, FACTS).sentence.partition("even ")
+    assert advice.startswith("`wf:bits=1` with `eden:bits=1` would leave an uplink busy for ")
+    assert f"busy for {round(10 * least_s)} % of what is now a step; a higher rate would help" in advice
+
+
+def test_other_direction_s_codec_is_named_where_it_alone_would_do(record):
+    """Gradients are at 1 bit already; with fewer bits for activations their 3 s go below the 5 s of computing."""
+    slow = step(
+        record, 10.0, stages(5.0, 5.0, 5.0),
+        link(1, 0, "gradients", 4.0, codec="eden:bits=1"), link(1, 2, "activations", 3.0),
+    )  # fmt: skip
+    assert re.search(r"; `wf:bits=\d` would make it compute-bound", diagnose(slow, FACTS).sentence)
 
 
 def test_slowest_stage_is_told_to_give_layers_away(record):
@@ -127,6 +176,16 @@ def test_slowest_stage_is_told_to_give_layers_away(record):
     assert "fewer layers there (`pipeline.layers`) would help, until link 0→1, activations, busy for 40 %, is next" in (
         diagnosis.sentence
     )
+
+
+def test_what_is_busier_is_not_said_to_be_next(record):
+    """8 micro-batches: one passes the three stages before the last in 6/8 s, so that bounds the step by 4.45 s and the
+    busier one before it by 4.0 + 2/8.
+    """
+    slow = step(record, 4.6, stages(1.0, 1.0, 4.0, 3.7), *(link(n, n + 1, "activations", 0.01) for n in range(3)))
+    sentence = diagnose(slow, FACTS).sentence
+    assert sentence.startswith("stage 3's compute is the bottleneck: 80 % of the step; fewer layers there")
+    assert "is next" not in sentence
 
 
 def test_even_stages_are_compute_bound_together(record):

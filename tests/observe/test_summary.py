@@ -23,7 +23,7 @@ def test_summary_says_what_a_run_came_to(history, end):
         "activations": "8.82 MB, 4.41 bits an element",
         "gradients": "16 MB, 8.00 bits an element",
         "written to": "runs/demo (snapshot after step 20)",
-        "resume": "tahq-launch c.yaml --resume",
+        "resume": "tahq-launch c.yaml --resume, with training.steps or epochs set to more",
         "export": "tahq export r OUT",
     }
 
@@ -36,6 +36,11 @@ def test_short_run_has_no_means(play_run):
     assert rows(text)["loss"] == "3.9900 → 3.9700 nats a token"
     assert "resume" not in rows(text)
     assert rows(text)["written to"] == "runs/demo"
+
+
+def test_run_that_is_stopped_is_resumed_as_it_was_started(history):
+    text = summary_text(history, RunEnd(130, "stopped", 20, 40, 20), resume_command="tahq-launch c.yaml --resume")
+    assert rows(text)["resume"] == "tahq-launch c.yaml --resume"
 
 
 def test_resumed_run_says_how_many_steps_are_its_own(history):

@@ -5,14 +5,16 @@ import math
 from collections import defaultdict
 
 import pytest
+from support.disks import can_mount, fill, small_disk
 
 from tahq.coordinator.observer import StageTrace, StepTrace, TracedSpan
-from tahq.observe.trace_file import TraceFiles, merged, trace_object, trace_path
+from tahq.observe.trace_file import TraceFiles, trace_object, trace_path
+from tahq.observe.trace_pictures import merged, read_picture
 
 FRAME = "train step 5 cut 0 forward 0"
 
 
-def trace(step=5, begin_s=100.0, extra=()):
+def trace(step=5, begin_s=100.0, extra=(), pid=1):
     first = (
         TracedSpan("compute", "forward", "0F0", begin_s + 0.001, begin_s + 0.004),
         TracedSpan("encode", "encode", "encode: activations 0", begin_s + 0.004, begin_s + 0.005, FRAME),
@@ -25,7 +27,7 @@ def trace(step=5, begin_s=100.0, extra=()):
         TracedSpan("compute", "wait", "wait for stage 0: activations 0", begin_s, begin_s + 0.009, FRAME),
         TracedSpan("decode", "decode", "decode: activations 0", begin_s + 0.009, begin_s + 0.010, FRAME),
     )
-    a = StageTrace(0, "stage 0 (a, pid 1)", 0.5, 0.001, first)
+    a = StageTrace(0, f"stage 0 (a, pid {pid})", 0.5, 0.001, first)
     b = StageTrace(1, "stage 1 (b, pid 2)", 0.0, math.nan, second)
     return StepTrace(step, begin_s, begin_s + 0.02, (a, b))
 
@@ -103,9 +105,86 @@ def test_steps_make_one_picture_with_lanes_that_stay_the_same():
     assert len({arrow["id"] for arrow in events(picture, "s")}) == 2
 
 
+def drawn(*steps, start):
+    """Pictures as they are read again; start None: of a tahq that did not say which start it was."""
+    pictures = [json.loads(json.dumps(trace_object(step, start or 1))) for step in steps]
+    for picture in pictures if start is None else ():
+        del picture["otherData"]["start"]
+    return pictures
+
+
+def processes(picture):
+    """Names by number, each number once."""
+    named = [(e["pid"], e["args"]["name"]) for e in events(picture, "M") if e["name"] == "process_name"]
+    assert len(dict(named)) == len(named)
+    return dict(named)
+
+
+@pytest.mark.parametrize("begin_s", [147.0, 3.0], ids=["clock goes on", "another machine's clock"])
+def test_each_start_of_a_run_has_processes_of_its_own_after_those_before(begin_s):
+    first = drawn(trace(5, 100.0), trace(6, 100.03), start=1)
+    picture = merged([*first, *drawn(trace(9, begin_s, pid=7), start=3)])
+    check_format(picture)
+    assert processes(picture) == {
+        1: "start 1: coordinator",
+        2: "start 1: stage 0 (a, pid 1)",
+        3: "start 1: stage 1 (b, pid 2)",
+        4: "start 3: coordinator",
+        5: "start 3: stage 0 (a, pid 7)",
+        6: "start 3: stage 1 (b, pid 2)",
+    }
+    places = [e["args"]["sort_index"] for e in events(picture, "M") if e["name"] == "process_sort_index"]
+    assert places == [2, 3, 5, 6]
+    steps = {event["name"]: (event["pid"], event["ts"]) for event in events(picture, "X") if event["cat"] == "step"}
+    assert steps == {"step 5": (1, 0.0), "step 6": (1, pytest.approx(30_000)), "step 9": (4, pytest.approx(50_000))}
+
+
+def test_steps_that_were_turned_back_from_stand_with_their_own_start():
+    """A run is killed after step 6, goes on from step 4, and is stopped after step 5."""
+    picture = merged([*drawn(trace(5, 160.0, pid=7), start=2), *drawn(trace(6, 100.03), start=1)])
+    assert [step["step"] for step in picture["otherData"]["steps"]] == [6, 5]
+    assert list(processes(picture).values())[::3] == ["start 1: coordinator", "start 2: coordinator"]
+
+
+def test_pictures_that_do_not_say_their_start_are_told_apart_by_worker_and_by_clock():
+    resumed = merged(drawn(trace(5, 100.0), trace(9, 147.0, pid=7), start=None))
+    check_format(resumed)
+    assert sorted(processes(resumed).values()) == [
+        *("coordinator", "stage 0 (a, pid 1)", "stage 0 (a, pid 7)", "stage 1 (b, pid 2)"),
+    ]
+    elsewhere = merged(drawn(trace(5, 100.0), trace(9, 3.0, pid=7), start=None))
+    assert [name for name in processes(elsewhere).values() if "coordinator" in name] == [
+        *("start 1: coordinator", "start 2: coordinator"),
+    ]
+
+
+def test_clocks_are_kept_of_every_step():
+    pictures = drawn(trace(5), trace(6, 100.03), start=4)
+    assert merged(pictures[:1])["otherData"] == pictures[0]["otherData"]
+    other = merged(pictures)["otherData"]
+    assert other == {"steps": [picture["otherData"] for picture in pictures]}
+    assert [(step["step"], step["start"], len(step["clocks"])) for step in other["steps"]] == [(5, 4, 2), (6, 4, 2)]
+
+
 def test_each_step_is_a_file(tmp_path):
-    files = TraceFiles(tmp_path / "trace")
+    files = TraceFiles(tmp_path / "trace", start=2)
     for step in (5, 6):
         files.step_traced(trace(step))
-    assert json.loads(trace_path(tmp_path / "trace", 6).read_text())["otherData"]["step"] == 6
+    other = json.loads(trace_path(tmp_path / "trace", 6).read_text())["otherData"]
+    assert (other["step"], other["start"]) == (6, 2)
     assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == ["step-000005.json", "step-000006.json"]
+
+
+def test_full_disk_leaves_no_part_of_a_picture(tmp_path):
+    if not can_mount():
+        pytest.skip("needs root, to make a small disk")
+    disk = tmp_path / "trace"
+    with small_disk(disk, 1 << 16):
+        files = TraceFiles(disk)
+        files.step_traced(trace(5))
+        fill(disk / "filler")
+        for step in (5, 6):
+            with pytest.raises(OSError, match="No space left"):
+                files.step_traced(trace(step))
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "step-000005.json"]
+        assert read_picture(trace_path(disk, 5)) == json.loads(json.dumps(trace_object(trace(5))))

@@ -1,5 +1,7 @@
 """What a worker reports of a step, and tells of a traced one."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,18 +18,19 @@ from tahq.pipeline.trace_parts import PART, Row, frame_name, trace_parts
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-def name(micro_batch, direction=FORWARD, step=4):
-    return LogicalId(1, 0, step, Purpose.TRAIN, micro_batch, 1, direction)
+def name(micro_batch, direction=FORWARD, step=4, purpose=Purpose.TRAIN):
+    return LogicalId(1, 0, step, purpose, micro_batch, 1, direction)
 
 
 def stats(*pieces, frames=1, busy_s=1.0, sending_s=0.75):
-    nbytes = sum(piece.nbytes for piece in pieces)
+    """What was sent in step 4, and acknowledged."""
+    nbytes = sum(piece.nbytes for piece in pieces if piece.id.step == 4)
     direction = pieces[0].id.direction if pieces else FORWARD
     return LinkStats(1, direction, frames, nbytes, nbytes + 100, 4 * nbytes, busy_s, sending_s, pieces)
 
 
 def piece(micro_batch, taken_s, acked_s, **changes):
-    return PieceTimes(name(micro_batch, **changes), 100_000, taken_s - 0.5, taken_s, acked_s)
+    return PieceTimes(name(micro_batch, **changes), 100_000, taken_s - 0.5, taken_s, acked_s, acked_s)
 
 
 @pytest.fixture
@@ -47,6 +50,20 @@ def test_what_a_link_did_after_prepare_counts_in_the_next_step(meter):
     meter.note([stats(piece(0, 1.0, 2.0), frames=4)])
     ((_, _, frames, *_, busy_s, sending_s, _),) = meter.take_rows()
     assert (frames, busy_s, sending_s) == (4.0, 1.25, 1.0)
+
+
+@pytest.mark.parametrize("purpose", [Purpose.EVAL, Purpose.EVAL_RAW])
+def test_what_an_evaluation_sent_is_in_no_step(purpose):
+    """One second a piece, all queued at once: that of training waits two seconds for those of the evaluation."""
+    meter = StepMeter(Stopwatch(), 1, {1: 2}, lambda step: True, clock=lambda: 0.0)
+    meter.begin(4)
+    evaluation = [piece(n, 0.0, n + 1.0, step=3, purpose=purpose) for n in range(2)]
+    meter.note([stats(*evaluation, piece(0, 0.0, 3.0))])
+    ((*_, wire_s),) = meter.take_rows()
+    assert wire_s == pytest.approx(1.0)
+    (part,) = meter.trace(4)
+    assert part.frames == ["train step 5 cut 1 forward 0"]
+    assert part.ends_s[0] - part.begins_s[0] == pytest.approx(1.0)
 
 
 def test_step_that_is_not_traced_has_nothing_to_tell(meter):
@@ -77,17 +94,50 @@ def test_traced_step_tells_what_was_done_and_sent():
     ]
     assert (part.begins_s[-1], part.ends_s[-1]) == (2.5, pytest.approx(4.5))
     assert (part.nbytes[-1], part.queued_s[-1]) == (200_000, 0.5)
-    assert meter.trace(4)[0].names == []
+    assert meter.trace(4) == meter.trace_rest() == []
+
+
+def tracing_meter():
+    return StepMeter(Stopwatch(), 1, {1: 2}, lambda step: True, clock=lambda: 0.0)
+
+
+def sent_frames(parts):
+    return [(part.step, frame) for part in parts for frame in part.frames]
 
 
 def test_picture_of_a_step_leaves_out_what_was_sent_before_it():
-    now_s = [0.0]
-    meter = StepMeter(Stopwatch(), 1, {1: 2}, lambda step: True, clock=lambda: now_s[0])
-    now_s[0] = 10.0
+    meter = tracing_meter()
     meter.begin(4)
-    meter.note([stats(piece(0, 1.0, 2.0), piece(0, 1.0, 3.0)), stats(piece(1, 9.5, 10.5), piece(1, 9.5, 11.5))])
-    (part,) = meter.trace(4)
-    assert part.names == ["activations 1"]
+    meter.note([stats(piece(0, 1.0, 2.0, step=3), piece(0, 1.0, 3.0)), stats(frames=0)])
+    assert sent_frames(meter.trace(4)) == [(4, "train step 5 cut 1 forward 0")]
+
+
+def test_picture_waits_for_frames_that_are_acknowledged_in_the_next_step():
+    meter = tracing_meter()
+    meter.begin(4)
+    first, last = piece(0, 1.0, 2.0), piece(1, 2.0, 13.0)
+    meter.note([replace(stats(first), payload_bytes=first.nbytes + last.nbytes, frames=2)])
+    assert meter.trace(4) == []
+    meter.begin(5)
+    meter.note([replace(stats(last, piece(0, 13.0, 14.0, step=5)), payload_bytes=last.nbytes)])
+    told = sent_frames(meter.trace(5))
+    assert told == [(4, f"train step 5 cut 1 forward {n}") for n in range(2)] + [(5, "train step 6 cut 1 forward 0")]
+    assert meter.trace_rest() == []
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_picture_is_not_waited_for_longer_than_until_the_end_of_the_next_step_or_the_last(is_last):
+    meter = tracing_meter()
+    meter.begin(4)
+    first = piece(0, 1.0, 2.0)
+    meter.note([replace(stats(first), payload_bytes=2 * first.nbytes)])
+    assert meter.trace(4) == []
+    meter.begin(5)
+    told = meter.trace_rest() if is_last else meter.trace(5)
+    assert sent_frames(told)[0] == (4, "train step 5 cut 1 forward 0")
+    meter.note([stats(piece(1, 2.0, 33.0))])
+    meter.begin(6)
+    assert (4, "train step 5 cut 1 forward 1") not in sent_frames(meter.trace(6))
 
 
 def test_frame_is_called_the_same_at_both_ends_and_no_other_is():
