@@ -4,6 +4,7 @@ Building comes in two parts, because what HELLO reports (hashes, sizes) must be 
 links: `Assembly.build` needs the configuration only, `connect` needs the plan and the transports.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,13 +22,13 @@ from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError, SnapshotError
 from tahq.memory.fp8_flow import use_fp8_flow
-from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.qgalore import build_low_rank_parts, build_low_rank_slice, low_rank_weights
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import build_sleeping_slice
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice, Parts, build_parts, build_slice, fill_weights
 from tahq.pipeline.arithmetic import arithmetic_differences, arithmetic_of
 from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.manifest import StageMeta
@@ -78,6 +79,19 @@ def chunk_module(
         module = build_low_rank_slice(
             spec, blocks, settings, seed=config.run.seed, device=device, random=random, weights=weights
         )
+    keep_as_configured(config, module)
+    return module
+
+
+def random_parts(config: ClusterConfig, spec: ModelSpec, parts: Parts, device: torch.device) -> ModelSlice:
+    """Any parts of the model as a stage computes them, for timing; their weights are random."""
+    spec, random = dataclasses.replace(spec, folder=None), RandomContext(config.run.seed)
+    settings = low_rank_settings(config.training, config.run.seed)
+    if settings is None:
+        module = build_parts(spec, parts, device=device, random=random)
+        fill_weights(spec, module.canonical_parameters(), config.run.seed)
+    else:
+        module = build_low_rank_parts(spec, parts, settings, seed=config.run.seed, device=device, random=random)
     keep_as_configured(config, module)
     return module
 

@@ -9,7 +9,7 @@ import math
 
 from pydantic import Field, model_validator
 
-from tahq.comm.config import Hosts, LinksConfig, LinkTransport
+from tahq.comm.config import HostConfig, Hosts, LinksConfig, LinkTransport
 from tahq.comm.network_config import NetworkConfig
 from tahq.comm.security_config import SecurityConfig
 from tahq.config_errors import DisagreementError
@@ -48,6 +48,7 @@ class ClusterConfig(Section):
     def _sections_agree(self) -> "ClusterConfig":
         self._check_hosts()
         self._check_network()
+        self._check_caps()
         self._check_inside()
         self._check_layers()
         self._check_schedule()
@@ -82,6 +83,18 @@ class ClusterConfig(Section):
                 f"hosts: {'local' if self.hosts == 'local' else 'a list'} only rate, delay and piece can be enforced",
             )
 
+    def _check_caps(self) -> None:
+        """Under `hosts: local` links.rate is all that a share can be of; other rates are found out later."""
+        caps = {"cap_up": self.links.cap_up, "cap_down": self.links.cap_down}
+        shares = {key: cap for key, cap in caps.items() if isinstance(cap, str)}
+        if self.hosts == "local" and self.links.rate is None and shares:
+            key, share = next(iter(shares.items()))
+            raise DisagreementError(
+                ("links", key),
+                f"links.{key}: {share} is a share of a rate, and with hosts: local none is known; set links.rate, or "
+                "give the cap as a rate, such as 20mbit",
+            )
+
     def _check_snapshots(self) -> None:
         if self.run.snapshot_every is not None and self.training.optimizer in OPTIONAL:
             raise DisagreementError(
@@ -107,7 +120,7 @@ class ClusterConfig(Section):
         inside = self.links.inside
         if inside == "zmq" or self.links.profile is not None:  # a profile's hosts are checked when it is in its place
             return
-        why = self._why_no_groups()
+        why = self._why_no_groups() or self._why_no_caps()
         if why:
             raise DisagreementError(("links", "inside"), f"links.inside: {inside}: {why}; use links.inside: zmq")
 
@@ -118,12 +131,32 @@ class ClusterConfig(Section):
                 return "links.backend: relay has no way for connections other than ZMQ's"
         elif self.links.rate is not None or self.links.delay:
             return "links.rate and links.delay are enforced on ZMQ links only"
-        pairs = [(stage, stage + 1) for stage in range(self.pipeline.stages - 1)]
-        pairs += [(0, self.pipeline.stages - 1)] if pairs and self.model.tie == "sync" else []
+        pairs = self._linked_stages()
         if pairs and all(self.transport_between(*pair) == "zmq" for pair in pairs):
             where = "links.hosts" if self.hosts == "namespaces" else "hosts"
             return f"no two neighbours are of one site (set site under {where})"
         return ""
+
+    def _why_no_caps(self) -> str:
+        """Which cap a group would not keep to; empty: none."""
+        for stage in filter(self.has_group, range(self.pipeline.stages)):
+            where: dict[str, LinksConfig | HostConfig] = {"links": self.links}
+            if isinstance(self.hosts, list):
+                where[f"hosts.{stage}"] = self.hosts[stage]
+            said = [f"{at}.{key}" for at, caps in where.items() for key in ("cap_up", "cap_down") if getattr(caps, key)]
+            if said:
+                return f"{said[0]} is enforced on ZMQ links only, and stage {stage} has a link inside its site"
+        return ""
+
+    def has_group(self, stage: int) -> bool:
+        """Whether a process group carries the frames between a stage and one of its neighbours."""
+        return any(stage in pair and self.transport_between(*pair) != "zmq" for pair in self._linked_stages())
+
+    def _linked_stages(self) -> list[tuple[int, int]]:
+        last = self.pipeline.stages - 1
+        pairs = [(stage, stage + 1) for stage in range(last)]
+        is_ring = self.model.tie == "sync" or self.pipeline.chunks > 1
+        return [*pairs, (0, last)] if pairs and is_ring else pairs
 
     def _network(self) -> NetworkConfig:
         try:
@@ -238,6 +271,12 @@ class ClusterConfig(Section):
             raise DisagreementError(
                 ("training", "qgalore", "fused"),
                 "training.qgalore.fused updates each parameter by its own gradient; model.tie: sync adds two first",
+            )
+        if self.pipeline.schedule == "zero-bubble":
+            raise DisagreementError(
+                ("training", "qgalore", "fused"),
+                "training.qgalore.fused updates within the backward; pipeline.schedule: zero-bubble puts weight "
+                "gradients off until after it, which gains nothing on one stage: use 1f1b",
             )
 
     def _check_timeouts(self) -> None:

@@ -5,7 +5,7 @@ The needs are those of `stage_estimate`, so a floor; what a change would save is
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -78,11 +78,12 @@ def reliefs(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool, o
     found = [_snapshot_relief(config, now)] if on_cpu and config.run.snapshot_every is not None else []
     for change, changed in _changes(config, spec, stage):
         try:
+            ClusterConfig.model_validate(changed.model_dump(mode="json"))
             # more stages: the largest of them, wherever that will be
             stages = range(changed.pipeline.stages) if changed.pipeline.stages != config.pipeline.stages else (stage,)
             then = max(stage_estimate(changed, spec, number, bf16=bf16).total for number in stages)
         except (UserError, ValueError):
-            continue  # this model, or this schedule, cannot be changed so
+            continue  # this run, its model or its schedule cannot be changed so
         found.append(Relief(change, now.total - then))
     useful = [relief for relief in found if relief.saved_nbytes > 0]
     return tuple(sorted(useful, key=lambda relief: -relief.saved_nbytes))
@@ -102,7 +103,7 @@ def _estimate(config: ClusterConfig, stage: int, bf16: bool, device: torch.devic
 
 
 def _needs(memory: StageMemory, depth: int) -> str:
-    kinds = asdict(memory)
+    kinds = memory.kinds()
     activations = kinds.pop("activations")
     rest = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
     held = f"activations {size(activations)} ({depth} micro-batches in flight, {size(activations / depth)} each)"
@@ -153,11 +154,11 @@ def _one_layer_less(config: ClusterConfig, layers: list[int], stage: int) -> Ite
 
 
 def _snapshot_relief(config: ClusterConfig, now: StageMemory) -> Relief:
-    return Relief("run.snapshot_buffers: 0", config.run.snapshot_buffers * (now.weights + now.optimizer))
+    return Relief("run.snapshot_buffers: 0", config.run.snapshot_buffers * now.snapshot)
 
 
 def _changed(config: ClusterConfig, section: str, **values: object) -> ClusterConfig:
-    """A copy with other values, not validated: an estimate needs no more."""
+    """A copy with other values, which may not go with the rest."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 

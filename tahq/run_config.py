@@ -18,17 +18,15 @@ def _folder_name(text: str) -> str:
 
 
 def _first_and_last(value: Any) -> Any:
-    return [value, value] if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
-    if steps[0] > steps[1]:
-        raise ValueError(f"expected the first step and the last one to trace, such as [10, 12]; got {list(steps)}")
+    """Two steps, from 1, in order, of one or two; ValueError that says what the key takes."""
+    steps = value if isinstance(value, list | tuple) else [value, value]
+    if len(steps) != 2 or not all(type(step) is int for step in steps) or not 1 <= steps[0] <= steps[1]:
+        got = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise ValueError(f"expected a step, such as 10, or the first and the last, such as [10, 12]; got {got}")
     return steps
 
 
-StepNumber = Annotated[int, Field(ge=1)]
-TracedSteps = Annotated[tuple[StepNumber, StepNumber], BeforeValidator(_first_and_last), AfterValidator(_in_order)]
+TracedSteps = Annotated[tuple[int, int], BeforeValidator(_first_and_last)]
 
 
 class RunConfig(Section):

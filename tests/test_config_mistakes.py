@@ -32,6 +32,12 @@ MISTYPED = [
     ("steps: 10", "steps: [10]", 10, "training.steps: expected a whole number; got a list of 1"),
     ("steps: 10", "steps: {a: 1}", 10, "training.steps: expected a whole number; got keys and values (a)"),
     ("steps: 10", "steps: true", 10, "training.steps: true is for switches, and this key is none"),
+    (
+        *_inside("steps", "activation_checkpointing: true"),
+        *(11, "training.activation_checkpointing: expected none or block; got true"),
+    ),
+    ("stdlib", "true", 8, "data.text: expected text (put it in quotes) or a list; got true"),
+    (*_inside("rate", "delay: true"), 15, "links.delay: true is for switches, and this key is none"),
     (*_inside("steps", "lr: .nan"), 11, "training.lr: expected a finite number; got nan"),
     (*_inside("steps", "betas: [0.9]"), 11, "training.betas: expected 2 or more entries; got fewer"),
     (*_inside("steps", "betas: [0, 0, 0]"), 11, "training.betas: expected at most 2 entries; got a list of 3"),
@@ -54,21 +60,28 @@ OUT_OF_RANGE = [
     ("stdlib", "[]", 8, "data.text: expected a path or a list of paths and globs; got []"),
     ("stdlib", "''", 8, "data.text: expected a path or a list of paths and globs; got ''"),
     (*_inside("text", "tokenizer: ''"), 9, "data.tokenizer: expected text that is not empty; got ''"),
-    (*_inside("rate", "piece: 1KiB"), 15, "links.piece: expected 4096 or more; got '1KiB'"),
-    (*_inside("rate", "delay: 5min"), 15, "links.delay: expected at most 60.0; got '5min'"),
+    (*_inside("rate", "piece: 1KiB"), 15, "links.piece: expected 4KiB or more; got '1KiB'"),
+    (*_inside("rate", "delay: 5min"), 15, "links.delay: expected at most 60s; got '5min'"),
     ("{name: test}", "{name: ../x}", 1, "run.name: expected letters, digits, dots, dashes and underscores"),
     ("{name: test}", "{seed: -1}", 1, "run.seed: expected 0 or more; got -1"),
     ("{name: test}", "{copies: 2}", 1, "run.copies: expected at most 1; got 2"),
-    ("{name: test}", "{copy_rate: 5kbit}", 1, "run.copy_rate: expected 10000.0 or more; got '5kbit'"),
+    ("{name: test}", "{copy_rate: 5kbit}", 1, "run.copy_rate: expected 10kbit or more; got '5kbit'"),
+    ("{name: test}", "{peer_timeout: 0}", 1, "run.peer_timeout: expected 0.1s or more; got 0"),
+    ("{name: test}", "{join_timeout: 0s}", 1, "run.join_timeout: expected more than 0s; got '0s'"),
+    (
+        *_inside("num_heads", "sleep: {forward: [], backward: 1ms}"),
+        *(7, "model.sleep.forward: expected 1 or more entries; got a list of 0"),
+    ),
+    (*_inside("rate", "piece: 2MiB"), 15, "links.piece: expected at most 1MiB; got '2MiB'"),
     ("{name: test}", "{device: gpu}", 1, "run.device: expected auto, cpu, cuda or cuda:N; got 'gpu'"),
     ("{name: test}", "{bind: localhost}", 1, "run.bind: expected host:port, such as 0.0.0.0:7000 or [::1]:7000"),
     ("{name: test}", "{bind: 'a:70000'}", 1, "run.bind: expected host:port"),
     ("{name: test}", "{advertise: 'a:0'}", 1, "run.advertise: peers dial this address, so it needs the real port"),
     ("hosts: local", "hosts: []", 15, "hosts: expected 1 or more entries; got a list of 0"),
-    (*_inside("rate", "up: 5kbit"), 15, "links.up: expected 10000.0 or more; got '5kbit'"),
+    (*_inside("rate", "up: 5kbit"), 15, "links.up: expected 10kbit or more; got '5kbit'"),
     (*_inside("rate", "loss: 2"), 15, "links.loss: expected at most 1.0; got 2"),
     (*_inside("rate", "backend: magic"), 15, "links.backend: expected auto, kernel, tun or relay; got 'magic'"),
-    (*_inside("rate", "hosts: {host1: {delay: 5min}}"), 15, "links.hosts.host1.delay: expected at most 60.0"),
+    (*_inside("rate", "hosts: {host1: {delay: 5min}}"), 15, "links.hosts.host1.delay: expected at most 60s"),
     (*_inside("rate", "hosts: {host1: {upp: 1mbit}}"), 15, "links.hosts.host1.upp is not a key of links.hosts.host1"),
     (*_inside("rate", "pairs: [{between: [a]}]"), 15, "links.pairs.0.between: expected 2 or more entries; got fewer"),
     (*_inside("rate", "pairs: [{between: [a b, c]}]"), 15, "links.pairs.0.between.0: expected at most 32 letters"),
@@ -104,6 +117,10 @@ def test_mistake_names_line_key_and_what_was_expected(file, old, new, line, mess
 
 
 CONTRADICTIONS = [
+    (
+        *("rate: 100mbit", "cap_up: 60%"),
+        *(14, "links.cap_up: 60% is a share of a rate, and with hosts: local none is known; set links.rate, or give"),
+    ),
     ("global_batch: 8", "global_batch: 9", 9, "training: global_batch 9 is not divisible by micro_batch 2"),
     (*_inside("steps", "epochs: 1"), 9, "training: needs exactly one of steps and epochs"),
     (*_inside("steps", "min_lr: 1"), 9, "training: min_lr 1.0 is above lr 0.001"),
@@ -172,6 +189,26 @@ FOUR_AT_HOME = "hosts: [{address: a, site: x}, {address: b, site: x}, {address: 
     [
         ("rate: 100mbit", "hosts: local", "links.rate and links.delay are enforced on ZMQ links only"),
         ("delay: 5ms", FOUR_AT_HOME, "links.rate and links.delay are enforced on ZMQ links only"),
+        (
+            "cap_up: 1mbit",
+            "hosts: local",
+            "links.cap_up is enforced on ZMQ links only, and stage 0 has a link inside its site",
+        ),
+        (
+            "cap_down: 50%",
+            FOUR_AT_HOME.replace("a, site: x", "a").replace("{address: c}", "{address: c, site: x}"),
+            "links.cap_down is enforced on ZMQ links only, and stage 1 has a link inside its site",
+        ),
+        (
+            "delay: 0",
+            FOUR_AT_HOME.replace("b, site: x", "b, site: x, cap_up: 1mbit"),
+            "hosts.1.cap_up is enforced on ZMQ links only, and stage 1 has a link inside its site",
+        ),
+        (
+            "hosts: {host0: {site: x}, host1: {site: x}}, cap_up: 1mbit",
+            "hosts: namespaces",
+            "links.cap_up is enforced on ZMQ links only, and stage 0 has a link inside its site",
+        ),
         ("backend: relay", "hosts: namespaces", "links.backend: relay has no way for connections other than ZMQ's"),
         ("rate: 1gbit", "hosts: namespaces", "no two neighbours are of one site (set site under links.hosts)"),
         (
@@ -184,6 +221,13 @@ FOUR_AT_HOME = "hosts: [{address: a, site: x}, {address: b, site: x}, {address: 
 def test_group_inside_a_site_that_cannot_be_is_refused(file, links, hosts, message):
     text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{inside: gloo, {links}}}\n{hosts}")
     assert f"links.inside: gloo: {message}; use links.inside: zmq" in file.refusal(text)
+
+
+def test_cap_of_a_host_without_a_group_goes_with_groups_elsewhere(file):
+    hosts = FOUR_AT_HOME.replace("{address: d}", "{address: d, cap_up: 1mbit}")
+    text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local", f"links: {{inside: gloo}}\n{hosts}")
+    config = file.load(text)
+    assert [config.has_group(stage) for stage in range(4)] == [True, True, False, False]
 
 
 def test_evaluation_without_validation_samples_is_refused(file):

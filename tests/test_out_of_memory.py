@@ -21,11 +21,12 @@ CPU = torch.device("cpu")
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB."
 
 
-def config(**sections) -> ClusterConfig:
+def config(hosts="local", **sections) -> ClusterConfig:
     model = {"vocab_size": 256, "num_layers": 6} | sections.pop("model", {})
     training = {"global_batch": 24, "micro_batch": 6} | sections.pop("training", {})
     pipeline = {"stages": 2, "layers": [3, 3]} | sections.pop("pipeline", {})
-    return ClusterConfig.model_validate(tiny(model=model, training=training, pipeline=pipeline, **sections))
+    values = tiny(model=model, training=training, pipeline=pipeline, **sections)
+    return ClusterConfig.model_validate(values | {"hosts": hosts})
 
 
 def failed_allocation(nbytes: int = 1 << 50) -> RuntimeError:
@@ -100,6 +101,18 @@ def test_changes_that_are_made_already_or_cannot_be_are_not_advised():
     assert least == {}
 
 
+def test_changes_that_the_rest_of_the_configuration_forbids_are_not_advised():
+    low_rank = {"optimizer": "qgalore", "precision": "bf16"}
+    assert "memory.activations: coat" not in advised(model={"family": "llama"}, training=low_rank)
+    fused = {"micro_batch": 24, "qgalore": {"fused": True}, "clip_norm": None, "non_finite": "halt"}
+    alone = {"stages": 1, "layers": [6]}
+    assert set(advised(model={"family": "llama"}, training=low_rank | fused, pipeline=alone)) == {
+        "training.activation_checkpointing: block"
+    }
+    two_hosts = [{"address": "127.0.0.1"}, {"address": "127.0.0.1"}]
+    assert "pipeline.stages: 3" not in advised(hosts=two_hosts)
+
+
 def test_deep_schedules_and_copies_for_snapshots_are_advised_against():
     assert "pipeline.schedule: 1f1b" in advised(pipeline={"schedule": "gpipe"})
     assert "pipeline.in_flight: null" in advised(pipeline={"in_flight": 4})
@@ -107,6 +120,8 @@ def test_deep_schedules_and_copies_for_snapshots_are_advised_against():
     memory = stage_estimate(made, resolved_spec(made, None), 0, bf16=False)
     copies = advised(run={"snapshot_every": 5})["run.snapshot_buffers: 0"]
     assert copies == 2 * (memory.weights + memory.optimizer)
+    in_bf16 = {each.change: each for each in reliefs(made, resolved_spec(made, None), 0, bf16=True, on_cpu=True)}
+    assert in_bf16["run.snapshot_buffers: 0"].saved_nbytes == copies  # no copy has those in bf16
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ alone, apart from `device: auto`, and is at most 100 columns wide.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +23,7 @@ from tahq.pipeline.simulator import draw_grid
 from tahq.quant.config import WireConfig
 from tahq.stage_estimate import chunks_of, stage_estimate
 from tahq.units import format_rate, format_size
+from tahq_launch.codec_choice import codec_options
 from tahq_launch.codec_memory import codec_memory
 from tahq_launch.link_speeds import LinkSpeeds, link_speeds
 from tahq_launch.network_text import describe_network
@@ -43,9 +44,10 @@ def dry_run(config: ClusterConfig) -> str:
         Lines joined by newlines.
 
     Raises:
-        UserError: whatever in the configuration does not fit the model or the tokenizer.
+        UserError: whatever in the configuration does not fit the model or the tokenizer, or `wire.replay` is of no use.
     """
     plan = _Plan.make(config)
+    codec_options(config, {})  # as a run would begin with: that `wire.replay` can be read
     remembered = codec_memory(config, plan.spec)
     parts = [_header(plan), _stages(plan), _memory(plan), describe_network(config), _links(plan), remembered]
     parts += [_hosts(plan), _grid(plan)]
@@ -157,12 +159,12 @@ def _layers(blocks: BlockRange) -> str:
 
 
 def _memory(plan: _Plan) -> str:
-    kinds = [field.name for field in fields(StageMemory)]
+    kinds = list(plan.memory[0].kinds())
     rows = [
         [
             str(stage),
             str(plan.schedule.max_in_flight(stage)),
-            *(format_size(getattr(memory, kind)) for kind in kinds),
+            *map(format_size, memory.kinds().values()),
             format_size(memory.total),
         ]
         for stage, memory in enumerate(plan.memory)
@@ -177,7 +179,7 @@ def _snapshot_copies(plan: _Plan) -> str:
     num_copies = plan.config.run.snapshot_buffers
     if num_copies == 0:
         return "  snapshots: nothing more, training waits while they are written"
-    largest = max(memory.weights + memory.optimizer for memory in plan.memory)
+    largest = max(memory.snapshot for memory in plan.memory)
     copies = "one copy" if num_copies == 1 else f"at most {num_copies} copies"
     return f"  snapshots: {copies} in each host's memory while they are written, up to {format_size(largest)} each"
 

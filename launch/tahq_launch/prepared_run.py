@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from tahq import __version__
 from tahq.config import ClusterConfig
+from tahq.config_errors import Origins, one_line
 from tahq.config_file import config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.coordinator.journal import Journal, JournalFacts
+from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.options import CoordinatorOptions
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, NothingToDoError
 from tahq.memory.optional_optimizers import check_optional
 from tahq.pipeline.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
@@ -111,6 +115,7 @@ def prepared_run(
 
     Raises:
         UserError: whatever is wrong with the configuration, or the folder holds another run.
+        NothingToDoError: the run is continued, and has all its steps behind it.
     """
     given = load_config(request.config_path, request.all_overrides)
     check_reachable(given)
@@ -120,14 +125,14 @@ def prepared_run(
     folder.check_startable(resume=request.resume)
     keys = make_run_keys(given, starts_workers=starts_workers)
     meanwhile(given)
-    fresh = None if request.resume else resolve_for_run(given)
+    fresh = None if request.resume else _with_codecs(resolve_for_run(given), Origin(secrets.randbits(63)))
     with folder.locked() as epoch, Journal(folder.journal) as journal:
         folder.check_startable(resume=request.resume)
-        config, origin = (fresh, Origin(secrets.randbits(63))) if fresh else _resumed(folder, given, journal)
+        config, origin, codecs = fresh or _with_codecs(*_resumed(folder, given, journal))
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
             _begin_at(folder, origin)
             _keep_config(folder, config, origin)
-            options = _coordinator_options(config, folder, origin, epoch, request.resume_command)
+            options = _coordinator_options(config, folder, origin, codecs, epoch, request.resume_command)
             damaged = [f"warning: {warning}" for warning in origin.warnings]
             notes = (*damaged, *origin.notes, *_warnings(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
@@ -169,12 +174,16 @@ def _where_it_was(facts: JournalFacts) -> Origin:
 
 
 def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, Origin]:
-    """The configuration to go on with, and where; SnapshotError for changes that cannot be."""
+    """The configuration to go on with, and where; SnapshotError for changes that cannot be.
+
+    NothingToDoError if there is nothing to go on with.
+    """
     chosen = choose_snapshot(folder.snapshots, all_files_here=isinstance(given.hosts, str))
     manifest = chosen.manifest
     config = resolve_for_run(continued_config(manifest.config, given))
     report = compare_configs(manifest.config, config.model_dump(mode="json"))
     report.check()
+    _check_is_left(config, manifest.step)
     return config, Origin(
         run_id=manifest.run_id,
         start_step=manifest.step,
@@ -184,6 +193,16 @@ def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, 
         warnings=chosen.warnings,
         codecs=dict(manifest.meta.get("codecs") or {}),
     )
+
+
+def _check_is_left(config: ClusterConfig, num_done: int) -> None:
+    """NothingToDoError where no step is left; how many an epoch has only a worker knows, which reads the data."""
+    steps = config.training.steps
+    if steps is not None and steps <= num_done:
+        raise NothingToDoError(
+            f"nothing to do: training.steps is {steps}, and the run is already after step {num_done}; to train on, set "
+            "it to more"
+        )
 
 
 def _begin_at(folder: RunFolder, origin: Origin) -> None:
@@ -197,19 +216,27 @@ def _begin_at(folder: RunFolder, origin: Origin) -> None:
 def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
     """What is given now, with what it leaves open as the snapshot has it.
 
-    The model keeps its sizes, and where neither the number of stages nor the way of dividing is another,
-    each stage keeps its layers: costs measured again would move the cuts.
+    The model keeps its sizes, and where neither the number of chunks on as many stages nor the way of dividing is
+    another, each chunk keeps its layers: costs measured again would move the cuts.
 
     Args:
         old: the resolved configuration of the snapshot, as plain values.
         given: the configuration to go on with, not resolved yet.
+
+    Raises:
+        ConfigError: what is given does not go with what is kept, samples longer than the model's positions, say.
     """
     values = keep_model_sizes(old, resolve(given).model_dump(mode="json"))
     kept, pipeline = old.get("pipeline", {}), values["pipeline"]
-    same_division = all(pipeline[key] == kept.get(key) for key in ("stages", "balance"))
+    # a snapshot of an older version has no chunks
+    same_division = all(pipeline[key] == kept.get(key, 1) for key in ("stages", "chunks", "balance"))
     if pipeline["layers"] is None and same_division:
         values["pipeline"] = {**pipeline, "layers": kept.get("layers")}
-    return ClusterConfig.model_validate(values)
+    try:
+        return ClusterConfig.model_validate(values)
+    except ValidationError as error:
+        source = "cannot resume so, with the model as the snapshot has it"
+        raise ConfigError(one_line(error, values, ClusterConfig, Origins(source, {}, {}))) from error
 
 
 def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> None:
@@ -220,8 +247,13 @@ def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> No
     folder.config.write_text(text, encoding="utf-8")
 
 
+def _with_codecs(config: ClusterConfig, origin: Origin) -> tuple[ClusterConfig, Origin, CodecOptions]:
+    """With what the coordinator is told of codecs; ConfigError for a `wire.replay` that is of no use."""
+    return config, origin, codec_options(config, origin.codecs)
+
+
 def _coordinator_options(
-    config: ClusterConfig, folder: RunFolder, origin: Origin, epoch: int, resume_command: str
+    config: ClusterConfig, folder: RunFolder, origin: Origin, codecs: CodecOptions, epoch: int, resume_command: str
 ) -> CoordinatorOptions:
     training, run = config.training, config.run
     return CoordinatorOptions(
@@ -234,6 +266,7 @@ def _coordinator_options(
         steps=training.steps,
         epochs=training.epochs,
         global_batch=training.global_batch,
+        phases=training.phases,
         clip_norm=training.clip_norm,
         non_finite=training.non_finite,
         max_skipped_in_a_row=training.max_skipped_in_a_row,
@@ -259,7 +292,7 @@ def _coordinator_options(
         epoch=max(epoch, origin.epoch),
         next_sample=origin.next_sample,
         resume_command=resume_command,
-        codecs=codec_options(config, origin.codecs),
+        codecs=codecs,
     )
 
 

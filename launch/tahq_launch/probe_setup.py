@@ -111,6 +111,8 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         raise UserError("pipeline.stages is 1, so nothing crosses a wire; probe with --set pipeline.stages=2 or more")
     wires = tuple(map(parse_wire, request.wires)) or default_wires(config)
     device = compute_device(config, 0, request.device)
+    if config.run.threads is not None:  # sums in another order have other bits
+        torch.set_num_threads(config.run.threads)
     data = StageData.load(config)
     batches = _batch_source(config, data.dataset, origin.cursor)
     spec = resolved_spec(config, data.tokenizer.vocab_size)

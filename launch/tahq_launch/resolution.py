@@ -8,10 +8,12 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from pydantic import ValidationError
 
+from tahq.assembly import computes_in_bf16, random_parts
 from tahq.comm.host_shaping import host_shaping
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config import ClusterConfig
@@ -55,7 +57,7 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
 def _check_caps(config: ClusterConfig) -> None:
     stages = range(config.pipeline.stages)
     shapings = [host_shaping(config.links, config.hosts, stage, len(stages)) for stage in stages]
-    free = [stage for stage in stages if shapings[stage].up_bits_per_s == math.inf]
+    free = [stage for stage in stages if shapings[stage].up_bits_per_s == math.inf and not config.has_group(stage)]
     if config.links.first != "oldest" and free:
         log.warning(
             "links.first: %s has little effect on stage %d's host, whose uplink nothing holds back: TCP shares it out; "
@@ -75,7 +77,10 @@ def with_profile(config: ClusterConfig) -> ClusterConfig:
         return config
     from tahq_netem.profiles import profile
 
-    network = profile(links.profile, config.pipeline.stages)
+    try:
+        network = profile(links.profile, config.pipeline.stages)
+    except ConfigError as error:
+        raise ConfigError(f"links.profile: {error}") from error
     hosts = {name: HostChanges(**host.model_dump()) for name, host in network.hosts.items()}
     hosts |= {name: _changed(hosts.get(name, HostChanges()), own) for name, own in links.hosts.items()}
     control = links.congestion_control or network.congestion_control
@@ -105,7 +110,11 @@ def _has(pairs: Sequence[PairConfig], wanted: PairConfig) -> bool:
 def _costs(config: ClusterConfig, spec: ModelSpec) -> LayerCosts:
     if config.pipeline.balance == "counted" or config.pipeline.layers is not None:
         return counted_costs(spec, config.data.seq_len)
-    device = "cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu"
-    costs = measured_costs(spec, config.training.micro_batch, config.data.seq_len, device)
+    device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
+    costs = measured_costs(
+        *(spec, config.training.micro_batch, config.data.seq_len, device),
+        bf16=computes_in_bf16(config, device),
+        build=partial(random_parts, config, spec, device=device),
+    )
     log.info("measured costs in seconds on %s: %s", device, dataclasses.asdict(costs))
     return costs

@@ -6,10 +6,11 @@ and the allocator's fragments come on top.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import torch
 
+from tahq.memory.deferred_tensors import deferred_by_slice
 from tahq.memory.low_rank_weight import LowRankSettings
 from tahq.memory.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
@@ -44,6 +45,10 @@ class StepNumbers:
     kept_code_nbytes: int = 0
     """Bytes kept beside an element of a block's matrix (`memory.coat.keep_weight_codes`)."""
     low_rank: LowRankSettings | None = None
+    splits_backward: bool = False
+    """Whether the gradients of weights are computed apart from those of inputs."""
+    put_off: int = 0
+    """Micro-batches in flight of which only the gradients of weights are left to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,30 @@ class StageMemory:
     activations: int
     boundary: int
     workspace: int
+    copies: int = 0
+    """Of `weights`: autocast's copies and FP8 codes of matrices, which no snapshot has."""
+
+    def kinds(self) -> dict[str, int]:
+        """Each kind by its name; together they are all that is kept."""
+        kinds = asdict(self)
+        del kinds["copies"]
+        return kinds
 
     @property
     def total(self) -> int:
         """All kinds together."""
-        return sum(astuple(self))
+        return sum(self.kinds().values())
+
+    @property
+    def snapshot(self) -> int:
+        """What a snapshot has of it: weights, and what the optimizer keeps of them."""
+        return self.weights - self.copies + self.optimizer
+
+
+def combined(memories: Iterable[tuple[StageMemory, int]]) -> StageMemory:
+    """Several of them, each so many times, kind by kind."""
+    rows = [[nbytes * num for nbytes in astuple(memory)] for memory, num in memories]
+    return StageMemory(*map(sum, zip(*rows, strict=True)))
 
 
 def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> StageMemory:
@@ -70,8 +94,9 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 
     - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them; of
       low-rank weights what `low_rank_bytes` counts; with the weights, FP8 codes of the blocks' matrices where they are
-      kept, and autocast's copies of matrices, with checkpointing those of one block and the head;
-    - activations n · `saved_by_slice`;
+      kept, and autocast's copies of matrices; with checkpointing, where nothing is shared, those of one block, and
+      one of the head for each micro-batch in flight (split backwards keep none: one for the product at hand);
+    - activations n · `saved_by_slice`; where only gradients of weights are left, `deferred_by_slice` if that is more;
     - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
       (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
     - workspace, taken for one micro-batch at a time: with checkpointing one block computed again,
@@ -87,14 +112,17 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     low_rank = low_rank_bytes((each.shape, each.settings) for each in covered.values())
     weights = _FP32 * sum(map(math.prod, shapes))
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
+    deferred = deferred_by_slice(spec, blocks, numbers.shape)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
+    copies = codes + _copies(spec, blocks, numbers)
     return StageMemory(
-        weights=weights + codes + _copies(spec, blocks, numbers) + low_rank.weights,
+        weights=weights + copies + low_rank.weights,
         gradients=weights + low_rank.gradients,
         optimizer=numbers.optimizer_nbytes(shapes) + low_rank.states,
-        activations=numbers.in_flight * saved,
+        activations=numbers.in_flight * saved + numbers.put_off * max(0, deferred - saved),
         boundary=_boundary(spec, blocks, numbers),
         workspace=_workspace(spec, blocks, numbers, covered),
+        copies=copies,
     )
 
 
@@ -110,8 +138,9 @@ def _shapes(
 
 def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:
     num_blocks = min(1, len(blocks)) if numbers.checkpoint_blocks else len(blocks)
+    num_heads = numbers.in_flight if numbers.checkpoint_blocks and not numbers.splits_backward else 1
     head = copied_by_head(spec, numbers.shape) if blocks.last else 0
-    return num_blocks * copied_by_block(spec, numbers.shape) + head
+    return num_blocks * copied_by_block(spec, numbers.shape) + num_heads * head
 
 
 def _boundary(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:

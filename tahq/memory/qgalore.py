@@ -104,7 +104,22 @@ def build_low_rank_slice(
     Raises:
         ModelError: as `build_slice`.
     """
-    model = ModelSlice(spec, Parts.of(block_range), random)
+    parts = Parts.of(block_range)
+    return build_low_rank_parts(spec, parts, settings, seed=seed, device=device, random=random, weights=weights)
+
+
+def build_low_rank_parts(
+    spec: ModelSpec,
+    parts: Parts,
+    settings: LowRankSettings,
+    *,
+    seed: int,
+    device: torch.device,
+    random: RandomContext,
+    weights: bool = True,
+) -> ModelSlice:
+    """A slice of any parts, likewise."""
+    model = ModelSlice(spec, parts, random)
     covered = cover(model, settings, device)
     model.materialise(device)
     if weights:

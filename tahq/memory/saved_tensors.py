@@ -41,6 +41,8 @@ class MicroBatchShape:
     bf16: bool = False
     coat: bool = False
     """`memory.activations: coat`."""
+    coat_gradient_nbytes: int = 0
+    """Bytes of an element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
     copies_weights: bool = True
     copies_head: bool = True
 
@@ -67,7 +69,7 @@ def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape, 
         inner = sum(saved_by_block(spec, block, shape) for block in range(blocks.start, blocks.stop))
     first = saved_by_embedding(spec, shape) if blocks.first else 0
     last = saved_by_head(spec, shape) if blocks.last else 0
-    return inner + _rotary_tables(spec, shape) + first + last
+    return inner + rotary_tables(spec, shape) + first + last
 
 
 def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
@@ -192,6 +194,6 @@ def _attention_dropout(spec: ModelSpec) -> float:
     return float(getattr(spec.hf_config, name))
 
 
-def _rotary_tables(spec: ModelSpec, shape: MicroBatchShape) -> int:
+def rotary_tables(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Cosine and sine, [S, D] in fp32 each, shared by all blocks."""
     return 0 if spec.layout.rotary is None else 2 * _FP32 * shape.seq_len * head_dim(spec.hf_config)

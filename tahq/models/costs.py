@@ -8,6 +8,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -55,28 +56,31 @@ def measured_costs(
     seq_len: int,
     device: torch.device | str,
     *,
+    bf16: bool = False,
+    build: Callable[[Parts], ModelSlice] | None = None,
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LayerCosts:
     """Seconds that forward and backward of each part take on `device`, the median of `repeats`.
 
-    Blocks with the same attention window count as equal, so one of each kind is timed; on CUDA
-    under bf16 autocast, as training runs. A machine that is busy with other work gives other numbers.
+    Blocks with the same attention window count as equal, so one of each kind is timed. A machine that is busy with
+    other work gives other numbers.
 
     Args:
-        spec: the model; its weights are random here, wherever they come from.
+        spec: the model.
         micro_batch: samples that are computed together.
         seq_len: tokens a sample.
         device: where.
+        bf16: compute under bf16 autocast.
+        build: what makes a part, on `device`; None: a plain one, with random weights.
         repeats: timings of each part, after one that is not counted.
         clock: seconds.
     """
-    random_spec = dataclasses.replace(spec, folder=None)
 
     def seconds(parts: Parts) -> float:
-        model = build_parts(random_spec, parts, device=device, random=RandomContext(0))
-        fill_weights(random_spec, model.canonical_parameters(), seed=0)
-        return _median_seconds(model, _sample_input(model, micro_batch, seq_len, device), repeats, clock)
+        model = build(parts) if build is not None else _plain(spec, parts, device)
+        x = _sample_input(model, micro_batch, seq_len, device)
+        return _median_seconds(partial(_forward_and_backward, model, x, bf16), model, repeats, clock)
 
     windows = [spec.layout.window(spec.hf_config, block) for block in range(spec.num_layers)]
     seconds_of = {window: seconds(Parts(range(block, block + 1))) for window, block in _one_of_each(windows).items()}
@@ -85,6 +89,13 @@ def measured_costs(
         blocks=tuple(seconds_of[window] for window in windows),
         head=seconds(Parts(range(0), head=True)),
     )
+
+
+def _plain(spec: ModelSpec, parts: Parts, device: torch.device | str) -> ModelSlice:
+    random_spec = dataclasses.replace(spec, folder=None)
+    model = build_parts(random_spec, parts, device=device, random=RandomContext(0))
+    fill_weights(random_spec, model.canonical_parameters(), seed=0)
+    return model
 
 
 def _one_of_each(windows: Sequence[int | None]) -> dict[int | None, int]:
@@ -100,19 +111,19 @@ def _sample_input(model: ModelSlice, micro_batch: int, seq_len: int, device: tor
     return hidden.to(device).requires_grad_()
 
 
-def _median_seconds(model: ModelSlice, x: torch.Tensor, repeats: int, clock: Callable[[], float]) -> float:
+def _median_seconds(lap: Callable[[], None], model: ModelSlice, repeats: int, clock: Callable[[], float]) -> float:
     durations = []
     with sharing_copies_of([model]):
-        _forward_and_backward(model, x)
+        lap()
         for _ in range(repeats):
             start = clock()
-            _forward_and_backward(model, x)
+            lap()
             durations.append(clock() - start)
     return statistics.median(durations)
 
 
-def _forward_and_backward(model: ModelSlice, x: torch.Tensor) -> None:
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
+def _forward_and_backward(model: ModelSlice, x: torch.Tensor, bf16: bool) -> None:
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
         output = model(x)
     output.backward(torch.ones_like(output))
     model.zero_grad(set_to_none=True)

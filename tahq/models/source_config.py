@@ -61,7 +61,7 @@ def config_from_folder(config: ModelConfig, folder: Path) -> tuple[FamilyLayout,
 
 
 def _size_keys(config: ModelConfig, layout: FamilyLayout, vocab_size: int, seq_len: int) -> dict[str, Any]:
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "num_heads": config.num_heads,
@@ -72,6 +72,8 @@ def _size_keys(config: ModelConfig, layout: FamilyLayout, vocab_size: int, seq_l
     }
     if "num_kv_heads" not in layout.sizes and config.num_kv_heads not in (None, config.num_heads):
         raise ModelError(f"model.num_kv_heads {config.num_kv_heads}: {layout.name} has as many as num_heads; remove it")
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise ModelError(f"model.num_kv_heads {config.num_kv_heads} does not divide model.num_heads {config.num_heads}")
     keys = {layout.sizes[name]: value for name, value in sizes.items() if name in layout.sizes}
     if "head_dim" not in config.overrides:
         channels = _channels_a_head(config)
@@ -83,7 +85,7 @@ def _channels_a_head(config: ModelConfig) -> int:
     assert config.hidden_size is not None, "ModelConfig asks for the sizes where there is no path"
     assert config.num_heads is not None, "ModelConfig asks for the sizes where there is no path"
     if config.hidden_size % config.num_heads:
-        raise ModelError(f"model.hidden_size {config.hidden_size} is not a multiple of num_heads {config.num_heads}")
+        raise ModelError(f"model.num_heads {config.num_heads} does not divide model.hidden_size {config.hidden_size}")
     return config.hidden_size // config.num_heads
 
 

@@ -113,7 +113,7 @@ class CutModel:
         """
         cut = wire.cut()
         losses, num_tokens = [], max(batch.num_tokens, 1)
-        scale = gradient_scale(num_tokens)
+        scale = gradient_scale(batch.tokens.numel())  # as the stages do, which do not all know what is labelled
         for parameter in self.parameters.values():
             parameter.grad = None
         for index in range(len(batch.sample_ids) // batch.micro_batch_size):

@@ -249,8 +249,16 @@ def _is_not_fp8_adamw(old: Config, new: Config) -> bool:
     return all(_get(config, "training.optimizer") != "fp8_adamw" for config in (old, new))
 
 
-def _is_not_adamw8bit(old: Config, new: Config) -> bool:
-    return all(_get(config, "training.optimizer") != "adamw8bit" for config in (old, new))
+def _has_no_8bit_states(old: Config, new: Config) -> bool:
+    return not any(map(_has_8bit_states, (old, new)))
+
+
+def _has_8bit_states(config: Config) -> bool:
+    """Whether moments are laid out as `training.adamw8bit` says; those beside low-rank weights are, unless in fp32."""
+    optimizer, states = _get(config, "training.optimizer"), _get(config, "training.qgalore.states")
+    if optimizer in ("qgalore", "galore"):
+        return bool((states or ("int8" if optimizer == "qgalore" else "fp32")) == "int8")
+    return bool(optimizer == "adamw8bit")
 
 
 def _is_not_low_rank(old: Config, new: Config) -> bool:
@@ -323,7 +331,7 @@ RULES: Mapping[str, Rule] = {
         Verdict.REFUSED, "the snapshot has moments in those formats", (_is_not_fp8_adamw, _UNUSED)
     ),
     "training.adamw8bit": Rule(
-        Verdict.REFUSED, "the snapshot's states are laid out by it", (_is_not_adamw8bit, _UNUSED)
+        Verdict.REFUSED, "the snapshot's states are laid out by it", (_has_no_8bit_states, _UNUSED)
     ),
     "training.qgalore": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_low_rank, _UNUSED)),
     "training.qgalore.rank": _LOW_RANK_FORMAT,

@@ -5,7 +5,7 @@ PREPARE is made of `squared_norms`, COMMIT comes back as (apply or skip, clip fa
 Under `training.qgalore.fused` the backward itself has applied the step (`fused_update.py`): COMMIT finds nothing left.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import Parameter
@@ -51,7 +51,7 @@ class StageUpdate:
         self.optimizer = build_optimizer(config, self._parameters, decayed)
         self._fused: FusedUpdate | None = None
         if config.is_fused and shape is not None:
-            self._fused = FusedUpdate(self._parameters.values(), self._low_rank.values(), self._step_of, shape)
+            self._fused = FusedUpdate(self._parameters.values(), self._low_rank.values(), self._step_alone, shape)
 
     def begin(self, step: int) -> None:
         """Gradients that come from now on are those of this step."""
@@ -69,7 +69,10 @@ class StageUpdate:
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
         scale_gradients(self._gradient_holders(), clip_factor)
-        self._step_of(step, self._low_rank.values())
+        lr = self._rate(step)
+        self.optimizer.step()
+        for weight in self._low_rank.values():
+            weight.apply(step, lr, self._config.weight_decay)
         self.discard()
 
     def discard(self) -> None:
@@ -110,11 +113,17 @@ class StageUpdate:
     def _gradient_holders(self) -> list[HoldsGradient]:
         return [*self._parameters.values(), *self._low_rank.values()]
 
-    def _step_of(self, step: int, low_rank: Iterable[LowRankWeight]) -> None:
-        """Take a step with the gradients that are there: of parameters that have one, and of these weights."""
+    def _step_alone(self, step: int, holder: torch.Tensor | LowRankWeight) -> None:
+        """Take the step of one weight: a low-rank one, or the only parameter that has a gradient."""
+        lr = self._rate(step)
+        if isinstance(holder, LowRankWeight):
+            holder.apply(step, lr, self._config.weight_decay)
+        else:
+            self.optimizer.step()
+
+    def _rate(self, step: int) -> float:
+        """The step's learning rate, which the optimizer is told."""
         lr = learning_rate(self._config, step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        for weight in low_rank:
-            weight.apply(step, lr, self._config.weight_decay)
+        return lr

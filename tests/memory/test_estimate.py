@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 import torch
 
+from tahq.memory.deferred_tensors import deferred_by_slice
 from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
@@ -57,7 +58,7 @@ def test_codes_of_weights_that_are_kept_count_with_the_weights():
 
 
 @pytest.mark.parametrize(("blocks", "has_head"), [(BlockRange(1, 3, 4), False), (BlockRange(2, 4, 4), True)])
-def test_bf16_copies_count_once_for_all_micro_batches_in_flight(blocks, has_head):
+def test_bf16_copies_count_once_for_all_micro_batches_in_flight_but_the_heads_with_checkpointing(blocks, has_head):
     of_block = 2 * SPEC.layout.block_weights(SPEC.hf_config)
     of_head = 2 * 32 * 64 if has_head else 0
 
@@ -66,7 +67,18 @@ def test_bf16_copies_count_once_for_all_micro_batches_in_flight(blocks, has_head
         return stage_memory(SPEC, blocks, bf16).weights - stage_memory(SPEC, blocks, fp32).weights
 
     assert copies(in_flight=1) == copies(in_flight=3) == 2 * of_block + of_head
-    assert copies(checkpoint_blocks=True) == of_block + of_head
+    # Nothing is shared where blocks are computed again: each graph has its own copy of the head.
+    assert copies(checkpoint_blocks=True) == of_block + 3 * of_head
+    assert copies(checkpoint_blocks=True, splits_backward=True) == of_block + of_head
+
+
+@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+def test_a_snapshot_has_neither_bf16_copies_nor_codes(checkpoint_blocks):
+    plain = stage_memory(SPEC, BlockRange(2, 4, 4), numbers(checkpoint_blocks=checkpoint_blocks))
+    bf16 = {"shape": MicroBatchShape(2, 16, True), "kept_code_nbytes": 2, "checkpoint_blocks": checkpoint_blocks}
+    memory = stage_memory(SPEC, BlockRange(2, 4, 4), numbers(**bf16))
+    assert memory.weights > plain.weights
+    assert memory.snapshot == plain.snapshot == plain.weights + plain.optimizer
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -113,6 +125,16 @@ def test_activations_are_those_of_all_micro_batches_in_flight():
     assert stage_memory(SPEC, blocks, numbers(in_flight=3)).activations == 3 * one
 
 
+def test_micro_batches_of_which_weight_gradients_are_left_keep_what_these_need_if_it_is_more():
+    blocks = BlockRange(1, 3, 4)
+    saved, left = saved_by_slice(SPEC, blocks, SHAPE, checkpoint_blocks=True), deferred_by_slice(SPEC, blocks, SHAPE)
+    again = numbers(in_flight=3, put_off=2, checkpoint_blocks=True)
+    assert stage_memory(SPEC, blocks, again).activations == saved + 2 * left
+    kept = saved_by_slice(SPEC, blocks, SHAPE, checkpoint_blocks=False)
+    assert kept > left
+    assert stage_memory(SPEC, blocks, numbers(in_flight=3, put_off=2)).activations == 3 * kept
+
+
 @pytest.mark.parametrize(
     ("blocks", "num_tensors"),
     [
@@ -144,4 +166,4 @@ def test_last_stage_needs_room_for_logits(bf16, element_nbytes):
 def test_total_is_the_sum_of_all_kinds():
     memory = stage_memory(SPEC, BlockRange(0, 4, 4), numbers())
     kinds = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.boundary, memory.workspace)
-    assert memory.total == sum(kinds)
+    assert memory.total == sum(kinds) == sum(memory.kinds().values())

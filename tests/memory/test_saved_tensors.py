@@ -1,20 +1,26 @@
 """The counted bytes, against what autograd saves in fact."""
 
 import gc
+from types import FunctionType
 
 import pytest
 import torch
+from torch import nn
 
 from tahq.memory.config import CoatConfig
+from tahq.memory.deferred_tensors import deferred_by_slice
+from tahq.memory.fp8_codes import TensorCodes
 from tahq.memory.fp8_flow import use_fp8_flow
-from tahq.memory.low_rank_weight import LowRankSettings
+from tahq.memory.fp8_linear import OutputGradient, WeightCodes
+from tahq.memory.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import MicroBatchShape, copied_by_block, copied_by_head, saved_by_slice
 from tahq.models.config import ModelConfig
+from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice, build_slice, sharing_copies_of
 from tahq.models.weight_copies import sharing_weight_copies
 from tahq.pipeline.loss import summed_cross_entropy
 
@@ -179,6 +185,66 @@ def test_checkpointing_keeps_the_inputs_of_blocks(family):
     # What the caller holds beside: the output. The positions' 8·S bytes are saved where Python sees nothing.
     assert counted == pytest.approx(kept - y.untyped_storage().nbytes(), rel=TOLERANCE)
     assert x.shape == (MICRO_BATCH, SEQ_LEN)
+
+
+@pytest.mark.parametrize(("split", "num_copies"), [(False, 2), (True, 0)], ids=["whole", "split"])
+def test_checkpointing_has_each_micro_batch_keep_a_bf16_copy_of_the_head_unless_its_backward_is_split(
+    split, num_copies
+):
+    spec, blocks = make_spec("llama"), BlockRange(2, 3, 3)
+    module, saved = make_slice(spec, blocks), []
+    module.checkpoint_blocks = True
+    with sharing_copies_of([module]):
+        for _ in range(2):
+            module.deferred = DeferredGradients() if split else None
+            saved.append(saved_storages(module, blocks, bf16=True))
+    head = copied_by_head(spec, MicroBatchShape(MICRO_BATCH, SEQ_LEN, True))
+    every = {at: tensor.untyped_storage().nbytes() for one in saved for at, tensor in one.items()}
+    assert list(every.values()).count(head) == num_copies
+
+
+def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
+    """Bytes of all storages that what is left to compute holds on to, but the module's own."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = list(deferred._pending)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, nn.Module | WeightCodes | LowRankWeight):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif isinstance(each, FunctionType):
+            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+        elif isinstance(each, OutputGradient | TensorCodes):
+            waiting += [getattr(each, name) for name in each.__slots__]
+    return sum(nbytes for at, nbytes in found.items() if at not in own)
+
+
+@pytest.mark.parametrize("blocks", [BlockRange(0, 2, 3), BlockRange(1, 3, 3)], ids=["first", "last"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpoint_blocks", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize(
+    ("family", "coat"),
+    [("gpt2", None), ("llama", None), ("qwen3", None), ("llama", "e5m2"), ("llama", "bf16")],
+    ids=["gpt2", "llama", "qwen3", "coat", "coat with products in bf16"],
+)
+def test_count_is_what_is_left_for_weight_gradients(family, coat, checkpoint_blocks, bf16, blocks):
+    spec = make_spec(family)
+    module = make_slice(spec, blocks)
+    if coat is not None:
+        use_fp8_flow(module, CoatConfig(backward_products=coat))
+    module.checkpoint_blocks = checkpoint_blocks
+    module.deferred = deferred = DeferredGradients()
+    _, y = run_forward(module, blocks, bf16=bf16)
+    y.backward(None if blocks.last else torch.ones_like(y))
+    # this machine's CPU takes one layout of what is in FP8
+    shape = MicroBatchShape(
+        MICRO_BATCH, SEQ_LEN, bf16, coat=coat is not None, coat_gradient_nbytes=1 if coat == "e5m2" else 0
+    )
+    assert deferred_by_slice(spec, blocks, shape) == pytest.approx(deferred_nbytes(deferred, module), rel=TOLERANCE)
 
 
 def test_worked_example_of_a_gpt2_block():

@@ -1,18 +1,29 @@
 """The model in one process has the gradients of the textbook loop, with codecs at its cuts and without."""
 
+import json
+
 import pytest
 import torch
 from support.plain_loop import PlainModel
 from support.runs import tiny
 from torch.nn import functional
 
+from tahq.comm.inproc_transport import InprocPair
+from tahq.comm.virtual_clock import VirtualClock
 from tahq.config import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.slice import HEAD_WEIGHT
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.cut_model import UNCOMPRESSED, CutModel, Wire
+from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule import Action
+
+CPU = torch.device("cpu")
 
 WIRE = Wire("tah", "fixed:bits=4,round=stochastic")
 
@@ -27,12 +38,15 @@ def cut_model(config: ClusterConfig, *, cut: bool = True) -> CutModel:
     return CutModel(PlainModel(config, cut=cut).slices, seed=config.run.seed)
 
 
-def first_batch(config: ClusterConfig):
+def batch_source(config: ClusterConfig) -> BatchSource:
     dataset, training = load_dataset(config.data, load_tokenizer(config.data)), config.training
-    source = BatchSource(
+    return BatchSource(
         dataset, seed=config.run.seed, global_batch=training.global_batch, micro_batch=training.micro_batch
     )
-    return source.train(3)
+
+
+def first_batch(config: ClusterConfig):
+    return batch_source(config).train(3)
 
 
 def plain_gradients(config: ClusterConfig, *, cut: bool) -> tuple[float, dict[str, torch.Tensor]]:
@@ -87,6 +101,39 @@ def test_gradients_too_small_for_fp16_cross_in_fp16():
     below = [name for name in exact if name.startswith("transformer.h.0.") and name.endswith(".weight")]
     errors = {name: float((model.parameters[name].grad - exact[name]).norm() / exact[name].norm()) for name in below}
     assert all(0 < error < 1e-3 for error in errors.values()), errors
+
+
+def engine_gradients(config: ClusterConfig, batches: BatchSource, wire: Wire) -> dict[str, torch.Tensor]:
+    """Those of two stages in one thread: the upper one runs before the lower one's first backward."""
+    training, model = config.training, PlainModel(config, cut=True)
+    shape = StepShape(training.num_micro_batches, training.micro_batch, config.data.seq_len, 32)
+    table, pair = CodecTable(wire.activations, wire.gradients), InprocPair(VirtualClock())
+    identity = CutIdentity(1, config.run.seed, 0)
+    lower_cut, upper_cut = (Boundary(end, identity, table, CPU, Stopwatch()) for end in pair.transports)
+    rows = generate("gpipe", 2, training.num_micro_batches).actions
+    common = {"shape": shape, "batches": batches, "random": model.random, "device": CPU}
+    lower, upper = model.slices
+    above = StageEngine(chunks={1: Chunk(upper, upper_cut, None)}, actions=rows[1], **common)
+
+    def before(step: int, action: Action) -> None:
+        if str(action) == "0B0":
+            above.run_step(step)
+
+    below = StageEngine(chunks={0: Chunk(lower, None, lower_cut)}, actions=rows[0], on_action=before, **common)
+    below.run_step(3)
+    return {name: p.grad for name, p in model.parameters().items()}
+
+
+def test_gradients_of_few_labels_are_those_of_the_engine_to_the_bit_where_fp16_rounds_them(tmp_path):
+    """fp16 has other subnormal numbers at another scale: it must be that of the engine, which counts all tokens."""
+    rows = [json.dumps({"prompt": f"question {index} of", "response": " a"}) for index in range(32)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    config = configured(pipeline={"stages": 2}, data={"text": None, "jsonl": str(tmp_path / "pairs.jsonl")})
+    batches, wire = batch_source(config), Wire("raw:dtype=fp32", "raw:dtype=fp16")
+    assert batches.train(3).num_tokens * 4 < batches.train(3).tokens.numel()
+    model = cut_model(config)
+    model.compute_gradients(batches.train(3), 3, wire)
+    assert_same_gradients(model, engine_gradients(config, batches, wire))
 
 
 def test_gradients_do_not_add_up_over_calls():

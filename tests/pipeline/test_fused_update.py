@@ -5,6 +5,10 @@ import torch
 from pydantic import ValidationError
 
 from tahq.config import ClusterConfig
+from tahq.data.batches import BatchSource
+from tahq.data.config import DataConfig
+from tahq.data.dataset import load_dataset
+from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.models.config import ModelConfig
@@ -12,9 +16,11 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.pipeline.chunk import StepShape
-from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.low_rank import low_rank_settings
+from tahq.pipeline.stage import Stage, StagePlan
 from tahq.pipeline.update import StageUpdate
+from tahq.quant.config import WireConfig
 
 SHAPE = StepShape(num_micro_batches=1, micro_batch=2, seq_len=8, hidden_size=16)
 ALONE = {
@@ -28,16 +34,49 @@ ALONE = {
 }
 
 
-def stage(training: TrainingConfig):
-    spec = load_spec(ModelConfig(family="llama", num_layers=2, hidden_size=16, num_heads=2), vocab_size=32, seq_len=8)
+def low_rank_slice(training: TrainingConfig, vocab_size: int = 32):
+    config = ModelConfig(family="qwen2", num_layers=2, hidden_size=16, num_heads=2)  # some linear layers have biases
+    spec = load_spec(config, vocab_size=vocab_size, seq_len=8)
     settings = low_rank_settings(training, 3)
-    module = build_low_rank_slice(
+    return build_low_rank_slice(
         spec, BlockRange(0, 2, 2), settings, seed=3, device=torch.device("cpu"), random=RandomContext(3)
     )
+
+
+def stage(training: TrainingConfig):
+    module = low_rank_slice(training)
     update = StageUpdate(
         training, module.canonical_parameters(), module.is_decayed, 4, None, low_rank_weights(module), SHAPE
     )
     return module, update
+
+
+def trained(training: TrainingConfig, schedule: str, batches: BatchSource) -> dict[str, torch.Tensor]:
+    """What a snapshot has after two steps of a stage under that schedule."""
+    plan = StagePlan(
+        stage=0,
+        run=1,
+        seed=3,
+        seq_len=8,
+        total_steps=4,
+        training=training,
+        pipeline=PipelineConfig(stages=1, schedule=schedule),
+        wire=WireConfig(),
+        tie=False,
+    )
+    stage = Stage(plan, {0: low_rank_slice(training, 256)}, batches, {}, device=torch.device("cpu"), bf16=False)
+    for step in range(2):
+        stage.engine.run_step(step)
+        stage.update.squared_norms()
+        stage.update.apply(step, 1.0)
+    return stage.tensors()
+
+
+@pytest.fixture
+def batches(tmp_path) -> BatchSource:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    config = DataConfig(text=str(tmp_path), seq_len=8)
+    return BatchSource(load_dataset(config, load_tokenizer(config)), seed=0, global_batch=2, micro_batch=2)
 
 
 def backward(module, update, step, factor=1.0) -> None:
@@ -73,6 +112,31 @@ def test_a_norm_that_is_not_finite_is_seen_by_prepare():
     assert not all(norm < float("inf") for norm in update.squared_norms())
 
 
+@pytest.mark.parametrize("ends", ["bf16", "fp32", "int8"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_weights_and_states_are_those_of_an_update_after_the_backward(batches, schedule, ends):
+    def training(fused: bool) -> TrainingConfig:
+        return TrainingConfig(**(ALONE | {"qgalore": {"fused": fused, "ends": ends}}))
+
+    within, after = trained(training(True), schedule, batches), trained(training(False), "1f1b", batches)
+    assert within.keys() == after.keys()
+    assert [name for name in after if not torch.equal(within[name], after[name])] == []
+
+
+def test_a_gradient_that_comes_past_the_hooks_is_an_internal_error_and_takes_no_step():
+    """As a split backward, which leaves weight gradients for later, would have it."""
+    module, update = stage(TrainingConfig(**ALONE | {"qgalore": {"fused": True, "ends": "fp32"}}))
+    head = module.canonical_parameters()["lm_head.weight"]
+    before = head.detach().clone()
+    head.grad = torch.ones_like(head)
+    update.begin(0)
+    weight = next(iter(low_rank_weights(module).values()))
+    weight.take(torch.ones(weight.shape))
+    assert torch.equal(head, before)
+    with pytest.raises(AssertionError, match="past the hooks"):
+        update.squared_norms()
+
+
 REFUSED = [
     ({"global_batch": 4}, "updates within the backward of the only micro-batch, and there are 2"),
     ({"clip_norm": 1.0}, "updates before the norm of all gradients is known"),
@@ -89,10 +153,14 @@ def test_refused_where_a_step_is_not_decided_in_the_backward(changes, message):
 
 @pytest.mark.parametrize(
     ("sections", "message"),
-    [({"pipeline": {"stages": 2}}, "for pipeline.stages 1"), ({"model": {"tie": "sync"}}, "model.tie: sync")],
-    ids=["stages", "tie"],
+    [
+        ({"pipeline": {"stages": 2}}, "for pipeline.stages 1"),
+        ({"model": {"tie": "sync"}}, "model.tie: sync"),
+        ({"pipeline": {"schedule": "zero-bubble"}}, "puts weight gradients off .*: use 1f1b"),
+    ],
+    ids=["stages", "tie", "zero-bubble"],
 )
-def test_refused_with_several_stages_and_with_tied_embeddings(sections, message):
+def test_refused_with_several_stages_tied_embeddings_and_split_backwards(sections, message):
     model = {"family": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 2}
     config = {
         "model": model | sections.get("model", {}),

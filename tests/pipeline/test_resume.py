@@ -60,6 +60,15 @@ EXACT = [
         {"training.optimizer": "qgalore", "training.momentum": 0.6},
     ),
     ({}, {"training.adamw8bit": {"block": 128}}),
+    ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.adamw8bit": {"block": 128}}),
+    (
+        {"training.optimizer": "qgalore", "training.qgalore": {"states": "fp32"}},
+        {
+            "training.optimizer": "qgalore",
+            "training.qgalore": {"states": "fp32"},
+            "training.adamw8bit": {"min_elements": 0},
+        },
+    ),
     ({}, {"pipeline.schedule": "gpipe"}),
     ({}, {"links": {"rate": "10mbit", "delay": "20ms"}}),
     ({"wire.gradients": "fixed"}, {"wire.gradients": "fixed:group=64,bits=8"}),
@@ -150,6 +159,15 @@ REFUSED = [
     ({"training.optimizer": "galore"}, {"training.optimizer": "galore", "training.qgalore": {"states": "int8"}}),
     ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.qgalore": {"ends": "int8"}}),
     ({"training.optimizer": "adamw8bit"}, {"training.optimizer": "adamw8bit", "training.adamw8bit": {"block": 128}}),
+    ({"training.optimizer": "qgalore"}, {"training.optimizer": "qgalore", "training.adamw8bit": {"block": 128}}),
+    (
+        {"training.optimizer": "galore", "training.qgalore": {"states": "int8"}},
+        {
+            "training.optimizer": "galore",
+            "training.qgalore": {"states": "int8"},
+            "training.adamw8bit": {"min_elements": 0},
+        },
+    ),
 ]
 
 

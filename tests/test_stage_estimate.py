@@ -1,0 +1,82 @@
+"""What all chunks of a stage keep together, held against the schedule action by action."""
+
+import pytest
+from support.runs import tiny
+
+from tahq.assembly import block_ranges, resolved_spec
+from tahq.config import ClusterConfig
+from tahq.memory.deferred_tensors import deferred_by_slice
+from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
+from tahq.pipeline.schedule import ActionKind
+from tahq.stage_estimate import chunks_of, stage_estimate
+
+TENSOR = 4 * 2 * 32 * 64
+"""Bytes of what crosses a cut, 4·T·C."""
+
+
+def configured(**sections) -> ClusterConfig:
+    model = {"vocab_size": 256, "num_layers": 8} | sections.pop("model", {})
+    training = {"global_batch": 32} | sections.pop("training", {})
+    return ClusterConfig.model_validate(tiny(model=model, training=training, **sections))
+
+
+def estimated(config: ClusterConfig, stage: int, *, bf16: bool = False):
+    return stage_estimate(config, resolved_spec(config, None), stage, bf16=bf16)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "interleaved", "chunks": 2},
+        {"schedule": "interleaved", "chunks": 2, "in_flight": 8},
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe"},
+    ],
+    ids=["interleaved", "deep", "1f1b", "gpipe"],
+)
+def test_what_is_in_flight_is_that_of_the_fullest_moment_of_the_schedule(pipeline, stage):
+    config = configured(pipeline=pipeline)
+    spec = resolved_spec(config, None)
+    ranges, row = block_ranges(config, spec), config.pipeline.actions(16).actions[stage]
+    kept, always = {}, 0
+    for chunk in chunks_of(config, stage):
+        blocks = ranges[chunk]
+        saved = saved_by_slice(spec, blocks, MicroBatchShape(2, 32), checkpoint_blocks=False)
+        # an output, and a raw frame each way at each cut; beside them a gradient received and one to send
+        kept[chunk] = saved + TENSOR * (not blocks.last) + 2 * TENSOR * ((not blocks.first) + (not blocks.last))
+        always += TENSOR * ((not blocks.first) + (not blocks.last))
+    now = most = 0
+    for action in row:
+        now += kept[action.chunk] if action.kind is ActionKind.F else 0
+        most = max(most, now)
+        now -= kept[action.chunk] if action.kind is ActionKind.B else 0
+    memory = estimated(config, stage)
+    assert memory.activations + memory.boundary == most + always
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_left_for_weight_gradients_counts_where_it_is_more_than_checkpointing_keeps(stage):
+    model, training = {"family": "llama", "intermediate_size": 128}, {"activation_checkpointing": "block"}
+    config = configured(model=model, training=training, pipeline={"schedule": "zero-bubble"})
+    spec = resolved_spec(config, None)
+    blocks, row = block_ranges(config, spec)[stage], config.pipeline.actions(16).actions[stage]
+    shape = MicroBatchShape(2, 32)
+    saved = saved_by_slice(spec, blocks, shape, checkpoint_blocks=True)
+    left = deferred_by_slice(spec, blocks, shape)
+    assert left > 2 * saved
+    now = most = 0
+    for action in row:
+        now += {ActionKind.F: saved, ActionKind.I: left - saved}.get(action.kind, 0)
+        most = max(most, now)
+        now -= left if action.kind is ActionKind.W else 0
+    assert estimated(config, stage).activations == most > config.pipeline.actions(16).max_in_flight(stage) * saved
+
+
+def test_chunks_take_turns_at_their_workspace():
+    """Blocks are computed again one at a time, whichever chunk they are of."""
+    training = {"activation_checkpointing": "block"}
+    one = estimated(configured(training=training), 1)
+    two = estimated(configured(training=training, pipeline={"schedule": "interleaved", "chunks": 2}), 1)
+    assert two.workspace == one.workspace > 0
+    assert two.weights == one.weights
