@@ -3,9 +3,13 @@
 Works on lists of `torch.distributed.P2POp` alone, so it knows nothing of stages' insides. Both ends of a cut go through
 the same steps with equal numbers, and so come to the same keys and lengths.
 
-Which tensors are packed: fp32, bf16 and fp16 whose stream is shorter than they are. All others (integers, masks,
-fp64, a loss of one element) go as they are. A message is a stream and 8 bytes behind it, a hash of what the sender took
-it for: gloo takes a message that is shorter than its buffer without a word.
+Which tensors are packed: fp32, bf16 and fp16 whose stream is shorter than they are, and for which a gradient comes
+back. All others (integers, masks, constants, fp64, a loss of one element) go as they are. A mask of floats differs from
+a hidden state by its gradient alone; so where no tensor of a crossing is known to have one (an evaluation before all
+training, frozen layers), the only one is packed, and of several none.
+
+A message is a stream and 8 bytes behind it, a hash of what the sender took it for: gloo takes a message that is shorter
+than its buffer without a word.
 """
 
 from collections.abc import Sequence
@@ -36,6 +40,26 @@ class Crossing:
     kind: str
     cut: int
     micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of a crossing, as torch's two ends have agreed on it: the receiver's buffer is made to it.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+        has_gradient: whether a gradient for it comes back in training, or it is one; False where that is not known.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    has_gradient: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor as it is."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +106,45 @@ class BoundaryPacking:
         self._seed = seed
         self._next_number = {"train": step, "eval": 0}
         self._step = Step("train", step)
+        self._is_counted = False
         self._arrivals: dict[Crossing, list[Arrival]] = {}
-        self._sent: dict[tuple[str, int], tuple[torch.Size, torch.dtype]] = {}
         self._prepared: set[tuple[str, torch.Size, torch.dtype, torch.device]] = set()
 
     def begin_step(self, *, has_backward: bool) -> None:
-        """A step begins; one without a backward pass is an evaluation."""
+        """A step begins; one without a backward pass is an evaluation.
+
+        It is counted when the first tensor crosses: a schedule may refuse its inputs, on one rank alone, before that.
+        """
         purpose = "train" if has_backward else "eval"
-        if purpose != self._step.purpose:
-            self._sent.clear()  # torch asks for shapes anew
         self._step = Step(purpose, self._next_number[purpose])
-        self._next_number[purpose] += 1
+        self._is_counted = False
         self._arrivals.clear()  # of a step that failed
 
-    def pack(self, ops: Sequence[distributed.P2POp], crossing: Crossing) -> list[distributed.P2POp]:
-        """The sends in `ops`, with messages in place of what can be packed.
+    def pack(
+        self, ops: Sequence[distributed.P2POp], crossing: Crossing, slots: Sequence[Slot]
+    ) -> list[distributed.P2POp]:
+        """The sends in `ops`, one a slot, with messages in place of what can be packed.
 
         Raises:
-            CodecError: a tensor is not as in the micro-batches before, to which the peer's buffers were made.
+            CodecError: a tensor is not what was agreed on, to which the peer's buffers were made.
         """
-        return [self._pack(op, crossing, index) for index, op in enumerate(ops)]
+        if ops:
+            self._check_agreed(ops, crossing, slots)
+            self._count()
+        packed = self._packed(slots, crossing.kind)
+        return [self._pack(op, crossing, index) if index in packed else op for index, op in enumerate(ops)]
 
-    def expect(self, ops: Sequence[distributed.P2POp], crossing: Crossing) -> list[distributed.P2POp]:
+    def expect(
+        self, ops: Sequence[distributed.P2POp], crossing: Crossing, slots: Sequence[Slot]
+    ) -> list[distributed.P2POp]:
         """The receives in `ops`, into buffers for messages where these come; `unpack` then fills the tensors."""
+        if ops:
+            self._count()
+        packed = self._packed(slots, crossing.kind)
         arrivals = {
             index: Arrival(index, self._room_for(op.tensor, crossing.kind), op.tensor)
             for index, op in enumerate(ops)
-            if self._packs(op.tensor, crossing.kind)
+            if index in packed
         }
         self._arrivals[crossing] = list(arrivals.values())
         return [_with(op, arrivals[index].message) if index in arrivals else op for index, op in enumerate(ops)]
@@ -124,11 +160,13 @@ class BoundaryPacking:
             with torch.no_grad():
                 arrival.target.copy_(values)
 
+    def _count(self) -> None:
+        if not self._is_counted:
+            self._next_number[self._step.purpose] += 1
+            self._is_counted = True
+
     def _pack(self, op: distributed.P2POp, crossing: Crossing, index: int) -> distributed.P2POp:
         tensor, codec = op.tensor, self._codecs[crossing.kind]
-        self._check_alike(tensor, crossing, index)
-        if not self._packs(tensor, crossing.kind):
-            return op
         self._prepare(tensor, crossing.kind)
         with torch.no_grad():
             stream = codec.encode(tensor, key=self._key(codec, crossing, index))
@@ -142,8 +180,9 @@ class BoundaryPacking:
         if bytes(tag.tolist()) != self._tag(codec, target, crossing, arrival.index):
             raise CodecError(
                 f"{where} is not the {arrival.message.numel()} bytes of {codec.spec} that were expected for "
-                f"{_described(target.shape, target.dtype)} in {self._step.purpose} step {self._step.number}; are all "
-                "stages compressed alike, and do they agree on shapes (input_args, output_args)?"
+                f"{_described(target)} in {self._step.purpose} step {self._step.number}; are all stages compressed "
+                "alike, do they agree on shapes (input_args, output_args), and has every rank taken as many steps? "
+                "Where one left out a step that others began, start all of them again from a checkpoint"
             )
         try:
             return codec.decode(stream, target.shape, target.dtype, key=self._key(codec, crossing, arrival.index))
@@ -158,17 +197,25 @@ class BoundaryPacking:
         kind = (str(codec.spec), str(tensor.dtype), *tensor.shape)
         return derive_seed("tag", *_name(self._step, crossing, index), *kind).to_bytes(TAG_NBYTES, "little")
 
-    def _packs(self, tensor: torch.Tensor, kind: str) -> bool:
-        if tensor.dtype not in PACKED or tensor.dim() == 0:
-            return False
-        return self._message_nbytes(tensor, kind) < tensor.numel() * tensor.element_size()
+    def _packed(self, slots: Sequence[Slot], kind: str) -> set[int]:
+        """Which tensors of a crossing are packed; both ends know no more than the slots."""
+        candidates = [index for index, slot in enumerate(slots) if self._is_longer_than_its_message(slot, kind)]
+        if any(slot.has_gradient for slot in slots):
+            candidates = [index for index in candidates if slots[index].has_gradient]
+        elif len(candidates) > 1:
+            return set()
+        return {index for index in candidates if slots[index].dtype in PACKED}
 
-    def _message_nbytes(self, tensor: torch.Tensor, kind: str) -> int:
-        return self._codecs[kind].encoded_nbytes(tensor.shape) + TAG_NBYTES
+    def _is_longer_than_its_message(self, slot: Slot, kind: str) -> bool:
+        is_array_of_floats = slot.dtype.is_floating_point and len(slot.shape) > 0
+        return is_array_of_floats and self._message_nbytes(slot.shape, kind) < slot.nbytes
+
+    def _message_nbytes(self, shape: torch.Size, kind: str) -> int:
+        return self._codecs[kind].encoded_nbytes(shape) + TAG_NBYTES
 
     def _room_for(self, target: torch.Tensor, kind: str) -> torch.Tensor:
         self._prepare(target, kind)
-        return torch.empty(self._message_nbytes(target, kind), dtype=torch.uint8, device=target.device)
+        return torch.empty(self._message_nbytes(target.shape, kind), dtype=torch.uint8, device=target.device)
 
     def _prepare(self, tensor: torch.Tensor, kind: str) -> None:
         """Have kernels compiled by one process of a machine, not by all at once."""
@@ -177,16 +224,21 @@ class BoundaryPacking:
             self._codecs[kind].prepare(tensor.shape, tensor.dtype, tensor.device)
             self._prepared.add(needed)
 
-    def _check_alike(self, tensor: torch.Tensor, crossing: Crossing, index: int) -> None:
-        now = (tensor.shape, tensor.dtype)
-        before = self._sent.setdefault((crossing.kind, index), now)
-        if now != before:
+    def _check_agreed(self, ops: Sequence[distributed.P2POp], crossing: Crossing, slots: Sequence[Slot]) -> None:
+        if len(ops) != len(slots):
             raise CodecError(
-                f"{self._where(crossing, index)} is {_described(*now)}, those before it were {_described(*before)}; "
-                "the peer's buffers are made once: give every micro-batch one shape"
+                f"{self._where(crossing)} is one of {len(ops)} tensors, {len(slots)} were agreed on; have the stage "
+                "return as many of every micro-batch"
             )
+        for index, (op, slot) in enumerate(zip(ops, slots, strict=True)):
+            if (op.tensor.shape, op.tensor.dtype) != (slot.shape, slot.dtype):
+                raise CodecError(
+                    f"{self._where(crossing, index)} is {_described(op.tensor)}, agreed on was {_described(slot)}; the "
+                    "peer's buffers are made once for a schedule: give every micro-batch one shape, or make a new "
+                    "schedule for another"
+                )
 
-    def _where(self, crossing: Crossing, index: int) -> str:
+    def _where(self, crossing: Crossing, index: int = 0) -> str:
         return f"stage {self._stage}, micro-batch {crossing.micro_batch}: {crossing.kind} {index} at cut {crossing.cut}"
 
 
@@ -194,5 +246,5 @@ def _with(op: distributed.P2POp, tensor: torch.Tensor) -> distributed.P2POp:
     return distributed.P2POp(op.op, tensor, op.peer, op.group, op.tag)
 
 
-def _described(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+def _described(tensor: torch.Tensor | Slot) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

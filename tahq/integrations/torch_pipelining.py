@@ -9,13 +9,15 @@
 
 A compressed stage is the same object, under a class that overrides what torch calls a stage by, and nothing that begins
 with an underscore: the operations that send and receive, what computes a micro-batch (where messages are decoded), and
-what begins a step (which is counted). Shapes, buffers, autograd and the schedule stay torch's. Between stages of one
-rank torch hands tensors over; nothing is sent there, and nothing is packed.
+what begins a step (which is counted). Shapes, buffers, autograd and the schedule stay torch's; what the stages have
+agreed on is read where torch keeps it, `_stage_meta`. Between stages of one rank torch hands tensors over; nothing is
+sent there, and nothing is packed.
 
 docs/integrations.md says more.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
@@ -23,8 +25,8 @@ import torch
 from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 
-from tahq.errors import ConfigError
-from tahq.integrations.boundary_packing import ACTIVATION, GRADIENT, BoundaryPacking, Crossing
+from tahq.errors import CodecError, ConfigError
+from tahq.integrations.boundary_packing import ACTIVATION, GRADIENT, BoundaryPacking, Crossing, Slot
 from tahq.quant import AUTO, Codec, get_codec
 
 SUPPORTED = ("2.13",)
@@ -98,25 +100,21 @@ def compress(
         What was given.
 
     Raises:
-        ConfigError: an unknown or stateful codec, another release of torch, no stages, stages of another kind, stages
-            that are compressed already, or ranks that were told different things.
+        ConfigError: an unknown or stateful codec, a backend that does not run on a stage's device, another release of
+            torch, no stages, something else than stages, a stage that is given twice or is compressed already, or
+            ranks that were told different things. No stage was changed then.
     """
     check_torch(torch.__version__)
-    for name, number in (("seed", seed), ("step", step)):
-        if not 0 <= number < 2**63:
-            raise ConfigError(f"{name} must be from 0 to 2^63 - 1; got {number}")
-    specs = (activations, gradients)
-    given = [stages] if isinstance(stages, PipelineStage) else list(stages)
-    if not given:
-        raise ConfigError("compress needs a stage: every rank of a pipeline has one, and the others wait for this call")
-    for stage in given:
-        _check_stage(stage)
-    made = [[_codec(spec, backend, threads) for spec in specs] for _ in given]
+    given = _given(stages)
+    seed, step, threads = _number("seed", seed, 0), _number("step", step, 0), _number("threads", threads, 1)
+    specs = {"activations": activations, "gradients": gradients}
+    made = [[_codec(key, spec, backend, threads, stage.device) for key, spec in specs.items()] for stage in given]
+    kinds = [_compressed(type(stage)) for stage in given]
     said = {"activations": str(made[0][0].spec), "gradients": str(made[0][1].spec), "seed": seed, "step": step}
     _agree(said, given[0].group)
-    for stage, codecs in zip(given, made, strict=True):
+    for stage, codecs, kind in zip(given, made, kinds, strict=True):
         stage.tahq_packing = BoundaryPacking(stage.stage_index, *codecs, seed=seed, step=step)  # type: ignore[attr-defined]
-        stage.__class__ = _compressed(type(stage))
+        stage.__class__ = kind
     return stages
 
 
@@ -132,19 +130,24 @@ class CompressedStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Torch's, of packed activations."""
-        return self.tahq_packing.pack(super().get_fwd_send_ops(fwd_chunk_id), self._after(ACTIVATION, fwd_chunk_id))
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        return self.tahq_packing.pack(ops, self._after(ACTIVATION, fwd_chunk_id), self._outputs())
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Torch's, into buffers for packed activations."""
-        return self.tahq_packing.expect(super().get_fwd_recv_ops(fwd_chunk_id), self._before(ACTIVATION, fwd_chunk_id))
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        return self.tahq_packing.expect(ops, self._before(ACTIVATION, fwd_chunk_id), self._inputs())
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         """Torch's, of packed gradients."""
-        return self.tahq_packing.pack(super().get_bwd_send_ops(bwd_chunk_id), self._before(GRADIENT, bwd_chunk_id))
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        return self.tahq_packing.pack(ops, self._before(GRADIENT, bwd_chunk_id), _gradients(self._input_grads()))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         """Torch's, into buffers for packed gradients."""
-        return self.tahq_packing.expect(super().get_bwd_recv_ops(bwd_chunk_id), self._after(GRADIENT, bwd_chunk_id))
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        expected = _gradients(self._stage_meta.output_grads or ())
+        return self.tahq_packing.expect(ops, self._after(GRADIENT, bwd_chunk_id), expected)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """Decode the activations, which have arrived by now, and compute."""
@@ -156,11 +159,38 @@ class CompressedStage(PipelineStage):
         self.tahq_packing.unpack(self._after(GRADIENT, bwd_chunk_id))
         return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
+    def _outputs(self) -> list[Slot]:
+        return _activations(self._stage_meta.outputs or (), self._stage_meta.output_grads or ())
+
+    def _inputs(self) -> list[Slot]:
+        return _activations(self._stage_meta.inputs or (), self._input_grads())
+
+    def _input_grads(self) -> list[Any]:
+        """What torch has agreed on for each input's gradient, None where none is sent; empty before all training.
+
+        An evaluation leaves what training has put there, at both ends of a cut.
+        """
+        if self._stage_meta.input_grads is None:
+            return []
+        return [self._get_grad_send_meta(index) for index in range(len(self._stage_meta.inputs or ()))]
+
     def _before(self, kind: str, micro_batch: int) -> Crossing:
         return Crossing(kind, self.stage_index - 1, micro_batch)
 
     def _after(self, kind: str, micro_batch: int) -> Crossing:
         return Crossing(kind, self.stage_index, micro_batch)
+
+
+def _activations(agreed: Sequence[Any], gradients: Sequence[Any]) -> list[Slot]:
+    """Of torch's descriptions of what a stage hands on, and of the gradients that come back."""
+    return [
+        Slot(tensor.shape, tensor.dtype, has_gradient=gradient is not None)
+        for tensor, gradient in zip(agreed, (*gradients, *(None,) * len(agreed)), strict=False)
+    ]
+
+
+def _gradients(agreed: Sequence[Any]) -> list[Slot]:
+    return [Slot(tensor.shape, tensor.dtype, has_gradient=True) for tensor in agreed if tensor is not None]
 
 
 def check_torch(version: str, stage_class: type = PipelineStage) -> None:
@@ -182,15 +212,42 @@ def check_torch(version: str, stage_class: type = PipelineStage) -> None:
         raise ConfigError(f"torch {version}: {stage_class.__name__} has no {', '.join(missing)}; {advice}")
 
 
-def _check_stage(stage: object) -> None:
-    if not isinstance(stage, PipelineStage):
-        raise ConfigError(f"compress takes PipelineStage, or a list of them; got {type(stage).__name__}")
-    if isinstance(stage, CompressedStage):
-        raise ConfigError(f"stage {stage.stage_index} is compressed already; call compress once")
+def _given(stages: object) -> list[PipelineStage]:
+    """The stages, once it is sure that they are, and each there once."""
+    listed = list(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else [stages]
+    if not listed:
+        raise ConfigError("compress needs a stage: every rank of a pipeline has one, and the others wait for this call")
+    given: list[PipelineStage] = []
+    for stage in listed:
+        if not isinstance(stage, PipelineStage):
+            raise ConfigError(f"compress takes PipelineStage, or a list of them; got {type(stage).__name__}")
+        if isinstance(stage, CompressedStage):
+            raise ConfigError(f"stage {stage.stage_index} is compressed already; call compress once")
+        if any(stage is other for other in given):
+            raise ConfigError(f"stage {stage.stage_index} is given twice; list every stage of this rank once")
+        given.append(stage)
+    return given
 
 
-def _codec(spec: str, backend: str, threads: int) -> Codec:
+def _number(name: str, value: object, least: int) -> int:
+    """Also from numpy's whole numbers, as int."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not least <= number < 2**63:
+        raise ConfigError(f"{name} must be a whole number from {least} to 2^63 - 1; got {value!r}")
+    return number
+
+
+def _codec(key: str, spec: object, backend: str, threads: int, device: torch.device) -> Codec:
+    if not isinstance(spec, str):
+        raise ConfigError(f"{key} must be a codec spec, such as 'tah'; got {spec!r}")
     codec = get_codec(spec, backend=backend, threads=threads)
+    try:
+        codec.encode(torch.empty(0, device=device))  # which is how a codec says that a backend is not for a device
+    except CodecError as error:
+        raise ConfigError(f"{key}: {error}") from error
     if codec.is_stateful:
         raise ConfigError(
             f"{spec} remembers samples, and torch's stages do not know which samples they compute; use "

@@ -1,6 +1,7 @@
 """Both ends of a cut, without a wire: what is packed, what is refused."""
 
 import itertools
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tahq.integrations.boundary_packing import (
     TAG_NBYTES,
     BoundaryPacking,
     Crossing,
+    Slot,
     Step,
     packing_key,
 )
@@ -37,6 +39,19 @@ def receives(*tensors: torch.Tensor) -> list[distributed.P2POp]:
     return [distributed.P2POp(distributed.irecv, tensor, 0) for tensor in tensors]
 
 
+def pack(packing: BoundaryPacking, *tensors: torch.Tensor) -> list[distributed.P2POp]:
+    return packing.pack(sends(*tensors), THIRD, agreed(*tensors))
+
+
+def expect(packing: BoundaryPacking, *buffers: torch.Tensor) -> list[distributed.P2POp]:
+    return packing.expect(receives(*buffers), THIRD, agreed(*buffers))
+
+
+def agreed(*tensors: torch.Tensor, without_gradient: Collection[int] = ()) -> list[Slot]:
+    """`without_gradient` are places of tensors."""
+    return [Slot(x.shape, x.dtype, index not in without_gradient) for index, x in enumerate(tensors)]
+
+
 def deliver(sent: list[distributed.P2POp], received: list[distributed.P2POp], nbytes: int | None = None) -> None:
     """What a wire does; `nbytes` of every message only, as gloo does with one that is shorter than its buffer."""
     for source, target in zip(sent, received, strict=True):
@@ -51,7 +66,7 @@ def hidden(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_what_arrives_is_what_the_codec_makes_of_it(dtype: torch.dtype) -> None:
     x, buffer = hidden(2, 8, 64, dtype=dtype), torch.zeros(2, 8, 64, dtype=dtype, requires_grad=True)
     first, second = end(0), end(1)
-    sent, received = first.pack(sends(x), THIRD), second.expect(receives(buffer), THIRD)
+    sent, received = pack(first, x), expect(second, buffer)
     codec = get_codec("tah")
     assert sent[0].tensor.numel() == received[0].tensor.numel() == codec.encoded_nbytes(x.shape) + TAG_NBYTES
     deliver(sent, received)
@@ -75,9 +90,9 @@ def test_what_arrives_is_what_the_codec_makes_of_it(dtype: torch.dtype) -> None:
 )
 def test_what_no_codec_takes_or_shortens_goes_as_it_is(tensor: torch.Tensor) -> None:
     first, second = end(0), end(1)
-    assert first.pack(sends(tensor), THIRD)[0].tensor is tensor
+    assert pack(first, tensor)[0].tensor is tensor
     buffer = torch.empty_like(tensor)
-    assert second.expect(receives(buffer), THIRD)[0].tensor is buffer
+    assert expect(second, buffer)[0].tensor is buffer
     second.unpack(THIRD)
 
 
@@ -85,18 +100,46 @@ def test_tensors_that_cross_together_keep_their_places() -> None:
     mask, x, y = torch.ones(2, 8, dtype=torch.int64), hidden(2, 8, 64), hidden(2, 8, 32)
     buffers = [torch.zeros_like(tensor) for tensor in (mask, x, y)]
     first, second = end(0), end(1)
-    deliver(first.pack(sends(mask, x, y), THIRD), second.expect(receives(*buffers), THIRD))
+    deliver(pack(first, mask, x, y), expect(second, *buffers))
     second.unpack(THIRD)
     assert torch.equal(buffers[0], mask)
     assert (buffers[1] - x).abs().max() < 1
     assert (buffers[2] - y).abs().max() < 1
 
 
+def packed(without_gradient: Collection[int], *tensors: torch.Tensor) -> list[bool]:
+    """Which go as messages, at the sender; the receiver is held to the same."""
+    slots = agreed(*tensors, without_gradient=without_gradient)
+    sent = end(0).pack(sends(*tensors), THIRD, slots)
+    received = end(1).expect(receives(*tensors), THIRD, slots)
+    by_sender, by_receiver = (
+        [op.tensor is not tensor for op, tensor in zip(ops, tensors, strict=True)] for ops in (sent, received)
+    )
+    assert by_sender == by_receiver
+    return by_sender
+
+
+def test_masks_and_constants_of_floats_go_as_they_are() -> None:
+    x, mask = hidden(2, 8, 64), torch.full((2, 8, 64), -torch.inf)
+    assert packed({1}, x, mask) == [True, False]
+    assert packed({0}, mask, x, hidden(2, 8, 32)) == [False, True, True]
+
+
+def test_without_any_gradient_the_only_tensor_is_packed() -> None:
+    x, number, places = hidden(2, 8, 64), torch.tensor(0.5), torch.arange(4096).reshape(2, 32, 64)
+    assert packed({0, 1, 2}, number, x, places) == [False, True, False]
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.float64])
+def test_without_any_gradient_several_go_as_they_are(other: torch.dtype) -> None:
+    assert packed({0, 1}, hidden(2, 8, 64), hidden(2, 8, 64).to(other)) == [False, False]
+
+
 def test_short_message_is_refused_with_stage_and_micro_batch() -> None:
     x = hidden(2, 8, 64)
     second = end(1)
-    received = second.expect(receives(torch.zeros(2, 8, 64)), THIRD)
-    deliver(end(0).pack(sends(x), THIRD), received, nbytes=100)
+    received = expect(second, torch.zeros(2, 8, 64))
+    deliver(pack(end(0), x), received, nbytes=100)
     with pytest.raises(CodecError, match=r"stage 1, micro-batch 3: activation 0 at cut 0 is not the \d+ bytes of tah:"):
         second.unpack(THIRD)
 
@@ -104,35 +147,39 @@ def test_short_message_is_refused_with_stage_and_micro_batch() -> None:
 @pytest.mark.parametrize("other", [{"step": 1}, {"activations": "tah:tau=3"}], ids=["step", "codec"])
 def test_message_of_another_step_or_codec_is_refused(other: dict[str, object]) -> None:
     second = end(1)
-    received = second.expect(receives(torch.zeros(2, 8, 64)), THIRD)
-    deliver(end(0, **other).pack(sends(hidden(2, 8, 64)), THIRD), received)  # type: ignore[arg-type]
-    with pytest.raises(CodecError, match="stage 1, micro-batch 3"):
+    received = expect(second, torch.zeros(2, 8, 64))
+    deliver(pack(end(0, **other), hidden(2, 8, 64)), received)  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match=r"stage 1, micro-batch 3.*has every rank taken as many steps"):
         second.unpack(THIRD)
 
 
 def test_damaged_stream_is_refused_with_stage_and_micro_batch() -> None:
     second = end(1)
-    received = second.expect(receives(torch.zeros(2, 8, 64)), THIRD)
-    deliver(end(0).pack(sends(hidden(2, 8, 64)), THIRD), received)
+    received = expect(second, torch.zeros(2, 8, 64))
+    deliver(pack(end(0), hidden(2, 8, 64)), received)
     received[0].tensor[0] ^= 0xFF
     with pytest.raises(CodecError, match=r"stage 1, micro-batch 3: activation 0 at cut 0: tah:.*header byte 0"):
         second.unpack(THIRD)
 
 
-def test_shape_that_changes_is_refused_where_it_is_sent() -> None:
-    first = end(0)
-    first.pack(sends(hidden(2, 8, 64)), Crossing(ACTIVATION, 0, 2))
+def test_shape_that_was_not_agreed_on_is_refused_where_it_is_sent() -> None:
     with pytest.raises(
         CodecError, match=r"stage 0, micro-batch 3: activation 0 .* \[2, 7, 64\] float32, .* \[2, 8, 64\]"
     ):
-        first.pack(sends(hidden(2, 7, 64)), THIRD)
+        end(0).pack(sends(hidden(2, 7, 64)), THIRD, agreed(hidden(2, 8, 64)))
 
 
-def test_evaluation_may_have_another_shape() -> None:
+def test_other_number_of_tensors_than_agreed_on_is_refused() -> None:
+    x = hidden(2, 8, 64)
+    with pytest.raises(CodecError, match=r"stage 0, micro-batch 3: .* one of 1 tensors, 2 were agreed on"):
+        end(0).pack(sends(x), THIRD, agreed(x, x))
+
+
+def test_another_schedule_may_have_another_shape() -> None:
     first = end(0)
-    first.pack(sends(hidden(2, 8, 64)), THIRD)
-    first.begin_step(has_backward=False)
-    first.pack(sends(hidden(2, 7, 64)), THIRD)
+    pack(first, hidden(2, 8, 64))
+    first.begin_step(has_backward=True)
+    pack(first, hidden(2, 7, 64))
 
 
 def test_evaluations_do_not_count_as_steps_of_training() -> None:
@@ -141,8 +188,27 @@ def test_evaluations_do_not_count_as_steps_of_training() -> None:
     for packing in (evaluated, other):
         packing.begin_step(has_backward=True)
     x = hidden(2, 8, 64)
-    messages = [packing.pack(sends(x), THIRD)[0].tensor for packing in (evaluated, other)]
+    messages = [pack(packing, x)[0].tensor for packing in (evaluated, other)]
     assert torch.equal(*messages)
+
+
+def test_a_step_is_counted_once_something_crosses() -> None:
+    """A schedule refuses what it was given on one rank alone, and the caller gives it something else."""
+    refused, other = (end(0, "fixed:bits=4,round=stochastic") for _ in range(2))
+    refused.begin_step(has_backward=True)
+    x = hidden(2, 8, 64)
+    for _ in range(2):
+        assert torch.equal(*(pack(packing, x)[0].tensor for packing in (refused, other)))
+        for packing in (refused, other):
+            packing.begin_step(has_backward=True)
+
+
+def test_messages_of_one_step_have_its_number() -> None:
+    first, second, x = end(0), end(1), hidden(2, 8, 64)
+    for _ in range(3):
+        received = expect(second, torch.zeros_like(x))
+        deliver(pack(first, x), received)
+        second.unpack(THIRD)
 
 
 def test_every_part_of_a_name_changes_the_key() -> None:

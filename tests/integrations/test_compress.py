@@ -1,8 +1,11 @@
 """What `compress` takes and what it refuses, in one line that says what to do."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from tahq.errors import ConfigError
 from tahq.integrations.torch_pipelining import OVERRIDDEN, SUPPORTED, CompressedStage, check_torch, compress
@@ -34,8 +37,16 @@ def test_a_rank_without_stages_is_refused() -> None:
         ({"activations": "aqsgd"}, "aqsgd remembers samples.*use aqsgd:cache=none"),
         ({"gradients": "aqsgd:cache=file"}, "aqsgd:cache=file remembers samples"),
         ({"backend": "metal"}, "metal"),
-        ({"seed": -1}, "seed must be from 0"),
-        ({"step": 2**63}, "step must be from 0"),
+        ({"seed": -1}, "seed must be a whole number from 0"),
+        ({"step": 2**63}, "step must be a whole number from 0"),
+        ({"activations": None}, "activations must be a codec spec, such as 'tah'; got None"),
+        ({"seed": 1.5}, "seed must be a whole number from 0 .* got 1.5"),
+        ({"seed": None}, "seed must be a whole number"),
+        ({"step": "3"}, "step must be a whole number from 0 .* got '3'"),
+        ({"step": torch.tensor(3.0)}, "step must be a whole number"),
+        ({"threads": "2"}, "threads must be a whole number from 1 .* got '2'"),
+        ({"threads": 0}, "threads must be a whole number from 1"),
+        ({"backend": None}, "backend must be auto"),
     ],
 )
 def test_what_cannot_be_is_refused_and_the_stage_left_alone(codecs: dict[str, object], says: str) -> None:
@@ -50,9 +61,51 @@ def test_a_stage_is_compressed_once() -> None:
         compress(compress(stage()))
 
 
-def test_a_module_is_no_stage() -> None:
-    with pytest.raises(ConfigError, match="takes PipelineStage, or a list of them; got Identity"):
-        compress([torch.nn.Identity()])  # type: ignore[list-item]
+def test_a_stage_that_is_given_twice_is_refused_and_left_alone() -> None:
+    one = stage()
+    with pytest.raises(ConfigError, match="stage 0 is given twice"):
+        compress([one, one])
+    assert type(one) is PipelineStage
+
+
+def test_a_backend_that_is_not_for_the_stages_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    untouched = stage()
+    with pytest.raises(ConfigError, match=r"activations: codec wf: backend triton takes tensors on cuda, got .* cpu"):
+        compress(untouched, backend="triton")
+    assert type(untouched) is PipelineStage
+
+
+def test_a_whole_number_of_numpy_is_one() -> None:
+    compress(stage(), seed=np.int64(3), step=np.uint8(2))  # type: ignore[call-overload]
+
+
+def traced() -> object:
+    """A stage that torch cuts out of a graph, which is of another class."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    cut = pipeline(module, (torch.zeros(2, 4),), split_spec={"1": SplitPoint.BEGINNING})
+    return cut.build_stage(0, torch.device("cpu"))
+
+
+NOT_STAGES: dict[str, Callable[[], object]] = {
+    "Identity": torch.nn.Identity,
+    "Sequential": lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)),
+    "_PipelineStage": traced,
+    "generator": lambda: (made for made in [stage()]),
+    "str": lambda: "stage",
+    "NoneType": lambda: None,
+}
+
+
+@pytest.mark.parametrize("kind", NOT_STAGES)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of its own
+def test_what_is_no_stage_nor_list_of_them_is_refused(kind: str) -> None:
+    """A generator, too: nothing would be left of it to be returned."""
+    given, first = NOT_STAGES[kind](), stage()
+    for stages in (given, [first, given]):
+        with pytest.raises(ConfigError, match=f"takes PipelineStage, or a list of them; got {kind}"):
+            compress(stages)  # type: ignore[call-overload]
+    assert type(first) is PipelineStage
 
 
 @pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cu130", "2.1.3", "3.0.0a0+git123", "2.131.0"])

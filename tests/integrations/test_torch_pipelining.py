@@ -15,6 +15,12 @@ CASES = {
     "1f1b on 2, other tensors": Case("1f1b", (2, 3), with_others=True, is_subclass=True),
     "gpipe on 2, bf16": Case("gpipe", (0, 1), dtype=torch.bfloat16),
     "1f1b on 2, shapes given": Case("1f1b", (2, 3), "wf", "eden", is_static=True),
+    "1f1b on 2, a second schedule of other shapes": Case("1f1b", (2, 3), "wf", "eden", micro_batches=(4, 2)),
+    "1f1b on 2, other tensors, evaluated first": Case(
+        "1f1b", (0, 1), "wf", "eden", with_others=True, is_evaluated_first=True
+    ),
+    "1f1b on 2, other tensors, shapes given": Case("1f1b", (2, 3), "wf", "eden", with_others=True, is_static=True),
+    "1f1b on 2, steps refused": Case("1f1b", (0, 1), "wf", "eden", has_refused_steps=True),
     "breadth first on 2": Case("bfs", (0, 1)),
     "v that overlaps on 2": Case("dualpipev", (2, 3), "fixed:bits=4", "eden"),
     "1f1b on 2, aqsgd without a cache": Case("1f1b", (2, 3), "aqsgd:cache=none", "raw:dtype=fp32"),

@@ -3,6 +3,7 @@
 Also the same training without a pipeline, with the codec put by hand where ranks meet.
 """
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -48,11 +49,15 @@ class Case:
         schedule: a key of SCHEDULES.
         ranks: of the world, in the order of the pipeline.
         activations, gradients: codec specs.
-        with_others: whether integers, and a float that no codec makes shorter, cross beside the activations.
+        with_others: whether integers, a float that no codec makes shorter, and a mask of floats cross beside the
+            activations.
         dtype: of weights and activations.
         first_step: the first step's number.
         is_subclass: whether stages have a class of their own.
         is_static: whether torch is told the shapes, and asks for none.
+        has_refused_steps: whether the first stage's rank gives each step too few samples first, which torch refuses.
+        is_evaluated_first: whether an evaluation comes before all training.
+        micro_batches: into how many each step divides its batch; another number is another schedule's.
     """
 
     schedule: str
@@ -64,6 +69,9 @@ class Case:
     first_step: int = 0
     is_subclass: bool = False
     is_static: bool = False
+    has_refused_steps: bool = False
+    is_evaluated_first: bool = False
+    micro_batches: tuple[int, ...] = (MICRO_BATCHES,) * STEPS
 
     @property
     def num_stages(self) -> int:
@@ -102,14 +110,21 @@ class Piece(nn.Module):
         self._with_others = case.with_others
         self._is_last = number == case.num_stages - 1
 
-    def forward(self, x: torch.Tensor, places: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> Any:
+    def forward(
+        self,
+        x: torch.Tensor,
+        places: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> Any:
         if places is None:
             places, scale = torch.arange(x.shape[1]).expand(x.shape[0], -1).contiguous(), x[:, :1, :1].abs() + 1
+            mask = torch.full(x.shape, -torch.inf, dtype=x.dtype).triu(8)
         y = functional.tanh(functional.linear(x, self.weight, self.bias))
-        if not self._with_others or scale is None:
+        if not self._with_others or scale is None or mask is None:
             return y
-        y = y * scale + (places % 3).to(y.dtype)[..., None]
-        return y if self._is_last else (y, places, scale)
+        y = (y * scale + (places % 3).to(y.dtype)[..., None]) * mask.exp()
+        return y if self._is_last else (y, places, scale, mask)
 
 
 def pieces(case: Case) -> list[Piece]:
@@ -168,38 +183,43 @@ class PlainTraining:
 
     def results(self) -> dict[str, Any]:
         """What `train` gives, of all stages."""
-        steps, evaluated = [], []
+        is_evaluated_first, has_evaluation = self._case.is_evaluated_first, self._case.has_evaluation
+        # Beside a mask of floats no training has told from them, activations go as they are.
+        evaluated = [self._evaluate(None, self._case.micro_batches[0])] if is_evaluated_first else []
+        steps = []
         for step in range(STEPS):
             steps.append(self._train(step))
-            if self._case.has_evaluation:
-                with torch.no_grad():
-                    losses = self._losses(*batch(self._case, STEPS), Step("eval", step))
-                    evaluated.append([loss.item() for loss in losses])
+            if has_evaluation:
+                number = step + is_evaluated_first
+                evaluated.append(self._evaluate(Step("eval", number), self._case.micro_batches[step]))
         return {"steps": steps, "eval": evaluated}
 
+    @torch.no_grad()
+    def _evaluate(self, step: Step | None, count: int) -> list[float]:
+        return [loss.item() for loss in self._losses(*batch(self._case, STEPS), step, count)]
+
     def _train(self, step: int) -> dict[str, Any]:
-        losses = list(self._losses(*batch(self._case, step), Step("train", self._case.first_step + step)))
+        count = self._case.micro_batches[step]
+        losses = list(self._losses(*batch(self._case, step), Step("train", self._case.first_step + step), count))
         # Gradients are summed in the order of the backward passes, which only this schedule takes from the end.
         for loss in reversed(losses) if self._case.schedule == "bfs" else losses:
             loss.backward()
         for piece in self._pieces:
             for parameter in piece.parameters():
-                parameter.grad.div_(MICRO_BATCHES)
+                parameter.grad.div_(count)
         gradients = {stage: update(piece) for stage, piece in enumerate(self._pieces)}
         return {"losses": [loss.item() for loss in losses], "gradients": gradients}
 
-    def _losses(self, x: torch.Tensor, y: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
-        for micro_batch, (inputs, targets) in enumerate(
-            zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True)
-        ):
+    def _losses(self, x: torch.Tensor, y: torch.Tensor, step: Step | None, count: int) -> Iterator[torch.Tensor]:
+        for micro_batch, (inputs, targets) in enumerate(zip(x.chunk(count), y.chunk(count), strict=True)):
             yield loss_of(self._forward(inputs, step, micro_batch), targets)
 
-    def _forward(self, x: torch.Tensor, step: Step, micro_batch: int) -> torch.Tensor:
+    def _forward(self, x: torch.Tensor, step: Step | None, micro_batch: int) -> torch.Tensor:
         case, crossing = self._case, (x,)
         for stage, piece in enumerate(self._pieces):
             output = piece(*crossing)
             crossing = output if isinstance(output, tuple) else (output,)
-            if stage + 1 < case.num_stages and case.place(stage) != case.place(stage + 1):
+            if step is not None and stage + 1 < case.num_stages and case.place(stage) != case.place(stage + 1):
                 crossing = (HandMadeCut.apply(crossing[0], case, step, stage, micro_batch), *crossing[1:])
         return crossing[0]
 
@@ -211,29 +231,52 @@ def train(case: Case, group: distributed.ProcessGroup) -> dict[str, Any]:
     compressed = compress(
         stages, activations=case.activations, gradients=case.gradients, seed=SEED, step=case.first_step
     )
-    schedule = SCHEDULES[case.schedule](_as_taken(case, compressed), MICRO_BATCHES, loss_fn=loss_of)
-    steps, evaluated = [], []
+    schedules = {count: _schedule(case, compressed, count) for count in case.micro_batches}
+    first = schedules[case.micro_batches[0]]
+    evaluated = [_evaluate(first, case, stages)] if case.is_evaluated_first else []
+    steps = []
     for step in range(STEPS):
+        schedule = schedules[case.micro_batches[step]]
+        if case.has_refused_steps and stages[0].is_first:
+            _give_too_few(schedule, case)
         losses = _run(schedule.step, stages, batch(case, step))
         steps.append({"losses": losses, "gradients": {stage.stage_index: update(stage.submod) for stage in stages}})
         if case.has_evaluation:
-            with torch.no_grad():
-                evaluated.append(_run(schedule.eval, stages, batch(case, STEPS)))
+            evaluated.append(_evaluate(schedule, case, stages))
     return {"steps": steps, "eval": evaluated}
+
+
+def _give_too_few(schedule: Any, case: Case) -> None:
+    """The caller of a schedule goes on after an error of its own."""
+    with contextlib.suppress(ValueError):
+        schedule.step(batch(case, 0)[0][:1])
+        raise AssertionError("torch took one sample for several micro-batches")
+
+
+@torch.no_grad()
+def _evaluate(schedule: Any, case: Case, stages: Sequence[pipelining.PipelineStage]) -> list[float]:
+    return _run(schedule.eval, stages, batch(case, STEPS))
 
 
 def _stage(case: Case, number: int, group: distributed.ProcessGroup) -> pipelining.PipelineStage:
     kind = OwnStage if case.is_subclass else pipelining.PipelineStage
-    shapes: dict[str, torch.Tensor] = {}
-    if case.is_static:
-        example = torch.zeros(SHAPE, dtype=case.dtype)
-        shapes = {"input_args": example.clone().requires_grad_(number > 0), "output_args": example.requires_grad_()}
+    shapes = _shapes(case, number) if case.is_static else {}
     return kind(Piece(number, case), number, case.num_stages, torch.device("cpu"), group=group, **shapes)
 
 
-def _as_taken(case: Case, stages: list[pipelining.PipelineStage]) -> Any:
+def _shapes(case: Case, number: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    """What a user gives who tells torch of all tensors and which of them have gradients."""
+    inputs, outputs = (), (torch.zeros(SHAPE, dtype=case.dtype),)
+    for piece in pieces(case)[: number + 1]:
+        inputs, output = outputs, piece(*outputs)
+        tensors = output if isinstance(output, tuple) else (output,)
+        outputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+    return {"input_args": inputs, "output_args": outputs}
+
+
+def _schedule(case: Case, stages: list[pipelining.PipelineStage], count: int) -> Any:
     """Schedules for one stage take that, the others a list."""
-    return stages if case.schedule in TWO_CHUNKS else stages[0]
+    return SCHEDULES[case.schedule](stages if case.schedule in TWO_CHUNKS else stages[0], count, loss_fn=loss_of)
 
 
 def _run(call: Any, stages: Sequence[pipelining.PipelineStage], data: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
