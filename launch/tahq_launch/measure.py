@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tahq.comm.meter_wire import LONGEST_S
 from tahq.config import ClusterConfig
+from tahq.config_file import placed_errors
 from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
 from tahq.coordinator.measure_jobs import MeasureRequest
 from tahq.coordinator.measured import Imitated, Measured
@@ -77,7 +78,8 @@ def measure(options: MeasureOptions, announce: Announce) -> int:
     _check(options)
     folder = Path(tempfile.mkdtemp(prefix="tahq-measure-"))
     try:
-        status, numbers = _measured(options, folder, announce)
+        with placed_errors(options.config_path, options.overrides):
+            status, numbers = _measured(options, folder, announce)
     except UserError:
         shutil.rmtree(folder)
         raise

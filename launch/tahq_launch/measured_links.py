@@ -4,6 +4,7 @@ Caps that are shares become rates, and where more than one TCP connection carrie
 have as many.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,18 +29,23 @@ def with_measured(config: ClusterConfig) -> ClusterConfig:
             f"links.measured is for a list of hosts; under hosts: {config.hosts} the rates are those that links sets"
         )
     path = Path(config.links.measured)
-    cluster = read_numbers(path).cluster
-    check_names(config, cluster, path)
+    try:
+        cluster = read_numbers(path).cluster
+        check_names(config, cluster, path)
+    except ConfigError as error:
+        raise ConfigError(f"links.measured: {error}") from error
     names = host_labels(config.hosts, config.pipeline.stages)
     known = {host.name: HostRates(host.up, host.down) for host in cluster.hosts}
-    hosts = with_measured_rates(config.links, config.hosts, [known[name] for name in names])
-    connections = max(config.links.connections, _connections(cluster, names))
+    # A host with a link inside its site has no cap: a process group would not keep to it.
+    rates = [HostRates() if config.has_group(stage) else known[name] for stage, name in enumerate(names)]
+    hosts = with_measured_rates(config.links, config.hosts, rates)
+    connections = max(config.links.connections, needed_connections(cluster, names))
     links = config.links.model_copy(update={"measured": None, "connections": connections})
     return config.model_copy(update={"hosts": hosts, "links": links})
 
 
-def _connections(cluster: ClusterNumbers, names: list[str]) -> int:
-    """The most that any two neighbours were found to need."""
+def needed_connections(cluster: ClusterNumbers, names: Sequence[str]) -> int:
+    """The most TCP connections that any two neighbours, among hosts in this order, were found to need."""
     neighbours = {frozenset(pair) for pair in pairwise(names)}
     needed = [path.connections or 1 for path in cluster.paths if frozenset((path.source, path.target)) in neighbours]
     return min(MAX_CONNECTIONS, max(needed, default=1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tahq.assembly import resolved_spec
 from tahq.config import ClusterConfig
-from tahq.config_file import dump_yaml, load_config
+from tahq.config_file import dump_yaml, load_config, placed_errors
 from tahq.coordinator.planner import Planned, plan
 from tahq.coordinator.planner_explanation import bottleneck, second_best, what_ifs
 from tahq.coordinator.planner_prediction import predict
@@ -40,14 +40,16 @@ def plan_cluster(request: PlanRequest) -> None:
     """
     _check_writable(request.write, request.json_path)
     # timing the layers is for a run; here the numbers say how long they take
-    config = resolve_for_run(load_config(request.config_path, [*request.overrides, "pipeline.balance=counted"]))
-    spec = resolved_spec(config, None)
+    overrides = [*request.overrides, "pipeline.balance=counted"]
+    with placed_errors(request.config_path, overrides):
+        config = resolve_for_run(load_config(request.config_path, overrides))
+        spec = resolved_spec(config, None)
     known = _numbers(request, config) or estimated_numbers(config, spec)
     problem = problem_of(config, spec, known.cluster, request.choices)
     planned, given = plan(problem), given_plan(config, problem)
     explained = PlanExplanation(
         planned=planned,
-        origins=(*known.origins, *_not_measured(planned)),
+        origins=(*known.origins, *_not_measured(planned), *_codecs_not_measured(planned)),
         given=predict(planned.table, given) if given is not None else None,
         bottleneck=bottleneck(planned.table, planned.best),
         second=second_best(planned),
@@ -81,6 +83,18 @@ def _not_measured(planned: Planned) -> Sequence[str]:
         return ()
     known = ", ".join(str(size) for size in sorted(set.union(*measured)))
     return (f"compute of micro-batches of {best.micro_batch} is reckoned from those of {known}",)
+
+
+def _codecs_not_measured(planned: Planned) -> Sequence[str]:
+    """A line for each codec whose times on a host of the plan are another's; where none was measured, all are 0."""
+    table, plan = planned.table, planned.best.plan
+    used = dict.fromkeys((*plan.activations, *plan.gradients))
+    stand_ins = dict.fromkeys((codec, table.codec_stand_in(host, codec)) for codec in used for host in plan.hosts)
+    return [
+        f"{codec} was not measured on every host: there it is taken to be as slow as {other}"
+        for codec, other in stand_ins
+        if other not in (None, codec)
+    ]
 
 
 def write_planned(path: Path, config: ClusterConfig, planned: Planned) -> Sequence[str]:

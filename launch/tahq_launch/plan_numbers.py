@@ -20,6 +20,10 @@ ASSUMED_MULTIPLY_ADDS_PER_S = {"cpu": 5e10, "cuda": 5e13}
 """What a host is taken to compute where nothing says how fast it is."""
 
 
+_MAX_VALUES = 1_500_000
+"""Of a file: what `tahq measure` writes of some 500 hosts, each path between two. Of more, list the paths of sites."""
+
+
 @dataclass(frozen=True, slots=True)
 class KnownNumbers:
     """Numbers of a cluster, and a line for each kind that says where it is from."""
@@ -34,7 +38,8 @@ def read_numbers(path: Path) -> KnownNumbers:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not make sense; one line with file and line.
     """
-    cluster = read_section_file(path, "hosts", "`tahq measure` writes such files").check(ClusterNumbers)
+    file = read_section_file(path, "hosts", "`tahq measure` writes such files", _MAX_VALUES)
+    cluster = file.check(ClusterNumbers)
     return KnownNumbers(cluster, (f"all numbers: {path}" + (f" ({cluster.source})" if cluster.source else ""),))
 
 

@@ -11,11 +11,20 @@ from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
 from tahq.coordinator.planner_codecs import LADDER
 from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
 from tahq.errors import ConfigError, UserError
+from tahq.memory.deferred_tensors import deferred_by_block, deferred_by_head
 from tahq.memory.estimate import StepNumbers, stage_memory
-from tahq.memory.saved_tensors import copied_by_block, saved_by_block, saved_by_embedding, saved_by_head
+from tahq.memory.qgalore import divided_parameters
+from tahq.memory.saved_tensors import (
+    copied_by_block,
+    copied_by_head,
+    rotary_tables,
+    saved_by_block,
+    saved_by_embedding,
+    saved_by_head,
+)
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import slice_parameters
+from tahq.models.slice import HEAD_WEIGHT, slice_parameters
 from tahq.pipeline.costs import FirstOut
 from tahq.pipeline.generators import GENERATORS
 from tahq.pipeline.low_rank import low_rank_settings
@@ -51,12 +60,13 @@ def problem_of(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, 
         UserError: a codec or a schedule that there is not.
     """
     activations, gradients = _codecs(config, choices.codecs)
+    schedules = _schedules(config, choices.schedules)
     return PlanProblem(
-        model=model_numbers(config, spec),
+        model=model_numbers(config, spec, splits_backward="zero-bubble" in schedules),
         cluster=cluster,
         activations=activations,
         gradients=gradients,
-        schedules=_schedules(choices.schedules),
+        schedules=schedules,
         num_stages=choices.num_stages,
         max_replicas=choices.max_replicas,
         chunks_per_stage=max(2, config.pipeline.chunks),
@@ -75,12 +85,16 @@ def _firsts(config: ClusterConfig) -> tuple[FirstOut, ...]:
     return (own, *(first for first in FirstOut if first is not own))
 
 
-def _schedules(named: tuple[str, ...]) -> tuple[str, ...]:
-    """1F1B first: of plans that are equally fast the first is taken."""
+def _schedules(config: ClusterConfig, named: tuple[str, ...]) -> tuple[str, ...]:
+    """1F1B first: of plans that are equally fast the first is taken.
+
+    Zero-bubble keeps most of what checkpointing frees, and is refused where the backward updates.
+    """
     unknown = [name for name in named if name not in GENERATORS]
     if unknown:
         raise UserError(f"--schedules: unknown schedule {unknown[0]!r}; known: {', '.join(GENERATORS)}")
-    return named or ("1f1b", "gpipe", "zero-bubble")
+    may_split = config.training.activation_checkpointing == "none" and not config.training.is_fused
+    return named or ("1f1b", "gpipe", *(["zero-bubble"] if may_split else []))
 
 
 def _codecs(config: ClusterConfig, named: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -109,17 +123,21 @@ def _goes(spec: str, direction: str) -> bool:
     return direction == "activations" or not (isinstance(parsed, AqsgdSpec) and parsed.has_cache)
 
 
-def model_numbers(config: ClusterConfig, spec: ModelSpec) -> ModelNumbers:
-    """The model's sizes in bytes; blocks are taken to be alike, the largest standing for all."""
+def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bool = False) -> ModelNumbers:
+    """The model's sizes in bytes; blocks are taken to be alike, the largest standing for all.
+
+    With split backwards each micro-batch in flight is taken to keep what it does at most, up to W.
+    """
     training = config.training
     block, first, last = _parts(spec, partial(_kept, config, spec))
+    held = partial(_held, config, spec, _decoded(config, spec))
     block_weights, _, _ = _parts(spec, partial(_weights, spec))
     return ModelNumbers(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         seq_len=config.data.seq_len,
         global_batch=training.global_batch,
-        held={size: _held(config, spec, size) for size in divisors(training.global_batch)},
+        held={size: held(size, splits_backward=splits_backward) for size in divisors(training.global_batch)},
         block_nbytes=block,
         first_nbytes=first,
         last_nbytes=last,
@@ -161,19 +179,35 @@ def _weights(spec: ModelSpec, blocks: BlockRange) -> float:
     return _FP32 * sum(map(math.prod, slice_parameters(spec, blocks).values()))
 
 
-def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int) -> HeldBytes:
+def _decoded(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]:
+    """Elements of the largest low-rank matrix of the blocks, and of the head; 0: they have none."""
+    settings = low_rank_settings(config.training, config.run.seed)
+    if settings is None:
+        return 0, 0
+    _, covered = divided_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers), settings)
+    largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)
+    return largest, math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0
+
+
+def _held(
+    config: ClusterConfig, spec: ModelSpec, decoded: tuple[int, int], micro_batch: int, *, splits_backward: bool
+) -> HeldBytes:
     shape = micro_batch_shape(config, micro_batch, bf16=computes_bf16(config))
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
     again = config.training.activation_checkpointing == "block"
     element = _FP32 + (shape.element_nbytes if shape.bf16 else 0)
+    (largest, head), matrix = decoded, 2 * shape.element_nbytes  # decoded, and its gradient
+    put_off = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
+    heads = copied_by_head(spec, shape) if again and not splits_backward else 0  # see `stage_memory`
     return HeldBytes(
-        block=tensor if again else saved,
+        block=max(tensor if again else saved, put_off[0]),
         first=saved_by_embedding(spec, shape),
-        last=saved_by_head(spec, shape),
+        last=max(saved_by_head(spec, shape), put_off[1]) + heads,
+        stage=rotary_tables(spec, shape),
         tensor=tensor,
-        workspace=element * shape.num_tokens * spec.vocab_size,
-        again=saved + copied_by_block(spec, shape) if again else 0.0,
+        workspace=element * shape.num_tokens * spec.vocab_size + matrix * head,
+        again=(saved + copied_by_block(spec, shape) if again else 0) + matrix * largest,
     )
 
 

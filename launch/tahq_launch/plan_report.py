@@ -6,7 +6,7 @@ from typing import Any
 
 from tahq.coordinator.planner import Planned
 from tahq.coordinator.planner_explanation import Bottleneck, WhatIf, shares
-from tahq.coordinator.planner_prediction import Prediction
+from tahq.coordinator.planner_prediction import Prediction, predict
 from tahq.coordinator.planner_problem import Plan, named
 from tahq.pipeline.bound import Resource
 from tahq.pipeline.costs import FirstOut
@@ -120,11 +120,19 @@ def _replicas(planned: Planned) -> str:
         return ""
     replicas = planned.replicas
     rows = [
-        [str(index), ", ".join(_shortened(named(planned.table.problem, plan.hosts))), str(plan.num_micro_batches)]
+        [
+            str(index),
+            ", ".join(named(planned.table.problem, plan.hosts)),
+            "+".join(map(str, plan.layers)),
+            plan.schedule,
+            ", ".join(map(str, plan.depths)) or "all",
+            str(plan.num_micro_batches),
+        ]
         for index, plan in enumerate(replicas.plans)
     ]
     title = f"{len(rows)} replicas; averaging their gradients takes {replicas.all_reduce_s:.3f} s of a step"
-    return f"{title}\n" + plain_table(["replica", "hosts", "micro-batches"], rows, left=(1,))
+    titles = ["replica", "hosts", "layers", "schedule", "in flight", "micro-batches"]
+    return f"{title}\n" + plain_table(titles, rows, left=(1, 2, 3, 4))
 
 
 def _shortened(names: Sequence[str]) -> Sequence[str]:
@@ -232,6 +240,7 @@ def as_json(explained: PlanExplanation) -> dict[str, Any]:
             "all_reduce_s": replicas.all_reduce_s,
             "hosts": [list(named(planned.table.problem, plan.hosts)) for plan in replicas.plans],
             "num_micro_batches": [plan.num_micro_batches for plan in replicas.plans],
+            "plans": [_plan_json(planned, predict(planned.table, plan)) for plan in replicas.plans],
         },
         "simulated": planned.num_simulated,
         "origins": list(explained.origins),

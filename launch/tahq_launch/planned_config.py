@@ -15,6 +15,7 @@ from tahq.coordinator.planner_problem import Plan, PlanProblem, named
 from tahq.coordinator.planner_stages import StageCosts
 from tahq.coordinator.planner_table import ClusterTable
 from tahq.errors import ConfigError, UserError
+from tahq_launch.measured_links import needed_connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ def planned_config(config: ClusterConfig, table: ClusterTable, plan: Plan) -> Pl
         "chunks": plan.chunks_per_stage,
         "layers": list(chunk_layers(plan)),
     }
-    values["links"]["first"] = str(plan.first)
+    needed = needed_connections(table.problem.cluster, named(table.problem, plan.hosts))
+    values["links"] |= {"first": str(plan.first), "connections": max(config.links.connections, needed)}
     notes = _put_codecs(values, table.problem, plan)
     _put_hosts(config, values, table.problem, plan)
     _put_sleep(values, table, plan)

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tahq.comm.config import HostConfig
 from tahq.comm.network_config import host_names
+from tahq.config_errors import DisagreementError
+from tahq.errors import ConfigError
+from tahq.quant import CodecSpec
 from tahq.units import Duration, Rate, Section, Size
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class LayerTimes(Section):
@@ -35,6 +38,18 @@ class LayerTimes(Section):
     block_activation_bytes: int = Field(default=0, ge=0)
     """What a block keeps of a micro-batch from its forward to its backward."""
 
+    @model_validator(mode="after")
+    def _backward_has_its_part(self) -> "LayerTimes":
+        own = self.block_input_gradient
+        if self.block_forward + self.block_backward == 0:
+            raise ValueError(f"micro_batch {self.micro_batch}: a block takes no time; give block_forward seconds")
+        if own is not None and own > self.block_backward:
+            raise ValueError(
+                f"micro_batch {self.micro_batch}: block_input_gradient {own:g} is a part of block_backward, which is "
+                f"{self.block_backward:g}"
+            )
+        return self
+
 
 class CodecTimes(Section):
     """Seconds that a codec takes on a host, for an element of a tensor."""
@@ -47,7 +62,8 @@ class HostNumbers(Section):
     """One host.
 
     `compute` has an entry for each size of micro-batch that was measured; a size between them, or beyond, is
-    interpolated. `codecs` is by spec, as written out in full; one that is missing costs nothing.
+    interpolated. `codecs` is by spec, written out in full whatever the file has; one that is missing takes as long as
+    one that is there (`ClusterTable.codec_s`).
     """
 
     name: str = Field(min_length=1)
@@ -59,6 +75,17 @@ class HostNumbers(Section):
     site: str | None = None
     compute: list[LayerTimes] = Field(min_length=1)
     codecs: dict[str, CodecTimes] = Field(default_factory=dict)
+
+    @field_validator("codecs")
+    @classmethod
+    def _specs_in_full(cls, codecs: dict[str, CodecTimes]) -> dict[str, CodecTimes]:
+        found: dict[str, CodecTimes] = {}
+        for text, times in codecs.items():
+            spec = _spec_in_full(text)
+            if spec in found:
+                raise ValueError(f"{text} is {spec}, which is there already")
+            found[spec] = times
+        return found
 
     @model_validator(mode="after")
     def _sizes_once(self) -> "HostNumbers":
@@ -83,6 +110,12 @@ class PathNumbers(Section):
     failure: str | None = None
     """Why it could not be measured: nothing may get from the one to the other. None: it could."""
 
+    @model_validator(mode="after")
+    def _carries_or_fails(self) -> "PathNumbers":
+        if self.failure is not None and self.rate is not None:
+            raise ValueError(f"{self.source} to {self.target} has a rate and a failure; leave one of them out")
+        return self
+
 
 class ClusterNumbers(Section):
     """All hosts, and the paths between them that are known."""
@@ -103,11 +136,25 @@ class ClusterNumbers(Section):
             raise ValueError(f"two hosts are named {next(name for name in listed if listed.count(name) > 1)}")
         if names & sites:
             raise ValueError(f"{min(names & sites)} is the name of a host and of a site; give one of them another")
-        for path in self.paths:
-            for name in (path.source, path.target):
+        for index, path in enumerate(self.paths):
+            for end, name in (("source", path.source), ("target", path.target)):
                 if name not in names and name not in sites:
-                    raise ValueError(f"paths: no host and no site {name}")
+                    raise DisagreementError(
+                        ("paths", index, end),
+                        f"paths.{index}.{end}: no host and no site {name}",
+                    )
+        listed_ends = Counter((path.source, path.target) for path in self.paths)
+        for (source, target), count in listed_ends.items():
+            if count > 1:
+                raise ValueError(f"paths: {source} to {target} is listed {count} times; leave one of them")
         return self
+
+
+def _spec_in_full(text: str) -> str:
+    try:
+        return str(CodecSpec.parse(text))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def host_labels(hosts: str | Sequence[HostConfig], num_stages: int) -> list[str]:

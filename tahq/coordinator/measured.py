@@ -174,7 +174,7 @@ class Measured:
         return PathNumbers(
             source=self.names[ends[0]],
             target=self.names[ends[1]],
-            rate=_slower(way.rates.get(count), imitated.rate_bits_per_s),
+            rate=None if way.failure else _slower(way.rates.get(count), imitated.rate_bits_per_s),
             round_trip=trip_s,
             connections=count if count > 1 else None,
             failure=way.failure or None,

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tahq.coordinator.planner_codecs import fewest_bits, with_best_codecs
+from tahq.coordinator.planner_codecs import TOLERANCE, fewest_bits, with_best_codecs
 from tahq.coordinator.planner_prediction import Prediction, is_long, plan_wires, predict
 from tahq.coordinator.planner_problem import Plan, PlanProblem
+from tahq.coordinator.planner_refusals import check_counts, check_ways, why_nothing_fits
 from tahq.coordinator.planner_replicas import Replicas, combined
 from tahq.coordinator.planner_schedules import depth_profiles
 from tahq.coordinator.planner_search import BUDGET_ACTIONS, Search, Simulations
-from tahq.coordinator.planner_stages import StageCosts, Wires
+from tahq.coordinator.planner_stages import StageCosts
 from tahq.coordinator.planner_table import ClusterTable
 from tahq.errors import UserError
-from tahq.units import format_size
 
 _WORTH_ANOTHER_ORDER = 0.002
 _ABOUT_AS_FAST = 0.001
@@ -65,16 +65,18 @@ def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
         budget_actions: how many actions may be simulated; more take longer and miss less.
 
     Raises:
-        UserError: no choice of hosts has the memory for the model, or there are fewer hosts or layers than stages.
+        UserError: no choice of hosts has the memory for the model, or ways between them that carry anything; there are
+            fewer hosts or layers than stages.
     """
-    _check_counts(problem)
+    check_counts(problem)
     table = ClusterTable(problem)
     simulations = Simulations(table, budget_actions)
     every = tuple(range(table.num_hosts))
     ranked = Search(table, every, fewest_bits(problem), simulations).run()
     if not ranked:
-        raise UserError(_why_nothing_fits(table))
+        raise UserError(why_nothing_fits(table))
     best = _best_in_pieces(table, simulations, ranked)
+    check_ways(table, best.plan)
     replicas = _replicas(table, best.plan) if problem.max_replicas > 1 else None
     others = tuple(each for each in simulations.ranked() if each != best.plan)
     return Planned(table, best, others, replicas, len(simulations.times_s))
@@ -83,12 +85,23 @@ def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
 def _best_in_pieces(table: ClusterTable, simulations: Simulations, ranked: Sequence[Plan]) -> Prediction:
     """The best of the finalists as they would run, with the codecs that they can afford."""
     problem = table.problem
-    choice = len(problem.activations) + len(problem.gradients) > 2
-    finalists = [with_best_codecs(problem, each, simulations) for each in _of_different_hosts(ranked)] if choice else []
+    if len(problem.activations) + len(problem.gradients) > 2:
+        finalists = [_with_quality(table, each, simulations) for each in _of_different_hosts(ranked)]
+        return _with_best_first(table, min(finalists, key=lambda prediction: prediction.step_s))
     few = _of_different_hosts(ranked) if is_long(ranked[0]) else ranked[:_FINALISTS]
-    predictions = [predict(table, each) for each in (finalists or few)]
-    best = min(predictions, key=lambda prediction: prediction.step_s)
+    best = min((predict(table, each) for each in few), key=lambda prediction: prediction.step_s)
     return _with_best_first(table, _shallowest(table, best, simulations))
+
+
+def _with_quality(table: ClusterTable, fewest: Plan, simulations: Simulations) -> Prediction:
+    """A plan with the codecs that it can afford, chosen again for the fewer micro-batches in flight that then do."""
+    limit_s = simulations.time_s(fewest) * (1 + TOLERANCE)
+    faithful = predict(table, with_best_codecs(table.problem, fewest, simulations, limit_s))
+    shallow = _shallowest(table, faithful, simulations)
+    if shallow is faithful:
+        return faithful
+    again = with_best_codecs(table.problem, shallow.plan, simulations, limit_s)
+    return predict(table, again) if again != shallow.plan else shallow
 
 
 def _shallowest(table: ClusterTable, best: Prediction, simulations: Simulations) -> Prediction:
@@ -140,38 +153,7 @@ def _replicas(table: ClusterTable, first: Plan) -> Replicas | None:
             break
         plans.append(found[0])
         together = combined(table, plans)
-        if together is not None and (best is None or together.step_s < best.step_s):
-            best = together
+        if together is None or (best is not None and together.step_s >= best.step_s):
+            break
+        best = together
     return best if best is not None and len(best.plans) > 1 else None
-
-
-def _check_counts(problem: PlanProblem) -> None:
-    stages, hosts, layers = problem.num_stages or 1, len(problem.cluster.hosts), problem.model.num_layers
-    if stages > hosts:
-        raise UserError(f"{stages} stages need {stages} hosts, the numbers have {hosts}")
-    if stages > layers:
-        raise UserError(f"{stages} stages need {stages} layers, the model has {layers}")
-
-
-def _why_nothing_fits(table: ClusterTable) -> str:
-    """What the easiest stage of all needs, and what there is."""
-    problem = table.problem
-    size = problem.model.micro_batches[0]
-    count = min(table.num_hosts, problem.model.num_layers, 3)
-    stages = StageCosts(table, tuple(range(count)), size, Wires.same(*fewest_bits(problem), count))
-    ones = np.ones(count)
-    need = float((stages.fixed_nbytes(ones) + stages.held_nbytes(ones)).min())
-    largest = int(np.argmax(table.memory))
-    name, has = problem.cluster.hosts[largest].name, format_size(float(table.memory[largest]))
-    total = float(problem.model.block_nbytes * problem.model.num_layers)
-    total += problem.model.first_nbytes + problem.model.last_nbytes
-    if float(table.memory[largest]) < need:
-        return (
-            f"no host has the memory for a stage of one block with one micro-batch of {size} in flight: it needs "
-            f"{format_size(need)} or more, and the largest, {name}, has {has}"
-        )
-    limit = f" in {problem.num_stages} stages" if problem.num_stages else ""
-    return (
-        f"no choice of hosts{limit} has the memory for the model: weights, gradients and optimizer take "
-        f"{format_size(total)}, all {table.num_hosts} hosts together have {format_size(float(table.memory.sum()))}"
-    )

@@ -2,13 +2,15 @@
 
 Speed first, then quality: a plan is found with the codec of fewest bits in each direction, and then links take more
 faithful ones, one rung of the ladder at a time in turn, for as long as all together cost no more than `TOLERANCE` of
-the tokens a second. So only links that limit the step are coded hard.
+the tokens a second and their frames have room in memory. So only links that limit the step are coded hard. A more
+faithful codec may have shorter frames than a less faithful one: where a rung is too much, such a one above it is tried.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tahq.coordinator.planner_prediction import is_long
+from tahq.coordinator.planner_prediction import fits_memory, is_long
 from tahq.coordinator.planner_problem import Plan, PlanProblem
 from tahq.coordinator.planner_search import Simulations
 
@@ -42,18 +44,30 @@ def fewest_bits(problem: PlanProblem) -> tuple[str, str]:
     return shortest(problem.activations), shortest(problem.gradients)
 
 
-def with_best_codecs(problem: PlanProblem, plan: Plan, simulations: Simulations) -> Plan:
-    """The plan with the most faithful codecs that speed allows; one a direction where a step is long to simulate."""
-    limit_s = simulations.time_s(plan) * (1 + TOLERANCE)
+def with_best_codecs(problem: PlanProblem, plan: Plan, simulations: Simulations, limit_s: float | None = None) -> Plan:
+    """The plan with the most faithful codecs that speed and memory allow; one a direction where a step is long.
+
+    Args:
+        problem: what may be chosen.
+        plan: the codecs to begin with are its own.
+        simulations: of the same cluster.
+        limit_s: how long its step may become; None: `TOLERANCE` longer than it is.
+    """
+    limit_s = simulations.time_s(plan) * (1 + TOLERANCE) if limit_s is None else limit_s
     places = list(_places(plan))
     while places:
         for place in list(places):
-            better = _one_rung_up(problem, plan, *place)
-            if better is None or simulations.time_s(better) > limit_s:
+            above = _rungs_above(problem, plan, *place)
+            better = next((each for each in above if _is_allowed(simulations, each, limit_s)), None)
+            if better is None:
                 places.remove(place)
             else:
                 plan = better
     return plan
+
+
+def _is_allowed(simulations: Simulations, plan: Plan, limit_s: float) -> bool:
+    return fits_memory(simulations.table, plan) and simulations.time_s(plan) <= limit_s
 
 
 def _places(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -63,14 +77,14 @@ def _places(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from ((direction, group) for group in ([tuple(links)] if is_long(plan) else [(link,) for link in links]))
 
 
-def _one_rung_up(problem: PlanProblem, plan: Plan, direction: str, links: Sequence[int]) -> Plan | None:
-    """The plan with the next more faithful codec on some links; None: they have the best."""
+def _rungs_above(problem: PlanProblem, plan: Plan, direction: str, links: Sequence[int]) -> Iterator[Plan]:
+    """The plan with the next more faithful codec on some links, then with those above it of ever shorter frames."""
     allowed, codecs = getattr(problem, direction), list(getattr(plan, direction))
     rung = allowed.index(codecs[links[0]]) if links else 0
-    if rung == 0:
-        return None
-    for link in links:
-        codecs[link] = allowed[rung - 1]
-    if direction == "activations":
-        return replace(plan, activations=tuple(codecs))
-    return replace(plan, gradients=tuple(codecs))
+    shortest = math.inf
+    for codec in reversed(allowed[:rung]):
+        nbytes = problem.frame_nbytes(codec, plan.micro_batch)
+        if nbytes < shortest:
+            shortest = nbytes
+            changed = tuple(codec if link in links else each for link, each in enumerate(codecs))
+            yield replace(plan, activations=changed) if direction == "activations" else replace(plan, gradients=changed)

@@ -18,7 +18,7 @@ from tahq.coordinator.planner_schedules import depth_profiles
 from tahq.coordinator.planner_search import Simulations
 from tahq.coordinator.planner_stages import StageCosts
 from tahq.coordinator.planner_table import ClusterTable
-from tahq.errors import CodecError
+from tahq.errors import ConfigError
 from tahq.pipeline.bound import Resource, step_bounds
 from tahq.quant import CodecSpec
 
@@ -94,7 +94,7 @@ def second_best(planned: Planned) -> Prediction | None:
     """
     best, kinds = planned.best.plan, planned.table.kinds
     for plan in planned.others:
-        if _differs(best, plan, kinds):
+        if _differs(best, plan, kinds) and planned.table.dead_hop(plan.hosts) is None:
             return predict(planned.table, _with_own_codecs(planned.table, plan))
     return None
 
@@ -182,7 +182,7 @@ def _next_rung(codec: str, direction: str) -> str:
         return str(CodecSpec.parse(fallback))
     try:
         return str(CodecSpec.parse(f"{family}:bits={bits - 1:g}"))
-    except CodecError:
+    except ConfigError:
         return codec
 
 

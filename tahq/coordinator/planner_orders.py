@@ -7,7 +7,7 @@ hosts cost no time. Nothing here is random: the same problem gives the same orde
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, permutations
+from itertools import islice, pairwise, permutations
 
 import numpy as np
 from scipy.cluster.hierarchy import fcluster, linkage
@@ -83,6 +83,17 @@ def searched_orders(
         outside = [hosts[index] for index in np.argsort(alone, kind="stable")[: 2 * len(order) + 8]]
         found[improved(order, outside, score)] = None
     return sorted(found, key=score)
+
+
+def first_orders(
+    table: ClusterTable, hosts: Sequence[int], sizes: Sequence[int], micro_batch: int, wires: tuple[str, str]
+) -> list[Order]:
+    """For each number of stages the hosts that would be fastest on their own; none where too few have the memory.
+
+    Arguments as of `searched_orders`.
+    """
+    starts = _Starts(table, hosts, micro_batch, wires)
+    return [order for size in sizes for order in islice(starts.orders(size), 1)]
 
 
 def _of_different_sizes(orders: Sequence[Order]) -> list[Order]:

@@ -100,6 +100,16 @@ def memory_nbytes(table: ClusterTable, plan: Plan, in_flight: Sequence[int]) -> 
     return tuple(float(nbytes) for nbytes in total)
 
 
+def fits_memory(table: ClusterTable, plan: Plan) -> bool:
+    """Whether each host has the memory for its stage."""
+    has = table.memory[list(plan.hosts)]
+    if np.isinf(has).all():
+        return True
+    schedule = plan_schedule(plan, min(plan.num_micro_batches, _longest(plan, MAX_ACTIONS_SEARCHED)))
+    in_flight = [schedule.max_in_flight(stage) for stage in range(schedule.num_stages)]
+    return bool((np.array(memory_nbytes(table, plan, in_flight)) <= has).all())
+
+
 def plan_wires(plan: Plan) -> Wires:
     """The codecs of the cuts between neighbouring stages; a ring's last cut has those of the first."""
     cuts = plan.num_stages - 1

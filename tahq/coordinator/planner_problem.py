@@ -19,14 +19,16 @@ from tahq.quant import get_codec
 class HeldBytes:
     """What a stage keeps of one micro-batch in flight, and once for whichever is computed.
 
-    block, first, last: activations of a block, of the embedding, of the final norm, the head and the loss.
-    tensor: what crosses a cut, in fp32. workspace: the last stage's logits, once. again: a block that is computed
-    again, once.
+    block, first, last: activations of a block, of the embedding, of the final norm, the head and the loss. stage: what
+    any stage keeps, rotary tables. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage, and
+    its head where that is low-rank, once. again: a block that is computed again, and its largest matrix where that is
+    low-rank, once; never while there are logits.
     """
 
     block: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    stage: float = 0.0
     tensor: float = 0.0
     workspace: float = 0.0
     again: float = 0.0

@@ -70,4 +70,4 @@ def _covering(stages: StageCosts, layers: Array) -> Iterator[Array]:
     pace = max(float(own.max()), *(float(way.max(initial=0.0)) for way in (out.uplink, out.path, out.downlink)))
     pace = max(pace, *(float(way.max(initial=0.0)) for way in (back.uplink, back.path, back.downlink)), 1e-12)
     for share, extra in ((1.0, 0), (1.0, 1), (1.0, 2), (1.5, 2), (2.0, 4)):
-        yield np.ceil(share * (own + later) / pace - 1e-9) + extra
+        yield np.maximum(1.0, np.ceil(share * (own + later) / pace - 1e-9) + extra)

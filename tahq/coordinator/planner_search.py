@@ -6,7 +6,7 @@ of the next is above the best that was simulated, or than the budget of simulate
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from tahq.coordinator.planner_orders import (
     MAX_ALL_HOSTS,
     Order,
     all_orders,
+    first_orders,
     searched_orders,
     stage_counts,
 )
@@ -55,11 +56,15 @@ class Simulations:
     def __init__(self, table: ClusterTable, budget_actions: int = BUDGET_ACTIONS) -> None:
         self.table = table
         self.times_s: dict[Plan, float] = {}
-        self._left = budget_actions
+        self._budget = self._left = budget_actions
 
     def exhausted(self) -> bool:
         """Whether the budget is used up."""
         return self._left <= 0
+
+    def sparing(self) -> bool:
+        """Whether half of the budget is used up, so that what looks hopeless is not simulated."""
+        return self._left <= self._budget / 2
 
     def time_s(self, plan: Plan) -> float:
         """Seconds of a plan's step."""
@@ -136,23 +141,26 @@ class Search:
         micro_batches = self._micro_batches
         if len(orders) * len(micro_batches) <= _MAX_EVERYTHING:
             return orders
-        few = self._promising(orders[:: max(1, len(orders) // 40)])
+        few = self._promising(dict.fromkeys(micro_batches, orders[:: max(1, len(orders) // 40)])) or micro_batches[:2]
         ranked = sorted(orders, key=lambda order: min(self._score(order, size) for size in few))
         return ranked[: _MAX_EVERYTHING // len(micro_batches)]
 
     def _searched(self, sizes: Sequence[int]) -> list[Order]:
         orders: dict[Order, None] = {}
-        middle = self._micro_batches[len(self._micro_batches) // 2]
-        tried = [tuple(self._hosts[:size]) for size in sizes]
-        for micro_batch in self._promising(tried) or (middle,):
+        tried = {
+            micro_batch: first_orders(self._table, self._hosts, sizes, micro_batch, self._wires)
+            for micro_batch in self._micro_batches
+        }
+        # where none of those fits, the search may still find some: with the sizes that take least memory
+        for micro_batch in self._promising(tried) or self._micro_batches[:2]:
             score = lambda order, size=micro_batch: self._score(order, size)  # noqa: E731
             orders |= dict.fromkeys(searched_orders(self._table, self._hosts, sizes, micro_batch, self._wires, score))
         return list(orders)
 
-    def _promising(self, orders: Sequence[Order]) -> tuple[int, ...]:
-        """The two sizes of micro-batch that some orders do best with."""
+    def _promising(self, orders: Mapping[int, Sequence[Order]]) -> tuple[int, ...]:
+        """The two sizes of micro-batch that some orders, given for each, do best with."""
         best = {
-            size: min((self._score(order, size) for order in orders), default=math.inf) for size in self._micro_batches
+            size: min((self._score(order, size) for order in those), default=math.inf) for size, those in orders.items()
         }
         return tuple(size for size in sorted(best, key=best.__getitem__)[:2] if best[size] < math.inf)
 
@@ -193,7 +201,10 @@ class Search:
                 best_s = min(best_s, self._simulations.time_s(plan)) if plan else best_s
 
     def _plans(self, candidate: Candidate, best_s: float = math.inf) -> Iterator[Plan]:
-        """A candidate under every schedule with every profile of depths, while they come near the best."""
+        """A candidate under every schedule with every profile of depths; when sparing, while they come near the best.
+
+        The deepest profile is often not the fastest, with 1F1B least of all, so it alone tells little.
+        """
         stages = self._stage_costs(candidate.hosts, candidate.micro_batch)
         layers = np.array(candidate.layers, dtype=float)
         for schedule in self._problem.schedules:
@@ -206,7 +217,7 @@ class Search:
             for depths in reversed(profiles):
                 plan = self._plan(candidate, schedule, depths)
                 yield plan
-                if self._simulations.time_s(plan) > 1.1 * best_s:
+                if self._simulations.sparing() and self._simulations.time_s(plan) > 1.1 * best_s:
                     break
 
     def _interleaves(self, candidate: Candidate) -> bool:

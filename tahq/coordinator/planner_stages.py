@@ -94,10 +94,11 @@ class StageCosts:
     def fixed_nbytes(self, layers: Array) -> Array:
         """Weights, gradients and optimizer, and what is there once."""
         model, held = self._table.problem.model, self._table.problem.model.held[self.micro_batch]
-        ends = self._first * model.first_nbytes + self._last * (model.last_nbytes + held.workspace)
+        ends = self._first * model.first_nbytes + self._last * model.last_nbytes
+        once = np.where(self._last > 0, max(held.workspace, held.again), held.again)
         # a gradient received, a gradient to send
         cuts = (1 - self._first) + (1 - self._last)
-        nbytes: Array = layers * model.block_nbytes + ends + cuts * held.tensor + held.again
+        nbytes: Array = layers * model.block_nbytes + ends + cuts * held.tensor + once
         return nbytes
 
     def held_nbytes(self, layers: Array) -> Array:
@@ -105,7 +106,7 @@ class StageCosts:
         held = self._table.problem.model.held[self.micro_batch]
         blocks = np.where(self._held_block > 0, self._held_block, held.block)
         ends = self._first * held.first + self._last * held.last + (1 - self._last) * held.tensor
-        nbytes: Array = layers * blocks + ends + self._frame_nbytes()
+        nbytes: Array = layers * blocks + ends + held.stage + self._frame_nbytes()
         return nbytes
 
     def memory(self) -> Array:

@@ -1,19 +1,21 @@
 """The numbers of a cluster as arrays: by host, and by pair of hosts.
 
 Rates are bytes a second, latencies one-way seconds. What no number was measured for is infinitely fast, or as the
-cluster says for paths that are not listed.
+cluster says for paths that are not listed; a codec that was not measured takes as long as one that was.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tahq.coordinator.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
+from tahq.coordinator.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.coordinator.planner_problem import PlanProblem
+from tahq.quant import CodecSpec
 
 Array = NDArray[np.float64]
 
@@ -56,6 +58,7 @@ class ClusterTable:
         self.memory = np.array([math.inf if host.memory is None else float(host.memory) for host in hosts])
         self.path_rate, self.latency_s = _pairs(problem.cluster)
         self._times: dict[int, HostTimes] = {}
+        self._codecs = [{_in_full(spec): times for spec, times in host.codecs.items()} for host in hosts]
 
     def times(self, micro_batch: int) -> HostTimes:
         """Seconds by host for micro-batches of this size."""
@@ -65,10 +68,28 @@ class ClusterTable:
         return self._times[micro_batch]
 
     def codec_s(self, host: int, codec: str, micro_batch: int) -> tuple[float, float]:
-        """Seconds to encode and to decode a micro-batch on a host; nothing where it was not measured."""
-        times = self.problem.cluster.hosts[host].codecs.get(codec)
-        elements = self.problem.num_elements(micro_batch)
-        return (elements * times.encode_per_element, elements * times.decode_per_element) if times else (0.0, 0.0)
+        """Seconds to encode and to decode a micro-batch on a host; see `codec_stand_in` for what was not measured."""
+        measured = self._codecs[host]
+        stand_in = self.codec_stand_in(host, codec)
+        if stand_in is None:
+            return 0.0, 0.0
+        times, elements = measured[stand_in], self.problem.num_elements(micro_batch)
+        return elements * times.encode_per_element, elements * times.decode_per_element
+
+    def codec_stand_in(self, host: int, codec: str) -> str | None:
+        """The codec whose times on a host are taken for this one's; None: none was measured, and they are nothing.
+
+        It is the codec itself; or else of those of its family the slowest; or else the slowest of all but `raw`.
+        """
+        return _stand_in(self._codecs[host], _in_full(codec))
+
+    def dead_hop(self, hosts: Sequence[int]) -> tuple[int, int] | None:
+        """The first two neighbours in an order between which, one way or the other, nothing gets through."""
+        for one, other in pairwise(hosts):
+            for ends in ((one, other), (other, one)):
+                if self.path_rate[ends] == _UNREACHABLE_BYTES_PER_S:
+                    return ends
+        return None
 
     @cached_property
     def pair_rate(self) -> Array:
@@ -90,6 +111,24 @@ class ClusterTable:
             face = host.name if host.name in on_paths else host.model_copy(update={"name": ""}).model_dump_json()
             kinds.append(known.setdefault(face, len(known)))
         return tuple(kinds)
+
+
+@cache
+def _in_full(spec: str) -> str:
+    return str(CodecSpec.parse(spec))
+
+
+def _stand_in(measured: Mapping[str, CodecTimes], codec: str) -> str | None:
+    if codec in measured:
+        return codec
+    family = [each for each in measured if _family(each) == _family(codec)]
+    others = [each for each in measured if _family(each) != "raw"]
+    nearest = family or (others if _family(codec) != "raw" else [])
+    return max(nearest, key=lambda each: sum(measured[each].model_dump().values()), default=None)
+
+
+def _family(spec: str) -> str:
+    return spec.partition(":")[0]
 
 
 def times_of(host: HostNumbers, micro_batch: int) -> tuple[float, ...]:

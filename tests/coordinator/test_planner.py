@@ -12,12 +12,13 @@ from support.planner_problems import cluster, host, model, random_problem
 
 from tahq.coordinator.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.coordinator.planner import plan
-from tahq.coordinator.planner_codecs import TOLERANCE
+from tahq.coordinator.planner_codecs import TOLERANCE, with_best_codecs
 from tahq.coordinator.planner_exhaustive import best_of_all
 from tahq.coordinator.planner_layers import best_divisions
 from tahq.coordinator.planner_orders import all_orders, improved, stage_counts
 from tahq.coordinator.planner_prediction import Speed, predict, step_time_s
 from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.coordinator.planner_search import Simulations
 from tahq.coordinator.planner_stages import StageCosts, Wires
 from tahq.coordinator.planner_table import ClusterTable, times_of
 from tahq.errors import UserError
@@ -124,6 +125,38 @@ def test_no_memory_is_said_in_words():
         plan(PlanProblem(model(4, 4, block=1e6), cluster(*hosts)))
 
 
+def test_what_keeps_the_model_from_fitting_may_be_the_schedule():
+    hosts = [host(name, memory=1_400_000) for name in "ab"]
+    # 1 MB of weights on each of two hosts leaves room for two of 8 micro-batches, of 200 kB on two blocks each
+    numbers = model(4, 8, block=5e5, held=1e5)
+    with pytest.raises(UserError, match=r"has the memory for what gpipe keeps in flight.* try --schedules 1f1b"):
+        plan(PlanProblem(numbers, cluster(*hosts), schedules=("gpipe",)))
+    assert plan(PlanProblem(numbers, cluster(*hosts), schedules=("1f1b",))).best.plan.num_stages == 2
+
+
+def test_a_schedule_that_goes_with_no_number_of_stages_is_refused_as_that():
+    hosts = [host(name) for name in "abc"]
+    with pytest.raises(
+        UserError, match=r"interleaved with 2 chunks a stage goes with none of 3 stages.*global_batch is 8"
+    ):
+        plan(PlanProblem(model(6, 8), cluster(*hosts), schedules=("interleaved",), num_stages=3))
+    with pytest.raises(UserError, match=r"none of 2 to 3 stages: .* 2 layers for each \(the model has 3\)"):
+        plan(PlanProblem(model(3, 8), cluster(*hosts), schedules=("interleaved",)))
+
+
+def test_hosts_of_no_use_change_nothing_wherever_they_are_listed():
+    tiny, able = host("tiny", memory=1_000), [host(f"h{index}", memory=250_000) for index in range(8)]
+    numbers = model(8, 16, block=1e5, held=2e4)
+    alone, *with_tiny = (plan(PlanProblem(numbers, cluster(*hosts))) for hosts in (able, [tiny, *able], [*able, tiny]))
+    assert [each.step_s for each in with_tiny] == [alone.step_s] * 2
+
+
+def test_depths_between_few_and_all_are_tried_though_the_deepest_is_slow():
+    planned = plan(random_problem(106, num_hosts=5, num_layers=6, schedules=("1f1b",)))
+    known = Plan((0, 2, 1), (3, 1, 2), 1, 4, "1f1b", (4, 3, 1), ("wf",) * 2, ("eden",) * 2)
+    assert planned.best.step_s <= 1.001 * step_time_s(planned.table, known)
+
+
 def test_more_stages_than_there_are_hosts_or_layers():
     with pytest.raises(UserError, match="3 stages need 3 hosts, the numbers have 2"):
         plan(PlanProblem(model(), cluster(host("a"), host("b")), num_stages=3))
@@ -142,6 +175,47 @@ def test_codecs_are_coarse_only_where_the_wire_limits():
     coarse = PlanProblem(model(6, 16), cluster(*hosts), ladder[-1:], ladder[-1:], num_stages=3)
     assert planned.best.step_s <= (1 + TOLERANCE) * plan(coarse).best.step_s
     assert "fixed:bits=4" in {*chosen.activations, *chosen.gradients}
+
+
+NARROW = [host("a", 0.0125, up=20e6, down=1e9), host("b", 0.0125, up=1e9, down=1e9)]
+"""The uplink of the first is what limits two stages of WIDE."""
+WIDE = ModelNumbers(4, 768, 256, 64, {1: HeldBytes()})
+
+
+def narrow_problem(activations, **host_numbers) -> PlanProblem:
+    hosts = [each.model_copy(update=host_numbers) for each in NARROW]
+    paths = [PathNumbers(source=a, target=b, rate=rate) for a, b, rate in (("a", "b", 20e6), ("b", "a", 1e9))]
+    choices = {"schedules": ("1f1b",), "num_stages": 2}
+    return PlanProblem(WIDE, cluster(*hosts, paths=paths), activations=activations, gradients=("wf",), **choices)
+
+
+def test_codecs_are_chosen_for_the_depths_that_are_taken():
+    planned = plan(narrow_problem(("wf:bits=6", "wf:bits=4", "wf:bits=2")))
+    times = {
+        codec: step_time_s(planned.table, replace(planned.best.plan, activations=(codec,)))
+        for codec in planned.table.problem.activations
+    }
+    # all at once, as with the deepest pipeline, six bits would cost a tenth; few at a time they are next to free
+    assert times["wf:bits=6"] < (1 + TOLERANCE) * times["wf:bits=2"]
+    assert planned.best.plan.activations == ("wf:bits=6",)
+
+
+def test_a_better_codec_of_shorter_frames_is_found_above_one_that_is_too_much():
+    problem = narrow_problem(("wf:bits=4", "tah", "wf:bits=3"))
+    simulations = Simulations(ClusterTable(problem))
+    coarse = Plan((0, 1), (2, 2), 1, 64, "1f1b", (64, 64), ("wf:bits=3",), ("wf",))
+    four, tah = (simulations.time_s(replace(coarse, activations=(codec,))) for codec in ("wf:bits=4", "tah"))
+    assert four < tah
+    assert with_best_codecs(problem, coarse, simulations, limit_s=four).activations == ("wf:bits=4",)
+
+
+@pytest.mark.parametrize("kilobytes", [400, 700, 1_000, 2_000])
+def test_better_codecs_have_room_in_memory(kilobytes):
+    ladder = ("raw:dtype=bf16", "fixed:bits=8", "wf:bits=4", "wf:bits=2")
+    planned = plan(narrow_problem(ladder, memory=1_000 * kilobytes, up=1e9))
+    assert max(planned.best.memory_nbytes) <= 1_000 * kilobytes
+    roomy = plan(narrow_problem(ladder, up=1e9))
+    assert max(roomy.best.memory_nbytes) > 400_000  # so that memory does limit
 
 
 def test_replicas_add_up_where_averaging_is_cheap():
@@ -176,6 +250,14 @@ def test_a_failed_path_is_not_taken():
     paths = [PathNumbers(source="a", target="b", failure="no route")]
     order = plan(PlanProblem(model(6, 8), cluster(*hosts, paths=paths), num_stages=3)).best.plan.hosts
     assert order in ((0, 2, 1), (1, 2, 0))
+
+
+def test_hosts_that_cannot_reach_each_other_are_no_pipeline():
+    paths = [PathNumbers(source=a, target=b, failure="no route to host") for a, b in ("ab", "ba")]
+    numbers = cluster(host("a"), host("b"), paths=paths)
+    with pytest.raises(UserError, match=r"in 2 stages: .* like that from a to b \(no route to host\)"):
+        plan(PlanProblem(model(6, 8), numbers, num_stages=2))
+    assert plan(PlanProblem(model(6, 8), numbers)).best.plan.num_stages == 1
 
 
 # -- parts ---------------------------------------------------------------------------------------
@@ -257,6 +339,20 @@ def test_codec_times_are_of_the_host_that_codes():
     free = ClusterTable(PlanProblem(model(), cluster(host("a"), host("b")), (spec,), (spec,)))
     # one micro-batch on its way: 4,096 elements encoded forward and decoded backward, each on a
     assert step_time_s(table, pair) - step_time_s(free, pair) >= 4096 * 3e-6
+
+
+def test_a_codec_that_was_not_measured_is_as_slow_as_one_that_was():
+    fast, slow = (CodecTimes(encode_per_element=time, decode_per_element=0) for time in (1e-9, 4e-9))
+    measured = {"wf:bits=4": fast, "wf:bits=6": slow, "raw:dtype=bf16": slow}
+    numbers = HostNumbers(name="a", compute=host("a").compute, codecs=measured)
+    table = ClusterTable(PlanProblem(model(), cluster(numbers, host("b"))))
+    elements = table.problem.num_elements(1)
+    assert table.codec_s(0, "wf:bits=4", 1) == (1e-9 * elements, 0)
+    assert table.codec_s(0, "wf:bits=3", 1) == table.codec_s(0, "eden", 1) == (4e-9 * elements, 0)
+    assert table.codec_s(1, "wf:bits=3", 1) == (0, 0)
+    # copying is no measure for coding, nor coding for copying
+    only_raw = numbers.model_copy(update={"codecs": {"raw:dtype=bf16": slow}})
+    assert ClusterTable(PlanProblem(model(), cluster(only_raw))).codec_s(0, "wf", 1) == (0, 0)
 
 
 def test_prediction_at_another_speed():

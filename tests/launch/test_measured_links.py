@@ -5,6 +5,7 @@ import yaml
 from support.cluster_files import LEAST, ClusterFile
 
 from tahq.comm.host_shaping import host_shaping
+from tahq.config import ClusterConfig
 from tahq.errors import ConfigError
 from tahq_launch.measured_links import with_measured
 
@@ -41,6 +42,15 @@ def test_shares_are_of_the_measured_rates(cluster):
     assert [cap.cap_down_bits_per_s for cap in caps] == [20e6] * 3
     assert config.links.measured is None
     assert with_measured(config) == config
+
+
+def test_a_host_with_a_link_inside_its_site_gets_no_cap_for_its_order(cluster):
+    """Workers would refuse one: they read the configuration as it is resolved here."""
+    text = listed("{measured: measured.yaml, first: gradients, inside: gloo}")
+    text = text.replace("a.example}", "a.example, site: lab}").replace("b.example}", "b.example, site: lab}")
+    config = with_measured(cluster.load(text))
+    assert [host.cap_up for host in config.hosts] == [None, None, 19e6]
+    assert ClusterConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_links_have_as_many_connections_as_neighbours_needed(cluster):

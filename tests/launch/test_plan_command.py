@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from support.cluster_files import EXAMPLES
 from support.runs import tiny, write_config
 
 from tahq.config_file import load_config
@@ -224,6 +225,38 @@ def test_listed_hosts_are_written_in_the_plans_order(plan, tmp_path):
     assert [host.address for host in load_config(tmp_path / "planned.yaml").hosts] == best["hosts"]
 
 
+def test_links_are_written_with_as_many_connections_as_the_plan_reckons_with(plan, tmp_path):
+    several = NUMBERS.replace("rate: 5mbit,", "rate: 5mbit, connections: 4,")
+    (tmp_path / "several.yaml").write_text(several)
+    arguments = ("--numbers", "several.yaml", "--write", "planned.yaml", "--json", "plan.json", "--stages", "3")
+    status, _, err = plan(SLEEPING, *arguments)
+    hosts = json.loads((tmp_path / "plan.json").read_text())["plan"]["hosts"]
+    beside = abs(hosts.index("host1") - hosts.index("host2")) == 1
+    assert (status, err) == (0, "")
+    assert load_config(tmp_path / "planned.yaml").links.connections == (4 if beside else 1)
+
+
+def test_codecs_that_take_their_times_from_others_are_named(plan, tmp_path):
+    times = "codecs: {wf:bits=4: {encode_per_element: 1.0e-8, decode_per_element: 1.0e-8}}\n    compute"
+    (tmp_path / "coded.yaml").write_text(NUMBERS.replace("compute", times))
+    _, out, _ = plan(SLEEPING, "--numbers", "coded.yaml", "--codecs", "wf:bits=3", "--stages", "2")
+    taken = "wf:bits=3,group=128,center=on was not measured on every host: there it is taken to be as slow as wf:bits=4"
+    assert taken in out
+
+
+def test_every_replica_is_told_whole(plan, tmp_path):
+    one = "  - {name: NAME, up: 1gbit, compute: [{micro_batch: 2, block_forward: 0.4, block_backward: 0.8}]}\n"
+    (tmp_path / "four.yaml").write_text("hosts:\n" + "".join(one.replace("NAME", name) for name in "abcd"))
+    arguments = ("--numbers", "four.yaml", "--stages", "2", "--max-replicas", "2", "--json", "plan.json")
+    status, out, err = plan(SLEEPING, *arguments)
+    assert (status, err) == (0, "")
+    replicas = json.loads((tmp_path / "plan.json").read_text())["replicas"]
+    assert [each["hosts"] for each in replicas["plans"]] == replicas["hosts"]
+    assert [sum(each["layers"]) for each in replicas["plans"]] == [6, 6]
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("0  ", "1  ")) and "+" in line]
+    assert [row[3] for row in rows[-2:]] == ["+".join(map(str, each["layers"])) for each in replicas["plans"]]
+
+
 def test_a_file_that_does_not_fit_is_compared_with_a_word(plan, tmp_path):
     # four micro-batches of two samples in flight on the first stage
     (tmp_path / "tight.yaml").write_text(NUMBERS.replace("4GB", "5MB"))
@@ -238,3 +271,14 @@ def test_no_memory_for_anything(plan, tmp_path):
     )
     status, _, err = plan(SLEEPING, "--numbers", "small.yaml")
     assert (status, "no host has the memory" in err) == (2, True)
+
+
+def test_the_example_of_the_docs_is_what_is_printed(monkeypatch, capsys):
+    root = EXAMPLES.parents[1]
+    monkeypatch.chdir(root)
+    shown = (root / "docs/planner.md").read_text().partition("$ tahq plan ")[2].partition("```")[0]
+    command, _, expected = shown.partition("\n")
+    monkeypatch.setattr(sys, "argv", ["tahq", "plan", *command.split()])
+    assert cli.main() == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == expected.splitlines()
