@@ -13,6 +13,7 @@ import signal
 import socket
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -96,6 +97,11 @@ def run_worker(options: WorkerOptions) -> int:
         except StartOverError as error:
             log.warning("joining again: %s", error)
             options = replace(options, stage=worker.stage, takeover=False, stands_by=True)
+
+
+def _is_traced(config: ClusterConfig, live_step: int, step: int) -> bool:
+    """Whether there is to be a picture of a step; of one that is computed again the coordinator has no times."""
+    return step >= live_step and config.run.is_traced(step)
 
 
 def _serve(worker: "Worker") -> int:
@@ -182,11 +188,11 @@ class Worker:
         stage = assembly.connect(plan, transports, self._before_action)
         self._working("preparing the codecs")
         stage.prepare()
-        meter = StepMeter(stage.stopwatch, self.stage, peers_of(plan), config.run.is_traced)
+        meter = StepMeter(stage.stopwatch, self.stage, peers_of(plan), partial(_is_traced, config, plan.live_step))
         self._client.send(Ready(self.stage))
         start = self._await(Start)
         stage.use_codecs(start.step, start.codecs)
-        self._train(stage, assembly, meter, start.step, plan.live_step)
+        self._train(stage, assembly, meter, start.step)
         return self._await(Bye).exit_status
 
     def report(self, error: TahqError) -> None:
@@ -229,6 +235,7 @@ class Worker:
             assign = self._receive(Assign, StandBy, Bye)
         if isinstance(assign, Assign):
             self.stage, self._run_id = assign.stage, assign.run_id
+            log.info("joined %s, as stage %d", options.peer, assign.stage)
             return assign
         return Bye(assign.exit_status) if isinstance(assign, Bye) else Bye()
 
@@ -298,7 +305,7 @@ class Worker:
 
     # -- training --------------------------------------------------------------------------------
 
-    def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int, live_step: int) -> None:
+    def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int) -> None:
         snapshots = assembly.snapshot_writer(stage, self._tell_snapshot)
         meter.begin(first_step)
         self._num_decided = first_step
@@ -315,11 +322,12 @@ class Worker:
                 raise RemoteProtocolError(f"the coordinator committed step {commit.step} while step {step} is computed")
             self._num_decided = step + 1
             reached(fault_points.COMMITTING, stage=self.stage, step=step)
-            if step >= live_step:
-                self._tell_trace(step, stage, meter)
+            self._tell_trace(step, stage, meter)
             meter.begin(step + 1)
             snapshots.hold_back_changes()
             self._carry_out(commit, stage, assembly, meter)
+            if commit.stop:
+                self._tell_rest_of_trace(stage, meter)
             self._snapshot(commit, stage, assembly, snapshots)
             if commit.stop:
                 return
@@ -339,10 +347,16 @@ class Worker:
             raise
 
     def _tell_trace(self, step: int, stage: Stage, meter: StepMeter) -> None:
-        """The step is committed: send what was kept of it, if it is traced."""
+        """The step is committed: send what was kept of traced steps whose frames have come, or had another step to."""
         if stage.stopwatch.is_recording:
             meter.note(stage.take_link_stats())
         for part in meter.trace(step):
+            self._client.send(part)
+
+    def _tell_rest_of_trace(self, stage: Stage, meter: StepMeter) -> None:
+        """No step comes after this one; its snapshot is reported later, and before that nobody says BYE."""
+        meter.note(stage.take_link_stats())
+        for part in meter.trace_rest():
             self._client.send(part)
 
     def _carry_out(self, commit: Commit, stage: Stage, assembly: Assembly, meter: StepMeter) -> None:
@@ -371,7 +385,6 @@ class Worker:
     def _evaluate(self, step: int, stage: Stage) -> None:
         self._working("evaluate")
         sums = stage.engine.evaluate(step, stage.plan.training.eval_batches)
-        stage.take_link_stats()  # a step's figures are about training traffic alone
         if sums is not None:
             self._client.send(Evaluated(step, sums.tokens, sums.loss_sum, sums.raw_loss_sum))
 

@@ -12,7 +12,6 @@ importing for itself.
 """
 
 import contextlib
-import errno
 import importlib
 import multiprocessing
 import os
@@ -30,8 +29,12 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from tahq.errors import PeerLostError
+
 _FORK = multiprocessing.get_context("fork")
 _SPAWN = multiprocessing.get_context("spawn")
+_BURY_S = 1.0
+"""From when a process has closed its end of a line until its status is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +100,33 @@ class ForkServer:
 
     def import_modules(self, modules: Sequence[str]) -> None:
         """Have it import what workers will need; returns at once."""
-        with contextlib.suppress(BrokenPipeError):  # `start` says it
+        with contextlib.suppress(ConnectionError):  # `start` says it
             self._line.send(tuple(modules))
 
     def start(self, command: ForkedCommand) -> "ForkedChild":
         """Fork a process, once what was asked for is imported.
 
         Raises:
-            OSError: the server has died.
+            PeerLostError: the server has died, and with it all that was forked from it.
         """
-        self._line.send(command)
+        with contextlib.suppress(ConnectionError):  # it may have said something before it died
+            self._line.send(command)
         while not self._is_lost:
             said = self._listen()
             if isinstance(said, _Started):
                 return ForkedChild(self, said.pid)
-        raise OSError(errno.ECHILD, "the process that workers are forked from has died")
+        raise PeerLostError(
+            f"the process that workers are forked from {self._end()}, so that no {command.name} can be started; "
+            "start the run again, with --resume if it has a snapshot"
+        )
+
+    def _end(self) -> str:
+        """How the server has died, in words."""
+        self._process.join(_BURY_S)
+        status = self._process.exitcode
+        if status is None:
+            return "does not answer"
+        return f"was killed by signal {-status}" if status < 0 else f"has ended with status {status}"
 
     def status_of(self, pid: int, timeout_s: float = 0.0) -> int | None:
         """Exit status of a child, negative for a signal; None if it still runs after so long."""

@@ -85,6 +85,7 @@ class Fleet:
 
         Raises:
             UserError: its program cannot be started (there is no ssh, for instance).
+            PeerLostError: what it would be forked from has died.
         """
         self._commands[command.stage] = (command, log_path)
         try:
@@ -239,6 +240,7 @@ def _opened(
             export_command=_export_command(prepared.folder),
             facts=wire_facts(prepared.config),
             traces=prepared.folder.traces,
+            start=prepared.options.epoch,
         )
         coordinator = Coordinator(prepared.options, server, observer, journal=prepared.journal)
         with signals_to(coordinator.request_stop):
@@ -344,7 +346,8 @@ def _announce_key(prepared: PreparedRun, announce: Announce) -> None:
     if keys is not None and len(keys.stages) < prepared.config.pipeline.stages:
         announce(
             f"where this account's key is not: add --coordinator-key {keys.coordinator.public}, and here the "
-            f"worker's public key to security.allow (`tahq keygen` there prints it)"
+            "worker's public key to security.allow (`tahq keygen` there makes one and prints it, `tahq keygen --show` "
+            "prints the one that is there)"
         )
 
 

@@ -2,18 +2,17 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tahq.config_file import placed_errors
 from tahq.errors import OutOfMemoryError, UserError
 from tahq.pipeline.gradient_probe import GradientProbe, ProbedStep
 from tahq.pipeline.probe_result import WireResult, collect
 from tahq_launch import probe_report as report
+from tahq_launch.probe_progress import gradients_of, progress_of
 from tahq_launch.probe_report import ProbeFacts
 from tahq_launch.probe_setup import ProbeRequest, ProbeSetup, open_setup
 from tahq_launch.tables import print_table
@@ -29,7 +28,7 @@ def probe(request: ProbeRequest, json_path: Path | None = None) -> None:
     """
     if json_path is not None:
         _check_writable(json_path)
-    with _out_of_memory_in_words():
+    with placed_errors(request.config_path, request.overrides), _out_of_memory_in_words():
         setup = open_setup(request)
         probed = measure(setup, request)
     facts, results = facts_of(setup, request, probed), collect(setup.wires, probed)
@@ -39,12 +38,12 @@ def probe(request: ProbeRequest, json_path: Path | None = None) -> None:
 
 
 def measure(setup: ProbeSetup, request: ProbeRequest) -> list[ProbedStep]:
-    """Warm up, then probe; a progress bar on stderr if that is a terminal."""
-    gradients = request.warm_up + request.steps * request.batches * (1 + len(setup.wires))
-    with _progress() as progress:
-        task = progress.add_task("gradients", total=gradients)
-        probe = GradientProbe(setup.model, setup.batches, setup.wires, setup.update, lambda: progress.advance(task))
-        first = setup.start_step + request.warm_up
+    """Warm up, then probe; how far it is stands on stderr meanwhile."""
+    first = setup.start_step + request.warm_up
+    gradients = gradients_of(setup.start_step, request.warm_up, request.steps, request.batches, len(setup.wires))
+    progress = progress_of(gradients)
+    probe = GradientProbe(setup.model, setup.batches, setup.wires, setup.update, progress.advance)
+    with progress:
         for step in range(setup.start_step, first):
             probe.train(step)
         return [probe.probe(step, request.batches) for step in range(first, first + request.steps)]
@@ -79,11 +78,6 @@ def _print(facts: ProbeFacts, results: list[WireResult]) -> None:
     for number, result in enumerate(results, start=1):
         print(f"{number}  {report.sentence(result)}")
     print("", *report.notes(facts, results), sep="\n")
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def _check_writable(path: Path) -> None:

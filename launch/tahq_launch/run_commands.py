@@ -13,6 +13,8 @@ import typer
 from tahq_launch.options import ConfigPath, Debug, Overrides, Resume
 from tahq_launch.reporting import announce, log_to_stderr, report_error
 
+log = logging.getLogger("tahq")
+
 
 def launch(
     cluster_yaml: ConfigPath,
@@ -36,21 +38,26 @@ def launch(
     Exit status: 0 done, 1 our fault, 2 a mistake in the input, 3 a worker was lost (resume the run), 4 out of
     memory, 5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after a snapshot.
     """
+    from tahq.config_file import placed_errors
     from tahq_launch.prepared_run import StartRequest
 
-    if dry_run:
-        return _dry_run(cluster_yaml, overrides or [])
-    from tahq_launch.launcher import launch as launch_run
+    with placed_errors(cluster_yaml, overrides or ()):
+        if dry_run:
+            return _dry_run(cluster_yaml, overrides or [])
+        from tahq_launch.launcher import launch as launch_run
 
-    return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
+        return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
 
 
 def _dry_run(cluster_yaml: Path, overrides: Sequence[str]) -> int:
     from tahq.config_file import load_config
     from tahq_launch.dry_run import dry_run
+    from tahq_launch.local_checks import check_local
     from tahq_launch.resolution import resolve_for_run
 
-    print(dry_run(resolve_for_run(load_config(cluster_yaml, overrides))))
+    config = resolve_for_run(load_config(cluster_yaml, overrides))
+    check_local(config)
+    print(dry_run(config))
     return 0
 
 
@@ -165,6 +172,7 @@ def worker(
     from tahq.comm.addresses import parse_address
 
     parse_address(peer, "coordinator")  # once, and not in child after child
+    log.info("dialling %s …", peer)  # before the child, which imports torch first
 
     def served(worker_id: str, is_first: bool) -> int:
         try:
@@ -205,13 +213,15 @@ def coordinator(
 
     Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
     """
+    from tahq.config_file import placed_errors
     from tahq_launch.launcher import serve
     from tahq_launch.prepared_run import StartRequest
 
     request = StartRequest(
         cluster_yaml, tuple(overrides or ()), resume, debug, bind, advertise, program="tahq coordinator"
     )
-    return serve(request, announce)
+    with placed_errors(cluster_yaml, request.all_overrides):
+        return serve(request, announce)
 
 
 def keygen(

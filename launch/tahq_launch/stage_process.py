@@ -117,6 +117,7 @@ class StageProcess:
 
     Raises:
         OSError: the program cannot be started.
+        PeerLostError: what it would be forked from has died.
     """
 
     def __init__(self, command: WorkerCommand, log_path: Path, forks: ForkServer | None = None) -> None:

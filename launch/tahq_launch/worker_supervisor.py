@@ -62,11 +62,15 @@ def _one_child(serve: Serve, worker_id: str, is_first: bool) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
+    # One that comes before it can be forwarded would end the parent alone.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     pid = os.fork()
     if pid == 0:
         _die_with(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _leave_with(serve(worker_id, is_first))
     before = {number: signal.signal(number, _to(pid)) for number in _FORWARDED}
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     finally:

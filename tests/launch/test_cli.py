@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 from support.runs import command, environment, tiny, write_config
 
@@ -194,6 +195,110 @@ def test_profile_that_there_is_not_is_one_line(tahq, tmp_path):
     write_config(tmp_path, {**TINY, "hosts": "namespaces", "links": {"profile": "cabel"}})
     for arguments in (["--dry-run"], []):
         assert_one_line(tahq("tahq-launch", "cluster.yaml", *arguments), 2, "no profile 'cabel'", "did you mean cable?")
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], []], ids=["dry run", "run"])
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ("nowhere.jsonl", "cannot read nowhere.jsonl: No such file"),
+        (".", "cannot read .: Is a directory"),
+        ("empty.jsonl", "empty.jsonl has no steps"),
+        ("cut.jsonl", "cut.jsonl has no steps"),
+        ("other.jsonl", "other.jsonl:1 does not have the codecs of a step"),
+    ],
+)
+def test_record_to_replay_that_is_of_no_use_leaves_no_run_behind(tahq, tmp_path, arguments, record, part):
+    for name, text in (("empty", ""), ("cut", '{"step": 1, "links": [{"li'), ("other", '{"step": 1}\n')):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    write_config(tmp_path, {**TINY, "wire": {"activations": "wf", "gradients": "eden", "follow": {}, "replay": record}})
+    assert_one_line(tahq("tahq-launch", "cluster.yaml", *arguments), 2, f"wire.replay: {part}")
+    assert not (tmp_path / "runs").exists()
+
+
+ONE_HERE = "hosts=[{address: 192.0.2.1}, {address: localhost}]"
+NONE_HERE = "hosts=[{address: 192.0.2.1}, {address: localhost, ssh: me@localhost, workdir: /data}]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["data.text=nope.txt"], "data.text: no such file or folder: nope.txt"),
+        (["data={tokens: foo.bin}"], "data.tokens: no such file or folder: foo.bin"),
+        (["data={jsonl: pairs-*.jsonl}"], "data.jsonl: glob matches no file: pairs-*.jsonl"),
+        (["data.text=nope.txt", ONE_HERE], "data.text: no such file or folder: nope.txt"),
+        (["run.device=cuda:7"], "run.device: cuda:7 is not on this machine, which has no CUDA device"),
+        (
+            [f"{ONE_HERE[:-2]}, device: cuda}}]"],
+            "hosts.1.device: cuda is not on this machine, which has no CUDA device",
+        ),
+        (
+            ["hosts=namespaces", "links={congestion_control: bbx}"],
+            "links.congestion_control: there is no bbx; this kernel",
+        ),
+    ],
+)
+def test_dry_run_misses_what_is_not_on_this_machine(tahq, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    write_config(tmp_path, TINY)
+    options = [word for change in changes for word in ("--set", change)]
+    assert_one_line(tahq("tahq-launch", "cluster.yaml", "--dry-run", *options), 2, message)
+
+
+def test_dry_run_does_not_look_for_what_is_elsewhere(tahq, tmp_path):
+    write_config(tmp_path, TINY)
+    changes = ("data.text=nope.txt", "run.device=cuda:7", NONE_HERE)
+    status, _, stderr = tahq(
+        "tahq-launch", "cluster.yaml", "--dry-run", *(word for change in changes for word in ("--set", change))
+    )
+    assert (status, stderr) == (0, "")
+
+
+LATE = """\
+model:
+  family: llama
+  num_layers: 2
+  hidden_size: 32
+  num_heads: 4
+data:
+  text: stdlib
+training: {steps: 2}
+pipeline: {stages: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("num_heads: 4", "num_heads: 3", 5, "model.num_heads 3 does not divide model.hidden_size 32"),
+        (
+            "num_heads: 4",
+            "num_heads: 4\n  num_kv_heads: 3",
+            6,
+            "model.num_kv_heads 3 does not divide model.num_heads 4",
+        ),
+        ("num_heads: 4", "num_heads: 4\n  overrides: {foo: 1}", 6, "model.overrides.foo: LlamaConfig has no such key"),
+        ("text: stdlib", "text: stdlib\n  tokenizer: nope", 8, "data.tokenizer: no such folder: nope"),
+        ("pipeline:", "hosts: namespaces\nlinks: {profile: cabel}\npipeline:", 10, "links.profile: no profile 'cabel'"),
+        ("pipeline:", "hosts: namespaces\nlinks:\n  cap_up: 60%\npipeline:", 11, "links.cap_up: 60% is a share"),
+        (
+            *("pipeline:", "hosts: [{address: localhost}, {address: localhost}]\nlinks: {measured: /nope}\npipeline:"),
+            *(10, "links.measured: /nope cannot be read"),
+        ),
+    ],
+)
+def test_mistake_that_is_found_after_reading_names_line_and_key(tahq, tmp_path, old, new, line, message):
+    (tmp_path / "cluster.yaml").write_text(LATE.replace(old, new))
+    for program, *words in (["tahq-launch", "--dry-run"], ["tahq-launch"], ["tahq", "probe"]):
+        status, _, stderr = tahq(program, *words, "cluster.yaml")
+        assert (status, stderr.count("\n")) == (2, 1)
+        assert stderr.startswith(f"{program}: cluster.yaml:{line}: {message}")
+
+
+def test_set_that_is_found_to_be_wrong_after_reading_is_named(tahq, tmp_path):
+    (tmp_path / "cluster.yaml").write_text(LATE)
+    outcome = tahq("tahq-launch", "cluster.yaml", "--dry-run", "--set", "data.tokenizer=nope")
+    assert_one_line(outcome, 2, "tahq-launch: --set data.tokenizer=nope: data.tokenizer: no such folder")
 
 
 def test_workers_by_hand_cannot_be_in_namespaces(tahq, tmp_path):

@@ -238,3 +238,8 @@ def test_memory_of_snapshots_is_said_where_there_are_any_on_the_way(num_buffers,
     assert "snapshots:" not in dry_run(load())
     text = dry_run(load("run.snapshot_every=5", f"run.snapshot_buffers={num_buffers}"))
     assert said in next(line for line in text.splitlines() if line.startswith("  snapshots:"))
+    of_copies = [
+        next(line for line in dry_run(load("run.snapshot_every=5", precision)).splitlines() if "  snapshots:" in line)
+        for precision in ("training.precision=fp32", "training.precision=bf16")
+    ]
+    assert of_copies[0] == of_copies[1]  # no snapshot has bf16 copies

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.processes import is_alive, name, wait_until
 
+from tahq.errors import PeerLostError
 from tahq_launch import cli, fork_server
 from tahq_launch.fork_server import ForkedCommand, ForkServer
 from tahq_launch.parent_watch import die_with_launcher
@@ -134,7 +135,9 @@ def test_server_that_dies_takes_its_children_along_and_starts_no_more(forks, tmp
     assert child.wait(30)
     assert child.poll() == -signal.SIGKILL
     wait_until_gone([child.pid])
-    with pytest.raises(OSError, match=r"has died|Broken pipe"):
+    with pytest.raises(
+        PeerLostError, match=r"was killed by signal 9, so that no tahq stage 3 can be started; .*--resume"
+    ):
         forks.start(command(tmp_path, "leave", "0"))
     forks.import_modules(("wave",))
 

@@ -178,6 +178,17 @@ def test_killed_worker_is_started_again_alone(training, tmp_path):
     assert "runs/tiny/logs/stage-1.log" in stdout
 
 
+def test_run_whose_fork_server_is_killed_ends_as_one_that_lost_its_workers(training):
+    """By somebody short of memory, say: not a mistake in the input, and the run can go on."""
+    stages = workers(training.pid)
+    (forks,) = [pid for pid in children(training.pid) if name(pid) == "tahq forks"]
+    os.kill(forks, signal.SIGKILL)
+    _, stderr = training.communicate(timeout=60)
+    assert training.returncode == 3, stderr
+    assert "the process that workers are forked from was killed by signal 9, so that no tahq stage" in stderr
+    wait_until_gone(stages)
+
+
 def test_killed_launcher_leaves_no_orphans(training):
     stages = workers(training.pid)
     assert len(stages) == 2
@@ -202,6 +213,27 @@ def test_ctrl_c_stops_in_order_with_a_snapshot_that_resumes(training, tmp_path, 
     assert "training.steps" in stdout
     assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == done + 1
     assert (tmp_path / "runs" / "tiny" / f"config-until-step-{done}.yaml").exists()
+
+
+def test_resume_with_no_step_left_says_so_and_changes_nothing(tmp_path, start):
+    config = write_config(tmp_path, TWO_STAGES)
+    assert start("tahq-launch", str(config)).wait(120) == 0
+
+    def contents() -> dict[str, bytes]:
+        files = (path for path in (tmp_path / "runs" / "tiny").rglob("*") if path.is_file() and path.name != ".lock")
+        return {str(path): path.read_bytes() for path in files}
+
+    before = contents()
+    for steps in (1, 2):
+        arguments = ("--resume", "--set", f"training.steps={steps}", "--set", "training.lr=1e-5")
+        resumed = start("tahq-launch", str(config), *arguments)
+        stdout, stderr = resumed.communicate(timeout=120)
+        assert (resumed.returncode, stdout) == (0, "")
+        assert stderr == (
+            f"tahq-launch: nothing to do: training.steps is {steps}, and the run is already after step 2; to train on, "
+            "set it to more\n"
+        )
+    assert contents() == before
 
 
 @pytest.mark.parametrize("told", ["the launcher", "a worker"])
@@ -236,8 +268,9 @@ def test_workers_started_by_hand_complete_a_run(tmp_path, start):
     beyond = start("tahq-worker", "--stage", "2", "--peer", peer)
     _, stderr = beyond.communicate(timeout=120)
     assert beyond.returncode == 2
-    assert stderr.strip().count("\n") == 0, stderr
-    assert stderr.startswith("tahq-worker: ")
+    dialling, refused = stderr.splitlines()
+    assert dialling.endswith(f"dialling {peer} …")
+    assert refused.startswith("tahq-worker: ")
     second = start("tahq-worker", "--peer", peer)
     for process in (first, second, coordinator):
         _, stderr = process.communicate(timeout=120)

@@ -4,11 +4,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from support.runs import tiny
 
 from tahq.config import ClusterConfig
 from tahq.config_file import config_hash
 from tahq.errors import ConfigError
+from tahq.memory.qgalore import low_rank_weights
+from tahq.models.slice import ModelSlice
 from tahq_launch.prepared_run import StartRequest, check_reachable, continued_config
 from tahq_launch.resolution import resolve_for_run
 
@@ -40,10 +43,8 @@ def test_resolving_writes_out_vocabulary_and_layers_and_is_idempotent():
     assert config_hash(resolve_for_run(resolved)) == config_hash(resolved)
 
 
-@pytest.mark.parametrize(
-    "hosts", ["local", [{"address": "192.0.2.1"}, {"address": "192.0.2.2"}]], ids=["local", "list"]
-)
-def test_cap_that_is_a_share_of_nothing_known_starts_no_run(hosts):
+def test_cap_that_is_a_share_of_nothing_known_starts_no_run():
+    hosts = [{"address": "192.0.2.1"}, {"address": "192.0.2.2"}]
     values = TINY.model_dump(mode="json") | {"hosts": hosts, "links": {"cap_up": "60%"}}
     with pytest.raises(ConfigError, match=r"links\.cap_up: 60% .*tahq measure"):
         resolve_for_run(ClusterConfig.model_validate(values))
@@ -54,6 +55,34 @@ def test_order_on_an_uplink_that_nothing_holds_back_is_warned_of(caplog):
     assert "links.first" not in caplog.text
     resolve_for_run(changed(TINY, "links", first="gradients"))
     assert "links.first: gradients has little effect on stage 0's host" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sections", "bf16"),
+    [
+        ({"training": {"precision": "bf16", "activation_checkpointing": "block"}}, True),
+        ({"memory": {"activations": "coat"}}, False),
+        ({"training": {"optimizer": "qgalore"}}, False),
+    ],
+    ids=["bf16, computed again", "coat", "low rank"],
+)
+def test_measured_balance_times_what_a_stage_computes(sections, bf16, monkeypatch):
+    timed = []
+    model = {"family": "llama", "intermediate_size": 96}
+    config = ClusterConfig.model_validate(tiny(model=model, pipeline={"stages": 2, "balance": "measured"}, **sections))
+    forward = ModelSlice.forward
+    monkeypatch.setattr(ModelSlice, "forward", lambda part, x: timed.append((part, is_bf16())) or forward(part, x))
+    resolve_for_run(config)
+    blocks = {part for part, _ in timed if part.parts.blocks}
+    assert {autocast for _, autocast in timed} == {bf16}
+    assert {part.checkpoint_blocks for part in blocks} == {config.training.activation_checkpointing == "block"}
+    assert {bool(low_rank_weights(part)) for part in blocks} == {config.training.is_low_rank}
+    kinds = {type(block).__name__ for part in blocks for block in part._blocks()}
+    assert all((kind == "CoatBlock") == (config.memory.activations == "coat") for kind in kinds)
+
+
+def is_bf16() -> bool:
+    return torch.is_autocast_enabled("cpu")
 
 
 def test_measured_balance_divides_all_layers():
@@ -67,6 +96,17 @@ def test_continued_run_keeps_its_cuts_while_it_is_divided_the_same_way():
     assert continued_config(old, TINY).pipeline.layers == [3, 1]
     assert continued_config(old, changed(TINY, "pipeline", stages=1)).pipeline.layers is None
     assert continued_config(old, changed(TINY, "pipeline", layers=[1, 3])).pipeline.layers == [1, 3]
+
+
+def test_continued_run_is_divided_anew_when_its_stages_get_other_chunks():
+    two_each = changed(TINY, "pipeline", chunks=2, schedule="interleaved")
+    old = changed(two_each, "pipeline", layers=[1, 1, 1, 1]).model_dump(mode="json")
+    assert continued_config(old, two_each).pipeline.layers == [1, 1, 1, 1]
+    assert continued_config(old, TINY).pipeline.layers is None
+    older = changed(TINY, "pipeline", layers=[3, 1]).model_dump(mode="json")
+    del older["pipeline"]["chunks"]  # as versions without interleaved schedules wrote it
+    assert continued_config(older, TINY).pipeline.layers == [3, 1]
+    assert continued_config(older, two_each).pipeline.layers is None
 
 
 def test_continued_run_keeps_its_positions_when_samples_get_shorter():
@@ -93,3 +133,12 @@ def test_hosts_must_be_able_to_dial_the_coordinator(run, address, reachable):
         return
     with pytest.raises(ConfigError, match=r"run\.bind is .*run\.advertise"):
         check_reachable(config)
+
+
+def test_samples_longer_than_the_snapshots_model_are_refused_in_one_line():
+    old = resolve_for_run(TINY).model_dump(mode="json")
+    longer = changed(TINY, "data", seq_len=2 * TINY.data.seq_len)
+    with pytest.raises(
+        ConfigError, match=r"cannot resume so.*: data\.seq_len 64 is longer than model\.max_seq_len 32$"
+    ):
+        continued_config(old, longer)

@@ -1,5 +1,6 @@
 """`tahq probe` as its user meets it: the report, where weights come from, and one line for each mistake."""
 
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tahq.config import ClusterConfig
 from tahq.errors import ConfigError, UserError
 from tahq.pipeline.gradient_probe import GradientProbe
 from tahq_launch import cli, probe_command
+from tahq_launch.probe_progress import ProgressLines, gradients_of, progress_of
 from tahq_launch.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire
 
 CONFIG = tiny(
@@ -51,7 +53,8 @@ def run(tmp_path_factory) -> Run:
 
 def test_report_and_json_say_the_same(probe, tmp_path):
     status, stdout, stderr = probe("--steps", "2", "--batches", "2", "--warm-up", "1", "--json", "probe.json")
-    assert (status, stderr) == (0, "")
+    assert status == 0
+    assert stderr.startswith("0 of 21 gradients: step 0, warm-up\n")
     values = json.loads((tmp_path / "probe.json").read_text())
     assert (values["first_step"], values["num_cuts"], len(values["losses"])) == (1, 1, 2)
     assert [wire["activations"].partition(",")[0] for wire in values["wires"]] == ["tah:group=64"] * 2 + [
@@ -105,9 +108,36 @@ def test_program_prints_plain_lines_to_a_pipe(tmp_path):
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
+    assert done.returncode == 0
+    assert done.stderr.startswith("0 of 2 gradients: step 0, batch 1 of 1, without codecs\n")
+    assert "\x1b" not in done.stdout + done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_progress_says_which_gradient_is_computed_and_how_many_are_left():
+    now_s = 0.0
+    stream = io.StringIO()
+    with ProgressLines(gradients_of(3, 1, 1, 2, 1), stream, lambda: now_s) as lines:
+        for _ in range(5):
+            now_s += 4.0
+            lines.advance()
+    assert stream.getvalue().splitlines() == [
+        "0 of 5 gradients: step 3, warm-up",
+        "2 of 5 gradients, 12 s left: step 4, batch 2 of 2, wire 1 of 1",
+        "4 of 5 gradients, 4 s left: step 4, batch 1 of 2, wire 1 of 1",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_that_leaves_nothing(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_of(gradients_of(0, 1, 1, 1, 1)) as bar:
+        for _ in range(3):
+            bar.advance()
+    assert "done" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")
 
 
 # -- which codecs ---------------------------------------------------------------------------------
@@ -219,7 +249,11 @@ def test_mistake_is_one_line(probe, arguments, part):
 
 def test_gradients_that_are_not_finite_by_themselves_end_with_status_5(probe):
     outcome = probe("--set", "training.lr=1e30", "--warm-up", "3", "--set", "training.clip_norm=null")
-    assert_one_line(outcome, 5, "without any codec")
+    status, _, stderr = outcome
+    first, *_, last = stderr.splitlines()
+    assert (status, first) == (5, "0 of 83 gradients: step 0, warm-up")
+    assert last.startswith("tahq: ")
+    assert "without any codec" in last
 
 
 def test_too_little_memory_is_said_with_what_helps(probe, monkeypatch):

@@ -72,8 +72,13 @@ def test_without_curve_there_are_no_keys_and_a_warning_where_others_reach_it(acc
 
 
 def test_list_that_cannot_be_read_is_named(account, tmp_path):
-    with pytest.raises(UserError, match=r"the list of public keys nowhere\.keys cannot be read: No such file"):
-        make_run_keys(configured(security={"allow": ["nowhere.keys"]}), starts_workers=True)
+    nobody = r"^security\.allow\.1: neither a public key of 64 digits nor a file: nowhere\.keys$"
+    with pytest.raises(UserError, match=nobody):
+        make_run_keys(configured(security={"allow": ["5f1c0e" + "0" * 58, "nowhere.keys"]}), starts_workers=True)
+    with pytest.raises(
+        UserError, match=r"^security\.allow\.0: the list of public keys .* cannot be read: Is a directory"
+    ):
+        make_run_keys(configured(security={"allow": [str(tmp_path)]}), starts_workers=True)
 
 
 # -- commands -------------------------------------------------------------------------------------
@@ -104,6 +109,7 @@ def test_workers_under_keys_of_their_own_complete_a_run_and_others_are_told_what
     told = coordinator.stdout.readline()
     key = read_key_file(default_key_path()).public
     assert f"--coordinator-key {key}" in told
+    assert "`tahq keygen --show`" in told
 
     def worker(stage: int, *flags: str):
         return start("tahq-worker", "--stage", str(stage), "--peer", peer, *flags)
@@ -124,8 +130,17 @@ def test_workers_under_keys_of_their_own_complete_a_run_and_others_are_told_what
     for process in (*ok, coordinator):
         _, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr.count("Traceback")) == (0, 0), stderr
+        if process is not coordinator:
+            assert f"dialling {peer} …\n" in stderr
+            assert f"joined {peer}, as stage {ok.index(process)}\n" in stderr
     log = (tmp_path / "runs" / "tiny" / "logs" / "launcher.log").read_text()
     assert f"its public key {stranger.public}" in log
+
+
+def test_worker_says_at_once_whom_it_dials(start):
+    process = start("tahq-worker", "--stage", "0", "--peer", "127.0.0.1:9")
+    assert process.stderr.readline().endswith("dialling 127.0.0.1:9 …\n")
+    assert process.poll() is None
 
 
 @pytest.mark.parametrize(
