@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, default=1, help="how many of Table 7's four sizes")
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.small else "cuda")
+    machine.need_gpu(device.type)
     sizes = [SMALL] if arguments.small else PAPER_SIZES[: arguments.sizes]
     repeats = 2 if arguments.small else arguments.repeats
     report = Report(arguments.out)

@@ -32,6 +32,7 @@ from typing import Any
 from bench_paper_throughput import MODELS
 from engine_points import QUEUES_S, depths
 from engine_rows import predicted_again, quartiles, size_text, step_work, wire_text
+from machine import need_gpu
 from trace_overhead import MICRO_BATCHES, TracedRun, overhead_lines, read_runs, trace_run
 
 from tahq_netem.bound import LinkSpeed, step_bound_s
@@ -343,6 +344,7 @@ def main() -> None:
     parser.add_argument("--name", default="gpt2_xl_h200_202611")
     options = parser.parse_args()
     if not options.report:
+        need_gpu(options.device)
         lane = f"-{options.lane}" if options.lane else ""
         missing = measure(options, options.out / f"{options.name}{lane}.jsonl")
         print(f"{missing} points are left or failed; run it again" if missing else "nothing is left")

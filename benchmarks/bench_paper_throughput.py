@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import need_gpu
+
 from tahq_netem.machine import one_line
 from tahq_netem.result_rows import Row, done, series_of
 from tahq_netem.sweep_command import run_sweep
@@ -318,6 +320,7 @@ def main() -> None:
     options = parser.parse_args()
     missing = 0
     if not options.report:
+        need_gpu(options.device)
         lane = f"-{options.lane}" if options.lane else ""
         missing = measure(options, options.out / f"{options.name}{lane}.jsonl")
         print(f"{missing} points are left or failed; run it again" if missing else "nothing is left")

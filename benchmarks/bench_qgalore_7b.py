@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 from device_memory import DeviceMemory
-from machine import describe_device
+from machine import describe_device, need_gpu
 from torch.utils.checkpoint import checkpoint
 
 from tahq.comm.frame import Purpose
@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "qgalore_7b_h200_202611.md")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    need_gpu(arguments.device)
     if arguments.child:
         run_variant(arguments.child, arguments)
         return

@@ -4,7 +4,7 @@ Two measurements, both with real processes and real sockets on loopback:
 
 1. *An action.* One process a stage runs the real engine, boundary, sessions and ZMQ endpoint under 1F1B. The
    model is one multiplication and the tensors are tiny, so what is left is the runtime: wait, decode,
-   autograd's bookkeeping, encode, send, GIL, sockets and the kernel. A step of m micro-batches on P stages is a
+   autograd's bookkeeping, encode, send, threads, GIL, sockets, the kernel. A step of m micro-batches on P stages is a
    chain of 2(m + P − 1) actions. Given are: the wall time of an action, from its start to the next one's, waiting
    for its frame included, as the median over all actions of all stages; the mean over the chain, which is a
    step's time divided by its length; and the cost, user and system time of all threads. With two stages each has
@@ -38,6 +38,7 @@ from tahq.comm.zmq_endpoint import ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
+from tahq.pipeline.codec_lanes import ThreadedLanes
 from tahq.pipeline.engine import StageEngine
 from tahq.pipeline.generators import generate
 
@@ -49,6 +50,8 @@ WARM_UP_STEPS = 5
 
 class Multiplication(torch.nn.Module):
     """The least that a stage can compute and still have a gradient to send."""
+
+    checkpoint_blocks = False  # a ModelSlice says so
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,6 +129,7 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
         device=torch.device("cpu"),
         stopwatch=stopwatch,
         on_action=lambda step, action: begins_s.append(time.perf_counter()),
+        lanes=ThreadedLanes(torch.device("cpu"), stopwatch),
     )
     times_s, actions_s, timings, cpu_begin_s = [], [], [], 0.0
     for step in range(WARM_UP_STEPS + num_steps):

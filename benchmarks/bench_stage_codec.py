@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "stage_codec_h200_202611.md")
     parser.add_argument("--trace", type=Path, help="write the Chrome trace of the last wire here")
     arguments = parser.parse_args()
+    machine.need_gpu()
     device = torch.device("cuda")
     stage = build_stage(device)
     shares = {}

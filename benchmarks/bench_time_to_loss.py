@@ -27,6 +27,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from machine import need_gpu
+
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq_netem.description import NetworkPlan, plan_network, uniform
@@ -425,6 +427,7 @@ def main() -> None:
     path = options.out / f"{options.name}.jsonl"
     left = 0
     if not options.report:
+        need_gpu(options.device)
         with ResultFile(path) as results:
             left = measure(options, results)
     rows = newest(list(read_results(path).values()))

@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS / "weight_copies_h200_202611")
     options = parser.parse_args()
+    machine.need_gpu(options.device)
     found = measure(options, torch.device(options.device))
     text = report(options, found)
     options.out.with_suffix(".md").write_text(text)

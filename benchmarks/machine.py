@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,3 +30,13 @@ def describe_device() -> str:
     """As `describe`, with the accelerators where there are any."""
     count = torch.cuda.device_count()
     return f"{count} × {torch.cuda.get_device_name(0)}; {describe()}" if count else describe()
+
+
+def need_gpu(device: str = "cuda") -> None:
+    """End the program with status 2 where it is to run on a GPU (`auto` too), and there is none."""
+    if device != "cpu" and not torch.cuda.is_available():
+        print(
+            f"{Path(sys.argv[0]).name}: there is no CUDA device here; its first lines say what it needs",
+            file=sys.stderr,
+        )
+        sys.exit(2)
