@@ -15,7 +15,7 @@ from tahq.pipeline.optimizer import OPTIMIZERS, build_optimizer
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RATES = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-OWN = ("adamw8bit", "fp8_adamw", "adamw_bf16")
+OWN = ("adamw", "adamw8bit", "fp8_adamw", "adamw_bf16")
 """Measured where this version of tahq has them."""
 
 
