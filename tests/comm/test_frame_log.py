@@ -1,6 +1,7 @@
 """The log of sent frames: real files, read back to the bit, freed by step, given up in words."""
 
 import threading
+from pathlib import Path
 
 import pytest
 from support.disks import can_mount, fill, small_disk
@@ -173,3 +174,22 @@ def test_log_is_kept_while_others_remove_empty_folders(tmp_path, make_frame):
     finally:
         is_over.set()
         thread.join()
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
+def test_log_is_kept_where_a_folder_went_while_it_was_made(tmp_path, make_frame, monkeypatch, error):
+    """FileExistsError: `mkdir` finds one, and `exist_ok` none any more (CI met that once in the test above)."""
+    make, tries = Path.mkdir, []
+
+    def mkdir(path, *args, **keys):
+        tries.append(path)
+        if len(tries) == 1:
+            raise error(path)
+        make(path, *args, **keys)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    log = FrameLog(tmp_path / "frames" / "a" / "0", 0, 1 << 20, inside=tmp_path / "frames")
+    log.append(make_frame(100))
+    assert len(tries) > 1
+    assert log.is_complete_from(0)
+    log.close()
