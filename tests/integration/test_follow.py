@@ -90,10 +90,10 @@ def test_a_run_that_stops_goes_on_with_the_codecs_that_were_in_force(forced, tmp
 
 
 def test_bits_fall_where_a_link_is_slow_and_the_run_can_be_repeated_elsewhere(tmp_path):
-    """Shaped to a tenth of what would be needed; nothing is asserted about time."""
+    """Shaped so that a step's bytes take ten times what computing does, on a machine that is busy, too."""
     slow = config(tmp_path)
     slow["training"]["eval_every"] = None
-    run = launch(tmp_path, {**slow, "links": {"rate": "1mbit"}})
+    run = launch(tmp_path, {**slow, "links": {"rate": "200kbit"}})
     assert run.returncode == 0, run.stderr
     assert codecs_by_step(run)[-1] == (UP[0], DOWN[0])
     changes = [change for row in run.metrics for change in row["codec_changes"]]
