@@ -29,11 +29,18 @@ calibrate: false
 """
 
 
-def sweep(folder: Path) -> "subprocess.Popen[str]":
+@pytest.fixture
+def temporary():
+    """For the sweep alone: other tests' sweeps have folders in /tmp, too. A short path, since sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="tahq-") as name:
+        yield Path(name)
+
+
+def sweep(folder: Path, temporary: Path | None = None) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [command("tahq-netem"), "sweep", "sweep.yaml"],
         cwd=folder,
-        env=environment(),
+        env=environment() | ({} if temporary is None else {"TMPDIR": str(temporary)}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -42,20 +49,20 @@ def sweep(folder: Path) -> "subprocess.Popen[str]":
 
 @pytest.mark.netns
 @pytest.mark.slow
-def test_sweep_goes_on_where_sigterm_stopped_it(tmp_path):
+def test_sweep_goes_on_where_sigterm_stopped_it(tmp_path, temporary):
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     results = tmp_path / "tiny.jsonl"
-    folders = set(Path(tempfile.gettempdir()).glob("tahq-sweep-*"))
-    first = sweep(tmp_path)
+    first = sweep(tmp_path, temporary)
     wait_until(lambda: results.exists() and results.read_text().count("\n") == 1, 120, "the first point")
     processes = children(first.pid)
+    assert list(temporary.glob("tahq-sweep-*"))
     first.send_signal(signal.SIGTERM)
     output, _ = first.communicate(timeout=30)
     assert first.returncode == 128 + signal.SIGTERM, output
     assert processes
     assert not any(children(pid) for pid in [first.pid, *processes])
     assert not [name for name in list_namespaces() if owner_pid(name) == first.pid]
-    assert set(Path(tempfile.gettempdir()).glob("tahq-sweep-*")) <= folders
+    assert not list(temporary.glob("tahq-sweep-*"))
 
     second = sweep(tmp_path)
     output, _ = second.communicate(timeout=120)
