@@ -20,8 +20,8 @@ from pathlib import Path
 from machine import describe
 
 from tahq.errors import ConfigError
-from tahq.pipeline.gradient_probe import GradientProbe, ProbedStep
-from tahq.pipeline.probe_result import EXPECTATION_LIMIT, STEP_LIMIT, WireResult, collect
+from tahq.pipeline.probe.gradient_probe import GradientProbe, ProbedStep
+from tahq.pipeline.probe.result import EXPECTATION_LIMIT, STEP_LIMIT, WireResult, collect
 from tahq_launch.probe_report import bits_per_element
 from tahq_launch.probe_setup import ProbeRequest, ProbeSetup, open_setup, parse_wire
 

@@ -3,8 +3,8 @@
     python benchmarks/bench_coat_states.py [--models gpt2 llama] [--steps 100 300] [--output FILE.md]
 
 A GPT-2 and a Llama of some 2 million weights train on the standard library's source with torch's AdamW in fp32; at the
-steps given their moments are stored and read again by `tahq.memory.fp8_groups`, as `fp8_adamw` keeps them, scales and
-powers included. The figure of a pair of formats is the mean of (m'/(√v' + ε) − m/(√v + ε))² over all weights, where
+steps given their moments are stored and read again by `tahq.memory.coat.fp8_groups`, as `fp8_adamw` keeps them, scales
+and powers included. The figure of a pair of formats is the mean of (m'/(√v' + ε) − m/(√v + ε))² over all weights, where
 m' and v' are what is read. COAT divides by √(v + ε); ε = 10⁻⁸ is here where AdamW has it, or it would hide the
 smaller half of all v.
 
@@ -26,9 +26,9 @@ from adam_states import BATCH, EPSILON, MODELS, SEQ_LEN, Moments, states_of_trai
 from machine import describe
 from stored_otherwise import STORINGS, Storing
 
-from tahq.memory.fp8_formats import DE8, DE8_UNSIGNED, E4M3, E5M2, EightBitFormat
-from tahq.memory.fp8_groups import MomentFormat, as_groups, decode, encode
-from tahq.memory.range_expansion import make_tables
+from tahq.memory.coat.fp8_formats import DE8, DE8_UNSIGNED, E4M3, E5M2, EightBitFormat
+from tahq.memory.coat.fp8_groups import MomentFormat, as_groups, decode, encode
+from tahq.memory.coat.range_expansion import make_tables
 
 RESULT = Path(__file__).parent / "results" / "coat_states_epyc2_202611.md"
 FORMATS: Mapping[str, tuple[EightBitFormat, EightBitFormat]] = {

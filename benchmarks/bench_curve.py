@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from machine import describe_device
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.keys import KeyPair, new_key_pair
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.units import parse_rate
 
 CONNECT_S = 30.0

@@ -25,9 +25,9 @@ from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.learning_rate import learning_rate
 from tahq.pipeline.loss import summed_cross_entropy
-from tahq.pipeline.optimizer import build_optimizer
+from tahq.pipeline.update.learning_rate import learning_rate
+from tahq.pipeline.update.optimizer import build_optimizer
 
 STEPS = 60
 BATCH = 16

@@ -28,8 +28,8 @@ from typing import Any
 
 from machine import describe
 
-from tahq.config import ClusterConfig
-from tahq.config_file import resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import resolve
 from tahq.errors import TahqError
 from tahq.units import format_rate, parse_duration, parse_rate
 from tahq_netem.description import NetworkConfig

@@ -31,7 +31,7 @@ from heterogeneous_cluster import (
 )
 from machine import describe
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import TahqError
 from tahq_netem.description import plan_network
 from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from machine import describe
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq_netem.description import uniform
 from tahq_netem.network import Network, build_network
 

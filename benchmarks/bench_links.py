@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from machine import describe
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 
 RATES_MBIT = (20, 100, 300, 1000)
 DELAYS_MS = (5, 20, 100)

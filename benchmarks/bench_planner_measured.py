@@ -37,11 +37,11 @@ from small_clusters import (
     sweep,
 )
 
-from tahq.coordinator.planner import plan as planned_for
-from tahq.coordinator.planner_exhaustive import best_of_all
-from tahq.coordinator.planner_prediction import Prediction, predict, step_time_s
-from tahq.coordinator.planner_problem import Plan, PlanProblem, named
 from tahq.errors import TahqError
+from tahq.plan.planner import plan as planned_for
+from tahq.plan.prediction import Prediction, predict, step_time_s
+from tahq.plan.problem import Plan, PlanProblem, named
+from tahq.plan.search.exhaustive import best_of_all
 from tahq_netem.calibration import calibrate
 from tahq_netem.network import Network
 from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth

@@ -32,9 +32,9 @@ from device_memory import DeviceMemory
 from machine import describe_device, need_gpu
 from torch.utils.checkpoint import checkpoint
 
-from tahq.comm.frame import Purpose
-from tahq.memory.low_rank_weight import LowRankSettings
-from tahq.memory.qgalore import cover, low_rank_weights
+from tahq.comm.link.frame import Purpose
+from tahq.memory.galore.low_rank_weight import LowRankSettings
+from tahq.memory.galore.qgalore import cover, low_rank_weights
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -43,8 +43,8 @@ from tahq.models.slice import ModelSlice, Parts
 from tahq.pipeline.chunk import StepShape
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.loss import summed_cross_entropy
-from tahq.pipeline.low_rank import low_rank_settings
-from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.update import StageUpdate
 
 GIB = 2**30
 LIMIT_GIB = 14.9

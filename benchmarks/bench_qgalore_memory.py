@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from machine import describe
 
-from tahq.memory.adamw8bit import adamw8bit_states
-from tahq.memory.low_rank_weight import LowRankSettings, LowRankWeight
-from tahq.memory.qgalore import divided_parameters
-from tahq.memory.state_spec import states_nbytes
+from tahq.memory.adam.adamw8bit import adamw8bit_states
+from tahq.memory.adam.state_spec import states_nbytes
+from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.qgalore import divided_parameters
 from tahq.models.config import ModelConfig
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange

@@ -30,12 +30,12 @@ import torch
 from bench_qgalore_memory import SIZES
 from machine import describe_device
 
-from tahq.comm.frame import Purpose
+from tahq.comm.link.frame import Purpose
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
-from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
@@ -43,8 +43,8 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, Parts, build_slice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.loss import summed_cross_entropy
-from tahq.pipeline.low_rank import low_rank_settings
-from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.update import StageUpdate
 
 SEED = 1
 LAST_STEPS, CURVE_STEP = 50, 10

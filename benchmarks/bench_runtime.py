@@ -32,15 +32,15 @@ from pathlib import Path
 import torch
 from machine import describe
 
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.models.keyed_dropout import RandomContext
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.codec_lanes import ThreadedLanes
 from tahq.pipeline.engine import StageEngine
-from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule.generators import generate
 
 WORKERS = 4
 MICRO_BATCHES = 64

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from machine import describe_device
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.group_rendezvous import GroupSpec, open_group
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
+from tahq.comm.group.rendezvous import GroupSpec, open_group
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 
 SIZES_KIB = (64, 256, 1024, 4096, 16384)
 TRANSFER_MIB = 512

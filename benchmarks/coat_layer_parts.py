@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tahq.memory.coat.fp8_flow import CoatBlock, use_fp8_flow
 from tahq.memory.config import CoatConfig
-from tahq.memory.fp8_flow import CoatBlock, use_fp8_flow
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tahq.memory import fp8_flow_triton
+from tahq.memory.coat import fp8_flow_triton
 
 
 @triton.jit

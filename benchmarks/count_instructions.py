@@ -20,7 +20,9 @@ from machine import describe
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tahq.memory import adamw_kernels, adamw_triton, blockwise8
+from tahq.memory.adam import blockwise8
+from tahq.memory.adam import kernels as adamw_kernels
+from tahq.memory.adam import triton as adamw_triton
 
 ARCHITECTURE = 90
 THREADS_A_WARP = 32

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-from tahq.config import ClusterConfig
-from tahq.config_file import config_from_json
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_from_json
 from tahq.data.batches import StepBatch
 from tahq.integrations.torch_pipelining import compress
 from tahq.pipeline.loss import summed_cross_entropy

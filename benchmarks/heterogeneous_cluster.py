@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from tahq.comm.network_config import HostConfig, NetworkConfig
 from tahq.errors import ConfigError
-from tahq.section_file import read_section_file
+from tahq.typed_yaml.section_file import read_section_file
 from tahq.units import Section
 from tahq_netem.compute import StageTimes
 from tahq_netem.figures import GOODPUT_SHARE
@@ -187,7 +187,7 @@ def network_config() -> NetworkConfig:
 
 
 def cluster_numbers(micro_batches: Sequence[int] = (2, 4, 8)) -> dict[str, Any]:
-    """The cluster as the planner reads it (`tahq.coordinator.cluster_numbers`): rates as TCP has them."""
+    """The cluster as the planner reads it (`tahq.plan.cluster_numbers`): rates as TCP has them."""
 
     def compute(machine: Machine, size: int) -> dict[str, Any]:
         scale = size / MICRO_BATCH / machine.speed

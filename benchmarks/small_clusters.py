@@ -12,12 +12,12 @@ from engine_points import CONGESTION_CONTROL, SETTLING_FRAMES
 
 from tahq.comm.config import LinksConfig
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig
-from tahq.coordinator.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
-from tahq.coordinator.planner_prediction import Speed, plan_costs
-from tahq.coordinator.planner_problem import Plan, PlanProblem
-from tahq.coordinator.planner_table import ClusterTable
 from tahq.errors import TahqError
-from tahq.pipeline.schedule import ActionKind
+from tahq.pipeline.schedule.schedule import ActionKind
+from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
+from tahq.plan.prediction import Speed, plan_costs
+from tahq.plan.problem import Plan, PlanProblem
+from tahq.plan.search.table import ClusterTable
 from tahq_netem.compute import StageTimes
 from tahq_netem.description import NetworkPlan, plan_network
 from tahq_netem.figures import GOODPUT_SHARE

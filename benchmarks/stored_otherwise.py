@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.memory.fp8_adamw_reference import nearest_code
-from tahq.memory.fp8_formats import E4M3
-from tahq.memory.fp8_groups import as_groups
+from tahq.memory.coat.fp8_adamw_reference import nearest_code
+from tahq.memory.coat.fp8_formats import E4M3
+from tahq.memory.coat.fp8_groups import as_groups
 
 _MAGNITUDES = torch.tensor(E4M3.magnitudes, dtype=torch.float64)
 _RANGE = 1 / E4M3.smallest_share

@@ -19,8 +19,8 @@ from typing import Any
 
 from engine_rows import size_text, wire_text
 
-from tahq.config import ClusterConfig
-from tahq.config_file import resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import resolve
 from tahq.observe.trace_file import FIRST_STAGE_PID, trace_path
 from tahq_netem.machine import describe_machine, one_line
 from tahq_netem.network import build_network

@@ -24,7 +24,7 @@ from cut_training import CutTraining, Transfer, Wire
 from scipy.stats import t as student_t
 
 from tahq.data.config import DataConfig
-from tahq.pipeline import codec_cut
+from tahq.pipeline.probe import codec_cut
 from tahq.quant import CodecSpec, get_codec
 
 CURVE_STEP = 10

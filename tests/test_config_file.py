@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cluster_files import EXAMPLES, LEAST, ClusterFile, changed
 
-from tahq.config import ClusterConfig
-from tahq.config_file import load_config
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config
 from tahq.errors import ConfigError
 
 

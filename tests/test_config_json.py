@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cluster_files import EXAMPLES
 
-from tahq.config import ClusterConfig
-from tahq.config_file import config_from_json, config_hash, config_json, dump_yaml, load_config, resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_from_json, config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.errors import ConfigError
 
 EXAMPLE = load_config(EXAMPLES / "gpt2.yaml")

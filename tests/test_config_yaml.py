@@ -1,4 +1,4 @@
-"""tahq.yaml_positions: what YAML means here, and where it stands."""
+"""tahq.typed_yaml.positions: what YAML means here, and where it stands."""
 
 import math
 
@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.yaml_positions import YamlError, parse_yaml, plain_scalar
+from tahq.typed_yaml.positions import YamlError, parse_yaml, plain_scalar
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from pydantic import BaseModel
 
 from tahq.comm.config import HostConfig
 from tahq.comm.network_config import HostChanges, PairConfig
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.memory.config import CoatConfig
+from tahq.memory.galore.config import QGaLoreConfig
 from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
-from tahq.memory.qgalore_config import QGaLoreConfig
 from tahq.quant.config import FollowConfig, GuardConfig
+from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
-from tahq.yaml_positions import parse_yaml
 
 DOC = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \|$", re.MULTILINE)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from support.runs import start, tiny, write_config
 
-from tahq.assembly import resolved_spec
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import stage_estimate
 from tahq.errors import OutOfMemoryError
 from tahq.memory.free_memory import free_bytes
-from tahq.out_of_memory import out_of_memory, reliefs, size, wanted_bytes
-from tahq.stage_estimate import stage_estimate
+from tahq.worker.assembly import resolved_spec
+from tahq.worker.out_of_memory import out_of_memory, reliefs, size, wanted_bytes
 
 CPU = torch.device("cpu")
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB."

@@ -3,12 +3,12 @@
 import pytest
 from support.runs import tiny
 
-from tahq.assembly import block_ranges, resolved_spec
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import chunks_of, stage_estimate
 from tahq.memory.deferred_tensors import deferred_by_slice
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
-from tahq.pipeline.schedule import ActionKind
-from tahq.stage_estimate import chunks_of, stage_estimate
+from tahq.pipeline.schedule.schedule import ActionKind
+from tahq.worker.assembly import block_ranges, resolved_spec
 
 TENSOR = 4 * 2 * 32 * 64
 """Bytes of what crosses a cut, 4·T·C."""

@@ -4,10 +4,10 @@ import pytest
 import torch
 from support.runs import tiny
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.memory.exhaustion import is_out_of_memory
-from tahq.off_host import copy_rate_bits_per_s
-from tahq.worker_place import WorkerOptions, listening_addresses
+from tahq.worker.off_host import copy_rate_bits_per_s
+from tahq.worker.place import WorkerOptions, listening_addresses
 
 HOSTS = [
     {"address": "192.0.2.1"},

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from tahq.assembly import resolved_spec
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.link_codecs import CodecOptions, Recorded
 from tahq.coordinator.link_policy import FollowRules
 from tahq.coordinator.observer import Traffic
 from tahq.errors import ConfigError
 from tahq.observe.recorded_codecs import recorded_codecs
 from tahq.quant.ladder import Ladder, ladder_for
+from tahq.worker.assembly import resolved_spec
 
 
 def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptions:

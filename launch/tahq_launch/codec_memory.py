@@ -5,7 +5,7 @@ The number of samples is the data's, so the data is read (or taken from the cach
 
 import math
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.models.model_spec import ModelSpec

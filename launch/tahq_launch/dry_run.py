@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.comm.frame import Direction
-from tahq.config import ClusterConfig
+from tahq.comm.link.frame import Direction
+from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import chunks_of, stage_estimate
 from tahq.data.tokenizer import load_tokenizer
 from tahq.memory.estimate import StageMemory
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.slice import slice_parameters
-from tahq.pipeline.schedule import ActionKind, Schedule
-from tahq.pipeline.simulator import draw_grid
+from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.plan.simulate.simulator import draw_grid
 from tahq.quant.config import WireConfig
-from tahq.stage_estimate import chunks_of, stage_estimate
 from tahq.units import format_rate, format_size
 from tahq_launch.codec_choice import codec_options
 from tahq_launch.codec_memory import codec_memory

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from tahq.config_file import config_from_json
+from tahq.config.file import config_from_json
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import UserError
-from tahq.memory.snapshot_weight import snapshot_weight
+from tahq.memory.galore.snapshot_weight import snapshot_weight
 from tahq.models.export import export_folder
 from tahq.models.model_spec import load_spec
-from tahq.pipeline.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders
-from tahq.pipeline.snapshot_reader import SnapshotReader
+from tahq.pipeline.checkpoint.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders
+from tahq.pipeline.checkpoint.reader import SnapshotReader
 from tahq_launch.run_folder import RunFolder
 
 MODEL_PREFIX = "model/"

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
-from tahq.comm.addresses import format_address, parse_address
-from tahq.comm.control_channel import ControlServer
-from tahq.comm.descriptor_limit import raise_descriptor_limit
-from tahq.config import ClusterConfig
+from tahq.comm.control.channel import ControlServer
+from tahq.comm.zmq.addresses import format_address, parse_address
+from tahq.comm.zmq.descriptor_limit import raise_descriptor_limit
+from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError
 from tahq.observe.run_view import watch_run

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tahq.comm.host_shaping import host_shaping
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq_netem.description import NetworkPlan, plan_network
 from tahq_netem.figures import GOODPUT_SHARE
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import as_patterns, find_files
 from tahq.errors import ConfigError
 

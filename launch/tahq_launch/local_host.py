@@ -3,13 +3,13 @@
 import os
 from collections.abc import Mapping
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.models.families import FAMILIES
 from tahq.quant import AUTO, CodecSpec
 from tahq_launch.run_keys import PLAIN, WorkerSecret
 from tahq_launch.stage_process import WorkerCommand
 
-_ALWAYS = ("tahq.worker", "transformers.modeling_utils")
+_ALWAYS = ("tahq.worker.main", "transformers.modeling_utils")
 # Brings with it most of what numba imports with its first kernel.
 _NUMBA = "numba.np.arraymath"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")

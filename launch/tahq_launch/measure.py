@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tahq.comm.meter_wire import LONGEST_S
-from tahq.config import ClusterConfig
-from tahq.config_file import placed_errors
-from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
-from tahq.coordinator.measure_jobs import MeasureRequest
-from tahq.coordinator.measured import Imitated, Measured
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import placed_errors
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.service import Coordinator
 from tahq.errors import ConfigError, UserError
+from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
+from tahq.plan.measure.jobs import MeasureRequest
+from tahq.plan.measure.measured import Imitated, Measured
+from tahq.plan.measure.meter_wire import LONGEST_S
 from tahq.quant import CodecSpec
 from tahq_launch.fork_server import ForkServer
 from tahq_launch.launcher import (

@@ -5,10 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from tahq.config_file import dump_yaml
-from tahq.coordinator.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
+from tahq.config.file import dump_yaml
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver, StageStatus
 from tahq.errors import UserError
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
 from tahq.units import format_rate, format_size
 from tahq_launch.tables import print_table
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from tahq.comm.hello import MAX_CONNECTIONS
 from tahq.comm.host_shaping import HostRates, with_measured_rates
-from tahq.config import ClusterConfig
-from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
+from tahq.comm.link.hello import MAX_CONNECTIONS
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError
+from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq_launch.plan_numbers import check_names, read_numbers
 
 

@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from tahq.comm.addresses import format_address, parse_address
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host_names
-from tahq.config import ClusterConfig
+from tahq.comm.zmq.addresses import format_address, parse_address
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, NetworkError
 from tahq_launch.local_host import local_command
 from tahq_launch.prepared_run import PreparedRun

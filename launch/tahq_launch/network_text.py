@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.units import format_rate
 from tahq_launch.tables import plain_table
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tahq.assembly import resolved_spec
-from tahq.config import ClusterConfig
-from tahq.config_file import dump_yaml, load_config, placed_errors
-from tahq.coordinator.planner import Planned, plan
-from tahq.coordinator.planner_explanation import bottleneck, second_best, what_ifs
-from tahq.coordinator.planner_prediction import predict
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import dump_yaml, load_config, placed_errors
 from tahq.errors import UserError
+from tahq.plan.explanation import bottleneck, second_best, what_ifs
+from tahq.plan.planner import Planned, plan
+from tahq.plan.prediction import predict
+from tahq.worker.assembly import resolved_spec
 from tahq_launch.plan_numbers import KnownNumbers, check_names, estimated_numbers, read_numbers
 from tahq_launch.plan_problem import PlanChoices, given_plan, problem_of
 from tahq_launch.plan_report import PlanExplanation, as_json, grid, report

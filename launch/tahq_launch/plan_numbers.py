@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tahq.assembly import block_ranges
-from tahq.config import ClusterConfig
-from tahq.coordinator.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
-from tahq.section_file import read_section_file
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
+from tahq.typed_yaml.section_file import read_section_file
 from tahq.units import format_rate
+from tahq.worker.assembly import block_ranges
 from tahq_launch.dry_run import computes_in_bf16
 from tahq_launch.link_speeds import link_speeds
 from tahq_netem.description import plan_network

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from tahq.comm.host_shaping import host_shaping
-from tahq.config import ClusterConfig
-from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
-from tahq.coordinator.planner_codecs import LADDER
-from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError
 from tahq.memory.deferred_tensors import deferred_by_block, deferred_by_head
 from tahq.memory.estimate import StepNumbers, stage_memory
-from tahq.memory.qgalore import divided_parameters
+from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
     copied_by_block,
     copied_by_head,
@@ -25,13 +23,15 @@ from tahq.memory.saved_tensors import (
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
-from tahq.pipeline.costs import FirstOut
-from tahq.pipeline.generators import GENERATORS
-from tahq.pipeline.low_rank import low_rank_settings
-from tahq.pipeline.optimizer import optimizer_nbytes
+from tahq.pipeline.schedule.generators import GENERATORS
+from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.optimizer import optimizer_nbytes
+from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
+from tahq.plan.problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.plan.search.codecs import LADDER
+from tahq.plan.simulate.costs import FirstOut
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
-from tahq.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq_launch.plan_numbers import computes_bf16
 
 _FP32 = 4

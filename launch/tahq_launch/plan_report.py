@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tahq.coordinator.planner import Planned
-from tahq.coordinator.planner_explanation import Bottleneck, WhatIf, shares
-from tahq.coordinator.planner_prediction import Prediction, predict
-from tahq.coordinator.planner_problem import Plan, named
-from tahq.pipeline.bound import Resource
-from tahq.pipeline.costs import FirstOut
-from tahq.pipeline.simulator import draw_grid
+from tahq.plan.explanation import Bottleneck, WhatIf, shares
+from tahq.plan.planner import Planned
+from tahq.plan.prediction import Prediction, predict
+from tahq.plan.problem import Plan, named
+from tahq.plan.simulate.bound import Resource
+from tahq.plan.simulate.costs import FirstOut
+from tahq.plan.simulate.simulator import draw_grid
 from tahq.units import format_rate, format_size
 from tahq_launch.tables import plain_table
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from tahq.config import ClusterConfig
-from tahq.config_errors import Origins, one_line
-from tahq.coordinator.cluster_numbers import host_labels
-from tahq.coordinator.planner_prediction import chunk_layers, plan_wires
-from tahq.coordinator.planner_problem import Plan, PlanProblem, named
-from tahq.coordinator.planner_stages import StageCosts
-from tahq.coordinator.planner_table import ClusterTable
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
+from tahq.plan.cluster_numbers import host_labels
+from tahq.plan.prediction import chunk_layers, plan_wires
+from tahq.plan.problem import Plan, PlanProblem, named
+from tahq.plan.search.stages import StageCosts
+from tahq.plan.search.table import ClusterTable
+from tahq.typed_yaml.mistakes import Origins, one_line
 from tahq_launch.measured_links import needed_connections
 
 

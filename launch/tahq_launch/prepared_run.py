@@ -17,16 +17,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from tahq import __version__
-from tahq.config import ClusterConfig
-from tahq.config_errors import Origins, one_line
-from tahq.config_file import config_hash, config_json, dump_yaml, load_config, resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_hash, config_json, dump_yaml, load_config, resolve
 from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError, NothingToDoError
 from tahq.memory.optional_optimizers import check_optional
-from tahq.pipeline.resume import compare_configs, keep_model_sizes
-from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
+from tahq.pipeline.checkpoint.choice import choose_snapshot, turn_back
+from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
+from tahq.typed_yaml.mistakes import Origins, one_line
 from tahq_launch.codec_choice import codec_options
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder

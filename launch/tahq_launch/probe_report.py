@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tahq.pipeline.cut_model import Wire
-from tahq.pipeline.probe_result import EXPECTATION_LIMIT, STEP_LIMIT, WireResult
+from tahq.pipeline.probe.cut_model import Wire
+from tahq.pipeline.probe.result import EXPECTATION_LIMIT, STEP_LIMIT, WireResult
 from tahq.quant import CodecSpec, get_codec
 
 ERROR_TITLES = ("", "activations", "bits", "gradients", "bits", "a step", "at most", "mean", "M → ∞", "cosine")

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from tahq.assembly import StageData, block_ranges, compute_device, computes_in_bf16, keep_as_configured, resolved_spec
-from tahq.config import ClusterConfig
-from tahq.config_file import load_config
+from tahq.comm.topology import Position, total_steps
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config
 from tahq.coordinator.commit import clip_factor, global_norm
-from tahq.coordinator.plan import Position, total_steps
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor
@@ -24,13 +23,21 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import HEAD_WEIGHT, build_slice
 from tahq.models.weights import FolderWeights
+from tahq.pipeline.checkpoint.manifest import read_latest
+from tahq.pipeline.checkpoint.reader import SnapshotReader
+from tahq.pipeline.checkpoint.resume import compare_configs
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.cut_model import CutModel, Wire
-from tahq.pipeline.manifest import read_latest
-from tahq.pipeline.resume import compare_configs
-from tahq.pipeline.snapshot_reader import SnapshotReader
-from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.probe.cut_model import CutModel, Wire
+from tahq.pipeline.update.update import StageUpdate
 from tahq.quant import CodecSpec
+from tahq.worker.assembly import (
+    StageData,
+    block_ranges,
+    compute_device,
+    computes_in_bf16,
+    keep_as_configured,
+    resolved_spec,
+)
 from tahq_launch.prepared_run import continued_config
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder

@@ -13,17 +13,17 @@ from functools import partial
 import torch
 from pydantic import ValidationError
 
-from tahq.assembly import computes_in_bf16, random_parts
 from tahq.comm.host_shaping import host_shaping
 from tahq.comm.network_config import HostChanges, PairConfig
-from tahq.config import ClusterConfig
-from tahq.config_errors import Origins, one_line
-from tahq.config_file import resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import resolve
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs, measured_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import LayerCosts, divide
+from tahq.typed_yaml.mistakes import Origins, one_line
+from tahq.worker.assembly import computes_in_bf16, random_parts
 from tahq_launch.measured_links import with_measured
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with nothing left to the machine that reads it.
 
-    Beyond `tahq.config_file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
+    Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
     by counted or by measured cost, and what `links.profile` and `links.measured` stand for. Resolving twice
     changes nothing.
 

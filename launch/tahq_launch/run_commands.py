@@ -38,7 +38,7 @@ def launch(
     Exit status: 0 done, 1 our fault, 2 a mistake in the input, 3 a worker was lost (resume the run), 4 out of
     memory, 5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after a snapshot.
     """
-    from tahq.config_file import placed_errors
+    from tahq.config.file import placed_errors
     from tahq_launch.prepared_run import StartRequest
 
     with placed_errors(cluster_yaml, overrides or ()):
@@ -50,7 +50,7 @@ def launch(
 
 
 def _dry_run(cluster_yaml: Path, overrides: Sequence[str]) -> int:
-    from tahq.config_file import load_config
+    from tahq.config.file import load_config
     from tahq_launch.dry_run import dry_run
     from tahq_launch.local_checks import check_local
     from tahq_launch.resolution import resolve_for_run
@@ -160,8 +160,8 @@ def worker(
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
 
     def serve(worker_id: str, is_first: bool) -> int:
-        from tahq.worker import run_worker  # not before the fork: it starts threads
-        from tahq.worker_place import WorkerOptions
+        from tahq.worker.main import run_worker  # not before the fork: it starts threads
+        from tahq.worker.place import WorkerOptions
 
         wanted = -1 if stage is None else stage
         place = (wanted, peer, bind, advertise, device, worker_id, takeover and is_first)
@@ -169,7 +169,7 @@ def worker(
 
     if launched:
         return serve("", True)
-    from tahq.comm.addresses import parse_address
+    from tahq.comm.zmq.addresses import parse_address
 
     parse_address(peer, "coordinator")  # once, and not in child after child
     log.info("dialling %s …", peer)  # before the child, which imports torch first
@@ -213,7 +213,7 @@ def coordinator(
 
     Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
     """
-    from tahq.config_file import placed_errors
+    from tahq.config.file import placed_errors
     from tahq_launch.launcher import serve
     from tahq_launch.prepared_run import StartRequest
 

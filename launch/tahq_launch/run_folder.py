@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tahq.errors import UserError
-from tahq.pipeline.manifest import LATEST, MANIFEST
+from tahq.pipeline.checkpoint.manifest import LATEST, MANIFEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tahq.comm.keys import (
     read_or_make_key_file,
 )
 from tahq.comm.security_config import SecurityConfig
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -8,14 +8,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tahq.comm.frame import HEADER_NBYTES, Direction
-from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
 from tahq.comm.host_shaping import host_shaping
-from tahq.config import ClusterConfig
+from tahq.comm.link.frame import HEADER_NBYTES, Direction
+from tahq.config.cluster import ClusterConfig
 from tahq.models.model_spec import ModelSpec
-from tahq.pipeline.costs import Costs, CutCosts, HostCosts
-from tahq.pipeline.schedule import ActionKind, Schedule
-from tahq.pipeline.simulator import simulate
+from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
+from tahq.plan.simulate.simulator import simulate
 from tahq.quant import get_codec
 from tahq_launch.link_speeds import LinkSpeeds
 
@@ -143,7 +143,7 @@ def host_traffic(flows: Iterable[Flow], num_stages: int) -> tuple[HostTraffic, .
 def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedule, flows: Sequence[Flow]) -> float:
     """Seconds of a step if computing and coding took none: what schedule, rate and delay alone make of it.
 
-    Simulated with `tahq.pipeline.simulator`; the tied embeddings' exchange is not in it.
+    Simulated with `tahq.plan.simulate.simulator`; the tied embeddings' exchange is not in it.
     """
     nbytes = {(flow.link, flow.direction): float(flow.frame_nbytes) for flow in flows}
     cuts = [

@@ -1,11 +1,11 @@
 """A run whose coordinator was killed, as the journal has it: does the one that is started now go on with it?"""
 
-from tahq.config import ClusterConfig
-from tahq.config_file import config_hash, load_config
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_hash, load_config
 from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.errors import SnapshotError, UserError
-from tahq.pipeline.resume import compare_configs
-from tahq.pipeline.snapshot_choice import choose_snapshot
+from tahq.pipeline.checkpoint.choice import choose_snapshot
+from tahq.pipeline.checkpoint.resume import compare_configs
 from tahq_launch.run_folder import RunFolder
 
 

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tahq.assembly import resolved_spec
-from tahq.config import ClusterConfig
-from tahq.config_file import load_config
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.errors import TahqError, UserError
 from tahq.observe import figures
@@ -16,6 +15,7 @@ from tahq.observe.run_history import RECENT_STEPS
 from tahq.observe.step_split import median_step, read_steps
 from tahq.observe.trace_file import trace_path
 from tahq.observe.trace_pictures import merged, read_picture
+from tahq.worker.assembly import resolved_spec
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.tables import print_table
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.assembly import chunk_module, computes_in_bf16, resolved_spec
-from tahq.config import ClusterConfig
-from tahq.config_file import config_from_json, config_json
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_from_json, config_json
 from tahq.errors import TahqError
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.slice import ModelSlice, sharing_copies_of
+from tahq.worker.assembly import chunk_module, computes_in_bf16, resolved_spec
 from tahq_netem.interpreter import module_argv, module_environment
 
 REPEATS = 7

@@ -22,11 +22,11 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from tahq import yaml_positions
-from tahq.config_errors import Origin, Origins, one_line
 from tahq.errors import ConfigError
+from tahq.typed_yaml import positions as yaml_positions
+from tahq.typed_yaml.mistakes import Origin, Origins, one_line
+from tahq.typed_yaml.positions import YamlError, parse_yaml
 from tahq.units import WRITTEN_BY_HAND, Duration, Section, parse_duration, parse_rate
-from tahq.yaml_positions import YamlError, parse_yaml
 from tahq_netem.description import HostShape, NetworkPlan, PathShape, known_host
 
 What = Literal["down", "up", "rate", "loss", "delay", "reset"]

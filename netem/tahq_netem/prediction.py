@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from tahq.pipeline.costs import Costs, CutCosts, HostCosts
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import ActionKind, Schedule
-from tahq.pipeline.simulator import simulate
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
+from tahq.plan.simulate.simulator import simulate
 from tahq_netem.bound import StepWork
 from tahq_netem.description import NetworkPlan
 from tahq_netem.figures import ACKNOWLEDGED, GOODPUT_SHARE

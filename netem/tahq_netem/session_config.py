@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from tahq.comm.config import LinksConfig
-from tahq.config import ClusterConfig
-from tahq.config_file import resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import resolve
+from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.config import SleepConfig
 from tahq.models.sleeping_slice import INPUT_GRADIENT_SHARE
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
-from tahq.pipeline.generators import GENERATORS
+from tahq.pipeline.schedule.generators import GENERATORS
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq.run_config import RunConfig
 from tahq_netem.bound import StepWork
 from tahq_netem.compute import StageTimes
 from tahq_netem.sweep_points import SessionKey

@@ -25,7 +25,7 @@ from tahq.data.config import DataConfig
 from tahq.errors import ConfigError
 from tahq.models.config import ModelConfig, SleepConfig
 from tahq.quant.spec import CodecSpec
-from tahq.section_file import read_section_file
+from tahq.typed_yaml.section_file import read_section_file
 from tahq.units import Duration, Section, Size
 from tahq_netem.faults import Fault, Timeline
 

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from tahq.comm.cap import Cap
-from tahq.comm.hello import MAX_CONNECTIONS
 from tahq.comm.keys import parse_public_key
+from tahq.comm.link.hello import MAX_CONNECTIONS
+from tahq.comm.link.sending_order import First
 from tahq.comm.network_config import (
     BackendName,
     CongestionControl,
@@ -24,7 +25,6 @@ from tahq.comm.network_config import (
     listed,
 )
 from tahq.comm.network_config import HostConfig as NetworkHostConfig
-from tahq.comm.sending_order import First
 from tahq.units import Rate, Section, Size
 
 LinkTransport = Literal["zmq", "gloo", "nccl"]

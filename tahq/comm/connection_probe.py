@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from tahq.comm.addresses import format_address, parse_address
-from tahq.comm.hello import MAX_CONNECTIONS
+from tahq.comm.link.hello import MAX_CONNECTIONS
+from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.errors import PeerLostError, UserError
 
 _COUNT = struct.Struct("<Q")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tahq.comm.cap import LEAST_CAP_BITS_PER_S, cap_bits_per_s
 from tahq.comm.config import HostConfig, Hosts, LinksConfig
+from tahq.comm.link.shaping import Shaping
 from tahq.comm.network_config import host_names
-from tahq.comm.shaping import Shaping
 from tahq.errors import ConfigError
 from tahq.units import write_rate
 

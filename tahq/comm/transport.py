@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from tahq.comm.frame import Direction, Frame, LogicalId
-from tahq.comm.wire_time import HeartbeatTimes, PieceTimes
+from tahq.comm.link.frame import Direction, Frame, LogicalId
+from tahq.comm.link.wire_time import HeartbeatTimes, PieceTimes
 
 
 @dataclass(frozen=True, slots=True)

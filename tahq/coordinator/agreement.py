@@ -7,7 +7,7 @@ right. An empty hash means that a stage needs no data.
 
 from collections.abc import Sequence
 
-from tahq.comm.control import Hello
+from tahq.comm.control.messages import Hello
 
 SHARED_FIELDS = ("tokenizer_hash", "data_hash", "num_train_samples")
 """Fields of a Hello that must be equal wherever they are given."""

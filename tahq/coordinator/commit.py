@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tahq.comm.control import Commit, Prepare
+from tahq.comm.control.messages import Commit, Prepare
 from tahq.coordinator.observer import StepRecord
 from tahq.coordinator.step_report import step_record
 from tahq.errors import DataError, NonFiniteError, RemoteProtocolError

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tahq.comm.control import Message
-from tahq.comm.control_channel import ControlServer
+from tahq.comm.control.channel import ControlServer
+from tahq.comm.control.messages import Message
 from tahq.coordinator.copies import Copies
 from tahq.coordinator.membership import Member, Membership
 from tahq.coordinator.observer import RunObserver, StageStatus

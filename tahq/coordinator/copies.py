@@ -8,7 +8,7 @@ nearest neighbour on another host, the next stage rather than the one before.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tahq.comm.control import Copied, Copy
+from tahq.comm.control.messages import Copied, Copy
 from tahq.coordinator.membership import Member
 from tahq.coordinator.recovery import RestorePoint
 

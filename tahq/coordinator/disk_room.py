@@ -7,7 +7,7 @@ later.
 
 from collections.abc import Callable
 
-from tahq.comm.control import Heartbeat, Message
+from tahq.comm.control.messages import Heartbeat, Message
 from tahq.coordinator.context import RunContext
 from tahq.errors import SnapshotError
 

@@ -4,7 +4,7 @@ import math
 import signal
 from collections import deque
 
-from tahq.comm.control import Abort, Bye
+from tahq.comm.control.messages import Abort, Bye
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.membership import Standing
 from tahq.coordinator.run_state import Ending, Event, Phase

@@ -3,11 +3,23 @@
 A worker that does not fit is refused alone; the run goes on waiting for one that does.
 """
 
-from tahq.comm.control import Admit, Assign, Failed, Hello, Join, Message, Plan, Ready, Refuse, StandBy, StartOver
+from tahq.comm.control.messages import (
+    Admit,
+    Assign,
+    Failed,
+    Hello,
+    Join,
+    Message,
+    Plan,
+    Ready,
+    Refuse,
+    StandBy,
+    StartOver,
+)
+from tahq.comm.topology import Endpoint, Position, plan_links, total_steps
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import JournalledHolder
 from tahq.coordinator.membership import Member, Standing, stage_list
-from tahq.coordinator.plan import Endpoint, Position, plan_links, total_steps
 from tahq.coordinator.run_state import Event, Phase
 from tahq.errors import ConfigError
 

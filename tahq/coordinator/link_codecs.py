@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tahq.comm.frame import Direction
+from tahq.comm.link.frame import Direction
 from tahq.coordinator.link_policy import (
     FollowRules,
     LinkKey,

@@ -7,13 +7,13 @@ come in so far kept.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tahq.comm.control_measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.comm.topology import Endpoint
 from tahq.coordinator.context import RunContext
-from tahq.coordinator.measure_jobs import Job, MeasureRequest, planned_jobs
-from tahq.coordinator.measured import Measured
 from tahq.coordinator.membership import stage_list
-from tahq.coordinator.plan import Endpoint
 from tahq.errors import RemoteProtocolError
+from tahq.plan.measure.jobs import Job, MeasureRequest, planned_jobs
+from tahq.plan.measure.measured import Measured
 
 MOST_S = 30.0
 """Of one stream whose rate does not settle."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tahq.comm.control import Heartbeat, Hello, Join, Plan, Ready, Refuse
+from tahq.comm.control.messages import Heartbeat, Hello, Join, Plan, Ready, Refuse
 from tahq.coordinator.agreement import differences, torch_warning
 from tahq.errors import RemoteProtocolError
 

@@ -8,7 +8,7 @@ from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.reports import SnapshotParts
 from tahq.errors import SnapshotError
 from tahq.fault_points import PUBLISHED, PUBLISHING, reached
-from tahq.pipeline.snapshot import StageFile, discard, prune, publish
+from tahq.pipeline.checkpoint.snapshot import StageFile, discard, prune, publish
 
 Publish = Callable[[SnapshotParts], None]
 """Called with every stage's part; raises OSError or SnapshotError if it cannot, or if a part is missing (`error`)."""

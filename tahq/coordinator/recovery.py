@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tahq.comm.control import Commit, Prepare
-from tahq.coordinator.plan import LinkEnds
+from tahq.comm.control.messages import Commit, Prepare
+from tahq.comm.topology import LinkEnds
 
 AHEAD = 2
 """Steps of frames that a stage which computes steps again is sent, counting the one that it is at."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tahq.comm.control import Commit, Evaluated, Snapshotted
+from tahq.comm.control.messages import Commit, Evaluated, Snapshotted
 from tahq.coordinator.observer import ValidationRecord
 from tahq.errors import RemoteProtocolError
 

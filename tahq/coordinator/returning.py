@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tahq.comm.control import Hold, LinkState, Plan, Relink, Relinked, Start, StartOver, Widen
+from tahq.comm.control.messages import Hold, LinkState, Plan, Relink, Relinked, Start, StartOver, Widen
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.gathering import Gathering
 from tahq.coordinator.membership import Standing, stage_list

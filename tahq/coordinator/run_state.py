@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from tahq.comm.control import Copied, Evaluated, Hello, Message, Prepare, Ready, Snapshotted, Traced
-from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
+from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
+from tahq.comm.control.messages import Copied, Evaluated, Hello, Message, Prepare, Ready, Snapshotted, Traced
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 

@@ -11,7 +11,9 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from tahq.comm.control import (
+from tahq.comm.control.channel import ControlServer
+from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
+from tahq.comm.control.messages import (
     Copied,
     Evaluated,
     Failed,
@@ -30,8 +32,7 @@ from tahq.comm.control import (
     StopRequest,
     Traced,
 )
-from tahq.comm.control_channel import ControlServer
-from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
+from tahq.comm.topology import link_ends
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.copies import Copies
 from tahq.coordinator.disk_room import WaitForRoom
@@ -42,7 +43,6 @@ from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.membership import Membership, Standing
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.plan import link_ends
 from tahq.coordinator.publisher import Publish, SnapshotPublisher
 from tahq.coordinator.publishing import Publishing
 from tahq.coordinator.recovery import Recovery, RestorePoint

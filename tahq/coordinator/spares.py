@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from tahq.comm.control import Join
+from tahq.comm.control.messages import Join
 
 
 @dataclass(frozen=True, slots=True)

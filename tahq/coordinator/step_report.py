@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tahq.comm.control import Commit, Prepare
-from tahq.comm.frame import Direction
+from tahq.comm.control.messages import Commit, Prepare
+from tahq.comm.link.frame import Direction
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord, Traffic
 from tahq.coordinator.stage_split import stage_split
 from tahq.errors import RemoteProtocolError

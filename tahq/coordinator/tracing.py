@@ -8,8 +8,8 @@ step that a coordinator before this one has committed are nothing to complain of
 import math
 from collections.abc import Sequence
 
-from tahq.comm.clock_offset import ClockOffset
-from tahq.comm.control import Traced
+from tahq.comm.control.clock_offset import ClockOffset
+from tahq.comm.control.messages import Traced
 from tahq.coordinator.observer import StageTrace, StepTrace, TracedSpan
 from tahq.errors import RemoteProtocolError
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tahq import fault_points
-from tahq.comm.control import Admit, Commit, Copied, Copy, Evaluated, Prepare, Published, Snapshotted, Traced
+from tahq.comm.control.messages import Admit, Commit, Copied, Copy, Evaluated, Prepare, Published, Snapshotted, Traced
 from tahq.coordinator.commit import CommitLedger, CommitRules
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.journal import Journal
@@ -22,7 +22,7 @@ from tahq.coordinator.step_report import step_record
 from tahq.coordinator.tracing import TraceCollector
 from tahq.errors import RemoteProtocolError
 from tahq.fault_points import reached
-from tahq.pipeline.manifest import snapshot_name
+from tahq.pipeline.checkpoint.manifest import snapshot_name
 
 
 class Training:

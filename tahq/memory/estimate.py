@@ -11,8 +11,8 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 
 from tahq.memory.deferred_tensors import deferred_by_slice
-from tahq.memory.low_rank_weight import LowRankSettings
-from tahq.memory.qgalore import Covered, divided_parameters, low_rank_bytes
+from tahq.memory.galore.low_rank_weight import LowRankSettings
+from tahq.memory.galore.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
     MicroBatchShape,
     copied_by_block,

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tahq.memory.adamw8bit import MIN_ELEMENTS
+from tahq.memory.adam.adamw8bit import MIN_ELEMENTS
 from tahq.units import Section
 
 

@@ -16,7 +16,7 @@ copy of a matrix.
 import math
 from dataclasses import dataclass
 
-from tahq.memory.fp8_codes import GROUP
+from tahq.memory.coat.fp8_codes import GROUP
 from tahq.models.families import head_dim, num_kv_heads
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.transport import Transport
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.pipeline.spans import Stopwatch

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.memory.qgalore import low_rank_weights
+from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.boundary import Boundary
-from tahq.pipeline.gradients import HoldsGradient
 from tahq.pipeline.loss import gradient_scale
+from tahq.pipeline.update.gradients import HoldsGradient
 
 
 @dataclass(frozen=True, slots=True)

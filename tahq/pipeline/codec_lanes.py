@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from tahq.comm.frame import Frame, LogicalId
+from tahq.comm.link.frame import Frame, LogicalId
 from tahq.pipeline.spans import Stopwatch
 
 LOOKAHEAD = 2

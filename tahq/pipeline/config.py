@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tahq.errors import ScheduleError
+from tahq.memory.galore.config import QGaLoreConfig
 from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
-from tahq.memory.qgalore_config import QGaLoreConfig
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import Schedule
-from tahq.pipeline.validator import validate
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import Schedule
+from tahq.pipeline.schedule.validator import validate
 from tahq.units import Section
 
 Depth = Annotated[int, Field(ge=1)]

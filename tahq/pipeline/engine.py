@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from tahq.comm.frame import Direction, Purpose
+from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.models.deferred_gradients import DeferredGradients
@@ -27,11 +27,11 @@ from tahq.models.slice import sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.codec_lanes import CodecLanes, InlineLanes, Receive
-from tahq.pipeline.gradients import scale_gradients
 from tahq.pipeline.loss import summed_cross_entropy
-from tahq.pipeline.schedule import Action, ActionKind
+from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.tie import TiedEmbedding
+from tahq.pipeline.update.gradients import scale_gradients
 from tahq.pipeline.validation_pass import EvaluationResult, ValidationPass
 
 

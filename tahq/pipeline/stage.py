@@ -12,25 +12,25 @@ from pathlib import Path
 
 import torch
 
-from tahq.comm.frame import Direction
+from tahq.comm.link.frame import Direction
 from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError
-from tahq.memory.low_rank_weight import LowRankWeight
-from tahq.memory.qgalore import low_rank_weights
+from tahq.memory.galore.low_rank_weight import LowRankWeight
+from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, CutIdentity, ErrorSample
+from tahq.pipeline.checkpoint.codec_state import CodecEnd, codec_ends
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.codec_lanes import ThreadedLanes
-from tahq.pipeline.codec_state import CodecEnd, codec_ends
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import StageEngine
-from tahq.pipeline.gradients import HoldsGradient
-from tahq.pipeline.schedule import Action
+from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import Stopwatch, marks_of
 from tahq.pipeline.tie import TiedEmbedding
-from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.update.gradients import HoldsGradient
+from tahq.pipeline.update.update import StageUpdate
 from tahq.quant.config import WireConfig
 from tahq.units import format_size
 

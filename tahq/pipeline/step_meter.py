@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tahq.comm.control import Traced
-from tahq.comm.frame import Direction
+from tahq.comm.control.messages import Traced
+from tahq.comm.link.frame import Direction
+from tahq.comm.link.wire_time import Passage, PieceTimes, WireClock, busy_seconds
 from tahq.comm.transport import LinkStats
-from tahq.comm.wire_time import Passage, PieceTimes, WireClock, busy_seconds
 from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.trace_parts import CARRIES, Row, sending_rows, span_rows, trace_parts
 

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from safetensors.torch import save
 
 from tahq.data.batches import StepBatch
-from tahq.pipeline.durable_file import TEMPORARY_SUFFIX, write_durably
+from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably
 
 MAX_KEPT = 16
 """Of the latest steps; a run that skips steps again and again shall not fill the disk."""

@@ -8,9 +8,9 @@ a tolerance against it and not equal bits.
 
 import torch
 
-from tahq.comm.frame import Direction, Purpose
+from tahq.comm.link.frame import Direction, Purpose
 from tahq.pipeline.boundary import Boundary
-from tahq.pipeline.gradients import HoldsGradient
+from tahq.pipeline.update.gradients import HoldsGradient
 
 
 class TiedEmbedding:

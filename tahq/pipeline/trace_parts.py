@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tahq.comm.control import Traced
-from tahq.comm.frame import Direction, LogicalId, Purpose
-from tahq.comm.wire_time import Passage
+from tahq.comm.control.messages import Traced
+from tahq.comm.link.frame import Direction, LogicalId, Purpose
+from tahq.comm.link.wire_time import Passage
 from tahq.pipeline.spans import Span
 
 PART = 2048

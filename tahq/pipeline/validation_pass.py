@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.comm.frame import Direction, Purpose
+from tahq.comm.link.frame import Direction, Purpose
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.loss import summed_cross_entropy

@@ -3,7 +3,7 @@
 import pytest
 from engine_points import ASSUMED_CODEC, FP32, PLACES, QUEUES_S, TAH, Choices, chosen_depth, depths, sweeps
 
-from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule.generators import generate
 from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.compute import StageTimes
 from tahq_netem.prediction import predicted_step_s

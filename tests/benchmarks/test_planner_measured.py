@@ -18,10 +18,10 @@ from small_clusters import (
     sweep,
 )
 
-from tahq.coordinator.planner_prediction import predict
-from tahq.coordinator.planner_problem import Plan
-from tahq.coordinator.planner_table import ClusterTable
 from tahq.errors import TahqError
+from tahq.plan.prediction import predict
+from tahq.plan.problem import Plan
+from tahq.plan.search.table import ClusterTable
 from tahq_netem.busy_cores import BusyCores
 from tahq_netem.figures import GOODPUT_SHARE
 from tahq_netem.runtimes.session import StepRecord

@@ -24,7 +24,7 @@ from typing import Any
 import msgpack
 from support.at_once import AtOnce
 
-from tahq.comm.control import (
+from tahq.comm.control.messages import (
     Admit,
     Assign,
     Commit,
@@ -58,7 +58,7 @@ from tahq.comm.control import (
     decode_message,
     encode_message,
 )
-from tahq.comm.control_numbering import Numbering
+from tahq.comm.control.numbering import Numbering
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.service import Coordinator
 from tahq.errors import PeerLostError, RemoteProtocolError

@@ -20,7 +20,7 @@ from random import Random
 import torch
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
-from tahq.comm.frame import (
+from tahq.comm.link.frame import (
     HEADER_NBYTES,
     Direction,
     Frame,
@@ -28,10 +28,10 @@ from tahq.comm.frame import (
     LogicalId,
     Purpose,
 )
-from tahq.comm.inbound import UnexpectedBound
-from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.outbound import Outgoing
-from tahq.comm.session import End, Session
+from tahq.comm.link.inbound import UnexpectedBound
+from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.session import End, Session
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.errors import PeerLostError, RemoteProtocolError
 
 FRAME_LIMIT_NBYTES = 8 * 1024 * 1024

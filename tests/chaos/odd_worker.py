@@ -25,7 +25,6 @@ def main() -> int:
     ODDITIES[oddity](value)
     from transformers import modeling_utils  # noqa: F401  (what takes long is imported before the clock runs)
 
-    from tahq import worker  # noqa: F401
     from tahq_launch.cli import worker_main
 
     print(READY, flush=True)
@@ -40,8 +39,8 @@ def _other_version(value: str) -> None:
 
 
 def _other_config(change: str) -> None:
-    from tahq import config_file
-    from tahq.config import ClusterConfig
+    from tahq.config.cluster import ClusterConfig
+    from tahq.config.cluster import file as config_file
 
     path, _, value = change.partition("=")
     read = config_file.config_from_json

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tahq.pipeline.manifest import latest_folder, read_manifest
-from tahq.pipeline.snapshot_reader import SnapshotReader
+from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
+from tahq.pipeline.checkpoint.reader import SnapshotReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from chaos.configurations import small_run
 from chaos.outcome import assert_same_bits
 from chaos.row import Attempt, Figures, Row
 from chaos.starting import launched
-from tahq.pipeline.manifest import LATEST, latest_folder
+from tahq.pipeline.checkpoint.manifest import LATEST, latest_folder
 
 NUM_STEPS = 12
 STOPPED_STATUS = 128 + signal.SIGTERM

@@ -9,7 +9,7 @@ from support.runs import write_config
 
 from chaos.program import Program, warm
 from chaos.scene import Scene, watched
-from tahq.comm.addresses import format_address
+from tahq.comm.zmq.addresses import format_address
 from tahq_netem.description import NetworkConfig, uniform
 from tahq_netem.fault_player import FaultPlayer, play
 from tahq_netem.faults import Timeline

@@ -15,14 +15,14 @@ import zmq
 from support.session_pairs import RUN
 
 from chaos.frame_fuzz import reseal, true_messages
-from tahq.comm.frame import FrameKind, unpack_header
-from tahq.comm.gate import Gate
-from tahq.comm.hello import unpack_hello
-from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.reception import Reception
-from tahq.comm.session import Session
-from tahq.comm.wire import Wire
-from tahq.comm.zmq_transport import LinkEnd
+from tahq.comm.link.frame import FrameKind, unpack_header
+from tahq.comm.link.hello import unpack_hello
+from tahq.comm.link.session import Session
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.zmq.gate import Gate
+from tahq.comm.zmq.reception import Reception
+from tahq.comm.zmq.transport import LinkEnd
+from tahq.comm.zmq.wire import Wire
 
 _SPEC = LinkSpec(0, 0, "host0", dials=False)
 _ROUTE = struct.Struct("<Q")
@@ -82,7 +82,7 @@ def _reception(router: zmq.Socket[bytes], gate: Gate) -> Reception:
 @contextlib.contextmanager
 def _router() -> Iterator[tuple[zmq.Socket[bytes], Gate]]:
     """A real one, to which nobody has connected: refusals go nowhere. What it warns of is not printed."""
-    log = logging.getLogger("tahq.comm.reception")
+    log = logging.getLogger("tahq.comm.zmq.reception")
     level = log.level
     log.setLevel(logging.ERROR)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

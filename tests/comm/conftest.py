@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 
 RUN = 77
 

@@ -1,6 +1,12 @@
 import pytest
 
-from tahq.comm.addresses import advertised_address, dial_endpoint, format_address, local_address_towards, parse_address
+from tahq.comm.zmq.addresses import (
+    advertised_address,
+    dial_endpoint,
+    format_address,
+    local_address_towards,
+    parse_address,
+)
 from tahq.errors import UserError
 
 

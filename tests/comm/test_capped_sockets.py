@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from tahq.comm.shaping import Shaping
-from tahq.comm.wire import Wire
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.zmq.wire import Wire
 
 pytestmark = pytest.mark.serial
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tahq.comm.clock_offset import SAMPLES, ClockComparison
+from tahq.comm.control.clock_offset import SAMPLES, ClockComparison
 
 
 def exchange(comparison, now_s, skew_s, there_s, back_s, held_s=0.0, rate=1.0):

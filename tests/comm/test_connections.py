@@ -6,8 +6,8 @@ import socket
 import pytest
 import zmq
 
-from tahq.comm.connections import Connections
-from tahq.comm.virtual_clock import VirtualClock
+from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.zmq.connections import Connections
 
 
 @pytest.fixture

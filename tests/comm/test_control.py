@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control import (
+from tahq.comm.control.messages import (
     MAX_MESSAGE_NBYTES,
     Abort,
     Assign,
@@ -23,7 +23,7 @@ from tahq.comm.control import (
     decode_message,
     encode_message,
 )
-from tahq.comm.typed_fields import conform, field_types
+from tahq.comm.control.typed_fields import conform, field_types
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 MESSAGES = get_args(Message)

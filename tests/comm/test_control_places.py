@@ -3,10 +3,10 @@
 import pytest
 import zmq
 
-from tahq.comm.control import Abort, Assign, Heartbeat, Join, Ready, Refuse, decode_message, encode_message
-from tahq.comm.control_channel import ControlServer
-from tahq.comm.control_numbering import Numbering
-from tahq.comm.control_places import Place, Places
+from tahq.comm.control.channel import ControlServer
+from tahq.comm.control.messages import Abort, Assign, Heartbeat, Join, Ready, Refuse, decode_message, encode_message
+from tahq.comm.control.numbering import Numbering
+from tahq.comm.control.places import Place, Places
 
 ASSIGN = Assign(1, 7, "{}", "c0ffee", "", {}, 0)
 MAX_STRANGERS = 3

@@ -11,10 +11,10 @@ import zmq
 from support.breaking_proxy import BreakingProxy
 from support.eavesdropper import Eavesdropper
 
-from tahq.comm.curve import dial_curve
-from tahq.comm.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, Purpose, pack_header
-from tahq.comm.hello import Hello
 from tahq.comm.keys import new_key_pair
+from tahq.comm.link.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, Purpose, pack_header
+from tahq.comm.link.hello import Hello
+from tahq.comm.zmq.curve import dial_curve
 from tahq.errors import LocalProtocolError, PeerLostError
 
 SOON_S = 10.0
@@ -75,7 +75,7 @@ def test_peer_that_has_its_plan_first_waits_and_is_let_in_at_once(ends, make_id)
 
 def test_peer_that_was_refused_comes_again(ends, make_id, monkeypatch):
     """It is refused after a while, in which this end has no plan; ZMQ would not dial again."""
-    monkeypatch.setattr("tahq.comm.zmq_endpoint._HOLD_S", 0.0)
+    monkeypatch.setattr("tahq.comm.zmq.endpoint._HOLD_S", 0.0)
     lower, upper = ends()
     receiver = upper.open_link(1, 1, "lower", lower.address, LOWER.public)
     time.sleep(0.3)
@@ -103,7 +103,7 @@ def test_another_than_the_neighbour_is_not_met_and_both_sides_say_why(
     ends, caplog, monkeypatch, upper_keys, lower_key, told, logged
 ):
     caplog.set_level(logging.WARNING, "tahq.comm")
-    monkeypatch.setattr("tahq.comm.zmq_endpoint._HOLD_S", 0.1)
+    monkeypatch.setattr("tahq.comm.zmq.endpoint._HOLD_S", 0.1)
     lower, upper = ends(upper_keys=upper_keys)
     proxy = Eavesdropper(lower.address)
     lower.open_link(1, 2, "upper", "", UPPER.public)
@@ -143,7 +143,7 @@ def test_member_cannot_take_another_members_link(ends, make_endpoint, caplog, ma
 
 
 def test_member_is_no_stranger_whether_its_connections_are_new_or_come_again(ends, make_id, make_frame, caplog):
-    caplog.set_level(logging.WARNING, "tahq.comm.gate")
+    caplog.set_level(logging.WARNING, "tahq.comm.zmq.gate")
     lower, upper = ends()
     proxy = BreakingProxy(lower.address)
     sender = lower.open_link(1, 2, "upper", "", UPPER.public)

@@ -9,14 +9,14 @@ import time
 import pytest
 import zmq
 
-from tahq.comm import file_server
-from tahq.comm.file_client import pieces
-from tahq.comm.file_server import FileServer
-from tahq.comm.file_transfer import FileSource, Patience
-from tahq.comm.file_wire import FileRequest, Status, pack_request, unpack_reply
+from tahq.comm.files import server as file_server
+from tahq.comm.files.client import pieces
+from tahq.comm.files.server import FileServer
+from tahq.comm.files.transfer import FileSource, Patience
+from tahq.comm.files.wire import FileRequest, Status, pack_request, unpack_reply
 from tahq.comm.keys import new_key_pair
 from tahq.errors import PeerLostError, RemoteProtocolError
-from tahq.pipeline.fetched_file import PARTIAL_SUFFIX, fetch_file, has_file
+from tahq.pipeline.checkpoint.fetched_file import PARTIAL_SUFFIX, fetch_file, has_file
 
 RUN = 77
 SHORT = Patience(0.3, 1.0)

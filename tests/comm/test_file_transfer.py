@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.file_transfer import WINDOW_PIECES, FileSource, FileTransfer, Patience
-from tahq.comm.file_wire import (
+from tahq.comm.files.transfer import WINDOW_PIECES, FileSource, FileTransfer, Patience
+from tahq.comm.files.wire import (
     MAX_PIECE_NBYTES,
     FileReply,
     FileRequest,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.frame import (
+from tahq.comm.link.frame import (
     DTYPES,
     HEADER_NBYTES,
     Direction,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.disks import can_mount, fill, small_disk
 
-from tahq.comm.frame_log import FrameLog
+from tahq.comm.link.frame_log import FrameLog
 from tahq.errors import PeerLostError
 
 

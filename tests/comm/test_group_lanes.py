@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tahq.comm.frame import CPU, FrameHeader
-from tahq.comm.gloo_group import GlooGroup
-from tahq.comm.group_message import ANNOUNCEMENT_NBYTES, Answer, checksum_of, header_of, pack_announcement
-from tahq.comm.group_receiver import GroupReceiver
-from tahq.comm.group_sender import GroupSender
-from tahq.comm.group_thread import Lane
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.payload_path import HostPath
+from tahq.comm.group.gloo_group import GlooGroup
+from tahq.comm.group.message import ANNOUNCEMENT_NBYTES, Answer, checksum_of, header_of, pack_announcement
+from tahq.comm.group.payload_path import HostPath
+from tahq.comm.group.receiver import GroupReceiver
+from tahq.comm.group.sender import GroupSender
+from tahq.comm.group.thread import Lane
+from tahq.comm.link.frame import CPU, FrameHeader
+from tahq.comm.link.spec import PeerIdentity
 from tahq.errors import RemoteProtocolError
 
 SOON_S = 20.0

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tahq.comm.frame import Direction, Frame
-from tahq.comm.gloo_group import PART_NBYTES
-from tahq.comm.group_rendezvous import GroupSpec, open_group
-from tahq.comm.link_spec import PeerIdentity
+from tahq.comm.group.gloo_group import PART_NBYTES
+from tahq.comm.group.rendezvous import GroupSpec, open_group
+from tahq.comm.link.frame import Direction, Frame
+from tahq.comm.link.spec import PeerIdentity
 from tahq.errors import ConfigError, LocalProtocolError, PeerLostError, RemoteProtocolError
 
 SOON_S = 20.0
@@ -21,10 +21,10 @@ PEER_TIMEOUT_S = 1.0
 NEIGHBOUR = """
 import sys, time
 import torch
-from tahq.comm.group_rendezvous import GroupSpec, open_group
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.group.rendezvous import GroupSpec, open_group
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 identity = PeerIdentity(77, 1, 2, "c0ffee")
 endpoint = ZmqEndpoint(identity=identity, bind="127.0.0.1:0", advertise=None, shaping=Shaping(), peer_timeout_s=60.0,
                        heartbeat_s=0.2)

@@ -5,7 +5,7 @@ import pytest
 from tahq.comm.cap import cap_bits_per_s, parse_cap
 from tahq.comm.config import HostConfig, LinksConfig
 from tahq.comm.host_shaping import HostRates, host_shaping, with_measured_rates
-from tahq.comm.shaping import Shaping
+from tahq.comm.link.shaping import Shaping
 from tahq.errors import ConfigError
 from tahq.units import WRITTEN_BY_HAND
 

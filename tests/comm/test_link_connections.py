@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
-from tahq.comm.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
-from tahq.comm.hello import Hello, unpack_hello
-from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.outbound import Outgoing
-from tahq.comm.resequencing import Resequencer
-from tahq.comm.session import End, Session
-from tahq.comm.stripes import Stripes
+from tahq.comm.link.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
+from tahq.comm.link.hello import Hello, unpack_hello
+from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.resequencing import Resequencer
+from tahq.comm.link.session import End, Session
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.stripes import Stripes
 from tahq.errors import PeerLostError, RemoteProtocolError
 
 LIMITS = SessionLimits(peer_timeout_s=10.0, heartbeat_s=2.0, piece_nbytes=100, connections=3)

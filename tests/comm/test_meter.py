@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm import meter_wire
-from tahq.comm.meter import Meter, Peer, StreamTimes
-from tahq.comm.meter_server import MAX_CONNECTIONS, MeterServer
-from tahq.comm.meter_wire import GREETING, MAGIC, REPORT, REQUEST, VERSION, Kind, Request, Verdict
 from tahq.errors import PeerLostError, RemoteProtocolError, UserError
+from tahq.plan.measure import meter_wire
+from tahq.plan.measure.meter import Meter, Peer, StreamTimes
+from tahq.plan.measure.meter_server import MAX_CONNECTIONS, MeterServer
+from tahq.plan.measure.meter_wire import GREETING, MAGIC, REPORT, REQUEST, VERSION, Kind, Request, Verdict
 
 RUN = 2**63 - 3
 SHORT = StreamTimes(0.2, 0.5)
@@ -101,7 +101,7 @@ def _dial_while_hanging_up(listener, peer):
 
 
 def test_a_peer_that_says_nothing_is_given_up(monkeypatch):
-    for module in ("tahq.comm.meter_wire", "tahq.comm.meter"):
+    for module in ("tahq.plan.measure.meter_wire", "tahq.plan.measure.meter"):
         monkeypatch.setattr(f"{module}.STALL_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         peer = Peer(1, "host1", f"127.0.0.1:{silent.getsockname()[1]}")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tahq.comm.control import Heartbeat, Join
-from tahq.comm.control_channel import ControlClient, ControlServer
-from tahq.comm.shaping import Shaping
+from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.messages import Heartbeat, Join
+from tahq.comm.link.shaping import Shaping
 from tahq.errors import PeerLostError
 
 PEER_TIMEOUT_S = 1.0
@@ -19,9 +19,9 @@ STARTED_WITHIN_S = 60.0
 
 NEIGHBOUR = """
 import sys, time
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 endpoint = ZmqEndpoint(identity=PeerIdentity(77, 1, 2, "c0ffee"), bind="127.0.0.1:0", advertise=None,
                        shaping=Shaping(), peer_timeout_s=60.0, heartbeat_s=0.2)
 endpoint.open_link(1, 1, "parent", sys.argv[1])
@@ -32,7 +32,7 @@ time.sleep(120)
 
 COORDINATOR = """
 import sys
-from tahq.comm.control_channel import ControlServer
+from tahq.comm.control.channel import ControlServer
 server = ControlServer("127.0.0.1:0", heartbeat_s=0.2)
 print(server.address, flush=True)
 while True:

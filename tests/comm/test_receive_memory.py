@@ -2,9 +2,9 @@
 
 import torch
 
-from tahq.comm.frame import FrameHeader, FrameKind
-from tahq.comm.inbound import Inbound, UnexpectedBound
-from tahq.comm.receive_memory import memory_for, pageable
+from tahq.comm.link.frame import FrameHeader, FrameKind
+from tahq.comm.link.inbound import Inbound, UnexpectedBound
+from tahq.comm.link.receive_memory import memory_for, pageable
 
 
 def test_frames_for_a_cpu_come_into_memory_as_any():

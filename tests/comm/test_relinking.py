@@ -2,9 +2,9 @@
 
 import pytest
 
-from tahq.comm.frame import Direction, Frame, Purpose
-from tahq.comm.frame_log import FrameLog
-from tahq.comm.zmq_transport import Wanted
+from tahq.comm.link.frame import Direction, Frame, Purpose
+from tahq.comm.link.frame_log import FrameLog
+from tahq.comm.zmq.transport import Wanted
 from tahq.errors import PeerLostError
 
 SOON_S = 10.0

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
-from tahq.comm.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose, unpack_header
-from tahq.comm.link_spec import SessionLimits
-from tahq.comm.sending_order import next_to_send
-from tahq.comm.shaping import Shaping, Uplink
+from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose, unpack_header
+from tahq.comm.link.sending_order import next_to_send
+from tahq.comm.link.shaping import Shaping, Uplink
+from tahq.comm.link.spec import SessionLimits
 
 FORWARD, BACKWARD = Direction
 PREFERRED = {"oldest": None, "activations": FORWARD, "gradients": BACKWARD}

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.session_pairs import RUN, met_sessions
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link_spec import SessionLimits
-from tahq.comm.session import End
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.session import End
+from tahq.comm.link.spec import SessionLimits
 
 ENDS = st.integers(0, 1)
 DIALLING = 0

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tahq.comm.frame import Direction
-from tahq.comm.shaping import Shaping
+from tahq.comm.link.frame import Direction
+from tahq.comm.link.shaping import Shaping
 
 pytestmark = pytest.mark.serial
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.link_spec import SessionLimits
-from tahq.comm.shaping import DelayLine, Downlink, Shaping, Uplink
-from tahq.comm.virtual_clock import VirtualClock
+from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.shaping import DelayLine, Downlink, Shaping, Uplink
+from tahq.comm.link.spec import SessionLimits
+from tahq.comm.link.virtual_clock import VirtualClock
 
 MEGABIT = 1e6
 

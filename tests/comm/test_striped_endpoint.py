@@ -4,7 +4,7 @@ import pytest
 import torch
 import zmq
 
-from tahq.comm.frame import Direction
+from tahq.comm.link.frame import Direction
 from tahq.errors import PeerLostError, TahqError
 
 SOON_S = 10.0

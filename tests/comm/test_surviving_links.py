@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.breaking_proxy import BreakingProxy
 
-from tahq.comm.frame import Direction
+from tahq.comm.link.frame import Direction
 from tahq.errors import PeerLostError
 
 NBYTES = 100_000

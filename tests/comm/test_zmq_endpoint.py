@@ -10,10 +10,10 @@ import pytest
 import torch
 import zmq
 
-from tahq.comm.frame import Direction, FrameHeader, FrameKind, pack_header
-from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.session import Session
-from tahq.comm.shaping import Shaping
+from tahq.comm.link.frame import Direction, FrameHeader, FrameKind, pack_header
+from tahq.comm.link.session import Session
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError, UserError
 
 SOON_S = 10.0
@@ -256,7 +256,7 @@ def test_piece_longer_than_the_header_allows_is_cut_smaller(make_endpoint, make_
 
 
 def test_sending_more_than_the_bound_is_our_own_error(make_endpoint, make_frame, monkeypatch):
-    monkeypatch.setattr("tahq.comm.zmq_transport.MAX_QUEUED_NBYTES", 100_000)
+    monkeypatch.setattr("tahq.comm.zmq.transport.MAX_QUEUED_NBYTES", 100_000)
     lower = make_endpoint(1)
     link = lower.open_link(1, 2, "upper", "")
     link.send(make_frame(200_000))

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from tahq.comm.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
-from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
-from tahq.comm.group_rendezvous import Backend, GroupSpec, open_group
-from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.link_spec import PeerIdentity, SessionLimits
-from tahq.comm.shaping import Shaping
+from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.rendezvous import Backend, GroupSpec, open_group
+from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity, SessionLimits
+from tahq.comm.link.virtual_clock import VirtualClock
 from tahq.comm.transport import Transport
-from tahq.comm.virtual_clock import VirtualClock
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 RUN = 5

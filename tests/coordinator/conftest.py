@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from support.at_once import AtOnce
 
-from tahq.comm.control import (
+from tahq.comm.control.messages import (
     Abort,
     Assign,
     Bye,

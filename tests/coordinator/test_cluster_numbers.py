@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 from support.planner_problems import cluster, host
 
-from tahq.coordinator.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.errors import ConfigError
-from tahq.section_file import read_section_file
+from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
+from tahq.typed_yaml.section_file import read_section_file
 
 TIMES = CodecTimes(encode_per_element=1e-9, decode_per_element=1e-9)
 

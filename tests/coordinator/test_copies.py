@@ -6,7 +6,7 @@ from coordinator.conftest import make_hello
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control import Copied, Join
+from tahq.comm.control.messages import Copied, Join
 from tahq.coordinator.copies import Copies
 from tahq.coordinator.membership import Member
 from tahq.coordinator.recovery import RestorePoint

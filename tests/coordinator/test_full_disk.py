@@ -6,7 +6,7 @@ import pytest
 from coordinator.test_journal import FACTS, commit, decide
 from support.disks import can_mount, fill, small_disk
 
-from tahq.comm.control import Abort, Bye, Commit
+from tahq.comm.control.messages import Abort, Bye, Commit
 from tahq.coordinator.journal import Journal
 from tahq.errors import SnapshotError
 

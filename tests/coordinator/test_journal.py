@@ -7,7 +7,7 @@ import sys
 import pytest
 from coordinator.conftest import make_hello, make_prepare
 
-from tahq.comm.control import Commit, Evaluated
+from tahq.comm.control.messages import Commit, Evaluated
 from tahq.coordinator.journal import Journal, JournalFacts, JournalledHolder
 from tahq.errors import SnapshotError
 

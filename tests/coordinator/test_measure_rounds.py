@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.measure_jobs import Job, MeasureRequest, diallers, planned_jobs
-from tahq.coordinator.measure_rounds import measuring_rounds, tournament
-from tahq.coordinator.plan import Endpoint
+from tahq.comm.topology import Endpoint
+from tahq.plan.measure.jobs import Job, MeasureRequest, diallers, planned_jobs
+from tahq.plan.measure.rounds import measuring_rounds, tournament
 
 ONE_CODEC = MeasureRequest(micro_batches=(2,), codecs=("raw:dtype=fp32",))
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tahq.comm.config import HostConfig
-from tahq.comm.control_measuring import ComputeMeasured, PathsMeasured
-from tahq.coordinator.cluster_numbers import ClusterNumbers, host_labels
-from tahq.coordinator.measure_jobs import Job
-from tahq.coordinator.measured import Imitated, Measured, chosen_connections
+from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.errors import RemoteProtocolError
+from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
+from tahq.plan.measure.jobs import Job
+from tahq.plan.measure.measured import Imitated, Measured, chosen_connections
 
 TIMES = {"micro_batch": 2, "block_forward": 0.0101234, "block_backward": 0.02, "block_activation_bytes": 1000}
 PATH = Job("path", 1, (0,))

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tahq.comm.control import Abort, Assign, Bye, Heartbeat, Hello, Join, Message
-from tahq.comm.control_measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
-from tahq.coordinator.measure_jobs import MeasureRequest
-from tahq.coordinator.measured import Imitated, Measured
+from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.comm.control.messages import Abort, Assign, Bye, Heartbeat, Hello, Join, Message
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.service import Coordinator
+from tahq.plan.measure.jobs import MeasureRequest
+from tahq.plan.measure.measured import Imitated, Measured
 
 CODEC = "raw:dtype=fp32"
 REQUEST = MeasureRequest(micro_batches=(1, 2), codecs=(CODEC,))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control import Heartbeat, Join, Ready, Refuse
+from tahq.comm.control.messages import Heartbeat, Join, Ready, Refuse
 from tahq.coordinator.membership import Member, Membership, Standing, stage_list
 from tahq.errors import RemoteProtocolError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.plan import Endpoint, Position, link_ends, plan_links, total_steps
+from tahq.comm.topology import Endpoint, Position, link_ends, plan_links, total_steps
 from tahq.errors import ConfigError, UserError
 
 

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner_problems import cluster, host, model, random_problem
 
-from tahq.coordinator.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
-from tahq.coordinator.planner import plan
-from tahq.coordinator.planner_codecs import TOLERANCE, with_best_codecs
-from tahq.coordinator.planner_exhaustive import best_of_all
-from tahq.coordinator.planner_layers import best_divisions
-from tahq.coordinator.planner_orders import all_orders, improved, stage_counts
-from tahq.coordinator.planner_prediction import Speed, predict, step_time_s
-from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
-from tahq.coordinator.planner_search import Simulations
-from tahq.coordinator.planner_stages import StageCosts, Wires
-from tahq.coordinator.planner_table import ClusterTable, times_of
 from tahq.errors import UserError
-from tahq.pipeline.costs import FirstOut
-from tahq.pipeline.generators import generate
-from tahq.pipeline.validator import validate
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.validator import validate
+from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
+from tahq.plan.planner import plan
+from tahq.plan.prediction import Speed, predict, step_time_s
+from tahq.plan.problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
+from tahq.plan.search.exhaustive import best_of_all
+from tahq.plan.search.layers import best_divisions
+from tahq.plan.search.orders import all_orders, improved, stage_counts
+from tahq.plan.search.search import Simulations
+from tahq.plan.search.stages import StageCosts, Wires
+from tahq.plan.search.table import ClusterTable, times_of
+from tahq.plan.simulate.costs import FirstOut
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 
@@ -299,7 +299,7 @@ def test_filled_divisions_are_as_good_as_all(monkeypatch):
     table = ClusterTable(PlanProblem(model(20, 16, block=60_000.0), cluster(*hosts, round_trip=0.05)))
     stages = StageCosts(table, (0, 1, 2), 1, Wires.same("wf", "eden", 3))
     every = best_divisions(stages, 20, 1, split=False)
-    monkeypatch.setattr("tahq.coordinator.planner_layers.MAX_ALL", 0)
+    monkeypatch.setattr("tahq.plan.search.layers.MAX_ALL", 0)
     filled = best_divisions(stages, 20, 1, split=False)
     assert filled.bounds_s[0] <= 1.001 * every.bounds_s[0]
     assert filled.layers[0].sum() == 20
@@ -326,7 +326,7 @@ def test_long_steps_are_reckoned_from_shorter_ones(monkeypatch):
     table = ClusterTable(PlanProblem(model(4, 64), cluster(host("a", up=1e7), host("b", down=2e6), round_trip=0.02)))
     long = Plan((0, 1), (2, 2), 1, 64, "1f1b", (6, 3), ("wf",), ("eden",))
     whole = step_time_s(table, long)
-    monkeypatch.setattr("tahq.coordinator.planner_prediction.MAX_ACTIONS_SEARCHED", 100)
+    monkeypatch.setattr("tahq.plan.prediction.MAX_ACTIONS_SEARCHED", 100)
     assert step_time_s(table, long) == pytest.approx(whole, rel=0.01)
 
 

@@ -3,12 +3,12 @@
 import pytest
 from support.planner_problems import cluster, host, model, random_problem
 
-from tahq.coordinator.planner import plan
-from tahq.coordinator.planner_explanation import bottleneck, second_best, shares, what_ifs
-from tahq.coordinator.planner_prediction import predict
-from tahq.coordinator.planner_problem import Plan, PlanProblem
-from tahq.coordinator.planner_table import ClusterTable
-from tahq.pipeline.schedule import ActionKind
+from tahq.pipeline.schedule.schedule import ActionKind
+from tahq.plan.explanation import bottleneck, second_best, shares, what_ifs
+from tahq.plan.planner import plan
+from tahq.plan.prediction import predict
+from tahq.plan.problem import Plan, PlanProblem
+from tahq.plan.search.table import ClusterTable
 
 RAW = ("raw:dtype=fp32",)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tahq.comm.control import Snapshotted
+from tahq.comm.control.messages import Snapshotted
 from tahq.coordinator.publisher import SnapshotPublisher
 from tahq.coordinator.reports import SnapshotParts
 from tahq.errors import SnapshotError
-from tahq.pipeline.snapshot import StageMeta, latest_folder, read_manifest, snapshot_folder, write_stage
+from tahq.pipeline.checkpoint.snapshot import StageMeta, latest_folder, read_manifest, snapshot_folder, write_stage
 
 
 def write_parts(run_folder, step, num_stages=2):

@@ -7,7 +7,7 @@ import pytest
 from coordinator.test_returning import led
 from support.at_once import Sooner
 
-from tahq.comm.control import Commit, Plan, Published, Snapshotted
+from tahq.comm.control.messages import Commit, Plan, Published, Snapshotted
 from tahq.coordinator.publishing import Publishing
 from tahq.coordinator.reports import SnapshotParts
 from tahq.errors import SnapshotError

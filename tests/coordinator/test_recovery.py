@@ -3,8 +3,8 @@
 import pytest
 from coordinator.conftest import make_prepare
 
-from tahq.comm.control import Commit
-from tahq.coordinator.plan import link_ends
+from tahq.comm.control.messages import Commit
+from tahq.comm.topology import link_ends
 from tahq.coordinator.recovery import Recovery, RestorePoint
 
 

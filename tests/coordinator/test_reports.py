@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control import Commit, Evaluated, Snapshotted
+from tahq.comm.control.messages import Commit, Evaluated, Snapshotted
 from tahq.coordinator.reports import Reports
 from tahq.errors import RemoteProtocolError
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_once import Sooner
 
-from tahq.comm.control import Commit, Join, Plan, Published, Relink, Start, StartOver, Widen
+from tahq.comm.control.messages import Commit, Join, Plan, Published, Relink, Start, StartOver, Widen
 from tahq.errors import PeerLostError
 
 

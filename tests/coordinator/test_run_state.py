@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tahq.comm.control import Evaluated, Heartbeat, Ready
+from tahq.comm.control.messages import Evaluated, Heartbeat, Ready
 from tahq.coordinator.run_state import TRANSITIONS, WHEN, Ending, Event, Phase, RunState
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.comm.control import (
+from tahq.comm.control.messages import (
     Abort,
     Assign,
     Bye,

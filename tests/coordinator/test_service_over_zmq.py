@@ -6,9 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from tahq.comm.control import Abort, Assign, Bye, Commit, Evaluated, Join, Plan, Ready, Refuse, Snapshotted, Start
-from tahq.comm.control_channel import ControlClient, ControlServer
-from tahq.comm.shaping import Shaping
+from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.messages import (
+    Abort,
+    Assign,
+    Bye,
+    Commit,
+    Evaluated,
+    Join,
+    Plan,
+    Ready,
+    Refuse,
+    Snapshotted,
+    Start,
+)
+from tahq.comm.link.shaping import Shaping
 from tahq.coordinator.service import Coordinator
 
 NUM_STAGES = 2

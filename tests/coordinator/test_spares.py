@@ -6,7 +6,7 @@ import pytest
 from coordinator.conftest import ScriptedWorker, make_hello
 from coordinator.test_returning import one_at_a_time
 
-from tahq.comm.control import (
+from tahq.comm.control.messages import (
     Abort,
     Admit,
     Assign,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tahq.comm.control import Commit
+from tahq.comm.control.messages import Commit
 from tahq.coordinator.step_report import step_record
 from tahq.errors import RemoteProtocolError
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tahq.comm.clock_offset import ClockOffset
-from tahq.comm.control import Prepare, Traced
+from tahq.comm.control.clock_offset import ClockOffset
+from tahq.comm.control.messages import Prepare, Traced
 from tahq.coordinator.tracing import KEPT_STEPS, MAX_PART, MAX_PARTS, TraceCollector
 from tahq.errors import RemoteProtocolError
 

@@ -6,10 +6,10 @@ from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, chec
 from support.device_waits import host_must_not_wait
 from torch.nn import Parameter
 
-from tahq.memory import side_streams
-from tahq.memory.blockwise8 import decode, encode
+from tahq.memory.adam import side_streams
+from tahq.memory.adam.blockwise8 import decode, encode
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

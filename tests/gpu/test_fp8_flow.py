@@ -5,10 +5,10 @@ import torch
 from support.device_waits import host_must_not_wait
 from support.fp8_flow_checks import check_gated, check_norm, check_rotation, check_tensor_codes, matrices
 
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, has_fp8_units
+from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.coat.fp8_linear import product
 from tahq.memory.config import CoatConfig
-from tahq.memory.fp8_codes import E4M3, E5M2, has_fp8_units
-from tahq.memory.fp8_flow import use_fp8_flow
-from tahq.memory.fp8_linear import product
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
@@ -25,7 +25,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 @pytest.fixture
 def kernels():
-    from tahq.memory import fp8_flow_triton
+    from tahq.memory.coat import fp8_flow_triton
 
     return fp8_flow_triton
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from support.runs import tiny
 
-from tahq.config import ClusterConfig
-from tahq.measure.codec_times import seconds_per_element
-from tahq.measure.compute import ComputeMeasurement
+from tahq.config.cluster import ClusterConfig
 from tahq.memory.free_memory import free_bytes
 from tahq.quant.config import WireConfig
+from tahq.worker.codec_times import seconds_per_element
+from tahq.worker.compute_times import ComputeMeasurement
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")

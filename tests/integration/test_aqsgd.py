@@ -8,7 +8,7 @@ import torch
 from support.plain_loop import train_plainly
 from support.runs import Run, launch, tiny
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 
 WIKITEXT = (
     Path(os.environ.get("TAHQ_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "wikitext2-test.txt"

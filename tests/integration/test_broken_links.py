@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tahq.config import ClusterConfig
-from tahq.config_file import resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import resolve
 from tahq_netem.fault_player import play
 from tahq_netem.faults import Timeline
 from tahq_netem.network import build_network

@@ -5,7 +5,7 @@ import torch
 from support.plain_loop import PlainRun, train_plainly
 from support.runs import Run, launch, tiny
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8"}
 

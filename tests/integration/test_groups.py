@@ -3,8 +3,8 @@
 import pytest
 from support.runs import launch, tiny
 
-from tahq.comm.frame import HEADER_NBYTES
-from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
+from tahq.comm.link.frame import HEADER_NBYTES
 
 THREE = tiny(
     pipeline={"stages": 3},

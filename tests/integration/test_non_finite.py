@@ -46,7 +46,7 @@ QGALORE = {"optimizer": "qgalore", "qgalore": {"gap": 2, "lazy": False}}
 DISTURBED_LOW_RANK_WORKER = f"""
 import sys
 import torch
-from tahq.memory.low_rank_weight import LowRankWeight
+from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq_launch.cli import worker_main
 
 take = LowRankWeight.take

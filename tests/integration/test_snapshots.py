@@ -11,8 +11,8 @@ from support.processes import is_alive, wait_until, workers
 from support.runs import Run, launch, start, tiny, write_config
 
 from tahq.fault_points import FAULTS
-from tahq.pipeline.manifest import latest_folder, read_manifest, snapshot_folders
-from tahq.pipeline.snapshot_reader import SnapshotReader
+from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest, snapshot_folders
+from tahq.pipeline.checkpoint.reader import SnapshotReader
 
 
 def config(**sections) -> dict:

@@ -5,8 +5,8 @@ import json
 import pytest
 from support.runs import tiny
 
-from tahq.config import ClusterConfig
-from tahq.config_file import resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import resolve
 from tahq.coordinator.link_policy import LinkKey
 from tahq.errors import ConfigError
 from tahq_launch.codec_choice import codec_options

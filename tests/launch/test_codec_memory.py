@@ -3,8 +3,8 @@
 import pytest
 from support.cluster_files import EXAMPLES
 
-from tahq.config import ClusterConfig
-from tahq.config_file import load_config, resolve
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config, resolve
 from tahq.errors import DataError
 from tahq_launch.codec_memory import seen_samples
 from tahq_launch.dry_run import WIDTH, dry_run

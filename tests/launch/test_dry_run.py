@@ -7,13 +7,13 @@ import pytest
 import torch
 from support.cluster_files import EXAMPLES
 
-from tahq.comm.frame import HEADER_NBYTES, Direction
-from tahq.comm.group_message import ANNOUNCEMENT_NBYTES
-from tahq.config import ClusterConfig
-from tahq.config_file import load_config, resolve
+from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
+from tahq.comm.link.frame import HEADER_NBYTES, Direction
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config, resolve
 from tahq.errors import ModelError
 from tahq.models.model_spec import load_spec
-from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule.generators import generate
 from tahq.quant import get_codec
 from tahq_launch.dry_run import WIDTH, dry_run
 from tahq_launch.link_speeds import link_speeds

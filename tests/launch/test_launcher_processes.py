@@ -11,7 +11,7 @@ from support.cluster_files import EXAMPLES
 from support.processes import children, is_alive, name, wait_until, workers
 from support.runs import write_config
 
-from tahq.config_file import load_config
+from tahq.config.file import load_config
 from tahq.errors import UserError
 from tahq_launch import launcher as launcher_module
 from tahq_launch import local_host

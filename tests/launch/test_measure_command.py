@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.runs import finish, start, tiny, write_config
 
-from tahq.config import ClusterConfig
-from tahq.coordinator.cluster_numbers import ClusterNumbers
+from tahq.config.cluster import ClusterConfig
+from tahq.plan.cluster_numbers import ClusterNumbers
+from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
-from tahq.yaml_positions import parse_yaml
 from tahq_launch.measure import micro_batches_of
 from tahq_launch.measure_report import check_writable, write_numbers
 

@@ -5,7 +5,7 @@ import yaml
 from support.cluster_files import LEAST, ClusterFile
 
 from tahq.comm.host_shaping import host_shaping
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError
 from tahq_launch.measured_links import with_measured
 

@@ -7,8 +7,8 @@ import pytest
 from support.cluster_files import EXAMPLES
 from support.loopback_network import LoopbackNetwork
 
-from tahq.config import ClusterConfig
-from tahq.config_file import dump_yaml, load_config
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import dump_yaml, load_config
 from tahq.errors import ConfigError
 from tahq_launch import namespace_host
 from tahq_launch.dry_run import WIDTH, dry_run

@@ -7,7 +7,7 @@ import pytest
 from support.cluster_files import EXAMPLES
 from support.runs import tiny, write_config
 
-from tahq.config_file import load_config
+from tahq.config.file import load_config
 from tahq.units import WRITTEN_BY_HAND
 from tahq_launch import cli
 

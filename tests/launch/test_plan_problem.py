@@ -5,11 +5,11 @@ import pytest
 from support.planner_problems import cluster, host
 from support.runs import tiny, write_config
 
-from tahq.config_file import load_config
-from tahq.coordinator.planner_stages import StageCosts, Wires
-from tahq.coordinator.planner_table import ClusterTable
+from tahq.config.file import load_config
+from tahq.config.stage_estimate import stage_estimate
 from tahq.models.model_spec import load_spec
-from tahq.stage_estimate import stage_estimate
+from tahq.plan.search.stages import StageCosts, Wires
+from tahq.plan.search.table import ClusterTable
 from tahq_launch.plan_problem import PlanChoices, model_numbers, problem_of
 
 LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}

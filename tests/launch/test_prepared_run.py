@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.runs import tiny
 
-from tahq.config import ClusterConfig
-from tahq.config_file import config_hash
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_hash
 from tahq.errors import ConfigError
-from tahq.memory.qgalore import low_rank_weights
+from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
 from tahq_launch.prepared_run import StartRequest, check_reachable, continued_config
 from tahq_launch.resolution import resolve_for_run

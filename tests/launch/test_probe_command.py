@@ -10,9 +10,9 @@ import torch
 from support.plain_loop import train_plainly
 from support.runs import Run, command, environment, finish, launch, tiny, write_config
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
-from tahq.pipeline.gradient_probe import GradientProbe
+from tahq.pipeline.probe.gradient_probe import GradientProbe
 from tahq_launch import cli, probe_command
 from tahq_launch.probe_progress import ProgressLines, gradients_of, progress_of
 from tahq_launch.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire

@@ -8,7 +8,7 @@ from support.processes import children, workers
 from support.runs import write_config
 
 from tahq.comm.keys import default_key_path, new_key_pair, read_key_file, write_key_file
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
 from tahq_launch.prepared_run import _warnings
 from tahq_launch.run_keys import make_run_keys

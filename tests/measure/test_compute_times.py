@@ -4,17 +4,17 @@ import pytest
 import torch
 from support.runs import tiny
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import CodecError
-from tahq.measure import stopwatch
-from tahq.measure.codec_times import seconds_per_element
-from tahq.measure.compute import ComputeMeasurement
-from tahq.measure.stopwatch import Timer
-from tahq.memory.fp8_linear import OutputGradient
+from tahq.memory.coat.fp8_linear import OutputGradient
 from tahq.memory.free_memory import free_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.quant.config import WireConfig
+from tahq.worker.codec_times import seconds_per_element
+from tahq.worker.compute_times import ComputeMeasurement
+from tahq.worker.main import stopwatch
+from tahq.worker.stopwatch import Timer
 
 CPU = torch.device("cpu")
 

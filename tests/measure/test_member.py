@@ -6,13 +6,13 @@ import pytest
 import torch
 from support.runs import tiny
 
-from tahq.comm.control import Assign
-from tahq.comm.control_measuring import MeasureCompute, MeasurePaths
-from tahq.config import ClusterConfig
+from tahq.comm.control.measuring import MeasureCompute, MeasurePaths
+from tahq.comm.control.messages import Assign
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import RemoteProtocolError
-from tahq.measure import stopwatch
-from tahq.measure.member import MeasuringMember
 from tahq.quant.config import WireConfig
+from tahq.worker.main import stopwatch
+from tahq.worker.measuring import MeasuringMember
 
 CONFIG = ClusterConfig.model_validate(tiny(model={"vocab_size": 256, "num_layers": 2}, pipeline={"stages": 2}))
 RAW = "raw:dtype=fp32"

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tahq.memory.adamw8bit import AdamW8bit, adamw8bit_states
-from tahq.memory.blockwise8 import decode, encode
-from tahq.memory.plain_adamw import PlainAdamW
-from tahq.memory.state_spec import states_nbytes
+from tahq.memory.adam.adamw8bit import AdamW8bit, adamw8bit_states
+from tahq.memory.adam.blockwise8 import decode, encode
+from tahq.memory.adam.plain_adamw import PlainAdamW
+from tahq.memory.adam.state_spec import states_nbytes
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 RATE = 1e-2
 RATES = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -183,7 +183,7 @@ def test_slices_of_large_parameters_give_what_one_slice_gives(monkeypatch):
         return parameter.detach()
 
     expected = trained()
-    monkeypatch.setattr("tahq.memory.adamw_step.SLICE", 512)
+    monkeypatch.setattr("tahq.memory.adam.step.SLICE", 512)
     assert torch.equal(trained(), expected)
 
 

@@ -5,9 +5,9 @@ import torch
 from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
 from torch.nn import Parameter
 
-from tahq.memory.adamw_backend import has_kernels
+from tahq.memory.adam.backend import has_kernels
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.optimizer import build_optimizer, optimizer_tensors
+from tahq.pipeline.update.optimizer import build_optimizer, optimizer_tensors
 from tahq.quant.backends import interprets_triton
 
 pytestmark = [
@@ -40,7 +40,7 @@ def test_blocks_of_other_sizes(block):
 
 
 def test_without_gather_as_in_triton_3_2(monkeypatch):
-    monkeypatch.setattr("tahq.memory.blockwise8_kernels._HAS_GATHER", False)
+    monkeypatch.setattr("tahq.memory.adam.blockwise8_kernels._HAS_GATHER", False)
     monkeypatch.delattr("triton.language.gather")
     check_8bit((1500,), CPU)
 
@@ -65,7 +65,7 @@ def test_kernels_stay_with_their_tensors_and_no_longer(monkeypatch):
     """An optimizer whose weights, gradients and states are replaced in between, against one that has no kernels."""
 
     def trained(uses_kernels: bool) -> dict[str, torch.Tensor]:
-        monkeypatch.setattr("tahq.memory.adamw8bit.has_kernels", has_kernels if uses_kernels else lambda *_: False)
+        monkeypatch.setattr("tahq.memory.adam.adamw8bit.has_kernels", has_kernels if uses_kernels else lambda *_: False)
         parameter = Parameter(normal((60, 70), 0))
         config = TrainingConfig(steps=1, optimizer="adamw8bit", lr=1e-2, adamw8bit={"min_elements": 0})
         optimizer = build_optimizer(config, {"w": parameter}, lambda *_: True)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.memory.blockwise8 import BLOCK, borders, decode, dynamic_map, encode, num_blocks, zero_codes
+from tahq.memory.adam.blockwise8 import BLOCK, borders, decode, dynamic_map, encode, num_blocks, zero_codes
 
 both = pytest.mark.parametrize("signed", [True, False])
 

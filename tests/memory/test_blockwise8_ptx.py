@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from support.ptx import halves, run
 
-from tahq.memory import blockwise8_ptx as ptx
-from tahq.memory.blockwise8 import borders
+from tahq.memory.adam import blockwise8_ptx as ptx
+from tahq.memory.adam.blockwise8 import borders
 
 ERROR = 2.0**-20
 """Of a quotient: a product with a reciprocal, which is off by a bit that is set in it, 2⁻²¹, and by roundings."""

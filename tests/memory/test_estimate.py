@@ -5,7 +5,7 @@ import torch
 
 from tahq.memory.deferred_tensors import deferred_by_slice
 from tahq.memory.estimate import StepNumbers, stage_memory
-from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
@@ -13,9 +13,9 @@ from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import build_slice
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.low_rank import low_rank_settings
-from tahq.pipeline.optimizer import OPTIMIZERS, build_optimizer, optimizer_nbytes, optimizer_tensors
-from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.optimizer import OPTIMIZERS, build_optimizer, optimizer_nbytes, optimizer_tensors
+from tahq.pipeline.update.update import StageUpdate
 
 SPEC = load_spec(
     ModelConfig(family="llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2), vocab_size=64, seq_len=16

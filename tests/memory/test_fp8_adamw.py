@@ -5,16 +5,16 @@ import torch
 from support.fp8_moments import Trained, magnitudes_of, moment_format
 from torch.nn import Parameter
 
-from tahq.memory.fp8_adamw import Fp8AdamW
-from tahq.memory.fp8_adamw_numba import step_on_cpu
-from tahq.memory.fp8_adamw_reference import adamw_reference, decode_reference, encode_reference
-from tahq.memory.fp8_adamw_step import CHUNK_GROUPS, step_in_torch
-from tahq.memory.fp8_formats import E4M3, E5M2
-from tahq.memory.fp8_groups import GROUP, as_groups
+from tahq.memory.coat.fp8_adamw import Fp8AdamW
+from tahq.memory.coat.fp8_adamw_numba import step_on_cpu
+from tahq.memory.coat.fp8_adamw_reference import adamw_reference, decode_reference, encode_reference
+from tahq.memory.coat.fp8_adamw_step import CHUNK_GROUPS, step_in_torch
+from tahq.memory.coat.fp8_formats import E4M3, E5M2
+from tahq.memory.coat.fp8_groups import GROUP, as_groups
+from tahq.memory.coat.range_expansion import UNEXPANDED
 from tahq.memory.optimizer_config import Fp8AdamWConfig
-from tahq.memory.range_expansion import UNEXPANDED
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.optimizer import build_optimizer, load_optimizer_tensors, optimizer_nbytes, optimizer_tensors
+from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_nbytes, optimizer_tensors
 
 STEPS = {"torch": step_in_torch, "cpu": step_on_cpu}
 SIZES = [1, 127, 128, 4097, 33 * 77]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ModelError
-from tahq.memory import fp8_flow_reference as reference
-from tahq.memory import fp8_linear
+from tahq.memory.coat import fp8_flow_reference as reference
+from tahq.memory.coat import fp8_linear
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes
+from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.coat.fp8_linear import WeightCodes, product
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
-from tahq.memory.fp8_codes import E4M3, E5M2, GroupCodes
-from tahq.memory.fp8_flow import use_fp8_flow
-from tahq.memory.fp8_linear import WeightCodes, product
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext

@@ -14,10 +14,10 @@ from support.fp8_flow_checks import (
     same,
 )
 
-from tahq.memory import fp8_flow_reference as reference
-from tahq.memory import fp8_kernels, fp8_linear, rotary
+from tahq.memory.coat import fp8_flow_reference as reference
+from tahq.memory.coat import fp8_kernels, fp8_linear, rotary
+from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.config import CoatConfig
-from tahq.memory.fp8_flow import use_fp8_flow
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
@@ -36,7 +36,7 @@ every_shape = pytest.mark.parametrize(("tokens", "channels"), SHAPES, ids=str)
 
 @pytest.fixture
 def kernels():
-    from tahq.memory import fp8_flow_triton
+    from tahq.memory.coat import fp8_flow_triton
 
     return fp8_flow_triton
 

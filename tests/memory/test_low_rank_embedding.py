@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from tahq.memory.full_weight import FullWeight
-from tahq.memory.int8_weight import Int8Weight
-from tahq.memory.low_rank_embedding import LowRankEmbedding
-from tahq.memory.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.full_weight import FullWeight
+from tahq.memory.galore.int8_weight import Int8Weight
+from tahq.memory.galore.low_rank_embedding import LowRankEmbedding
+from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 
 CPU = torch.device("cpu")
 NAME = "model.embed_tokens.weight"

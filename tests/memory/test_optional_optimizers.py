@@ -7,12 +7,12 @@ import torch
 from support.runs import launch, tiny
 from torch.nn import Parameter
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError
 from tahq.memory.optional_optimizers import OPTIONAL, ForeignOptimizer, build_optional, check_optional
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.optimizer import OPTIMIZERS, build_optimizer, optimizer_nbytes, optimizer_tensors
-from tahq.pipeline.optimizer import optimizer_kind as kind_of
+from tahq.pipeline.update.optimizer import OPTIMIZERS, build_optimizer, optimizer_nbytes, optimizer_tensors
+from tahq.pipeline.update.optimizer import optimizer_kind as kind_of
 
 RATES = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 every_choice = pytest.mark.parametrize("choice", OPTIONAL)

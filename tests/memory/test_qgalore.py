@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tahq.memory.low_rank_weight import LowRankSettings
-from tahq.memory.qgalore import build_low_rank_slice, low_rank_bytes, low_rank_weights
+from tahq.memory.galore.low_rank_weight import LowRankSettings
+from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_bytes, low_rank_weights
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.export import export_folder

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from tahq.memory.coat.fp8_codes import TensorCodes
+from tahq.memory.coat.fp8_flow import use_fp8_flow
+from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes
 from tahq.memory.config import CoatConfig
 from tahq.memory.deferred_tensors import deferred_by_slice
-from tahq.memory.fp8_codes import TensorCodes
-from tahq.memory.fp8_flow import use_fp8_flow
-from tahq.memory.fp8_linear import OutputGradient, WeightCodes
-from tahq.memory.low_rank_weight import LowRankSettings, LowRankWeight
-from tahq.memory.qgalore import build_low_rank_slice
+from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import MicroBatchShape, copied_by_block, copied_by_head, saved_by_slice
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.memory import side_streams
+from tahq.memory.adam import side_streams
 
 
 def test_jobs_on_the_cpu_run_once_each_in_their_order():

@@ -5,8 +5,8 @@ from collections import deque
 import pytest
 import torch
 
-from tahq.memory.lazy_subspace import LazyRule, LazySubspace
-from tahq.memory.subspace import (
+from tahq.memory.galore.lazy_subspace import LazyRule, LazySubspace
+from tahq.memory.galore.subspace import (
     exact_basis,
     low_rank_shape,
     next_gap,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.pipeline.costs import Costs, CutCosts, HostCosts
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import ActionKind
-from tahq.pipeline.simulator import simulate
-from tahq.pipeline.validator import validate
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import ActionKind
+from tahq.pipeline.schedule.validator import validate
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
+from tahq.plan.simulate.simulator import simulate
 from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
 from tahq_netem.description import plan_network, uniform
 from tahq_netem.figures import GOODPUT_SHARE

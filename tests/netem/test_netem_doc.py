@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
-from tahq.yaml_positions import parse_yaml
 from tahq_netem.faults import Timeline
 from tahq_netem.profiles import load_profile
 from tahq_netem.sweep_points import sweep_points

@@ -4,7 +4,7 @@ import pytest
 from support.sweeps import small
 
 from tahq.errors import ScheduleError
-from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule.generators import generate
 from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
 from tahq_netem.busy_cores import BusyCores
 from tahq_netem.compute import StageTimes

@@ -23,8 +23,8 @@ from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.engine import StageEngine
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 CASES = 10_000 if os.environ.get("TAHQ_THOROUGH") else 120
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.pipeline.bound import StepCosts, WayCosts, step_bound, step_bounds
-from tahq.pipeline.costs import Costs, CutCosts, HostCosts
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import Action, ActionKind, Schedule
-from tahq.pipeline.simulator import simulate
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from tahq.plan.simulate.bound import StepCosts, WayCosts, step_bound, step_bounds
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
+from tahq.plan.simulate.simulator import simulate
 
 
 def bound_costs(costs: Costs, num_micro_batches, depths=None, *, split=False) -> StepCosts:

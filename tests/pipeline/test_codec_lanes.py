@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tahq.comm.frame import Direction, Frame, LogicalId, Purpose
+from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.errors import CodecError
 from tahq.pipeline.codec_lanes import LOOKAHEAD, InlineLanes, Receive, ThreadedLanes
 from tahq.pipeline.spans import Stopwatch

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.compiled_kernels import compiled_kernels
 
-from tahq.comm.frame import Direction, Purpose
-from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.virtual_clock import VirtualClock
+from tahq.comm.link.frame import Direction, Purpose
+from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.virtual_clock import VirtualClock
 from tahq.errors import ConfigError, RemoteProtocolError
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext

@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 
-from tahq.comm.frame import Direction, Purpose
-from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.virtual_clock import VirtualClock
+from tahq.comm.link.frame import Direction, Purpose
+from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.virtual_clock import VirtualClock
 from tahq.errors import LocalProtocolError
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
-from tahq.pipeline.codec_state import codec_ends
+from tahq.pipeline.checkpoint.codec_state import codec_ends
 
 SHAPE = (2, 5, 16)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

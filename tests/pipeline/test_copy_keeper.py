@@ -5,10 +5,10 @@ import queue
 
 import pytest
 
-from tahq.comm.control import Assign, Copied, Copy
+from tahq.comm.control.messages import Assign, Copied, Copy
 from tahq.errors import PeerLostError
-from tahq.pipeline.copy_keeper import CopyKeeper
-from tahq.pipeline.restoring import restored
+from tahq.pipeline.checkpoint.copy_keeper import CopyKeeper
+from tahq.pipeline.checkpoint.restoring import restored
 
 CONTENT = {step: f"stage 3 after step {step}".encode() * 1000 for step in (5, 10)}
 

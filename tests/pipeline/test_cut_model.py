@@ -8,9 +8,9 @@ from support.plain_loop import PlainModel
 from support.runs import tiny
 from torch.nn import functional
 
-from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.virtual_clock import VirtualClock
-from tahq.config import ClusterConfig
+from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
@@ -18,10 +18,10 @@ from tahq.errors import ConfigError
 from tahq.models.slice import HEAD_WEIGHT
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
-from tahq.pipeline.cut_model import UNCOMPRESSED, CutModel, Wire
 from tahq.pipeline.engine import StageEngine
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import Action
+from tahq.pipeline.probe.cut_model import UNCOMPRESSED, CutModel, Wire
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import Action
 
 CPU = torch.device("cpu")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tahq.comm.frame import Direction, Purpose
-from tahq.comm.inproc_transport import InprocPair
-from tahq.comm.virtual_clock import VirtualClock
+from tahq.comm.link.frame import Direction, Purpose
+from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.virtual_clock import VirtualClock
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
@@ -20,9 +20,9 @@ from tahq.models.weight_copies import shared_copies
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.engine import StageEngine, held_up_by_depth
-from tahq.pipeline.generators import generate
 from tahq.pipeline.loss import summed_cross_entropy
-from tahq.pipeline.schedule import Action, Schedule
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import Action, Schedule
 
 SHAPE = StepShape(num_micro_batches=3, micro_batch=2, seq_len=8, hidden_size=16)
 LAYERS = 2

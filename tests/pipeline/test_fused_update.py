@@ -4,22 +4,22 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
-from tahq.memory.qgalore import build_low_rank_slice, low_rank_weights
+from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.pipeline.chunk import StepShape
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
-from tahq.pipeline.low_rank import low_rank_settings
 from tahq.pipeline.stage import Stage, StagePlan
-from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.update import StageUpdate
 from tahq.quant.config import WireConfig
 
 SHAPE = StepShape(num_micro_batches=1, micro_batch=2, seq_len=8, hidden_size=16)

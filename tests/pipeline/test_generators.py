@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tahq.errors import ScheduleError
-from tahq.pipeline.generators import GENERATORS, generate
-from tahq.pipeline.schedule import ActionKind, Schedule
-from tahq.pipeline.validator import validate
+from tahq.pipeline.schedule.generators import GENERATORS, generate
+from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.pipeline.schedule.validator import validate
 
 CHUNKS = dict.fromkeys(GENERATORS, 1) | {"interleaved": 2}
 SIZES = [

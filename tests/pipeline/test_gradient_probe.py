@@ -7,17 +7,17 @@ import torch
 from support.plain_loop import PlainModel, train_plainly
 from support.runs import tiny
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.commit import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError, NonFiniteError
-from tahq.pipeline.cut_model import CutModel, Wire
-from tahq.pipeline.gradient_error import ErrorSums
-from tahq.pipeline.gradient_probe import GradientProbe, StepErrors
-from tahq.pipeline.probe_result import WireResult, collect
-from tahq.pipeline.update import StageUpdate
+from tahq.pipeline.probe.cut_model import CutModel, Wire
+from tahq.pipeline.probe.gradient_error import ErrorSums
+from tahq.pipeline.probe.gradient_probe import GradientProbe, StepErrors
+from tahq.pipeline.probe.result import WireResult, collect
+from tahq.pipeline.update.update import StageUpdate
 
 CONFIG = ClusterConfig.model_validate(
     tiny(

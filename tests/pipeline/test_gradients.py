@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tahq.pipeline.gradients import scale_gradients, squared_norms
 from tahq.pipeline.loss import IGNORED_LABEL, summed_cross_entropy
+from tahq.pipeline.update.gradients import scale_gradients, squared_norms
 
 
 def parameter(gradient: list[float] | None) -> Parameter:

@@ -1,9 +1,9 @@
 import pytest
 
-from tahq.pipeline.costs import CutCosts, HostCosts, uniform_costs
-from tahq.pipeline.generators import generate
-from tahq.pipeline.grid import Cell, render
-from tahq.pipeline.simulator import draw_grid, simulate
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.grid import Cell, render
+from tahq.plan.simulate.costs import CutCosts, HostCosts, uniform_costs
+from tahq.plan.simulate.simulator import draw_grid, simulate
 
 
 def test_grid_draws_backwards_twice_as_wide():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.learning_rate import RATES, learning_rate
+from tahq.pipeline.update.learning_rate import RATES, learning_rate
 
 
 def config(schedule="constant", **keys):

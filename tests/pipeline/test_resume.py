@@ -1,8 +1,8 @@
 import pytest
 
-from tahq.config import ClusterConfig
+from tahq.config.cluster import ClusterConfig
 from tahq.errors import SnapshotError
-from tahq.pipeline.resume import RULES, Verdict, _flatten, _rule, compare_configs, keep_model_sizes
+from tahq.pipeline.checkpoint.resume import RULES, Verdict, _flatten, _rule, compare_configs, keep_model_sizes
 
 LOSSLESS = {"wire.activations": "raw:dtype=fp32", "wire.gradients": "raw"}
 

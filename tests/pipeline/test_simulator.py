@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.comm.frame import Direction
+from tahq.comm.link.frame import Direction
 from tahq.errors import ScheduleError
-from tahq.pipeline.costs import Costs, CutCosts, FirstOut, HostCosts, uniform_costs
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import Action, ActionKind, Schedule
-from tahq.pipeline.simulated_network import SimulatedNetwork
-from tahq.pipeline.simulator import simulate
-from tahq.pipeline.timeline import TransferSpan
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from tahq.plan.simulate.costs import Costs, CutCosts, FirstOut, HostCosts, uniform_costs
+from tahq.plan.simulate.network import SimulatedNetwork
+from tahq.plan.simulate.simulator import simulate
+from tahq.plan.simulate.timeline import TransferSpan
 
 ONE_CHUNK_WHOLE = ("gpipe", "1f1b")
 """Schedules of one chunk a stage with whole backwards."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tahq.errors import SnapshotError
-from tahq.pipeline.safetensors_writer import DTYPE_NAMES
-from tahq.pipeline.snapshot import (
+from tahq.pipeline.checkpoint.safetensors_writer import DTYPE_NAMES
+from tahq.pipeline.checkpoint.snapshot import (
     SnapshotReader,
     StageMeta,
     latest_folder,
@@ -395,7 +395,8 @@ def test_full_disk_names_the_file_and_leaves_the_previous_snapshot(full_disk):
 KILLED_WRITER = textwrap.dedent("""
     import os, signal, sys, torch
     from pathlib import Path
-    from tahq.pipeline import durable_file, snapshot
+    from tahq.pipeline.checkpoint import durable_file
+    from tahq.pipeline.checkpoint import snapshot
 
     fsync = os.fsync
 

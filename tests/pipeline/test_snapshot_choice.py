@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tahq.errors import SnapshotError
-from tahq.pipeline.manifest import StageMeta, latest_folder, snapshot_folder
-from tahq.pipeline.snapshot import publish, write_stage
-from tahq.pipeline.snapshot_choice import choose_snapshot, turn_back
+from tahq.pipeline.checkpoint.choice import choose_snapshot, turn_back
+from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, snapshot_folder
+from tahq.pipeline.checkpoint.snapshot import publish, write_stage
 
 CONFIG = {"run": {"name": "demo"}, "training": {"lr": 0.001}}
 

@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from tahq.pipeline import snapshot_writer
-from tahq.pipeline.snapshot_buffer import SnapshotBuffer
-from tahq.pipeline.snapshot_writer import SnapshotWriter
+from tahq.pipeline.checkpoint import writer as snapshot_writer
+from tahq.pipeline.checkpoint.buffer import SnapshotBuffer
+from tahq.pipeline.checkpoint.writer import SnapshotWriter
 from tahq.pipeline.spans import Stopwatch
 
 

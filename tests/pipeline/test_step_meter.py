@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control import decode_message, encode_message
-from tahq.comm.frame import Direction, LogicalId, Purpose
+from tahq.comm.control.messages import decode_message, encode_message
+from tahq.comm.link.frame import Direction, LogicalId, Purpose
+from tahq.comm.link.wire_time import PieceTimes
 from tahq.comm.transport import LinkStats
-from tahq.comm.wire_time import PieceTimes
-from tahq.pipeline.schedule import Action
+from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.step_meter import StepMeter
 from tahq.pipeline.trace_parts import PART, Row, frame_name, trace_parts

@@ -6,9 +6,9 @@ from contextlib import closing
 import torch
 from torch.nn import Parameter
 
-from tahq.comm.link_spec import PeerIdentity
-from tahq.comm.shaping import Shaping
-from tahq.comm.zmq_endpoint import ZmqEndpoint
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.tie import TiedEmbedding
 

@@ -22,7 +22,7 @@ def report(step):
     print(step, *{"numba", "triton", "matplotlib"} & set(sys.modules), sep=",")
 
 import torch
-import tahq, tahq.quant, tahq.config
+import tahq, tahq.quant, tahq.config.cluster
 report("import")
 from tahq.quant import get_codec
 get_codec("tah").encoded_nbytes((2, 3, 64))

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from tahq.memory.adamw8bit import adamw8bit_step
-from tahq.memory.adamw_step import AdamwNumbers, adamw_step
-from tahq.memory.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode, num_blocks, zero_codes
+from tahq.memory.adam.adamw8bit import adamw8bit_step
+from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode, num_blocks, zero_codes
+from tahq.memory.adam.step import AdamwNumbers, adamw_step
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def check_8bit(
     steps: int = 3,
 ) -> None:
     """Assert that some steps on `device` give the weights, codes and scales of plain torch on the CPU."""
-    from tahq.memory import adamw_triton  # only where triton is
+    from tahq.memory.adam import triton as adamw_triton
 
     size = (math.prod(shape),)
     expected = [
@@ -71,7 +71,7 @@ def check_8bit(
 
 def check_plain(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
     """The same with moments of fp32 or bf16."""
-    from tahq.memory import adamw_triton
+    from tahq.memory.adam import triton as adamw_triton
 
     size = (math.prod(shape),)
     expected = [_normal(size, 0), torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)]
@@ -89,7 +89,7 @@ def check_every_border(device: torch.device, signed: bool) -> None:
     The gradient is zero and β is 1, so that the kernel rounds the moment that it has read, which is one of the
     map's: so moments are given as gradients, with β₁ = β₂ = 0 and 1 − β = 1 in their place.
     """
-    from tahq.memory import adamw_triton
+    from tahq.memory.adam import triton as adamw_triton
 
     edges = borders(signed)
     near = torch.cat([edges, torch.nextafter(edges, torch.tensor(2.0)), torch.nextafter(edges, torch.tensor(0.0))])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tahq.config import ClusterConfig
-from tahq.config_file import load_config
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config
 from tahq.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"

@@ -3,9 +3,9 @@
 import torch
 
 from support.kernel_checks import awkward
-from tahq.memory import fp8_flow_reference as reference
-from tahq.memory import rotary
-from tahq.memory.fp8_codes import E4M3, E5M2, GroupCodes, TensorCodes
+from tahq.memory.coat import fp8_flow_reference as reference
+from tahq.memory.coat import rotary
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes, TensorCodes
 
 # A sigmoid that differs in its last bits moves a product of three numbers by less than this, relatively.
 FP32_ROUNDINGS = 2.0**-20

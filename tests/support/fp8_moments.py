@@ -2,10 +2,10 @@
 
 import torch
 
-from tahq.memory.adamw_step import AdamwNumbers
-from tahq.memory.fp8_formats import EightBitFormat
-from tahq.memory.fp8_groups import MomentFormat, StoredGroups, num_groups
-from tahq.memory.range_expansion import UNEXPANDED, make_tables
+from tahq.memory.adam.step import AdamwNumbers
+from tahq.memory.coat.fp8_formats import EightBitFormat
+from tahq.memory.coat.fp8_groups import MomentFormat, StoredGroups, num_groups
+from tahq.memory.coat.range_expansion import UNEXPANDED, make_tables
 
 
 def moment_format(format: EightBitFormat, expand: bool, device: str = "cpu") -> MomentFormat:

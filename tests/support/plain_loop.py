@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from tahq.assembly import block_ranges, resolved_spec
-from tahq.comm.frame import Direction, LogicalId, Purpose
-from tahq.config import ClusterConfig
+from tahq.comm.link.frame import Direction, LogicalId, Purpose
+from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
-from tahq.memory.fp8_flow import use_fp8_flow
+from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
 from tahq.pipeline.boundary import codec_key
-from tahq.pipeline.learning_rate import learning_rate
+from tahq.pipeline.update.learning_rate import learning_rate
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
+from tahq.worker.assembly import block_ranges, resolved_spec
 
 
 @dataclass

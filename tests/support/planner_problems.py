@@ -2,8 +2,8 @@
 
 import random
 
-from tahq.coordinator.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
-from tahq.coordinator.planner_problem import HeldBytes, ModelNumbers, PlanProblem, divisors
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
+from tahq.plan.problem import HeldBytes, ModelNumbers, PlanProblem, divisors
 
 
 def model(num_layers=6, global_batch=4, *, held=0.0, block=0.0, **changes) -> ModelNumbers:

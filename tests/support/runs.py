@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from support.warm_process import WarmProcess
-from tahq.pipeline.manifest import latest_folder, read_manifest
-from tahq.pipeline.snapshot_reader import SnapshotReader
+from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
+from tahq.pipeline.checkpoint.reader import SnapshotReader
 
 TINY: dict[str, Any] = {
     "run": {"name": "tiny", "seed": 7, "threads": 1, "peer_timeout": "20s"},

@@ -1,8 +1,8 @@
 """Two sessions that have met, for tests that carry their messages."""
 
-from tahq.comm.link_spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.outbound import Outgoing
-from tahq.comm.session import End, Session
+from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.session import End, Session
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
 
 RUN = 77
 

@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from tahq.comm.frame import Frame, LogicalId
+from tahq.comm.link.frame import Frame, LogicalId
 from tahq.comm.transport import LinkStats
 
 

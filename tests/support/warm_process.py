@@ -24,7 +24,7 @@ from typing import TextIO
 WARM = [
     "tahq_launch.cli",
     "tahq_launch.launcher",
-    "tahq.worker",
+    "tahq.worker.main",
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",
     "numba.np.arraymath",

@@ -15,8 +15,8 @@ import torch
 from torch import distributed
 
 from tahq.data.batches import StepBatch
-from tahq.pipeline.generators import generate
-from tahq.pipeline.schedule import Action, ActionKind
+from tahq.pipeline.schedule.generators import generate
+from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.gloo_stage import StagePart, join
 from tahq_netem.runtimes.session import Session, SessionRequest

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tahq.config import ClusterConfig
-from tahq.config_file import config_json
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_json
 from tahq.errors import NetworkError
 from tahq.quant.spec import CodecSpec
 from tahq_netem.interpreter import module_argv

@@ -23,12 +23,12 @@ import torch
 from torch import distributed, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made at run time
 
-from tahq.assembly import StageData, compute_device, computes_in_bf16
-from tahq.config import ClusterConfig
-from tahq.config_file import config_from_json
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_from_json
 from tahq.data.batches import BatchSource
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.loss import summed_cross_entropy
+from tahq.worker.assembly import StageData, compute_device, computes_in_bf16
 from tahq_netem.compute import build_stage
 from tahq_netem.runtimes.gloo_session import steps_file, wire_dtype
 from tahq_netem.runtimes.stdin_watch import leave_with_stdin

@@ -7,9 +7,9 @@ it; so a step's commit crosses the network, from every other host, as any messag
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tahq.comm.addresses import format_address
 from tahq.comm.security_config import SecurityConfig
-from tahq.config_file import dump_yaml
+from tahq.comm.zmq.addresses import format_address
+from tahq.config.file import dump_yaml
 from tahq_netem.interpreter import module_argv
 from tahq_netem.network import Network
 from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord

@@ -19,7 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from tahq.errors import TahqError
-from tahq.pipeline.generators import generate
+from tahq.pipeline.schedule.generators import generate
 from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.gloo_stage import StagePart, join
 from tahq_netem.runtimes.session import Session, SessionRequest

@@ -1,0 +1,1 @@
+"""Control messages between workers and the coordinator."""

@@ -1,0 +1,483 @@
+"""Control messages between workers and the coordinator: small, typed, msgpack, checksummed.
+
+A message is a frozen dataclass of plain values; `encode_message` and `decode_message` are the only
+ways in and out of bytes. Decoding checks size, checksum, version, type, fields and their types before
+anything else sees the message, and raises RemoteProtocolError.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import msgpack
+
+from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.comm.control.typed_fields import check_fields, field_types
+from tahq.errors import LocalProtocolError, RemoteProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """worker → coordinator: I would like to be this stage (-1: any that is free)."""
+
+    stage: int
+    version: str
+    host: str
+    pid: int
+    worker_id: str = ""
+    """Whose processes follow each other, one at a time: a new one with this name takes the old one's place."""
+    takeover: bool = False
+    """A person knows that whoever holds the stage is gone."""
+    spare: bool = False
+    """If the stage is taken, or is -1, I wait for that of a host that is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """coordinator → worker: your stage, and the resolved configuration as JSON."""
+
+    stage: int
+    run_id: int
+    config_json: str
+    config_hash: str
+    snapshot: str = ""
+    """Folder of the snapshot to continue from, seen from the run's folder; empty: start anew."""
+    snapshot_files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file of that snapshot, by name."""
+    start_step: int = 0
+    is_measuring: bool = False
+    """Whether there is no run: nothing is built, and after HELLO come orders to measure in place of a plan."""
+    copied_step: int = -1
+    """Where to begin if this stage's file of `snapshot` cannot be had: an older point, -1 if there is none."""
+    copied_snapshot: str = ""
+    copied_files: dict[str, str] = field(default_factory=dict)
+    sources: list[list[str | int]] = field(default_factory=list)
+    """Who else has this stage's file: rows of [steps behind the snapshot, host:port, public key or ""]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandBy:
+    """coordinator → spare: no stage needs you now; be there. I may be silent for `give_up_s`."""
+
+    peer_timeout_s: float
+    give_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """worker → coordinator: what I made of the configuration; hashes are empty where I need no data."""
+
+    stage: int
+    version: str
+    config_hash: str
+    tokenizer_hash: str
+    data_hash: str
+    address: str
+    """host:port that neighbours can dial; empty: I only dial out."""
+    device: str
+    torch_version: str
+    num_parameters: int
+    num_train_samples: int
+    """Samples of an epoch; 0 where I need no data."""
+    next_sample: int = 0
+    """Number of the first sample that I would train on, over all epochs; 0 for a new run, or without data."""
+    arithmetic_changes: list[str] = field(default_factory=list)
+    """How what computes here differs from what computed the snapshot; with any, the run is no longer exact."""
+    start_step: int = 0
+    """Steps behind the snapshot that I begin at."""
+    files_address: str = ""
+    """host:port at which others get my snapshots; empty: they cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """coordinator → worker: go away; `differences` has rows of (field, yours, expected)."""
+
+    reason: str
+    differences: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """coordinator → worker: all have joined; these are your links.
+
+    A row of `links` is [link, peer stage, peer's host, address to dial or "" to be dialled, what carries its
+    frames: zmq, gloo or nccl, the peer's public key or "" without CURVE], by link. The last two numbers tell stages
+    without data which samples a step is made of.
+    """
+
+    epoch: int
+    start_step: int
+    total_steps: int
+    links: list[list[str | int]]
+    num_train_samples: int = 0
+    """Samples of an epoch."""
+    next_sample: int = 0
+    """Number of the training sample that `start_step` begins with, over all epochs."""
+    live_step: int = 0
+    """The step that the run is at; those before it were committed once already, and are computed again."""
+    wanted: list[list[int]] = field(default_factory=list)
+    """Which frames the peer of a link wants, as rows (`Relink`), where it does not want all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relink:
+    """coordinator → worker: the processes at the other ends of these links are new.
+
+    Rows of `links` are as in PLAN. A row of `wanted` is [link, first step whose training frames the peer lacks, first
+    step whose evaluation it takes part in, last step whose frames it takes for now (-1: no end)].
+    """
+
+    epoch: int
+    links: list[list[str | int]]
+    wanted: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Relinked:
+    """worker → coordinator: done, the new processes may dial; `lacking` are the links of which I have not kept all."""
+
+    stage: int
+    epoch: int
+    lacking: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Widen:
+    """coordinator → worker: the peer of this link takes frames through this step now (-1: no end)."""
+
+    link: int
+    through: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """coordinator → worker: the peers of these links are lost, and will be replaced; however long that takes."""
+
+    links: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """coordinator → worker: the snapshot after `step` steps is complete.
+
+    Nobody will want frames of steps before `base`, nor copies of snapshots that are older.
+    """
+
+    step: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """coordinator → worker: keep a copy of this stage's file of the snapshot after `step` steps."""
+
+    step: int
+    stage: int
+    file: str
+    sha256: str
+    address: str
+    """host:port of who has it; empty: nobody, say only whether you have it."""
+    public_key: str = ""
+    """Of who has it; empty without CURVE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """coordinator → worker: the owners of these public keys will ask for your files."""
+
+    public_keys: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """worker → coordinator: stage `holder` has a copy of that file, or `error` says why not."""
+
+    step: int
+    stage: int
+    holder: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """worker → coordinator that was started again: I hold this stage, and have the decisions on this many steps."""
+
+    stage: int
+    run_id: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """coordinator → worker: forget what you have, and join again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """worker → coordinator: model built, links up."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """coordinator → worker: everybody is ready, begin with this step.
+
+    `codecs` has a row for each link and direction that does not begin with what the configuration says: [link,
+    direction, index into the plan's table of codecs].
+    """
+
+    step: int
+    codecs: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """worker → coordinator: my part of this step is computed, nothing is applied yet.
+
+    `norm2` has one fp64 squared gradient norm a parameter. Loss sum, token count and batch digest are
+    set by the stages that know them (None, None and "" elsewhere). `timing` holds seconds by
+    activity (forward, backward, encode, decode, wait:1, beside:encode, …; see `pipeline/spans.py`), out of
+    the `active_s` from the COMMIT before (or START) to this message. A row of `links` is [link, direction,
+    frames, payload bytes, wire bytes, elements, busy, sending and wire seconds], for what this worker sent.
+    `codec_state_bytes` is what its codecs remember.
+    A row of `codec_errors` is [link, direction, ‖x̂ − x‖/‖x‖] of a tensor that this worker sent, at the steps at
+    which that is measured.
+    """
+
+    step: int
+    stage: int
+    norm2: list[float]
+    finite: bool
+    loss_sum: float | None
+    tokens: int | None
+    batch_digest: str
+    timing: dict[str, float]
+    links: list[list[float]]
+    codec_state_bytes: int = 0
+    active_s: float = 0.0
+    codec_errors: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """coordinator → worker: apply (or skip) this step with this clip factor, then do the rest named.
+
+    `codecs` has a row for each link and direction that has another codec from the next step on, as in START.
+    `complete_snapshot` is the number of steps behind the newest snapshot that all stages have written, 0 if there is
+    none: what is older may be removed.
+    """
+
+    step: int
+    apply: bool
+    clip_factor: float
+    evaluate: bool
+    snapshot: bool
+    stop: bool
+    codecs: list[list[int]] = field(default_factory=list)
+    complete_snapshot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """worker → coordinator (last stage): validation loss sums in nats, with the codec and without."""
+
+    step: int
+    tokens: int
+    loss_sum: float
+    raw_loss_sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshotted:
+    """worker → coordinator: my part of the snapshot after this many steps is durable, or `error` says why not."""
+
+    step: int
+    stage: int
+    file: str
+    sha256: str
+    nbytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """worker → coordinator: a part of what I did in a traced step, column by column.
+
+    Entry i of every list is one span: on which lane it was, its category and name, from `begins_s` to `ends_s`
+    of my clock. `frames` names the frame that it was about (empty: none), `nbytes` how much of it went, and
+    `queued_s` how long that had waited (0 where it is no sending). Parts count from 0.
+    """
+
+    step: int
+    stage: int
+    part: int
+    num_parts: int
+    lanes: list[str]
+    categories: list[str]
+    names: list[str]
+    frames: list[str]
+    begins_s: list[float]
+    ends_s: list[float]
+    nbytes: list[int]
+    queued_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """worker → coordinator: a link of mine is degraded, and why; or, if `reason` is empty, as before.
+
+    `lasted_s` is how long it was degraded, `num_sent_again` how many pieces I have sent again on it so far; both 0 when
+    that begins.
+    """
+
+    stage: int
+    link: int
+    peer_stage: int
+    reason: str
+    lasted_s: float = 0.0
+    num_sent_again: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """worker → coordinator: what I send on a link is not kept until the next snapshot is complete, and why."""
+
+    stage: int
+    link: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """worker → coordinator: the person at this worker asked the run to stop in order."""
+
+    stage: int
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """worker → coordinator: I cannot go on; the message is for the user."""
+
+    stage: int
+    message: str
+    exit_status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """coordinator → worker: the run ends here, now, with this message and exit status."""
+
+    message: str
+    exit_status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """coordinator → worker: all done, leave with status 0 (or 130/143 after a signal)."""
+
+    exit_status: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """both ways: I am alive; a worker says what it is doing (`activity`) and at which step.
+
+    The times compare clocks (`clock_offset.py`): `sent_s` is the sender's clock; `echo_s` is the `sent_s` of the
+    heartbeat that it heard last, and `held_s` how long before this one that was; negative: it has heard none.
+    """
+
+    stage: int = -1
+    step: int = -1
+    activity: str = ""
+    sent_s: float = 0.0
+    echo_s: float = 0.0
+    held_s: float = -1.0
+
+
+Message = (
+    Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
+    | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
+    | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
+    | Admit | NotKept
+)  # fmt: skip
+
+Order = Relink | Widen | Hold | Published | Copy | Admit
+"""What a worker is told at any time, and does beside its work."""
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_NBYTES = 16 * 1024 * 1024
+_MAX_ITEMS = 1 << 20
+_ENVELOPE = struct.Struct("<BI")
+"""Protocol version, CRC-32 of the body; the body is msgpack of [type, {field: value}]."""
+
+_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
+
+
+def encode_message(message: Message) -> bytes:
+    """The bytes of a control message: version, checksum, msgpack of [type, {field: value}].
+
+    Raises:
+        LocalProtocolError: a field is not of its type, or the message is too long.
+    """
+    cls: Any = type(message)
+    try:
+        fields = check_fields(cls, {name: getattr(message, name) for name in field_types(cls)})
+        body = bytes(msgpack.packb([cls.__name__, fields]))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"cannot send {cls.__name__}: {error}") from error
+    if len(body) > MAX_MESSAGE_NBYTES:
+        raise LocalProtocolError(f"cannot send {cls.__name__}: {len(body)} bytes; at most {MAX_MESSAGE_NBYTES}")
+    return _ENVELOPE.pack(PROTOCOL_VERSION, zlib.crc32(body)) + body
+
+
+def decode_message(data: bytes, peer: str) -> Message:
+    """The message in these bytes; `peer` is who sent them, for the error's message.
+
+    Raises:
+        RemoteProtocolError: they are no message of this version, are damaged, or a field is not of its type.
+    """
+    body = _open_envelope(data, peer)
+    try:
+        name, fields = _unpack(body)
+        cls = _TYPES[name]
+        return cls(**check_fields(cls, fields))
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"{peer}: sent a control message that is none: {error}") from None
+
+
+def _open_envelope(data: bytes, peer: str) -> memoryview:
+    body = memoryview(data)[_ENVELOPE.size :]
+    if len(data) < _ENVELOPE.size or len(body) > MAX_MESSAGE_NBYTES:
+        raise RemoteProtocolError(f"{peer}: sent a control message of {len(data)} bytes")
+    version, checksum = _ENVELOPE.unpack_from(data)
+    if version != PROTOCOL_VERSION:
+        raise RemoteProtocolError(
+            f"{peer}: speaks version {version} of the control protocol; expected {PROTOCOL_VERSION}; install the "
+            f"same tahq on every machine"
+        )
+    if checksum != zlib.crc32(body):
+        raise RemoteProtocolError(f"{peer}: sent a control message whose checksum does not match")
+    return body
+
+
+def _unpack(body: memoryview) -> tuple[str, object]:
+    """Type and fields; nothing is allocated beyond what the limits allow."""
+    unpacked = msgpack.unpackb(
+        body,
+        max_str_len=MAX_MESSAGE_NBYTES,
+        max_array_len=_MAX_ITEMS,
+        max_map_len=_MAX_ITEMS,
+        max_bin_len=0,
+        max_ext_len=0,
+    )
+    match unpacked:
+        case [str(name), fields]:
+            return name, fields
+        case _:
+            raise ValueError(f"expected [type, fields], got {type(unpacked).__name__}")

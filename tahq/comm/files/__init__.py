@@ -1,0 +1,1 @@
+"""Copies of checkpoint files between workers."""

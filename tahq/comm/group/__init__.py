@@ -1,0 +1,1 @@
+"""Links inside a site: payloads over gloo or NCCL process groups."""

@@ -1,0 +1,146 @@
+"""A gloo process group of the two ends of a link, used in one direction.
+
+torch's own object without `init_process_group`, so that there is no default group, no environment variable, and
+as many groups as there are links. Each message is received into a buffer of its exact length, posted by a
+receiver who was told that length: gloo aborts the process when a message is longer than its buffer. Large
+payloads go in parts, so that waiting for one is bounded by the peer's silence and not by the payload's length.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+
+from tahq.comm.group.torch_groups import Store, Work, c10d
+from tahq.errors import ConfigError
+
+PART_NBYTES = 4 * 1024 * 1024
+"""Of a payload: what a slow network must carry within the time limit."""
+
+_ANNOUNCEMENTS, _ANSWERS, _PAYLOADS, _NOTHING = 1, 2, 3, 4
+_MAX_ANSWERS = 64
+"""That may be under way: two for each frame of a sender's window, and more."""
+_FOR_EVER_S = 10 * 365 * 86400.0
+_AT_ONCE = timedelta(milliseconds=1)
+T = TypeVar("T")
+
+
+class GroupBrokenError(Exception):
+    """The group can move nothing more: the peer's end is gone, or ours was aborted. What it means, others decide."""
+
+
+class GlooGroup:
+    """One direction of a link; small messages both ways, payloads one way."""
+
+    def __init__(self, store: Store, name: str, rank: int, address: str, connect_s: float, timeout_s: float) -> None:
+        """Connect the two ends; blocks until both are there.
+
+        Args:
+            store: where the ends find each other.
+            name: of the group, unique in the store.
+            rank: 0 or 1.
+            address: this machine's IP address that the other end reaches.
+            connect_s: how long the other end may take to come.
+            timeout_s: how long it may take to take a message, or a part of a payload.
+
+        Raises:
+            GroupBrokenError: it did not come.
+            ConfigError: this torch has no gloo.
+        """
+        if not c10d.is_gloo_available():
+            raise ConfigError("links.inside: gloo: torch was built without gloo here; use links.inside: zmq")
+        options = c10d.ProcessGroupGloo._Options()
+        options._threads = 1
+        options._timeout = timedelta(seconds=connect_s)
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
+        self._peer = 1 - rank
+        self._timeout_s = timeout_s
+        self._is_aborted = False
+        self._answers: deque[Work] = deque()
+        self._group = _moved(lambda: c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, 2, options))
+
+    # The sender's side
+
+    def announce(self, message: torch.Tensor) -> None:
+        """Send an announcement."""
+        self._send(message, _ANNOUNCEMENTS)
+
+    def wait_answer(self, answer: torch.Tensor) -> None:
+        """Receive the next answer into this buffer, whenever it comes."""
+        _wait(self._post(answer, _ANSWERS), _FOR_EVER_S)
+
+    def send_payload(self, payload: torch.Tensor) -> None:
+        """Send a payload; returns when the last part is on its way."""
+        works = [self._start_send(part, _PAYLOADS) for part in _parts(payload)]
+        for work in works:
+            _wait(work, self._timeout_s)
+
+    # The receiver's side
+
+    def post_announcement(self, message: torch.Tensor) -> Callable[[], None]:
+        """Begin to receive the next announcement; what is returned waits for it, whenever it comes."""
+        return self._begin([message], _ANNOUNCEMENTS)
+
+    def answer(self, message: torch.Tensor) -> None:
+        """Send an answer; does not wait until the sender looks for it, who may be waiting for us."""
+        self._answers.append(self._start_send(message, _ANSWERS))
+        if len(self._answers) > _MAX_ANSWERS:
+            _wait(self._answers.popleft(), self._timeout_s)
+
+    def post_payload(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Begin to receive a payload of exactly this length; what is returned waits until it is whole."""
+        return self._begin(_parts(buffer), _PAYLOADS)
+
+    # Both sides
+
+    def abort(self) -> None:
+        """Break the group, so that whoever waits for a message is woken; any thread may call it.
+
+        A part that the kernel has taken half of is still waited for until the time limit.
+        """
+        if self._is_aborted:
+            return
+        self._is_aborted = True
+        # gloo has no call for this. A receive that nobody answers breaks every connection of the group when its
+        # time is over; it raises then, as it does when the group is broken already.
+        with suppress(RuntimeError):
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NOTHING).wait(_AT_ONCE)
+
+    def _send(self, message: torch.Tensor, tag: int) -> None:
+        _wait(self._start_send(message, tag), self._timeout_s)
+
+    def _start_send(self, message: torch.Tensor, tag: int) -> Work:
+        return _moved(lambda: self._group.send([message], self._peer, tag))
+
+    def _post(self, buffer: torch.Tensor, tag: int) -> Work:
+        return _moved(lambda: self._group.recv([buffer], self._peer, tag))
+
+    def _begin(self, buffers: list[torch.Tensor], tag: int) -> Callable[[], None]:
+        works = [self._post(buffer, tag) for buffer in buffers]
+
+        def wait() -> None:
+            for work in works:
+                _wait(work, _FOR_EVER_S)
+
+        return wait
+
+
+def _parts(payload: torch.Tensor) -> list[torch.Tensor]:
+    count = math.ceil(payload.numel() / PART_NBYTES)
+    return [payload[i * PART_NBYTES : (i + 1) * PART_NBYTES] for i in range(count)]
+
+
+def _wait(work: Work, timeout_s: float) -> None:
+    _moved(lambda: work.wait(timedelta(seconds=timeout_s)))
+
+
+def _moved(call: Callable[[], T]) -> T:
+    """The call's result; what torch says of a group that fails is always a RuntimeError with a text."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise GroupBrokenError(str(error).partition(". This is typically")[0]) from error

@@ -1,0 +1,1 @@
+"""One link between two machines, as pure state machines: session, frames, shaping."""

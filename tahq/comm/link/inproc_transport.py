@@ -1,0 +1,227 @@
+"""A link inside one thread, on a virtual clock: the fake that stands in for the network in tests.
+
+The sessions, the shaping and the bytes are the real ones; only sockets and threads are missing. `recv`
+moves the clock on by itself, from event to event, until a frame is there or the time is over, so a
+test needs neither sleeps nor a second thread. What can go wrong on a network can be made to: a side
+can `vanish` as if its process were killed, and messages can be lost with `lose_next`.
+"""
+
+from tahq.comm.inbox import Inbox
+from tahq.comm.link.counter import LinkCounter
+from tahq.comm.link.frame import CPU, Frame, LogicalId, check_sendable
+from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.session import End, Session
+from tahq.comm.link.shaping import Downlink, Shaping, Uplink
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.transport import LinkStats
+from tahq.errors import LocalProtocolError, PeerLostError, TahqError
+
+
+class InprocTransport:
+    """One end of the link (contract: tahq.comm.transport.Transport). Payloads are CPU tensors."""
+
+    payload_device = CPU
+
+    def __init__(
+        self, identity: PeerIdentity, spec: LinkSpec, limits: SessionLimits, shaping: Shaping, clock: VirtualClock
+    ) -> None:
+        self.link = spec.link
+        self.peer: InprocTransport | None = None
+        self._spec = spec
+        self._session = Session(identity, spec, limits)
+        self._uplink: Uplink[Outgoing] = Uplink(shaping)
+        self._downlink: Downlink[Outgoing] = Downlink(shaping)
+        self._clock = clock
+        self._counter = LinkCounter(spec.link, limits.piece_nbytes)
+        self._inbox: Inbox[Frame] = Inbox(str(spec))
+        self._has_vanished = False
+        self._to_lose = 0
+        self._resume_s: float | None = clock()
+
+    def __str__(self) -> str:
+        return str(self._spec)
+
+    # The contract
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> None:
+        """Post a receive; see Transport.expect."""
+        self._check_usable()
+        self._session.expect(id, max_nbytes)
+        self._publish()
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; see Transport.send."""
+        check_sendable(frame)
+        self._check_usable()
+        self._counter.count(frame)
+        self._session.send(frame, self._clock())
+        self._resume_s = self._clock()
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """The next expected frame that is whole; moves the clock. See Transport.recv.
+
+        Raises:
+            LocalProtocolError: without a time limit, when nothing is on its way: nobody is left to send.
+        """
+        deadline_s = None if timeout_s is None else self._clock() + timeout_s
+        while True:
+            try:
+                return self._inbox.get(0.0)
+            except TimeoutError:
+                self._wait(deadline_s)
+
+    def take_stats(self) -> list[LinkStats]:
+        """What was sent since the last call; see Transport.take_stats."""
+        session, now_s = self._session, self._clock()
+        return self._counter.take(
+            lambda direction: session.busy_s(direction, now_s),
+            lambda direction: session.sending_s(direction, now_s),
+            session.take_pieces(),
+            session.heartbeats,
+        )
+
+    def close(self) -> None:
+        """Send what is queued, say BYE; moves the clock until the peer has it. Safe to call twice."""
+        self._inbox.fail(LocalProtocolError(f"{self}: closed on this side"))
+        self._session.close(self._clock())
+        self._resume_s = self._clock()
+        until_s = self._clock() + 60.0
+        while not (self._session.is_settled and not self._uplink) and self._clock.step(until_s):
+            pass
+
+    # What can go wrong
+
+    def vanish(self) -> None:
+        """Stop sending and receiving, as if the process were killed."""
+        self._has_vanished = True
+
+    def lose_next(self, count: int) -> None:
+        """Lose the next messages that leave this side."""
+        self._to_lose = count
+
+    def greet(self) -> None:
+        """Say what a session begins with, one message, past all shaping."""
+        message = self._session.next_urgent(self._clock())
+        if message is not None and self.peer is not None:
+            self.peer._session.receive(message.header, message.payload, self._clock())
+
+    # What the clock calls
+
+    def next_s(self) -> float | None:
+        """When this end next has something to do."""
+        if self._has_vanished:
+            return None
+        times = (self._uplink.next_s(), self._downlink.next_s(), self._session.next_timer_s(), self._resume_s)
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    def act(self, now_s: float) -> None:
+        """Receive, see to timers, send: what is due by now."""
+        if self._has_vanished:
+            return
+        try:
+            for message in self._downlink.take_due(now_s):
+                self._session.receive(message.header, message.payload, now_s)
+                self._publish()
+            self._session.handle_timer(now_s)
+        except TahqError as error:
+            self._publish()
+            self._inbox.fail(error)
+            self._session.close(now_s, reason=str(error))
+        self._transmit(now_s)
+
+    def _transmit(self, now_s: float) -> None:
+        self._resume_s = None
+        while self._uplink.is_free(now_s):
+            outgoing = self._session.next_urgent(now_s) or self._session.next_piece(now_s)
+            if outgoing is None:
+                break
+            self._uplink.send(outgoing, outgoing.nbytes, outgoing.ready_s, now_s)
+        else:
+            self._resume_s = self._uplink.free_s
+        for outgoing in self._uplink.take_due(now_s):
+            self._put(outgoing, now_s)
+
+    def _put(self, outgoing: Outgoing, now_s: float) -> None:
+        if self._to_lose > 0:
+            self._to_lose -= 1
+        elif self.peer is not None:
+            self.peer._arrive(outgoing, now_s)
+
+    def _arrive(self, message: Outgoing, now_s: float) -> None:
+        self._session.heard(now_s)
+        self._downlink.receive(message, message.nbytes, now_s)
+
+    def _publish(self) -> None:
+        for frame in self._session.take_delivered():
+            self._inbox.put(frame)
+        if self._session.remote is End.CLOSED and self._inbox.error is None:
+            self._inbox.fail(PeerLostError(f"{self}: the peer has closed it; nothing more will come"))
+
+    def _wait(self, deadline_s: float | None) -> None:
+        if deadline_s is None:
+            if self._nothing_will_come() or not self._clock.step(float("inf")):
+                raise LocalProtocolError(f"{self}: waits for ever; nothing expected is on its way, nor will be")
+        elif not self._clock.step(deadline_s):
+            self._clock.advance(deadline_s - self._clock())
+            raise TimeoutError(f"{self}: nothing came in time")
+
+    def _nothing_will_come(self) -> bool:
+        peer = self.peer
+        if peer is None or peer._has_vanished or peer._session.local is not End.OPEN:
+            return False
+        return self._session.remote is End.OPEN and peer._session.queued_nbytes == 0
+
+    def _check_usable(self) -> None:
+        if self._inbox.error is not None:
+            raise self._inbox.error.with_traceback(None)
+
+
+_GREETINGS = 4
+"""Turns that it takes both ends to say HELLO, give a sign of life and have it acknowledged."""
+
+
+class InprocPair:
+    """Both ends of one link, who have met: `lower` at stage `link`, `upper` at stage `link + 1`."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        *,
+        link: int = 0,
+        run_id: int = 1,
+        epoch: int = 0,
+        shaping: Shaping | None = None,
+        upper_shaping: Shaping | None = None,
+        limits: SessionLimits | None = None,
+    ) -> None:
+        """Connect two ends.
+
+        Args:
+            clock: drives both; more pairs may share it.
+            link: its number.
+            run_id: of the logical ids that travel.
+            epoch: of both ends.
+            shaping: what each side is capped to, each for itself.
+            upper_shaping: what the upper side is capped to; None: as the lower one.
+            limits: times and bounds of both sessions.
+        """
+        shaping = shaping or Shaping()
+        limits = limits or SessionLimits(piece_nbytes=shaping.message_nbytes)
+
+        def end(stage: int, peer_stage: int, shaping: Shaping) -> InprocTransport:
+            spec = LinkSpec(link, peer_stage, "in this process", dials=stage > peer_stage)
+            identity = PeerIdentity(run_id, epoch, stage, "inproc")
+            return InprocTransport(identity, spec, limits, shaping, clock)
+
+        self.lower, self.upper = end(link, link + 1, shaping), end(link + 1, link, upper_shaping or shaping)
+        self.lower.peer, self.upper.peer = self.upper, self.lower
+        for transport in (self.upper, self.lower) * _GREETINGS:
+            transport.greet()
+        clock.enrol(self.lower)
+        clock.enrol(self.upper)
+
+    @property
+    def transports(self) -> tuple[InprocTransport, InprocTransport]:
+        """Both ends, the lower stage's first."""
+        return self.lower, self.upper

@@ -1,0 +1,306 @@
+"""A worker's place on the network: every data socket it has, in one I/O thread.
+
+A ROUTER listens where neighbours may dial in; each link that is dialled from here has a DEALER of its
+own for each of its connections. ZMQ's own high-water marks are off: the window of each session bounds what a
+socket may hold, so that no call ever blocks on a slow peer.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import zmq
+
+from tahq.comm.keys import KeyPair
+from tahq.comm.link.frame import MAX_PIECE_NBYTES
+from tahq.comm.link.frame_log import FrameLog
+from tahq.comm.link.hello import DEFAULT_WINDOW_NBYTES
+from tahq.comm.link.receive_memory import Allocate, pageable
+from tahq.comm.link.sending_order import First
+from tahq.comm.link.session import Session
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.zmq.addresses import advertised_address, bind_router, dial_endpoint
+from tahq.comm.zmq.curve import CURVE_NBYTES, dial_curve, limit_handshakes
+from tahq.comm.zmq.dialled import Dialled
+from tahq.comm.zmq.endpoint_loop import EndpointLoop, OnTrouble
+from tahq.comm.zmq.gate import Gate
+from tahq.comm.zmq.pings import replace_silent_connections
+from tahq.comm.zmq.reception import Reception
+from tahq.comm.zmq.socket_wait import Socket
+from tahq.comm.zmq.transport import ALL, LinkEnd, Wanted, ZmqTransport
+from tahq.errors import LocalProtocolError, PeerLostError
+
+_log = logging.getLogger(__name__)
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 2000
+_HOLD_S = 3.0
+"""How long a peer that has its plan already waits until this end has it too."""
+
+
+class ZmqEndpoint:
+    """Opens links and closes them; the transports it makes do the rest."""
+
+    def __init__(
+        self,
+        *,
+        identity: PeerIdentity,
+        bind: str,
+        advertise: str | None,
+        shaping: Shaping,
+        peer_timeout_s: float,
+        heartbeat_s: float,
+        give_up_s: float | None = None,
+        first: First = "oldest",
+        connections: int = 1,
+        allocate: Allocate = pageable,
+        keys: KeyPair | None = None,
+        on_trouble: OnTrouble | None = None,
+        frame_log: Callable[[int], FrameLog] | None = None,
+    ) -> None:
+        """Bind and start the I/O thread.
+
+        Args:
+            identity: who we are; the epoch may be set later by `set_epoch`.
+            bind: host:port to listen on; port 0 = any free one; "" = only dial out.
+            advertise: host:port that neighbours dial (port 0 = the bound one); None = as bound;
+                "none" = this host can only dial out (`address` is "").
+            shaping: what this host's connection is capped to.
+            peer_timeout_s: a link on which the peer is silent for half as long is degraded.
+            heartbeat_s: how often to give a sign of life.
+            give_up_s: a peer that is silent for so long is lost; None: after `peer_timeout_s`.
+            first: what goes first of all that waits for this host's uplink.
+            connections: TCP connections of each link; the same at both ends.
+            allocate: where frames that come in are put.
+            keys: this worker's; None: no CURVE.
+            on_trouble: told, in the I/O thread, when a link becomes degraded and when it is as before.
+            frame_log: makes the log of what is sent on a link, by its number; None: nothing is kept, and no peer can
+                be replaced by another process.
+
+        Raises:
+            UserError: the address is malformed or in use.
+        """
+        self._identity = identity
+        self._allocate = allocate
+        self._keys = keys
+        self._limits = SessionLimits(
+            peer_timeout_s,
+            heartbeat_s,
+            piece_nbytes=min(shaping.message_nbytes, MAX_PIECE_NBYTES),
+            receive_window_nbytes=shaping.receive_window_nbytes(DEFAULT_WINDOW_NBYTES),
+            first=first,
+            connections=connections,
+            give_up_s=give_up_s,
+        )
+        _start_zero_copy()
+        self._context: zmq.Context[Socket] = zmq.Context()
+        try:
+            reception = self._listen(bind, advertise) if bind else None
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        if reception is None:
+            self.address = ""
+        self._frame_log = frame_log
+        self._first_step = 0
+        self._ends: dict[int, LinkEnd] = {}
+        self._transports: list[ZmqTransport] = []
+        self._aborted: Exception | None = None
+        self._is_closed = False
+        self._loop = EndpointLoop(reception, shaping, on_trouble)
+        self._thread = threading.Thread(target=self._loop.run, name="tahq-io", daemon=True)
+        self._thread.start()
+
+    def _listen(self, bind: str, advertise: str | None) -> Reception:
+        router = self._socket(zmq.ROUTER)
+        # A peer whose connection broke may be back before the old one is known to be dead.
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        gate = Gate(router, self._keys, where="data port", hold_s=_HOLD_S)
+        self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
+        return Reception(router, gate)
+
+    def _socket(self, kind: int) -> Socket:
+        socket = self._context.socket(kind)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES + CURVE_NBYTES)
+        replace_silent_connections(socket, self._limits.peer_timeout_s)
+        return socket
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Take the epoch of the plan, and the first step of which anything is sent; before the first `open_link`."""
+        if self._ends:
+            raise LocalProtocolError(f"epoch {epoch} came after links were opened in epoch {self._identity.epoch}")
+        self._identity = replace(self._identity, epoch=epoch)
+        self._first_step = first_step
+
+    def open_link(
+        self, link: int, peer_stage: int, peer_name: str, dial: str, peer_key: str = "", wanted: Wanted = ALL
+    ) -> ZmqTransport:
+        """A link to a neighbour; returns before it is connected.
+
+        Args:
+            link: the link's number, the same at both ends.
+            peer_stage: the stage at the other end.
+            peer_name: what messages call the peer's host.
+            dial: the peer's host:port, or "" to be dialled; exactly one end dials.
+            peer_key: its public key; nobody else is talked to on this link. "" without CURVE.
+            wanted: which frames the peer wants.
+
+        Raises:
+            UserError: `dial` is malformed, or is "" where nothing listens.
+        """
+        if link in self._ends or self._is_closed:
+            raise LocalProtocolError(
+                f"link {link} is open already" if not self._is_closed else "the endpoint is closed"
+            )
+        self._check_key(link, peer_name, peer_key)
+        spec = _spec(link, peer_stage, peer_name, dial)
+        log = self._frame_log(link) if self._frame_log is not None else None
+        if log is not None:
+            log.begin(self._first_step)
+        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log, peer_key)
+        self._loop.open(end, self._dial_all(end, dial, peer_key))
+        self._ends[link] = end
+        if self._aborted is not None:
+            end.inbox.abort(self._aborted)
+        transport = ZmqTransport(end, self._limits.piece_nbytes, self._loop.submit)
+        self._transports.append(transport)
+        return transport
+
+    def relink(self, link: int, epoch: int, peer_name: str, dial: str, wanted: Wanted, peer_key: str = "") -> None:
+        """Join a link that is open to another process, which has taken its peer's place; any thread may call it.
+
+        What the old one has sent stays; what the new one wants again is sent from the log. Frames of the epochs before
+        this one are not taken any more.
+
+        Args:
+            link: as it was opened.
+            epoch: of the new connection, the same at both ends.
+            peer_name, dial, peer_key: as for `open_link`.
+            wanted: which frames the new process wants.
+        """
+        self._check_key(link, peer_name, peer_key)
+        end = self._ends[link]
+        spec = _spec(link, end.spec.peer_stage, peer_name, dial)
+        session = Session(replace(self._identity, epoch=epoch), spec, self._limits, self._allocate)
+        switch = partial(end.relink, spec, session, wanted, peer_key)
+        self._loop.relink(end, self._dial_all(end, dial, peer_key), switch)
+
+    def after_that(self, action: Callable[[], None]) -> None:
+        """Call this in the I/O thread, when all that was asked of it before is done; any thread may ask."""
+        self._loop.submit(None, action)
+
+    def has_log(self, link: int, since: int) -> bool:
+        """Whether all is kept that was sent on a link from this step on."""
+        log = self._ends[link].log
+        return log is not None and log.is_complete_from(since)
+
+    def widen(self, link: int, through: int | None) -> None:
+        """See `LinkEnd.widen`; any thread may call it."""
+        end = self._ends[link]
+        self._loop.submit(end, partial(end.widen, through))
+
+    def hold(self, link: int) -> None:
+        """The peer is lost, as others know, and will be replaced: do not give the link up; any thread may call it."""
+        end = self._ends[link]
+        self._loop.submit(end, end.hold)
+
+    def free_logs(self, step: int, droppable: int = 0) -> None:
+        """See `FrameLog.free_before`; any thread may call it."""
+        for end in list(self._ends.values()):
+            if end.log is not None:
+                end.log.free_before(step, droppable)
+
+    def _check_key(self, link: int, peer_name: str, peer_key: str) -> None:
+        if bool(peer_key) != (self._keys is not None):
+            raise LocalProtocolError(f"link {link} to {peer_name}: CURVE is on at one end and off at the other")
+
+    def _dial_all(self, end: LinkEnd, address: str, peer_key: str) -> list[Dialled]:
+        count = self._limits.connections if address else 0
+        return [self._dial(end, address, peer_key, connection) for connection in range(count)]
+
+    def _dial(self, end: LinkEnd, address: str, peer_key: str, connection: int) -> Dialled:
+        endpoint = dial_endpoint(address, str(end.spec))
+        dealer = self._socket(zmq.DEALER)
+        # Unguessable, so that nobody can take a peer's place by its routing id.
+        dealer.setsockopt(zmq.ROUTING_ID, b"tahq-" + os.urandom(16))
+        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        limit_handshakes(dealer)
+        if self._keys is not None:
+            dial_curve(dealer, self._keys, peer_key)
+        return Dialled(dealer, endpoint, end, connection)
+
+    def wait_connected(self, timeout_s: float) -> None:
+        """Block until every open link has met its peer.
+
+        Raises:
+            PeerLostError: some peer did not come in time (all of them named), or refused us.
+            RemoteProtocolError: a peer is not who it should be.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        for end in self._ends.values():
+            end.met.wait(max(0.0, deadline_s - time.monotonic()))
+        for end in self._ends.values():
+            if end.inbox.error is not None:
+                raise end.inbox.error.with_traceback(None)
+        missing = [end for end in self._ends.values() if not end.met.is_set()]
+        if missing:
+            obstacles = [f"{end.spec}: {end.obstacle}" for end in missing if end.obstacle]
+            advice = "check that the peer runs and that its address can be reached from here"
+            raise PeerLostError(
+                f"{', '.join(str(end.spec) for end in missing)}: not connected after {timeout_s:g} s; "
+                f"{'; '.join(obstacles) or advice}"
+            )
+
+    def abort(self, reason: Exception) -> None:
+        """Make every `recv` and `send` on every link raise `reason`, now and from now on; any thread may call it."""
+        self._aborted = self._aborted or reason
+        for end in list(self._ends.values()):
+            end.inbox.abort(self._aborted)
+            end.met.set()
+
+    def close(self, linger_s: float = 5.0) -> None:
+        """Send what is queued, say goodbye on every link, release the sockets; safe to call twice.
+
+        Waits at most `linger_s` for the peers to acknowledge what was sent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        deadline_s = time.monotonic() + linger_s
+        for transport in self._transports:
+            transport.close(linger_s=0.0)
+        for end in self._ends.values():
+            end.flushed.wait(max(0.0, deadline_s - time.monotonic()))
+        self._release()
+
+    def abandon(self) -> None:
+        """Release the sockets without a word: another process will take this one's place on every link."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._release()
+
+    def _release(self) -> None:
+        self._loop.stop()
+        self._thread.join()
+        self._context.term()
+        for end in self._ends.values():
+            if end.log is not None:
+                end.log.close()
+
+
+def _spec(link: int, peer_stage: int, peer_name: str, dial: str) -> LinkSpec:
+    name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
+    return LinkSpec(link, peer_stage, name, dials=bool(dial))
+
+
+def _start_zero_copy() -> None:
+    """Have pyzmq set up what frees zero-copy messages; it does so at the first one, unguarded against threads."""
+    zmq.Frame(b"\0", copy=False, copy_threshold=0)

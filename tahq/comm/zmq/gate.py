@@ -1,0 +1,198 @@
+"""Who may connect to a ROUTER: those with a key on its allow-list. The log has who else tried, and what was wrong.
+
+ZMQ asks (ZAP, its RFC 27) by a message inside the process for each connection whose CURVE handshake has come so far
+that the peer has proved to have its secret key, and to know the ROUTER's public one; whoever does not know that one is
+turned away before. The thread that owns the ROUTER answers, between its other work. Invariants:
+
+- a connection is let in by an answer from here, and by nothing else: without a gate nobody is;
+- what a peer sends before that is read by nobody.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from logging import getLogger
+
+import zmq
+
+from tahq.comm.keys import KeyPair
+from tahq.comm.zmq import monitor
+from tahq.comm.zmq.connections import UNKNOWN_ADDRESS, Connections
+from tahq.comm.zmq.curve import HANDSHAKE_S, limit_handshakes, serve_curve
+from tahq.comm.zmq.monitor import Event, Monitor
+from tahq.comm.zmq.rate_limited_log import RateLimitedLog
+from tahq.comm.zmq.socket_wait import Socket, has_input
+
+_log = getLogger(__name__)
+_ZAP = "inproc://zeromq.zap.01"
+_REQUEST_PARTS = 9
+"""Return route, nothing, version, number, domain, address, routing id, mechanism, key."""
+_MOST_HELD = 256
+_EVENTS = (monitor.ACCEPTED, monitor.SUCCEEDED, monitor.DISCONNECTED, *monitor.FAILURES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Somebody before the gate, who waits for an answer."""
+
+    envelope: list[bytes]
+    address: str
+    key: str
+    until_s: float
+
+
+class Gate:
+    """Lets members in, and nobody else; used by the thread that owns the ROUTER.
+
+    Args:
+        router: not bound yet.
+        keys: its own; None: no CURVE, and everybody is let in.
+        allowed: public keys of the members.
+        where: what messages call the ROUTER.
+        hold_s: how long somebody unknown waits for `allow` before he is refused.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        router: Socket,
+        keys: KeyPair | None,
+        allowed: Collection[str] = (),
+        *,
+        where: str,
+        hold_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._where = where
+        self._allowed = set(allowed)
+        self._hold_s = hold_s
+        self._clock = clock
+        self._has_curve = keys is not None
+        self._held: list[_Asked] = []
+        self._connections = Connections(clock)
+        self._num_taken_in = 0
+        """Members that have said nothing yet; ZMQ does not tell which of the connections are theirs."""
+        self._failure: str | None = None
+        """Why the connection fails that is about to be closed; "": that has been said."""
+        self._refused: deque[str] = deque(maxlen=_MOST_HELD)
+        self._refusals = RateLimitedLog(_log, clock=clock)
+        self._warnings = RateLimitedLog(_log, clock=clock)
+        limit_handshakes(router)
+        self._monitor = Monitor(router, *_EVENTS)
+        self._requests: Socket | None = None
+        if keys is not None:
+            self._requests = router.context.socket(zmq.ROUTER)
+            self._requests.setsockopt(zmq.LINGER, 0)
+            self._requests.bind(_ZAP)
+            serve_curve(router, keys)
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """What `serve` is to be called for as soon as one has input."""
+        return [self._monitor.socket, *([self._requests] if self._requests is not None else [])]
+
+    @property
+    def next_s(self) -> float | None:
+        """When `serve` is to be called even if none has; None: then alone."""
+        return min((asked.until_s for asked in self._held), default=None)
+
+    def allow(self, key: str) -> None:
+        """Let the owner of this public key in from now on, him who waits too."""
+        self._allowed.add(key)
+
+    def know(self, frame: zmq.Frame) -> None:
+        """A message, received with ``copy=False``, has come: who sent it is in, and needs no more watching."""
+        if self._connections.know(frame):
+            self._num_taken_in -= 1
+
+    def take_refused(self) -> list[str]:
+        """What the log says of keys that were refused since the last call."""
+        refused = list(self._refused)
+        self._refused.clear()
+        return refused
+
+    def serve(self) -> None:
+        """Answer who has come, and note who has failed."""
+        if self._requests is not None:
+            self._answer_all(self._requests)
+        for event in self._monitor.take():
+            self._note(event)
+
+    def close(self) -> None:
+        """Let nobody in any more; before the ROUTER's context ends."""
+        self._monitor.close()
+        if self._requests is not None:
+            self._requests.close(linger=0)
+
+    # Who asks
+
+    def _answer_all(self, requests: Socket) -> None:
+        now_s = self._clock()
+        asked, self._held = self._held, []
+        while has_input(requests):
+            asked.append(self._parse(requests.recv_multipart(zmq.NOBLOCK), now_s))
+        for who in asked:
+            if who.key in self._allowed:
+                self._answer(requests, who, b"200")
+            elif who.until_s > now_s and len(self._held) < _MOST_HELD:
+                self._held.append(who)
+            else:
+                self._refuse(requests, who)
+
+    def _parse(self, parts: list[bytes], now_s: float) -> _Asked:
+        """What ZMQ asks; a key that is none is in no list."""
+        is_curve = len(parts) == _REQUEST_PARTS and parts[7] == b"CURVE"
+        address = parts[5].decode("ascii", "replace").removeprefix("::ffff:") if len(parts) > 5 else "?"
+        return _Asked(parts[:4], address, parts[8].hex() if is_curve else "", now_s + self._hold_s)
+
+    def _answer(self, requests: Socket, who: _Asked, status: bytes) -> None:
+        text = b"" if status == b"200" else b"this key is not in the allow-list"
+        requests.send_multipart([*who.envelope, status, text, who.key.encode(), b""], zmq.NOBLOCK)
+
+    def _refuse(self, requests: Socket, who: _Asked) -> None:
+        self._answer(requests, who, b"400")
+        message = (
+            f"{self._where}: refused a connection from {who.address}: its public key {who.key} is not one of "
+            f"the {len(self._allowed)} that may connect here"
+        )
+        if self._refusals.warning(message):
+            self._refused.append(message)
+
+    # Who fails
+
+    def _note(self, event: Event) -> None:
+        if event.kind == monitor.ACCEPTED:
+            hung_up = self._connections.accept(event.value)
+            if hung_up is not None:
+                self._tell(str(hung_up), "too many were before it; it was hung up on for the next")
+        elif event.kind == monitor.SUCCEEDED:
+            self._num_taken_in += 1
+        elif event.kind == monitor.DISCONNECTED:
+            self._note_disconnected(event.value)
+        else:
+            self._failure = self._reason(event)
+
+    def _note_disconnected(self, descriptor: int) -> None:
+        failure, self._failure = self._failure, None
+        is_known, connection = self._connections.is_known(descriptor), self._connections.forget(descriptor)
+        if failure is None and not is_known and self._num_taken_in > 0:
+            self._num_taken_in -= 1
+        elif failure is None and not is_known:
+            failure = "it hung up before it said anything, or speaks another language than ZMQ's"
+        if failure:
+            self._tell(UNKNOWN_ADDRESS if connection is None else str(connection), failure)
+
+    def _tell(self, address: str, failure: str) -> None:
+        self._warnings.warning(f"{self._where}: a connection from {address} was no member's: {failure}")
+
+    def _reason(self, event: Event) -> str:
+        if event.kind == monitor.REFUSED:
+            return ""
+        if event.kind == monitor.CLOSED:
+            return f"it hung up, or did not say within {HANDSHAKE_S:g} s who it is"
+        if event.value == monitor.OTHER_SERVER_KEY:
+            return "it was given another public key than the one of this end"
+        if event.value == monitor.OTHER_MECHANISM:
+            return "it does not use CURVE" if self._has_curve else "it uses CURVE, which is off at this end"
+        return f"it broke ZMQ's protocol ({event.value:#x})"

@@ -1,0 +1,58 @@
+"""What ZMQ says of a socket's connections: made, refused in the handshake, lost."""
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from tahq.comm.zmq.socket_wait import Socket, has_input
+
+_EVENT = struct.Struct("=HI")
+
+CLOSED: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+PROTOCOL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+REFUSED: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+SUCCEEDED: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
+CONNECTED: Final = int(zmq.EVENT_CONNECTED)
+DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
+FAILURES: Final = (CLOSED, PROTOCOL, REFUSED)
+
+OTHER_SERVER_KEY: Final = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
+"""A PROTOCOL event's value: what was said could not be decrypted."""
+OTHER_MECHANISM: Final = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+"""A PROTOCOL event's value: one end uses CURVE and the other does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Its kind, and what goes with it: a descriptor, a reason."""
+
+    kind: int
+    value: int
+
+
+class Monitor:
+    """The events of one socket, from before it binds or connects; used by the thread that owns the socket."""
+
+    def __init__(self, socket: Socket, *kinds: int) -> None:
+        name = f"inproc://tahq-monitor-{os.urandom(8).hex()}"
+        socket.monitor(name, sum(kinds))
+        self.socket: Socket = socket.context.socket(zmq.PAIR)
+        # Without a limit: ZMQ's own thread would wait for a place, and with it all connections.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(name)
+
+    def take(self) -> Iterator[Event]:
+        """What has happened since the last call, in order."""
+        while has_input(self.socket):
+            head, _ = self.socket.recv_multipart(zmq.NOBLOCK)
+            yield Event(*_EVENT.unpack(head[: _EVENT.size]))
+
+    def close(self) -> None:
+        """Listen no more; a second time does nothing."""
+        self.socket.close(linger=0)

@@ -1,0 +1,236 @@
+"""One link of a ZmqEndpoint, as the compute thread sees it.
+
+It owns nothing but a place in the I/O thread's queue of commands and an inbox that the I/O thread
+fills, so nothing here can block but `recv` and `close`.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tahq.comm.inbox import Inbox
+from tahq.comm.link.counter import LinkCounter
+from tahq.comm.link.frame import CPU, Frame, LogicalId, Purpose, check_sendable
+from tahq.comm.link.frame_log import FrameLog
+from tahq.comm.link.session import Session
+from tahq.comm.link.spec import LinkSpec
+from tahq.comm.transport import LinkStats
+from tahq.errors import LocalProtocolError, TahqError
+from tahq.units import format_size
+
+MAX_QUEUED_NBYTES = 4 << 30
+"""What `send` accepts ahead of the peer's acknowledgements; more than any schedule has in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which frames the peer wants of a link: all, unless one of both ends was started again.
+
+    Attributes:
+        since: first step whose training frames it lacks.
+        evaluations_since: first step whose evaluation it takes part in.
+        through: last step whose frames it has room for by now; None: there is no end.
+    """
+
+    since: int = 0
+    evaluations_since: int = 0
+    through: int | None = None
+
+    def has(self, id: LogicalId) -> bool:
+        """Whether this is one of them; what makes a process group is of no step."""
+        if id.purpose == Purpose.GROUP:
+            return True
+        first = self.evaluations_since if id.is_evaluation else self.since
+        return first <= id.step and (self.through is None or id.step <= self.through)
+
+
+ALL = Wanted()
+
+
+class LinkEnd:
+    """What the compute thread and the I/O thread share about one link; each field is written by one of them."""
+
+    def __init__(
+        self,
+        spec: LinkSpec,
+        session: Session,
+        wanted: Wanted = ALL,
+        log: FrameLog | None = None,
+        peer_key: str = "",
+    ) -> None:
+        self.spec = spec
+        self.peer_key = peer_key
+        """The peer's public key; "" without CURVE."""
+        self.obstacle = ""
+        """Why the peer has not taken us in, as far as its socket says."""
+        self.session = session
+        self.log = log
+        self._wanted = wanted
+        self.inbox: Inbox[Frame] = Inbox(str(spec))
+        self.met = threading.Event()
+        """Set when the peer has said HELLO, or never will."""
+        self.flushed = threading.Event()
+        """Set when everything was sent and acknowledged after a close, or never will be."""
+
+    # Called in the I/O thread
+
+    def send(self, frame: Frame, now_s: float) -> None:
+        """Queue a frame, if the peer wants it by now; if not, it is in the log."""
+        if self._wanted.has(frame.id):
+            self.session.send(frame, now_s)
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> None:
+        """Post a receive."""
+        self.session.expect(id, max_nbytes)
+
+    def close(self, reason: str) -> None:
+        """Say BYE."""
+        self.session.close(time.monotonic(), reason)
+
+    def reconnected(self, connection: int) -> None:
+        """Another connection has taken the place of one that was lost."""
+        self.session.reconnected(connection)
+
+    def hold(self) -> None:
+        """Bear the peer's silence until it is replaced."""
+        self.session.hold()
+
+    def relink(self, spec: LinkSpec, session: Session, wanted: Wanted, peer_key: str) -> None:
+        """Go on with another process at the other end, which begins with these frames.
+
+        Raises:
+            PeerLostError: the log does not have them all.
+        """
+        now_s = time.monotonic()
+        session.succeed(self.session, now_s)
+        self.spec, self.session, self.peer_key, self.obstacle = spec, session, peer_key, ""
+        self._wanted = replace(wanted, through=min(wanted.since, wanted.evaluations_since) - 1)
+        self.widen(wanted.through)
+
+    def widen(self, through: int | None) -> None:
+        """The peer has come further: send it what it wants of the steps through this one; None: of all.
+
+        Raises:
+            PeerLostError: the log does not have them all.
+        """
+        before = self._wanted.through
+        if before is None or (through is not None and through <= before):
+            return
+        self._wanted = replace(self._wanted, through=through)
+        now_s = time.monotonic()
+        for frame in self.log.read(before + 1, through) if self.log is not None else ():
+            if self._wanted.has(frame.id):
+                self.session.send(frame, now_s)
+
+
+def _nothing() -> None:
+    """A command that only wakes."""
+
+
+class ZmqTransport:
+    """A Transport; made by `ZmqEndpoint.open_link`, used by one thread. Payloads are CPU tensors."""
+
+    payload_device = CPU
+
+    def __init__(
+        self,
+        end: LinkEnd,
+        piece_nbytes: int,
+        submit: Callable[[LinkEnd | None, Callable[[], None], bool], None],
+    ) -> None:
+        self.link = end.spec.link
+        self._end = end
+        self._counter = LinkCounter(self.link, piece_nbytes)
+        self._submit = submit
+        self._is_closed = False
+
+    def __str__(self) -> str:
+        return str(self._end.spec)
+
+    def expect(self, id: LogicalId, max_nbytes: int) -> None:
+        """Post a receive; see Transport.expect. A mistake shows at the next `recv`."""
+        self._check_usable()
+        self._submit(self._end, partial(self._end.expect, id, max_nbytes), False)
+        # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
+        # commands after it has kept an early frame and before it waits, and we look the other way round.
+        if self._end.session.has_early:
+            self._submit(None, _nothing, True)
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; see Transport.send.
+
+        Raises:
+            LocalProtocolError: the frame cannot be sent, the link is closed, or too much is queued.
+            PeerLostError: the peer is gone.
+            RemoteProtocolError: the peer has broken the protocol before.
+        """
+        check_sendable(frame)
+        self._check_usable()
+        queued_nbytes = self._end.session.queued_nbytes
+        if queued_nbytes > MAX_QUEUED_NBYTES:
+            raise LocalProtocolError(
+                f"{self}: {format_size(queued_nbytes)} are queued already; the peer takes them too slowly for "
+                f"what the schedule has in flight"
+            )
+        self._counter.count(frame)
+        if self._end.log is not None:
+            self._end.log.append(frame)  # before it can be asked for
+        self._submit(self._end, partial(self._end.send, frame, time.monotonic()), True)
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """The next expected frame that is whole; see Transport.recv."""
+        return self._end.inbox.get(timeout_s)
+
+    def take_stats(self) -> list[LinkStats]:
+        """What was sent since the last call; see Transport.take_stats."""
+        session, now_s = self._end.session, time.monotonic()
+        return self._counter.take(
+            lambda direction: session.busy_s(direction, now_s),
+            lambda direction: session.sending_s(direction, now_s),
+            session.take_pieces(),
+            session.heartbeats,
+        )
+
+    def close(self, linger_s: float = 5.0) -> None:
+        """Send what is queued, say BYE and wait up to `linger_s` until the peer has it; safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            reason = "" if self._end.inbox.error is None else str(self._end.inbox.error)
+            self._end.inbox.fail(LocalProtocolError(f"{self}: closed on this side"))
+            self._submit(self._end, partial(self._end.close, reason), True)
+        self._end.flushed.wait(linger_s)
+
+    # For a transport whose frames go another way, and which has this one watch the peer; any thread may call these
+
+    @property
+    def spec(self) -> LinkSpec:
+        """The link as this end sees it."""
+        return self._end.spec
+
+    @property
+    def error(self) -> Exception | None:
+        """Why nothing more can be sent, or will be received; None while all is well."""
+        return self._end.inbox.error
+
+    def was_heard_after(self, time_s: float) -> bool:
+        """Whether the peer has given a sign of life since this time (`time.monotonic`)."""
+        return self._end.session.was_heard_after(time_s)
+
+    def deliver(self, frame: Frame) -> None:
+        """Have `recv` return a frame that has come another way."""
+        self._end.inbox.put(frame)
+
+    def fail(self, error: TahqError) -> None:
+        """End the link with this error: `recv` raises it after what was delivered, and the peer is told."""
+
+        def give_up() -> None:
+            raise error
+
+        self._submit(self._end, give_up, True)
+
+    def _check_usable(self) -> None:
+        error = self._end.inbox.error
+        if error is not None:
+            raise error.with_traceback(None)

@@ -1,0 +1,118 @@
+"""What a stage of a configuration keeps in memory, by `memory/estimate.py`."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from tahq.config.cluster import ClusterConfig
+from tahq.memory.estimate import StageMemory, StepNumbers, combined, stage_memory
+from tahq.memory.saved_tensors import MicroBatchShape
+from tahq.models.costs import counted_costs
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import divide
+from tahq.pipeline.schedule.schedule import Action, ActionKind
+from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.optimizer import optimizer_nbytes
+from tahq.quant import get_codec
+
+
+def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
+    """All chunks of a stage together, when most is kept: peaks of one chunk's micro-batches are not those of another's.
+
+    Args:
+        config: resolved; of one that is not, layers are divided by counted cost.
+        spec: its model.
+        stage: which.
+        bf16: whether it computes under bf16 autocast.
+
+    Raises:
+        ModelError: the model cannot be divided so.
+    """
+    ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
+    row = config.pipeline.actions(config.training.num_micro_batches).actions[stage]
+
+    def memory(chunk: int, in_flight: int = 0, put_off: int = 0) -> StageMemory:
+        numbers = _step_numbers(config, spec, row, chunk, bf16)
+        return stage_memory(spec, ranges[chunk], replace(numbers, in_flight=in_flight, put_off=put_off))
+
+    def one(chunk: int, is_put_off: bool) -> StageMemory:
+        """What a micro-batch in flight adds; every one of them adds as much."""
+        return combined([(memory(chunk, in_flight=1, put_off=int(is_put_off)), 1), (idle[chunk], -1)])
+
+    idle = {chunk: memory(chunk) for chunk in chunks_of(config, stage)}
+    added = {kind: one(*kind) for kind in set().union(*_held(row))}
+    # one chunk computes at a time
+    workspace = max(each.workspace for each in idle.values())
+    always = replace(combined((each, 1) for each in idle.values()), workspace=workspace)
+    moments = (combined([(always, 1), *((added[kind], num) for kind, num in held.items())]) for held in _held(row))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:
+    """Micro-batches in flight during each action of a row, the one that it makes or frees included.
+
+    By chunk, and by whether the gradient of their input is being computed or was, so that only W is left.
+    """
+    held: Counter[tuple[int, bool]] = Counter()
+    for action in row:
+        chunk = action.chunk
+        held[chunk, False] += (action.kind is ActionKind.F) - (action.kind is ActionKind.I)
+        held[chunk, True] += action.kind is ActionKind.I
+        yield dict(+held)
+        held[chunk, False] -= action.kind is ActionKind.B
+        held[chunk, True] -= action.kind is ActionKind.W
+
+
+def chunks_of(config: ClusterConfig, stage: int) -> range:
+    """The pieces of the model that a stage has."""
+    return range(stage, config.pipeline.num_chunks, config.pipeline.stages)
+
+
+def _step_numbers(config: ClusterConfig, spec: ModelSpec, row: Sequence[Action], chunk: int, bf16: bool) -> StepNumbers:
+    """Of a chunk with nothing in flight."""
+    training = config.training
+    return StepNumbers(
+        shape=micro_batch_shape(config, training.micro_batch, bf16=bf16),
+        in_flight=0,
+        optimizer_nbytes=partial(optimizer_nbytes, training),
+        checkpoint_blocks=training.activation_checkpointing == "block",
+        frame_nbytes=_frames_nbytes(config, spec, chunk),
+        kept_code_nbytes=kept_code_nbytes(config, bf16),
+        low_rank=low_rank_settings(training, config.run.seed),
+        splits_backward=any(action.kind is ActionKind.I for action in row),
+    )
+
+
+def micro_batch_shape(config: ClusterConfig, micro_batch: int, *, bf16: bool) -> MicroBatchShape:
+    """Micro-batches of that many samples, as the configuration has them computed."""
+    low_rank = low_rank_settings(config.training, config.run.seed)
+    return MicroBatchShape(
+        micro_batch,
+        config.data.seq_len,
+        bf16,
+        coat=config.memory.activations == "coat",
+        coat_gradient_nbytes=_coat_gradient_nbytes(config, bf16),
+        copies_weights=low_rank is None,
+        copies_head=low_rank is None or low_rank.ends == "fp32",
+    )
+
+
+def _coat_gradient_nbytes(config: ClusterConfig, bf16: bool) -> int:
+    """FP8 units, in use where bf16 is, take two layouts of a gradient that is coded."""
+    return 0 if config.memory.coat.backward_products == "bf16" else (2 if bf16 else 1)
+
+
+def kept_code_nbytes(config: ClusterConfig, bf16: bool) -> int:
+    """What COAT keeps beside an element of a block's matrix; FP8 units, in use where bf16 is, take two layouts."""
+    if config.memory.activations != "coat" or not config.memory.coat.keep_weight_codes:
+        return 0
+    return 2 if bf16 else 1
+
+
+def _frames_nbytes(config: ClusterConfig, spec: ModelSpec, chunk: int) -> int:
+    """Encoded bytes of a micro-batch on the cuts before and after a chunk, both directions."""
+    shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
+    codecs = (config.wire.activations, config.wire.gradients)
+    num_cuts = (chunk > 0) + (chunk < config.pipeline.num_chunks - 1)
+    return num_cuts * sum(get_codec(codec).encoded_nbytes(shape) for codec in codecs)

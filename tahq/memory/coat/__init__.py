@@ -1,0 +1,1 @@
+"""COAT: FP8 optimizer states and FP8 activations."""

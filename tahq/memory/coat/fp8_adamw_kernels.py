@@ -1,0 +1,413 @@
+"""The kernel of `fp8_adamw_triton`: weights, gradients and moments are read once and written once.
+
+Codes are decoded by table, and found in one of two ways, which lead to the same:
+
+*Exactly.* y = Δmax·(|x|/M)^k, by logarithms that are right to some 10⁻⁶, is a guess at the largest magnitude of the
+format that is not above it; whether the next one is nearer is read off the table of `range_expansion`. A subnormal, a
+zero or a number that is not finite may be anywhere.
+
+*Fast*, for programs that are filled, on devices that convert to FP8. As long as y·(1 ± 2⁻¹⁷) are rounded to the same
+code by the device, and y errs by less, that code is right, and no table is read. Where they are not, for one of the
+numbers of a program, by estimate in 4 % of programs of 256 numbers for each moment, the program goes the exact way. So
+it does if there is a NaN, an infinity, or a zero beside other numbers. The error of y, relative:
+
+    log₂: 2⁻²² of it, or absolutely within (½, 2) (PTX, lg2.approx), so k·log₂ errs by at most 32·2⁻²², since k ≤ 32 and
+    k·|log₂| ≤ 32, the range of E5M2; k is rounded, 32·2⁻²⁴; the sum, below 16, 2⁻²¹;  times ln 2: 7·10⁻⁶
+    2^…: 2⁻²² (PTX, ex2.approx);  together 7.2·10⁻⁶ < 2⁻¹⁷ = 7.6·10⁻⁶
+
+Shape letters: R groups of a program, of 128 elements each in J = 4 runs of 32. Eight threads read a run, four elements
+each, which is a line of memory; a warp, two groups, and what is done once a group is done by its sixteen threads.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from tahq.memory.adam.filled_programs import load_once, store
+from tahq.memory.coat import fp8_bits
+from tahq.memory.coat.fp8_formats import E4M3, E5M2, NAN
+from tahq.memory.coat.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL
+from tahq.memory.coat.range_expansion import NUM_POWERS, STEPS_PER_OCTAVE, UNEXPANDED
+from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED
+
+UPDATE_ERROR = 2.0**-21
+"""Of m/(√v·c + ε): 2⁻²² of the root (PTX: sqrt.approx), 2⁻²³ of the reciprocal, and three roundings of 2⁻²⁴."""
+_MARGIN = 2.0**-17
+_BELOW = tl.constexpr(1 - _MARGIN)
+_LOG2_BELOW = tl.constexpr(math.log2(1 - _MARGIN))
+_ABOVE = tl.constexpr((1 + _MARGIN) / (1 - _MARGIN))
+_E4M3_LARGEST, _E5M2_LARGEST = tl.constexpr(E4M3.largest), tl.constexpr(E5M2.largest)
+_E4M3_LOG2_LARGEST = tl.constexpr(math.log2(E4M3.largest))
+_E5M2_LOG2_LARGEST = tl.constexpr(math.log2(E5M2.largest))
+_E4M3_RANGE = tl.constexpr(-math.log2(E4M3.smallest_share))
+_E5M2_RANGE = tl.constexpr(-math.log2(E5M2.smallest_share))
+_GROUP = tl.constexpr(GROUP)
+_RUN = tl.constexpr(32)
+_NAN = tl.constexpr(NAN)
+_UNEXPANDED = tl.constexpr(UNEXPANDED)
+_LAST_POWER = tl.constexpr(NUM_POWERS - 1)
+_STEPS = tl.constexpr(float(STEPS_PER_OCTAVE))
+_SMALLEST_NORMAL_BITS, _LARGEST_SCALE_BITS = (
+    tl.constexpr(int(torch.tensor(number).view(torch.int32))) for number in (SMALLEST_NORMAL, LARGEST_SCALE)
+)
+"""As bits, which are in the order of magnitudes."""
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
+# Codes of four numbers below and four above as whole words, and where the words differ, as the first of four answers.
+_BOTH = """{
+    .reg .b16 a, b, c, d;
+    .reg .b32 low, high;
+    cvt.rn.satfinite.FORMAT.f32 a, $6, $5;
+    cvt.rn.satfinite.FORMAT.f32 b, $8, $7;
+    cvt.rn.satfinite.FORMAT.f32 c, $10, $9;
+    cvt.rn.satfinite.FORMAT.f32 d, $12, $11;
+    mov.b32 low, {a, b};
+    mov.b32 high, {c, d};
+    mov.b32 $0, low;
+    xor.b32 $1, low, high;
+    mov.b32 $2, 0;
+    mov.b32 $3, 0;
+    mov.b32 $4, 0;
+}"""
+_LOOK_UP = tl.constexpr(
+    "{ .reg .b64 place; mad.wide.u32 place, $2, 4, $1; ld.global.nc.L1::evict_last.f32 $0, [place]; }"
+)
+_NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
+_PUT_8, _PUT_16 = (
+    tl.constexpr(
+        "{ .reg .b16 low; cvt.u16.u32 low, $2; st.global.bBITS [$1], low; mov.b32 $0, 0; }".replace("BITS", bits)
+    )
+    for bits in ("8", "16")
+)
+_BOTH_E4M3, _BOTH_E5M2 = (tl.constexpr(_BOTH.replace("FORMAT", name)) for name in ("e4m3x2", "e5m2x2"))
+
+
+@triton.jit
+def _log2(x):
+    """log₂ of x ≥ 0, no subnormal, to some 10⁻⁶; −∞ of 0. Triton's own is a polynomial of twenty terms."""
+    if IS_INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _exp2(x):
+    """2^x to some 10⁻⁷; 0 where that is subnormal."""
+    if IS_INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _reciprocal(x):
+    """1/x of x from 2⁻¹²⁶ to 2¹²⁶, or ∞; rounded as IEEE has it."""
+    if IS_INTERPRETED:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return tl.inline_asm_elementwise("rcp.rn.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _product_without_subnormals(x, y):
+    """x·y, where 0 stands for any of the three that is subnormal; as long as y is normal."""
+    if IS_INTERPRETED:
+        product = tl.where(x < _SMALLEST_NORMAL, 0.0, x) * y
+        return tl.where(product < _SMALLEST_NORMAL, 0.0, product)
+    return tl.inline_asm_elementwise(
+        "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _moved(weight, m, v, decay, rate, root_factor, epsilon):
+    """w·decay − m/(√v·root_factor + ε)·rate; root and reciprocal are one instruction each, and not rounded right.
+
+    Rounded to the bit they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
+    """
+    if IS_INTERPRETED:
+        return weight * decay - tl.div_rn(m, tl.sqrt_rn(v) * root_factor + epsilon) * rate
+    root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+    denominator = tl.fma(root, tl.broadcast_to(root_factor, root.shape), epsilon)
+    inverse = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.fma(m * inverse, tl.broadcast_to(-rate, root.shape), weight * decay)
+
+
+@triton.jit
+def _look_up(table, row, LENGTH: tl.constexpr, place):
+    """table[row, place] of fp32 [rows, LENGTH] that nobody writes to; rows of groups, and places in them.
+
+    Triton would give a load without an order a layout of its own, and carry all numbers there and back.
+    """
+    if IS_INTERPRETED:
+        return tl.load(table + row * LENGTH + place)
+    start = table.to(tl.int64) + row.to(tl.int64) * (4 * LENGTH)
+    return tl.inline_asm_elementwise(
+        _LOOK_UP, "=f,l,r", [tl.broadcast_to(start, place.shape), place], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _put(pointers, numbers, ASM: tl.constexpr):
+    """Store one number of each group, all threads of the group the same.
+
+    To Triton's own store, groups would be dealt out anew, and all that leads to the number be computed a second time.
+    """
+    if IS_INTERPRETED:
+        tl.store(pointers, numbers.to(pointers.dtype.element_ty))
+    else:
+        tl.inline_asm_elementwise(
+            ASM, "=r,l,r", [pointers.to(tl.int64), numbers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _largest(x):
+    """Of each group [R, J, 32]: [R, 1, 1]."""
+    return tl.max(tl.max(x, axis=1, keep_dims=True), axis=2, keep_dims=True)
+
+
+@triton.jit
+def _smallest(x):
+    return tl.min(tl.min(x, axis=1, keep_dims=True), axis=2, keep_dims=True)
+
+
+@triton.jit
+def _either(left, right):
+    return left | right
+
+
+@triton.jit
+def _decode(codes, scales, powers, values, offset, is_real, row, is_row, MASKED: tl.constexpr, EXPAND: tl.constexpr):
+    """x = ±M·(code/Δmax)^(1/k), fp32 [R, J, 32]."""
+    code = load_once(codes + offset, is_real, 0, MASKED).to(tl.int32)
+    bits = load_once(scales + row, is_row, 0, MASKED).to(tl.int32) << 16
+    power = tl.full(row.shape, _UNEXPANDED, tl.int32)
+    if EXPAND:
+        power = load_once(powers + row, is_row, 0, MASKED).to(tl.int32)
+    return _look_up(values, power, 256, code) * bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_bits(largest):
+    """M as stored: the bits of the nearest bf16, as fp32's; 0 for what is subnormal. `largest`: as bits."""
+    kept = tl.minimum(largest, _LARGEST_SCALE_BITS)
+    rounded = (kept + 0x7FFF + ((kept >> 16) & 1)) >> 16 << 16
+    return tl.where(largest < _SMALLEST_NORMAL_BITS, 0, rounded)
+
+
+@triton.jit
+def _inverse_of(scale_bits):
+    """1/M; 0 where M is 0."""
+    return _reciprocal(tl.where(scale_bits > 0, scale_bits, INFINITY).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _last_usable(least, ratio, RANGE: tl.constexpr):
+    """The largest index of a power whose entry in `least` is not above the ratio; 0 where there is none.
+
+    The guess, 28·(log₂ k + 4), is right but for its rounding, so the right one is at most one away.
+    """
+    k = RANGE / tl.maximum(-_log2(ratio), 1e-6)
+    guess = tl.minimum(tl.maximum((_log2(k) + 4.0) * _STEPS, 0.0), _LAST_POWER * 1.0).to(tl.int32)
+    above = tl.minimum(guess + 1, _LAST_POWER)
+    start = tl.zeros(ratio.shape, tl.int32)
+    found = tl.where(_look_up(least, start, 1, above) <= ratio, above, guess)
+    return tl.where(_look_up(least, start, 1, guess) <= ratio, found, tl.maximum(guess - 1, 0))
+
+
+@triton.jit
+def _power_of(smallest, largest_ratio, least, FRACTION: tl.constexpr):
+    """The index of k for groups whose ratios, but for zeros, are from `smallest` to `largest_ratio`."""
+    RANGE: tl.constexpr = _E4M3_RANGE if FRACTION == 3 else _E5M2_RANGE
+    return tl.where(smallest < largest_ratio, _last_usable(least, smallest, RANGE), _UNEXPANDED)
+
+
+@triton.jit
+def _floor_code(y, FRACTION: tl.constexpr):
+    """The code of the largest magnitude of the format that is not above y ≥ 0, if y is not beyond Δmax.
+
+    Below the smallest normal magnitude the format is linear, as fp32 is in the octave that begins there.
+    """
+    BIAS: tl.constexpr = 7 if FRACTION == 3 else 15
+    LAST: tl.constexpr = 126 if FRACTION == 3 else 123
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    is_subnormal = y < SMALLEST_NORMAL
+    bits = tl.where(is_subnormal, y + SMALLEST_NORMAL, y).to(tl.int32, bitcast=True)
+    BELOW: tl.constexpr = (127 - BIAS) << FRACTION
+    code = (bits >> (23 - FRACTION)) - tl.where(is_subnormal, BELOW + (1 << FRACTION), BELOW)
+    return tl.minimum(code, LAST)
+
+
+@triton.jit
+def _encode_exactly(
+    x, codes, scales, powers, uppers, least, exponents, offset, is_real, row, is_row,
+    MASKED: tl.constexpr, EXPAND: tl.constexpr, FRACTION: tl.constexpr,
+):  # fmt: skip
+    """code = round(Δmax·(|x|/M)^k) of x [R, J, 32], with M and k as they are stored; whatever x is."""
+    bits = x.to(tl.int32, bitcast=True)
+    is_finite = (bits & 0x7FFFFFFF) < INFINITY
+    magnitude = tl.where(is_finite, bits & 0x7FFFFFFF, 0)
+    largest = _largest(magnitude)
+    scale_bits = _scale_bits(largest)
+    store(scales + row, (scale_bits >> 16).to(tl.int16), is_row, MASKED)
+    inverse = _inverse_of(scale_bits)
+    ratio = _product_without_subnormals(
+        magnitude.to(tl.float32, bitcast=True), tl.broadcast_to(inverse, magnitude.shape)
+    )
+    LARGEST: tl.constexpr = _E4M3_LARGEST if FRACTION == 3 else _E5M2_LARGEST
+    power = tl.full(row.shape, _UNEXPANDED, tl.int32)
+    if EXPAND:
+        smallest = _smallest(tl.where(ratio > 0, ratio, float("inf")))
+        power = _power_of(smallest, largest.to(tl.float32, bitcast=True) * inverse, least, FRACTION)
+        store(powers + row, power.to(tl.uint8), is_row, MASKED)
+        k = tl.broadcast_to(_look_up(exponents, power, 1, tl.zeros(power.shape, tl.int32)), ratio.shape)
+        LOG2_LARGEST: tl.constexpr = _E4M3_LOG2_LARGEST if FRACTION == 3 else _E5M2_LOG2_LARGEST
+        y = _exp2(tl.fma(_log2(ratio), k, LOG2_LARGEST))
+    else:
+        y = ratio * LARGEST
+    floor = _floor_code(y, FRACTION)
+    code = floor + (ratio > _look_up(uppers, power, 128, floor)).to(tl.int32)
+    code = code | ((bits >> 24) & 0x80)
+    store(codes + offset, tl.where(is_finite, code, _NAN).to(tl.uint8), is_real, MASKED)
+
+
+@triton.jit
+def _codes_of_both(low, high, FRACTION: tl.constexpr):
+    """Codes of `low`, uint8, and words that are not 0 where those of `high` differ; both [R, J, 32]."""
+    if IS_INTERPRETED:
+        code = fp8_bits.encode(low, FRACTION, False)
+        return code, (code != fp8_bits.encode(high, FRACTION, False)).to(tl.int32)
+    ASM: tl.constexpr = _BOTH_E4M3 if FRACTION == 3 else _BOTH_E5M2
+    return tl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,=r,f,f,f,f,f,f,f,f", [low, high], dtype=(tl.uint8, tl.int32), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _encode(
+    x, codes, scales, powers, uppers, least, exponents, offset, is_real, row, is_row,
+    MASKED: tl.constexpr, EXPAND: tl.constexpr, FRACTION: tl.constexpr, FAST: tl.constexpr,
+    IS_SIGNED: tl.constexpr,
+):  # fmt: skip
+    """The same, fast where that is allowed. Without signs there is nothing below 0."""
+    if FAST:
+        # Without a sign, what has one is NaN; as a whole number without a sign it is the largest.
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF if IS_SIGNED else bits
+        largest = _largest(magnitude.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+        scale_bits = _scale_bits(largest)
+        inverse = _inverse_of(scale_bits)
+        ratio = _product_without_subnormals(tl.abs(x) if IS_SIGNED else x, tl.broadcast_to(inverse, x.shape))
+        smallest = _smallest(ratio)
+        largest_ratio = largest.to(tl.float32, bitcast=True) * inverse
+        is_odd = (largest >= INFINITY) | (largest < 0)
+        LARGEST: tl.constexpr = _E4M3_LARGEST if FRACTION == 3 else _E5M2_LARGEST
+        LOG2_LARGEST: tl.constexpr = _E4M3_LOG2_LARGEST if FRACTION == 3 else _E5M2_LOG2_LARGEST
+        if EXPAND:
+            is_odd = is_odd | ((smallest == 0) & (largest_ratio > 0))
+            power = _power_of(smallest, largest_ratio, least, FRACTION)
+            k = tl.broadcast_to(_look_up(exponents, power, 1, tl.zeros(power.shape, tl.int32)), ratio.shape)
+            low = _exp2(tl.fma(_log2(ratio), k, LOG2_LARGEST + _LOG2_BELOW))
+        else:
+            low = ratio * (LARGEST * _BELOW)
+        if IS_SIGNED:
+            low = (low.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+        code, differs = _codes_of_both(low, low * _ABOVE, FRACTION)
+        differs = tl.reduce(tl.reduce(differs, 1, _either, keep_dims=True), 2, _either, keep_dims=True)
+        is_odd = is_odd | (differs != 0)
+        # Axis by axis: all at once, groups would first be given to other threads.
+        if tl.max(tl.max(tl.max(is_odd.to(tl.int32), axis=2), axis=1), axis=0) > 0:
+            _encode_exactly(
+                x, codes, scales, powers, uppers, least, exponents, offset, is_real, row, is_row,
+                MASKED, EXPAND, FRACTION,
+            )  # fmt: skip
+        else:
+            _put(scales + row, scale_bits >> 16, _PUT_16)
+            if EXPAND:
+                _put(powers + row, power, _PUT_8)
+            store(codes + offset, code, is_real, MASKED)
+    else:
+        _encode_exactly(
+            x, codes, scales, powers, uppers, least, exponents, offset, is_real, row, is_row, MASKED, EXPAND, FRACTION
+        )
+
+
+@triton.jit(do_not_specialize=["first_program", "count", *_NUMBERS])
+def step_kernel(
+    weights,
+    gradients,
+    first_codes,
+    first_scales,
+    first_powers,
+    first_values,
+    first_uppers,
+    first_least,
+    first_exponents,
+    second_codes,
+    second_scales,
+    second_powers,
+    second_values,
+    second_uppers,
+    second_least,
+    second_exponents,
+    first_program,
+    count,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    decay,
+    rate,
+    root_factor,
+    epsilon,
+    FIRST_EXPAND: tl.constexpr,
+    FIRST_FRACTION: tl.constexpr,
+    SECOND_EXPAND: tl.constexpr,
+    SECOND_FRACTION: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
+    R: tl.constexpr,
+):
+    """One step of R groups; `AdamwNumbers` says what the numbers are."""
+    # Where this program begins may be beyond 2³¹; what it adds to that is not.
+    program = tl.program_id(0) + first_program
+    start = program.to(tl.int64) * (R * _GROUP)
+    first_row = program * R
+    left = tl.minimum(count - start, R * _GROUP).to(tl.int32)
+    row = tl.arange(0, R)[:, None, None]
+    run = tl.arange(0, _GROUP // _RUN)[None, :, None] * _RUN + tl.arange(0, _RUN)[None, None, :]
+    # Threads are dealt out in the order of these numbers: eight to a run, others to other groups before other runs. The
+    # 2 is not so, and does no more than rank dimensions.
+    offset = tl.max_contiguous(tl.multiple_of(row * _GROUP + run, [1, 1, 4]), [2, 1, 4])
+    is_real, is_row = offset < left, row * _GROUP < left
+    weights += start
+    gradients += start
+    first_codes += start
+    second_codes += start
+    first_scales += first_row
+    second_scales += first_row
+    if FIRST_EXPAND:
+        first_powers += first_row
+    if SECOND_EXPAND:
+        second_powers += first_row
+    weight = load_once(weights + offset, is_real, 0, MASKED)
+    gradient = load_once(gradients + offset, is_real, 0, MASKED)
+    m = _decode(
+        first_codes, first_scales, first_powers, first_values, offset, is_real, row, is_row, MASKED, FIRST_EXPAND
+    )
+    v = _decode(
+        second_codes, second_scales, second_powers, second_values, offset, is_real, row, is_row, MASKED, SECOND_EXPAND
+    )
+    m = m + (gradient - m) * rest1
+    v = v * beta2 + (gradient * rest2) * gradient
+    store(weights + offset, _moved(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
+    _encode(
+        m, first_codes, first_scales, first_powers, first_uppers, first_least, first_exponents,
+        offset, is_real, row, is_row, MASKED, FIRST_EXPAND, FIRST_FRACTION, FAST, True,
+    )  # fmt: skip
+    _encode(
+        v, second_codes, second_scales, second_powers, second_uppers, second_least, second_exponents,
+        offset, is_real, row, is_row, MASKED, SECOND_EXPAND, SECOND_FRACTION, FAST, False,
+    )  # fmt: skip

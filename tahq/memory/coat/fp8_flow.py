@@ -1,0 +1,154 @@
+"""COAT's mixed-granularity FP8 precision flow in a slice of a Llama: each block computed by `CoatBlock`.
+
+Linear layers have one scale a tensor, from the maxima of groups (group scaling), and multiply in FP8; non-linear
+layers have a scale for 16 channels of a token. What a block keeps for its backward are those codes
+(`fp8_functions.py` lists them); attention computes in bf16, and keeps Q, K, V and its output once. Gradients between
+layers and of weights are bf16 or fp32. The residual stream stays as it is, in the dtype in which it comes: fp32 from
+a cut, as without COAT; a norm reads its codes.
+
+A block computes from its own input and weights alone, so that it matters to no result where the model is cut, how many
+micro-batches are in flight, or whether blocks are computed again in the backward.
+
+Source: COAT §5, Figure 1, appendices D and G.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from tahq.errors import ModelError
+from tahq.memory.coat.fp8_functions import AfterAttention, BeforeAttention, Flow
+from tahq.memory.coat.fp8_linear import WeightCodes
+from tahq.memory.coat.rotary import rotate
+from tahq.memory.config import COAT_FAMILIES, CoatConfig
+from tahq.models.attention import keyed_attention
+from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.model_spec import ModelSpec
+from tahq.models.slice import ModelSlice
+
+
+class CoatBlock(nn.Module):
+    """A Llama layer with the weights of a transformers layer, under its names, and FP8 between its parts.
+
+    Args:
+        block: the layer; its modules become this one's.
+        config: `memory.coat`.
+    """
+
+    splits_backward = True
+    """Takes `deferred`: see `ModelSlice`."""
+
+    # A transformers layer's: which classes they are, only its family knows.
+    self_attn: Any
+    mlp: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+
+    def __init__(self, block: nn.Module, config: CoatConfig) -> None:
+        super().__init__()
+        for name, child in block.named_children():
+            self.add_module(name, child)
+        self._config = config
+        attention, mlp = self.self_attn, self.mlp
+        before = (attention.q_proj, attention.k_proj, attention.v_proj)
+        after = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        keep = config.keep_weight_codes
+        self._before = tuple(WeightCodes(linear, keep=keep) for linear in before)
+        self._after = tuple(WeightCodes(linear, keep=keep) for linear in after)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        deferred: DeferredGradients | None = None,
+    ) -> torch.Tensor:
+        """Compute the layer.
+
+        Args:
+            hidden: [B, S, C].
+            position_embeddings: cosine and sine [1, S, D].
+            attention_mask: as `keyed_attention` takes it.
+            deferred: where the backward leaves what the weights' gradients need; None: it computes them.
+
+        Returns:
+            [B, S, C] in the dtype of `hidden`.
+        """
+        flow = Flow(_product_dtype(hidden), self._config.backward_products, deferred)
+        norm = self.input_layernorm
+        query, key, value, hidden = BeforeAttention.apply(  # type: ignore[no-untyped-call]
+            hidden, norm.weight, norm.variance_epsilon, flow, self._before, *_parameters(self._before)
+        )
+        attended = self._attend(query, key, value, position_embeddings, attention_mask)
+        norm = self.post_attention_layernorm
+        out: torch.Tensor = AfterAttention.apply(  # type: ignore[no-untyped-call]
+            attended, hidden, norm.weight, norm.variance_epsilon, flow, self._after, *_parameters(self._after)
+        )
+        return out
+
+    def train(self, mode: bool = True) -> Self:
+        """Choose training or evaluation; a step and an evaluation begin with it, so weights are coded anew after it."""
+        for weight in (*self._before, *self._after):
+            weight.forget()
+        return super().train(mode)
+
+    @property
+    def weight_codes_nbytes(self) -> int:
+        """Bytes of the weights' codes and scales that are kept at present."""
+        return sum(weight.nbytes for weight in (*self._before, *self._after))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Q, K, V [B, S, heads·D] to attention's output [B, S, H·D]."""
+        attention = self.self_attn
+        heads = [x.view(*x.shape[:-1], -1, attention.head_dim) for x in (query, key, value)]
+        rotated = [rotate(x, *tables) for x in heads[:2]]
+        dropout = attention.attention_dropout if self.training else 0.0
+        query, key, value = (x.transpose(1, 2) for x in (*rotated, heads[2]))
+        with torch.autocast(query.device.type, enabled=False):
+            attended, _ = keyed_attention(
+                attention, query, key, value, mask, dropout=dropout, scaling=attention.scaling
+            )
+        return attended.flatten(2)
+
+
+def use_fp8_flow(module: ModelSlice, config: CoatConfig) -> None:
+    """Have a slice's blocks computed with FP8 flow; its parameters stay where and what they are.
+
+    Raises:
+        ModelError: another family, or a Llama with another activation.
+    """
+    check_fp8_flow(module.spec)
+    blocks = module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}")
+    for name, block in list(blocks.named_children()):
+        blocks.add_module(name, CoatBlock(block, config))
+
+
+def check_fp8_flow(spec: ModelSpec) -> None:
+    """Raise ModelError unless the model's layers are ones that `CoatBlock` computes."""
+    if spec.family not in COAT_FAMILIES:
+        raise ModelError(
+            f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}; this one is "
+            f"{spec.family}, whose layers are built otherwise; use memory.activations: none"
+        )
+    activation = spec.hf_config.hidden_act
+    if activation != "silu":
+        raise ModelError(f"memory.activations: coat needs hidden_act silu; this model has {activation}")
+
+
+def _parameters(weights: tuple[WeightCodes, ...]) -> list[torch.Tensor | None]:
+    """Weight and bias of each, for autograd."""
+    return [parameter for weight in weights for parameter in (weight.linear.weight, weight.linear.bias)]
+
+
+def _product_dtype(x: torch.Tensor) -> torch.dtype:
+    """What matrices multiply in and Q, K, V have: autocast's dtype inside autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,0 +1,248 @@
+"""`fp8_flow_reference` on CUDA, with the same functions and arguments; its docstrings say what each computes.
+
+Equal to the reference to the bit: scales and codes of a given tensor, whether in groups or with one scale, and a
+norm's output of given `rstd`. Within a few units of fp32's last place: `rstd` (another order of additions) and
+whatever goes through SiLU (another exponential), so that an output code beside them is its neighbour where the number
+lies between two. Gradients are sums in another order.
+
+Quantisation is fused: the norm's kernel codes its input, and takes its output's maxima, in the pass that computes it;
+SiLU's likewise. SiLU's gradients are computed twice, for their maxima and as codes, and never stored otherwise. Maxima
+travel as bits, int32, which order NaN above infinity. No call waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from tahq.memory.coat import fp8_flow_kernels as kernels
+from tahq.memory.coat.fp8_codes import (
+    E4M3,
+    GROUP,
+    LARGEST,
+    GroupCodes,
+    Layouts,
+    NormForward,
+    TensorCodes,
+    has_fp8_units,
+)
+
+_MAXIMA_BLOCK = 8192
+_SCALE_BLOCK = 4096
+_GROUPS_BLOCK = 128
+"""Groups a program of SiLU's kernels: 2048 elements of either tensor."""
+NORM_ELEMENTS_PER_WARP = 1024
+"""Of a norm's forward: 32 a thread, so that what is done once a row is done by few."""
+_TILE = {"M": 64, "N": 128}
+_BACKWARD_PROGRAMS = 256
+"""Rows of partial sums of a norm weight's gradient; fixed, so that no device adds in an order of its own."""
+_EXACT = {"enable_fp_fusion": False}
+"""A fused multiply-add rounds once where the reference rounds twice."""
+
+
+def group_maxima(x: torch.Tensor) -> torch.Tensor:
+    """int32 bits, of the maxima of runs of groups."""
+    flat = x.detach().contiguous()
+    maxima = _maxima(x, -(-x.numel() // _MAXIMA_BLOCK))
+    _launch(kernels.maxima_kernel, len(maxima), flat, maxima, x.numel(), BLOCK=_MAXIMA_BLOCK, num_warps=8)
+    return maxima
+
+
+def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
+    """fp32 [1], on the device."""
+    scale = torch.empty(1, dtype=torch.float32, device=maxima.device)
+    bits = maxima if maxima.dtype == torch.int32 else maxima.view(torch.int32)
+    numbers = {"RECIPROCAL": 1 / LARGEST[fp8], "BLOCK": _SCALE_BLOCK}
+    _launch(kernels.scale_kernel, 1, bits, scale, bits.numel(), **numbers, num_warps=8)
+    return scale
+
+
+def quantize_tensor(x: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype, layouts: Layouts) -> TensorCodes:
+    """See the reference."""
+    values = x.detach().contiguous()
+    inputs, options = (values, scale), {"MANTISSA": _mantissa(fp8)}
+    return _tiled(kernels.quantize_kernel, inputs, x.shape, (), scale, fp8, layouts, **options)
+
+
+def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> NormForward:
+    """See the reference; maxima as bits, one a token."""
+    tokens, channels = x.shape
+    total = x if added is None else torch.empty_like(x)
+    coded, rstd = _group_codes(x), torch.empty(tokens, dtype=torch.float32, device=x.device)
+    maxima, groups = _maxima(x, tokens), coded.scales.shape[1]
+    _launch(
+        kernels.norm_forward_kernel, tokens,
+        x, x if added is None else added, weight, total, coded.codes.view(torch.uint8), coded.scales.view(torch.int16),
+        rstd, maxima, channels, groups, epsilon,
+        ADDED=added is not None, NATIVE=has_fp8_units(x.device), EVEN=channels == _power_of_two(groups) * GROUP,
+        **_row(groups, NORM_ELEMENTS_PER_WARP), **_EXACT,
+    )  # fmt: skip
+    return NormForward(total, coded, rstd, maxima)
+
+
+def norm_output(
+    codes: GroupCodes, rstd: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, layouts: Layouts
+) -> TensorCodes:
+    """See the reference."""
+    inputs = (*_bits(codes), rstd, weight, scale)
+    groups = codes.scales.shape[1]
+    return _tiled(kernels.norm_output_kernel, inputs, codes.codes.shape, (groups,), scale, E4M3, layouts)
+
+
+def norm_backward(
+    gradients: Sequence[torch.Tensor],
+    codes: GroupCodes,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    residual_gradient: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference; one to three gradients."""
+    (tokens, channels), groups = codes.codes.shape, codes.scales.shape[1]
+    of_input = torch.empty_like(residual_gradient)
+    num_programs = min(tokens, _BACKWARD_PROGRAMS)
+    parts = torch.empty(num_programs, channels, dtype=torch.float32, device=weight.device)
+    three = (*gradients, *[gradients[0]] * (3 - len(gradients)))
+    _launch(
+        kernels.norm_backward_kernel, num_programs,
+        *three, *_bits(codes), rstd, weight, residual_gradient, of_input, parts, tokens, channels, groups,
+        NUM=len(gradients), NATIVE=has_fp8_units(weight.device), **_row(groups),
+    )  # fmt: skip
+    return of_input, parts.sum(0)
+
+
+def gated_forward(gate: torch.Tensor, up: torch.Tensor) -> tuple[GroupCodes, GroupCodes, torch.Tensor]:
+    """See the reference; maxima as bits, one a program."""
+    of_gate, of_up = _group_codes(gate), _group_codes(up)
+    maxima = _maxima(gate, _num_runs(of_gate))
+    outputs = (*_bits(of_gate), *_bits(of_up), maxima)
+    _launch_runs(kernels.gated_forward_kernel, of_gate, gate, up, *outputs, **_EXACT)
+    return of_gate, of_up, maxima
+
+
+def gated_output(gate: GroupCodes, up: GroupCodes, scale: torch.Tensor, layouts: Layouts) -> TensorCodes:
+    """See the reference."""
+    inputs = (*_bits(gate), *_bits(up), scale)
+    groups = gate.scales.shape[1]
+    return _tiled(kernels.gated_output_kernel, inputs, gate.codes.shape, (groups,), scale, E4M3, layouts)
+
+
+def gated_backward(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference."""
+    of_gate, of_up = torch.empty_like(gradient), torch.empty_like(gradient)
+    inputs = (gradient, *_bits(gate), *_bits(up))
+    _launch_runs(kernels.gated_backward_kernel, gate, *inputs, of_gate, of_up, STORED=True)
+    return of_gate, of_up
+
+
+def gated_maxima(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference; as bits, one a program."""
+    of_gate, of_up = _maxima(gradient, _num_runs(gate)), _maxima(gradient, _num_runs(gate))
+    inputs = (gradient, *_bits(gate), *_bits(up))
+    _launch_runs(kernels.gated_backward_kernel, gate, *inputs, of_gate, of_up, STORED=False, **_EXACT)
+    return of_gate, of_up
+
+
+def gated_gradient(
+    gradient: torch.Tensor,
+    gate: GroupCodes,
+    up: GroupCodes,
+    of: Literal["gate", "up"],
+    scale: torch.Tensor,
+    fp8: torch.dtype,
+    layouts: Layouts,
+) -> TensorCodes:
+    """See the reference."""
+    inputs = (gradient, *_bits(gate), *_bits(up), scale)
+    groups, options = gate.scales.shape[1], {"UP": of == "up", "MANTISSA": _mantissa(fp8)}
+    return _tiled(kernels.gated_gradient_kernel, inputs, gradient.shape, (groups,), scale, fp8, layouts, **options)
+
+
+def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """`rotary.rotated`, within a rounding of fp32."""
+    values = x.contiguous()
+    batch, positions, heads, channels = values.shape
+    result, half = torch.empty_like(values), channels // 2
+    blocks = {"H": _power_of_two(heads), "D": _power_of_two(half)}
+    _launch(
+        kernels.rotary_kernel, batch * positions,
+        values, cosine.contiguous(), sine.contiguous(), result, positions, heads, half,
+        SIGN=-1 if transposed else 1, **blocks, num_warps=4,
+    )  # fmt: skip
+    return result
+
+
+def _mantissa(fp8: torch.dtype) -> int:
+    return 3 if fp8 == E4M3 else 2
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    with _on_device_of(arguments[0]):
+        kernel[(programs,)](*arguments, **options)
+
+
+def _on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def _tiled(
+    kernel: Callable[..., None],
+    inputs: tuple[torch.Tensor, ...],
+    shape: torch.Size,
+    numbers: tuple[int, ...],
+    scale: torch.Tensor,
+    fp8: torch.dtype,
+    layouts: Layouts,
+    **options: Any,
+) -> TensorCodes:
+    """A matrix [T, C] of codes with one scale, tile by tile."""
+    tokens, channels = shape
+    device = scale.device
+    rows = None if layouts == "columns" else torch.empty(tokens, channels, dtype=fp8, device=device)
+    columns = None if layouts == "rows" else torch.empty(channels, tokens, dtype=fp8, device=device)
+    written = [each.view(torch.uint8) for each in (rows, columns) if each is not None]
+    programs = -(-tokens // _TILE["M"]) * -(-channels // _TILE["N"])
+    _launch(
+        kernel, programs, *inputs, written[0], written[-1], tokens, channels, *numbers,
+        ROWS=rows is not None, COLUMNS=columns is not None, NATIVE=has_fp8_units(device),
+        **_TILE, **options, **_EXACT, num_warps=8,
+    )  # fmt: skip
+    return TensorCodes(rows, columns, scale)
+
+
+def _launch_runs(kernel: Any, like: GroupCodes, *arguments: torch.Tensor, **options: Any) -> None:
+    """Over all groups of tensors like this one, a run of them a program."""
+    channels, groups = like.codes.shape[1], like.scales.shape[1]
+    _launch(
+        kernel, _num_runs(like), *arguments, like.scales.numel(), channels, groups,
+        EVEN=channels % GROUP == 0, NATIVE=has_fp8_units(like.codes.device), G=_GROUPS_BLOCK, num_warps=4, **options,
+    )  # fmt: skip
+
+
+def _num_runs(x: GroupCodes) -> int:
+    return -(-x.scales.numel() // _GROUPS_BLOCK)
+
+
+def _group_codes(like: torch.Tensor) -> GroupCodes:
+    tokens, channels = like.shape
+    codes = torch.empty(tokens, channels, dtype=E4M3, device=like.device)
+    return GroupCodes(codes, torch.empty(tokens, -(-channels // GROUP), dtype=torch.bfloat16, device=like.device))
+
+
+def _bits(x: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales as whole numbers, which kernels take."""
+    return x.codes.view(torch.uint8), x.scales.view(torch.int16)
+
+
+def _maxima(like: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.int32, device=like.device)
+
+
+def _row(groups: int, per_warp: int = 512) -> dict[str, int]:
+    """A row's block, and its warps: of 16 elements a thread, unless it is said otherwise."""
+    block = _power_of_two(groups)
+    return {"G": block, "num_warps": min(16, max(1, block * GROUP // per_warp))}
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,245 @@
+"""The two halves of a Llama layer around its attention, each one function for autograd: what they keep is FP8.
+
+`BeforeAttention` is the norm and the projections to Q, K and V, `AfterAttention` the output projection, the residual
+sum, the second norm, the gated MLP and the second sum. The residual stream passes through both, so that its gradient
+is added where a norm's is computed.
+
+Kept for backward, in units U of a bf16 tensor [T, C] (COAT Table 2; heads as in Llama-2, I = 2⅔·C):
+
+- either norm's input, E4M3 in groups of 16, 0.5 U, and its scales in bf16, 0.06 U;
+- either norm's output, E4M3 with one scale, once for all the matrices that take it, 0.5 U;
+- the outputs of gate and up, E4M3 in groups, 2.67 U, and scales 0.33 U; SiLU is computed again;
+- their product, E4M3 with one scale, 1.33 U;
+- the attention's output as it is, 1 U, which is the tensor that attention itself keeps: no FP8 copy of it, only its
+  scale (appendix D).
+
+Letters: B samples, S positions, T = B·S tokens, C channels, I inner channels, N output channels.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tahq.memory.coat.fp8_codes import E4M3, GroupCodes, Layouts, TensorCodes
+from tahq.memory.coat.fp8_kernels import FlowKernels, kernels_for
+from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, gradient_format, layouts_for, linear_forward
+from tahq.models.deferred_gradients import DeferredGradients, accumulate
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How a layer is computed in one forward pass.
+
+    `dtype`: of products, Q, K, V and gradients between layers; `deferred`: where a split backward leaves what weights'
+    gradients need.
+    """
+
+    dtype: torch.dtype
+    backward_products: str
+    deferred: DeferredGradients | None
+
+
+class BeforeAttention(torch.autograd.Function):
+    """(x, norm weight, weights and biases of Q, K, V) -> Q, K, V, x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        norm_weight: torch.Tensor,
+        epsilon: float,
+        flow: Flow,
+        weights: tuple[WeightCodes, ...],
+        *parameters: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Hidden states [B, S, C] to each projection's [B, S, N], and the hidden states.
+
+        `parameters`, the weights and biases once more, are named for autograd.
+        """
+        kernels = kernels_for(hidden.device)
+        norm = kernels.norm_forward(_matrix(hidden), None, norm_weight, epsilon)
+        y, kept = _normalised(kernels, norm.codes, norm.rstd, norm_weight, norm.maxima)
+        outputs = [linear_forward(y, weight, flow.dtype) for weight in weights]
+        ctx.flow, ctx.weights = flow, weights
+        ctx.save_for_backward(norm.codes.codes, norm.codes.scales, norm.rstd, norm_weight, *_parts(kept))
+        shape = hidden.shape[:-1]
+        return *(output.view(*shape, -1) for output in outputs), hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        """Gradients of hidden states, norm weight, weights and biases."""
+        codes, scales, rstd, norm_weight, *parts = ctx.saved_tensors
+        flow, kernels = ctx.flow, kernels_for(codes.device)
+        y = _tensor_codes(parts)
+        of_normalised, of_parameters = [], []
+        for index, (weight, gradient) in enumerate(zip(ctx.weights, gradients[:-1], strict=True)):
+            of_output = _prepared(flow, weight, _matrix(gradient))
+            of_normalised.append(of_output.of_input(weight, flow.dtype))
+            of_parameters += _weight_gradients(ctx, 5 + 2 * index, of_output, weight, lambda: y)
+        of_hidden, of_norm = kernels.norm_backward(
+            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, _matrix(gradients[-1])
+        )
+        return of_hidden.view(gradients[-1].shape), of_norm.to(norm_weight.dtype), None, None, None, *of_parameters
+
+
+class AfterAttention(torch.autograd.Function):
+    """(attention output, x, norm weight, weights and biases of o, gate, up, down) -> the layer's output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attended: torch.Tensor,
+        hidden: torch.Tensor,
+        norm_weight: torch.Tensor,
+        epsilon: float,
+        flow: Flow,
+        weights: tuple[WeightCodes, ...],
+        *parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention's output [B, S, H·D] and hidden states [B, S, C] to hidden states [B, S, C]."""
+        kernels = kernels_for(hidden.device)
+        project, gate, up, down = weights
+        attention_output = _matrix(attended)
+        a_scale = kernels.tensor_scale(kernels.group_maxima(attention_output), E4M3)
+        a = kernels.quantize_tensor(attention_output, a_scale, E4M3, "rows")
+        branch = linear_forward(a, project, flow.dtype)
+        norm = kernels.norm_forward(_matrix(hidden), branch, norm_weight, epsilon)
+        y, kept_y = _normalised(kernels, norm.codes, norm.rstd, norm_weight, norm.maxima)
+        del a, branch
+        gate_codes, up_codes, maxima = kernels.gated_forward(
+            linear_forward(y, gate, flow.dtype), linear_forward(y, up, flow.dtype)
+        )
+        del y
+        p_scale = kernels.tensor_scale(maxima, E4M3)
+        p, kept_p = _kept(kernels.gated_output(gate_codes, up_codes, p_scale, layouts_for(gate_codes.codes)))
+        out = norm.total.add_(linear_forward(p, down, flow.dtype))
+        ctx.flow, ctx.weights = flow, weights
+        ctx.save_for_backward(
+            attention_output, a_scale, norm.codes.codes, norm.codes.scales, norm.rstd, norm_weight,
+            gate_codes.codes, gate_codes.scales, up_codes.codes, up_codes.scales,
+            *_parts(kept_y), *_parts(kept_p),
+        )  # fmt: skip
+        return out.view(hidden.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        """Gradients of attention's output, hidden states, norm weight, weights and biases."""
+        attended, a_scale, codes, scales, rstd, norm_weight, *rest = ctx.saved_tensors
+        gate_codes, up_codes = GroupCodes(*rest[0:2]), GroupCodes(*rest[2:4])
+        y, p = _tensor_codes(rest[4:7]), _tensor_codes(rest[7:10])
+        flow, kernels = ctx.flow, kernels_for(codes.device)
+        project, gate, up, down = ctx.weights
+        gradient = _matrix(gradients[0])
+
+        of_output = _prepared(flow, down, gradient)
+        of_product = of_output.of_input(down, flow.dtype)
+        of_down = _weight_gradients(ctx, 12, of_output, down, lambda: p)
+        del of_output
+        of_normalised, of_gate_and_up = [], []
+        halves = _gated_gradients(flow, kernels, of_product, (gate_codes, up_codes), (gate, up))
+        for index, weight in enumerate((gate, up)):
+            of_output = next(halves)
+            of_normalised.append(of_output.of_input(weight, flow.dtype))
+            of_gate_and_up += _weight_gradients(ctx, 8 + 2 * index, of_output, weight, lambda: y)
+            del of_output  # before the next is made
+        del of_product, halves
+        of_hidden, of_norm = kernels.norm_backward(
+            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, gradient
+        )
+        of_output = _prepared(flow, project, of_hidden)
+        of_attended = of_output.of_input(project, flow.dtype)
+
+        def a() -> TensorCodes:
+            layouts: Layouts = "columns" if layouts_for(attended) == "both" else "rows"
+            return kernels.quantize_tensor(attended, a_scale, E4M3, layouts)
+
+        of_project = _weight_gradients(ctx, 6, of_output, project, a)
+        shape = gradients[0].shape
+        of_parameters = (*of_project, *of_gate_and_up, *of_down)
+        return (
+            of_attended.view(*shape[:-1], -1), of_hidden.view(shape), of_norm.to(norm_weight.dtype),
+            None, None, None, *of_parameters,
+        )  # fmt: skip
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """[B, S, C] as contiguous [T, C]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _normalised(
+    kernels: FlowKernels, codes: GroupCodes, rstd: torch.Tensor, weight: torch.Tensor, maxima: torch.Tensor
+) -> tuple[TensorCodes, TensorCodes]:
+    """A norm's output as the matrices behind it take it, and as it is kept."""
+    scale = kernels.tensor_scale(maxima, E4M3)
+    return _kept(kernels.norm_output(codes, rstd, weight, scale, layouts_for(codes.codes)))
+
+
+def _kept(x: TensorCodes) -> tuple[TensorCodes, TensorCodes]:
+    """Codes for a forward, and the one layout that its backward needs."""
+    return x, x if x.column_codes is None else TensorCodes(None, x.column_codes, x.scale)
+
+
+def _parts(x: TensorCodes) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    return x.row_codes, x.column_codes, x.scale
+
+
+def _tensor_codes(parts: list[Any]) -> TensorCodes:
+    return TensorCodes(*parts)
+
+
+def _prepared(flow: Flow, weight: WeightCodes, gradient: torch.Tensor) -> OutputGradient:
+    return OutputGradient.of(gradient, weight, flow.dtype, flow.backward_products)
+
+
+def _gated_gradients(
+    flow: Flow,
+    kernels: FlowKernels,
+    gradient: torch.Tensor,
+    codes: tuple[GroupCodes, GroupCodes],
+    weights: tuple[WeightCodes, WeightCodes],
+) -> Iterator[OutputGradient]:
+    """The gradients of gate's and then of up's output, one after the other, so that both need not be held."""
+    fp8 = gradient_format(flow.backward_products)
+    if fp8 is None or any(weight.linear.bias is not None for weight in weights):
+        for weight, each in zip(weights, kernels.gated_backward(gradient, *codes), strict=True):
+            yield _prepared(flow, weight, each)
+        return
+    gate_maxima, up_maxima = kernels.gated_maxima(gradient, *codes)
+    layouts = layouts_for(gradient)
+    scale = kernels.tensor_scale(gate_maxima, fp8)
+    yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, "gate", scale, fp8, layouts))
+    scale = kernels.tensor_scale(up_maxima, fp8)
+    yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, "up", scale, fp8, layouts))
+
+
+def _weight_gradients(
+    ctx: Any, argument: int, of_output: OutputGradient, weight: WeightCodes, x: Callable[[], TensorCodes]
+) -> list[torch.Tensor | None]:
+    """Gradients of a linear layer's weight and bias, arguments number `argument` of the forward and the next; or None
+    for both, and what computes them left to the split backward's second part.
+    """
+    wants_weight, wants_bias = ctx.needs_input_grad[argument : argument + 2]
+    linear = weight.linear
+
+    def of_weight() -> torch.Tensor:
+        return of_output.of_weight(x(), linear.weight.dtype)
+
+    def add() -> None:
+        if wants_weight:
+            accumulate(linear.weight, of_weight())
+        if wants_bias and of_output.of_bias is not None:
+            accumulate(linear.bias, of_output.of_bias)
+
+    if ctx.flow.deferred is not None:
+        ctx.flow.deferred.add(add)
+        return [None, None]
+    of_bias = of_output.of_bias if wants_bias else None
+    return [of_weight() if wants_weight else None, None if of_bias is None else of_bias.to(linear.bias.dtype)]

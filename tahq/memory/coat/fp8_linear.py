@@ -1,0 +1,178 @@
+"""Linear layers in FP8, one scale a tensor: products of codes, weights' codes kept while they hold, gradients.
+
+A product runs on FP8 matrix units (`torch._scaled_mm`) where the device has them and the sizes are multiples of
+16; elsewhere the same codes are multiplied as floating-point numbers, which gives the same result but for the order
+of additions and, on CUDA, a rounding of the unscaled sum to bf16.
+
+A backward quantises the gradient of its output, bf16 until then, and multiplies in FP8, as the paper's times imply
+(Table 7: a backward 1.71 times as fast) and its code does, E5M2; `backward_products: bf16` multiplies that gradient as
+it is. Decision 0019 weighs the two. What flows between layers, and gradients of weights, are never FP8.
+
+Source: COAT §5.2, appendices D, G.3 and G.5.
+Letters: T tokens, C input channels, N output channels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, Layouts, TensorCodes, has_fp8_units
+from tahq.memory.coat.fp8_kernels import kernels_for
+
+_FORMATS = {"e5m2": E5M2, "e4m3": E4M3}
+_MULTIPLE = 16
+
+
+def fits_fp8_units(device: torch.device, *sizes: int) -> bool:
+    """Whether a product of these sizes does."""
+    return all(size % _MULTIPLE == 0 for size in sizes) and has_fp8_units(device)
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, scale: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, *, fast: bool
+) -> torch.Tensor:
+    """a·bᵀ times both scales.
+
+    Args:
+        a: FP8 codes [M, K].
+        b: FP8 codes [N, K].
+        scale: of a and of b, fp32 [1].
+        dtype: of the result, bf16 or fp32.
+        fast: may add in the matrix units' own, shorter, accumulators; for forwards.
+
+    Returns:
+        [M, N].
+    """
+    of_a, of_b = scale
+    if a.is_contiguous() and b.is_contiguous() and fits_fp8_units(a.device, a.shape[0], a.shape[1], b.shape[0]):
+        of_codes: torch.Tensor = torch._scaled_mm(
+            a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype, use_fast_accum=fast
+        )
+        return of_codes
+    # All codes are bf16 numbers. A CPU multiplies fp32 as fast, and rounds once less.
+    wide = torch.float32 if a.device.type == "cpu" else torch.bfloat16
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.to(wide).mm(b.to(wide).t()).float() * (of_a * of_b)).to(dtype)
+
+
+class WeightCodes:
+    """The codes of one linear layer's weight [N, C], made anew when the weight has changed.
+
+    Weights change at COMMIT only, between steps; all micro-batches of a step share the codes. Whether a weight has
+    changed is told by `forget`, called as a stage begins a step or an evaluation, and by the tensor's version.
+
+    Args:
+        linear: whose weight.
+        keep: keep the codes, two bytes a parameter where there are FP8 units and one elsewhere; else their scale only,
+            the weight being coded again for every product.
+    """
+
+    def __init__(self, linear: nn.Linear, *, keep: bool) -> None:
+        self.linear = linear
+        self._keep = keep
+        self._version = -1
+        self._scale: torch.Tensor | None = None
+        self._codes: TensorCodes | None = None
+
+    def forget(self) -> None:
+        """The weight may have changed."""
+        self._scale = self._codes = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        codes = self._codes
+        kept = [] if codes is None else [codes.row_codes, codes.column_codes]
+        return sum(each.nbytes for each in (*kept, self._scale) if each is not None)
+
+    def rows(self) -> TensorCodes:
+        """Codes for the forward."""
+        return self._made(columns=False)
+
+    def columns(self) -> TensorCodes:
+        """Codes for the gradient of the input."""
+        return self._made(columns=True)
+
+    @torch.no_grad()
+    def _made(self, *, columns: bool) -> TensorCodes:
+        weight = self.linear.weight
+        if self._version != weight._version:
+            self.forget()
+            self._version = weight._version
+        if self._codes is not None:
+            return self._codes
+        kernels = kernels_for(weight.device)
+        if self._scale is None:
+            self._scale = kernels.tensor_scale(kernels.group_maxima(weight), E4M3)
+        needs_columns = fits_fp8_units(weight.device, *weight.shape)
+        if not self._keep:
+            return kernels.quantize_tensor(
+                weight, self._scale, E4M3, "columns" if columns and needs_columns else "rows"
+            )
+        self._codes = kernels.quantize_tensor(weight, self._scale, E4M3, "both" if needs_columns else "rows")
+        return self._codes
+
+
+def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
+    """x·Wᵀ + b: [T, N] of x [T, C]."""
+    codes = weight.rows()
+    y = product(x.rows, codes.rows, (x.scale, codes.scale), dtype, fast=True)
+    bias = weight.linear.bias
+    return y if bias is None else y.add_(bias.detach().to(dtype))
+
+
+def layouts_for(x: torch.Tensor) -> Layouts:
+    """In which layouts products take a tensor of the size of x [T, C]: FP8 units want its transposed codes too."""
+    return "both" if fits_fp8_units(x.device, *x.shape) else "rows"
+
+
+def gradient_format(products: str) -> torch.dtype | None:
+    """What `backward_products` codes a gradient as; None: as nothing."""
+    return _FORMATS.get(products)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGradient:
+    """The gradient of a linear layer's output [T, N], as its two products take it.
+
+    `plain`: in the dtype that is computed in; `codes`: in FP8, instead; `of_bias`: Σ_T ∂y, fp32 [N], of the gradient
+    itself, where there is a bias.
+    """
+
+    plain: torch.Tensor | None
+    codes: TensorCodes | None
+    of_bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor, weight: WeightCodes, dtype: torch.dtype, products: str) -> "OutputGradient":
+        """Prepare a gradient [T, N].
+
+        Args:
+            gradient: in any dtype.
+            weight: of the layer.
+            dtype: what is computed in.
+            products: `backward_products`.
+        """
+        fp8 = gradient_format(products)
+        of_bias = None if weight.linear.bias is None else gradient.float().sum(0)
+        if fp8 is None:
+            return cls(gradient.to(dtype), None, of_bias)
+        kernels = kernels_for(gradient.device)
+        scale = kernels.tensor_scale(kernels.group_maxima(gradient), fp8)
+        return cls(None, kernels.quantize_tensor(gradient, scale, fp8, layouts_for(gradient)), of_bias)
+
+    def of_input(self, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
+        """∂x = ∂y·W: [T, C]."""
+        codes = weight.columns()
+        if self.codes is None:
+            assert self.plain is not None
+            return self.plain.mm(codes.dequantized(self.plain.dtype))
+        return product(self.codes.rows, codes.columns, (self.codes.scale, codes.scale), dtype, fast=False)
+
+    def of_weight(self, x: TensorCodes, dtype: torch.dtype) -> torch.Tensor:
+        """∂W = ∂yᵀ·x: [N, C]."""
+        if self.codes is None:
+            assert self.plain is not None
+            return self.plain.t().mm(x.dequantized(self.plain.dtype)).to(dtype)
+        return product(self.codes.columns, x.columns, (self.codes.scale, x.scale), dtype, fast=False)

@@ -1,0 +1,128 @@
+"""INT8 weights and INT4 projections on CUDA: decoding them, and updating a weight in one read and one write; bf16 too.
+
+The same operations in the same order as `int8_weight.py`, `projection.py` and `full_weight.py`, none of them fused, and
+the hash's own words: codes, scales and values are equal to the bit.
+
+Shape letters: R groups of a block, 256 elements a group.
+"""
+
+import triton
+import triton.language as tl
+
+from tahq.memory.galore.affine_groups import GROUP, SMALLEST_SCALE
+from tahq.memory.galore.int8_weight import FINER, MARGIN, OFFSET, STEPS, TOP_CODE
+from tahq.quant.gpu.hash import hash_words
+
+_GROUP, _STEPS, _OFFSET = tl.constexpr(GROUP), tl.constexpr(float(STEPS)), tl.constexpr(float(OFFSET))
+_SMALLEST, _FINER = tl.constexpr(SMALLEST_SCALE), tl.constexpr(FINER)
+_MARGIN, _TOP_CODE = tl.constexpr(float(MARGIN)), tl.constexpr(float(TOP_CODE))
+
+
+@triton.jit
+def _decoded(codes, zero, scale, at, groups, is_real, is_group):
+    """fp32 [R, 256]; 0 behind the last element."""
+    code = tl.load(codes + at, mask=is_real, other=0).to(tl.float32)
+    z = tl.load(zero + groups, mask=is_group, other=0).to(tl.float32)
+    s = tl.load(scale + groups, mask=is_group, other=0).to(tl.float32)
+    return tl.where(is_real, (code - z[:, None]) * s[:, None], 0.0)
+
+
+@triton.jit
+def _store(out, at, values, is_real):
+    """Rounded to out's type, half to even: for bf16 in whole numbers, since the interpreter would cut off."""
+    if out.dtype.element_ty == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def decode8_kernel(codes, zero, scale, out, numel, num_groups, R: tl.constexpr):
+    """out ← (codes − zero) · scale."""
+    groups = tl.program_id(0) * R + tl.arange(0, R)
+    at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    is_real = at < numel
+    _store(out, at, _decoded(codes, zero, scale, at, groups, is_real, groups < num_groups), is_real)
+
+
+@triton.jit
+def decode4_kernel(packed, zero, scale, out, numel, num_groups, R: tl.constexpr):
+    """out ← (codes − zero) · scale, with two codes a byte."""
+    groups = tl.program_id(0) * R + tl.arange(0, R)
+    is_group = groups < num_groups
+    at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    is_real = at < numel
+    pair = tl.load(packed + at // 2, mask=is_real, other=0).to(tl.int32)
+    code = ((pair >> (at % 2 * 4)) & 15).to(tl.float32)
+    z = tl.load(zero + groups, mask=is_group, other=0).to(tl.float32)
+    s = tl.load(scale + groups, mask=is_group, other=0).to(tl.float32)
+    _store(out, at, (code - z[:, None]) * s[:, None], is_real)
+
+
+@triton.jit(do_not_specialize=["keep", "rate", "key_low", "key_high"])
+def add8_kernel(
+    codes,
+    zero,
+    scale,
+    update,
+    keep,
+    rate,
+    key_low,
+    key_high,
+    numel,
+    num_groups,
+    IS_STOCHASTIC: tl.constexpr,
+    R: tl.constexpr,
+):
+    """codes, zero, scale ← those of keep · W + rate · update."""
+    groups = tl.program_id(0) * R + tl.arange(0, R)
+    is_group = groups < num_groups
+    at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    is_real = at < numel
+    weight = _decoded(codes, zero, scale, at, groups, is_real, is_group)
+    change = tl.load(update + at, mask=is_real, other=0).to(tl.float32)
+    weight = weight * keep + change * rate
+
+    high = tl.maximum(tl.max(weight, axis=1), 0.0)
+    low = tl.minimum(tl.min(weight, axis=1), 0.0)
+    steps = tl.full(high.shape, _STEPS, tl.float32)
+    step = tl.maximum(tl.div_rn(high, steps) - tl.div_rn(low, steps), _SMALLEST)
+    # up to the next bf16
+    step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    place = tl.ceil(tl.div_rn(-low, step)) + _MARGIN
+
+    old_step = tl.load(scale + groups, mask=is_group, other=0).to(tl.float32)
+    old_place = tl.load(zero + groups, mask=is_group, other=0).to(tl.float32) + _OFFSET
+    above, below = tl.ceil(tl.div_rn(high, old_step)), tl.ceil(tl.div_rn(-low, old_step))
+    fits = (above + old_place <= _TOP_CODE) & (below <= old_place) & (step >= _FINER * old_step)
+    step, place = tl.where(fits, old_step, step), tl.where(fits, old_place, place)
+
+    y = tl.div_rn(weight, tl.broadcast_to(step[:, None], weight.shape))
+    floor = tl.floor(y)
+    fraction = y - floor
+    if IS_STOCHASTIC:
+        draw = (hash_words(at, key_low, key_high) >> 8).to(tl.float32) * 5.9604644775390625e-08
+        code = floor + (draw < fraction).to(tl.float32)
+    else:  # half to even
+        is_odd = floor - 2.0 * tl.floor(floor * 0.5) != 0.0
+        code = floor + ((fraction > 0.5) | ((fraction == 0.5) & is_odd)).to(tl.float32)
+    code = code + (place[:, None] - _OFFSET)
+    tl.store(codes + at, code.to(tl.int8), mask=is_real)
+    tl.store(zero + groups, (place - _OFFSET).to(tl.int8), mask=is_group)
+    tl.store(scale + groups, step.to(tl.bfloat16), mask=is_group)
+
+
+@triton.jit(do_not_specialize=["keep", "rate", "key_low", "key_high"])
+def add16_kernel(values, update, keep, rate, key_low, key_high, numel, SIZE: tl.constexpr):
+    """values in bf16 ← keep · values + rate · update, rounded stochastically."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_real = at < numel
+    weight = tl.load(values + at, mask=is_real, other=0).to(tl.float32)
+    change = tl.load(update + at, mask=is_real, other=0).to(tl.float32)
+    bits = (weight * keep + change * rate).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # a NaN keeps a bit that bf16 has; adding a draw to it could make a number of it
+    rounded = tl.where(size > 0x7F800000, bits | 0x400000, bits)
+    draw = (hash_words(at, key_low, key_high) >> 16).to(tl.int32)
+    rounded = tl.where(size < 0x7F800000, (bits + draw) & -0x10000, rounded)
+    tl.store(values + at, rounded.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=is_real)

@@ -1,0 +1,88 @@
+"""A linear layer over a `LowRankWeight`: what it decodes for a product is gone after the product.
+
+The forward pass keeps the layer's input and no copy of the weight; the backward decodes it again, computes the input's
+gradient, then the weight's, which goes to `LowRankWeight.take` and nowhere else.
+
+Source: Q-GaLore, Listing 1.
+Shapes: N positions; W is [out, in] (`is_linear`, nn.Linear) or [in, out] (GPT-2's Conv1D).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tahq.memory.galore.low_rank_weight import LowRankWeight
+from tahq.models.deferred_gradients import DeferredGradients, current_deferral, product_dtype
+
+
+class LowRankLinear(nn.Module):
+    """x·Wᵀ + b, or x·W + b.
+
+    Args:
+        weight: W; no parameter of the module, since its gradient has another shape.
+        bias: b, an ordinary parameter; None: there is none.
+        is_linear: W is [out, in].
+    """
+
+    def __init__(self, weight: LowRankWeight, bias: nn.Parameter | None, *, is_linear: bool) -> None:
+        super().__init__()
+        self.low_rank = weight
+        self.bias = bias
+        self.is_linear = is_linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]; under autocast in its type."""
+        y: torch.Tensor = _Product.apply(x, self.bias, self.low_rank, self.is_linear, current_deferral())  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Product(torch.autograd.Function):
+    """The product whose backward takes the weight's gradient out of autograd's hands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: LowRankWeight,
+        is_linear: bool,
+        deferred: DeferredGradients | None,
+    ) -> torch.Tensor:
+        dtype = product_dtype(x)
+        cast = x.to(dtype)
+        ctx.weight, ctx.is_linear, ctx.deferred = weight, is_linear, deferred
+        ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(cast)
+        matrix = weight.storage.decoded(dtype)
+        b = None if bias is None else bias.to(dtype)
+        if is_linear:
+            return functional.linear(cast, matrix, b)
+        rows = cast.reshape(-1, cast.shape[-1])
+        product = rows.mm(matrix) if b is None else torch.addmm(b, rows, matrix)
+        return product.view(*x.shape[:-1], matrix.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        # the input's first: taking the weight's gradient may change the weight
+        of_input = _input_gradient(ctx, gradient, x.shape) if ctx.needs_input_grad[0] else None
+        of_bias = gradient.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        rows, weight, is_linear = x.reshape(-1, x.shape[-1]), ctx.weight, ctx.is_linear
+
+        def compute() -> None:
+            weight.take(gradient.t().mm(rows) if is_linear else rows.t().mm(gradient))
+
+        if ctx.deferred is None:
+            compute()
+        else:
+            ctx.deferred.add(compute)
+        return of_input, of_bias, None, None, None
+
+
+def _input_gradient(ctx: Any, gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    matrix = ctx.weight.storage.decoded(gradient.dtype)
+    product = gradient.mm(matrix if ctx.is_linear else matrix.t())
+    return product.view(shape).to(ctx.input_dtype)

@@ -1,0 +1,224 @@
+"""One weight that is trained in a low-rank subspace: what is kept of it, and what is done with its gradients.
+
+Invariants:
+- the gradient of a micro-batch is projected as soon as it is there and added to `grad`, in ascending order; nothing
+  of its full size outlives that;
+- between two steps' `apply` the weight does not change, and `discard` leaves no trace of a step;
+- everything is a function of (weight, states, gradients, step, name): not of the stage that owns the weight.
+
+At a rank that is the whole of the smaller dimension there is nothing to project: a rotation would be all that is left
+of it, so the gradient is taken as it is, and without quantisation the update is AdamW's. Embedding and head, which are
+never projected, are such weights.
+
+Source: Q-GaLore §3.5; GaLore (Zhao et al. 2024), Alg. 2.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from tahq.errors import SnapshotError
+from tahq.memory.galore.full_weight import FullWeight
+from tahq.memory.galore.int8_weight import Int8Weight
+from tahq.memory.galore.lazy_subspace import LazyRule, LazySubspace, SvdMethod
+from tahq.memory.galore.low_rank_adam import LowRankAdam, MomentType
+from tahq.memory.galore.projection import FLOATS, ProjectionType
+from tahq.memory.galore.subspace import low_rank_shape, project, project_back, rank_of
+from tahq.randomness import derive_seed
+
+WeightType = Literal["int8", "bf16", "fp32"]
+_WHOLE = 2**63
+"""A rank at which nothing is projected."""
+_COUNTERS = ("step", "gap", "similarities")
+"""States that are numbers, made for each snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankSettings:
+    """How the weights of a run are kept and trained; `training.qgalore` says what each means."""
+
+    rank: int | None = None
+    scale: float = 0.25
+    rule: LazyRule = field(default_factory=LazyRule)
+    weights: WeightType = "int8"
+    projections: ProjectionType = "int4"
+    states: MomentType = "int8"
+    is_stochastic: bool = True
+    svd: SvdMethod = "exact"
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    seed: int = 0
+    ends: WeightType = "fp32"
+    """Embedding and head: fp32 leaves them the parameters that they are."""
+    is_end: bool = False
+    """These are an end's; its bf16 is rounded stochastically too, which GaLore's is not."""
+
+    def of_ends(self) -> "LowRankSettings":
+        """Those of embedding and head: nothing is projected, so no update is scaled either."""
+        return replace(self, rank=_WHOLE, scale=1.0, weights=self.ends, is_end=True)
+
+
+class LowRankWeight:
+    """A weight [m, n], its subspace and its moments.
+
+    Args:
+        name: canonical; with the run's seed and the step it is the key of what is drawn.
+        shape: (m, n).
+        settings: of the run.
+        device: where it lies; uninitialised until it is assigned or loaded.
+        drawn_as: the name in the key, if it is another: two copies of one matrix must be rounded alike.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        settings: LowRankSettings,
+        device: torch.device,
+        drawn_as: str | None = None,
+    ) -> None:
+        self.name, self.shape, self.device = name, torch.Size(shape), device
+        self.grad: torch.Tensor | None = None
+        """Sum of the step's projected gradients so far, fp32; None: none has come."""
+        self.on_gradient: Callable[[LowRankWeight], None] | None = None
+        """Called with each micro-batch's gradient taken: where the update does not wait for COMMIT."""
+        self.settings = settings
+        self._drawn_as = drawn_as or name
+        rank = rank_of(shape, settings.rank)
+        self.low_shape = low_rank_shape(shape, rank)
+        smaller = min(shape)
+        self.subspace = (
+            LazySubspace((rank, smaller), device, settings.projections, settings.rule, settings.svd)
+            if rank < smaller
+            else None
+        )
+        self.storage: Int8Weight | FullWeight = (
+            Int8Weight(shape, device)
+            if settings.weights == "int8"
+            else FullWeight(shape, device, FLOATS[settings.weights])
+        )
+        self._adam = LowRankAdam(self.low_shape, device, settings.states, settings.betas, settings.epsilon)
+        self._step = 0
+        self._dtype = torch.float32
+
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return self.shape.numel()
+
+    @property
+    def pending_nbytes(self) -> int:
+        """What is kept until COMMIT: the sum of the gradients, and a basis that was found."""
+        found = self.subspace.found_nbytes if self.subspace is not None else 0
+        return found + (self.grad.nbytes if self.grad is not None else 0)
+
+    def begin(self, step: int) -> None:
+        """Gradients that come from now on are those of this step."""
+        self._step = step
+
+    @torch.no_grad()
+    def take(self, gradient: torch.Tensor) -> None:
+        """Project the gradient [m, n] of the step's next micro-batch and add it, in fp32.
+
+        Where there is no basis, because no gradient so far was finite, the sum is NaN: the step will be skipped.
+        """
+        self._dtype = gradient.dtype
+        low = self._projected(gradient).to(torch.float32)
+        if self.grad is None:
+            self.grad = low
+        else:
+            self.grad.add_(low)
+        if self.on_gradient is not None:
+            self.on_gradient(self)
+
+    @torch.no_grad()
+    def apply(self, step: int, lr: float, weight_decay: float) -> None:
+        """Take the optimizer's step with what was summed; nothing where no gradient came, or none yet that was finite.
+
+        W ← (1 − η·λ)·W − η·scale·back(direction), in fp32, then rounded.
+        """
+        if self.grad is None:
+            return
+        settings = self.settings
+        basis = self.subspace.basis(self._dtype) if self.subspace is not None else None
+        if self.subspace is not None and basis is None:
+            self.discard()
+            return
+        update = self._adam.direction(self.grad)
+        self.grad = None
+        if self.subspace is not None and basis is not None:
+            update = project_back(update.to(self._dtype), basis, self.shape)
+            self.subspace.keep(step)
+        self.storage.add(update, keep=1 - lr * weight_decay, rate=-lr * settings.scale, key=self._rounding_key(step))
+
+    def discard(self) -> None:
+        """Forget the step's gradients, and the basis found in them."""
+        self.grad = None
+        if self.subspace is not None:
+            self.subspace.drop()
+
+    def weight_tensors(self) -> dict[str, torch.Tensor]:
+        """What a snapshot has of the weight, by `<folder>/<canonical name>`; the tensors themselves."""
+        return {f"{folder}/{self.name}": tensor for folder, tensor in self.storage.tensors().items()}
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """What a snapshot has beside it, by `<state>/<canonical name>`; counters are copies."""
+        states = self._adam.tensors() | {"step": torch.tensor(self._adam.num_steps)}
+        if self.subspace is not None:
+            states |= self.subspace.tensors()
+        return {f"{state}/{self.name}": tensor for state, tensor in states.items()}
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Take weight and states from a snapshot, bit for bit.
+
+        Args:
+            read: a tensor by its name there.
+
+        Raises:
+            SnapshotError: one has another shape or type.
+        """
+        for name, tensor in self.weight_tensors().items():
+            tensor.copy_(_checked(name, read(name), tensor))
+        numbers: dict[str, torch.Tensor] = {}
+        for name, tensor in self.states().items():
+            value = _checked(name, read(f"optimizer/{name}"), tensor)
+            state = name.partition("/")[0]
+            if state in _COUNTERS:
+                numbers[state] = value
+            else:
+                tensor.copy_(value)
+        self._take_numbers(numbers)
+
+    def _rounding_key(self, step: int) -> int | None:
+        """None: to nearest."""
+        is_drawn = self.settings.weights == "int8" or self.settings.is_end
+        if not (is_drawn and self.settings.is_stochastic):
+            return None
+        return derive_seed(self.settings.seed, "weight rounding", self._drawn_as, step)
+
+    def _take_numbers(self, numbers: Mapping[str, torch.Tensor]) -> None:
+        self._adam.num_steps = int(numbers["step"])
+        if self.subspace is not None:
+            self.subspace.load(numbers)
+        self.grad = None
+
+    def _projected(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.subspace is None:
+            return gradient
+        if self.grad is None and self.subspace.is_due(self._step):
+            self.subspace.search(gradient, derive_seed(self.settings.seed, "subspace", self.name, self._step))
+        basis = self.subspace.basis(gradient.dtype)
+        if basis is None:
+            return torch.full(self.low_shape, torch.nan, device=gradient.device)
+        return project(gradient, basis)
+
+
+def _checked(name: str, value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        raise SnapshotError(
+            f"{name} is {value.dtype} {list(value.shape)} in the snapshot, expected {expected.dtype} "
+            f"{list(expected.shape)}: it is from another model, or from other keys of training.qgalore"
+        )
+    return value

@@ -1,0 +1,180 @@
+"""Q-GaLore in a slice of a model: which weights are covered, how they are put in place, what they take.
+
+The rule is `covered_layers`: the 2-D weights of the linear layers inside the blocks, which are the matrices of
+attention and of the MLP, and, unless they stay in fp32, embedding and head, of which nothing is projected. All else,
+norms, biases and learned positions, are ordinary parameters, trained by AdamW, with 8-bit states where the covered
+weights have them.
+
+Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `attn` and `mlp` and has the rest in bf16.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tahq.memory.adam.blockwise8 import num_blocks
+from tahq.memory.galore.affine_groups import affine_nbytes
+from tahq.memory.galore.low_rank_embedding import LowRankEmbedding
+from tahq.memory.galore.low_rank_linear import LowRankLinear
+from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.subspace import low_rank_shape, rank_of
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, fill_weights
+
+_CONV1D = "Conv1D"
+"""transformers' linear layer with its weight the other way round; by name, so that it need not be imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """A layer whose weight is covered, and how that is kept and trained."""
+
+    layer: nn.Module
+    settings: LowRankSettings
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The weight's."""
+        rows, columns = self.layer.get_parameter("weight").shape
+        return rows, columns
+
+
+def covered_layers(model: ModelSlice, settings: LowRankSettings) -> dict[str, Covered]:
+    """The layers whose weights are covered, by the canonical name of the weight."""
+    layout = model.spec.layout
+    ends = () if settings.ends == "fp32" else (layout.embedding_weight, HEAD_WEIGHT)
+    covered = {}
+    for path, module in model.named_modules():
+        name, is_linear = f"{path}.weight", isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D
+        if name in ends:
+            covered[name] = Covered(module, settings.of_ends())
+        elif is_linear and path.startswith(f"{layout.trunk}.{layout.blocks}."):
+            covered[name] = Covered(module, settings)
+    return covered
+
+
+def low_rank_weights(model: nn.Module) -> dict[str, LowRankWeight]:
+    """The covered weights of a model that `cover` has been through, by canonical name."""
+    layers = (module for module in model.modules() if isinstance(module, LowRankLinear | LowRankEmbedding))
+    return {layer.low_rank.name: layer.low_rank for layer in layers}
+
+
+def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) -> dict[str, LowRankWeight]:
+    """Replace the covered layers; biases stay the parameters that they are.
+
+    Args:
+        model: on any device, `meta` too: only the shapes of its covered weights are looked at.
+        settings: of the run.
+        device: where the weights shall lie, uninitialised.
+
+    Returns:
+        The weights, by canonical name.
+    """
+    tied_head = model.spec.layout.embedding_weight if model.spec.tie == "sync" else None
+    for name, covered in covered_layers(model, settings).items():
+        drawn_as = tied_head if name == HEAD_WEIGHT else None
+        weight = LowRankWeight(name, covered.shape, covered.settings, device, drawn_as)
+        model.set_submodule(name.removesuffix(".weight"), _layer_over(weight, covered.layer))
+    return low_rank_weights(model)
+
+
+def _layer_over(weight: LowRankWeight, layer: nn.Module) -> nn.Module:
+    """What takes the place of a covered layer."""
+    if isinstance(layer, nn.Embedding):
+        return LowRankEmbedding(weight, layer.padding_idx)
+    return LowRankLinear(weight, getattr(layer, "bias", None), is_linear=isinstance(layer, nn.Linear))
+
+
+def build_low_rank_slice(
+    spec: ModelSpec,
+    block_range: BlockRange,
+    settings: LowRankSettings,
+    *,
+    seed: int,
+    device: torch.device,
+    random: RandomContext,
+    weights: bool = True,
+) -> ModelSlice:
+    """`build_slice` with covered layers: never more than one of their weights is in memory in fp32.
+
+    Raises:
+        ModelError: as `build_slice`.
+    """
+    parts = Parts.of(block_range)
+    return build_low_rank_parts(spec, parts, settings, seed=seed, device=device, random=random, weights=weights)
+
+
+def build_low_rank_parts(
+    spec: ModelSpec,
+    parts: Parts,
+    settings: LowRankSettings,
+    *,
+    seed: int,
+    device: torch.device,
+    random: RandomContext,
+    weights: bool = True,
+) -> ModelSlice:
+    """A slice of any parts, likewise."""
+    model = ModelSlice(spec, parts, random)
+    covered = cover(model, settings, device)
+    model.materialise(device)
+    if weights:
+        fill_weights(spec, model.canonical_parameters(), seed)
+        fill_low_rank(spec, covered.values(), seed)
+    return model
+
+
+def fill_low_rank(spec: ModelSpec, covered: Iterable[LowRankWeight], seed: int) -> None:
+    """Fill covered weights from the spec's folder or at random, one at a time, rounded to nearest."""
+    for weight in covered:
+        values = torch.empty(weight.shape)
+        fill_weights(spec, {weight.name: values}, seed)
+        weight.storage.assign(values)
+
+
+def divided_parameters(
+    spec: ModelSpec, block_range: BlockRange, settings: LowRankSettings
+) -> tuple[dict[str, torch.Size], dict[str, Covered]]:
+    """A slice's ordinary parameters by name, their shapes, and its covered layers; allocates nothing."""
+    model = ModelSlice(spec, Parts.of(block_range), RandomContext(0))
+    covered = covered_layers(model, settings)
+    return {name: parameter.shape for name, parameter in model.named_parameters() if name not in covered}, covered
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankBytes:
+    """What covered weights take, by kind; gradients with the bases that a step with a search keeps until COMMIT."""
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+
+
+def low_rank_bytes(weights: Iterable[tuple[tuple[int, int], LowRankSettings]]) -> LowRankBytes:
+    """Bytes of covered weights of these shapes, kept so: what the tensors have, counted from the layout."""
+    totals = [_weight_bytes(shape, settings) for shape, settings in weights]
+    return LowRankBytes(
+        sum(total.weights for total in totals),
+        sum(total.gradients for total in totals),
+        sum(total.states for total in totals),
+    )
+
+
+def _weight_bytes(shape: tuple[int, int], settings: LowRankSettings) -> LowRankBytes:
+    rank, smaller = rank_of(shape, settings.rank), min(shape)
+    low = low_rank_shape(shape, rank)
+    numel = low[0] * low[1]
+    moment = numel + 4 * num_blocks(low) if settings.states == "int8" else 4 * numel
+    projection = _nbytes((rank, smaller), settings.projections) if rank < smaller else 0
+    return LowRankBytes(_nbytes(shape, settings.weights), 4 * numel + projection, 2 * moment + projection)
+
+
+def _nbytes(shape: tuple[int, int], kind: str) -> int:
+    bits: Mapping[str, int] = {"int8": 8, "int4": 4}
+    if kind in bits:
+        return affine_nbytes(shape, bits[kind])
+    return shape[0] * shape[1] * {"bf16": 2, "fp32": 4}[kind]

@@ -1,0 +1,1 @@
+"""Checkpoints of committed steps: written, copied to other hosts, chosen, read again."""

@@ -1,0 +1,97 @@
+"""What a probe found about one wire, held against Assumption 4.4 of TAH-Quant.
+
+The assumption asks for some δ in (0, 1] with ‖ĝ − g‖² ≤ (1 − δ)‖g‖² for every stochastic gradient (Eq. 9), and the
+same of the expectations (Eq. 10). Its authors measured less than 0.4 and less than 0.1 (§4.1, Figure 1: Gemma2-2B on
+Math-7K, tiles of 64 and 32); these two figures are the limits here. A mean over M batches stands
+for the expectation: of what is random between batches, in ĝ − g and in g, it still has 1/M.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tahq.pipeline.probe.cut_model import Wire
+from tahq.pipeline.probe.gradient_error import ErrorSums, GroupSums
+from tahq.pipeline.probe.gradient_probe import ProbedStep, StepErrors
+
+STEP_LIMIT = 0.4
+EXPECTATION_LIMIT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class WireResult:
+    """All that was measured with one wire; at least one step with at least one batch."""
+
+    wire: Wire
+    steps: tuple[StepErrors, ...]
+
+    @property
+    def step_errors(self) -> list[float]:
+        """‖ĝ − g‖² / ‖g‖² of every batch of every step (Eq. 9)."""
+        return [_whole(batch).relative for batch in self._batches()]
+
+    @property
+    def expectation_errors(self) -> list[float]:
+        """The same of the means over the batches, one a step (Eq. 10); empty where steps had one batch."""
+        return [_whole(step.mean).relative for step in self.steps if step.mean is not None]
+
+    @property
+    def cosines(self) -> list[float]:
+        """⟨g, ĝ⟩ / (‖g‖·‖ĝ‖) of every batch."""
+        return [_whole(batch).cosine for batch in self._batches()]
+
+    @property
+    def delta(self) -> float:
+        """The largest δ that everything measured allows: 1 − the largest error; the assumption needs it above 0."""
+        return 1.0 - max([*self.step_errors, *self.expectation_errors])
+
+    @property
+    def keeps_step_limit(self) -> bool:
+        """Whether every batch is below the paper's 0.4."""
+        return max(self.step_errors) < STEP_LIMIT
+
+    @property
+    def keeps_expectation_limit(self) -> bool | None:
+        """Whether every mean is below the paper's 0.1; None where none was measured."""
+        errors = self.expectation_errors
+        return max(errors) < EXPECTATION_LIMIT if errors else None
+
+    def noiseless_expectation_error(self) -> float | None:
+        """Estimate of Eq. 10 for infinitely many batches, pooled over the steps.
+
+        For independent vectors, E‖Σ v‖² = M·E‖v‖² + M(M − 1)‖E v‖²; solved for ‖E v‖², for e and for g.
+
+        Returns:
+            ‖E e‖² / ‖E g‖², 0 where the estimate of the error is below it; None where batches were one a step, or
+            too few for a positive estimate of ‖E g‖².
+        """
+        several = [step for step in self.steps if step.mean is not None]
+        signal = math.fsum(_squared_expectation(step, "signal") for step in several)
+        error = math.fsum(_squared_expectation(step, "error") for step in several)
+        return max(0.0, error) / signal if signal > 0 and math.isfinite(error) else None
+
+    def by_group(self) -> dict[str, ErrorSums]:
+        """The sums of each group of parameters over every batch."""
+        names = self.steps[0].batches[0]
+        return {name: ErrorSums.over(batch[name] for batch in self._batches()) for name in names}
+
+    def _batches(self) -> Iterable[GroupSums]:
+        return (batch for step in self.steps for batch in step.batches)
+
+
+def collect(wires: Sequence[Wire], probed: Sequence[ProbedStep]) -> list[WireResult]:
+    """The measurements of each step, turned round: by wire."""
+    return [WireResult(wire, tuple(step.wires[number] for step in probed)) for number, wire in enumerate(wires)]
+
+
+def _whole(groups: GroupSums) -> ErrorSums:
+    return ErrorSums.over(groups.values())
+
+
+def _squared_expectation(step: StepErrors, which: str) -> float:
+    """‖E v‖² without bias, v being g (`signal`) or ĝ − g (`error`)."""
+    if step.mean is None:
+        raise AssertionError("needs a step with several batches")
+    num = len(step.batches)
+    singles = math.fsum(getattr(_whole(batch), which) for batch in step.batches)
+    return float(getattr(_whole(step.mean), which) - singles) / (num * (num - 1))

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: generating, validating and printing them."""

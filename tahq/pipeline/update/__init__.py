@@ -1,0 +1,1 @@
+"""From accumulated gradients to new weights."""

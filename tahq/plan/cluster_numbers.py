@@ -1,0 +1,178 @@
+"""What is known of a cluster: how fast its hosts compute and how fast they reach each other.
+
+`tahq measure` writes this, anybody may write it by hand, and the planner reads it. Times are seconds, sizes bytes,
+rates bits a second. Paths that are not listed go at the slower of the two hosts' rates and take `round_trip`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from tahq.comm.config import HostConfig
+from tahq.comm.network_config import host_names
+from tahq.errors import ConfigError
+from tahq.quant import CodecSpec
+from tahq.typed_yaml.mistakes import DisagreementError
+from tahq.units import Duration, Rate, Section, Size
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class LayerTimes(Section):
+    """Seconds that a host takes for the parts of the model, for micro-batches of `micro_batch` samples.
+
+    `block` is one transformer block. Of its backward, `block_input_gradient` is the part that the previous stage
+    waits for; None: half. `first` is the embedding, `last` the final norm, the head and the loss.
+    """
+
+    micro_batch: int = Field(ge=1)
+    block_forward: Seconds
+    block_backward: Seconds
+    block_input_gradient: Seconds | None = None
+    first_forward: Seconds = 0.0
+    first_backward: Seconds = 0.0
+    last_forward: Seconds = 0.0
+    last_backward: Seconds = 0.0
+    block_activation_bytes: int = Field(default=0, ge=0)
+    """What a block keeps of a micro-batch from its forward to its backward."""
+
+    @model_validator(mode="after")
+    def _backward_has_its_part(self) -> "LayerTimes":
+        own = self.block_input_gradient
+        if self.block_forward + self.block_backward == 0:
+            raise ValueError(f"micro_batch {self.micro_batch}: a block takes no time; give block_forward seconds")
+        if own is not None and own > self.block_backward:
+            raise ValueError(
+                f"micro_batch {self.micro_batch}: block_input_gradient {own:g} is a part of block_backward, which is "
+                f"{self.block_backward:g}"
+            )
+        return self
+
+
+class CodecTimes(Section):
+    """Seconds that a codec takes on a host, for an element of a tensor."""
+
+    encode_per_element: Seconds
+    decode_per_element: Seconds
+
+
+class HostNumbers(Section):
+    """One host.
+
+    `compute` has an entry for each size of micro-batch that was measured; a size between them, or beyond, is
+    interpolated. `codecs` is by spec, written out in full whatever the file has; one that is missing takes as long as
+    one that is there (`ClusterTable.codec_s`).
+    """
+
+    name: str = Field(min_length=1)
+    memory: Size | None = None
+    """What a stage may use; None: not a limit."""
+    up: Rate | None = None
+    """Its uplink; None: not a limit."""
+    down: Rate | None = None
+    site: str | None = None
+    compute: list[LayerTimes] = Field(min_length=1)
+    codecs: dict[str, CodecTimes] = Field(default_factory=dict)
+
+    @field_validator("codecs")
+    @classmethod
+    def _specs_in_full(cls, codecs: dict[str, CodecTimes]) -> dict[str, CodecTimes]:
+        found: dict[str, CodecTimes] = {}
+        for text, times in codecs.items():
+            spec = _spec_in_full(text)
+            if spec in found:
+                raise ValueError(f"{text} is {spec}, which is there already")
+            found[spec] = times
+        return found
+
+    @model_validator(mode="after")
+    def _sizes_once(self) -> "HostNumbers":
+        sizes = [times.micro_batch for times in self.compute]
+        if sorted(set(sizes)) != sizes:
+            raise ValueError(f"host {self.name}: compute must list micro-batches ascending, each once; got {sizes}")
+        return self
+
+
+class PathNumbers(Section):
+    """From one host to another: what TCP carries, and how long there and back.
+
+    A site stands for all of its hosts, twice the same one for the paths inside it; what is said of hosts comes first.
+    """
+
+    source: str
+    target: str
+    rate: Rate | None = None
+    round_trip: Duration | None = None
+    connections: int | None = Field(default=None, ge=1)
+    """How many TCP connections carry this rate; None: one."""
+    failure: str | None = None
+    """Why it could not be measured: nothing may get from the one to the other. None: it could."""
+
+    @model_validator(mode="after")
+    def _carries_or_fails(self) -> "PathNumbers":
+        if self.failure is not None and self.rate is not None:
+            raise ValueError(f"{self.source} to {self.target} has a rate and a failure; leave one of them out")
+        return self
+
+
+class ClusterNumbers(Section):
+    """All hosts, and the paths between them that are known."""
+
+    hosts: list[HostNumbers] = Field(min_length=1)
+    paths: list[PathNumbers] = Field(default_factory=list)
+    round_trip: Duration = 0.0
+    """Between hosts that no path is listed for."""
+    source: str = ""
+    """Where the numbers are from: hardware and date, or how they were thought up."""
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> "ClusterNumbers":
+        names = {host.name for host in self.hosts}
+        sites = {host.site for host in self.hosts if host.site is not None}
+        if len(names) != len(self.hosts):
+            listed = [host.name for host in self.hosts]
+            raise ValueError(f"two hosts are named {next(name for name in listed if listed.count(name) > 1)}")
+        if names & sites:
+            raise ValueError(f"{min(names & sites)} is the name of a host and of a site; give one of them another")
+        for index, path in enumerate(self.paths):
+            for end, name in (("source", path.source), ("target", path.target)):
+                if name not in names and name not in sites:
+                    raise DisagreementError(
+                        ("paths", index, end),
+                        f"paths.{index}.{end}: no host and no site {name}",
+                    )
+        listed_ends = Counter((path.source, path.target) for path in self.paths)
+        for (source, target), count in listed_ends.items():
+            if count > 1:
+                raise ValueError(f"paths: {source} to {target} is listed {count} times; leave one of them")
+        return self
+
+
+def _spec_in_full(text: str) -> str:
+    try:
+        return str(CodecSpec.parse(text))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def host_labels(hosts: str | Sequence[HostConfig], num_stages: int) -> list[str]:
+    """What numbers call the hosts of a configuration, by stage.
+
+    Listed machines go by their address, with ``#1``, ``#2`` … behind it where several stages run on one; hosts of this
+    machine's own are host0, host1, …
+
+    Args:
+        hosts: `hosts` of cluster.yaml.
+        num_stages: how many there are.
+    """
+    if isinstance(hosts, str):
+        return host_names(num_stages)
+    counts = Counter(host.address for host in hosts)
+    seen: Counter[str] = Counter()
+    labels = []
+    for host in hosts:
+        seen[host.address] += 1
+        labels.append(f"{host.address}#{seen[host.address]}" if counts[host.address] > 1 else host.address)
+    return labels

@@ -1,0 +1,151 @@
+"""What the planner is asked: a model, the numbers of a cluster, and what may be chosen.
+
+Sizes are bytes, times seconds. A stage's memory is what `tahq.memory.estimate` counts, taken apart into what a block
+and each end of the model need, so that any division can be weighed without building it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from tahq.comm.link.frame import HEADER_NBYTES
+from tahq.plan.cluster_numbers import ClusterNumbers
+from tahq.plan.simulate.costs import FirstOut
+from tahq.quant import get_codec
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """What a stage keeps of one micro-batch in flight, and once for whichever is computed.
+
+    block, first, last: activations of a block, of the embedding, of the final norm, the head and the loss. stage: what
+    any stage keeps, rotary tables. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage, and
+    its head where that is low-rank, once. again: a block that is computed again, and its largest matrix where that is
+    low-rank, once; never while there are logits.
+    """
+
+    block: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    stage: float = 0.0
+    tensor: float = 0.0
+    workspace: float = 0.0
+    again: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """A model as the planner sees it: `num_layers` blocks that are alike, and two ends.
+
+    `block_nbytes`, `first_nbytes` and `last_nbytes` are weights, gradients and optimizer, `num_states` times the
+    weights in fp32; `held` is by size of micro-batch, and those sizes are the ones that may be chosen.
+    """
+
+    num_layers: int
+    hidden_size: int
+    seq_len: int
+    global_batch: int
+    held: Mapping[int, HeldBytes]
+    block_nbytes: float = 0.0
+    first_nbytes: float = 0.0
+    last_nbytes: float = 0.0
+    num_states: float = 4.0
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Sizes that may be chosen, ascending."""
+        return tuple(sorted(self.held))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProblem:
+    """Everything that a plan is made from.
+
+    Attributes:
+        model: what is divided.
+        cluster: the hosts to choose from.
+        activations: codecs that may be chosen forward, the most faithful first.
+        gradients: the same backward.
+        schedules: names, see `tahq.pipeline.schedule.schedule.generate`.
+        num_stages: so many; None: as many as are best.
+        max_replicas: most pipelines side by side, each of hosts of its own.
+        chunks_per_stage: of an interleaved schedule.
+        piece_nbytes: a frame's largest piece; None: frames are whole.
+        firsts: which frames may go first on an uplink; the search takes the first of them.
+    """
+
+    model: ModelNumbers
+    cluster: ClusterNumbers
+    activations: tuple[str, ...] = ("wf",)
+    gradients: tuple[str, ...] = ("eden",)
+    schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    num_stages: int | None = None
+    max_replicas: int = 1
+    chunks_per_stage: int = 2
+    piece_nbytes: int | None = None
+    firsts: tuple[FirstOut, ...] = (FirstOut.OLDEST,)
+
+    def frame_nbytes(self, codec: str, micro_batch: int) -> float:
+        """Bytes of a frame on the wire, its pieces' headers included."""
+        return _frame_nbytes(
+            codec, (micro_batch, self.model.seq_len, self.model.hidden_size), self.piece_nbytes or 1 << 62
+        )
+
+    def num_elements(self, micro_batch: int) -> int:
+        """Elements of what crosses a cut."""
+        return micro_batch * self.model.seq_len * self.model.hidden_size
+
+    def tokens_a_step(self) -> int:
+        """Tokens that a step trains on."""
+        return self.model.global_batch * self.model.seq_len
+
+
+@cache
+def _frame_nbytes(codec: str, shape: tuple[int, int, int], piece_nbytes: int) -> float:
+    payload = get_codec(codec).encoded_nbytes(shape)
+    return float(payload + max(1, math.ceil(payload / piece_nbytes)) * HEADER_NBYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One choice of everything.
+
+    Attributes:
+        hosts: index of each stage's host in the cluster's list, in order.
+        layers: blocks of each stage.
+        micro_batch: samples that travel together.
+        schedule: its name.
+        depths: most micro-batches in flight, by stage; empty: as the schedule has it.
+        activations: codec of each cut, forward.
+        gradients: codec of each cut, backward.
+        num_micro_batches: a step.
+        chunks_per_stage: more than one only under an interleaved schedule.
+        first: which of the frames that wait for an uplink goes first.
+    """
+
+    hosts: tuple[int, ...]
+    layers: tuple[int, ...]
+    micro_batch: int
+    num_micro_batches: int
+    schedule: str
+    depths: tuple[int, ...] = ()
+    activations: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    chunks_per_stage: int = 1
+    first: FirstOut = FirstOut.OLDEST
+
+    @property
+    def num_stages(self) -> int:
+        """Stages."""
+        return len(self.hosts)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Of a positive whole number, ascending."""
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+def named(problem: PlanProblem, hosts: Sequence[int]) -> tuple[str, ...]:
+    """The hosts' names."""
+    return tuple(problem.cluster.hosts[host].name for host in hosts)

@@ -1,0 +1,1 @@
+"""Searching for the fastest plan: candidates by their bound, the best of them simulated."""

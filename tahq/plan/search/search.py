@@ -1,0 +1,315 @@
+"""From orders and divisions to plans: candidates by bound, the most promising simulated, the best improved.
+
+A candidate is an order, a size of micro-batch and a division; its bound says how fast it could be at most, whatever
+the schedule and its depths. Candidates are simulated in the order of their bounds and no further than the bound
+of the next is above the best that was simulated, or than the budget of simulated actions goes.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from tahq.plan.prediction import is_long, simulated_actions, step_time_s
+from tahq.plan.problem import Plan
+from tahq.plan.search.layers import best_divisions
+from tahq.plan.search.orders import (
+    MAX_ALL_HOSTS,
+    Order,
+    all_orders,
+    first_orders,
+    searched_orders,
+    stage_counts,
+)
+from tahq.plan.search.schedules import depth_profiles
+from tahq.plan.search.stages import StageCosts, Wires
+from tahq.plan.search.table import ClusterTable
+from tahq.plan.simulate.bound import step_bound
+
+BUDGET_ACTIONS = 250_000
+"""Actions that a search may simulate, 20 to 40 µs each."""
+
+_MAX_EVERYTHING = 4_000
+"""Orders times sizes of micro-batch that are all bounded; of more orders, only the best at two sizes are."""
+
+_KEPT_DIVISIONS = 6
+_REFINED = 6
+_GAIN = 1e-6
+"""Relative: what is not faster by so much is not faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An order, a size of micro-batch, a division, and its bound in seconds."""
+
+    bound_s: float
+    hosts: Order
+    micro_batch: int
+    layers: tuple[int, ...]
+
+
+class Simulations:
+    """Plans that were simulated, and what is left of the budget."""
+
+    def __init__(self, table: ClusterTable, budget_actions: int = BUDGET_ACTIONS) -> None:
+        self.table = table
+        self.times_s: dict[Plan, float] = {}
+        self._budget = self._left = budget_actions
+
+    def exhausted(self) -> bool:
+        """Whether the budget is used up."""
+        return self._left <= 0
+
+    def sparing(self) -> bool:
+        """Whether half of the budget is used up, so that what looks hopeless is not simulated."""
+        return self._left <= self._budget / 2
+
+    def time_s(self, plan: Plan) -> float:
+        """Seconds of a plan's step."""
+        if plan not in self.times_s:
+            self._left -= simulated_actions(plan)
+            self.times_s[plan] = float(step_time_s(self.table, plan))
+        return self.times_s[plan]
+
+    def best(self, plans: Iterable[Plan]) -> Plan | None:
+        """The fastest of some; of equals the first."""
+        best: Plan | None = None
+        for plan in plans:
+            if best is None or self.time_s(plan) < self.time_s(best) * (1 - _GAIN):
+                best = plan
+        return best
+
+    def ranked(self) -> list[Plan]:
+        """All that were simulated, the fastest first; of equals the one with fewer micro-batches in flight."""
+        return sorted(self.times_s, key=lambda plan: (self.times_s[plan], _in_flight(plan)))
+
+
+class Search:
+    """One search for the best pipeline of some hosts.
+
+    Args:
+        table: the cluster.
+        hosts: those that may be used.
+        wires: the codecs of the two directions.
+        simulations: what was simulated, shared by several searches.
+        like: a plan whose number of stages and size of micro-batch are kept; None: both are open.
+    """
+
+    def __init__(
+        self,
+        table: ClusterTable,
+        hosts: Sequence[int],
+        wires: tuple[str, str],
+        simulations: Simulations,
+        like: Plan | None = None,
+    ) -> None:
+        self._table, self._hosts, self._wires = table, tuple(hosts), wires
+        self._problem = table.problem
+        self._simulations = simulations
+        self._micro_batches = (like.micro_batch,) if like else self._problem.model.micro_batches
+        self._num_stages = like.num_stages if like else self._problem.num_stages
+        self._split = "zero-bubble" in self._problem.schedules
+        self._stages: dict[tuple[Order, int], StageCosts] = {}
+        self._scores: dict[tuple[tuple[object, ...], int], float] = {}
+
+    def run(self) -> list[Plan]:
+        """Plans, the fastest first; empty: no host has the memory for anything."""
+        self._simulate(self.candidates())
+        for plan in self._leaders():
+            self._refine(plan)
+        return self._simulations.ranked()
+
+    # -- candidates by bound ---------------------------------------------------------------------
+
+    def candidates(self) -> list[Candidate]:
+        """The best divisions of every promising order and size of micro-batch, by their bound."""
+        sizes = stage_counts(len(self._hosts), self._problem.model.num_layers, self._num_stages)
+        sizes = tuple(size for size in sizes if size <= min(len(self._hosts), self._problem.model.num_layers))
+        orders = self._exhaustive(sizes) if len(self._hosts) <= MAX_ALL_HOSTS else self._searched(sizes)
+        found = [
+            candidate
+            for order in orders
+            for micro_batch in self._micro_batches
+            for candidate in self._divided(order, micro_batch)
+        ]
+        return sorted(found, key=lambda candidate: candidate.bound_s)
+
+    def _exhaustive(self, sizes: Sequence[int]) -> list[Order]:
+        orders = list(all_orders(self._table.kinds, self._hosts, sizes))
+        micro_batches = self._micro_batches
+        if len(orders) * len(micro_batches) <= _MAX_EVERYTHING:
+            return orders
+        few = self._promising(dict.fromkeys(micro_batches, orders[:: max(1, len(orders) // 40)])) or micro_batches[:2]
+        ranked = sorted(orders, key=lambda order: min(self._score(order, size) for size in few))
+        return ranked[: _MAX_EVERYTHING // len(micro_batches)]
+
+    def _searched(self, sizes: Sequence[int]) -> list[Order]:
+        orders: dict[Order, None] = {}
+        tried = {
+            micro_batch: first_orders(self._table, self._hosts, sizes, micro_batch, self._wires)
+            for micro_batch in self._micro_batches
+        }
+        # where none of those fits, the search may still find some: with the sizes that take least memory
+        for micro_batch in self._promising(tried) or self._micro_batches[:2]:
+            score = lambda order, size=micro_batch: self._score(order, size)  # noqa: E731
+            orders |= dict.fromkeys(searched_orders(self._table, self._hosts, sizes, micro_batch, self._wires, score))
+        return list(orders)
+
+    def _promising(self, orders: Mapping[int, Sequence[Order]]) -> tuple[int, ...]:
+        """The two sizes of micro-batch that some orders, given for each, do best with."""
+        best = {
+            size: min((self._score(order, size) for order in those), default=math.inf) for size, those in orders.items()
+        }
+        return tuple(size for size in sorted(best, key=best.__getitem__)[:2] if best[size] < math.inf)
+
+    def _score(self, order: Order, micro_batch: int) -> float:
+        face = tuple(self._table.kinds[host] for host in order)
+        if (face, micro_batch) not in self._scores:
+            divided = self._divided(order, micro_batch, keep=1)
+            self._scores[face, micro_batch] = divided[0].bound_s if divided else math.inf
+        return self._scores[face, micro_batch]
+
+    def _divided(self, order: Order, micro_batch: int, keep: int = _KEPT_DIVISIONS) -> list[Candidate]:
+        stages = self._stage_costs(order, micro_batch)
+        divisions = best_divisions(stages, self._problem.model.num_layers, keep, split=self._split)
+        return [
+            Candidate(float(bound_s), order, micro_batch, tuple(map(int, layers)))
+            for layers, bound_s in zip(divisions.layers, divisions.bounds_s, strict=True)
+        ]
+
+    def _stage_costs(self, order: Order, micro_batch: int) -> StageCosts:
+        wires = Wires.same(*self._wires, len(order))
+        return StageCosts(self._table, order, micro_batch, wires)
+
+    # -- simulation ------------------------------------------------------------------------------
+
+    def _simulate(self, candidates: Sequence[Candidate]) -> None:
+        """Each order and size once with its best division, then the other divisions."""
+        firsts: dict[tuple[Order, int], Candidate] = {}
+        for candidate in candidates:
+            firsts.setdefault((candidate.hosts, candidate.micro_batch), candidate)
+        seen = set(firsts.values())
+        others = [candidate for candidate in candidates if candidate not in seen]
+        best_s = math.inf
+        for group in (list(firsts.values()), others):
+            for candidate in group:
+                if candidate.bound_s >= best_s or self._simulations.exhausted():
+                    break
+                plan = self._simulations.best(self._plans(candidate, best_s))
+                best_s = min(best_s, self._simulations.time_s(plan)) if plan else best_s
+
+    def _plans(self, candidate: Candidate, best_s: float = math.inf) -> Iterator[Plan]:
+        """A candidate under every schedule with every profile of depths; when sparing, while they come near the best.
+
+        The deepest profile is often not the fastest, with 1F1B least of all, so it alone tells little.
+        """
+        stages = self._stage_costs(candidate.hosts, candidate.micro_batch)
+        layers = np.array(candidate.layers, dtype=float)
+        for schedule in self._problem.schedules:
+            if schedule == "interleaved" and not self._interleaves(candidate):
+                continue
+            profiles = depth_profiles(stages, layers, schedule)
+            if profiles and is_long(self._plan(candidate, schedule, profiles[-1])):
+                # a second each: the deepest, and one between
+                profiles = tuple(dict.fromkeys(profiles[len(profiles) * third // 3 - 1] for third in (2, 3)))
+            for depths in reversed(profiles):
+                plan = self._plan(candidate, schedule, depths)
+                yield plan
+                if self._simulations.sparing() and self._simulations.time_s(plan) > 1.1 * best_s:
+                    break
+
+    def _interleaves(self, candidate: Candidate) -> bool:
+        """Whether each stage has a block for every chunk, and micro-batches come in whole rounds."""
+        num_micro_batches = self._problem.model.global_batch // candidate.micro_batch
+        enough = min(candidate.layers) >= self._problem.chunks_per_stage
+        return enough and num_micro_batches % len(candidate.hosts) == 0 and len(candidate.hosts) > 1
+
+    def _plan(self, candidate: Candidate, schedule: str, depths: tuple[int, ...]) -> Plan:
+        cuts = len(candidate.hosts) - 1
+        chunks = self._problem.chunks_per_stage if schedule == "interleaved" else 1
+        return Plan(
+            hosts=candidate.hosts,
+            layers=candidate.layers,
+            micro_batch=candidate.micro_batch,
+            num_micro_batches=self._problem.model.global_batch // candidate.micro_batch,
+            schedule=schedule,
+            depths=depths,
+            activations=(self._wires[0],) * cuts,
+            gradients=(self._wires[1],) * cuts,
+            chunks_per_stage=chunks,
+            first=self._problem.firsts[0],
+        )
+
+    # -- improvement -----------------------------------------------------------------------------
+
+    def _leaders(self) -> list[Plan]:
+        """The best plans of different orders or sizes of micro-batch."""
+        leaders: dict[object, Plan] = {}
+        mine = set(self._hosts)
+        for plan in self._simulations.ranked():
+            if mine.issuperset(plan.hosts):
+                leaders.setdefault((plan.hosts, plan.micro_batch), plan)
+            if len(leaders) == _REFINED:
+                break
+        return list(leaders.values())
+
+    def _refine(self, plan: Plan) -> None:
+        """Move a block, or a stage's depth, for as long as it helps."""
+        better: Plan | None = plan
+        while better is not None and not self._simulations.exhausted():
+            plan, better = better, None
+            limit_s = self._simulations.time_s(plan) * (1 - _GAIN)
+            for neighbour in self._neighbours(plan):
+                if self._simulations.exhausted():
+                    return
+                if self._bound_s(neighbour) < limit_s and self._simulations.time_s(neighbour) < limit_s:
+                    better = neighbour
+                    break
+
+    def _neighbours(self, plan: Plan) -> Iterator[Plan]:
+        stages = self._stage_costs(plan.hosts, plan.micro_batch)
+        for layers in _moved(plan.layers, least=plan.chunks_per_stage):
+            limits = stages.depth_limits(np.array(layers, dtype=float))
+            if limits[-1] >= 1 and (plan.depths or plan.schedule != "gpipe" or limits[-1] >= plan.num_micro_batches):
+                depths = tuple(int(min(pair)) for pair in zip(plan.depths, limits, strict=True)) if plan.depths else ()
+                yield replace(plan, layers=layers, depths=depths)
+        limits = stages.depth_limits(np.array(plan.layers, dtype=float))
+        for depths in _deepened(plan.depths):
+            if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
+                yield replace(plan, depths=depths)
+
+    def _bound_s(self, plan: Plan) -> float:
+        stages = self._stage_costs(plan.hosts, plan.micro_batch)
+        depths = np.array(plan.depths, dtype=float) if plan.depths else None
+        layers = np.array(plan.layers, dtype=float)
+        if plan.chunks_per_stage > 1:
+            return 0.0
+        return float(step_bound(stages.bound_costs(layers, depths, split=plan.schedule == "zero-bubble")))
+
+
+def _in_flight(plan: Plan) -> int:
+    """Micro-batches in flight on all stages, about."""
+    return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)
+
+
+def _moved(layers: tuple[int, ...], least: int) -> Iterator[tuple[int, ...]]:
+    """One block from any stage that has more than the least to any other."""
+    for source, count in enumerate(layers):
+        for target in range(len(layers)):
+            if count > least and target != source:
+                moved = list(layers)
+                moved[source] -= 1
+                moved[target] += 1
+                yield tuple(moved)
+
+
+def _deepened(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One more or less in flight on the first stages, or on one of them, never fewer than on the next."""
+    for step in (1, -1, 2):
+        for stage in range(len(depths)):
+            for changed in ({stage}, set(range(stage + 1))):
+                new = tuple(depth + step * (index in changed) for index, depth in enumerate(depths))
+                if all(a >= b for a, b in pairwise(new)):
+                    yield new

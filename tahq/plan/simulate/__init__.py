@@ -1,0 +1,1 @@
+"""One step of a pipeline over a slow network, predicted: its costs, its simulation, its lower bound."""

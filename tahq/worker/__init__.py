@@ -1,0 +1,1 @@
+"""One worker process: one stage, from JOIN to BYE."""

@@ -1,0 +1,114 @@
+"""A worker's links, opened as the plan says and kept as the coordinator orders: two threads use them.
+
+The main thread opens them. Orders come in the control thread, which obeys at once, since the main thread may be waiting
+for a frame of the very peer that an order is about; orders that come before the links are open are obeyed then.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from tahq.comm.control.messages import Hold, Plan, Published, Relink, Relinked, Widen
+from tahq.comm.transport import Transport
+from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.transport import Wanted, ZmqTransport
+from tahq.errors import RemoteProtocolError, TahqError
+
+LinkOrder = Relink | Widen | Hold | Published
+"""What the coordinator has a worker do with its links while it trains."""
+
+OpenGroup = Callable[[ZmqTransport, str, str], Transport]
+"""(the link, what its peer's frames are dialled at or "", gloo or nccl) -> the transport in its place."""
+
+
+class WorkerLinks:
+    """Links to the neighbours.
+
+    Args:
+        endpoint: its sockets.
+        stage: whose they are.
+        answer: sends an answer to the coordinator; called in any thread.
+    """
+
+    def __init__(self, endpoint: ZmqEndpoint, stage: int, answer: Callable[[Relinked], None]) -> None:
+        self._endpoint = endpoint
+        self._stage = stage
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._early: list[LinkOrder] = []
+        self._is_open = False
+
+    def open(self, plan: Plan, timeout_s: float, open_group: OpenGroup) -> dict[int, Transport]:
+        """Open the plan's links and wait until all are connected; by number.
+
+        Raises:
+            PeerLostError: a neighbour did not come in time; the message names it.
+            RemoteProtocolError: the plan makes no sense, or a peer is not who it should be.
+        """
+        wanted = _wanted(plan.wanted)
+        self._endpoint.set_epoch(plan.epoch, plan.start_step)
+        links: dict[int, ZmqTransport] = {}
+        for link, peer_stage, peer_name, dial, _, peer_key in plan.links:
+            names = (int(link), int(peer_stage), str(peer_name), str(dial), str(peer_key))
+            links[int(link)] = self._endpoint.open_link(*names, wanted.get(int(link), Wanted()))
+        with self._lock:
+            self._is_open = True
+            for order in self._early:
+                self._obey(order)
+        self._endpoint.wait_connected(timeout_s)
+        return {number: self._transport(links[number], row, open_group) for number, row in _by_number(plan.links)}
+
+    @staticmethod
+    def _transport(link: ZmqTransport, row: Sequence[str | int], open_group: OpenGroup) -> Transport:
+        dial, transport = str(row[3]), str(row[4])
+        return link if transport == "zmq" else open_group(link, dial, transport)
+
+    def obey(self, order: LinkOrder) -> None:
+        """Carry out an order, now or when the links are open."""
+        with self._lock:
+            if self._is_open:
+                self._obey(order)
+            else:
+                self._early.append(order)
+
+    def _obey(self, order: LinkOrder) -> None:
+        if isinstance(order, Relink):
+            self._relink(order)
+        elif isinstance(order, Widen):
+            self._endpoint.widen(order.link, _through(order.through))
+        elif isinstance(order, Hold):
+            for link in order.links:
+                self._endpoint.hold(link)
+        else:
+            self._endpoint.free_logs(order.base, order.step)
+
+    def _relink(self, order: Relink) -> None:
+        wanted = _wanted(order.wanted)
+        lacking = [link for link, row in wanted.items() if not self._endpoint.has_log(link, row.since)]
+        answer = partial(self._say, Relinked(self._stage, order.epoch, lacking))
+        if lacking:
+            answer()
+        else:
+            for link, (_, _, peer_name, dial, _, peer_key) in _by_number(order.links):
+                self._endpoint.relink(link, order.epoch, str(peer_name), str(dial), wanted[link], str(peer_key))
+            self._endpoint.after_that(answer)  # the new process may dial at once
+
+    def _say(self, relinked: Relinked) -> None:
+        with suppress(TahqError):  # a coordinator that is lost is noticed elsewhere
+            self._answer(relinked)
+
+
+def _by_number(rows: Iterable[Sequence[str | int]]) -> list[tuple[int, Sequence[str | int]]]:
+    return [(int(row[0]), row) for row in rows]
+
+
+def _wanted(rows: Iterable[Sequence[int]]) -> dict[int, Wanted]:
+    try:
+        return {link: Wanted(since, evaluations, _through(through)) for link, since, evaluations, through in rows}
+    except ValueError as error:
+        raise RemoteProtocolError(f"the coordinator says what peers want in rows that are none: {error}") from error
+
+
+def _through(step: int) -> int | None:
+    return None if step < 0 else step

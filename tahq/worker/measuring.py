@@ -1,0 +1,143 @@
+"""What a worker of `tahq measure` does with the coordinator's orders."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+
+from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
+from tahq.comm.control.messages import Assign
+from tahq.config.cluster import ClusterConfig
+from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
+from tahq.memory.exhaustion import is_out_of_memory
+from tahq.memory.free_memory import free_bytes
+from tahq.plan.measure.meter import Meter, Peer, StreamTimes
+from tahq.plan.measure.meter_server import MeterServer
+from tahq.plan.measure.meter_wire import LONGEST_S
+from tahq.plan.measure.settling import WINDOW_S
+from tahq.worker.assembly import resolved_spec
+from tahq.worker.codec_times import seconds_per_element
+from tahq.worker.compute_times import ComputeMeasurement
+
+_TRIPS = 15
+_MOST_PEERS = 1024
+
+
+class MeasuringMember:
+    """Measures as told, and answers others who measure; as a context, it listens until it ends.
+
+    Args:
+        assign: the stage, and which run this is.
+        config: resolved.
+        device: where this worker computes.
+        listening: host:port to bind, and what others dial if another.
+        working: told what is being done, for the heartbeats.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        assign: Assign,
+        config: ClusterConfig,
+        device: torch.device,
+        listening: tuple[str, str | None],
+        working: Callable[[str], None],
+    ) -> None:
+        self._stage = assign.stage
+        self._config = config
+        self._device = device
+        self._working = working
+        self._server = MeterServer(assign.run_id, assign.stage, *listening)
+        self._meter = Meter(assign.run_id, assign.stage)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+    @property
+    def address(self) -> str:
+        """host:port that others dial; empty: this host only dials out."""
+        return self._server.address
+
+    def carry_out(self, order: MeasureCompute | MeasurePaths) -> ComputeMeasured | PathsMeasured:
+        """Measure, and say what came out.
+
+        Raises:
+            RemoteProtocolError: there is no such order.
+            Exception: torch's, where not even the smallest micro-batch fits (`is_out_of_memory`).
+        """
+        return self._compute(order) if isinstance(order, MeasureCompute) else self._paths(order)
+
+    # -- this host -------------------------------------------------------------------------------
+
+    def _compute(self, order: MeasureCompute) -> ComputeMeasured:
+        sizes = sorted(set(order.micro_batches))
+        if not sizes or sizes[0] < 1:
+            raise RemoteProtocolError(f"the coordinator asked for micro-batches of {order.micro_batches}")
+        notes: list[str] = []
+        free = free_bytes(self._device)
+        times = self._layer_times(sizes, notes)
+        codecs = self._codecs(order.codecs, notes)
+        self._working("waiting for the others")
+        return ComputeMeasured(self._stage, free, times, codecs, notes)
+
+    def _layer_times(self, sizes: list[int], notes: list[str]) -> list[dict[str, int | float | None]]:
+        measurement = ComputeMeasurement(self._config, self._stage, self._device, self._working)
+        rows: list[dict[str, int | float | None]] = []
+        for size in sizes:
+            try:
+                rows.append(measurement.layer_times(size).model_dump())
+            except Exception as error:
+                if not rows or not is_out_of_memory(error):
+                    raise
+                notes.append(f"micro-batches of {size} do not fit into the memory of {self._device}")
+                break
+        return rows
+
+    def _codecs(self, specs: list[str], notes: list[str]) -> dict[str, list[float]]:
+        shape = (self._config.training.micro_batch, self._config.data.seq_len, self._hidden_size())
+        times: dict[str, list[float]] = {}
+        for spec in specs:
+            self._working(f"timing {spec}")
+            try:
+                times[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
+            except CodecError as error:
+                notes.append(str(error))
+        return times
+
+    def _hidden_size(self) -> int:
+        return self._config.model.hidden_size or resolved_spec(self._config, None).hidden_size
+
+    # -- ways to others --------------------------------------------------------------------------
+
+    def _paths(self, order: MeasurePaths) -> PathsMeasured:
+        peers = [_peer(row) for row in order.peers]
+        if not 0 < len(peers) <= _MOST_PEERS or not 0 <= order.least_s <= order.most_s <= LONGEST_S:
+            raise RemoteProtocolError(f"the coordinator asked for {len(peers)} streams of {order.most_s} s at most")
+        self._working(f"measuring the way to {', '.join(dict.fromkeys(peer.host for peer in peers))}")
+        times = StreamTimes(order.least_s, order.most_s)
+        trips_s: list[float] = []
+        outward: list[float] = []
+        inward: list[float] = []
+        error = ""
+        try:
+            trips_s = [self._meter.round_trip_s(peer, _TRIPS) for peer in peers]
+            windows_s = [min(max(WINDOW_S, trip_s), LONGEST_S) for trip_s in trips_s]
+            outward = self._meter.rates(peers, windows_s, "out", times)
+            inward = self._meter.rates(peers, windows_s, "in", times)
+        except (PeerLostError, RemoteProtocolError) as lost:
+            error = str(lost)
+        self._working("waiting for the others")
+        return PathsMeasured(self._stage, order.order, trips_s, outward, inward, error)
+
+
+def _peer(row: list[str | int]) -> Peer:
+    match row:
+        case [int(stage), str(host), str(address)] if address:
+            return Peer(stage, host, address)
+        case _:
+            raise RemoteProtocolError(f"the coordinator named a peer that is none: {row}")

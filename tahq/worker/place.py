@@ -1,0 +1,132 @@
+"""Where a worker is: what its command line says, where it listens, and the sockets that links go over."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tahq.comm.control.messages import Assign, LinkState, Message, NotKept
+from tahq.comm.host_shaping import host_shaping
+from tahq.comm.keys import Credentials, KeyPair
+from tahq.comm.link.frame_log import FrameLog
+from tahq.comm.link.receive_memory import memory_for
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.addresses import format_address, local_address_towards
+from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.endpoint_loop import Trouble
+from tahq.config.cluster import ClusterConfig
+from tahq.errors import TahqError
+
+Send = Callable[[Message], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker is told on its command line; all else comes from the coordinator.
+
+    `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
+    `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
+    this one takes its stage from whoever holds it. Without `credentials` there is no CURVE. A `spare` waits for the
+    stage of a host that is lost; one that `stands_by` wants its stage back, and becomes a spare if another has it.
+    """
+
+    stage: int
+    peer: str
+    bind: str | None = None
+    advertise: str | None = None
+    device: str | None = None
+    worker_id: str = ""
+    takeover: bool = False
+    credentials: Credentials | None = None
+    spare: bool = False
+    stands_by: bool = False
+
+    @property
+    def own_keys(self) -> KeyPair | None:
+        """This worker's; None: no CURVE."""
+        return self.credentials.own if self.credentials is not None else None
+
+
+def open_endpoint(
+    options: WorkerOptions, assign: Assign, config: ClusterConfig, device: torch.device, send: Send
+) -> ZmqEndpoint:
+    """The sockets of a stage's links; what goes wrong with one of them is sent to the coordinator.
+
+    Raises:
+        UserError: the address is malformed or in use.
+    """
+    bind, advertise = listening_addresses(options, config, assign.stage)
+    return ZmqEndpoint(
+        identity=PeerIdentity(assign.run_id, 0, assign.stage, assign.config_hash),
+        bind=bind,
+        advertise=advertise,
+        shaping=host_shaping(config.links, config.hosts, assign.stage, config.pipeline.stages),
+        peer_timeout_s=config.run.peer_timeout,
+        heartbeat_s=config.run.peer_timeout / 5,
+        give_up_s=config.run.give_up,
+        first=config.links.first,
+        connections=config.links.connections,
+        allocate=memory_for(device),
+        keys=options.own_keys,
+        on_trouble=partial(_report_trouble, send, assign.stage),
+        frame_log=_frame_logs(config, assign.stage, partial(_report_unkept, send, assign.stage)),
+    )
+
+
+def _report_trouble(send: Send, stage: int, trouble: Trouble) -> None:
+    """Called by the thread that moves frames; a coordinator that is lost ends the run anyway."""
+    spec = trouble.spec
+    with suppress(TahqError):
+        send(
+            LinkState(
+                *(stage, spec.link, spec.peer_stage, trouble.reason),
+                lasted_s=trouble.lasted_s,
+                num_sent_again=trouble.num_sent_again,
+            )
+        )
+
+
+def _report_unkept(send: Send, stage: int, link: int, reason: str) -> None:
+    with suppress(TahqError):
+        send(NotKept(stage, link, reason))
+
+
+def _frame_logs(
+    config: ClusterConfig, stage: int, report: Callable[[int, str], None]
+) -> Callable[[int], FrameLog] | None:
+    """Logs for each link of a stage that can be brought to life again; gloo and NCCL links cannot."""
+    if config.run.frame_log == 0 or (config.links.inside != "zmq" and any(config.sites)):
+        return None
+    frames = Path(config.run.dir) / config.run.name / "frames"
+    limit_nbytes = config.run.frame_log // (2 * config.pipeline.chunks)
+
+    def log(link: int) -> FrameLog:
+        folder = frames / f"stage-{stage:03d}" / f"link-{link:03d}"
+        return FrameLog(folder, link, limit_nbytes, on_given_up=partial(report, link), inside=frames)
+
+    return log
+
+
+def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:
+    """Where this worker listens, and what others dial: the command line, then `hosts:`, then a guess.
+
+    The guess is the address that this machine reaches the coordinator from, on any free port. In an
+    advertised address port 0 stands for the port that is bound. A spare is on another host than its stage was.
+    """
+    if isinstance(config.hosts, list) and not options.spare:
+        host = config.hosts[stage]
+        bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
+    else:
+        bind, advertise = format_address(local_address_towards(options.peer), 0), None
+    return options.bind or bind, options.advertise or advertise
+
+
+def control_shaping(config: ClusterConfig) -> Shaping:
+    """What is imitated of the way to the coordinator; control messages are small, and not counted in any cap."""
+    if config.hosts == "namespaces":
+        return Shaping()
+    return Shaping(config.links.rate, config.links.delay)
