@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from tahq.comm.control.channel import ControlServer
 from tahq.comm.zmq.addresses import format_address, parse_address
-from tahq.comm.zmq.descriptor_limit import raise_descriptor_limit
+from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
 from tahq.coordinator.service import Coordinator
 from tahq.errors import UserError

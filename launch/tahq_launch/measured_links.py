@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tahq.comm.host_shaping import HostRates, with_measured_rates
-from tahq.comm.link.hello import MAX_CONNECTIONS
+from tahq.comm.link.spec import MAX_CONNECTIONS
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels

@@ -8,8 +8,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from tahq.comm.cap import Cap
 from tahq.comm.keys import parse_public_key
-from tahq.comm.link.hello import MAX_CONNECTIONS
 from tahq.comm.link.sending_order import First
+from tahq.comm.link.spec import MAX_CONNECTIONS
 from tahq.comm.network_config import (
     BackendName,
     CongestionControl,

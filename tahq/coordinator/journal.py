@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from tahq.comm.control.messages import Commit, Evaluated, Hello, Message, Prepare, decode_message, encode_message
+from tahq.comm.control.encoding import decode_message, encode_message
+from tahq.comm.control.messages import Commit, Evaluated, Hello, Message, Prepare
 from tahq.errors import RemoteProtocolError, SnapshotError
 from tahq.units import format_size
 

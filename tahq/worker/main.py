@@ -46,8 +46,8 @@ from tahq.comm.group.transport import GroupTransport
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
-from tahq.comm.zmq.descriptor_limit import raise_descriptor_limit
 from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.comm.zmq.transport import ZmqTransport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json

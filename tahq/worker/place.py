@@ -12,7 +12,7 @@ from tahq.comm.control.messages import Assign, LinkState, Message, NotKept
 from tahq.comm.host_shaping import host_shaping
 from tahq.comm.keys import Credentials, KeyPair
 from tahq.comm.link.frame_log import FrameLog
-from tahq.comm.link.receive_memory import memory_for
+from tahq.comm.link.inbound import memory_for
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.addresses import format_address, local_address_towards

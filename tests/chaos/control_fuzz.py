@@ -24,6 +24,7 @@ from typing import Any
 import msgpack
 from support.at_once import AtOnce
 
+from tahq.comm.control.encoding import decode_message, encode_message
 from tahq.comm.control.messages import (
     Admit,
     Assign,
@@ -55,8 +56,6 @@ from tahq.comm.control.messages import (
     StopRequest,
     Traced,
     Widen,
-    decode_message,
-    encode_message,
 )
 from tahq.comm.control.numbering import Numbering
 from tahq.coordinator.options import CoordinatorOptions

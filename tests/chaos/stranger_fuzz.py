@@ -16,13 +16,11 @@ from support.session_pairs import RUN
 
 from chaos.frame_fuzz import reseal, true_messages
 from tahq.comm.link.frame import FrameKind, unpack_header
-from tahq.comm.link.hello import unpack_hello
 from tahq.comm.link.session import Session
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits, unpack_hello
 from tahq.comm.zmq.gate import Gate
-from tahq.comm.zmq.reception import Reception
+from tahq.comm.zmq.reception import Reception, Wire
 from tahq.comm.zmq.transport import LinkEnd
-from tahq.comm.zmq.wire import Wire
 
 _SPEC = LinkSpec(0, 0, "host0", dials=False)
 _ROUTE = struct.Struct("<Q")

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.wire import Wire
+from tahq.comm.zmq.reception import Wire
 
 pytestmark = pytest.mark.serial
 

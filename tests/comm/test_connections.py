@@ -6,8 +6,8 @@ import socket
 import pytest
 import zmq
 
-from tahq.comm.link.virtual_clock import VirtualClock
-from tahq.comm.zmq.connections import Connections
+from tahq.comm.link.inproc_transport import VirtualClock
+from tahq.comm.zmq.gate import Connections
 
 
 @pytest.fixture

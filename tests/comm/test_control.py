@@ -1,4 +1,6 @@
 import math
+import time
+import tracemalloc
 import types
 import zlib
 from dataclasses import fields
@@ -9,21 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control.messages import (
-    MAX_MESSAGE_NBYTES,
-    Abort,
-    Assign,
-    Commit,
-    Heartbeat,
-    Join,
-    Message,
-    Plan,
-    Prepare,
-    Start,
-    decode_message,
-    encode_message,
-)
-from tahq.comm.control.typed_fields import conform, field_types
+from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, conform, decode_message, encode_message, field_types
+from tahq.comm.control.messages import Abort, Assign, Commit, Heartbeat, Join, Message, Plan, Prepare, Start
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 MESSAGES = get_args(Message)
@@ -196,6 +185,41 @@ def test_body_that_is_no_message_is_a_protocol_error(body):
 def test_length_that_is_only_announced_allocates_nothing(body):
     with pytest.raises(RemoteProtocolError, match="worker 3"):
         decode_message(sealed(body), "worker 3")
+
+
+def nested(nbytes: int) -> bytes:
+    """Lists of lists, one value per byte."""
+    return b"\xdd" + nbytes.to_bytes(4, "big") + b"\x91\x90" * (nbytes // 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        nested(15 << 20),
+        b"\x92\xa5Start\x81\xa4step" + nested(15 << 20),
+        b"\x92\xa5Start\x81\xa4step\xdc\x00\xff" + (b"\xdc\xff\xff" + b"\xc0" * 65535) * 255,
+        msgpack.packb(["x" * (15 << 20), {}]),
+        msgpack.packb(["Start", {"y" * (15 << 20): 1}]),
+        msgpack.packb(["Start", {"step": "z" * (15 << 20), "codecs": []}]),
+    ],
+    ids=["bare", "in a field", "many lists", "type", "key", "value"],
+)
+def test_large_message_costs_little_and_is_not_quoted_whole(body):
+    started_s = time.process_time()
+    tracemalloc.start()
+    with pytest.raises(RemoteProtocolError, match="worker 3") as error:
+        decode_message(sealed(body), "worker 3")
+    _, peak_nbytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(str(error.value)) < 500
+    assert peak_nbytes < 64 << 20
+    assert time.process_time() - started_s < 5
+
+
+def test_largest_messages_that_a_run_sends_fit():
+    numbers = [float(number) for number in range(100_000)]
+    message = Prepare(1, 2, numbers, True, None, None, "", {}, [])
+    assert decode_message(encode_message(message), "worker 3") == message
 
 
 def test_other_version_says_what_to_do():

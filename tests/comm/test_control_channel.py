@@ -11,17 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tahq.comm.control.channel import ControlClient, ControlServer
-from tahq.comm.control.messages import (
-    Abort,
-    Bye,
-    Heartbeat,
-    Join,
-    Message,
-    Ready,
-    Start,
-    decode_message,
-    encode_message,
-)
+from tahq.comm.control.encoding import decode_message, encode_message
+from tahq.comm.control.messages import Abort, Bye, Heartbeat, Join, Message, Ready, Start
 from tahq.comm.control.numbering import Numbering
 from tahq.comm.link.shaping import Shaping
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, UserError

@@ -4,7 +4,8 @@ import pytest
 import zmq
 
 from tahq.comm.control.channel import ControlServer
-from tahq.comm.control.messages import Abort, Assign, Heartbeat, Join, Ready, Refuse, decode_message, encode_message
+from tahq.comm.control.encoding import decode_message, encode_message
+from tahq.comm.control.messages import Abort, Assign, Heartbeat, Join, Ready, Refuse
 from tahq.comm.control.numbering import Numbering
 from tahq.comm.control.places import Place, Places
 

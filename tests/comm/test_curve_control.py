@@ -12,11 +12,12 @@ import zmq
 from support.eavesdropper import Eavesdropper
 
 from tahq.comm.control.channel import ControlClient, ControlServer
-from tahq.comm.control.messages import Heartbeat, Join, Message, Ready, Start, encode_message
+from tahq.comm.control.encoding import encode_message
+from tahq.comm.control.messages import Heartbeat, Join, Message, Ready, Start
 from tahq.comm.control.numbering import Numbering
 from tahq.comm.keys import Credentials, KeyPair, new_key_pair
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.curve import dial_curve
+from tahq.comm.zmq.sockets import dial_curve
 from tahq.errors import PeerLostError, RefusedError
 
 SOON_S = 10.0

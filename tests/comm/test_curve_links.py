@@ -13,8 +13,8 @@ from support.eavesdropper import Eavesdropper
 
 from tahq.comm.keys import new_key_pair
 from tahq.comm.link.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, Purpose, pack_header
-from tahq.comm.link.hello import Hello
-from tahq.comm.zmq.curve import dial_curve
+from tahq.comm.link.spec import Hello
+from tahq.comm.zmq.sockets import dial_curve
 from tahq.errors import LocalProtocolError, PeerLostError
 
 SOON_S = 10.0

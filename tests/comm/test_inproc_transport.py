@@ -2,9 +2,8 @@
 
 import pytest
 
-from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.link.virtual_clock import VirtualClock
 from tahq.errors import LocalProtocolError, PeerLostError
 
 

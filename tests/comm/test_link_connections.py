@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
 from tahq.comm.link.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
-from tahq.comm.link.hello import Hello, unpack_hello
-from tahq.comm.link.outbound import Outgoing
-from tahq.comm.link.resequencing import Resequencer
+from tahq.comm.link.inbound import Resequencer
+from tahq.comm.link.outbound import Outgoing, Stripes
 from tahq.comm.link.session import End, Session
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.link.stripes import Stripes
+from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
 from tahq.errors import PeerLostError, RemoteProtocolError
 
 LIMITS = SessionLimits(peer_timeout_s=10.0, heartbeat_s=2.0, piece_nbytes=100, connections=3)

@@ -3,8 +3,7 @@
 import torch
 
 from tahq.comm.link.frame import FrameHeader, FrameKind
-from tahq.comm.link.inbound import Inbound, UnexpectedBound
-from tahq.comm.link.receive_memory import memory_for, pageable
+from tahq.comm.link.inbound import Inbound, UnexpectedBound, memory_for, pageable
 
 
 def test_frames_for_a_cpu_come_into_memory_as_any():

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tahq.comm.link.acknowledgement import Acknowledgement
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, FrameKind, pack_header, unpack_header
-from tahq.comm.link.hello import Hello
 from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.session import End, Session
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 RUN, EPOCH, LINK = 77, 4, 1

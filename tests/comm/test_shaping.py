@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.shaping import DelayLine, Downlink, Shaping, Uplink
 from tahq.comm.link.spec import SessionLimits
-from tahq.comm.link.virtual_clock import VirtualClock
 
 MEGABIT = 1e6
 

@@ -7,9 +7,9 @@ import time
 import pytest
 import zmq
 
-from tahq.comm.zmq.descriptor_limit import ENOUGH, raise_descriptor_limit
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
 from tahq.comm.zmq.socket_wait import WaitSet, Waker, has_input
+from tahq.comm.zmq.sockets import ENOUGH, raise_descriptor_limit
 
 
 @pytest.fixture

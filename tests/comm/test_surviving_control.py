@@ -11,7 +11,7 @@ from support.breaking_proxy import BreakingProxy
 from tahq.comm.control.channel import ControlClient, ControlServer
 from tahq.comm.control.messages import Join, Message, Ready, Start
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.pings import replace_silent_connections, replace_stuck_connections
+from tahq.comm.zmq.sockets import replace_silent_connections, replace_stuck_connections
 
 SOON_S = 20.0
 RARELY_S = 60.0

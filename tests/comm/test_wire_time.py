@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.link.virtual_clock import VirtualClock
 from tahq.comm.link.wire_time import RECENT_S, HeartbeatTimes, PieceTimes, WireClock, busy_seconds
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

@@ -11,8 +11,8 @@ import zmq
 from tahq.comm.control.channel import ControlClient
 from tahq.comm.keys import Credentials, new_key_pair
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.curve import serve_curve
-from tahq.comm.zmq.zmtp_greeting import Listener, who_listens
+from tahq.comm.zmq.dialled import Listener, who_listens
+from tahq.comm.zmq.sockets import serve_curve
 from tahq.errors import RefusedError
 
 SSH = b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(100)

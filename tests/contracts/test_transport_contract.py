@@ -17,10 +17,9 @@ import torch
 from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
 from tahq.comm.group.rendezvous import Backend, GroupSpec, open_group
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
-from tahq.comm.link.inproc_transport import InprocPair
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity, SessionLimits
-from tahq.comm.link.virtual_clock import VirtualClock
 from tahq.comm.transport import Transport
 from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError

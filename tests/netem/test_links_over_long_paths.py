@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import support
 
-from tahq.comm.connection_probe import choose_connections
 from tahq_netem.description import uniform
 from tahq_netem.namespaces import write_sysctl
 
@@ -25,18 +24,6 @@ AT_MOST = 8 * WINDOW_NBYTES / (2 * DELAY_S)
 """Of one connection, in bit/s."""
 
 TRANSFER = str(Path(support.__file__).with_name("link_transfer.py"))
-SINK = """
-import sys
-from tahq.comm.connection_probe import ConnectionSink
-with ConnectionSink(sys.argv[1]):
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-PROBE = """
-import json, sys
-from tahq.comm.connection_probe import probe_connections
-print(json.dumps(probe_connections(sys.argv[1], (1, 4), duration_s=1.0)))
-"""
 
 
 @pytest.fixture
@@ -65,12 +52,3 @@ def test_link_of_four_connections_carries_what_one_cannot(network):
     assert receiver.wait(20) == 0
     assert got[1] < AT_MOST
     assert got[4] > 2 * got[1], got
-
-
-def test_probe_finds_that_one_connection_is_not_enough(network):
-    sink = begin(network, "host1", "-c", SINK, "ADDRESS")
-    assert sink.stdout.readline() == "ready\n"
-    got = goodputs(begin(network, "host0", "-c", PROBE, "ADDRESS"))
-    sink.communicate(timeout=20)
-    assert got[1] < AT_MOST
-    assert choose_connections(got) == 4, got

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link.inproc_transport import InprocPair
-from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.errors import CodecError, RemoteProtocolError
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch, codec_key
 from tahq.quant import get_codec

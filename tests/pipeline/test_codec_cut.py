@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.comm.link.inproc_transport import InprocPair
-from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.errors import CodecError
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch, codec_key
 from tahq.pipeline.probe.codec_cut import CodecCut, is_lossless, transfer

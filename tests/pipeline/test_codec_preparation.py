@@ -10,8 +10,7 @@ import torch
 from support.compiled_kernels import compiled_kernels
 
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.comm.link.inproc_transport import InprocPair
-from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.errors import ConfigError, RemoteProtocolError
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.comm.link.inproc_transport import InprocPair
-from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.errors import LocalProtocolError
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
 from tahq.pipeline.checkpoint.codec_state import codec_ends

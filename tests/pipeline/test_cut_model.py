@@ -8,8 +8,7 @@ from support.plain_loop import PlainModel
 from support.runs import tiny
 from torch.nn import functional
 
-from tahq.comm.link.inproc_transport import InprocPair
-from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset

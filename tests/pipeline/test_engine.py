@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.comm.link.inproc_transport import InprocPair
-from tahq.comm.link.virtual_clock import VirtualClock
+from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.comm.control.messages import decode_message, encode_message
+from tahq.comm.control.encoding import decode_message, encode_message
 from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.comm.link.wire_time import PieceTimes
 from tahq.comm.transport import LinkStats

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
-from tahq.comm.control.messages import Join, encode_message
+from tahq.comm.control.encoding import encode_message
+from tahq.comm.control.messages import Join
 from tahq.comm.control.numbering import Numbering
 from tahq.comm.keys import new_key_pair
-from tahq.comm.zmq.curve import dial_curve
+from tahq.comm.zmq.sockets import dial_curve
 
 WELL_FORMED = Numbering().wrap(encode_message(Join(0, "0.1.0", "stranger", 1)))
 """What a worker would say first; nobody may read it."""

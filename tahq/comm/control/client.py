@@ -16,29 +16,17 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from tahq.comm.control.messages import (
-    MAX_MESSAGE_NBYTES,
-    Abort,
-    Bye,
-    Heartbeat,
-    Message,
-    Order,
-    Refuse,
-    StartOver,
-    decode_message,
-    encode_message,
-)
+from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, decode_message, encode_message
+from tahq.comm.control.messages import Abort, Bye, Heartbeat, Message, Order, Refuse, StartOver
 from tahq.comm.control.numbering import Numbering, coordinator_of
 from tahq.comm.control.unheard import Unheard
 from tahq.comm.inbox import Inbox
 from tahq.comm.keys import Credentials
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.zmq.addresses import dial_endpoint
-from tahq.comm.zmq.curve import dial_curve, limit_handshakes
-from tahq.comm.zmq.handshakes import Handshakes, Outcome, redial
-from tahq.comm.zmq.pings import replace_silent_connections
+from tahq.comm.zmq.dialled import Handshakes, Listener, Outcome, redial, who_listens
 from tahq.comm.zmq.socket_wait import Socket, WaitSet, Waker, has_input
-from tahq.comm.zmq.zmtp_greeting import Listener, who_listens
+from tahq.comm.zmq.sockets import dial_curve, limit_handshakes, replace_silent_connections
 from tahq.errors import LocalProtocolError, PeerLostError, RefusedError, RemoteProtocolError, StartOverError, TahqError
 
 _log = logging.getLogger(__name__)

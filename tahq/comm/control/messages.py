@@ -1,20 +1,8 @@
-"""Control messages between workers and the coordinator: small, typed, msgpack, checksummed.
+"""Control messages between workers and the coordinator: frozen dataclasses of plain values (bytes: `encoding.py`)."""
 
-A message is a frozen dataclass of plain values; `encode_message` and `decode_message` are the only
-ways in and out of bytes. Decoding checks size, checksum, version, type, fields and their types before
-anything else sees the message, and raises RemoteProtocolError.
-"""
-
-import struct
-import zlib
 from dataclasses import dataclass, field
-from typing import Any, get_args
-
-import msgpack
 
 from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
-from tahq.comm.control.typed_fields import check_fields, field_types
-from tahq.errors import LocalProtocolError, RemoteProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,75 +397,3 @@ Message = (
 
 Order = Relink | Widen | Hold | Published | Copy | Admit
 """What a worker is told at any time, and does beside its work."""
-
-PROTOCOL_VERSION = 1
-MAX_MESSAGE_NBYTES = 16 * 1024 * 1024
-_MAX_ITEMS = 1 << 20
-_ENVELOPE = struct.Struct("<BI")
-"""Protocol version, CRC-32 of the body; the body is msgpack of [type, {field: value}]."""
-
-_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
-
-
-def encode_message(message: Message) -> bytes:
-    """The bytes of a control message: version, checksum, msgpack of [type, {field: value}].
-
-    Raises:
-        LocalProtocolError: a field is not of its type, or the message is too long.
-    """
-    cls: Any = type(message)
-    try:
-        fields = check_fields(cls, {name: getattr(message, name) for name in field_types(cls)})
-        body = bytes(msgpack.packb([cls.__name__, fields]))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise LocalProtocolError(f"cannot send {cls.__name__}: {error}") from error
-    if len(body) > MAX_MESSAGE_NBYTES:
-        raise LocalProtocolError(f"cannot send {cls.__name__}: {len(body)} bytes; at most {MAX_MESSAGE_NBYTES}")
-    return _ENVELOPE.pack(PROTOCOL_VERSION, zlib.crc32(body)) + body
-
-
-def decode_message(data: bytes, peer: str) -> Message:
-    """The message in these bytes; `peer` is who sent them, for the error's message.
-
-    Raises:
-        RemoteProtocolError: they are no message of this version, are damaged, or a field is not of its type.
-    """
-    body = _open_envelope(data, peer)
-    try:
-        name, fields = _unpack(body)
-        cls = _TYPES[name]
-        return cls(**check_fields(cls, fields))
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise RemoteProtocolError(f"{peer}: sent a control message that is none: {error}") from None
-
-
-def _open_envelope(data: bytes, peer: str) -> memoryview:
-    body = memoryview(data)[_ENVELOPE.size :]
-    if len(data) < _ENVELOPE.size or len(body) > MAX_MESSAGE_NBYTES:
-        raise RemoteProtocolError(f"{peer}: sent a control message of {len(data)} bytes")
-    version, checksum = _ENVELOPE.unpack_from(data)
-    if version != PROTOCOL_VERSION:
-        raise RemoteProtocolError(
-            f"{peer}: speaks version {version} of the control protocol; expected {PROTOCOL_VERSION}; install the "
-            f"same tahq on every machine"
-        )
-    if checksum != zlib.crc32(body):
-        raise RemoteProtocolError(f"{peer}: sent a control message whose checksum does not match")
-    return body
-
-
-def _unpack(body: memoryview) -> tuple[str, object]:
-    """Type and fields; nothing is allocated beyond what the limits allow."""
-    unpacked = msgpack.unpackb(
-        body,
-        max_str_len=MAX_MESSAGE_NBYTES,
-        max_array_len=_MAX_ITEMS,
-        max_map_len=_MAX_ITEMS,
-        max_bin_len=0,
-        max_ext_len=0,
-    )
-    match unpacked:
-        case [str(name), fields]:
-            return name, fields
-        case _:
-            raise ValueError(f"expected [type, fields], got {type(unpacked).__name__}")

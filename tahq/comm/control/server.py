@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterator
 import zmq
 
 from tahq.comm.control.clock_offset import ClockComparison, ClockOffset
-from tahq.comm.control.messages import MAX_MESSAGE_NBYTES, Abort, Heartbeat, Message, decode_message, encode_message
+from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, decode_message, encode_message
+from tahq.comm.control.messages import Abort, Heartbeat, Message
 from tahq.comm.control.numbering import Numbering, coordinator_of
 from tahq.comm.control.places import MAX_STRANGERS, Place, Places
 from tahq.comm.keys import KeyPair
 from tahq.comm.zmq.addresses import advertised_address, bind_router
-from tahq.comm.zmq.curve import peer_key
 from tahq.comm.zmq.gate import Gate
-from tahq.comm.zmq.pings import replace_stuck_connections
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
+from tahq.comm.zmq.sockets import peer_key, replace_stuck_connections
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
 
 _log = logging.getLogger(__name__)

@@ -10,11 +10,10 @@ from tahq.comm.files.transfer import WINDOW_PIECES, FileSource
 from tahq.comm.files.wire import MAX_MESSAGE_NBYTES
 from tahq.comm.keys import KeyPair
 from tahq.comm.zmq.addresses import bind_router, dial_endpoint
-from tahq.comm.zmq.curve import CURVE_NBYTES, dial_curve, limit_handshakes
 from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.gate import Gate
-from tahq.comm.zmq.pings import replace_stuck_connections
 from tahq.comm.zmq.socket_wait import Socket
+from tahq.comm.zmq.sockets import CURVE_NBYTES, dial_curve, limit_handshakes, replace_stuck_connections
 from tahq.errors import RemoteProtocolError
 
 _WHERE = "port for files"

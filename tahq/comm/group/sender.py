@@ -22,8 +22,8 @@ from tahq.comm.group.message import (
     unpack_answer,
 )
 from tahq.comm.group.thread import GroupThread, Lane
-from tahq.comm.link.busy_clock import BusyClocks
 from tahq.comm.link.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, Purpose
+from tahq.comm.link.outbound import BusyClocks
 from tahq.errors import RemoteProtocolError, TahqError
 
 _WINDOW_FRAMES = 16

@@ -17,9 +17,8 @@ from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
 from tahq.comm.group.receiver import GroupReceiver
 from tahq.comm.group.sender import GroupSender
 from tahq.comm.group.thread import Lane
-from tahq.comm.link.counter import LinkCounter
 from tahq.comm.link.frame import Frame, LogicalId, check_sendable
-from tahq.comm.transport import LinkStats
+from tahq.comm.transport import LinkCounter, LinkStats
 from tahq.comm.zmq.transport import MAX_QUEUED_NBYTES, ZmqTransport
 from tahq.errors import LocalProtocolError, PeerLostError, TahqError
 from tahq.units import format_size

@@ -9,14 +9,94 @@ and may be asked for again (`rewind`), are references to the caller's tensors.
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tahq.comm.link.acknowledgement import Acknowledgement
-from tahq.comm.link.busy_clock import BusyClocks
 from tahq.comm.link.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, buffer_of, pack_header
 from tahq.comm.link.sending_order import AGAIN, First, Rank, next_to_send, rank_of
-from tahq.comm.link.stripes import Stripes
 from tahq.comm.link.wire_time import PieceTimes
+
+
+class BusyClock:
+    """How long something was outstanding, in all.
+
+    One thread moves it, any thread may read it: the state is one tuple, replaced whole.
+    """
+
+    def __init__(self) -> None:
+        self._outstanding = 0
+        self._state: tuple[float, float | None] = (0.0, None)
+
+    def start(self, now_s: float) -> None:
+        """One thing more is outstanding."""
+        self._outstanding += 1
+        total_s, since_s = self._state
+        if since_s is None:
+            self._state = (total_s, now_s)
+
+    def stop(self, now_s: float) -> None:
+        """One thing less is outstanding."""
+        self._outstanding -= 1
+        total_s, since_s = self._state
+        if self._outstanding == 0 and since_s is not None:
+            self._state = (total_s + max(0.0, now_s - since_s), None)
+
+    def total_s(self, now_s: float) -> float:
+        """Seconds until now."""
+        total_s, since_s = self._state
+        return total_s if since_s is None else total_s + max(0.0, now_s - since_s)
+
+
+class BusyClocks:
+    """One a direction, which frames of evaluations leave alone."""
+
+    def __init__(self) -> None:
+        self._clocks = {direction: BusyClock() for direction in Direction}
+
+    def start(self, id: LogicalId, now_s: float) -> None:
+        """Something of this frame is outstanding."""
+        if not id.is_evaluation:
+            self._clocks[id.direction].start(now_s)
+
+    def stop(self, id: LogicalId, now_s: float) -> None:
+        """It is no more."""
+        if not id.is_evaluation:
+            self._clocks[id.direction].stop(now_s)
+
+    def total_s(self, direction: Direction, now_s: float) -> float:
+        """Seconds until now in which anything was."""
+        return self._clocks[direction].total_s(now_s)
+
+
+class Stripes:
+    """What is on its way over each of `connections` connections."""
+
+    def __init__(self, connections: int) -> None:
+        self._sent: list[deque[tuple[int, int]]] = [deque() for _ in range(connections)]
+        self._nbytes = [0] * connections
+
+    def take(self, sequence: int, nbytes: int) -> int:
+        """The connection that carries the piece with this number; of equals the first one."""
+        connection = self._nbytes.index(min(self._nbytes))
+        if len(self._sent) > 1:
+            self._sent[connection].append((sequence, nbytes))
+            self._nbytes[connection] += nbytes
+        return connection
+
+    def forget(self) -> None:
+        """Nothing is on its way: what was is lost, or will be dropped."""
+        for connection, sent in enumerate(self._sent):
+            sent.clear()
+            self._nbytes[connection] = 0
+
+    def acknowledge(self, arrived: Sequence[int]) -> None:
+        """Up to which number each connection has delivered what it was given."""
+        for connection, sequence in enumerate(arrived):
+            sent = self._sent[connection]
+            while sent and sent[0][0] <= sequence:
+                self._nbytes[connection] -= sent.popleft()[1]
+
 
 MAX_PIECES_KEPT = 1 << 16
 """Times of acknowledged pieces that nobody has asked for yet; older ones are forgotten."""

@@ -21,7 +21,7 @@ import math
 import struct
 from enum import Enum
 
-from tahq.comm.link.acknowledgement import ACK_AT_ONCE_NBYTES, ACK_DELAY_S, Arrivals, unpack_acknowledgement
+from tahq.comm.link.acknowledgement import ACK_AT_ONCE_NBYTES, ACK_DELAY_S, Arrivals, Heartbeats, unpack_acknowledgement
 from tahq.comm.link.connections import LinkConnections
 from tahq.comm.link.frame import (
     MAX_PIECE_NBYTES,
@@ -34,14 +34,10 @@ from tahq.comm.link.frame import (
     pack_header,
     unpack_header,
 )
-from tahq.comm.link.heartbeats import Heartbeats
-from tahq.comm.link.hello import Hello, decode_text, unpack_hello
-from tahq.comm.link.inbound import Inbound
+from tahq.comm.link.inbound import Allocate, Inbound, Resequencer, pageable
 from tahq.comm.link.outbound import Outbound, Outgoing
-from tahq.comm.link.receive_memory import Allocate, pageable
-from tahq.comm.link.resequencing import Resequencer
 from tahq.comm.link.sending_order import FAREWELL, Rank
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits, decode_text, unpack_hello
 from tahq.comm.link.wire_time import HeartbeatTimes, PieceTimes
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 

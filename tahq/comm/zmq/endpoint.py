@@ -18,20 +18,18 @@ import zmq
 from tahq.comm.keys import KeyPair
 from tahq.comm.link.frame import MAX_PIECE_NBYTES
 from tahq.comm.link.frame_log import FrameLog
-from tahq.comm.link.hello import DEFAULT_WINDOW_NBYTES
-from tahq.comm.link.receive_memory import Allocate, pageable
+from tahq.comm.link.inbound import Allocate, pageable
 from tahq.comm.link.sending_order import First
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.spec import DEFAULT_WINDOW_NBYTES, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.zmq.addresses import advertised_address, bind_router, dial_endpoint
-from tahq.comm.zmq.curve import CURVE_NBYTES, dial_curve, limit_handshakes
 from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.endpoint_loop import EndpointLoop, OnTrouble
 from tahq.comm.zmq.gate import Gate
-from tahq.comm.zmq.pings import replace_silent_connections
 from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.socket_wait import Socket
+from tahq.comm.zmq.sockets import CURVE_NBYTES, dial_curve, limit_handshakes, replace_silent_connections
 from tahq.comm.zmq.transport import ALL, LinkEnd, Wanted, ZmqTransport
 from tahq.errors import LocalProtocolError, PeerLostError
 

@@ -22,10 +22,9 @@ from tahq.comm.link.session import End
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.zmq.dialled import Dialled
-from tahq.comm.zmq.reception import Reception
+from tahq.comm.zmq.reception import Arrival, Reception, Wire, take_messages
 from tahq.comm.zmq.socket_wait import WaitSet, Waker
 from tahq.comm.zmq.transport import LinkEnd
-from tahq.comm.zmq.wire import Arrival, Wire, take_messages
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError, UserError
 
 _log = logging.getLogger(__name__)

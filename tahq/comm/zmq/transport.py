@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tahq.comm.inbox import Inbox
-from tahq.comm.link.counter import LinkCounter
 from tahq.comm.link.frame import CPU, Frame, LogicalId, Purpose, check_sendable
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec
-from tahq.comm.transport import LinkStats
+from tahq.comm.transport import LinkCounter, LinkStats
 from tahq.errors import LocalProtocolError, TahqError
 from tahq.units import format_size
 
