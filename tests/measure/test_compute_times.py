@@ -11,9 +11,9 @@ from tahq.memory.free_memory import free_bytes
 from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.quant.config import WireConfig
+from tahq.worker import stopwatch
 from tahq.worker.codec_times import seconds_per_element
 from tahq.worker.compute_times import ComputeMeasurement
-from tahq.worker.main import stopwatch
 from tahq.worker.stopwatch import Timer
 
 CPU = torch.device("cpu")
