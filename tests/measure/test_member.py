@@ -11,7 +11,7 @@ from tahq.comm.control.messages import Assign
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import RemoteProtocolError
 from tahq.quant.config import WireConfig
-from tahq.worker.main import stopwatch
+from tahq.worker import stopwatch
 from tahq.worker.measuring import MeasuringMember
 
 CONFIG = ClusterConfig.model_validate(tiny(model={"vocab_size": 256, "num_layers": 2}, pipeline={"stages": 2}))
