@@ -22,10 +22,8 @@ from pathlib import Path
 
 import torch
 from machine import describe_device
-from optimizer_rows import BF16, FP32, Entry, entries, llama_shapes, make_parameters, state_nbytes
+from optimizer_rows import BF16, FP32, OTHER_PACKAGES, Entry, entries, llama_shapes, make_parameters, state_nbytes
 from torch.nn import Parameter
-
-from tahq.memory.optional_optimizers import OPTIONAL
 
 IN_A_ROW = 4
 LAYOUTS = ((512, 256), (1024, 256), (2048, 256), (4096, 256), (512, 128), (1024, 128), (2048, 512))
@@ -147,7 +145,7 @@ def report(rows: list[Row], copies: dict[str, float], heading: str) -> str:
 
 def packages() -> str:
     """Versions of the other packages whose optimizers are measured."""
-    names = sorted({kind.package for kind in OPTIONAL.values() if find_spec(kind.package) is not None})
+    names = sorted({package for package, _, _ in OTHER_PACKAGES.values() if find_spec(package) is not None})
     return "".join(f", {name} {version(name)}" for name in names)
 
 

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from tahq.memory.optional_optimizers import OPTIONAL, ForeignOptimizer
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import OPTIMIZERS, build_optimizer
 
@@ -17,6 +17,12 @@ FP32, BF16 = torch.float32, torch.bfloat16
 RATES = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 OWN = ("adamw", "adamw8bit", "fp8_adamw", "adamw_bf16")
 """Measured where this version of tahq has them."""
+OTHER_PACKAGES = {
+    "bitsandbytes AdamW8bit": ("bitsandbytes", "optim", "AdamW8bit"),
+    "torchao AdamW8bit": ("torchao", "optim", "AdamW8bit"),
+    "torchao AdamWFp8": ("torchao", "optim", "AdamWFp8"),
+}
+"""Package, module and class; measured on CUDA where the package is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +52,28 @@ def entries(device: torch.device) -> Iterator[Entry]:
     for name in OWN:
         if name in OPTIMIZERS:
             yield Entry(name, _by_name(name))
-    for name, kind in OPTIONAL.items():
-        if find_spec(kind.package) is not None and device.type == "cuda":
-            yield Entry(name, _by_name(name))
+    for name, (package, module, cls) in OTHER_PACKAGES.items():
+        if device.type == "cuda" and find_spec(package) is not None:
+            yield Entry(name, _others(getattr(import_module(f"{package}.{module}"), cls)))
     yield Entry("torch AdamW of bf16, loop", _torchs(foreach=False, fused=False), BF16)
     yield Entry("torch AdamW of bf16, fused", _torchs(fused=True), BF16)
 
 
 def _torchs(**how: bool) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.AdamW(parameters, **RATES, **how)
+
+
+def _others(optimizer: type[torch.optim.Optimizer]) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
+    """As the package's documentation says, with weight decay on matrices only."""
+
+    def build(parameters: list[Parameter]) -> torch.optim.Optimizer:
+        decayed = [each for each in parameters if each.ndim > 1]
+        others = [each for each in parameters if each.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": RATES["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
+        rates = {name: value for name, value in RATES.items() if name != "weight_decay"}
+        return optimizer([group for group in groups if group["params"]], **rates)
+
+    return build
 
 
 def _by_name(name: str) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
@@ -76,9 +95,8 @@ def _by_name(name: str) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
 
 def state_nbytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all tensors that an optimizer keeps beside its parameters, each counted once, without step counters."""
-    inner = optimizer.inner if isinstance(optimizer, ForeignOptimizer) else optimizer
     seen: dict[int, int] = {}
-    for state in inner.state.values():
+    for state in optimizer.state.values():
         for tensor in _tensors(state):
             if tensor.ndim > 0:
                 seen[tensor.data_ptr()] = tensor.nbytes

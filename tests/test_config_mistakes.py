@@ -237,6 +237,17 @@ def test_evaluation_without_validation_samples_is_refused(file):
     )
 
 
+@pytest.mark.parametrize(
+    ("removed", "replacement"),
+    [("bnb_adamw8bit", "adamw8bit"), ("torchao_adamw8bit", "adamw8bit"), ("torchao_adamw_fp8", "fp8_adamw")],
+)
+def test_removed_optimizer_is_refused_with_its_replacement(file, removed, replacement):
+    assert file.refusal(changed("steps: 10", f"steps: 10\n  optimizer: {removed}")) == (
+        f"cluster.yaml:11: training.optimizer: {removed} was removed, because its states cannot be checkpointed; "
+        f"use {replacement}"
+    )
+
+
 @pytest.mark.parametrize("optimizer", ["qgalore", "galore"])
 def test_fp8_flow_over_low_rank_weights_is_refused(file, optimizer):
     text = changed("hosts: local", "memory: {activations: coat}")

@@ -23,7 +23,6 @@ from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError, NothingToDoError
-from tahq.memory.optional_optimizers import check_optional
 from tahq.pipeline.checkpoint.choice import choose_snapshot, turn_back
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.typed_yaml.mistakes import Origins, one_line
@@ -119,8 +118,6 @@ def prepared_run(
     """
     given = load_config(request.config_path, request.all_overrides)
     check_reachable(given)
-    if starts_workers or request.resume:  # who starts workers elsewhere is told by them
-        check_optional(given.training.optimizer, resumes=request.resume)
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=request.resume)
     keys = make_run_keys(given, starts_workers=starts_workers)

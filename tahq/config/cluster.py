@@ -16,7 +16,6 @@ from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
 from tahq.memory.config import COAT_FAMILIES, MemoryConfig
-from tahq.memory.optional_optimizers import OPTIONAL
 from tahq.models.config import ModelConfig
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import generate
@@ -59,7 +58,6 @@ class ClusterConfig(Section):
         self._check_evaluation()
         self._check_fused()
         self._check_timeouts()
-        self._check_snapshots()
         return self
 
     def _check_hosts(self) -> None:
@@ -93,14 +91,6 @@ class ClusterConfig(Section):
                 ("links", key),
                 f"links.{key}: {share} is a share of a rate, and with hosts: local none is known; set links.rate, or "
                 "give the cap as a rate, such as 20mbit",
-            )
-
-    def _check_snapshots(self) -> None:
-        if self.run.snapshot_every is not None and self.training.optimizer in OPTIONAL:
-            raise DisagreementError(
-                ("run", "snapshot_every"),
-                f"no snapshot holds the states of training.optimizer {self.training.optimizer}; leave "
-                "run.snapshot_every out, or take adamw8bit, tahq's own",
             )
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tahq.errors import ScheduleError
 from tahq.memory.galore.config import QGaLoreConfig
@@ -32,6 +32,14 @@ class Phases:
         return f"warmup_steps {self.warmup_steps}{decay} do not fit into {length}"
 
 
+_REMOVED_OPTIMIZERS = {
+    "bnb_adamw8bit": "adamw8bit",
+    "torchao_adamw8bit": "adamw8bit",
+    "torchao_adamw_fp8": "fp8_adamw",
+}
+"""Names that version 0.1 accepted, and the replacement for each."""
+
+
 class TrainingConfig(Section):
     """How the weights learn. Exactly one of `steps` and `epochs` says for how long."""
 
@@ -48,9 +56,6 @@ class TrainingConfig(Section):
         "fp8_adamw",
         "adamw8bit",
         "adamw_bf16",
-        "bnb_adamw8bit",
-        "torchao_adamw8bit",
-        "torchao_adamw_fp8",
         "qgalore",
         "galore",
     ] = "adamw"
@@ -82,6 +87,13 @@ class TrainingConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA."""
     activation_checkpointing: Literal["none", "block"] = "none"
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _refuse_removed(cls, name: object) -> object:
+        if replacement := _REMOVED_OPTIMIZERS.get(str(name)):
+            raise ValueError(f"{name} was removed, because its states cannot be checkpointed; use {replacement}")
+        return name
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingConfig":

@@ -23,7 +23,6 @@ from tahq.memory.adam.backend import has_ptx
 from tahq.memory.adam.plain_adamw import PlainAdamW, plain_adamw_states
 from tahq.memory.adam.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
-from tahq.memory.optional_optimizers import OPTIONAL, build_optional
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]
@@ -48,7 +47,7 @@ def build_optimizer(
         groups[decayed(name, parameter)].append(parameter)
     decay = {True: config.weight_decay, False: 0.0}
     filled = [{"params": members, "weight_decay": decay[key]} for key, members in groups.items() if members]
-    return optimizer_kind(config.optimizer).build(filled, config)
+    return OPTIMIZERS[config.optimizer].build(filled, config)
 
 
 def _decay(params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
@@ -149,10 +148,6 @@ def _beside_low_rank_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return (_adamw8bit_states if config.has_small_states else _adamw_states)(config, shape)
 
 
-def _optional(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return build_optional(config.optimizer, groups, lr=config.lr, betas=config.betas, eps=config.epsilon)
-
-
 def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return plain_adamw_states(shape, torch.float32)
 
@@ -196,20 +191,12 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "qgalore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
     "galore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
 }
-"""tahq's own optimizers by their names in cluster.yaml; their states go into snapshots, and come back to the bit."""
-
-
-def optimizer_kind(name: str) -> OptimizerKind:
-    """A choice of `training.optimizer`, tahq's own or of another package.
-
-    What other packages keep is estimated: they have a block of 256 and fp32 below 4096 elements, too.
-    """
-    return OptimizerKind(_optional, _adamw8bit_states) if name in OPTIONAL else OPTIMIZERS[name]
+"""The choices of `training.optimizer`; their states are checkpointed and restored bit-exactly."""
 
 
 def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape]) -> int:
     """Bytes that the optimizer of `training:` keeps of fp32 parameters of these shapes."""
-    states = optimizer_kind(config.optimizer).states
+    states = OPTIMIZERS[config.optimizer].states
     return sum(states_nbytes(states(config, shape)) for shape in shapes)
 
 
@@ -244,7 +231,7 @@ def load_optimizer_tensors(
     Raises:
         SnapshotError: states for some of the parameters only, or of another shape or type.
     """
-    states = optimizer_kind(config.optimizer).states
+    states = OPTIMIZERS[config.optimizer].states
     specs = {name: states(config, tuple(parameter.shape)) for name, parameter in params.items()}
     found = {name: _states_of(specs[name], name, tensors) for name in params}
     missing = [name for name, states in found.items() if not states]
