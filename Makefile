@@ -1,10 +1,12 @@
 # tahq: everything runs from .venv, which the first target that needs it creates.
 #
 #   make demo                      four workers train a model on this machine
-#   make check                     what CI runs
+#   make check                     what a change must pass
+#   make acceptance                the slow tests besides
 #   make TORCH_PIP_FLAGS="--index-url https://download.pytorch.org/whl/cpu" demo
 #                                  take the small wheel of torch on a machine without a GPU
 
+SHELL           := /bin/bash
 PYTHON          ?= python3
 VENV            ?= .venv
 TORCH_PIP_FLAGS ?=
@@ -27,7 +29,8 @@ IN_BENCH   := assumption coat_states codec curve demo demo_settings links optimi
               runtime small_gradients transports
 BENCHMARKS := $(patsubst %,benchmarks/bench_%.py,$(IN_BENCH))
 
-.PHONY: help setup demo test test-parallel test-serial test-netem-vm check lint types imports format bench chaos clean
+.PHONY: help setup demo test test-parallel test-serial acceptance test-netem-vm check lint types imports stats \
+        format bench chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -59,18 +62,26 @@ demo: $(READY)  ## train the demo on this machine: four workers, packed wire
 	$(BIN)/tahq-launch launch/examples/demo.yaml --set run.name=$(DEMO_NAME) $(DEMO_FLAGS)
 
 # Two calls: tests marked serial measure time or use every core, so nothing runs beside them.
-test: test-parallel test-serial  ## run the tests
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS)
+PARALLEL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+test: test-parallel test-serial  ## run the tests that every change must pass
 
 test-parallel: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m 'not serial'
+	$(PYTEST) $(PARALLEL) -m 'not serial and not acceptance'
 
 test-serial: $(READY) test-parallel
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_FLAGS) -m serial
+	$(PYTEST) -m 'serial and not acceptance'
+
+acceptance: $(READY)  ## run the slow tests; result in benchmarks/results/acceptance.txt
+	@{ date -I; git rev-parse --short HEAD; uname -srm; nproc; } > benchmarks/results/acceptance.txt
+	set -o pipefail; $(PYTEST) $(PARALLEL) -m 'acceptance and not serial' | tee -a benchmarks/results/acceptance.txt
+	set -o pipefail; $(PYTEST) -m 'acceptance and serial' | tee -a benchmarks/results/acceptance.txt
 
 test-netem-vm: $(READY)  ## run the kernel backend's tests on a kernel with netem, under qemu
 	$(BIN)/python -m vm --result netem/results/kernel_qemu_$(shell date +%Y%m).md $(VM_FLAGS)
 
-check: lint types imports test  ## format, lint, types, import order, tests: what CI runs
+check: lint types imports stats test  ## format, lint, types, import order, size, tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check $(CODE)
@@ -81,6 +92,9 @@ types: $(READY)
 
 imports: $(READY)
 	$(BIN)/lint-imports
+
+stats: $(READY)  ## size of the tree against its limits, and phrases to avoid
+	$(BIN)/python .ci/stats.py
 
 format: $(READY)  ## rewrite the code in the house format
 	$(BIN)/ruff format $(CODE)
