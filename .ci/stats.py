@@ -18,7 +18,7 @@ LIMITS = {
     "modules there": 563,
     "lines of benchmarks": 11_200,
     "lines of tests": 53_000,
-    "modules with one importer, in the same folder": 130,
+    "modules with one importer, in the same folder": 132,
     "modules in the largest folder": 66,
 }
 
