@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_points import FP32, MICRO_BATCH, PLACES, SEQ_LEN, TAH, Place
 
-from tahq_netem.bound import StepWork
+from tahq.plan.simulate.costs import StepWork
 from tahq_netem.compute import StageTimes
 from tahq_netem.prediction import CodecSeconds, predicted_step_s, session_schedule
 from tahq_netem.result_rows import Row, done

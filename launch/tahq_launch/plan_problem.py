@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 from tahq.comm.host_shaping import host_shaping
+from tahq.comm.link.sending_order import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError
@@ -29,7 +31,6 @@ from tahq.pipeline.update.optimizer import optimizer_nbytes
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.plan.problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
 from tahq.plan.search.codecs import LADDER
-from tahq.plan.simulate.costs import FirstOut
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
 from tahq_launch.plan_numbers import computes_bf16
@@ -75,14 +76,14 @@ def problem_of(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, 
     )
 
 
-def _firsts(config: ClusterConfig) -> tuple[FirstOut, ...]:
+def _firsts(config: ClusterConfig) -> tuple[First, ...]:
     """Orders on an uplink that may be chosen: only where every uplink is held back, so that frames wait in tahq."""
     stages = config.pipeline.stages
     shapings = [host_shaping(config.links, config.hosts, stage, stages) for stage in range(stages)]
-    own = FirstOut(config.links.first)
+    own = config.links.first
     if any(shaping.up_bits_per_s == math.inf for shaping in shapings):
         return (own,)
-    return (own, *(first for first in FirstOut if first is not own))
+    return (own, *(first for first in get_args(First) if first != own))
 
 
 def _schedules(config: ClusterConfig, named: tuple[str, ...]) -> tuple[str, ...]:
@@ -232,5 +233,5 @@ def given_plan(config: ClusterConfig, problem: PlanProblem) -> Plan | None:
         depths=tuple(config.pipeline.depths or ()),
         activations=(config.wire.activations,) * cuts,
         gradients=(config.wire.gradients,) * cuts,
-        first=FirstOut(config.links.first),
+        first=config.links.first,
     )

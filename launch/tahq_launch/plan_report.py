@@ -9,7 +9,6 @@ from tahq.plan.planner import Planned
 from tahq.plan.prediction import Prediction, predict
 from tahq.plan.problem import Plan, named
 from tahq.plan.simulate.bound import Resource
-from tahq.plan.simulate.costs import FirstOut
 from tahq.plan.simulate.simulator import draw_grid
 from tahq.units import format_rate, format_size
 from tahq_launch.tables import plain_table
@@ -58,7 +57,7 @@ def _head(explained: PlanExplanation) -> str:
         f"  {_plural(planned.num_simulated, 'plan')} simulated",
         *(f"  {origin}" for origin in explained.origins),
     ]
-    if plan.first is not FirstOut.OLDEST:
+    if plan.first != "oldest":
         lines.insert(2, f"  on an uplink {plan.first} go first")
     return "\n".join(lines)
 
@@ -104,8 +103,8 @@ def _links(planned: Planned) -> str:
                     arrow,
                     codec,
                     format_size(nbytes),
-                    format_rate(8 * rate) if rate < float("inf") else "–",
-                    f"{1000 * nbytes / rate:.3g}",
+                    format_rate(rate) if rate < float("inf") else "–",
+                    f"{8000 * nbytes / rate:.3g}",
                     f"{1000 * table.latency_s[source, target]:.3g}",
                 ]
             )

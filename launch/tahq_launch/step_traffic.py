@@ -147,16 +147,14 @@ def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedu
     """
     nbytes = {(flow.link, flow.direction): float(flow.frame_nbytes) for flow in flows}
     cuts = [
-        CutCosts(nbytes[cut, Direction.FORWARD], nbytes[cut, Direction.BACKWARD])
+        CutCosts(nbytes[cut, Direction.FORWARD], nbytes[cut, Direction.BACKWARD], latency_s=speeds.longest_delay_s)
         for cut in range(schedule.num_chunks - 1)
     ]
     costs = Costs(
         compute_s={(chunk, kind): 0.0 for chunk in range(schedule.num_chunks) for kind in ActionKind},
         cuts=cuts,
-        hosts=[HostCosts(up / 8, down / 8) for up, down in zip(speeds.up, speeds.down, strict=True)],
-        latency_s=speeds.longest_delay_s,
+        hosts=[HostCosts(up, down) for up, down in zip(speeds.up, speeds.down, strict=True)],
         commit_s=2 * speeds.longest_delay_s,
-        codec_lane=True,
         piece_nbytes=config.links.piece,
     )
     return simulate(schedule, costs).step_time_s

@@ -32,50 +32,12 @@ and above max(i_s + after_s, b_s) in place of b_s + after_s, and i in `trip`. Wi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tahq.plan.simulate.costs import StepWork
 from tahq_netem.description import NetworkPlan
 from tahq_netem.figures import GOODPUT_SHARE
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What a step is made of.
-
-    Attributes:
-        forward_s: seconds of a micro-batch's forward, by stage.
-        backward_s: the same of its backward.
-        activation_nbytes: of a micro-batch, by cut.
-        gradient_nbytes: of a micro-batch, by cut.
-        num_micro_batches: a step.
-        input_gradient_s: the part of `backward_s` after which the gradient can go on, by stage; None: all of it.
-    """
-
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    activation_nbytes: Sequence[float]
-    gradient_nbytes: Sequence[float]
-    num_micro_batches: int
-    input_gradient_s: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        stages = len(self.forward_s)
-        lengths = (len(self.backward_s), len(self.activation_nbytes) + 1, len(self.gradient_nbytes) + 1)
-        if stages < 2 or lengths != (stages, stages, stages):
-            raise ValueError(
-                f"{stages} stages need as many backwards and one cut less, and two at least; got {lengths}"
-            )
-        if len(self.returns_s) != stages or any(i > b for i, b in zip(self.returns_s, self.backward_s, strict=True)):
-            raise ValueError(
-                f"a gradient of the input is a part of each of the {stages} backwards; got {self.input_gradient_s} "
-                f"of {self.backward_s}"
-            )
-
-    @property
-    def returns_s(self) -> Sequence[float]:
-        """Seconds from a gradient's coming to a stage to its going on, by stage."""
-        return self.backward_s if self.input_gradient_s is None else self.input_gradient_s
 
 
 @dataclass(frozen=True, slots=True)

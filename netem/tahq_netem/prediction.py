@@ -8,17 +8,16 @@ does is not predicted: it waits for sends, and the simulator does not.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from tahq.comm.network_model import goodput_bits_per_s
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
-from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, StepWork
 from tahq.plan.simulate.simulator import simulate
-from tahq_netem.bound import StepWork
 from tahq_netem.description import NetworkPlan
 from tahq_netem.figures import ACKNOWLEDGED, GOODPUT_SHARE
 from tahq_netem.runtimes.bare_async import actions_of
@@ -151,7 +150,6 @@ def step_costs(
             )
         ],
         hosts=[_host(plan, host) for host in hosts],
-        codec_lane=True,
         piece_nbytes=SHARED_NBYTES,
         first=None,
         queue_s=queue_s,
@@ -172,15 +170,11 @@ def _cut(
         codec.backward_encode_s,
         codec.backward_decode_s,
         latency_s=max(there.delay_s, back.delay_s),
-        forward_bytes_per_s=_goodput_bytes_per_s(there.rate_bits_per_s),
-        backward_bytes_per_s=_goodput_bytes_per_s(back.rate_bits_per_s),
+        forward_bits_per_s=goodput_bits_per_s(there.rate_bits_per_s),
+        backward_bits_per_s=goodput_bits_per_s(back.rate_bits_per_s),
     )
 
 
 def _host(plan: NetworkPlan, host: str) -> HostCosts:
     shape = plan.host_shapes[host]
-    return HostCosts(_goodput_bytes_per_s(shape.up_bits_per_s), _goodput_bytes_per_s(shape.down_bits_per_s))
-
-
-def _goodput_bytes_per_s(rate_bits_per_s: float | None) -> float:
-    return math.inf if rate_bits_per_s is None else GOODPUT_SHARE * rate_bits_per_s / 8
+    return HostCosts(goodput_bits_per_s(shape.up_bits_per_s), goodput_bits_per_s(shape.down_bits_per_s))

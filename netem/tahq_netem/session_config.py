@@ -20,9 +20,9 @@ from tahq.models.config import SleepConfig
 from tahq.models.sleeping_slice import INPUT_GRADIENT_SHARE
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.schedule.generators import GENERATORS
+from tahq.plan.simulate.costs import StepWork
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq_netem.bound import StepWork
 from tahq_netem.compute import StageTimes
 from tahq_netem.sweep_points import SessionKey
 from tahq_netem.sweep_spec import SweepConfig

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tahq.errors import TahqError
-from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
+from tahq.plan.simulate.costs import StepWork
+from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.busy_cores import BusyCores, BusyMeter, num_usable_cores
 from tahq_netem.compute import StageTimes
 from tahq_netem.description import NetworkPlan

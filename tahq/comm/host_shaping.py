@@ -15,11 +15,10 @@ from tahq.comm.cap import LEAST_CAP_BITS_PER_S, cap_bits_per_s
 from tahq.comm.config import HostConfig, Hosts, LinksConfig
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.network_config import host_names
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.errors import ConfigError
 from tahq.units import write_rate
 
-_GOODPUT_SHARE = 1448 / 1514
-"""What TCP carries of a rate that counts everything on the wire, as in namespaces."""
 _ORDERED_CAP = "95%"
 """Of an uplink whose order of sending is to be kept."""
 
@@ -62,7 +61,7 @@ def _rates(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> Hos
     if hosts != "namespaces":
         return HostRates(links.rate, links.rate)
     host = links.network(num_stages).hosts[host_names(num_stages)[stage]]
-    return HostRates(host.up and _GOODPUT_SHARE * host.up, host.down and _GOODPUT_SHARE * host.down)
+    return HostRates(host.up and GOODPUT_SHARE * host.up, host.down and GOODPUT_SHARE * host.down)
 
 
 def _ordered_cap(links: LinksConfig, rates: HostRates, is_imitated: bool) -> str | None:

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.comm.link.sending_order import First
+from tahq.comm.network_model import SHORTEST_QUEUE_S
+from tahq.pipeline.schedule.schedule import Schedule
 from tahq.plan.problem import Plan
 from tahq.plan.search.schedules import plan_schedule
 from tahq.plan.search.stages import StageCosts, Wires
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import step_bound
-from tahq.plan.simulate.costs import Costs, CutCosts, FirstOut, HostCosts
-from tahq.plan.simulate.simulator import simulate
-from tahq.plan.simulate.timeline import Timeline
+from tahq.plan.simulate.costs import ComputeSeconds, Costs, CutCosts, HostCosts, compute_seconds
+from tahq.plan.simulate.simulator import Timeline, simulate
 
 MAX_ACTIONS = 20_000
 """Of a step that is simulated whole; of longer ones two shorter steps say how long each further micro-batch takes."""
@@ -28,9 +29,6 @@ MAX_ACTIONS_SEARCHED = 6_000
 
 
 _MANY_ACTIONS = 5_000
-
-QUEUE_S = 0.2
-"""How long queues before downlinks are taken to be: what access networks have, about, and networks of namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +169,15 @@ def plan_costs(table: ClusterTable, plan: Plan, piece_nbytes: int | None, speed:
         cuts=cuts,
         hosts=[HostCosts(speed.rates * table.up[host], speed.rates * table.down[host]) for host in plan.hosts],
         commit_s=round_trip,
-        codec_lane=True,
         piece_nbytes=piece_nbytes,
         first=_order(table, plan, piece_nbytes),
-        queue_s=math.inf if piece_nbytes is None else QUEUE_S,
+        queue_s=math.inf if piece_nbytes is None else SHORTEST_QUEUE_S,
     )
 
 
-def _order(table: ClusterTable, plan: Plan, piece_nbytes: int | None) -> FirstOut | None:
+def _order(table: ClusterTable, plan: Plan, piece_nbytes: int | None) -> First | None:
     """What goes first on an uplink; None: links share it, since frames do not wait where tahq could choose."""
-    is_kept = len(table.problem.firsts) > 1 or plan.first is not FirstOut.OLDEST
+    is_kept = len(table.problem.firsts) > 1 or plan.first != "oldest"
     return plan.first if piece_nbytes is None or is_kept else None
 
 
@@ -209,23 +206,19 @@ def _cut(table: ClusterTable, plan: Plan, cut: int, source: int, target: int, sp
         backward_encode_s=table.codec_s(target, back, size)[0],
         backward_decode_s=table.codec_s(source, back, size)[1],
         latency_s=speed.latency * float(table.latency_s[source, target]),
-        forward_bytes_per_s=speed.rates * float(table.path_rate[source, target]),
-        backward_bytes_per_s=speed.rates * float(table.path_rate[target, source]),
+        forward_bits_per_s=speed.rates * float(table.path_rate[source, target]),
+        backward_bits_per_s=speed.rates * float(table.path_rate[target, source]),
     )
 
 
-def _compute_s(
-    table: ClusterTable, plan: Plan, hosts: Sequence[int], factor: float
-) -> dict[tuple[int, ActionKind], float]:
+def _compute_s(table: ClusterTable, plan: Plan, hosts: Sequence[int], factor: float) -> ComputeSeconds:
     times = table.times(plan.micro_batch)
-    seconds: dict[tuple[int, ActionKind], float] = {}
+    forward, backward, own = [], [], []
     for chunk, (host, layers) in enumerate(zip(hosts, chunk_layers(plan), strict=True)):
         first, last = float(chunk == 0), float(chunk == len(hosts) - 1)
-        forward = layers * times.block_forward[host]
-        forward += first * times.first_forward[host] + last * times.last_forward[host]
-        backward = layers * times.block_backward[host]
-        backward += first * times.first_backward[host] + last * times.last_backward[host]
-        own = layers * times.block_input_gradient[host] + last * times.last_backward[host] / 2
-        by_kind = {ActionKind.F: forward, ActionKind.B: backward, ActionKind.I: own, ActionKind.W: backward - own}
-        seconds |= {(chunk, kind): factor * float(value) for kind, value in by_kind.items()}
-    return seconds
+        ends_forward = first * times.first_forward[host] + last * times.last_forward[host]
+        forward.append(factor * float(layers * times.block_forward[host] + ends_forward))
+        ends_backward = first * times.first_backward[host] + last * times.last_backward[host]
+        backward.append(factor * float(layers * times.block_backward[host] + ends_backward))
+        own.append(factor * float(layers * times.block_input_gradient[host] + last * times.last_backward[host] / 2))
+    return compute_seconds(forward, backward, own)

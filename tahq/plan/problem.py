@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from tahq.comm.link.frame import HEADER_NBYTES
+from tahq.comm.link.sending_order import First
 from tahq.plan.cluster_numbers import ClusterNumbers
-from tahq.plan.simulate.costs import FirstOut
 from tahq.quant import get_codec
 
 
@@ -84,7 +84,7 @@ class PlanProblem:
     max_replicas: int = 1
     chunks_per_stage: int = 2
     piece_nbytes: int | None = None
-    firsts: tuple[FirstOut, ...] = (FirstOut.OLDEST,)
+    firsts: tuple[First, ...] = ("oldest",)
 
     def frame_nbytes(self, codec: str, micro_batch: int) -> float:
         """Bytes of a frame on the wire, its pieces' headers included."""
@@ -133,7 +133,7 @@ class Plan:
     activations: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     chunks_per_stage: int = 1
-    first: FirstOut = FirstOut.OLDEST
+    first: First = "oldest"
 
     @property
     def num_stages(self) -> int:

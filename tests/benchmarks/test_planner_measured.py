@@ -74,7 +74,7 @@ def test_network_and_planner_see_the_same_paths(asked):
     names = [host.name for host in asked.cluster.hosts]
     for source, target in plan.paths:
         ends = names.index(source), names.index(target)
-        assert plan.rate_bits_per_s(source, target) / 8 * GOODPUT_SHARE == pytest.approx(table.pair_rate[ends])
+        assert plan.rate_bits_per_s(source, target) * GOODPUT_SHARE == pytest.approx(table.pair_rate[ends])
         assert plan.paths[source, target].delay_s == pytest.approx(table.latency_s[ends])
 
 

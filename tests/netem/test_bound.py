@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.pipeline.schedule.validator import validate
-from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, StepWork
 from tahq.plan.simulate.simulator import simulate
-from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
+from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.description import plan_network, uniform
 from tahq_netem.figures import GOODPUT_SHARE
 
@@ -131,7 +131,7 @@ def split_row(row, lag):
 
 def costs_of(work, rate, delay_s):
     """The same step for the simulator."""
-    host = HostCosts(GOODPUT_SHARE * rate / 8, GOODPUT_SHARE * rate / 8)
+    host = HostCosts(GOODPUT_SHARE * rate, GOODPUT_SHARE * rate)
     weights_s = [whole - part for whole, part in zip(work.backward_s, work.returns_s, strict=True)]
     seconds = {
         ActionKind.F: work.forward_s,
@@ -141,9 +141,11 @@ def costs_of(work, rate, delay_s):
     }
     return Costs(
         compute_s={(stage, kind): row[stage] for kind, row in seconds.items() for stage in range(len(work.forward_s))},
-        cuts=[CutCosts(out, back) for out, back in zip(work.activation_nbytes, work.gradient_nbytes, strict=True)],
+        cuts=[
+            CutCosts(out, back, latency_s=delay_s)
+            for out, back in zip(work.activation_nbytes, work.gradient_nbytes, strict=True)
+        ],
         hosts=[host] * len(work.forward_s),
-        latency_s=delay_s,
     )
 
 

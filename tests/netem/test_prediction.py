@@ -5,7 +5,8 @@ from support.sweeps import small
 
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
-from tahq_netem.bound import LinkSpeed, StepWork, step_bound_s
+from tahq.plan.simulate.costs import StepWork
+from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.busy_cores import BusyCores
 from tahq_netem.compute import StageTimes
 from tahq_netem.description import plan_network, uniform
@@ -88,8 +89,8 @@ def test_hosts_keep_their_own_rates():
     work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 1)
     plan = plan_network(config.model_copy(update={"hosts": hosts}))
     first, second = step_costs(work, plan, CodecSeconds(), ("host1", "host0")).hosts
-    assert (first.uplink_bytes_per_s, first.downlink_bytes_per_s) == (5 * SECOND, float("inf"))
-    assert (second.uplink_bytes_per_s, second.downlink_bytes_per_s) == (SECOND, SECOND)
+    assert (first.uplink_bits_per_s, first.downlink_bits_per_s) == (40 * SECOND, float("inf"))
+    assert (second.uplink_bits_per_s, second.downlink_bits_per_s) == (8 * SECOND, 8 * SECOND)
 
 
 def test_cuts_have_the_delays_and_caps_of_their_own_paths():

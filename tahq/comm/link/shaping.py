@@ -1,19 +1,15 @@
-"""A slow network imitated between session and socket: what a host sends and receives is held back.
+"""Imitates a slow network between session and socket by holding back what a host sends and receives.
 
-Pure cores: items and times in, items that are due out; the I/O thread brings the clock.
+Pure: items and times in, items that are due out; the I/O thread brings the clock. Both lines follow `network_model`:
 
-- `Uplink` serialises what the host sends, on all its links, at `rate`, then holds each message for
-  `delay`. A message starts when the uplink is free *and* it was ready, both in virtual time, so that
-  a thread that wakes late catches up and an idle uplink saves nothing for later.
-  Under a cap it is a token bucket of 20 ms instead: what has been idle so long may catch up so much, no more.
-- `Downlink` lets what the host receives through at `rate`: release = max(arrival, free + n/rate),
-  free = release. A message has already been serialised by its sender, so where the rates are equal
-  and nobody else sends, nothing is added; two senders to one receiver share its downlink.
+- `Uplink` serialises what the host sends, on all its links, at the rate, then holds each message for the delay. A
+  message starts when the uplink is free *and* it was ready, both in virtual time, so that a thread that wakes late
+  catches up and an idle uplink saves nothing for later. Under a cap it is a token bucket of 20 ms instead.
+- `Downlink` passes what the host receives at the rate. A message has already been serialised by its sender, so where
+  the rates are equal and nothing else comes in, nothing is added; two senders to one receiver share its downlink.
 
-Rates imitate a network, caps keep to a share of one that is there; where both are set, the lower holds.
-
-Both are first in, first out: nothing that has entered is overtaken. Priority is given before the
-uplink, by choosing what enters next whenever it is free (`is_free`).
+Rates imitate a network, caps use a share of a real one; where both are set, the lower holds. Both lines are first in,
+first out. Priority is given before the uplink, by choosing what enters next whenever it is free (`is_free`).
 """
 
 import math
@@ -22,24 +18,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tahq.comm.network_model import Line, transmission_s
+
 Item = TypeVar("Item")
 
 _BURST_S = 0.02
 """Depth of the bucket of a cap, as time at its rate."""
 _MESSAGE_S = 0.025
-"""What a message may take of a cap: with the bucket's depth, under a twentieth of a second."""
+"""Longest message under a cap, as time at the cap: with the bucket, less than a twentieth of a second."""
 _LEAST_MESSAGE_NBYTES = 4096
 _WINDOW_S = 0.25
-"""What may be under way to a host whose downlink is capped, as time at the cap: longer than most round trips."""
+"""Most that may be under way to a host whose downlink is capped, as time at the cap: longer than most round trips."""
 _LEAST_WINDOW_NBYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What a host's connection to the others is held to.
+    """The limits on a host's connection to the others.
 
     `rate_bits_per_s` is imitated on the uplink and, separately, on the downlink (None: not); `delay_s` is
-    one-way; a frame longer than `piece_nbytes` travels in pieces; the caps are what the host may use.
+    one-way; a frame longer than `piece_nbytes` travels in pieces; the caps limit what tahq uses of a real connection.
     """
 
     rate_bits_per_s: float | None = None
@@ -50,28 +48,28 @@ class Shaping:
 
     @property
     def up_bits_per_s(self) -> float:
-        """The uplink's rate; inf: not held."""
+        """The uplink's rate; inf: unlimited."""
         return min(self.rate_bits_per_s or math.inf, self.cap_up_bits_per_s or math.inf)
 
     @property
     def down_bits_per_s(self) -> float:
-        """The downlink's rate; inf: not held."""
+        """The downlink's rate; inf: unlimited."""
         return min(self.rate_bits_per_s or math.inf, self.cap_down_bits_per_s or math.inf)
 
     @property
     def is_up_capped(self) -> bool:
-        """Whether the cap is what holds the uplink."""
+        """Whether the cap, not the rate, limits the uplink."""
         return self.up_bits_per_s < (self.rate_bits_per_s or math.inf)
 
     @property
     def message_nbytes(self) -> int:
-        """Longest message: a piece, or less where a cap would pass it in lumps."""
+        """Longest message: a piece, or less where a cap would pass pieces in bursts."""
         if self.cap_up_bits_per_s is None:
             return self.piece_nbytes
         return min(self.piece_nbytes, max(_LEAST_MESSAGE_NBYTES, int(_MESSAGE_S * self.cap_up_bits_per_s / 8)))
 
     def receive_window_nbytes(self, most: int) -> int:
-        """What may be under way to this host on a link: little where its downlink is capped, so that senders wait."""
+        """Most that may be under way to this host on a link: little if its downlink is capped, so that senders wait."""
         if self.cap_down_bits_per_s is None:
             return most
         return min(most, max(_LEAST_WINDOW_NBYTES, int(_WINDOW_S * self.cap_down_bits_per_s / 8)))
@@ -101,48 +99,52 @@ class DelayLine(Generic[Item]):
 
 
 class Uplink(DelayLine[Item]):
-    """What one host sends: serialised at the rate, then under way for the delay."""
+    """Serialises what one host sends at the rate, then holds it for the delay."""
 
     def __init__(self, shaping: Shaping) -> None:
         super().__init__()
-        self._shaping = shaping
-        self.free_s = -math.inf
+        self._line = Line()
+        self.reshape(shaping)
 
     def reshape(self, shaping: Shaping) -> None:
         """Use other rates and another delay for what enters from now on."""
         self._shaping = shaping
+        self._line.rate_bits_per_s, self._line.delay_s = shaping.up_bits_per_s, shaping.delay_s
+        self._line.burst_s = _BURST_S if shaping.is_up_capped else 0.0
+
+    @property
+    def free_s(self) -> float:
+        """When the next message may enter."""
+        return self._line.free_s
 
     def is_free(self, now_s: float) -> bool:
         """Whether the next message may enter."""
-        return self.free_s <= now_s
+        return self._line.free_s <= now_s
 
     def send(self, item: Item, nbytes: int, ready_s: float, now_s: float | None = None) -> None:
         """Enter, at `now_s`, a message of `nbytes` that has been waiting since `ready_s` (None: it has not)."""
         now_s = ready_s if now_s is None else now_s
-        shaping = self._shaping
-        start_s = max(self.free_s, now_s - _BURST_S if shaping.is_up_capped else ready_s)
-        end_s = start_s + 8 * nbytes / shaping.up_bits_per_s
-        if shaping.up_bits_per_s < math.inf:
-            self.free_s = end_s
-        if shaping.is_up_capped:
-            # A full bucket lets it go at once, and then the imitated line still takes its time.
-            end_s = max(end_s, now_s + 8 * nbytes / (shaping.rate_bits_per_s or math.inf))
-        self.put(item, end_s + shaping.delay_s)
+        is_capped = self._shaping.is_up_capped
+        _, left_s = self._line.serve(nbytes, now_s if is_capped else ready_s)
+        if is_capped:
+            # A full bucket passes it at once, but the imitated line still takes its time.
+            left_s = max(left_s, now_s + transmission_s(nbytes, self._shaping.rate_bits_per_s or math.inf))
+        self.put(item, left_s + self._line.delay_s)
 
 
 class Downlink(DelayLine[Item]):
-    """What one host receives: let through at the rate."""
+    """Passes what one host receives at the rate."""
 
     def __init__(self, shaping: Shaping) -> None:
         super().__init__()
-        self._shaping = shaping
-        self._free_s = -math.inf
+        self._line = Line()
+        self.reshape(shaping)
 
     def reshape(self, shaping: Shaping) -> None:
         """Use another rate for what enters from now on."""
-        self._shaping = shaping
+        self._line.rate_bits_per_s = shaping.down_bits_per_s
 
     def receive(self, item: Item, nbytes: int, arrival_s: float) -> None:
         """Enter a message of `nbytes` that has just arrived whole."""
-        self._free_s = max(arrival_s, self._free_s + 8 * nbytes / self._shaping.down_bits_per_s)
-        self.put(item, self._free_s)
+        _, left_s = self._line.serve(nbytes, -math.inf, arrival_s)
+        self.put(item, left_s)

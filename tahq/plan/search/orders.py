@@ -13,6 +13,7 @@ import numpy as np
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
+from tahq.comm.network_model import transmission_s
 from tahq.plan.search.table import Array, ClusterTable
 
 Order = tuple[int, ...]
@@ -162,7 +163,8 @@ class _Starts:
         times, model = self._table.times(self._micro_batch), self._table.problem.model
         compute = model.num_layers / size * (times.block_forward + times.block_backward)[self._index]
         nbytes = sum(self._nbytes) if size > 1 else 0.0
-        wire = np.maximum(nbytes / self._table.up[self._index], nbytes / self._table.down[self._index])
+        rates = np.minimum(self._table.up, self._table.down)[self._index]
+        wire = transmission_s(nbytes, rates)
         alone: Array = np.where(self._fits, np.maximum(compute, wire) + 1e-3 * (compute + wire), math.inf)
         return alone
 
@@ -175,7 +177,7 @@ class _Starts:
         """Seconds that a micro-batch takes there and back between each two hosts, the slower way round."""
         pairs = np.ix_(self._index, self._index)
         rate, latency = self._table.pair_rate[pairs], self._table.latency_s[pairs]
-        hop = self._nbytes[0] / rate + self._nbytes[1] / rate.T + latency + latency.T
+        hop = transmission_s(self._nbytes[0], rate) + transmission_s(self._nbytes[1], rate.T) + latency + latency.T
         distances: Array = np.maximum(hop, hop.T)
         np.fill_diagonal(distances, 0.0)
         return distances

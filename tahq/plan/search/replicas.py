@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tahq.comm.network_model import transmission_s
 from tahq.plan.prediction import step_time_s
 from tahq.plan.problem import Plan
 from tahq.plan.search.table import ClusterTable
@@ -66,7 +67,7 @@ def _all_reduce_s(table: ClusterTable, plans: Sequence[Plan]) -> float:
         pairs = np.array(_facing(one, other)).T
         slowest = min(slowest, float(table.pair_rate[pairs[0], pairs[1]].min()))
         longest_s = max(longest_s, float(table.latency_s[pairs[0], pairs[1]].max()))
-    return 2 * (count - 1) / count * nbytes / slowest + 2 * (count - 1) * longest_s
+    return transmission_s(2 * (count - 1) / count * nbytes, slowest) + 2 * (count - 1) * longest_s
 
 
 def _facing(one: Plan, other: Plan) -> list[tuple[int, int]]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tahq.comm.network_model import transmission_s
 from tahq.plan.search.table import Array, ClusterTable
-from tahq.plan.simulate.bound import StepCosts, WayCosts
+from tahq.plan.simulate.bound import DirectionSeconds, StepSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,10 @@ class StageCosts:
             )
         )
 
-    def bound_costs(self, layers: Array, depths: Array | None, *, split: bool) -> StepCosts:
+    def bound_costs(self, layers: Array, depths: Array | None, *, split: bool) -> StepSeconds:
         """What `tahq.plan.simulate.bound` takes; `split`: whether backwards are."""
         times = self.times(layers)
-        return StepCosts(
+        return StepSeconds(
             forward=times.forward,
             backward=times.backward,
             input_gradient=times.input_gradient if split else times.backward,
@@ -131,15 +132,14 @@ class StageCosts:
             nbytes[1:] += frames
         return nbytes
 
-    def _way(self, codecs: Sequence[str], sources: Array, targets: Array) -> WayCosts:
+    def _way(self, codecs: Sequence[str], sources: Array, targets: Array) -> DirectionSeconds:
         table, size = self._table, self.micro_batch
         nbytes = np.array([table.problem.frame_nbytes(codec, size) for codec in codecs])
         pairs = list(zip(codecs, sources, targets, strict=True))
-        return WayCosts(
+        return DirectionSeconds(
             encode=np.array([table.codec_s(int(source), codec, size)[0] for codec, source, _ in pairs]),
             decode=np.array([table.codec_s(int(target), codec, size)[1] for codec, _, target in pairs]),
-            alone=nbytes / table.pair_rate[sources, targets],
-            uplink=nbytes / table.up[sources],
-            path=nbytes / table.path_rate[sources, targets],
-            downlink=nbytes / table.down[targets],
+            uplink=transmission_s(nbytes, table.up[sources]),
+            path=transmission_s(nbytes, table.path_rate[sources, targets]),
+            downlink=transmission_s(nbytes, table.down[targets]),
         )

@@ -1,6 +1,6 @@
 """The numbers of a cluster as arrays: by host, and by pair of hosts.
 
-Rates are bytes a second, latencies one-way seconds. What no number was measured for is infinitely fast, or as the
+Rates are bits per second, latencies one-way seconds. What no number was measured for is infinitely fast, or as the
 cluster says for paths that are not listed; a codec that was not measured takes as long as one that was.
 """
 
@@ -19,7 +19,7 @@ from tahq.quant import CodecSpec
 
 Array = NDArray[np.float64]
 
-_UNREACHABLE_BYTES_PER_S = 1e-3
+_UNREACHABLE_BITS_PER_S = 8e-3
 """Of a path that nothing got through: so slow that no plan takes it where there is another."""
 
 _TIMES = (
@@ -53,8 +53,8 @@ class ClusterTable:
         hosts = problem.cluster.hosts
         self.problem = problem
         self.num_hosts = len(hosts)
-        self.up = np.array([_bytes_per_s(host.up) for host in hosts])
-        self.down = np.array([_bytes_per_s(host.down) for host in hosts])
+        self.up = np.array([math.inf if host.up is None else host.up for host in hosts])
+        self.down = np.array([math.inf if host.down is None else host.down for host in hosts])
         self.memory = np.array([math.inf if host.memory is None else float(host.memory) for host in hosts])
         self.path_rate, self.latency_s = _pairs(problem.cluster)
         self._times: dict[int, HostTimes] = {}
@@ -87,7 +87,7 @@ class ClusterTable:
         """The first two neighbours in an order between which, one way or the other, nothing gets through."""
         for one, other in pairwise(hosts):
             for ends in ((one, other), (other, one)):
-                if self.path_rate[ends] == _UNREACHABLE_BYTES_PER_S:
+                if self.path_rate[ends] == _UNREACHABLE_BITS_PER_S:
                     return ends
         return None
 
@@ -161,10 +161,6 @@ def _at(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
     return max(line, y1)
 
 
-def _bytes_per_s(rate: float | None) -> float:
-    return math.inf if rate is None else rate / 8
-
-
 def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array]:
     """Rate of each path, and its one-way latency: sites' paths first, hosts' over them."""
     count = len(cluster.hosts)
@@ -196,9 +192,9 @@ def _put(
 ) -> None:
     source, target = ends
     if path.failure is not None:
-        rate[np.ix_(source, target)] = _UNREACHABLE_BYTES_PER_S
+        rate[np.ix_(source, target)] = _UNREACHABLE_BITS_PER_S
     if path.rate is not None:
-        rate[np.ix_(source, target)] = path.rate / 8
+        rate[np.ix_(source, target)] = path.rate
     if path.round_trip is not None:
         round_trip[np.ix_(source, target)] = path.round_trip
         if both_ways:

@@ -1,7 +1,7 @@
 """The shortest time that a step could take on hosts and paths that differ, resource by resource.
 
-For every resource: the earliest that the first micro-batch can reach it, plus what all micro-batches need of it, plus
-the shortest way from it to the end of the step. No schedule that computes micro-batches whole, stage after stage, is
+For every resource: the earliest that the first micro-batch can reach it, plus all that micro-batches need of it, plus
+the shortest time from it to the end of the step. No schedule that computes micro-batches whole, stage after stage, is
 faster; the largest of the terms is the bound. With f and b the seconds of a forward and a backward (i: of the input
 gradient alone, where the backward is split), and X_r, Y_r those of a whole hop across cut r, forward and backward
 (encoding, the bytes at the path's own rate, latency, decoding),
@@ -14,40 +14,47 @@ gradient alone, where the backward is split), and X_r, Y_r those of a whole hop 
     depth d of s:   T ≥ before_s + ⌈m / d⌉·(f_s + trip_s + b_s) − (b_s − i_s) + after_s
 
 the last because micro-batch k + d starts on s after the backward of k. Without a split i = b, and the two terms of a
-stage's compute are one. Every quantity may be an array over many candidates, of shape [..., P] by stage and
-[..., P − 1] by cut, so that thousands of divisions are bounded at once. All times are seconds.
+stage's compute are the same. Optimizer and commit are not in it. Every quantity may be an array over many candidates,
+of shape [..., P] by stage and [..., P − 1] by cut, so that thousands of divisions are bounded at once. All times are
+seconds.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tahq.comm.network_model import transmission_s
+from tahq.pipeline.schedule.schedule import ActionKind
+from tahq.plan.simulate.costs import Costs
+
 Array = NDArray[np.float64]
 
 Resource = tuple[str, int]
-"""What limits: compute, uplink, downlink, encoder, decoder, depth of a stage; activations, gradients on a cut."""
+"""A limit: compute, uplink, downlink, encoder, decoder, depth of a stage; activations, gradients on a cut."""
 
 
 @dataclass(frozen=True, slots=True)
-class WayCosts:
-    """One direction of all cuts: seconds of a frame, by cut.
-
-    alone: its bytes at the slowest of uplink, path and downlink. uplink, path, downlink: at each of them.
-    """
+class DirectionSeconds:
+    """One direction of all cuts: seconds of a frame, by cut, to encode, to decode, and on each line that it crosses."""
 
     encode: Array
     decode: Array
-    alone: Array
     uplink: Array
     path: Array
     downlink: Array
+    alone: Array = field(init=False)
+    """On the slowest of them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alone", np.maximum(np.maximum(self.uplink, self.path), self.downlink))
 
 
 @dataclass(frozen=True, slots=True)
-class StepCosts:
-    """What a step is made of, for one micro-batch: seconds by stage and by cut.
+class StepSeconds:
+    """A step's seconds, for one micro-batch, by stage and by cut.
 
     `input_gradient` is `backward` where backwards are whole; `depths` None: unlimited.
     """
@@ -55,14 +62,42 @@ class StepCosts:
     forward: Array
     backward: Array
     input_gradient: Array
-    activations: WayCosts
-    gradients: WayCosts
+    activations: DirectionSeconds
+    gradients: DirectionSeconds
     latency: Array
     num_micro_batches: float
     depths: Array | None = None
 
 
-def step_bounds(costs: StepCosts) -> dict[Resource, Array]:
+def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = None, *, split: bool) -> StepSeconds:
+    """The simulator's costs of a step with one chunk per stage; `split`: backwards are split into I and W."""
+    stages = range(len(costs.hosts))
+    seconds = {kind: np.array([costs.compute_s[stage, kind] for stage in stages]) for kind in ActionKind}
+    up = np.array([host.uplink_bits_per_s for host in costs.hosts])
+    down = np.array([host.downlink_bits_per_s for host in costs.hosts])
+
+    def by_cut(name: str) -> Array:
+        return np.array([getattr(cut, name) for cut in costs.cuts], dtype=float)
+
+    def direction(name: str, sources: slice, targets: slice) -> DirectionSeconds:
+        nbytes = by_cut(f"{name}_nbytes")
+        rates = up[sources], by_cut(f"{name}_bits_per_s"), down[targets]
+        lines = (transmission_s(nbytes, rate) for rate in rates)
+        return DirectionSeconds(by_cut(f"{name}_encode_s"), by_cut(f"{name}_decode_s"), *lines)
+
+    return StepSeconds(
+        forward=seconds[ActionKind.F],
+        backward=seconds[ActionKind.I] + seconds[ActionKind.W] if split else seconds[ActionKind.B],
+        input_gradient=seconds[ActionKind.I if split else ActionKind.B],
+        activations=direction("forward", slice(None, -1), slice(1, None)),
+        gradients=direction("backward", slice(1, None), slice(None, -1)),
+        latency=by_cut("latency_s"),
+        num_micro_batches=num_micro_batches,
+        depths=depths,
+    )
+
+
+def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
     """The bound that each resource sets, in seconds.
 
     Example:
@@ -72,19 +107,15 @@ def step_bounds(costs: StepCosts) -> dict[Resource, Array]:
     return dict(_Bounds(costs).all())
 
 
-def step_bound(costs: StepCosts) -> Array:
+def step_bound(costs: StepSeconds) -> Array:
     """The largest of `step_bounds`."""
-    largest: Array | None = None
-    for _, bound in _Bounds(costs).all():
-        largest = bound if largest is None else np.maximum(largest, bound)
-    assert largest is not None, "a step has a stage"
-    return largest
+    return reduce(np.maximum, (bound for _, bound in _Bounds(costs).all()))
 
 
 class _Bounds:
-    """The sums that all terms share."""
+    """All terms, which share a few sums."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepSeconds) -> None:
         self._costs = costs
         self._count = costs.num_micro_batches
         self._last = costs.forward.shape[-1] - 1
@@ -193,18 +224,18 @@ class _Bounds:
         return total
 
     def _activations(self, cut: int) -> Array:
-        way = self._costs.activations
-        start = self._before[..., cut] + self._costs.forward[..., cut] + way.encode[..., cut]
-        tail = self._trip[..., cut] - way.encode[..., cut] - way.alone[..., cut] + self._end(cut)
-        total: Array = start + self._count * way.path[..., cut] + tail
+        frames = self._costs.activations
+        start = self._before[..., cut] + self._costs.forward[..., cut] + frames.encode[..., cut]
+        tail = self._trip[..., cut] - frames.encode[..., cut] - frames.alone[..., cut] + self._end(cut)
+        total: Array = start + self._count * frames.path[..., cut] + tail
         return total
 
     def _gradients(self, cut: int) -> Array:
-        way = self._costs.gradients
+        frames = self._costs.gradients
         there = self._before[..., cut] + self._costs.forward[..., cut] + self._trip[..., cut]
-        start = there - way.decode[..., cut] - way.alone[..., cut] - self._costs.latency[..., cut]
-        tail = self._costs.latency[..., cut] + way.decode[..., cut] + self._end(cut)
-        total: Array = start + self._count * way.path[..., cut] + tail
+        start = there - frames.decode[..., cut] - frames.alone[..., cut] - self._costs.latency[..., cut]
+        tail = self._costs.latency[..., cut] + frames.decode[..., cut] + self._end(cut)
+        total: Array = start + self._count * frames.path[..., cut] + tail
         return total
 
     def _end(self, stage: int) -> Array:
@@ -215,7 +246,7 @@ class _Bounds:
 
 
 def _running(terms: Array) -> Array:
-    """Sums over the stages before each stage: 0, then one term more for each."""
+    """Sums over the stages before each stage: 0, then one more term for each."""
     shape = (*terms.shape[:-1], terms.shape[-1] + 1)
     sums = np.zeros(shape)
     np.cumsum(terms, axis=-1, out=sums[..., 1:])

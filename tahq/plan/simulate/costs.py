@@ -1,31 +1,27 @@
-"""What a step is made of, for the simulator: seconds of compute, bytes of traffic, rates and latency.
+"""What a step is made of, for the simulator and the bound: seconds of compute, bytes of traffic, rates and latency.
 
-All times are seconds, all sizes bytes, all rates bytes a second. `inf` is a rate that never limits.
+All times are seconds, all sizes bytes, all rates bits per second of the frames alone. `inf` is a rate that never
+limits.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 
+from tahq.comm.link.sending_order import First
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
 
-
-class FirstOut(StrEnum):
-    """`links.first`: which of the frames that wait for a host's uplink goes first."""
-
-    OLDEST = "oldest"
-    ACTIVATIONS = "activations"
-    GRADIENTS = "gradients"
+ComputeSeconds = Mapping[tuple[int, ActionKind], float]
+"""Seconds by (chunk, kind) for one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutCosts:
-    """What crosses the cut between chunk c and chunk c + 1, each way, for one micro-batch, and the path it takes.
+    """The traffic across the cut between chunk c and chunk c + 1, each way, for one micro-batch, and its path.
 
-    `latency_s` is one-way, the same both ways; None: that of `Costs`. The rates are those of the path in each
-    direction, which may be below what its two hosts could send and receive.
+    `latency_s` is one-way, the same both ways. The rates are those of the path in each direction, which may be below
+    what its two hosts could send and receive.
     """
 
     forward_nbytes: float = 0.0
@@ -34,58 +30,51 @@ class CutCosts:
     forward_decode_s: float = 0.0
     backward_encode_s: float = 0.0
     backward_decode_s: float = 0.0
-    latency_s: float | None = None
-    forward_bytes_per_s: float = math.inf
-    backward_bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+    forward_bits_per_s: float = math.inf
+    backward_bits_per_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """What limits a stage's host; both directions of its traffic share each of the two."""
+    """The limits of a stage's host; both directions of its traffic share each of the two."""
 
-    uplink_bytes_per_s: float = math.inf
-    downlink_bytes_per_s: float = math.inf
+    uplink_bits_per_s: float = math.inf
+    downlink_bits_per_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Everything that the time of a step depends on, apart from the schedule.
 
+    Each stage encodes in one thread beside its compute and decodes in another.
+
     Attributes:
-        compute_s: seconds by (chunk, kind) for one micro-batch.
-        cuts: one entry a cut, between chunk c and c + 1.
-        hosts: one entry a stage.
-        latency_s: one-way, between any two hosts whose cut says nothing else.
+        compute_s: see `ComputeSeconds`.
+        cuts: one entry per cut, between chunk c and c + 1.
+        hosts: one entry per stage.
         commit_s: from the end of the last stage's work to the commit's arrival everywhere: a round trip
             to the coordinator and what it does in between.
-        codec_lane: False: encoding and decoding take the compute loop's time. True: each stage encodes in one
-            thread beside its compute and decodes in another.
         piece_nbytes: a frame's largest piece. On a downlink that two neighbours send into, pieces of
             their frames take turns, and on an uplink what goes first goes between pieces; None: whole frames do.
-        first: which of the frames that wait for an uplink goes first; None: nobody keeps an order, and links take
+        first: which of the frames that wait for an uplink goes first; None: no order is kept, and links take
             turns piece by piece, about as TCP shares an uplink.
-        queue_s: what waits at most before a downlink, or on a path, as time at its rate; more waits in its sender.
+        queue_s: length of the queue before each downlink and path, as time at its rate; more waits in the sender.
         acknowledged: bytes on the receiver's uplink for each that it gets; they go before the next piece there.
-        activation_nbytes: what one micro-batch in flight keeps in memory, by chunk; None: not known.
     """
 
-    compute_s: Mapping[tuple[int, ActionKind], float]
+    compute_s: ComputeSeconds
     cuts: Sequence[CutCosts]
     hosts: Sequence[HostCosts]
-    latency_s: float = 0.0
     commit_s: float = 0.0
-    codec_lane: bool = False
     piece_nbytes: int | None = None
-    first: FirstOut | None = FirstOut.OLDEST
+    first: First | None = "oldest"
     queue_s: float = math.inf
     acknowledged: float = 0.0
-    activation_nbytes: Sequence[float] | None = None
 
     def check(self, schedule: Schedule) -> None:
         """Raise ScheduleError unless there is a cost for everything in the schedule."""
         expected = {"cuts": schedule.num_chunks - 1, "hosts": schedule.num_stages}
-        if self.activation_nbytes is not None:
-            expected["activation_nbytes"] = schedule.num_chunks
         for name, length in expected.items():
             if len(getattr(self, name)) != length:
                 got = len(getattr(self, name))
@@ -96,28 +85,83 @@ class Costs:
             raise ScheduleError(f"no compute time for {', '.join(missing)} of schedule {schedule.name}")
 
 
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The work of a step with one chunk per stage, whatever the network that it runs on.
+
+    Attributes:
+        forward_s: seconds of a micro-batch's forward, by stage.
+        backward_s: the same of its backward.
+        activation_nbytes: of a micro-batch, by cut.
+        gradient_nbytes: of a micro-batch, by cut.
+        num_micro_batches: per step.
+        input_gradient_s: the part of `backward_s` after which the gradient can go on, by stage; None: all of it.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    activation_nbytes: Sequence[float]
+    gradient_nbytes: Sequence[float]
+    num_micro_batches: int
+    input_gradient_s: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_s)
+        lengths = (len(self.backward_s), len(self.activation_nbytes) + 1, len(self.gradient_nbytes) + 1)
+        if stages < 2 or lengths != (stages, stages, stages):
+            raise ValueError(
+                f"expected at least two stages, as many backwards as forwards, and one cut less; got {stages} "
+                f"forwards, {lengths[0]} backwards, {lengths[1] - 1} and {lengths[2] - 1} cuts"
+            )
+        if len(self.returns_s) != stages or any(i > b for i, b in zip(self.returns_s, self.backward_s, strict=True)):
+            raise ValueError(
+                f"input_gradient_s must have a part of each of the {stages} backwards; got {self.input_gradient_s} "
+                f"of {self.backward_s}"
+            )
+
+    @property
+    def returns_s(self) -> Sequence[float]:
+        """Seconds from a gradient's arrival at a stage to its departure, by stage."""
+        return self.backward_s if self.input_gradient_s is None else self.input_gradient_s
+
+    def compute_s(self) -> ComputeSeconds:
+        """The same for the simulator."""
+        return compute_seconds(self.forward_s, self.backward_s, self.returns_s)
+
+    def cuts(self, paths: Sequence[CutCosts]) -> list[CutCosts]:
+        """Paths (codec times, latency and rates, by cut) with the bytes that cross them."""
+        nbytes = zip(self.activation_nbytes, self.gradient_nbytes, strict=True)
+        return [
+            replace(path, forward_nbytes=out, backward_nbytes=back)
+            for path, (out, back) in zip(paths, nbytes, strict=True)
+        ]
+
+
+def compute_seconds(
+    forward_s: Sequence[float], backward_s: Sequence[float], input_gradient_s: Sequence[float]
+) -> ComputeSeconds:
+    """Seconds of every kind of action from those of each chunk's forward, backward, and input gradient."""
+    seconds: dict[tuple[int, ActionKind], float] = {}
+    for chunk, (forward, backward, own) in enumerate(zip(forward_s, backward_s, input_gradient_s, strict=True)):
+        by_kind = {ActionKind.F: forward, ActionKind.B: backward, ActionKind.I: own, ActionKind.W: backward - own}
+        seconds |= {(chunk, kind): value for kind, value in by_kind.items()}
+    return seconds
+
+
 def uniform_costs(
     num_chunks: int,
     num_stages: int,
     *,
     forward_s: float,
     backward_s: float,
-    cut: CutCosts | None = None,
-    host: HostCosts | None = None,
-    latency_s: float = 0.0,
+    cut: CutCosts = CutCosts(),
+    host: HostCosts = HostCosts(),
     commit_s: float = 0.0,
 ) -> Costs:
     """Costs that are the same for every chunk, cut and host; I and W take half a backward each."""
-    seconds = {
-        ActionKind.F: forward_s,
-        ActionKind.B: backward_s,
-        ActionKind.I: backward_s / 2,
-        ActionKind.W: backward_s / 2,
-    }
     return Costs(
-        compute_s={(chunk, kind): seconds[kind] for chunk in range(num_chunks) for kind in ActionKind},
-        cuts=[cut or CutCosts()] * (num_chunks - 1),
-        hosts=[host or HostCosts()] * num_stages,
-        latency_s=latency_s,
+        compute_s=compute_seconds([forward_s] * num_chunks, [backward_s] * num_chunks, [backward_s / 2] * num_chunks),
+        cuts=[cut] * (num_chunks - 1),
+        hosts=[host] * num_stages,
         commit_s=commit_s,
     )

@@ -1,21 +1,15 @@
 """The network of a simulated step: uplinks that serve one piece at a time, paths, and downlinks.
 
-A transfer is cut through, not stored and forwarded: its bytes leave the sender's uplink one after another
-and enter the receiver's downlink `latency_s` later while the rest is still being sent. With n bytes,
+All three are lines of `tahq.comm.network_model`. A transfer is cut through, not stored and forwarded: its bytes leave
+the sender's uplink one after another and enter the path at once and the receiver's downlink one latency later. So with
+equal rates and a free downlink the frame arrives one serialisation and one latency later. Whenever an uplink is free it
+takes a piece of the frame that goes first: the one queued first; where one direction is preferred, the first of those;
+where no order is kept, as under plain TCP, of the link whose turn it is. A piece is sent to its end. A host
+acknowledges what it receives: where its uplink is busy, the next piece there waits for these bytes.
 
-    sent      = max(queued, uplink free) + n / uplink rate
-    passed    = max(sent, max(first byte sent, path free) + n / path rate)
-    delivered = max(passed + latency, max(first byte's arrival, downlink free) + n / downlink rate)
-
-so with equal rates and a free downlink the frame arrives one serialisation and one latency later. Whenever an
-uplink is free it takes a piece of the frame that goes first: the one queued first; where one direction is
-preferred, the first of those; where nobody keeps an order, as under plain TCP, of the link whose turn it is. What
-it has begun to send it sends to the end of the piece. What a host gets it acknowledges: where its uplink is busy,
-the next piece there waits for these bytes.
-
-Queues before downlinks and paths are as long as `Costs.queue_s`. Flow and congestion control keep in the sender
-what does not fit: its uplink takes a piece of another link, or none until something has been delivered. So two
-neighbours that send to one host slow each other down, and with them what else they would do.
+Queues before downlinks and paths hold `Costs.queue_s`. Flow and congestion control keep in the sender what does not
+fit: its uplink takes a piece of another link, or none until something has been delivered. So two neighbours that send
+to one host slow each other down, and their other links with them.
 """
 
 import heapq
@@ -25,13 +19,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tahq.comm.link.frame import Direction
-from tahq.plan.simulate.costs import Costs, CutCosts, FirstOut
-from tahq.plan.simulate.timeline import TransferSpan
+from tahq.comm.link.sending_order import Rank, rank_of
+from tahq.comm.network_model import Line, transmission_s
+from tahq.plan.simulate.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSpan:
+    """A frame that crosses a cut; times are seconds from the start of the step.
+
+    queued_s: encoded and given to the sender's uplink. start_s, sent_s: first byte into, last byte out of
+    the uplink. delivered_s: last byte out of the receiver's downlink.
+    """
+
+    cut: int
+    direction: Direction
+    micro_batch: int
+    source: int
+    target: int
+    nbytes: float
+    queued_s: float
+    start_s: float
+    sent_s: float
+    delivered_s: float
+
 
 Event = Callable[[float], None]
 Delivery = Callable[[TransferSpan], None]
-Rank = tuple[int, int]
-"""Of a frame that waits: whether it has to stand back, and its number in the order of queueing."""
 
 
 @dataclass(slots=True)
@@ -49,6 +63,7 @@ class _Link:
     """What waits on a host for one receiver, and what is under way to it."""
 
     waiting: list[tuple[Rank, _Queued]] = field(default_factory=list)
+    """A heap by rank."""
     under_way: float = 0.0
     """Bytes."""
     turn: int = 0
@@ -66,19 +81,20 @@ class _Uplink:
 
 
 class SimulatedNetwork:
-    """Moves frames between stages; told the time by events that it asks for.
+    """Moves frames between stages.
 
     Args:
         costs: rates, latencies, queues, size of a piece, and which direction goes first.
-        at: has an event happen at a time.
+        at: schedules an event at a time.
     """
 
     def __init__(self, costs: Costs, at: Callable[[float, Event], None]) -> None:
         self._costs = costs
         self._at = at
         self._uplinks = [_Uplink() for _ in costs.hosts]
-        self._path_free_s: dict[tuple[int, int], float] = {}
-        self._downlink_free_s = [0.0 for _ in costs.hosts]
+        self._paths: dict[tuple[int, int], Line] = defaultdict(Line)
+        """By source and target."""
+        self._downlinks = [Line(host.downlink_bits_per_s) for host in costs.hosts]
         self._under_way: dict[int, float] = defaultdict(float)
         """Bytes by receiver, from all senders."""
         self._held_up: set[int] = set()
@@ -94,14 +110,10 @@ class SimulatedNetwork:
         self._num_queued += 1
         uplink = self._uplinks[transfer.source]
         link = uplink.links.setdefault(transfer.target, _Link())
-        heapq.heappush(link.waiting, ((self._stands_back(transfer.direction), self._num_queued), queued))
+        rank = rank_of(transfer.direction, self._num_queued, self._costs.first or "oldest")
+        heapq.heappush(link.waiting, (rank, queued))
         if not uplink.is_busy:
             self._send_piece(transfer.source, now)
-
-    def _stands_back(self, direction: Direction) -> int:
-        preferred = {FirstOut.ACTIVATIONS: Direction.FORWARD, FirstOut.GRADIENTS: Direction.BACKWARD}
-        first = self._costs.first
-        return 0 if first is None else int(direction is not preferred.get(first, direction))
 
     def _send_piece(self, stage: int, now: float) -> None:
         uplink = self._uplinks[stage]
@@ -113,7 +125,7 @@ class SimulatedNetwork:
         nbytes = self._piece_nbytes(queued)
         acknowledging = self._costs.acknowledged * uplink.to_acknowledge
         uplink.to_acknowledge = 0.0
-        sent_s = now + (acknowledging + nbytes) / self._costs.hosts[stage].uplink_bytes_per_s
+        sent_s = now + transmission_s(acknowledging + nbytes, self._costs.hosts[stage].uplink_bits_per_s)
         if queued.num_sent == 0:
             queued.transfer = replace(queued.transfer, start_s=now)
         queued.num_sent += 1
@@ -129,7 +141,7 @@ class SimulatedNetwork:
         self._at(sent_s, lambda time_s: self._send_piece(stage, time_s))
 
     def _next_link(self, stage: int) -> _Link | None:
-        """Whose piece an uplink takes now; None if it has to wait."""
+        """The link whose piece an uplink takes now; None if it has to wait."""
         links = self._uplinks[stage].links
         ready = [(target, link) for target, link in links.items() if link.waiting]
         if self._costs.queue_s < math.inf:
@@ -146,9 +158,9 @@ class SimulatedNetwork:
     def _has_room(self, target: int, link: _Link) -> bool:
         """Whether the queues before a receiver would still take a piece; an empty one takes a piece of any size."""
         transfer = link.waiting[0][1].transfer
-        queue_s = self._costs.queue_s + self._latency_s(transfer.cut)
-        allowed = queue_s * self._costs.hosts[target].downlink_bytes_per_s
-        path = queue_s * _path_bytes_per_s(self._costs.cuts[transfer.cut], transfer.direction)
+        queue_s = self._costs.queue_s + self._costs.cuts[transfer.cut].latency_s
+        allowed = queue_s * self._costs.hosts[target].downlink_bits_per_s / 8
+        path = queue_s * self._path_bits_per_s(transfer) / 8
         return not link.under_way or (self._under_way[target] <= allowed and link.under_way <= path)
 
     def _piece_nbytes(self, queued: _Queued) -> float:
@@ -159,11 +171,13 @@ class SimulatedNetwork:
 
     def _travel(self, queued: _Queued, nbytes: float, first_s: float, last_s: float, is_last: bool) -> None:
         transfer = queued.transfer
-        first_s, last_s = self._use_path(transfer, nbytes, first_s, last_s)
-        latency_s = self._latency_s(transfer.cut)
+        path = self._paths[transfer.source, transfer.target]
+        path.rate_bits_per_s = self._path_bits_per_s(transfer)
+        first_s, last_s = path.serve(nbytes, first_s, last_s)
+        latency_s = self._costs.cuts[transfer.cut].latency_s
 
         def arrive(now: float) -> None:
-            delivered_s = self._use_downlink(transfer.target, nbytes, first_s + latency_s, now)
+            _, delivered_s = self._downlinks[transfer.target].serve(nbytes, first_s + latency_s, now)
             receiver = self._uplinks[transfer.target]
             receiver.to_acknowledge += nbytes if receiver.is_busy else 0.0
             if self._costs.queue_s < math.inf:
@@ -175,7 +189,7 @@ class SimulatedNetwork:
         self._at(last_s + latency_s, arrive)
 
     def _make_room(self, transfer: TransferSpan, nbytes: float, now: float) -> None:
-        """Take a piece out of the queues, and have whoever waited for that go on."""
+        """Take a piece out of the queues, and let uplinks that waited for room go on."""
         self._under_way[transfer.target] -= nbytes
         self._uplinks[transfer.source].links[transfer.target].under_way -= nbytes
         for stage in self._take_held_up(transfer.target):
@@ -189,24 +203,6 @@ class SimulatedNetwork:
                 self._held_up.discard(stage)
                 yield stage
 
-    def _use_path(self, transfer: TransferSpan, nbytes: float, first_s: float, last_s: float) -> tuple[float, float]:
-        """When the first and the last byte leave the path that entered it at these times."""
-        rate = _path_bytes_per_s(self._costs.cuts[transfer.cut], transfer.direction)
-        ends = transfer.source, transfer.target
-        start_s = max(first_s, self._path_free_s.get(ends, 0.0))
-        self._path_free_s[ends] = max(last_s, start_s + nbytes / rate)
-        return start_s, self._path_free_s[ends]
-
-    def _latency_s(self, cut: int) -> float:
-        own = self._costs.cuts[cut].latency_s
-        return self._costs.latency_s if own is None else own
-
-    def _use_downlink(self, stage: int, nbytes: float, first_s: float, last_s: float) -> float:
-        rate = self._costs.hosts[stage].downlink_bytes_per_s
-        drained_s = max(first_s, self._downlink_free_s[stage]) + nbytes / rate
-        self._downlink_free_s[stage] = max(drained_s, last_s)
-        return self._downlink_free_s[stage]
-
-
-def _path_bytes_per_s(cut: CutCosts, direction: Direction) -> float:
-    return cut.forward_bytes_per_s if direction is Direction.FORWARD else cut.backward_bytes_per_s
+    def _path_bits_per_s(self, transfer: TransferSpan) -> float:
+        cut = self._costs.cuts[transfer.cut]
+        return cut.forward_bits_per_s if transfer.direction is Direction.FORWARD else cut.backward_bits_per_s

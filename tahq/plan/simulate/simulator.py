@@ -2,23 +2,61 @@
 
 Resources, each of which serves one thing at a time:
 - a stage's compute loop, which runs its row in order and never waits for a send;
-- a stage's uplink and its downlink, each shared by activations and gradients (`simulated_network.py`);
+- a stage's uplink and its downlink, each shared by activations and gradients (`network.py`);
 - the path from one stage to another, where a cut gives it a rate: what waits for it holds up no other path;
-- a stage's two codec lanes, where encoding and decoding run beside compute.
+- a stage's two codec lanes, which encode and decode beside compute.
 
 The simulation is exact for this model and has no randomness: equal inputs give equal timelines.
 """
 
 import heapq
 from collections import defaultdict
+from dataclasses import dataclass
 
 from tahq.comm.link.frame import Direction
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.grid import Cell, render
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule, schedule_dependencies
 from tahq.plan.simulate.costs import Costs, uniform_costs
-from tahq.plan.simulate.network import Event, SimulatedNetwork
-from tahq.plan.simulate.timeline import ActionSpan, Timeline, TransferSpan
+from tahq.plan.simulate.network import Event, SimulatedNetwork, TransferSpan
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpan:
+    """An action on its stage's compute loop; encoding and decoding included where they run there."""
+
+    stage: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step, simulated; times are seconds from its start.
+
+    Attributes:
+        actions: in order of their end.
+        transfers: in order of delivery.
+        step_time_s: from the start of the step to the commit's arrival.
+        num_stages: rows of the picture.
+    """
+
+    actions: tuple[ActionSpan, ...]
+    transfers: tuple[TransferSpan, ...]
+    step_time_s: float
+    num_stages: int
+
+    def span(self, action: Action) -> ActionSpan:
+        """When an action was computed; KeyError if it never was."""
+        for span in self.actions:
+            if span.action == action:
+                return span
+        raise KeyError(str(action))
+
+    def busy_s(self, stage: int) -> float:
+        """Seconds that a stage computes."""
+        return sum(span.end_s - span.start_s for span in self.actions if span.stage == stage)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -39,7 +77,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def draw_grid(what: Schedule | Timeline, width: int | None = None) -> str:
-    """A row a stage, time from left to right, backwards twice as wide as forwards where not simulated.
+    """Draw one row per stage, time from left to right, backwards twice as wide as forwards where not simulated.
 
     Args:
         what: a schedule (drawn without any communication) or a simulated step (drawn to scale, a
@@ -81,7 +119,6 @@ class _Simulation:
         self._network = SimulatedNetwork(costs, self._at)
         self._actions: list[ActionSpan] = []
         self._transfers: list[TransferSpan] = []
-        self._memory = [_Memory() for _ in stages]
 
     def run(self) -> Timeline:
         for stage in range(self._schedule.num_stages):
@@ -91,14 +128,11 @@ class _Simulation:
             event(now)
         self._check_finished()
         end_s = max((span.end_s for span in self._actions), default=0.0)
-        known = self._costs.activation_nbytes is not None
         return Timeline(
             actions=tuple(self._actions),
             transfers=tuple(self._transfers),
             step_time_s=end_s + self._costs.commit_s,
             num_stages=self._schedule.num_stages,
-            peak_in_flight=tuple(memory.peak_count for memory in self._memory),
-            peak_activation_nbytes=tuple(memory.peak_nbytes for memory in self._memory) if known else None,
         )
 
     def _at(self, time_s: float, event: Event) -> None:
@@ -118,37 +152,17 @@ class _Simulation:
             return
         self._computing[stage] = True
         self._position[stage] += 1
-        if action.kind is ActionKind.F:
-            self._memory[stage].hold(self._activation_nbytes(action.chunk))
-        seconds = self._costs.compute_s[action.chunk, action.kind] + self._inline_codec_s(stage, action)
+        seconds = self._costs.compute_s[action.chunk, action.kind]
         self._at(now + seconds, lambda end: self._finish(stage, action, now, end))
 
     def _finish(self, stage: int, action: Action, start_s: float, end_s: float) -> None:
         self._actions.append(ActionSpan(stage, action, start_s, end_s))
         self._computing[stage] = False
-        if action.kind in (ActionKind.B, ActionKind.W):
-            self._memory[stage].free(self._activation_nbytes(action.chunk))
         self._ready.add((action, stage))
         transfer = self._transfer_of(action)
         if transfer is not None:
             self._encode(action, transfer, end_s)
         self._start_next(stage, end_s)
-
-    def _activation_nbytes(self, chunk: int) -> float:
-        known = self._costs.activation_nbytes
-        return 0.0 if known is None else known[chunk]
-
-    def _inline_codec_s(self, stage: int, action: Action) -> float:
-        """Seconds of decoding before and encoding after an action, where the compute loop does both."""
-        if self._costs.codec_lane:
-            return 0.0
-        outgoing = self._transfer_of(action)
-        seconds = 0.0 if outgoing is None else self._codec_s(outgoing)[0]
-        for need in self._needs[action]:
-            incoming = self._transfer_of(need)
-            if incoming is not None and incoming.target == stage:
-                seconds += self._codec_s(incoming)[1]
-        return seconds
 
     # -- between stages --------------------------------------------------------------------------
 
@@ -175,9 +189,6 @@ class _Simulation:
         return cut.backward_encode_s, cut.backward_decode_s
 
     def _encode(self, action: Action, transfer: TransferSpan, now: float) -> None:
-        if not self._costs.codec_lane:
-            self._send(action, transfer, now)
-            return
         encoded_s = self._use_lane("encode", transfer.source, now, self._codec_s(transfer)[0])
         self._at(encoded_s, lambda time_s: self._send(action, transfer, time_s))
 
@@ -190,11 +201,7 @@ class _Simulation:
 
     def _deliver(self, action: Action, transfer: TransferSpan) -> None:
         self._transfers.append(transfer)
-        now = transfer.delivered_s
-        if not self._costs.codec_lane:
-            self._arrive(action, transfer.target, now)
-            return
-        decoded_s = self._use_lane("decode", transfer.target, now, self._codec_s(transfer)[1])
+        decoded_s = self._use_lane("decode", transfer.target, transfer.delivered_s, self._codec_s(transfer)[1])
         self._at(decoded_s, lambda time_s: self._arrive(action, transfer.target, time_s))
 
     def _arrive(self, action: Action, stage: int, now: float) -> None:
@@ -207,23 +214,3 @@ class _Simulation:
         if stuck:
             waits = ", ".join(f"stage {stage} at {rows[stage][at]}" for stage, at in stuck)
             raise ScheduleError(f"schedule {self._schedule.name} deadlocks with {waits}; validate() draws where")
-
-
-class _Memory:
-    """Activations that a stage holds, counted and weighed."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._nbytes = 0.0
-        self.peak_count = 0
-        self.peak_nbytes = 0.0
-
-    def hold(self, nbytes: float) -> None:
-        self._count += 1
-        self._nbytes += nbytes
-        self.peak_count = max(self.peak_count, self._count)
-        self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
-
-    def free(self, nbytes: float) -> None:
-        self._count -= 1
-        self._nbytes -= nbytes

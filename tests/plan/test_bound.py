@@ -9,41 +9,9 @@ from hypothesis import strategies as st
 
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from tahq.plan.simulate.bound import StepCosts, WayCosts, step_bound, step_bounds
+from tahq.plan.simulate.bound import StepSeconds, step_bound, step_bounds, step_seconds
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
 from tahq.plan.simulate.simulator import simulate
-
-
-def bound_costs(costs: Costs, num_micro_batches, depths=None, *, split=False) -> StepCosts:
-    """The same step as the simulator's costs."""
-    stages = range(len(costs.hosts))
-    seconds = {kind: np.array([costs.compute_s[stage, kind] for stage in stages]) for kind in ActionKind}
-    backward = seconds[ActionKind.I] + seconds[ActionKind.W] if split else seconds[ActionKind.B]
-
-    def way(direction, step):
-        rows = []
-        for index, cut in enumerate(costs.cuts):
-            ends = (index, index + 1)[::step]
-            nbytes = getattr(cut, f"{direction}_nbytes")
-            rates = (
-                costs.hosts[ends[0]].uplink_bytes_per_s,
-                getattr(cut, f"{direction}_bytes_per_s"),
-                costs.hosts[ends[1]].downlink_bytes_per_s,
-            )
-            codec = (getattr(cut, f"{direction}_encode_s"), getattr(cut, f"{direction}_decode_s"))
-            rows.append((*codec, nbytes / min(rates), *(nbytes / rate for rate in rates)))
-        return WayCosts(*np.array(rows, dtype=float).reshape(-1, 6).T)
-
-    return StepCosts(
-        seconds[ActionKind.F],
-        backward,
-        seconds[ActionKind.I] if split else backward,
-        way("forward", 1),
-        way("backward", -1),
-        np.array([cut.latency_s for cut in costs.cuts], dtype=float),
-        num_micro_batches,
-        depths,
-    )
 
 
 def costs_of(forward, backward, cuts, hosts) -> Costs:
@@ -55,13 +23,13 @@ def costs_of(forward, backward, cuts, hosts) -> Costs:
             (stage, ActionKind.I): b / 4,
             (stage, ActionKind.W): 3 * b / 4,
         }
-    return Costs(compute, cuts, hosts, codec_lane=True)
+    return Costs(compute, cuts, hosts)
 
 
 def test_each_resource_of_two_stages_by_hand():
-    hosts = [HostCosts(1.0, 1.0), HostCosts(2.0, 2.0)]
-    cut = CutCosts(1, 2, latency_s=10.0, forward_bytes_per_s=0.5, backward_bytes_per_s=4.0)
-    bounds = step_bounds(bound_costs(costs_of([1, 3], [2, 5], [cut], hosts), 4, np.array([2.0, 1.0])))
+    hosts = [HostCosts(8.0, 8.0), HostCosts(16.0, 16.0)]
+    cut = CutCosts(1, 2, latency_s=10.0, forward_bits_per_s=4.0, backward_bits_per_s=32.0)
+    bounds = step_bounds(step_seconds(costs_of([1, 3], [2, 5], [cut], hosts), 4, np.array([2.0, 1.0]), split=False))
     # an activation alone takes 2 s (the path), a gradient 2 s (the downlink of host 0): hops of 12 s
     assert bounds["compute", 0] == 4 * 3
     assert bounds["compute", 1] == 1 + 12 + 4 * 8 + 12 + 2
@@ -83,7 +51,7 @@ def test_each_resource_of_two_stages_by_hand():
 
 def test_codec_lanes_by_hand():
     cut = CutCosts(0, 0, 3.0, 4.0, 5.0, 6.0, latency_s=0.0)
-    bounds = step_bounds(bound_costs(costs_of([1, 1], [2, 2], [cut], [HostCosts()] * 2), 4))
+    bounds = step_bounds(step_seconds(costs_of([1, 1], [2, 2], [cut], [HostCosts()] * 2), 4, split=False))
     # 1, four of 3, decoding 4, 1 + 2, encoding and decoding 11, 2
     assert bounds["encoder", 0] == 1 + 12 + 4 + 3 + 11 + 2
     # the first gradient is encoded at 1 + 7 + 3 + 5; four of 6, 2
@@ -95,8 +63,8 @@ def test_codec_lanes_by_hand():
 def test_issue_five_example():
     # 73 + 152 ms, 25 and 35 ms on the wire: 3·(73+25) + 8·225 + 3·(152+35) = 2,655 ms
     cuts = [CutCosts(25.0, 35.0, latency_s=0.0)] * 3
-    hosts = [HostCosts(1000.0, 1000.0)] * 4
-    bound = step_bound(bound_costs(costs_of([0.073] * 4, [0.152] * 4, cuts, hosts), 8))
+    hosts = [HostCosts(8000.0, 8000.0)] * 4
+    bound = step_bound(step_seconds(costs_of([0.073] * 4, [0.152] * 4, cuts, hosts), 8, split=False))
     assert bound == pytest.approx(2.655)
 
 
@@ -104,15 +72,15 @@ def test_many_candidates_are_bounded_as_one_by_one():
     generator = np.random.default_rng(0)
     cuts = [CutCosts(3, 2, latency_s=0.5)] * 2
     rows = generator.integers(1, 9, (5, 2, 3)).astype(float)
-    each = [bound_costs(costs_of(f, b, cuts, [HostCosts(1.0, 2.0)] * 3), 6) for f, b in rows]
+    each = [step_seconds(costs_of(f, b, cuts, [HostCosts(8.0, 16.0)] * 3), 6, split=False) for f, b in rows]
     stacked = np.stack([one.forward for one in each]), np.stack([one.backward for one in each])
     way, back, latency = each[0].activations, each[0].gradients, each[0].latency
-    together = step_bound(StepCosts(stacked[0], stacked[1], stacked[1], way, back, latency, 6))
+    together = step_bound(StepSeconds(stacked[0], stacked[1], stacked[1], way, back, latency, 6))
     assert together == pytest.approx([float(step_bound(one)) for one in each])
 
 
 TIMES = st.integers(0, 20).map(float)
-RATES = st.sampled_from([1.0, 2.0, 5.0, math.inf])
+RATES = st.sampled_from([8.0, 16.0, 40.0, math.inf])
 
 
 @st.composite
@@ -143,11 +111,11 @@ def with_depths(num_micro_batches, depths, *, split) -> Schedule:
 @settings(max_examples=200, deadline=None)
 def test_no_schedule_is_faster_than_the_bound(step, split):
     costs, num_micro_batches, depths = step
-    bound = step_bound(bound_costs(costs, num_micro_batches, np.array(depths, dtype=float), split=split))
+    bound = step_bound(step_seconds(costs, num_micro_batches, np.array(depths, dtype=float), split=split))
     schedule = with_depths(num_micro_batches, depths, split=split)
     assert simulate(schedule, costs).step_time_s >= bound - 1e-9
 
 
 def test_gpipe_without_a_wire_meets_the_bound():
     costs = costs_of([1.0] * 3, [2.0] * 3, [CutCosts(latency_s=0.0)] * 2, [HostCosts()] * 3)
-    assert simulate(generate("gpipe", 3, 4), costs).step_time_s == step_bound(bound_costs(costs, 4))
+    assert simulate(generate("gpipe", 3, 4), costs).step_time_s == step_bound(step_seconds(costs, 4, split=False))

@@ -39,7 +39,7 @@ def test_grid_of_a_simulated_step_is_to_scale():
         forward_s=1,
         backward_s=2,
         cut=CutCosts(3, 1),
-        host=HostCosts(uplink_bytes_per_s=1, downlink_bytes_per_s=1),
+        host=HostCosts(8, 8),
     )
     assert draw_grid(simulate(generate("1f1b", 2, 1), costs)).splitlines() == [
         "stage 0  0F0 .   .   .   .   .   .   .   0B0----",
