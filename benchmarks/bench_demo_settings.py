@@ -2,7 +2,7 @@
 
 One process, no pipeline, no codec: the demo's model and data at half its batch, sixty steps of AdamW (β = 0.9, 0.95,
 five steps of warm-up, linear decay, one seed). The figure is the mean training loss of the last ten steps in nats a
-byte, by which launch/examples/demo.yaml was chosen; docs/experiment-log.md says what was expected.
+byte, by which launch/examples/demo.yaml was chosen; docs/dev/experiment-log.md says what was expected.
 
 Run:  python benchmarks/bench_demo_settings.py [--output benchmarks/results/demo_settings_<hardware>_<yyyymm>.md]
 """

@@ -3,7 +3,7 @@
 Four stages asleep for 73 and 152 ms, activations of 4 × 256 × 512 numbers, 2.1 MB in fp32.
 
 **Congestion control.** Where both directions of an uplink are full, bbr stayed further below the rate than cubic. What
-cubic loses on long links is its slow start after every pause, so there is none here; see docs/experiment-log.md.
+cubic loses on long links is its slow start after every pause, so there is none here; see docs/dev/experiment-log.md.
 """
 
 import math
@@ -31,7 +31,7 @@ RUNTIMES: dict[str, tuple[str, ...]] = {
 
 CONGESTION_CONTROL = "cubic"
 SETTLING_FRAMES = 64
-"""Of a link and direction, before anything counts: the first steps are slower (docs/experiment-log.md)."""
+"""Of a link and direction, before anything counts: the first steps are slower (docs/dev/experiment-log.md)."""
 DEEPER = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Times 1F1B's own depth: candidates for tahq's."""
 ASSUMED_CODEC = CodecSeconds(0.008, 0.008, 0.008, 0.008)

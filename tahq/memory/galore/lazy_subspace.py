@@ -3,7 +3,7 @@
 A step at which a search is due finds the new basis in the gradient of its *first* micro-batch and projects all of the
 step's micro-batches by it; it is kept only if the step is applied. A gradient with NaN or infinity finds nothing, and
 a step that is skipped keeps nothing: the search is then due again at the next step.
-(docs/decisions/0020-projected-gradients.md)
+(docs/dev/decisions.md, 20)
 """
 
 from collections.abc import Mapping
