@@ -31,7 +31,7 @@ def gradient_scale(num_tokens: int) -> float:
     """What gradients are multiplied by from the loss until the last backward of a step: a power of two, ≥ num_tokens.
 
     The gradient of a mean over 32,768 tokens has elements of 2e-8 after 30 steps of GPT-2, and fp16's smallest step is
-    6e-8: nine tenths of it were lost on a wire of fp16, and the run diverged (docs/dev/experiment-log.md). Times this it is
+    6e-8: nine tenths of it were lost on a wire of fp16 and the run diverged (experiment log). Times this it is
     that of a mean over 1 to 2 tokens, and fits. Multiplying by a power of two rounds nothing in fp32 and bf16, so that
     no other run's bits depend on it.
 
