@@ -25,8 +25,8 @@ READY := $(VENV)/.ready
 CODE  := tahq launch netem tests benchmarks
 
 # Those that need no root, GPU or data; the first lines of the others say how they are run.
-IN_BENCH   := assumption coat_states codec curve demo demo_settings links optimizer_memory planner qgalore_memory \
-              runtime small_gradients transports
+IN_BENCH   := assumption coat_states codec curve demo links optimizer_memory planner qgalore_memory \
+              runtime transports
 BENCHMARKS := $(patsubst %,benchmarks/bench_%.py,$(IN_BENCH))
 
 .PHONY: help setup demo test test-parallel test-serial acceptance test-netem-vm check lint types imports stats \

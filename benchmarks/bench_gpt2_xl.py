@@ -29,7 +29,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_paper_throughput import MODELS
 from engine_points import QUEUES_S, depths
 from engine_rows import predicted_again, quartiles, size_text, step_work, wire_text
 from machine import need_gpu
@@ -46,6 +45,16 @@ from tahq_netem.sweep_points import NetworkChoice, sweep_points
 from tahq_netem.sweep_results import DONE, read_results
 from tahq_netem.sweep_spec import SweepConfig, split_wire
 
+MODELS: Mapping[str, dict[str, Any]] = {
+    "gpt2-xl": {
+        "model": {"family": "gpt2", "num_layers": 48, "hidden_size": 1600, "num_heads": 25, "vocab_size": 50257},
+        "seq_len": 1024,
+    },
+    "tiny": {
+        "model": {"family": "gpt2", "num_layers": 8, "hidden_size": 64, "num_heads": 2, "vocab_size": 512},
+        "seq_len": 32,
+    },
+}
 RESULTS = Path(__file__).parent / "results"
 RATES = (1000, 500, 300, 100, 50)
 FP32, BF16 = "raw:dtype=fp32", "raw:dtype=bf16"

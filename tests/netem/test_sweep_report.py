@@ -13,7 +13,7 @@ from tahq_netem.sweep_command import plot_results
 from tahq_netem.sweep_results import read_results
 from tahq_netem.tables import sweep_report
 
-EARLIER = Path(__file__).parents[2] / "benchmarks" / "results" / "paper_throughput_h200_202611-1f1b-4.jsonl"
+EARLIER = Path(__file__).with_name("earlier_results.jsonl")
 """Its points don't say which congestion control was asked for."""
 
 
