@@ -42,7 +42,7 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, Parts
 from tahq.pipeline.chunk import StepShape
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.pipeline.update.low_rank import low_rank_settings
 from tahq.pipeline.update.update import StageUpdate
 

@@ -22,7 +22,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
 from tahq.data.batches import StepBatch
 from tahq.integrations.torch_pipelining import compress
-from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.gradients import summed_cross_entropy
 from tahq_netem.compute import build_stage
 from tahq_netem.runtimes.gloo_session import steps_file
 from tahq_netem.runtimes.gloo_stage import Boundaries, StepLog, batches_of, join_group, optimizer_of

@@ -1,13 +1,15 @@
-"""Where codec meets link: one cut, seen from one of its two sides.
+"""One cut of the model, seen from one of its two sides: tensors become frames, frames become tensors.
 
-A boundary is the only place that knows both tensors and frames. It names each tensor by its logical
-id, derives the codec's key from that id, packs and sends; and on the other side posts receives ahead,
-checks that what came is what the plan says, and unpacks.
+This is the only module that knows both codecs and transports. A tensor is named by its logical id, from which both
+sides also derive the codec's key. A receive is posted ahead with the codec and shape that the plan says, and a frame
+is checked against that when it is taken.
 """
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,26 +20,28 @@ from tahq.pipeline.spans import Stopwatch
 from tahq.quant import AUTO, CodecSpec, get_codec
 from tahq.quant.codec import Codec
 from tahq.quant.spec import RawSpec
-from tahq.quant.stateful_codec import StatefulCodec
+from tahq.quant.stateful_codec import RECEIVED, SENT, StatefulCodec
 from tahq.randomness import derive_seed
 
 BOUNDARY_DTYPE = torch.float32
-"""Of what crosses a cut, before it is encoded and after it was decoded."""
+"""Of a tensor at a cut, before encoding and after decoding."""
+
+log = logging.getLogger(__name__)
 
 
 class CodecTable:
-    """The plan's table of resolved codec specs; a frame names its codec by the index here.
+    """The codecs of one cut; a frame names its codec by the index here.
 
-    First raw, then what activations may have, then what gradients may. Which of these is in force is a matter of the
-    step (`use`), and both ends of a cut are told the same. A codec with state belongs to one cut, so every cut has a
+    Index 0 is raw, then come the codecs that activations may use, then those of gradients. `use` changes the codec in
+    force from a step on; both ends of a cut are told the same. Codecs with state belong to one cut, so every cut has a
     table of its own.
 
     Args:
-        activations: spec of what goes forward at first.
-        gradients: spec of what goes backward at first.
-        rungs: what either may change to, itself among them, by direction; None: nothing.
-        backend: which implementation of them, `auto` by device; both ends of a link may differ.
-        threads: how many the implementation for CPUs may use.
+        activations: spec of the codec that activations start with.
+        gradients: spec of the codec that gradients start with.
+        rungs: by direction, the specs that it may change to, the first codec included; None: it never changes.
+        backend: implementation of the codecs, `auto` by device; the ends of a link may differ.
+        threads: threads that the CPU implementation may use.
     """
 
     def __init__(
@@ -58,44 +62,42 @@ class CodecTable:
             Direction.FORWARD: range(1, 1 + num_forward),
             Direction.BACKWARD: range(1 + num_forward, len(specs)),
         }
-        # By direction (first step, index), newest last. Replaced whole: other threads may be looking.
+        # By direction: (first step, index), newest last. Replaced as a whole, because other threads read it.
         self._in_force: dict[Direction, tuple[tuple[int, int], ...]] = {
             d: ((0, self._choices[d][tables[d].index(CodecSpec.parse(spec))]),) for d, spec in first.items()
         }
 
     def prepare(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Have every kernel that these tensors will need compiled or loaded, whichever way they go.
+        """Compile or load every kernel that tensors of this shape need, in both directions.
 
         Raises:
-            CodecError: a codec does not go with the shape, or its backend not with the device.
+            CodecError: a codec does not support the shape, or its backend not the device.
         """
         for codec in self.codecs:
             codec.prepare(shape, dtype, device)
 
     @property
     def stateful(self) -> dict[Direction, StatefulCodec]:
-        """The codecs that remember what has crossed, by the direction that they are for."""
+        """By direction, the codec that remembers samples, where there is one."""
         by_direction = {d: [self.codecs[index] for index in choice] for d, choice in self._choices.items()}
         return {d: c for d, cs in by_direction.items() for c in cs if isinstance(c, StatefulCodec) and c.is_stateful}
 
     def use(self, step: int, direction: Direction, index: int) -> None:
-        """Pack this direction with the codec of this index from this step on, until told otherwise.
-
-        The step before may still be going on: what it packs with does not change.
+        """Encode this direction with the codec of this index from `step` on; earlier steps keep theirs.
 
         Raises:
             LocalProtocolError: this direction has no such codec.
         """
-        if index not in self._choices[direction]:
-            choice = self._choices[direction]
+        choice = self._choices[direction]
+        if index not in choice:
             raise LocalProtocolError(
-                f"codec {index} is none of those for {direction.name.lower()}, {choice.start} to {choice.stop - 1}"
+                f"no codec {index} for {direction.name.lower()}; expected {choice.start} to {choice.stop - 1}"
             )
         before = [entry for entry in self._in_force[direction] if entry[0] < step]
         self._in_force[direction] = (*before[-1:], (step, index))
 
     def index(self, purpose: Purpose, direction: Direction, step: int) -> int:
-        """Which codec packs this kind of tensor in this step."""
+        """Index of the codec for tensors of this purpose and direction in this step."""
         if purpose in (Purpose.EVAL_RAW, Purpose.TIE):
             return 0
         entries = self._in_force[direction]
@@ -104,7 +106,7 @@ class CodecTable:
 
 @dataclass(frozen=True, slots=True)
 class ErrorSample:
-    """‖x̂ − x‖/‖x‖ of one tensor that was sent, x̂ being what its receiver decodes."""
+    """‖x̂ − x‖/‖x‖ of one tensor that was sent, where x̂ is what its receiver decodes."""
 
     link: int
     direction: Direction
@@ -114,15 +116,14 @@ class ErrorSample:
 def codec_key(id: LogicalId, seed: int) -> int:
     """The 64-bit key of a randomised codec for one tensor, equal on both ends and never sent.
 
-    The run's number is left out: the seed stands for the run, so that a continued or repeated run
-    with the same seed draws the same signs.
+    The run's number is left out, so that a continued or repeated run with the same seed draws the same signs.
     """
     return derive_seed(seed, "codec", id.replica, id.step, int(id.purpose), id.micro_batch, id.cut, int(id.direction))
 
 
 @dataclass(frozen=True, slots=True)
 class CutIdentity:
-    """What the ids of all tensors on one cut have in common."""
+    """What the logical ids of all tensors on one cut have in common."""
 
     run: int
     seed: int
@@ -139,13 +140,12 @@ class Boundary:
 
     Args:
         transport: the link that crosses it.
-        identity: names of what crosses it.
-        codecs: the plan's table.
+        identity: names the tensors that cross it.
+        codecs: the cut's codecs.
         device: where tensors are encoded from and decoded to.
-        stopwatch: told the seconds of encoding, decoding and waiting.
-        peer: stage at the other end, by which the waiting is called; None: nobody asks who it was for.
-        measure_every: steps between measurements of the codec's error, on what is sent of the first micro-batch;
-            None: never.
+        stopwatch: measures encoding, decoding and waiting.
+        peer: stage at the other end, for the name of the waiting time (`wait:2`).
+        measure_every: steps between measurements of the codec's error on the first micro-batch sent; None: never.
     """
 
     def __init__(
@@ -160,140 +160,131 @@ class Boundary:
     ) -> None:
         self.transport = transport
         self.codecs = codecs
-        self._identity = identity
+        self.name = identity.name
+        """The logical id of a tensor that crosses here; see `CutIdentity.name`."""
+        self.waiting = "wait" if peer is None else f"wait:{peer}"
+        """The activity of waiting for a frame from the other end."""
+        self._seed = identity.seed
         self._device = device
         self._stopwatch = stopwatch
         self._measure_every = measure_every
         self._errors: list[ErrorSample] = []
-        self.waiting = "wait" if peer is None else f"wait:{peer}"
-        """What waiting for a frame of the other end is called where times are told."""
+        self._posted: dict[LogicalId, tuple[int, tuple[int, ...], torch.dtype]] = {}
         self._arrived: dict[LogicalId, Frame] = {}
 
-    def name(self, step: int, purpose: Purpose, micro_batch: int, direction: Direction) -> LogicalId:
-        """The logical id of a tensor that crosses here."""
-        return self._identity.name(step, purpose, micro_batch, direction)
-
-    def use(self, step: int, direction: Direction, index: int) -> None:
-        """See `CodecTable.use`."""
-        self.codecs.use(step, direction, index)
-
     def take_errors(self) -> list[ErrorSample]:
-        """What was measured since the last call."""
+        """Errors measured since the last call."""
         errors, self._errors = self._errors, []
         return errors
 
-    def post(
-        self, step: int, purpose: Purpose, direction: Direction, micro_batches: Iterable[int], shape: tuple[int, ...]
-    ) -> None:
-        """Post receives ahead, so that a frame finds its place whenever it comes."""
-        codec = self.codecs.codecs[self.codecs.index(purpose, direction, step)]
-        max_nbytes = codec.encoded_nbytes(shape)
-        for micro_batch in micro_batches:
-            self.transport.expect(self.name(step, purpose, micro_batch, direction), max_nbytes)
-
-    def send(
-        self,
-        step: int,
-        purpose: Purpose,
-        direction: Direction,
-        micro_batch: int,
-        tensor: torch.Tensor,
-        sample_ids: Sequence[int] | None = None,
-    ) -> bool:
-        """Pack a tensor and queue it; returns whether all that was packed is finite.
+    def send(self, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None = None) -> bool:
+        """Encode a tensor and queue it for sending.
 
         Args:
-            step, purpose, direction, micro_batch: name the tensor.
-            tensor: [B, S, C].
-            sample_ids: of the B samples, which stateful codecs need in training.
+            id: names the tensor.
+            tensor: [B, S, C]; of another shape for tied gradients.
+            sample_ids: of the B samples; stateful codecs need them in training.
+
+        Returns:
+            Whether all of it is finite.
         """
-        id = self.name(step, purpose, micro_batch, direction)
-        index = self.codecs.index(purpose, direction, step)
+        index = self.codecs.index(id.purpose, id.direction, id.step)
         codec = self.codecs.codecs[index]
         with self._stopwatch.measure("encode", id):
-            payload = _at(self.transport.payload_device, self._encode(codec, id, tensor, sample_ids))
+            encoded = codec.encode(tensor, **self._codec_arguments(codec, id, sample_ids))
+            payload = _at(self.transport.payload_device, encoded)
             finite = not codec.has_non_finite(payload)
         frame = Frame(id, index, tensor.dtype, tuple(tensor.shape), payload)
         self.transport.send(frame)
         if self._is_measured(id):
             with self._stopwatch.measure("guard"):
-                self._errors.append(ErrorSample(self.transport.link, direction, self._error(codec, frame, tensor)))
+                error = _relative_error(self._decode(codec, frame, None), tensor)
+                self._errors.append(ErrorSample(self.transport.link, id.direction, error))
         return finite
 
+    def post(self, id: LogicalId, shape: tuple[int, ...]) -> None:
+        """Post a receive ahead, so that a frame finds its place whenever it comes."""
+        index = self.codecs.index(id.purpose, id.direction, id.step)
+        self._posted[id] = (index, shape, BOUNDARY_DTYPE)
+        self.transport.expect(id, self.codecs.codecs[index].encoded_nbytes(shape))
+
     def receive(
-        self,
-        step: int,
-        purpose: Purpose,
-        direction: Direction,
-        micro_batch: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype = BOUNDARY_DTYPE,
-        sample_ids: Sequence[int] | None = None,
+        self, id: LogicalId, sample_ids: Sequence[int] | None = None, waiting: str | None = None
     ) -> torch.Tensor:
-        """Wait for a posted tensor and unpack it; `sample_ids` as in `send`.
+        """Wait for a posted tensor and decode it.
+
+        Args:
+            id: as it was posted.
+            sample_ids: as in `send`.
+            waiting: the activity that the waiting is counted as; None: `self.waiting`.
 
         Raises:
             PeerLostError: the link is lost.
             RemoteProtocolError: its codec, shape or dtype is not what the plan says.
             CodecError: its payload is not a valid stream.
         """
-        with self._stopwatch.measure(self.waiting, self.name(step, purpose, micro_batch, direction)):
-            frame = self.await_frame(step, purpose, direction, micro_batch)
-        return self.unpack(frame, shape, dtype, sample_ids)
+        with self._stopwatch.measure(waiting or self.waiting, id):
+            frame = self.await_frame(id)
+        return self.decode(frame, sample_ids)
 
-    def await_frame(self, step: int, purpose: Purpose, direction: Direction, micro_batch: int) -> Frame:
-        """Wait for the frame of a posted tensor; of all that wait here, one thread at a time.
+    def await_frame(self, id: LogicalId) -> Frame:
+        """Wait for the frame of a posted tensor; called by one thread at a time.
 
         Raises:
             PeerLostError: the link is lost.
         """
-        id = self.name(step, purpose, micro_batch, direction)
         while id not in self._arrived:
             frame = self.transport.recv()
             self._arrived[frame.id] = frame
         return self._arrived.pop(id)
 
-    def unpack(
-        self, frame: Frame, shape: tuple[int, ...], dtype: torch.dtype, sample_ids: Sequence[int] | None
-    ) -> torch.Tensor:
-        """Make a tensor of a frame that is what the plan says; arguments and errors as of `receive`."""
-        index = self.codecs.index(frame.id.purpose, frame.id.direction, frame.id.step)
-        _check(frame, index, shape, dtype)
+    def decode(self, frame: Frame, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
+        """The tensor of a frame; arguments and errors as of `receive`."""
+        got, expected = (frame.codec, frame.shape, frame.dtype), self._posted.pop(frame.id)
+        if got != expected:
+            raise RemoteProtocolError(
+                f"cut {frame.id.cut}: step {frame.id.step}, micro-batch {frame.id.micro_batch} arrived with (codec, "
+                f"shape, dtype) {got}, expected {expected}; run the same version of tahq on both hosts"
+            )
         with self._stopwatch.measure("decode", frame.id):
-            return self._decode(self.codecs.codecs[index], frame, sample_ids)
+            return self._decode(self.codecs.codecs[frame.codec], frame, sample_ids)
 
-    def _encode(
-        self, codec: Codec, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None
-    ) -> torch.Tensor:
-        key = self._key(codec, id)
-        if isinstance(codec, StatefulCodec):
-            return codec.encode(tensor, key=key, sample_ids=_remembered(codec, id, sample_ids))
-        return codec.encode(tensor, key=key)
+    def codec_ends(self, block: int, *, is_incoming: bool) -> "list[CodecEnd]":
+        """This side's ends of the codecs that remember samples.
+
+        Args:
+            block: blocks of the model before the cut.
+            is_incoming: whether this side receives activations (and sends gradients).
+        """
+        return [
+            CodecEnd(
+                cut=f"{CODEC_PREFIX}block-{block:04d}/{_CARRIED[direction]}/",
+                end=RECEIVED if (direction is Direction.FORWARD) == is_incoming else SENT,
+                codec=codec,
+            )
+            for direction, codec in self.codecs.stateful.items()
+        ]
 
     def _is_measured(self, id: LogicalId) -> bool:
         every = self._measure_every
         return every is not None and id.purpose is Purpose.TRAIN and id.micro_batch == 0 and id.step % every == 0
 
-    def _error(self, codec: Codec, frame: Frame, x: torch.Tensor) -> float:
-        """‖x̂ − x‖/‖x‖; infinite where either is not finite, 0 where both are nothing."""
-        error = float((self._decode(codec, frame, None) - x).norm())
-        size = float(x.norm())
-        relative = error / size if size > 0 else math.inf * error if error else 0.0
-        return relative if math.isfinite(relative) else math.inf
-
     def _decode(self, codec: Codec, frame: Frame, sample_ids: Sequence[int] | None) -> torch.Tensor:
-        payload, key = frame.payload.to(self._device, non_blocking=True), self._key(codec, frame.id)
-        if isinstance(codec, StatefulCodec):
-            ids = _remembered(codec, frame.id, sample_ids)
-            return codec.decode(payload, frame.shape, frame.dtype, key=key, sample_ids=ids)
-        return codec.decode(payload, frame.shape, frame.dtype, key=key)
+        payload = frame.payload.to(self._device, non_blocking=True)
+        return codec.decode(payload, frame.shape, frame.dtype, **self._codec_arguments(codec, frame.id, sample_ids))
 
-    def _key(self, codec: Codec, id: LogicalId) -> int:
-        return codec_key(id, self._identity.seed) if codec.is_keyed else 0
+    def _codec_arguments(self, codec: Codec, id: LogicalId, sample_ids: Sequence[int] | None) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"key": codec_key(id, self._seed) if codec.is_keyed else 0}
+        if isinstance(codec, StatefulCodec):  # remembers what crosses in training, and nothing of evaluations
+            is_remembered = id.purpose is Purpose.TRAIN and codec.is_stateful
+            if is_remembered and sample_ids is None:
+                raise LocalProtocolError(f"cut {id.cut}: {codec.spec} needs the ids of the samples in training")
+            arguments["sample_ids"] = sample_ids if is_remembered else None
+        return arguments
 
 
 def _at(device: torch.device, payload: torch.Tensor) -> torch.Tensor:
-    """The bytes where a transport takes them; to the host through pinned memory, waiting for this stream alone."""
+    """The payload on the transport's device; to the host through pinned memory, waiting for this stream only."""
     if payload.device.type == device.type:
         return payload
     if device.type != "cpu":
@@ -304,20 +295,45 @@ def _at(device: torch.device, payload: torch.Tensor) -> torch.Tensor:
     return pinned
 
 
-def _remembered(codec: Codec, id: LogicalId, sample_ids: Sequence[int] | None) -> Sequence[int] | None:
-    """The ids that a stateful codec is told: in training those of the samples, in evaluations none."""
-    if id.purpose is not Purpose.TRAIN or not codec.is_stateful:
-        return None
-    if sample_ids is None:
-        raise LocalProtocolError(f"cut {id.cut}: {codec.spec} needs the ids of the samples that cross in training")
-    return sample_ids
+def _relative_error(decoded: torch.Tensor, x: torch.Tensor) -> float:
+    """‖x̂ − x‖/‖x‖; infinite where either is not finite, 0 where both are zero."""
+    error, size = float((decoded - x).norm()), float(x.norm())
+    relative = error / size if size > 0 else math.inf * error if error else 0.0
+    return relative if math.isfinite(relative) else math.inf
 
 
-def _check(frame: Frame, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    got = (frame.codec, frame.shape, frame.dtype)
-    expected = (index, shape, dtype)
-    if got != expected:
-        raise RemoteProtocolError(
-            f"cut {frame.id.cut}: step {frame.id.step}, micro-batch {frame.id.micro_batch} came as "
-            f"(codec, shape, dtype) {got}, the plan says {expected}; are both ends the same version?"
-        )
+# -- codec state in checkpoints ------------------------------------------------------------------------
+
+CODEC_PREFIX = "codec/"
+_CARRIED = {Direction.FORWARD: "activations", Direction.BACKWARD: "gradients"}
+
+
+@dataclass(frozen=True, slots=True)
+class CodecEnd:
+    """One end of a codec that remembers samples, and the names of its state in a checkpoint.
+
+    A cut is named by the number of blocks before it, never by stage: `codec/block-0004/activations/received/ids`. So a
+    cut that a resumed run still has finds the state of both its ends, wherever the other cuts have moved. Where
+    nothing is found, or samples have another length, the codec starts empty: AQ-SGD then sends each sample whole at
+    its next visit.
+
+    Attributes:
+        cut: prefix of its names in a checkpoint.
+        end: `SENT` or `RECEIVED`.
+        codec: the codec.
+    """
+
+    cut: str
+    end: str
+    codec: StatefulCodec
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The codec's state, by name in a checkpoint."""
+        return {self.cut + name: tensor for name, tensor in self.codec.state_tensors().items()}
+
+    def load(self, names: Collection[str], read: Callable[[str], torch.Tensor], sample_shape: tuple[int, ...]) -> None:
+        """Take this end's state from a checkpoint; warns if it has none that fits."""
+        mine = [name.removeprefix(self.cut) for name in names if name.startswith(self.cut + self.end)]
+        if not self.codec.load_state(mine, lambda name: read(self.cut + name), sample_shape):
+            found = "samples of another length" if mine else "nothing"
+            log.warning("the checkpoint has %s for %s; %s starts empty there", found, self.cut, self.codec.spec)

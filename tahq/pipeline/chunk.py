@@ -1,6 +1,6 @@
 """One piece of the model on a stage: its module, the cuts on either side, and how it is computed.
 
-Shapes: B samples a micro-batch, S tokens, C channels, V words.
+Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,7 @@ import torch
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.boundary import Boundary
-from tahq.pipeline.loss import gradient_scale
-from tahq.pipeline.update.gradients import HoldsGradient
+from tahq.pipeline.gradients import HoldsGradient, gradient_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Chunk:
     outgoing: Boundary | None
 
     def gradient_holders(self) -> list[HoldsGradient]:
-        """All that a backward leaves gradients in: parameters, and low-rank weights."""
+        """Everything that a backward accumulates gradients in: parameters and low-rank weights."""
         return [*self.module.parameters(), *low_rank_weights(self.module).values()]
 
     def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
@@ -48,7 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes that every step has in common."""
+    """The sizes that all steps have in common."""
 
     num_micro_batches: int
     micro_batch: int
@@ -62,5 +61,5 @@ class StepShape:
 
     @property
     def gradient_scale(self) -> float:
-        """See `loss.gradient_scale`; here by the tokens that go in, labelled or not."""
+        """See `gradients.gradient_scale`; all tokens count, labelled or not, because every stage knows their number."""
         return gradient_scale(self.num_micro_batches * self.micro_batch * self.seq_len)

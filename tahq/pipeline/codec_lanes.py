@@ -1,141 +1,190 @@
-"""Where encoding and decoding are done: in two threads beside the compute loop, or in it.
+"""Where encoding and decoding happen: in two threads beside the compute loop, or in the loop itself.
 
-The compute loop never waits for an encoder, and finds what it needs next decoded already: one thread encodes and
-sends what the loop hands to it, in that order; another waits for the step's frames in the order in which the loop
-will use them, decodes each, and keeps at most `LOOKAHEAD` of them ready. On CPU the codecs' kernels release the
-GIL; on CUDA each lane has a stream of its own, and streams wait for each other by events, never the device.
+With threads, the compute loop never waits for an encoder and finds its next input decoded: one thread encodes and
+sends what the loop hands over, in order; the other waits for the step's frames in the order in which the loop uses
+them, decodes each, and keeps at most `LOOKAHEAD` of them ready. On CPU the codec kernels release the GIL; on CUDA each
+thread has its own stream, and streams wait for each other by events, never for the device.
 
-What goes wrong in a lane is raised in the compute loop, at its next `take` or at `finish`.
+An error in a thread is raised in the compute loop, at its next `take` or at `finish`.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
-from tahq.comm.link.frame import Frame, LogicalId
+from tahq.comm.link.frame import LogicalId
+from tahq.pipeline.boundary import Boundary
 from tahq.pipeline.spans import Stopwatch
 
 LOOKAHEAD = 2
-"""Decoded tensors that wait for the compute loop: one to go on with, one being made; more would only take memory."""
-
-Send = Callable[[], bool]
-"""Encodes and sends a tensor; whether all of it is finite."""
+"""Decoded tensors that wait for the compute loop: one to continue with, one in progress; more only takes memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A posted receive: waiting for its frame, and making a tensor of it.
+    """A posted receive; `waiting` is the activity that waiting for it is counted as."""
 
-    `waiting` is what the wait is called where times are told, `id` the tensor's.
-    """
-
-    wait: Callable[[], Frame]
-    decode: Callable[[Frame], torch.Tensor]
-    waiting: str = "wait"
-    id: LogicalId | None = None
-
-
-class CodecLanes(Protocol):
-    """One step after another: `begin`, then `take` and `send` as the schedule goes, then `finish`."""
-
-    def begin(self, receives: Iterable[Receive]) -> None:
-        """Start a step that will take these tensors, in this order."""
-
-    def take(self) -> torch.Tensor:
-        """The next of them; whatever went wrong with it, or with anything sent, is raised."""
-
-    def send(self, tensor: torch.Tensor, send: Send) -> None:
-        """Have `tensor` encoded and sent; it must not change afterwards."""
-
-    def drop(self, what: object) -> None:
-        """Let go of something of which the caller keeps nothing, and which takes long to take apart."""
-
-    def finish(self) -> bool:
-        """End the step: everything has been encoded; returns whether all of it was finite."""
+    boundary: Boundary
+    id: LogicalId
+    sample_ids: Sequence[int] | None
+    waiting: str
 
 
 class InlineLanes:
-    """Everything at once, in the caller's thread: for a stage whose links live in that thread."""
+    """Does everything at once in the caller's thread. Per step: `begin`, then `take` and `send`, then `finish`."""
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
+    def __init__(self) -> None:
         self._receives: list[Receive] = []
         self._is_finite = True
 
-    def begin(self, receives: Iterable[Receive]) -> None:
-        """Start a step; see CodecLanes."""
+    def begin(self, receives: Sequence[Receive]) -> None:
+        """Start a step that will take these tensors, in this order."""
         self._receives = list(receives)[::-1]
         self._is_finite = True
 
     def take(self) -> torch.Tensor:
-        """Wait and decode; see CodecLanes."""
+        """The next tensor; raises whatever went wrong with it, or with anything sent."""
         receive = self._receives.pop()
-        with self._stopwatch.measure(receive.waiting, receive.id):
-            frame = receive.wait()
-        return receive.decode(frame)
+        return receive.boundary.receive(receive.id, receive.sample_ids, receive.waiting)
 
-    def send(self, tensor: torch.Tensor, send: Send) -> None:
-        """Encode and send; see CodecLanes."""
-        self._is_finite &= send()
+    def send(self, boundary: Boundary, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None) -> None:
+        """Encode and send a tensor, which must not change afterwards."""
+        self._is_finite &= boundary.send(id, tensor, sample_ids)
 
     def drop(self, what: object) -> None:
-        """It goes when the caller returns; see CodecLanes."""
+        """Free an object that the caller does not keep and that takes long to free."""
 
     def finish(self) -> bool:
-        """End the step; see CodecLanes."""
+        """End the step when everything is encoded; returns whether all of it was finite."""
         return self._is_finite
 
 
 class ThreadedLanes:
-    """A thread that encodes and a thread that decodes; both end with the process.
+    """A thread that encodes and one that decodes, with the methods of `InlineLanes`; both end with the process.
 
     Args:
         device: where tensors are.
-        stopwatch: told the seconds that the compute loop waits for a frame and, once that is there, for its decoding.
+        stopwatch: measures how long the compute loop waits for a frame and, once it has arrived, for its decoding.
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
-        self._sender = _SendLane(_Stream(device))
-        self._receiver = _ReceiveLane(_Stream(device))
-        self._sender.on_error = self._receiver.fail
+        self._encoding, self._decoding = _Stream(device), _Stream(device)
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._is_finite = True
+        self._error: BaseException | None = None
+        self._steps: queue.SimpleQueue[Sequence[Receive]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(LOOKAHEAD)
+        self._ready: queue.SimpleQueue[_Decoded | BaseException] = queue.SimpleQueue()
+        threading.Thread(target=self._run_encoder, name="tahq-encode", daemon=True).start()
+        threading.Thread(target=self._run_decoder, name="tahq-decode", daemon=True).start()
 
-    def begin(self, receives: Iterable[Receive]) -> None:
-        """Start a step; see CodecLanes."""
-        self._receiver.begin(list(receives))
+    # -- the compute loop ------------------------------------------------------------------------
+
+    def begin(self, receives: Sequence[Receive]) -> None:
+        """Start a step; the decoder begins with its first tensors."""
+        self._steps.put(receives)
 
     def take(self) -> torch.Tensor:
-        """The next tensor, as soon as it is decoded; see CodecLanes."""
+        """The next tensor, as soon as it is decoded."""
         begin_s = time.monotonic()
-        decoded = self._receiver.take()
+        decoded = self._ready.get()
+        if isinstance(decoded, BaseException):
+            raise decoded
+        self._room.release()
+        self._decoding.wait_for(decoded.mark, decoded.tensor)
         end_s = time.monotonic()
         receive, arrived_s = decoded.receive, min(max(decoded.arrived_s, begin_s), end_s)
         self._stopwatch.add(receive.waiting, begin_s, arrived_s, receive.id)
         self._stopwatch.add("wait:codec", arrived_s, end_s, receive.id)
         return decoded.tensor
 
-    def send(self, tensor: torch.Tensor, send: Send) -> None:
-        """Hand over to the thread that encodes; see CodecLanes."""
-        self._sender.submit(tensor, send)
+    def send(self, boundary: Boundary, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None) -> None:
+        """Hand a tensor to the encoder; it must not change afterwards."""
+        self._jobs.put(partial(self._send, boundary, id, tensor, sample_ids, self._encoding.mark()))
 
     def drop(self, what: object) -> None:
-        """Hand over to the thread that encodes; see CodecLanes."""
-        self._sender.drop(what)
+        """Have the encoder's thread free an object."""
+        self._jobs.put(partial(_forget, what))
 
     def finish(self) -> bool:
-        """Wait until everything is encoded; see CodecLanes."""
+        """End the step when everything is encoded; returns whether all of it was finite."""
+        done = threading.Event()
         with self._stopwatch.measure("wait:codec"):
-            return self._sender.flush()
+            self._jobs.put(done.set)
+            done.wait()
+        if self._error is not None:
+            raise self._error
+        finite, self._is_finite = self._is_finite, True
+        return finite
+
+    # -- the threads -----------------------------------------------------------------------------
+
+    def _run_encoder(self) -> None:
+        while True:
+            self._jobs.get()()  # not bound to a name, which would keep its tensor alive until the next job
+
+    def _send(
+        self,
+        boundary: Boundary,
+        id: LogicalId,
+        tensor: torch.Tensor,
+        sample_ids: Sequence[int] | None,
+        mark: torch.cuda.Event | None,
+    ) -> None:
+        if self._error is not None:
+            return
+        try:
+            with self._encoding():
+                self._encoding.wait_for(mark, tensor)
+                self._is_finite &= boundary.send(id, tensor, sample_ids)
+        except BaseException as error:
+            self._error = error
+            self._ready.put(error)  # the compute loop may be waiting for a frame
+
+    def _run_decoder(self) -> None:
+        while True:
+            try:
+                for receive in self._steps.get():
+                    self._room.acquire()
+                    self._ready.put(self._decode(receive))
+            except BaseException as error:
+                self._ready.put(error)
+
+    def _decode(self, receive: Receive) -> "_Decoded":
+        frame = receive.boundary.await_frame(receive.id)
+        arrived_s = time.monotonic()
+        with self._decoding():
+            tensor = receive.boundary.decode(frame, receive.sample_ids)
+            return _Decoded(tensor, self._decoding.mark(), receive, arrived_s)
+
+
+CodecLanes = InlineLanes | ThreadedLanes
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A decoded tensor, its place in the decoder's stream, and when its frame had arrived (`time.monotonic`)."""
+
+    tensor: torch.Tensor
+    mark: torch.cuda.Event | None
+    receive: Receive
+    arrived_s: float
+
+
+def _forget(what: object) -> None:
+    """The job that holds the last reference to an object."""
 
 
 class _Stream:
-    """A CUDA stream of a lane's own, and how it and the compute loop's wait for each other; on CPU, nothing."""
+    """A CUDA stream of a thread's own, ordered with the compute loop's by events; on CPU, nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -150,128 +199,12 @@ class _Stream:
         return event
 
     def wait_for(self, mark: torch.cuda.Event | None, tensor: torch.Tensor) -> None:
-        """Have the calling thread's stream wait for a point on another, and keep `tensor` alive for it."""
+        """Make the calling thread's stream wait for a point in another, and keep `tensor` alive for it."""
         if mark is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(mark)
             tensor.record_stream(stream)
 
-    def __call__(self) -> "torch.cuda.StreamContext | nullcontext[None]":
-        """A context in which the lane's stream is the current one."""
+    def __call__(self) -> Any:
+        """A context in which the thread's own stream is the current one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-@dataclass(frozen=True, slots=True)
-class _ToSend:
-    tensor: torch.Tensor
-    mark: torch.cuda.Event | None
-    send: Send
-
-
-@dataclass(frozen=True, slots=True)
-class _ToDrop:
-    what: object
-
-
-class _SendLane:
-    """Encodes and sends, first come first served."""
-
-    def __init__(self, stream: _Stream) -> None:
-        self._stream = stream
-        self._jobs: queue.SimpleQueue[_ToSend | _ToDrop | threading.Event] = queue.SimpleQueue()
-        self._is_finite = True
-        self._error: BaseException | None = None
-        self.on_error: Callable[[BaseException], None] | None = None
-        self._thread = threading.Thread(target=self._run, name="tahq-encode", daemon=True)
-        self._thread.start()
-
-    def submit(self, tensor: torch.Tensor, send: Send) -> None:
-        """Queue a tensor as it is now."""
-        self._jobs.put(_ToSend(tensor, self._stream.mark(), send))
-
-    def drop(self, what: object) -> None:
-        """Queue something that is not needed any more."""
-        self._jobs.put(_ToDrop(what))
-
-    def flush(self) -> bool:
-        """Wait for everything queued; whether it was all finite since the last call."""
-        done = threading.Event()
-        self._jobs.put(done)
-        done.wait()
-        if self._error is not None:
-            raise self._error
-        finite, self._is_finite = self._is_finite, True
-        return finite
-
-    def _run(self) -> None:
-        while True:
-            self._do(self._jobs.get())  # by no name here, which would keep it until the next one comes
-
-    def _do(self, job: _ToSend | _ToDrop | threading.Event) -> None:
-        if isinstance(job, threading.Event):
-            job.set()
-        elif isinstance(job, _ToSend) and self._error is None:
-            self._send(job)
-
-    def _send(self, job: _ToSend) -> None:
-        try:
-            with self._stream():
-                self._stream.wait_for(job.mark, job.tensor)
-                self._is_finite &= job.send()
-        except BaseException as error:
-            self._error = error
-            if self.on_error is not None:
-                self.on_error(error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    tensor: torch.Tensor
-    mark: torch.cuda.Event | None
-    receive: Receive
-    arrived_s: float
-    """When its frame was there, by `time.monotonic`."""
-
-
-class _ReceiveLane:
-    """Waits for frames and decodes them, in the order in which they will be used."""
-
-    def __init__(self, stream: _Stream) -> None:
-        self._stream = stream
-        self._steps: queue.SimpleQueue[list[Receive]] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[_Decoded | BaseException] = queue.SimpleQueue()
-        self._room = threading.Semaphore(LOOKAHEAD)
-        self._thread = threading.Thread(target=self._run, name="tahq-decode", daemon=True)
-        self._thread.start()
-
-    def begin(self, receives: list[Receive]) -> None:
-        """Start on the frames of a step."""
-        self._steps.put(receives)
-
-    def fail(self, error: BaseException) -> None:
-        """Have the next `take` raise; any thread may call it."""
-        self._ready.put(error)
-
-    def take(self) -> "_Decoded":
-        """The next tensor, ready for use on the calling thread's stream."""
-        ready = self._ready.get()
-        if isinstance(ready, BaseException):
-            raise ready
-        self._room.release()
-        self._stream.wait_for(ready.mark, ready.tensor)
-        return ready
-
-    def _run(self) -> None:
-        while True:
-            try:
-                for receive in self._steps.get():
-                    self._room.acquire()
-                    self._ready.put(self._decoded(receive))
-            except BaseException as error:
-                self._ready.put(error)
-
-    def _decoded(self, receive: Receive) -> _Decoded:
-        frame = receive.wait()
-        arrived_s = time.monotonic()
-        with self._stream():
-            return _Decoded(receive.decode(frame), self._stream.mark(), receive, arrived_s)

@@ -1,45 +1,51 @@
-"""One stage of a run put together: its slice of the model, its cuts, its engine and its weights' update.
+"""One stage of a run put together: its slices of the model, its cuts, its engine and its weight update.
 
-This is what a worker process holds, and nothing in it knows about processes: a stage is built from
-sections of the configuration and from transports that somebody else has opened.
+A worker process holds one. Nothing here knows about processes: a stage is built from sections of the configuration
+and from transports that are already open.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
+from safetensors.torch import save
 
 from tahq.comm.link.frame import Direction
 from tahq.comm.transport import LinkStats, Transport
-from tahq.data.batches import BatchSource
+from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError
 from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
-from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecTable, CutIdentity, ErrorSample
-from tahq.pipeline.checkpoint.codec_state import CodecEnd, codec_ends
+from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
+from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably
 from tahq.pipeline.chunk import Chunk, StepShape
-from tahq.pipeline.codec_lanes import ThreadedLanes
+from tahq.pipeline.codec_lanes import InlineLanes, ThreadedLanes
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.gradients import HoldsGradient
 from tahq.pipeline.schedule.schedule import Action
-from tahq.pipeline.spans import Stopwatch, marks_of
+from tahq.pipeline.spans import CudaMarks, Stopwatch
 from tahq.pipeline.tie import TiedEmbedding
-from tahq.pipeline.update.gradients import HoldsGradient
 from tahq.pipeline.update.update import StageUpdate
 from tahq.quant.config import WireConfig
 from tahq.units import format_size
+
+MAX_KEPT_BATCHES = 16
+"""Batches of non-finite steps that are kept, so that a run that skips many steps does not fill the disk."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Everything that a stage is determined by, apart from its data and its links."""
+    """Everything that determines a stage, apart from its data and its links."""
 
     stage: int
     run: int
@@ -53,12 +59,12 @@ class StagePlan:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embedding, and so the tokens, are here."""
+        """Whether this stage has the embedding, and so reads tokens."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the head, and so the labels, are here."""
+        """Whether this stage has the head, and so reads labels."""
         return self.stage == self.pipeline.stages - 1
 
     @property
@@ -73,19 +79,19 @@ class StagePlan:
 
 
 class Stage:
-    """A stage that can take steps, evaluate and be saved.
+    """A stage that can compute steps, evaluate, and be saved.
 
     Args:
-        plan: what it is.
+        plan: what determines it.
         modules: its slices of the model by chunk, on its device.
-        batches: for first and last stage.
+        batches: source of samples; first and last stage need one.
         transports: its links by number: link c is the cut between chunk c and c + 1.
-        device: where the module lives.
+        device: where the modules are.
         bf16: compute under bf16 autocast.
-        order: which samples a step is made of; needed where a codec remembers samples.
-        cache_folder: where codecs that remember samples on disk keep them; None: where they think best.
-        on_action: called before each action (step, action); raises to leave.
-        beside: encode and decode in threads beside the compute loop; the transports must allow another thread's recv.
+        order: the samples of each step; needed if a codec remembers samples.
+        cache_folder: where codecs that remember samples on disk keep them; None: the codec's own default.
+        on_action: called before each action with (step, action); raises to leave.
+        beside: encode and decode in threads beside the compute loop; transports must allow `recv` in another thread.
     """
 
     def __init__(
@@ -103,9 +109,9 @@ class Stage:
         beside: bool = False,
     ) -> None:
         self.plan = plan
+        self.stopwatch = Stopwatch(CudaMarks(device) if device.type == "cuda" else None)
         self._module = next(iter(modules.values()))
         self._transports = dict(transports)
-        self.stopwatch = Stopwatch(marks_of(device))
         self._device = device
         self._boundaries: dict[int, Boundary] = {}
         parameters: dict[str, torch.nn.Parameter] = {}
@@ -114,12 +120,12 @@ class Stage:
             parameters |= module.canonical_parameters()
             low_rank |= low_rank_weights(module)
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
-        schedule = plan.pipeline.actions(plan.training.num_micro_batches)
+        training = plan.training
         self._shape = StepShape(
-            plan.training.num_micro_batches, plan.training.micro_batch, plan.seq_len, self._module.spec.hidden_size
+            training.num_micro_batches, training.micro_batch, plan.seq_len, self._module.spec.hidden_size
         )
         self.update = StageUpdate(
-            plan.training, parameters, self._module.is_decayed, plan.total_steps, tied, low_rank, self._shape
+            training, parameters, self._module.is_decayed, plan.total_steps, tied, low_rank, self._shape
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
         self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
@@ -128,7 +134,7 @@ class Stage:
                 end.codec.keep_in(cache_folder)
         self.engine = StageEngine(
             chunks=chunks,
-            actions=schedule.actions[plan.stage],
+            actions=plan.pipeline.actions(training.num_micro_batches).actions[plan.stage],
             shape=self._shape,
             batches=batches,
             order=order if self._codec_ends else None,
@@ -139,14 +145,14 @@ class Stage:
             tied=tied,
             on_action=on_action,
             on_step=self.update.begin,
-            lanes=ThreadedLanes(device, self.stopwatch) if beside and transports else None,
+            lanes=ThreadedLanes(device, self.stopwatch) if beside and transports else InlineLanes(),
         )
 
     def prepare(self) -> None:
-        """Compile or load the kernels of the codecs on this stage's cuts, so that no step has to wait for it.
+        """Compile or load the kernels of the codecs on this stage's cuts, so that no step waits for that.
 
         Raises:
-            ConfigError: a codec does not go with the model's channels, or the backend not with the device.
+            ConfigError: a codec does not support the model's channels, or its backend not the device.
         """
         if not self._transports:
             return
@@ -159,67 +165,64 @@ class Stage:
 
     @property
     def codec_state_nbytes(self) -> int:
-        """What the codecs of this stage's cuts remember."""
+        """Bytes that the codecs of this stage's cuts remember."""
         return sum(end.codec.state_nbytes for end in self._codec_ends)
 
     @property
     def keeps_state_on_disk(self) -> bool:
-        """Whether codecs keep what they remember in files, because memory has no room for it."""
+        """Whether codecs keep their state in files because memory has no room for it."""
         return any(end.codec.keeps_state_on_disk for end in self._codec_ends)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a snapshot keeps of this stage, by its names there; they change with the next step."""
+        """This stage's part of a checkpoint, by name; the tensors change with the next step."""
         if self._codec_ends:
-            log.info("codecs remember %s of the samples seen", format_size(self.codec_state_nbytes))
+            log.info("codecs remember %s of samples", format_size(self.codec_state_nbytes))
         states = (end.tensors() for end in self._codec_ends)
         return self.update.tensors() | {name: tensor for state in states for name, tensor in state.items()}
 
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Take what a snapshot has of this stage, bit for bit.
+        """Restore this stage from a checkpoint, bit for bit.
 
         Args:
-            read: a tensor by its name in the snapshot.
-            names: all names in the snapshot.
+            read: returns a tensor of the checkpoint by name.
+            names: all names in the checkpoint.
         """
         self.update.load(read, names)
         for end in self._codec_ends:
             end.load(names, read, self._shape.boundary[1:])
 
     def use_codecs(self, step: int, rows: Sequence[Sequence[int]]) -> None:
-        """Pack what crosses this stage's cuts otherwise from this step on.
+        """Change the codecs of this stage's cuts from a step on.
 
         Args:
             step: the first with these codecs.
-            rows: [link, direction, index into the plan's table]; those of other stages' links are passed over.
+            rows: [link, direction, index into the codec table]; those of other stages' links are ignored.
 
         Raises:
-            RemoteProtocolError: a row that makes no sense.
+            RemoteProtocolError: a malformed row.
         """
         try:
             for link, direction, index in rows:
                 if link in self._boundaries:
-                    self._boundaries[link].use(step, Direction(direction), index)
+                    self._boundaries[link].codecs.use(step, Direction(direction), index)
         except (ValueError, LocalProtocolError) as error:
             raise RemoteProtocolError(
-                f"the coordinator changes codecs to {list(map(list, rows))}, which makes no sense: {error}"
+                f"the coordinator sent an invalid change of codecs, {list(map(list, rows))}: {error}"
             ) from error
 
     def take_codec_errors(self) -> list[ErrorSample]:
-        """What was measured of the codecs' errors since the last call."""
+        """Codec errors measured since the last call."""
         return [sample for boundary in self._boundaries.values() for sample in boundary.take_errors()]
 
     def take_link_stats(self) -> list[LinkStats]:
-        """What this stage sent since the last call, by link and direction."""
+        """Traffic since the last call, by link and direction."""
         return [stats for transport in self._transports.values() for stats in transport.take_stats()]
 
     def _chunk(self, number: int, module: ModelSlice) -> Chunk:
-        incoming = None if number == 0 else self._cut(number - 1)
-        outgoing = None if number == self.plan.pipeline.num_chunks - 1 else self._cut(number)
-        return Chunk(module, incoming, outgoing)
-
-    def _cut(self, link: int) -> Boundary:
-        boundary = self._boundaries[link] = self._boundary(link)
-        return boundary
+        for link in (number - 1, number):
+            if 0 <= link < self.plan.pipeline.num_chunks - 1:
+                self._boundaries[link] = self._boundary(link)
+        return Chunk(module, self._boundaries.get(number - 1), self._boundaries.get(number))
 
     def _boundary(self, link: int) -> Boundary:
         identity, codecs = CutIdentity(self.plan.run, self.plan.seed, link), self._new_codecs()
@@ -239,15 +242,41 @@ class Stage:
         )
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
-        both_here = self.plan.is_first and self.plan.is_last
-        owns_one = self.plan.is_first or self.plan.is_last
-        boundary = self._boundary(self.plan.tie_link) if owns_one and not both_here else None
+        owns_one_copy = self.plan.is_first != self.plan.is_last
+        boundary = self._boundary(self.plan.tie_link) if owns_one_copy else None
         embedding = holders.get(self._module.spec.layout.embedding_weight)
         return TiedEmbedding(embedding, holders.get(HEAD_WEIGHT), boundary)
 
 
 def _codec_ends(chunk: Chunk) -> list[CodecEnd]:
     blocks = chunk.module.parts.blocks
-    incoming = codec_ends(chunk.incoming, blocks.start, is_incoming=True) if chunk.incoming is not None else []
-    outgoing = codec_ends(chunk.outgoing, blocks.stop, is_incoming=False) if chunk.outgoing is not None else []
+    incoming = chunk.incoming.codec_ends(blocks.start, is_incoming=True) if chunk.incoming is not None else []
+    outgoing = chunk.outgoing.codec_ends(blocks.stop, is_incoming=False) if chunk.outgoing is not None else []
     return [*incoming, *outgoing]
+
+
+def keep_batch(folder: Path, step: int, batch: StepBatch) -> Path:
+    """Keep the samples of a step that had NaN or infinity, to find out why; removes the oldest of many.
+
+    ``non_finite/step-00000013.safetensors`` has `tokens` and `labels` (int64 [B, S]) and `sample_ids` (int64 [B]), the
+    micro-batches in order; step (from 1) and the batch's digest are in the metadata.
+
+    Raises:
+        SnapshotError: the file cannot be written.
+    """
+    name = f"step-{step:08}.safetensors"
+    tensors = {"tokens": batch.tokens, "labels": batch.labels, "sample_ids": batch.sample_ids}
+    content = save(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        {"step": str(step), "digest": batch.digest, "micro_batch": str(batch.micro_batch_size)},
+    )
+
+    def write(file: BinaryIO) -> str:
+        file.write(content)
+        return name
+
+    path = write_durably(folder / (name + TEMPORARY_SUFFIX), write)
+    for old in sorted(folder.glob("step-*.safetensors"))[:-MAX_KEPT_BATCHES]:
+        with suppress(OSError):  # an old file only takes space
+            old.unlink(missing_ok=True)
+    return path

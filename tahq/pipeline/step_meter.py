@@ -1,27 +1,46 @@
-"""What a worker reports of its steps: what its links did, and in traced steps every span.
+"""What a worker reports of each step: the traffic of its links and, in traced steps, every span.
 
-A step begins with the COMMIT before it (or START, or the end of an evaluation) and is prepared once; what the
-links still send after that counts in the next step, where the one before has left the same. Frames of evaluations have
-the wire, which others wait for meanwhile, and are in no step. A picture has the frames of its step, whenever they are
-acknowledged, but is not waited for longer than until the end of the next step.
+A step begins at the COMMIT before it (or at START, or after an evaluation) and is reported once. What the links still
+send after that counts in the next step. Frames of evaluations occupy the wire but belong to no step. The trace of a
+step has all frames of that step, whenever they are acknowledged, but waits no longer than to the end of the next step.
+
+A frame has the same name at both ends (`frame_name`), so that a trace can draw an arrow from its encoding over its time
+on the wire to its decoding.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tahq.comm.control.messages import Traced
-from tahq.comm.link.frame import Direction
+from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.comm.link.wire_time import Passage, PieceTimes, WireClock, busy_seconds
 from tahq.comm.transport import LinkStats
-from tahq.pipeline.spans import Stopwatch
-from tahq.pipeline.trace_parts import CARRIES, Row, sending_rows, span_rows, trace_parts
+from tahq.pipeline.spans import Span, Stopwatch
 
-_Key = tuple[int, Direction]
+PART = 2048
+"""Spans per message, some 200 kB, so that no heartbeat waits long behind one."""
+_WAITS = {"memory": "room", "codec": "the codec"}
+CARRIES = {Direction.FORWARD: "activations", Direction.BACKWARD: "gradients"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One span of a trace, as it is sent."""
+
+    lane: str
+    category: str
+    name: str
+    frame: str
+    begin_s: float
+    end_s: float
+    nbytes: int = 0
+    queued_s: float = 0.0
 
 
 @dataclass(slots=True)
-class _Picture:
+class _TracedStep:
     """What is kept of a traced step; `spans` are None until it is committed."""
 
     spans: list[Row] | None = None
@@ -29,20 +48,20 @@ class _Picture:
     sent_nbytes: int = 0
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is known of all that was sent when it had the wire."""
+    def is_complete(self) -> bool:
+        """Whether everything sent has been acknowledged, and so its time on the wire is known."""
         return sum(passage.piece.nbytes for passage in self.passages) >= self.sent_nbytes
 
 
 class StepMeter:
-    """One worker's, step after step.
+    """Measures one worker's steps.
 
     Args:
-        stopwatch: that the stage measures with.
-        stage: whose.
+        stopwatch: the stage's.
+        stage: this worker's.
         peers: stage at the other end of each link.
-        is_traced: whether every span of a step, from 0, is to be kept.
-        clock: seconds; that of the stopwatch and of the links.
+        is_traced: whether every span of a step, from 0, is kept.
+        clock: seconds; the clock of the stopwatch and the links.
     """
 
     def __init__(
@@ -63,29 +82,29 @@ class StepMeter:
             for link, peer in peers.items()
             for direction in Direction
         }
-        self._rows: dict[_Key, list[float]] = {}
+        self._rows: dict[tuple[int, Direction], list[float]] = {}
         self._step = -1
-        self._pictures: dict[int, _Picture] = {}
-        """Of traced steps of which nobody was told yet."""
+        self._traced: dict[int, _TracedStep] = {}
+        """Traced steps that have not been reported."""
         self._begin_s = clock()
 
     @property
     def active_s(self) -> float:
-        """Since the step began."""
+        """Seconds since the step began."""
         return self._clock() - self._begin_s
 
     def begin(self, step: int) -> None:
-        """The step begins now; what was measured since the last one was prepared is forgotten."""
+        """The step begins now; measurements since the last report are dropped."""
         self._stopwatch.take()
         self._stopwatch.is_recording = self._is_traced(step)
         self._stopwatch.take_spans()
         self._step = step
         if self._stopwatch.is_recording:
-            self._pictures[step] = _Picture()
+            self._traced[step] = _TracedStep()
         self._begin_s = self._clock()
 
     def note(self, stats: Iterable[LinkStats]) -> None:
-        """Count what the links have done since the last call."""
+        """Count the links' traffic since the last call."""
         stats = list(stats)
         pieces: dict[int, list[PieceTimes]] = {}
         for entry in stats:
@@ -94,39 +113,100 @@ class StepMeter:
         passages = [passage for passage in passed if not passage.piece.id.is_evaluation]
         wire_s = busy_seconds(passages)
         for entry in stats:
-            row = self._rows.setdefault((entry.link, entry.direction), [0.0] * 7)
-            figures = (entry.frames, entry.payload_bytes, entry.wire_bytes, entry.elements, entry.busy_s)
-            times = (entry.sending_s, wire_s.get((entry.link, entry.direction), 0.0))
-            self._rows[entry.link, entry.direction] = [a + b for a, b in zip(row, (*figures, *times), strict=True)]
-        self._draw(passages, sum(entry.payload_bytes for entry in stats))
+            key = (entry.link, entry.direction)
+            counts = (entry.frames, entry.payload_bytes, entry.wire_bytes, entry.elements, entry.busy_s)
+            figures = (*counts, entry.sending_s, wire_s.get(key, 0.0))
+            row = self._rows.setdefault(key, [0.0] * len(figures))
+            self._rows[key] = [a + b for a, b in zip(row, figures, strict=True)]
+        for passage in passages:
+            if passage.piece.id.step in self._traced:
+                self._traced[passage.piece.id.step].passages.append(passage)
+        if self._step in self._traced:
+            self._traced[self._step].sent_nbytes += sum(entry.payload_bytes for entry in stats)
 
     def take_rows(self) -> list[list[float]]:
-        """What was counted since the last call, as `Prepare.links` has it."""
+        """Traffic counted since the last call, in the form of `Prepare.links`."""
         rows, self._rows = self._rows, {}
         return [[float(link), float(direction), *row] for (link, direction), row in rows.items() if row[0]]
 
-    def _draw(self, passages: Iterable[Passage], sent_nbytes: int) -> None:
-        for passage in passages:
-            if passage.piece.id.step in self._pictures:
-                self._pictures[passage.piece.id.step].passages.append(passage)
-        if self._step in self._pictures:
-            self._pictures[self._step].sent_nbytes += sent_nbytes
-
     def trace(self, step: int) -> list[Traced]:
-        """The messages that tell of traced steps, this one being committed now.
-
-        They tell of it if all that it sent has been acknowledged, and of the steps before it in any case.
-        """
-        if step in self._pictures:
-            self._pictures[step].spans = list(span_rows(self._stopwatch.take_spans()))
-        ready = [n for n, picture in self._pictures.items() if n < step or picture.is_whole]
-        return [part for n in ready for part in self._parts(n)]
+        """The messages for traced steps when `step` is committed: for it if it is complete, and for all before it."""
+        if step in self._traced:
+            self._traced[step].spans = list(span_rows(self._stopwatch.take_spans()))
+        return self._report([n for n, traced in self._traced.items() if n < step or traced.is_complete])
 
     def trace_rest(self) -> list[Traced]:
-        """The messages that tell of the rest, as far as it is known: after the last step nothing more will be noted."""
-        return [part for step in list(self._pictures) for part in self._parts(step)]
+        """The messages for all remaining traced steps, complete or not, after the last step."""
+        return self._report(list(self._traced))
 
-    def _parts(self, step: int) -> list[Traced]:
-        picture = self._pictures.pop(step)
-        rows = [*(picture.spans or ()), *sending_rows(picture.passages, self._lanes)]
-        return trace_parts(step, self._stage, rows)
+    def _report(self, steps: Iterable[int]) -> list[Traced]:
+        parts: list[Traced] = []
+        for step in steps:
+            traced = self._traced.pop(step)
+            rows = [*(traced.spans or ()), *sending_rows(traced.passages, self._lanes)]
+            parts += trace_parts(step, self._stage, rows)
+        return parts
+
+
+def frame_name(id: LogicalId) -> str:
+    """``train step 9 cut 1 forward 3``, with steps counted from 1."""
+    purpose, direction = id.purpose.name.lower(), id.direction.name.lower()
+    return f"{purpose} step {id.step + 1} cut {id.cut} {direction} {id.micro_batch}"
+
+
+def span_rows(spans: Iterable[Span]) -> Iterator[Row]:
+    """The rows of computing, coding and waiting."""
+    for span in spans:
+        category, _, sender = span.activity.partition(":")
+        frame = frame_name(span.detail) if isinstance(span.detail, LogicalId) else ""
+        yield Row(span.lane, category, _name(category, sender, span.detail), frame, span.begin_s, span.end_s)
+
+
+def _name(category: str, sender: str, detail: Any) -> str:
+    if category == "wait":
+        category = f"wait for stage {sender}" if sender.isdecimal() else f"wait for {_WAITS.get(sender, sender)}"
+    if isinstance(detail, LogicalId):
+        what = CARRIES[detail.direction] if detail.purpose is not Purpose.TIE else "tied gradient"
+        return f"{category}: {what} {detail.micro_batch}"
+    return category if detail is None else str(detail)
+
+
+def sending_rows(passages: Iterable[Passage], lanes: Mapping[tuple[int, Direction], str]) -> list[Row]:
+    """When each frame had the wire, one row per run of its pieces.
+
+    Args:
+        passages: in order.
+        lanes: name of the lane by link and direction.
+    """
+    rows: list[Row] = []
+    for passage in passages:
+        piece, lane, frame = passage.piece, lanes[passage.key], frame_name(passage.piece.id)
+        if rows and (rows[-1].frame, rows[-1].lane) == (frame, lane):
+            rows[-1] = replace(rows[-1], end_s=passage.end_s, nbytes=rows[-1].nbytes + piece.nbytes)
+        else:
+            name = f"{CARRIES[piece.id.direction]} {piece.id.micro_batch}"
+            queued_s = max(0.0, passage.begin_s - piece.queued_s)
+            rows.append(Row(lane, "send", name, frame, passage.begin_s, passage.end_s, piece.nbytes, queued_s))
+    return rows
+
+
+def trace_parts(step: int, stage: int, rows: Sequence[Row]) -> list[Traced]:
+    """The messages that carry these rows; at least one, because the coordinator waits for it."""
+    chunks = [rows[start : start + PART] for start in range(0, len(rows), PART)] or [[]]
+    return [
+        Traced(
+            step=step,
+            stage=stage,
+            part=part,
+            num_parts=len(chunks),
+            lanes=[row.lane for row in chunk],
+            categories=[row.category for row in chunk],
+            names=[row.name for row in chunk],
+            frames=[row.frame for row in chunk],
+            begins_s=[row.begin_s for row in chunk],
+            ends_s=[row.end_s for row in chunk],
+            nbytes=[row.nbytes for row in chunk],
+            queued_s=[row.queued_s for row in chunk],
+        )
+        for part, chunk in enumerate(chunks)
+    ]

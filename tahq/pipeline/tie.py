@@ -1,25 +1,24 @@
-"""`tie: sync`: embedding and head stay one matrix although two stages own a copy of it.
+"""`model.tie: sync`: embedding and head stay equal although two stages own a copy of the matrix.
 
-Both start with the same values; each step both ends exchange their gradients, uncompressed, and both
-add them in the same order (embedding + head). Equal gradients and equal optimizer states keep the
-copies equal. A tied model in one process sums the two gradients in another order, so this promises
-a tolerance against it and not equal bits.
+Both copies start with the same values. In each step both ends exchange their gradients, uncompressed, and add them in
+the same order (embedding + head), so gradients, optimizer states and weights stay equal. A tied model in one process
+adds the two gradients in another order; against it this is exact to a tolerance only.
 """
 
 import torch
 
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.pipeline.boundary import Boundary
-from tahq.pipeline.update.gradients import HoldsGradient
+from tahq.pipeline.gradients import HoldsGradient
 
 
 class TiedEmbedding:
-    """The exchange of one stage.
+    """One stage's part of the exchange.
 
     Args:
         embedding: the embedding matrix, if this stage owns it.
         head: the head's matrix, if this stage owns it.
-        boundary: the link between first and last stage; None where one stage owns both.
+        boundary: the link between first and last stage; None if one stage owns both.
     """
 
     def __init__(self, embedding: HoldsGradient | None, head: HoldsGradient | None, boundary: Boundary | None) -> None:
@@ -29,7 +28,7 @@ class TiedEmbedding:
 
     @property
     def uncounted(self) -> HoldsGradient | None:
-        """The copy whose gradient must not be counted a second time in the global norm."""
+        """The copy whose gradient is left out of the global norm, which counts the other."""
         return self._head
 
     def exchange(self, step: int) -> None:
@@ -55,8 +54,7 @@ class TiedEmbedding:
     def _swap(self, step: int, mine: torch.Tensor, direction: Direction) -> torch.Tensor:
         if self._boundary is None:
             raise AssertionError("a stage that owns one of two tied copies needs the link to the other")
-        shape = tuple(mine.shape)
-        reply = Direction.BACKWARD if direction is Direction.FORWARD else Direction.FORWARD
-        self._boundary.post(step, Purpose.TIE, reply, [0], shape)
-        self._boundary.send(step, Purpose.TIE, direction, 0, mine)
-        return self._boundary.receive(step, Purpose.TIE, reply, 0, shape)
+        theirs = self._boundary.name(step, Purpose.TIE, 0, Direction(1 - direction))
+        self._boundary.post(theirs, tuple(mine.shape))
+        self._boundary.send(self._boundary.name(step, Purpose.TIE, 0, direction), mine)
+        return self._boundary.receive(theirs)

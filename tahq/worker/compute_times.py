@@ -19,7 +19,7 @@ from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, Parts, build_parts, sharing_copies_of
-from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.plan.cluster_numbers import LayerTimes
 from tahq.worker.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
 from tahq.worker.stopwatch import Timer

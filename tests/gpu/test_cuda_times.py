@@ -7,14 +7,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tahq.pipeline.spans import Stopwatch, marks_of
+from tahq.pipeline.spans import CudaMarks, Stopwatch
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
 def stopwatch():
-    return Stopwatch(marks_of(torch.device("cuda")))
+    return Stopwatch(CudaMarks(torch.device("cuda")))
 
 
 def busy_work(x: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice, sharing_copies_of
 from tahq.models.weight_copies import sharing_weight_copies
-from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.gradients import summed_cross_entropy
 
 MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100
 

@@ -20,11 +20,12 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.sleeping_slice import build_sleeping_slice
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.engine import StageEngine
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from tahq.pipeline.spans import Stopwatch
 
 CASES = 10_000 if os.environ.get("TAHQ_THOROUGH") else 120
 CPU = torch.device("cpu")

@@ -1,118 +1,279 @@
-"""Codec meets link: what goes into one side of a cut comes out of the other, and nothing else is taken."""
+"""What goes into one side of a cut comes out of the other in the right codec, and nothing else is accepted."""
+
+import logging
+import math
 
 import pytest
 import torch
+from support.cuts import IDENTITY, cross, cut_sides
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
-from tahq.errors import CodecError, RemoteProtocolError
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch, codec_key
+from tahq.errors import CodecError, LocalProtocolError, RemoteProtocolError
+from tahq.pipeline.boundary import CodecTable, codec_key
 from tahq.quant import get_codec
 
 SHAPE = (2, 5, 64)
-IDENTITY = CutIdentity(run=1, seed=3, cut=0)
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FIRST = IDENTITY.name(0, Purpose.TRAIN, 0, FORWARD)
+
+
+def noise(seed=0, shape=SHAPE):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(spec, x, id=FIRST):
+    codec, key = get_codec(spec), codec_key(id, IDENTITY.seed)
+    return codec.decode(codec.encode(x, key=key), tuple(x.shape), key=key)
 
 
 @pytest.fixture
-def sides() -> tuple[Boundary, Boundary]:
-    table = CodecTable("tah", "fixed:bits=8,round=stochastic")
-    pair = InprocPair(VirtualClock())
-    lower, upper = (Boundary(end, IDENTITY, table, torch.device("cpu"), Stopwatch()) for end in pair.transports)
-    return lower, upper
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+def sides():
+    return cut_sides(lambda: CodecTable("tah", "fixed:bits=8,round=stochastic"))
 
 
 @pytest.mark.parametrize(
     ("purpose", "direction", "spec"),
     [
-        (Purpose.TRAIN, Direction.FORWARD, "tah"),
-        (Purpose.TRAIN, Direction.BACKWARD, "fixed:bits=8,round=stochastic"),
-        (Purpose.EVAL, Direction.FORWARD, "tah"),
-        (Purpose.EVAL_RAW, Direction.FORWARD, "raw:dtype=fp32"),
-        (Purpose.TIE, Direction.BACKWARD, "raw:dtype=fp32"),
+        (Purpose.TRAIN, FORWARD, "tah"),
+        (Purpose.TRAIN, BACKWARD, "fixed:bits=8,round=stochastic"),
+        (Purpose.EVAL, FORWARD, "tah"),
+        (Purpose.EVAL_RAW, FORWARD, "raw:dtype=fp32"),
+        (Purpose.TIE, BACKWARD, "raw:dtype=fp32"),
     ],
 )
-def test_what_arrives_is_what_the_codec_of_that_purpose_makes_of_it(sides, x, purpose, direction, spec):
+def test_tensor_arrives_as_the_codec_of_its_purpose_decodes_it(sides, purpose, direction, spec):
+    sender, receiver = sides if direction is FORWARD else sides[::-1]
+    got = cross(sender, receiver, noise(), step=4, purpose=purpose, direction=direction, micro_batch=2)
+    assert torch.equal(got, decoded(spec, noise(), IDENTITY.name(4, purpose, 2, direction)))
+
+
+def test_frames_are_found_in_whatever_order_they_are_asked_for(sides):
     lower, upper = sides
-    sender, receiver = (lower, upper) if direction is Direction.FORWARD else (upper, lower)
-    receiver.post(4, purpose, direction, [2], SHAPE)
-    assert sender.send(4, purpose, direction, 2, x)
-    codec, key = get_codec(spec), codec_key(IDENTITY.name(4, purpose, 2, direction), IDENTITY.seed)
-    expected = codec.decode(codec.encode(x, key=key), SHAPE, key=key)
-    assert torch.equal(receiver.receive(4, purpose, direction, 2, SHAPE), expected)
+    ids = [IDENTITY.name(0, Purpose.EVAL_RAW, n, FORWARD) for n in range(3)]
+    for n, id in enumerate(ids):
+        upper.post(id, SHAPE)
+        lower.send(id, noise(n))
+    for n in (2, 0, 1):
+        assert torch.equal(upper.receive(ids[n]), noise(n))
 
 
-def test_frames_are_found_whatever_order_they_are_asked_for(sides, x):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_tensor_is_noticed_and_sent(sides, value):
     lower, upper = sides
-    upper.post(0, Purpose.EVAL_RAW, Direction.FORWARD, range(3), SHAPE)
-    for micro_batch in range(3):
-        lower.send(0, Purpose.EVAL_RAW, Direction.FORWARD, micro_batch, x + micro_batch)
-    for micro_batch in (2, 0, 1):
-        got = upper.receive(0, Purpose.EVAL_RAW, Direction.FORWARD, micro_batch, SHAPE)
-        assert torch.equal(got, x + micro_batch)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_sending_what_is_not_finite_is_noticed_and_goes_through(sides, x, value):
-    lower, upper = sides
+    x = noise()
+    assert lower.send(IDENTITY.name(1, Purpose.TRAIN, 0, FORWARD), x)
     x[1, 2, 3] = value
-    upper.post(0, Purpose.TRAIN, Direction.FORWARD, [0], SHAPE)
-    assert not lower.send(0, Purpose.TRAIN, Direction.FORWARD, 0, x)
-    got = upper.receive(0, Purpose.TRAIN, Direction.FORWARD, 0, SHAPE)
+    upper.post(FIRST, SHAPE)
+    assert not lower.send(FIRST, x)
+    got = upper.receive(FIRST)
     assert not got[1, 2].isfinite().all()
     assert got[0].isfinite().all()
 
 
-@pytest.mark.parametrize("wrong", ["codec", "shape", "dtype"])
-def test_a_frame_that_is_not_as_planned_is_refused(sides, x, wrong):
+@pytest.mark.parametrize(
+    ("codec", "shape", "dtype"),
+    [(2, SHAPE, torch.float32), (1, (10, 64), torch.float32), (1, SHAPE, torch.bfloat16)],
+    ids=["codec", "shape", "dtype"],
+)
+def test_frame_that_differs_from_the_plan_is_refused(sides, codec, shape, dtype):
     lower, upper = sides
-    index, shape, dtype = 1, SHAPE, torch.float32
-    payload = get_codec("tah").encode(x)
-    planned = {"codec": (2, shape, dtype), "shape": (index, (10, 64), dtype), "dtype": (index, shape, torch.bfloat16)}
-    upper.post(0, Purpose.TRAIN, Direction.FORWARD, [0], SHAPE)
-    id = IDENTITY.name(0, Purpose.TRAIN, 0, Direction.FORWARD)
-    codec, got_shape, got_dtype = planned[wrong]
-    lower.transport.send(Frame(id, codec, got_dtype, got_shape, payload))
-    with pytest.raises(RemoteProtocolError, match="the plan says"):
-        upper.receive(0, Purpose.TRAIN, Direction.FORWARD, 0, SHAPE)
+    upper.post(FIRST, SHAPE)
+    lower.transport.send(Frame(FIRST, codec, dtype, shape, get_codec("tah").encode(noise())))
+    with pytest.raises(RemoteProtocolError, match=r"expected \(1, \(2, 5, 64\), torch.float32\); run"):
+        upper.receive(FIRST)
 
 
-def test_a_payload_that_is_no_stream_is_refused(sides, x):
+def test_payload_that_is_not_a_stream_is_refused(sides):
     lower, upper = sides
-    payload = get_codec("tah").encode(x)
+    payload = get_codec("tah").encode(noise())
     payload[0] = 77
-    upper.post(0, Purpose.TRAIN, Direction.FORWARD, [0], SHAPE)
-    id = IDENTITY.name(0, Purpose.TRAIN, 0, Direction.FORWARD)
-    lower.transport.send(Frame(id, 1, torch.float32, SHAPE, payload))
+    upper.post(FIRST, SHAPE)
+    lower.transport.send(Frame(FIRST, 1, torch.float32, SHAPE, payload))
     with pytest.raises(CodecError):
-        upper.receive(0, Purpose.TRAIN, Direction.FORWARD, 0, SHAPE)
+        upper.receive(FIRST)
 
 
-def test_codec_keys_differ_in_everything_but_the_run():
-    base = LogicalId(1, 0, 5, Purpose.TRAIN, 2, 1, Direction.FORWARD)
+def test_codec_keys_depend_on_everything_but_the_run():
+    base = LogicalId(1, 0, 5, Purpose.TRAIN, 2, 1, FORWARD)
     others = [
-        LogicalId(1, 1, 5, Purpose.TRAIN, 2, 1, Direction.FORWARD),
-        LogicalId(1, 0, 6, Purpose.TRAIN, 2, 1, Direction.FORWARD),
-        LogicalId(1, 0, 5, Purpose.EVAL, 2, 1, Direction.FORWARD),
-        LogicalId(1, 0, 5, Purpose.TRAIN, 3, 1, Direction.FORWARD),
-        LogicalId(1, 0, 5, Purpose.TRAIN, 2, 2, Direction.FORWARD),
-        LogicalId(1, 0, 5, Purpose.TRAIN, 2, 1, Direction.BACKWARD),
+        base._replace(**change)
+        for change in (
+            {"replica": 1},
+            {"step": 6},
+            {"purpose": Purpose.EVAL},
+            {"micro_batch": 3},
+            {"cut": 2},
+            {"direction": BACKWARD},
+        )
     ]
     keys = {codec_key(id, 9) for id in [base, *others]} | {codec_key(base, 10)}
     assert len(keys) == 8
-    assert codec_key(LogicalId(2, 0, 5, Purpose.TRAIN, 2, 1, Direction.FORWARD), 9) == codec_key(base, 9)
+    assert codec_key(base._replace(run=2), 9) == codec_key(base, 9)
 
 
-def test_the_stopwatch_adds_up_and_starts_anew():
-    stopwatch = Stopwatch()
-    for _ in range(2):
-        with stopwatch.measure("encode"):
-            sum(range(1000))
-    taken = stopwatch.take()
-    assert taken.keys() == {"encode"}
-    assert taken["encode"] > 0
-    assert stopwatch.take() == {}
+# -- codecs that change from step to step ------------------------------------------------------------
+
+WIDE = (2, 5, 256)
+INDEX = {"raw": 0, "wf:bits=2": 1, "wf": 2, "wf:bits=6": 3, "eden:bits=2": 4, "eden": 5}
+
+
+def changing_table() -> CodecTable:
+    return CodecTable("wf", "eden", rungs={FORWARD: list(INDEX)[1:4], BACKWARD: list(INDEX)[4:]})
+
+
+@pytest.fixture
+def changing():
+    return cut_sides(changing_table, measure_every=2)
+
+
+def test_table_has_raw_then_the_codecs_of_both_directions():
+    table = changing_table()
+    assert [codec.spec.brief() for codec in table.codecs] == list(INDEX)
+    assert [table.index(Purpose.TRAIN, direction, 7) for direction in Direction] == [INDEX["wf"], INDEX["eden"]]
+
+
+def test_codec_is_in_force_from_its_step_on_and_the_step_before_keeps_its_own():
+    table = changing_table()
+    table.use(5, FORWARD, INDEX["wf:bits=2"])
+    table.use(6, FORWARD, INDEX["wf:bits=6"])
+    table.use(6, FORWARD, INDEX["wf"])  # replaces the one before
+    assert [table.index(Purpose.EVAL, FORWARD, step) for step in (5, 6, 99)] == [1, 2, 2]
+    assert table.index(Purpose.TRAIN, BACKWARD, 99) == INDEX["eden"]
+    assert [table.index(purpose, FORWARD, 99) for purpose in (Purpose.EVAL_RAW, Purpose.TIE)] == [0, 0]
+
+
+@pytest.mark.parametrize(("direction", "index"), [(FORWARD, 0), (FORWARD, 4), (BACKWARD, 3), (BACKWARD, 6)])
+def test_index_of_the_other_direction_is_refused(direction, index):
+    with pytest.raises(LocalProtocolError, match=f"no codec {index} for"):
+        changing_table().use(1, direction, index)
+
+
+def test_each_step_uses_its_own_codec_even_if_the_peer_is_ahead(changing):
+    lower, upper = changing
+    third, fourth = (IDENTITY.name(step, Purpose.TRAIN, 0, FORWARD) for step in (3, 4))
+    lower.codecs.use(4, FORWARD, INDEX["wf:bits=6"])
+    upper.post(third, WIDE)
+    x = noise(0, WIDE)
+    lower.send(third, x)
+    lower.send(fourth, x)  # larger than anything posted so far
+    assert torch.equal(upper.receive(third), decoded("wf", x, third))
+    upper.codecs.use(4, FORWARD, INDEX["wf:bits=6"])
+    upper.post(fourth, WIDE)
+    assert torch.equal(upper.receive(fourth), decoded("wf:bits=6", x, fourth))
+
+
+def test_error_is_measured_on_the_first_micro_batch_of_every_second_step(changing):
+    lower, upper = changing
+    x = noise(0, WIDE)
+    for step in (0, 1, 2):
+        for micro_batch in range(2):
+            cross(lower, upper, x, step=step, micro_batch=micro_batch)
+    cross(lower, upper, x, step=2, purpose=Purpose.EVAL)
+    expected = float((decoded("wf", x) - x).norm() / x.norm())
+    samples = lower.take_errors()
+    assert [(sample.link, sample.direction) for sample in samples] == [(0, FORWARD)] * 2
+    assert [sample.relative_error for sample in samples] == [pytest.approx(expected)] * 2
+    assert lower.take_errors() == [] == upper.take_errors()
+
+
+@pytest.mark.parametrize(("value", "error"), [(0.0, 0.0), (math.nan, math.inf), (math.inf, math.inf)])
+def test_error_of_zeros_is_zero_and_of_non_finite_values_infinite(changing, value, error):
+    lower, _ = changing
+    lower.send(FIRST, torch.full(WIDE, value))
+    assert [sample.relative_error for sample in lower.take_errors()] == [error]
+
+
+# -- codecs that remember samples --------------------------------------------------------------------
+
+
+def remembering(activations="aqsgd"):
+    return cut_sides(lambda: CodecTable(activations, "aqsgd:cache=none"))
+
+
+def ends(lower, upper, block=4):
+    return *lower.codec_ends(block, is_incoming=False), *upper.codec_ends(block, is_incoming=True)
+
+
+def states(lower, upper):
+    return {name: tensor.clone() for end in ends(lower, upper) for name, tensor in end.tensors().items()}
+
+
+def test_second_visit_is_sent_as_a_difference_and_counted_by_its_bytes():
+    lower, upper = remembering()
+    x = noise()
+    assert torch.equal(cross(lower, upper, x, sample_ids=[7, 3]), x.half().float())
+    (first,) = lower.transport.take_stats()
+    got = cross(lower, upper, x + 0.01, step=1, sample_ids=[3, 7])
+    (second,) = lower.transport.take_stats()
+    assert not torch.equal(got, (x + 0.01).half().float())
+    # header, records, marks, values; header, records, marks, scales, codes of 4 bits
+    assert first.payload_bytes == 16 + 32 + 16 + 2 * x.numel()
+    assert second.payload_bytes == 16 + 32 + 16 + 2 * SHAPE[2] + x.numel() // 2
+
+
+@pytest.mark.parametrize("purpose", [Purpose.EVAL, Purpose.EVAL_RAW])
+def test_evaluation_neither_uses_nor_changes_remembered_samples(purpose):
+    lower, upper = remembering()
+    cross(lower, upper, noise(), sample_ids=[7, 3])
+    before, x = states(lower, upper), noise(1)
+    got = cross(lower, upper, x, step=1, sample_ids=[7, 3], purpose=purpose)
+    assert torch.equal(got, x.half().float() if purpose is Purpose.EVAL else x)
+    after = states(lower, upper)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_without_sample_ids_is_refused_at_both_ends():
+    lower, upper = remembering()
+    with pytest.raises(LocalProtocolError, match="cut 0: aqsgd:bits=4,cache=memory needs the ids"):
+        lower.send(FIRST, noise())
+    lower.send(FIRST, noise(), [1, 2])
+    upper.post(FIRST, SHAPE)
+    with pytest.raises(LocalProtocolError, match="needs the ids"):
+        upper.receive(FIRST)
+
+
+def test_gradients_through_the_quantiser_alone_need_no_sample_ids():
+    lower, upper = remembering()
+    got = cross(upper, lower, noise(), direction=BACKWARD)
+    assert (got - noise()).norm() < 0.2 * noise().norm()
+    assert list(lower.codecs.stateful) == [FORWARD]
+
+
+def test_names_in_a_checkpoint_say_place_and_end():
+    lower, upper = remembering()
+    cross(lower, upper, noise(), sample_ids=[7, 3])
+    assert sorted(states(lower, upper)) == [
+        f"codec/block-0004/activations/{end}/{name}"
+        for end in ("received", "sent")
+        for name in ("entries/00000", "ids", "visits")
+    ]
+    assert states(lower, upper)["codec/block-0004/activations/received/ids"].tolist() == [7, 3]
+
+
+def test_each_end_restores_its_own_state_and_continues():
+    lower, upper = remembering()
+    cross(lower, upper, noise(), sample_ids=[7, 3])
+    checkpoint, restored = states(lower, upper), remembering("aqsgd:cache=file")
+    for end in ends(*restored):
+        end.load(checkpoint.keys(), checkpoint.__getitem__, SHAPE[1:])
+        assert end.codec.state_nbytes == 2 * noise().numel()  # its own end, not both
+    x = noise(1)
+    expected = cross(lower, upper, x, step=1, sample_ids=[3, 7])
+    assert torch.equal(cross(*restored, x, step=1, sample_ids=[3, 7]), expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "message"),
+    [(5, SHAPE[1:], "the checkpoint has nothing for codec/block-0005"), (4, (6, 16), "samples of another length")],
+)
+def test_cut_that_the_checkpoint_does_not_have_starts_empty_with_a_warning(block, shape, message, caplog):
+    lower, upper = remembering()
+    cross(lower, upper, noise(), sample_ids=[7, 3])
+    checkpoint = states(lower, upper)
+    with caplog.at_level(logging.WARNING):
+        for end in ends(*remembering(), block=block):
+            end.load(checkpoint.keys(), checkpoint.__getitem__, shape)
+            assert end.codec.state_nbytes == 0
+    assert caplog.text.count(message) == 2
+    assert "starts empty there" in caplog.text

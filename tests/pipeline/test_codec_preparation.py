@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from support.compiled_kernels import compiled_kernels
+from support.cuts import cross, cut_sides
 
 from tahq.comm.link.frame import Direction, Purpose
 from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
@@ -17,7 +18,7 @@ from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import build_slice
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.boundary import CodecTable
 from tahq.pipeline.config import PipelineConfig, TrainingConfig
 from tahq.pipeline.stage import Stage, StagePlan
 from tahq.quant.config import WireConfig
@@ -57,27 +58,19 @@ def make_stage(transports, wire, *, stages=2, stage=1):
     return Stage(plan, {stage: module}, None, transports, device=CPU, bf16=False)
 
 
-def exchange(transports, wire, shape):
-    """What a step does with its codecs, with other values and keys each time, and on the way back."""
+def exchange(wire, shape):
+    """What a step does with its codecs, with other values and keys each time, in both directions."""
     rungs = {Direction.FORWARD: wire.rungs()["activations"], Direction.BACKWARD: wire.rungs()["gradients"]}
-    tables = [
-        CodecTable(wire.activations, wire.gradients, rungs=rungs, backend=wire.backend, threads=wire.threads)
-        for _ in "ab"
-    ]
-    lower, upper = (
-        Boundary(end, CutIdentity(1, 3, 0), table, CPU, Stopwatch())
-        for end, table in zip(transports, tables, strict=True)
+    lower, upper = cut_sides(
+        lambda: CodecTable(wire.activations, wire.gradients, rungs=rungs, backend=wire.backend, threads=wire.threads)
     )
     for step in range(3):
-        for table in tables:
-            table.use(step, Direction.FORWARD, 1 + step % len(rungs[Direction.FORWARD]))
+        for side in (lower, upper):
+            side.codecs.use(step, Direction.FORWARD, 1 + step % len(rungs[Direction.FORWARD]))
         for sender, receiver, direction in ((lower, upper, Direction.FORWARD), (upper, lower, Direction.BACKWARD)):
             for purpose in (Purpose.TRAIN, Purpose.EVAL_RAW):
-                receiver.post(step, purpose, direction, [0], shape)
-                sender.send(
-                    step, purpose, direction, 0, torch.randn(shape).transpose(0, 1).contiguous().transpose(0, 1)
-                )
-                receiver.receive(step, purpose, direction, 0, shape)
+                x = torch.randn(shape).transpose(0, 1).contiguous().transpose(0, 1)
+                cross(sender, receiver, x, step=step, purpose=purpose, direction=direction)
 
 
 @pytest.mark.parametrize("keys", WIRES, ids=lambda keys: keys["activations"])
@@ -88,17 +81,17 @@ def test_first_step_compiles_and_loads_nothing(keys, caplog):
     assert "codecs ready in" in caplog.text
     before = compiled_kernels()
     assert before, "the cpu backend has kernels"
-    exchange(pair.transports, wire, (2, 8, CHANNELS))
+    exchange(wire, (2, 8, CHANNELS))
     assert compiled_kernels() == before
 
 
-def test_a_stage_changes_the_codecs_of_its_own_cuts_and_is_told_by_no_one_of_codecs_that_are_none():
+def test_stage_changes_the_codecs_of_its_own_cuts_and_refuses_malformed_rows():
     pair = InprocPair(VirtualClock())
     stage = make_stage({0: pair.transports[1]}, WireConfig(follow={}))
     stage.use_codecs(3, [[0, 1, 4], [7, 0, 99]])  # the second is of a link between others
     assert stage.take_codec_errors() == []
     for row in ([0, 1, 1], [0, 5, 1], [0, 1], [0, 0, 0]):
-        with pytest.raises(RemoteProtocolError, match="which makes no sense"):
+        with pytest.raises(RemoteProtocolError, match="invalid change of codecs"):
             stage.use_codecs(4, [row])
 
 
@@ -116,7 +109,7 @@ def test_stage_without_a_cut_prepares_nothing(caplog):
         ({"gradients": "tah:group=32,alloc=128"}, "stage 1: wire: .* alloc=128 does not fit 64 channels"),
     ],
 )
-def test_codec_that_does_not_go_with_model_or_device_is_the_users_to_mend(keys, message, monkeypatch):
+def test_codec_that_does_not_fit_model_or_device_is_a_configuration_error(keys, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     pair = InprocPair(VirtualClock())
     with pytest.raises(ConfigError, match=message):

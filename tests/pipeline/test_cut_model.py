@@ -4,18 +4,18 @@ import json
 
 import pytest
 import torch
+from support.cuts import cut_sides
 from support.plain_loop import PlainModel
 from support.runs import tiny
 from torch.nn import functional
 
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.config.cluster import ClusterConfig
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError
 from tahq.models.slice import HEAD_WEIGHT
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.boundary import CodecTable, CutIdentity
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.engine import StageEngine
 from tahq.pipeline.probe.cut_model import UNCOMPRESSED, CutModel, Wire
@@ -106,9 +106,8 @@ def engine_gradients(config: ClusterConfig, batches: BatchSource, wire: Wire) ->
     """Those of two stages in one thread: the upper one runs before the lower one's first backward."""
     training, model = config.training, PlainModel(config, cut=True)
     shape = StepShape(training.num_micro_batches, training.micro_batch, config.data.seq_len, 32)
-    table, pair = CodecTable(wire.activations, wire.gradients), InprocPair(VirtualClock())
     identity = CutIdentity(1, config.run.seed, 0)
-    lower_cut, upper_cut = (Boundary(end, identity, table, CPU, Stopwatch()) for end in pair.transports)
+    lower_cut, upper_cut = cut_sides(lambda: CodecTable(wire.activations, wire.gradients), identity)
     rows = generate("gpipe", 2, training.num_micro_batches).actions
     common = {"shape": shape, "batches": batches, "random": model.random, "device": CPU}
     lower, upper = model.slices

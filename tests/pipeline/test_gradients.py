@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tahq.pipeline.loss import IGNORED_LABEL, summed_cross_entropy
-from tahq.pipeline.update.gradients import scale_gradients, squared_norms
+from tahq.pipeline.gradients import IGNORED_LABEL, scale_gradients, squared_norms, summed_cross_entropy
 
 
 def parameter(gradient: list[float] | None) -> Parameter:

@@ -12,8 +12,7 @@ from tahq.comm.link.wire_time import PieceTimes
 from tahq.comm.transport import LinkStats
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import Stopwatch
-from tahq.pipeline.step_meter import StepMeter
-from tahq.pipeline.trace_parts import PART, Row, frame_name, trace_parts
+from tahq.pipeline.step_meter import PART, Row, StepMeter, frame_name, trace_parts
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 

@@ -6,7 +6,8 @@ from safetensors import safe_open
 
 from tahq.data.batches import StepBatch
 from tahq.errors import SnapshotError
-from tahq.pipeline.suspect_batch import MAX_KEPT, keep_batch
+from tahq.pipeline.stage import MAX_KEPT_BATCHES as MAX_KEPT
+from tahq.pipeline.stage import keep_batch
 
 
 def batch(first: int) -> StepBatch:

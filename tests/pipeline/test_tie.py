@@ -9,7 +9,8 @@ from torch.nn import Parameter
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.zmq.endpoint import ZmqEndpoint
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
+from tahq.pipeline.spans import Stopwatch
 from tahq.pipeline.tie import TiedEmbedding
 
 

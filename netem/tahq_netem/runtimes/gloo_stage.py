@@ -27,7 +27,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
 from tahq.data.batches import BatchSource
 from tahq.models.slice import ModelSlice
-from tahq.pipeline.loss import summed_cross_entropy
+from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.worker.assembly import StageData, compute_device, computes_in_bf16
 from tahq_netem.compute import build_stage
 from tahq_netem.runtimes.gloo_session import steps_file, wire_dtype

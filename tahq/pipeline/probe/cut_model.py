@@ -22,10 +22,9 @@ from tahq.errors import ConfigError
 from tahq.models.families import FamilyLayout
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import CutIdentity, codec_key
-from tahq.pipeline.loss import gradient_scale, summed_cross_entropy
+from tahq.pipeline.gradients import gradient_scale, scale_gradients, summed_cross_entropy
 from tahq.pipeline.probe.codec_cut import CodecCut
 from tahq.pipeline.tie import TiedEmbedding
-from tahq.pipeline.update.gradients import scale_gradients
 from tahq.quant import get_codec
 
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.pipeline.chunk import StepShape
-from tahq.pipeline.update.gradients import scale_gradients, squared_norm
+from tahq.pipeline.gradients import scale_gradients, squared_norm
 
 
 class FusedUpdate:

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.pipeline.chunk import StepShape
 from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.gradients import HoldsGradient, scale_gradients, squared_norms
 from tahq.pipeline.tie import TiedEmbedding
 from tahq.pipeline.update.fused import FusedUpdate
-from tahq.pipeline.update.gradients import HoldsGradient, scale_gradients, squared_norms
 from tahq.pipeline.update.learning_rate import learning_rate
 from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 

@@ -1,0 +1,90 @@
+"""Loss, gradient scale and gradient norms, such that no division of a step into micro-batches or stages changes them.
+
+The loss of a micro-batch is a sum. Each parameter's squared norm is taken alone, in fp64; sums over parameters use
+`math.fsum`, which is exact and therefore independent of the order.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+IGNORED_LABEL = -100
+
+
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum over the labelled tokens of −log softmax(logits)[label], in nats, computed in fp32.
+
+    The caller divides by the token count of the whole step, which it knows beforehand; a mean of micro-batch means
+    would weigh tokens by how many others share their micro-batch.
+
+    Args:
+        logits: [B, S, V], any float dtype.
+        labels: [B, S] int64; `IGNORED_LABEL` where there is no loss. Already shifted: labels[b, s]
+            is what logits[b, s] should predict.
+
+    Returns:
+        A scalar fp32 tensor.
+    """
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def gradient_scale(num_tokens: int) -> float:
+    """The factor that gradients carry from the loss to the last backward of a step: a power of two, ≥ num_tokens.
+
+    Without it an fp16 wire loses most of the gradient: that of a mean over 32,768 tokens has elements of 2e-8, and
+    fp16's smallest step is 6e-8. In fp32 and bf16 a power of two rounds nothing.
+
+    Args:
+        num_tokens: of the whole step, equal on every stage; ≥ 1.
+    """
+    return math.ldexp(1.0, (num_tokens - 1).bit_length())
+
+
+NORM_ELEMENTS = 2**24
+"""Elements of a gradient that are squared at a time, so that their fp64 copy stays small."""
+
+
+class HoldsGradient(Protocol):
+    """A parameter, or a low-rank weight, whose gradient is a projection and has another shape."""
+
+    grad: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of weight and gradient."""
+
+
+def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
+    """‖g‖² of each gradient in fp64, 0.0 without a gradient; one device round trip.
+
+    Returns:
+        As many numbers as holders, in order; NaN or infinity where a gradient holds one.
+    """
+    squares = [squared_norm(holder) for holder in holders]
+    return [float(square) for square in torch.stack(squares).tolist()] if squares else []
+
+
+def squared_norm(holder: HoldsGradient) -> torch.Tensor:
+    """‖g‖² in fp64, on the gradient's device."""
+    if holder.grad is None:
+        return torch.zeros((), dtype=torch.float64, device=holder.device)
+    parts = (part.double() for part in torch.split(holder.grad.detach().flatten(), NORM_ELEMENTS))
+    return torch.stack([torch.dot(part, part) for part in parts]).sum()
+
+
+def scale_gradients(holders: Iterable[HoldsGradient], factor: float) -> None:
+    """Multiply every gradient in place; does nothing if the factor is 1."""
+    if factor == 1.0:
+        return
+    gradients = [holder.grad for holder in holders if holder.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)  # one kernel launch for many tensors
