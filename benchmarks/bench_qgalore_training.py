@@ -43,7 +43,7 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, Parts, build_slice
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.gradients import summed_cross_entropy
-from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.optimizer import low_rank_settings
 from tahq.pipeline.update.update import StageUpdate
 
 SEED = 1

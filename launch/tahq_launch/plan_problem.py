@@ -26,8 +26,7 @@ from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
 from tahq.pipeline.schedule.generators import GENERATORS
-from tahq.pipeline.update.low_rank import low_rank_settings
-from tahq.pipeline.update.optimizer import optimizer_nbytes
+from tahq.pipeline.update.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
 from tahq.plan.problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
 from tahq.plan.search.codecs import LADDER

@@ -12,8 +12,7 @@ from tahq.models.costs import counted_costs
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import divide
 from tahq.pipeline.schedule.schedule import Action, ActionKind
-from tahq.pipeline.update.low_rank import low_rank_settings
-from tahq.pipeline.update.optimizer import optimizer_nbytes
+from tahq.pipeline.update.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.quant import get_codec
 
 

@@ -9,8 +9,7 @@ from tahq.errors import ScheduleError
 from tahq.memory.galore.config import QGaLoreConfig
 from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import Schedule
-from tahq.pipeline.schedule.validator import validate
+from tahq.pipeline.schedule.schedule import Schedule, validate
 from tahq.units import Section
 
 Depth = Annotated[int, Field(ge=1)]

@@ -37,7 +37,7 @@ from tahq.pipeline.checkpoint.snapshot import prune, snapshot_folder, write_stag
 from tahq.pipeline.checkpoint.writer import SnapshotWriter
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan, keep_batch
-from tahq.pipeline.update.low_rank import low_rank_settings
+from tahq.pipeline.update.optimizer import low_rank_settings
 
 _log = logging.getLogger(__name__)
 

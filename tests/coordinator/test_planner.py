@@ -14,7 +14,7 @@ from support.planner_problems import cluster, host, model, random_problem
 from tahq.comm.link.sending_order import First
 from tahq.errors import UserError
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.validator import validate
+from tahq.pipeline.schedule.schedule import validate
 from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
 from tahq.plan.prediction import Speed, predict, step_time_s

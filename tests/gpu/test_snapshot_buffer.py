@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tahq.pipeline.checkpoint.buffer import SnapshotBuffer
+from tahq.pipeline.checkpoint.writer import SnapshotBuffer
 
 pytestmark = pytest.mark.gpu
 

@@ -126,7 +126,7 @@ def test_resume_with_other_cuts_keeps_what_is_known_and_sends_the_rest_whole(tmp
     assert all(value > 16 for value in new)
     assert all(value < 4.5 for value in kept)
     log = (resumed.folder / "logs" / "stage-1.log").read_text()
-    assert "the snapshot has nothing for codec/block-0001/activations/" in log
+    assert "the checkpoint has nothing for codec/block-0001/activations/" in log
 
 
 def test_a_run_can_come_to_aqsgd_from_another_codec(tmp_path):

@@ -13,8 +13,13 @@ from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import build_slice
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.low_rank import low_rank_settings
-from tahq.pipeline.update.optimizer import OPTIMIZERS, build_optimizer, optimizer_nbytes, optimizer_tensors
+from tahq.pipeline.update.optimizer import (
+    OPTIMIZERS,
+    build_optimizer,
+    low_rank_settings,
+    optimizer_nbytes,
+    optimizer_tensors,
+)
 from tahq.pipeline.update.update import StageUpdate
 
 SPEC = load_spec(

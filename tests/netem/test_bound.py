@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import ActionKind
-from tahq.pipeline.schedule.validator import validate
+from tahq.pipeline.schedule.schedule import ActionKind, validate
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, StepWork
 from tahq.plan.simulate.simulator import simulate
 from tahq_netem.bound import LinkSpeed, step_bound_s

@@ -11,8 +11,7 @@ from support.loopback_network import LoopbackNetwork
 from support.processes import children, is_alive, wait_until
 from support.sweeps import small
 
-from tahq.pipeline.schedule.schedule import Schedule
-from tahq.pipeline.schedule.validator import validate
+from tahq.pipeline.schedule.schedule import Schedule, validate
 from tahq_netem.compute import StageTimes, calibrate, time_stage
 from tahq_netem.description import host_names, uniform
 from tahq_netem.interpreter import module_argv, module_environment

@@ -7,7 +7,7 @@ from tahq.comm.link.frame import Direction, Purpose
 from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.errors import CodecError
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch, codec_key
-from tahq.pipeline.probe.codec_cut import CodecCut, is_lossless, transfer
+from tahq.pipeline.probe.cut_model import CodecCut, is_lossless, transfer
 from tahq.quant import get_codec
 from tahq.quant.spec import RawSpec
 

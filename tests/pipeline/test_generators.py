@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import GENERATORS, generate
-from tahq.pipeline.schedule.schedule import ActionKind, Schedule
-from tahq.pipeline.schedule.validator import validate
+from tahq.pipeline.schedule.schedule import ActionKind, Schedule, validate
 
 CHUNKS = dict.fromkeys(GENERATORS, 1) | {"interleaved": 2}
 SIZES = [
@@ -110,10 +109,10 @@ def test_generate_refuses_unknown_names_and_empty_steps():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("1f1b", {"depths": [2]}, "1 in-flight depths were given for 2 stages"),
+        ("1f1b", {"depths": [2]}, "got 1 in-flight depths for 2 stages"),
         ("1f1b", {"depths": [2, 0]}, "depth of 0 is too small"),
         ("interleaved", {"depths": [1, 4], "chunks_per_stage": 2}, "needs 2"),
-        ("gpipe", {"depths": [3, 3]}, "gpipe holds all 4 micro-batches"),
+        ("gpipe", {"depths": [3, 3]}, "gpipe holds all 4 micro-batches of a step, more than"),
         ("1f1b", {"chunks_per_stage": 2}, "interleaved needs 2 or more, all others have 1"),
         ("interleaved", {}, "interleaved needs 2 or more"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tahq.pipeline.probe.gradient_error import ErrorSums, compare
+from tahq.pipeline.probe.result import ErrorSums, compare
 
 VECTORS = arrays.arrays("float32", st.integers(1, 12), elements=st.floats(-1e3, 1e3, width=32))
 

@@ -14,9 +14,8 @@ from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError, NonFiniteError
 from tahq.pipeline.probe.cut_model import CutModel, Wire
-from tahq.pipeline.probe.gradient_error import ErrorSums
 from tahq.pipeline.probe.gradient_probe import GradientProbe, StepErrors
-from tahq.pipeline.probe.result import WireResult, collect
+from tahq.pipeline.probe.result import ErrorSums, WireResult, collect
 from tahq.pipeline.update.update import StageUpdate
 
 CONFIG = ClusterConfig.model_validate(

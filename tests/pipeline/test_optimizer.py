@@ -126,10 +126,10 @@ def test_load_refuses_a_missing_state_and_another_shape():
             parameters,
             {name: tensor for name, tensor in states.items() if name != "exp_avg_sq/wte"},
         )
-    with pytest.raises(SnapshotError, match=r"exp_avg of wte has shape \[2, 2\] in the snapshot, expected \[11, 1\]"):
+    with pytest.raises(SnapshotError, match=r"exp_avg of wte has shape \[2, 2\] in the checkpoint, expected \[11, 1\]"):
         load_optimizer_tensors(config("adamw"), optimizer, parameters, states | {"exp_avg/wte": torch.zeros(2, 2)})
     wrong = {"exp_avg/wte": torch.zeros(11, 1, dtype=torch.uint8)}
-    with pytest.raises(SnapshotError, match=r"exp_avg of wte is torch.uint8 in the snapshot, expected torch.float32"):
+    with pytest.raises(SnapshotError, match=r"exp_avg of wte is torch.uint8 in the checkpoint, expected torch.float32"):
         load_optimizer_tensors(config("adamw"), optimizer, parameters, states | wrong)
 
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
-from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from tahq.pipeline.schedule.validator import validate
+from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule, validate
 
 ACTIONS = st.builds(Action, st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999))
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tahq.pipeline.checkpoint import writer as snapshot_writer
-from tahq.pipeline.checkpoint.buffer import SnapshotBuffer
-from tahq.pipeline.checkpoint.writer import SnapshotWriter
+from tahq.pipeline.checkpoint.writer import SnapshotBuffer, SnapshotWriter
 from tahq.pipeline.spans import Stopwatch
 
 
@@ -118,7 +117,7 @@ def test_third_snapshot_waits_for_the_disk_and_says_so_once(disk, caplog):
     totals = stopwatch.take()
     assert totals["snapshot"] >= 0.3  # two waits, of 0.2 s each but for how late the timers were begun
     assert totals["beside:snapshot"] > 0
-    assert [record.message.partition(" waited ")[0] for record in caplog.records] == ["the snapshot after step 3"]
+    assert [record.message.partition(" waited ")[0] for record in caplog.records] == ["the checkpoint after step 3"]
     assert "run.snapshot_every" in caplog.text
 
 

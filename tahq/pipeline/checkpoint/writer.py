@@ -1,17 +1,16 @@
-"""Writes a stage's snapshots beside the training.
+"""Writes a stage's part of checkpoints beside the training.
 
-At the boundary of a step the stage's tensors are copied into a buffer; a thread writes the copy while the next steps
-are computed. Invariants:
+At a step boundary the stage's tensors are copied into a buffer; a thread writes the copy while the next steps are
+computed. Invariants:
 
-- what is written is the copy, so no step changes what a snapshot has;
-- there are at most `num_buffers` copies, made when they are first needed and then used again: memory is bounded. A
-  snapshot that falls due while every copy is still being written waits for one, and that is warned of once;
-- snapshots are written one at a time, in the order of their steps;
-- with no buffers, or for tensors that are not to be copied, the caller's thread writes, after all that was due before.
+- the copy is written, so no later step changes a checkpoint;
+- at most `num_buffers` copies exist, made when first needed and then reused, so memory is bounded. A checkpoint that is
+  due while all copies are still being written waits for one, with one warning per run;
+- checkpoints are written one at a time, in the order of their steps;
+- without buffers, or for tensors that must not be copied, the caller's thread writes, after everything due before.
 
-Waiting and copying count as `snapshot` of the thread that computes, writing as `beside:snapshot`. What the writing
-comes to, a full disk included, is reported by `write` itself; what it raises all the same is raised again in the
-thread that computes.
+Waiting and copying count as `snapshot` of the compute thread, writing as `beside:snapshot`. `write` itself reports its
+outcome, a full disk included; an unexpected exception in the thread is raised again in the compute thread.
 """
 
 import logging
@@ -19,27 +18,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from tahq.memory.exhaustion import is_out_of_memory
-from tahq.pipeline.checkpoint.buffer import SnapshotBuffer
 from tahq.pipeline.spans import Stopwatch
 
 log = logging.getLogger(__name__)
 
 Write = Callable[[int, Mapping[str, torch.Tensor]], None]
-"""Writes the tensors of the snapshot after so many steps, and reports what came of it."""
-
-_Job = tuple[int, SnapshotBuffer] | None
+"""Writes the tensors of the checkpoint after a number of steps, and reports the outcome."""
 
 
 class SnapshotWriter:
-    """One stage's writer; all calls come from the thread that computes.
+    """One stage's writer; called by the compute thread only.
 
     Args:
         write: see `Write`; called in the writer's thread, or in the caller's.
-        num_buffers: copies that there may be at once; 0: nothing is copied, and nothing written beside.
+        num_buffers: copies that may exist at once; 0: nothing is copied, and nothing written beside.
         stopwatch: measures both threads.
     """
 
@@ -49,22 +46,22 @@ class SnapshotWriter:
         self._stopwatch = stopwatch
         self._num_made = 0
         self._free: queue.LifoQueue[SnapshotBuffer] = queue.LifoQueue()
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, SnapshotBuffer] | None] = queue.SimpleQueue()
         self._filled: SnapshotBuffer | None = None
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._warned: set[str] = set()
 
     def take(self, step: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> None:
-        """Write these tensors as they are now.
+        """Write these tensors with their present values.
 
         Args:
             step: committed steps behind them.
-            tensors: by their names in the snapshot; with `copy` they may change once `hold_back_changes` was called.
+            tensors: by their names in the checkpoint; with `copy` they may change after `hold_back_changes`.
             copy: False: write them in this thread, before the call returns.
 
         Raises:
-            Exception: what `write` raised, for these tensors or for those before.
+            Exception: from `write`, for these tensors or for earlier ones.
         """
         self._raise_failure()
         with self._stopwatch.measure("snapshot"):
@@ -73,17 +70,15 @@ class SnapshotWriter:
                 self._write(step, tensors)
 
     def hold_back_changes(self) -> None:
-        """Called before the tensors are changed: the copy on a CUDA device comes first."""
+        """Called before the tensors change: on a CUDA device, changes wait for the copy."""
         if self._filled is not None:
             self._filled.hold_back_changes()
             self._filled = None
 
     def finish(self) -> None:
-        """Return when everything that was taken is written and reported; raises as `take` does."""
+        """Return when everything taken is written and reported; raises like `take`."""
         with self._stopwatch.measure("snapshot"):
             self._drain()
-
-    # -- the thread that computes ------------------------------------------------------------------
 
     def _hand_over(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Copy, and let the thread write; False if there is no memory for a copy."""
@@ -93,11 +88,11 @@ class SnapshotWriter:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._num_made -= 1  # what it had room for is given back
-            self._warn(
+            self._num_made -= 1  # the buffer is freed with its memory
+            self._warn_once(
                 "no memory",
-                "there is no memory for a copy of this stage, so its snapshots are written while training waits; "
-                "run.snapshot_buffers: 0 says so from the start",
+                "no memory for a copy of this stage, so training waits while its checkpoints are written; set "
+                "run.snapshot_buffers: 0 to plan for that",
             )
             return False
         self._filled = buffer
@@ -107,7 +102,7 @@ class SnapshotWriter:
             self._thread.start()
         return True
 
-    def _free_buffer(self, step: int) -> SnapshotBuffer:
+    def _free_buffer(self, step: int) -> "SnapshotBuffer":
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -117,15 +112,15 @@ class SnapshotWriter:
         begin_s = time.monotonic()
         buffer = self._free.get()
         self._raise_failure()
-        self._warn(
+        self._warn_once(
             "slow disk",
-            f"the snapshot after step {step} waited {time.monotonic() - begin_s:.1f} s for those before it to be "
-            "written: the disk is too slow for this run.snapshot_every; raise it, or set run.dir to another disk",
+            f"the checkpoint after step {step} waited {time.monotonic() - begin_s:.1f} s for earlier ones to be written: "
+            "the disk is too slow for this run.snapshot_every; raise it, or set run.dir to another disk",
         )
         return buffer
 
     def _drain(self) -> None:
-        """Stop the thread when it has written all that it was given; the next snapshot starts another."""
+        """Stop the thread once it has written everything; the next checkpoint starts another."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -136,21 +131,79 @@ class SnapshotWriter:
         if self._failure is not None:
             raise self._failure
 
-    def _warn(self, kind: str, text: str) -> None:
-        """Once of each kind."""
+    def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("%s", text)
-
-    # -- the writer's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             step, buffer = job
             try:
-                with self._stopwatch.measure("snapshot", f"snapshot after step {step}"):
+                with self._stopwatch.measure("snapshot", f"checkpoint after step {step}"):
                     buffer.wait()
                     self._write(step, buffer.tensors)
             except Exception as error:
                 self._failure = error
             self._free.put(buffer)
+
+
+class SnapshotBuffer:
+    """Host memory for one copy of a stage's tensors; it grows to what it is filled with, and is reused.
+
+    From a CUDA device, tensors are copied to pinned memory on a stream of its own, behind the work queued so far: the
+    host does not wait, and the device computes beside the copy. So the tensors must not change before
+    `hold_back_changes`, and the copy must not be read before `wait`. On the CPU `fill` returns when it is complete.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        """The copy, by name."""
+        self._memory: dict[str, torch.Tensor] = {}
+        self._sources: Mapping[str, torch.Tensor] = {}
+        self._device: torch.device | None = None
+        self._stream: Any = None
+        self._copied: Any = None
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy these tensors, of any strides, on the CPU and at most one CUDA device.
+
+        Raises:
+            RuntimeError: there is no memory for them (see `is_out_of_memory`).
+        """
+        self._memory = {name: memory for name, memory in self._memory.items() if name in tensors}
+        self.tensors = {name: self._room(name, source) for name, source in tensors.items()}
+        self._device = next((source.device for source in tensors.values() if source.is_cuda), None)
+        if self._device is None:
+            self._copy(tensors)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._sources = tensors  # so that the allocator does not reuse their memory before they are copied
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copy(tensors)
+            self._copied = self._stream.record_event()
+
+    def hold_back_changes(self) -> None:
+        """Work that the calling thread queues on the device from now on runs after the copy."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Return when the copy is complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._sources = {}
+
+    def _room(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """Contiguous memory for a tensor: that used under this name before, if it is large enough."""
+        nbytes = source.numel() * source.element_size()
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < nbytes or memory.is_pinned() != source.is_cuda:
+            memory = self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=source.is_cuda)
+        return memory[:nbytes].view(source.dtype).view(source.shape)
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, source in tensors.items():
+            self.tensors[name].copy_(source.detach(), non_blocking=source.is_cuda)

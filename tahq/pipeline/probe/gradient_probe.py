@@ -19,7 +19,7 @@ import torch
 from tahq.data.batches import BatchSource
 from tahq.errors import NonFiniteError
 from tahq.pipeline.probe.cut_model import CutModel, Wire, copied_gradients
-from tahq.pipeline.probe.gradient_error import GroupSums, compare
+from tahq.pipeline.probe.result import GroupSums, compare
 
 Gradients = dict[str, torch.Tensor]
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: generating, validating and printing them."""
+"""Pipeline schedules as data: generation, validation and printing."""

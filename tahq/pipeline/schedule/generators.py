@@ -1,14 +1,14 @@
 """Schedules by name: each stage's row for P stages, m micro-batches and an in-flight depth.
 
-The depth of a stage is the most activations that it holds at once, each from its forward to the end of its
-backward (B, or W where that is split). It is the warm-up: a stage computes so many forwards before its first
-backward, then a backward and a forward in turn. The deeper, the longer may a gradient be on its way without
-anybody waiting for it; 1F1B's own depth, P − r, hides no latency at all.
+The depth of a stage is the number of activations that it may hold at once, each from its forward to the end of its
+backward (B, or W where that is split). It is also the length of the warm-up: a stage computes that many forwards
+before its first backward, then a backward and a forward in turn. The deeper, the longer a gradient may travel without
+a stage waiting for it; 1F1B's default depth, P − r, hides no latency at all.
 
-Two stages must not wait for each other, so a depth is lowered to what its neighbours let it reach:
+Two stages must not wait for each other, so depths are lowered to what the neighbours allow:
 
     d_r ≤ d_{r−1}              stage r gets no more forwards than the stage before it computes
-    d_0 ≤ d_{P−1} + 2g         interleaved: stage P − 1 feeds stage 0, in groups of g micro-batches or more
+    d_0 ≤ d_{P−1} + 2g         interleaved: stage P − 1 feeds stage 0, in groups of at least g micro-batches
 
 Sources: GPipe (Huang et al. 2019); 1F1B (PipeDream, Narayanan et al. 2019); interleaved 1F1B (Narayanan et al.
 2021, §2.2); zero bubble, ZB-H1 (Qi et al. 2023, §3), whose weight gradients fill the gaps that 1F1B leaves.
@@ -24,7 +24,7 @@ from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a schedule is asked for: P stages, m micro-batches, depths as given or None, v chunks a stage."""
+    """The size of a schedule: P stages, m micro-batches, depths if given, v chunks per stage."""
 
     num_stages: int
     num_micro_batches: int
@@ -43,18 +43,18 @@ def generate(
     depths: Sequence[int] | None = None,
     chunks_per_stage: int = 1,
 ) -> Schedule:
-    """The schedule of that name.
+    """The schedule with this name.
 
     Args:
         name: gpipe, 1f1b, zero-bubble or interleaved.
         num_stages: P.
         num_micro_batches: m.
-        depths: most activations in flight, by stage; lowered where neighbours could not keep up. None: the
-            schedule's own: 1F1B min(m, P − r), zero bubble min(m, P), interleaved 2(P − r − 1) + (v − 1)·P + 1.
-        chunks_per_stage: v, above 1 for interleaved alone; chunk c lies on stage c mod P.
+        depths: activations in flight allowed, by stage; lowered where neighbours could not keep up. None: the default
+            of the schedule: 1F1B min(m, P − r), zero bubble min(m, P), interleaved 2(P − r − 1) + (v − 1)·P + 1.
+        chunks_per_stage: v, above 1 for interleaved only; chunk c is on stage c mod P.
 
     Raises:
-        ScheduleError: an unknown name; no stage or micro-batch at all; depths or chunks that do not go with it.
+        ScheduleError: an unknown name, no stage or micro-batch, or unsuitable depths or chunks.
     """
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(GENERATORS)}")
@@ -73,26 +73,27 @@ def _check(name: str, request: Request) -> None:
     depths, chunks = request.depths, request.chunks_per_stage
     if (chunks > 1) != (name == INTERLEAVED):
         raise ScheduleError(
-            f"schedule {name} with {chunks} chunks a stage: {INTERLEAVED} needs 2 or more, all others have 1"
+            f"schedule {name} with {chunks} chunks per stage: {INTERLEAVED} needs 2 or more, all others have 1"
         )
     if name == INTERLEAVED and request.num_stages < 2:
-        raise ScheduleError(f"schedule {name} needs at least 2 stages, whose chunks take turns; got 1")
+        raise ScheduleError(f"schedule {name} needs at least 2 stages; got 1")
     if depths is None:
         return
     if len(depths) != request.num_stages:
-        raise ScheduleError(f"{len(depths)} in-flight depths were given for {request.num_stages} stages")
+        raise ScheduleError(f"got {len(depths)} in-flight depths for {request.num_stages} stages")
     if min(depths) < chunks:
         raise ScheduleError(
-            f"an in-flight depth of {min(depths)} is too small: {name} with {chunks} chunks a stage needs {chunks}"
+            f"an in-flight depth of {min(depths)} is too small: {name} with {chunks} chunks per stage needs {chunks}"
         )
 
 
 def _gpipe(request: Request) -> Rows:
-    """All forwards, then all backwards; both ascending, which costs nothing and fixes the sums."""
+    """All forwards, then all backwards, both ascending."""
     count = request.num_micro_batches
     if request.depths is not None and min(request.depths) < count:
         raise ScheduleError(
-            f"gpipe holds all {count} micro-batches of a step; an in-flight depth of {min(request.depths)} is 1f1b's"
+            f"gpipe holds all {count} micro-batches of a step, more than the in-flight depth of {min(request.depths)}; "
+            "use 1f1b"
         )
     return _alternating([count] * request.num_stages, count)
 
@@ -130,8 +131,8 @@ def _reachable(depths: Sequence[int], count: int) -> list[int]:
 def _zero_bubble(request: Request) -> Rows:
     """Weight gradients lag behind input gradients: by r micro-batches on stage r, as far as the depth allows.
 
-    Stage r computes I(k), W(k − lag) and the next forward in turn. It holds warm-up + lag activations, so of
-    its depth what does not lag is warm-up. The last weight gradients come where 1F1B waits for gradients.
+    Stage r computes I(k), W(k − lag) and the next forward in turn. It holds warm-up + lag activations, so the warm-up
+    is its depth minus the lag. The last weight gradients fill the time in which 1F1B waits for gradients.
     """
     stages, count = request.num_stages, request.num_micro_batches
     given = list(accumulate(request.depths or [stages] * stages, min))
@@ -154,9 +155,9 @@ def _lagging_row(stage: int, count: int, warm_up: int, lag: int) -> tuple[Action
 def _interleaved(request: Request) -> Rows:
     """Stage r holds chunks r, P + r, 2P + r …; groups of g micro-batches pass all of a stage's chunks in turn.
 
-    Forwards go through the chunks from the first to the last, backwards from the last to the first. The first
-    backward of all comes after (v − 1)·g + 1 forwards, which is what every depth has to allow. Groups are at most
-    P micro-batches, and as even as they can be.
+    Forwards go through the chunks from the first to the last, backwards from the last to the first. The first backward
+    comes after (v − 1)·g + 1 forwards, which every depth has to allow. Groups have at most P micro-batches, and sizes
+    as equal as possible.
     """
     stages, count, chunks = request.num_stages, request.num_micro_batches, request.chunks_per_stage
     lowest = min(request.depths) if request.depths is not None else stages * chunks

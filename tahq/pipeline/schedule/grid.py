@@ -1,19 +1,19 @@
-"""Plain-text pictures of a pipeline: a row a stage, time from left to right.
+"""Plain-text pictures of a pipeline: a row per stage, time from left to right.
 
-Knows cells, not schedules, so that an error in a schedule can be drawn as well as a simulated step.
-A cell covers columns [start, end) of its row; all columns are equally wide.
+Knows cells, not schedules, so that an invalid schedule can be drawn as well as a simulated step. A cell covers columns
+[start, end) of its row; all columns are equally wide.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MIN_COLUMNS = 4
-"""Columns that are drawn however narrow the terminal is."""
+"""Columns that are drawn even if the terminal is too narrow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`label` in columns [start, end) of a row; a marked one stands between > and <."""
+    """`label` in columns [start, end) of a row; if `marked`, between > and <."""
 
     row: int
     start: int
@@ -23,21 +23,21 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """What is drawn, before it is padded to its columns."""
+        """The label as it is drawn, before padding."""
         return f">{self.label}<" if self.marked else self.label
 
 
 def render(cells: Iterable[Cell], row_names: Sequence[str], width: int | None = None) -> str:
-    """The cells as text, one line a row, idle columns as dots.
+    """The cells as text, one line per row, idle columns as dots.
 
     Args:
         cells: in any order; those of one row must not overlap.
-        row_names: stands at the left of each row, top to bottom.
-        width: longest line in characters; what lies beyond is cut at a whole column, and a note under
-            the picture says how much. None: as wide as needed.
+        row_names: printed at the left of each row, top to bottom.
+        width: longest line in characters; the rest is cut at a whole column, and a note under the picture says how
+            much. None: as wide as needed.
 
     Returns:
-        Lines joined by newlines, without one at the end.
+        Lines joined by newlines, without a trailing newline.
 
     Example:
         >>> print(render([Cell(0, 0, 1, "0F0"), Cell(1, 1, 2, "1F0"), Cell(1, 2, 4, "1B0")], ["a ", "b "]))
@@ -70,7 +70,7 @@ def _draw_row(row: Sequence[Cell], num_columns: int, column: int) -> str:
     for cell in row:
         text += idle * (cell.start - len(text) // column)
         width = (cell.end - cell.start) * column
-        # the last character of a cell stays free, so that neighbours never touch
+        # the last character of a cell stays blank, so that neighbours never touch
         filling = "-" if cell.end - cell.start > 1 else " "
         text += cell.text.ljust(width - 1, filling) + " "
     text += idle * (num_columns - len(text) // column)

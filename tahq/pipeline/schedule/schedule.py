@@ -1,29 +1,31 @@
-"""A pipeline schedule as data: which action each stage computes, in which order.
+"""A pipeline schedule as data: the actions of each stage, in order. It parses, prints and can be validated.
 
-An action in torch's notation is `2F0`: chunk 2, forward, micro-batch 0. `B` is a whole backward; split,
-it is `I` (gradient of the input) and then `W` (gradient of the weights). Chunk c feeds chunk c + 1; a
-stage holds one chunk, or several under interleaved schedules.
+An action in torch's notation is `2F0`: chunk 2, forward, micro-batch 0. `B` is a whole backward; a split one is `I`
+(gradient of the input) and then `W` (gradient of the weights). Chunk c feeds chunk c + 1; a stage holds one chunk, or
+several under interleaved schedules.
 
-Invariants that `validate` checks, and engine and simulator rely on:
+Engine and simulator rely on what `validate` checks:
 - each micro-batch passes each chunk exactly once forward and once backward, on the stage that holds it;
-- weight gradients of a chunk (B, W) come in ascending order of micro-batch under every schedule, so
-  that the sums do not depend on it;
-- run in the order given, with frames arriving whenever they like, no stage waits for ever.
+- weight gradients of a chunk (B, W) come in ascending order of micro-batch under every schedule, so that sums do not
+  depend on it;
+- executed in the order given, with frames arriving at any time, no stage waits forever.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
 from tahq.errors import ScheduleError
+from tahq.pipeline.schedule.grid import Cell, render
 
 _NOTATION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class ActionKind(StrEnum):
-    """What is computed: forward, backward, or backward split into input and weight gradients."""
+    """Forward, backward, or a backward split into input and weight gradients."""
 
     F = "F"
     B = "B"
@@ -44,7 +46,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The action that `2F0` stands for.
+        """The action written as `2F0`.
 
         Raises:
             ScheduleError: not of the form chunk, one of F B I W, micro-batch.
@@ -59,7 +61,7 @@ class Action:
 class Schedule:
     """The actions of every stage, in the order in which it computes them.
 
-    `actions[stage]` is a stage's row; `placement[chunk]` the stage that holds a chunk.
+    `actions[stage]` is a stage's row; `placement[chunk]` is the stage that holds a chunk.
     """
 
     name: str
@@ -72,13 +74,12 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str = "custom") -> Self:
-        """A schedule from its printed form: a line a stage, actions separated by blanks.
+        """A schedule from its printed form: a line per stage, actions separated by blanks.
 
-        A chunk is placed on the first stage that computes it; what is wrong with the whole is for
-        `validate` to say.
+        A chunk is placed on the first stage that computes it; other errors are left to `validate`.
 
         Raises:
-            ScheduleError: a word that is no action, or a chunk number that nobody computes.
+            ScheduleError: a word that is not an action, or a gap in the chunk numbers.
         """
         rows = tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
         holders: dict[int, int] = {}
@@ -92,7 +93,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.actions)
 
     @property
@@ -101,16 +102,16 @@ class Schedule:
         return len(self.placement)
 
     def max_in_flight(self, stage: int) -> int:
-        """Most (chunk, micro-batch) pairs whose activations the stage holds at once.
+        """Largest number of (chunk, micro-batch) pairs whose activations the stage holds at once.
 
-        One is held from its forward to the end of its backward: B, or W where it is split. GPipe:
-        m; 1F1B: min(m, P − r).
+        They are held from the forward to the end of the backward: B, or W where it is split. GPipe: m; 1F1B:
+        min(m, P − r).
         """
         return max(in_flight(self.actions[stage]), default=0)
 
 
 def in_flight(row: tuple[Action, ...]) -> Iterator[int]:
-    """Activations held during each action of a row, the one that it makes or frees included."""
+    """Activations held during each action of a row, including those that it makes or frees."""
     held = 0
     for action in row:
         held += action.kind is ActionKind.F
@@ -121,11 +122,11 @@ def in_flight(row: tuple[Action, ...]) -> Iterator[int]:
 def dependencies(action: Action, num_chunks: int, split: Callable[[int, int], bool]) -> tuple[Action, ...]:
     """The actions whose results an action needs.
 
-    F needs the forward of the chunk before it; B and I need their own forward and the gradient that the
-    chunk after it sends (its B or I); W needs its own I.
+    F needs the forward of the chunk before it; B and I need their own forward and the gradient from the chunk after
+    it (its B or I); W needs its own I.
 
     Args:
-        action: whose needs are asked for.
+        action: the action.
         num_chunks: chunks of the schedule.
         split: whether the backward of (chunk, micro-batch) is split into I and W.
     """
@@ -150,3 +151,93 @@ def schedule_dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]
         return (chunk, micro_batch) in splits
 
     return {action: dependencies(action, schedule.num_chunks, split) for action in every}
+
+
+# -- validation --------------------------------------------------------------------------------------
+
+
+def validate(schedule: Schedule) -> None:
+    """Check a schedule: complete, in ascending order, forward before backward, free of deadlock.
+
+    Raises:
+        ScheduleError: the first error found, with the schedule drawn and the place marked.
+    """
+    _check_placement(schedule)
+    _check_completeness(schedule)
+    _check_order(schedule)
+    _check_for_deadlock(schedule)
+
+
+def _check_placement(schedule: Schedule) -> None:
+    for place, action in _places(schedule):
+        if not (action.chunk < schedule.num_chunks and action.micro_batch < schedule.num_micro_batches):
+            limits = f"{schedule.num_chunks} chunks and {schedule.num_micro_batches} micro-batches"
+            raise _error(schedule, f"{action} is out of range: there are {limits}", [place])
+        holder = schedule.placement[action.chunk]
+        if holder != place[0]:
+            raise _error(schedule, f"{action} is on stage {place[0]}, but stage {holder} holds its chunk", [place])
+
+
+def _check_completeness(schedule: Schedule) -> None:
+    """Every action once; of each chunk and micro-batch one F, and either B or the pair I, W."""
+    counts = Counter(action for row in schedule.actions for action in row)
+    for place, action in _places(schedule):
+        if counts[action] > 1:
+            raise _error(schedule, f"{action} appears {counts[action]} times, expected once", [place])
+    for pair in ((c, m) for c in range(schedule.num_chunks) for m in range(schedule.num_micro_batches)):
+        kinds = "".join(kind for kind in ActionKind if counts[Action(pair[0], kind, pair[1])])
+        if kinds not in ("FB", "FIW"):
+            places = [place for place, action in _places(schedule) if (action.chunk, action.micro_batch) == pair]
+            what = f"chunk {pair[0]} computes {' '.join(kinds) or 'nothing'} of micro-batch {pair[1]}"
+            raise _error(schedule, f"{what}, expected F B or F I W", places)
+
+
+def _check_order(schedule: Schedule) -> None:
+    last: dict[int, Action] = {}
+    for place, action in _places(schedule):
+        if action.kind not in (ActionKind.B, ActionKind.W):
+            continue
+        before = last.get(action.chunk)
+        if before is not None and before.micro_batch > action.micro_batch:
+            raise _error(
+                schedule,
+                f"{action} comes after {before}: weight gradients must be added in ascending order of micro-batch",
+                [place],
+            )
+        last[action.chunk] = action
+
+
+def _check_for_deadlock(schedule: Schedule) -> None:
+    """Execute every row as far as possible; stages that are not finished then wait forever."""
+    needs = schedule_dependencies(schedule)
+    done: set[Action] = set()
+    position = [0] * schedule.num_stages
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for stage, row in enumerate(schedule.actions):
+            while position[stage] < len(row) and done.issuperset(needs[row[position[stage]]]):
+                done.add(row[position[stage]])
+                position[stage] += 1
+                has_moved = True
+    stuck = [(stage, at) for stage, at in enumerate(position) if at < len(schedule.actions[stage])]
+    if stuck:
+        waits = []
+        for stage, at in stuck:
+            action = schedule.actions[stage][at]
+            missing = " and ".join(str(need) for need in needs[action] if need not in done)
+            waits.append(f"stage {stage} waits at {action} for {missing}")
+        raise _error(schedule, f"deadlock: {'; '.join(waits)}", stuck)
+
+
+def _places(schedule: Schedule) -> Iterator[tuple[tuple[int, int], Action]]:
+    """Every action with its (stage, position in the row)."""
+    for stage, row in enumerate(schedule.actions):
+        for position, action in enumerate(row):
+            yield (stage, position), action
+
+
+def _error(schedule: Schedule, what: str, marks: list[tuple[int, int]]) -> ScheduleError:
+    cells = [Cell(stage, at, at + 1, str(action), (stage, at) in marks) for (stage, at), action in _places(schedule)]
+    grid = render(cells, [f"stage {stage}  " for stage in range(schedule.num_stages)])
+    return ScheduleError(f"schedule {schedule.name}: {what}\n{grid}")

@@ -1,6 +1,6 @@
 """The learning rate of each step, as a pure function of the configuration.
 
-With s the step (from 0), T all steps, w those of the warm-up, η the peak and μ the minimum:
+With s the step (from 0), T the number of steps, w that of warm-up steps, η the peak and μ the minimum:
 
     warm-up   s < w         η · (s + 1) / (w + 1)
     constant                η
@@ -8,9 +8,8 @@ With s the step (from 0), T all steps, w those of the warm-up, η the peak and �
     cosine                  η + (μ − η) · (1 − cos πp) / 2      the same p
     wsd                     η until T − d, then linear with     p = (s − (T − d)) / d
 
-p is clamped to [0, 1]. The warm-up never starts at 0 and meets η at s = w; a decay reaches μ at
-s = T, the first step that is not taken, so that no step is wasted on a rate of 0. Every stage computes the
-same doubles, so rates are never sent.
+p is clamped to [0, 1]. The warm-up never starts at 0 and meets η at s = w; a decay reaches μ at s = T, the first step
+that is not taken, so no step is wasted on a rate of 0. Every stage computes the same doubles, so rates are never sent.
 """
 
 import math
@@ -19,21 +18,16 @@ from collections.abc import Callable, Mapping
 from tahq.pipeline.config import TrainingConfig
 
 WSD_DECAY_SHARE = 10
-"""Without `decay_steps`, the decay of `wsd` is one part in so many of all steps."""
+"""Without `decay_steps`, the decay of `wsd` takes one in this many steps."""
 
 
 def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
-    """The rate that a step is taken with; see the module for the equations.
+    """The rate of a step (from 0); see the module for the equations.
 
     `wsd` (warm-up, stable, decay) is the schedule of MiniCPM (Hu et al. 2024) with a linear decay.
 
-    Args:
-        config: `training:`.
-        step: steps taken before, from 0.
-        total_steps: length of the run; past it the rate stays where it ended.
-
     Returns:
-        The rate, in (0, lr] during warm-up and in [min_lr, lr] after it.
+        The rate, in (0, lr] during warm-up and in [min_lr, lr] after it; past `total_steps` it stays constant.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
@@ -60,16 +54,16 @@ def _warm_up_stable_decay(config: TrainingConfig, step: int, total_steps: int) -
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """How far a step is from `start` to `end`, in [0, 1]; an empty stretch lies behind."""
+    """How far a step is from `start` to `end`, in [0, 1]; 1 if the interval is empty."""
     if step >= end:
         return 1.0
     return max(0.0, (step - start) / (end - start)) if end > start else 1.0
 
 
 def _interpolate(config: TrainingConfig, share: float) -> float:
-    """From the peak (share 0) to the minimum (share 1), exact at both ends, never outside and never rising.
+    """From the peak (share 0) to the minimum (share 1), exact at both ends and never rising.
 
-    Each operation is monotone in `share`, rounded too, which a sum of two products is not.
+    Each operation is monotone in `share` even after rounding, which a sum of two products is not.
     """
     return config.min_lr if share >= 1 else max(config.min_lr, config.lr - (config.lr - config.min_lr) * share)
 

@@ -1,10 +1,9 @@
-"""Optimizers of one stage, and their states as flat named tensors.
+"""The optimizer of one stage, and its state as flat named tensors.
 
-What a parameter becomes depends on nothing but its own gradients and state: not on which other
-parameters its stage owns. That is what lets a run be cut elsewhere, or resumed on another number of
-stages, and still give the same bits. torch's `foreach` and `fused` variants treat a stage's parameters as
-one list, in chunks whose borders depend on the neighbours, so the loop over single tensors is asked for by
-name; it also needs no temporaries as large as the stage. On CUDA `adamw` is a kernel of our own, one a tensor.
+A parameter's update depends only on its own gradients and state, not on the other parameters of its stage, so a run
+that is cut elsewhere or resumed on another number of stages gives the same bits. torch's `foreach` and `fused` variants
+process a stage's parameters as one list, in chunks whose borders depend on the neighbours; so they are turned off. On
+CUDA `adamw` is tahq's own kernel, one launch per tensor.
 
 A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transformer.h.0.ln_1.weight`.
 """
@@ -23,6 +22,8 @@ from tahq.memory.adam.backend import has_ptx
 from tahq.memory.adam.plain_adamw import PlainAdamW, plain_adamw_states
 from tahq.memory.adam.state_spec import StateSpec, StateSpecs, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
+from tahq.memory.galore.lazy_subspace import LazyRule
+from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]
@@ -35,7 +36,7 @@ def build_optimizer(
     """The optimizer that `training:` asks for, over the parameters of one stage.
 
     Args:
-        config: `training:`; its rate stands in every group's `lr` until the engine sets the step's.
+        config: `training:`; its `lr` is in every group until the rate of a step is set.
         params: by canonical name; at least one.
         decayed: whether weight decay applies to (name, parameter): not to norms and biases.
 
@@ -62,8 +63,8 @@ def _decay(params: Iterable[Parameter], lr: float, weight_decay: float) -> None:
 class DecoupledSgd(SGD):
     """torch's SGD with momentum, and weight decay that bypasses the momentum.
 
-    torch would add λ·x to the gradient; tahq's `weight_decay` means the same under every optimizer, so it
-    stands in the groups as `decoupled_decay`, and torch's own `weight_decay` is 0.
+    torch would add λ·x to the gradient. tahq's `weight_decay` means the same for every optimizer, so here it is in the
+    groups as `decoupled_decay`, and torch's own `weight_decay` is 0.
     """
 
     @torch.no_grad()
@@ -80,10 +81,9 @@ class EmaSgd(Optimizer):
 
     m^t = (1 − β₁)·m^{t−1} + β₁·ĝ^t;  x^{t+1} = x^t − η·m^t      (TAH-Quant §4, Eq. 6 and 7)
 
-    `momentum` is 1 − β₁. The paper leaves open what m is before the first step (its bound has
-    ‖m^0 − ∇f(x^0)‖² in it); here it is 0, as for Adam's moments, so the same line holds at every step.
-    Unlike torch's momentum, the step is not 1/β₁ times larger in the long run: a rate that suits `sgd`
-    with momentum 0.9 is ten times larger here. Weight decay is decoupled.
+    `momentum` is 1 − β₁. The paper does not define m before the first step; here it is 0, as for Adam's moments. Unlike
+    torch's momentum, steps do not grow by 1/β₁ over time: a rate that suits `sgd` with momentum 0.9 is ten times larger
+    here. Weight decay is decoupled.
     """
 
     def __init__(self, params: Groups, lr: float, momentum: float) -> None:
@@ -111,11 +111,35 @@ class EmaSgd(Optimizer):
         parameter.add_(average, alpha=-lr)
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerKind:
+    """One choice of `training.optimizer`: how it is built, and its state for a parameter of a given shape."""
+
+    build: Callable[[Groups, TrainingConfig], Optimizer]
+    states: Callable[[TrainingConfig, Shape], StateSpecs]
+
+
+def _adam_keys(config: TrainingConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": config.betas, "eps": config.epsilon}
+
+
 def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
-        return PlainAdamW(groups, moments=torch.float32, lr=config.lr, betas=config.betas, eps=config.epsilon)
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, foreach=False, fused=False)
+        return PlainAdamW(groups, moments=torch.float32, **_adam_keys(config))
+    return AdamW(groups, foreach=False, fused=False, **_adam_keys(config))
+
+
+def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return plain_adamw_states(shape, torch.float32)
+
+
+def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return AdamW8bit(groups, **_adam_keys(config), **config.adamw8bit.model_dump())
+
+
+def _adamw8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
 
 
 def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
@@ -123,88 +147,44 @@ def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
     return DecoupledSgd(groups, lr=config.lr, momentum=config.momentum, foreach=False, fused=False)
 
 
-def _ema_sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return EmaSgd(groups, lr=config.lr, momentum=config.momentum)
-
-
-def _fp8_adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return Fp8AdamW(groups, config.fp8_adamw, lr=config.lr, betas=config.betas, eps=config.epsilon)
-
-
-def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
-    layout = config.adamw8bit.model_dump()
-    return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, **layout)
-
-
-def _adamw_bf16(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return PlainAdamW(groups, moments=torch.bfloat16, lr=config.lr, betas=config.betas, eps=config.epsilon)
-
-
-def _beside_low_rank(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return (_adamw8bit if config.has_small_states else _adamw)(groups, config)
-
-
-def _beside_low_rank_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return (_adamw8bit_states if config.has_small_states else _adamw_states)(config, shape)
-
-
-def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return plain_adamw_states(shape, torch.float32)
-
-
-def _sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return {"momentum_buffer": StateSpec(shape)} if config.momentum > 0 else {}
-
-
-def _ema_sgd_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return {"momentum_buffer": StateSpec(shape)}
-
-
-def _fp8_adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return fp8_adamw_states(config.fp8_adamw, shape)
-
-
-def _adamw8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
-
-
-def _adamw_bf16_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
-    return plain_adamw_states(shape, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerKind:
-    """One choice of `training.optimizer`: how it is built, and what it keeps of a parameter of a given shape."""
-
-    build: Callable[[Groups, TrainingConfig], Optimizer]
-    states: Callable[[TrainingConfig, Shape], StateSpecs]
-
+_BESIDE_LOW_RANK = OptimizerKind(
+    lambda groups, config: (_adamw8bit if config.has_small_states else _adamw)(groups, config),
+    lambda config, shape: (_adamw8bit_states if config.has_small_states else _adamw_states)(config, shape),
+)
+"""For the parameters that a slice has beside its low-rank weights; see `memory/galore`."""
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(_adamw, _adamw_states),
-    "sgd": OptimizerKind(_sgd, _sgd_states),
-    "ema_sgd": OptimizerKind(_ema_sgd, _ema_sgd_states),
-    "fp8_adamw": OptimizerKind(_fp8_adamw, _fp8_adamw_states),
+    "sgd": OptimizerKind(
+        _sgd, lambda config, shape: {"momentum_buffer": StateSpec(shape)} if config.momentum > 0 else {}
+    ),
+    "ema_sgd": OptimizerKind(
+        lambda groups, config: EmaSgd(groups, lr=config.lr, momentum=config.momentum),
+        lambda config, shape: {"momentum_buffer": StateSpec(shape)},
+    ),
+    "fp8_adamw": OptimizerKind(
+        lambda groups, config: Fp8AdamW(groups, config.fp8_adamw, **_adam_keys(config)),
+        lambda config, shape: fp8_adamw_states(config.fp8_adamw, shape),
+    ),
     "adamw8bit": OptimizerKind(_adamw8bit, _adamw8bit_states),
-    "adamw_bf16": OptimizerKind(_adamw_bf16, _adamw_bf16_states),
-    # of what a slice has beside its low-rank weights: see `memory/qgalore.py`
-    "qgalore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
-    "galore": OptimizerKind(_beside_low_rank, _beside_low_rank_states),
+    "adamw_bf16": OptimizerKind(
+        lambda groups, config: PlainAdamW(groups, moments=torch.bfloat16, **_adam_keys(config)),
+        lambda config, shape: plain_adamw_states(shape, torch.bfloat16),
+    ),
+    "qgalore": _BESIDE_LOW_RANK,
+    "galore": _BESIDE_LOW_RANK,
 }
 """The choices of `training.optimizer`; their states are checkpointed and restored bit-exactly."""
 
 
 def optimizer_nbytes(config: TrainingConfig, shapes: Iterable[Shape]) -> int:
-    """Bytes that the optimizer of `training:` keeps of fp32 parameters of these shapes."""
+    """Bytes of optimizer state for fp32 parameters of these shapes."""
     states = OPTIMIZERS[config.optimizer].states
     return sum(states_nbytes(states(config, shape)) for shape in shapes)
 
 
 def optimizer_tensors(optimizer: Optimizer, params: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
-    """All that an optimizer remembers, by `<state>/<canonical name>`; the tensors themselves, not copies.
-
-    Empty before the first step.
-    """
+    """An optimizer's state by `<state>/<canonical name>`: the tensors themselves, not copies; empty before step 1."""
     return {
         f"{state}/{name}": value
         for name, parameter in params.items()
@@ -219,14 +199,14 @@ def load_optimizer_tensors(
     params: Mapping[str, Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Make an optimizer remember what `optimizer_tensors` gave, bit for bit, whichever stages gave it.
+    """Restore an optimizer from `optimizer_tensors`, bit for bit, whichever stages wrote them.
 
     Args:
-        config: what it was built from.
-        optimizer: freshly built, or to be overwritten.
+        config: the configuration that the optimizer was built from.
+        optimizer: new, or to be overwritten.
         params: the parameters of this stage, by canonical name.
-        tensors: states of at least these parameters; those of others are ignored. Where there are none
-            for any of these parameters, the optimizer starts anew.
+        tensors: states of at least these parameters; others are ignored. Without any state for these parameters the
+            optimizer starts empty.
 
     Raises:
         SnapshotError: states for some of the parameters only, or of another shape or type.
@@ -237,7 +217,7 @@ def load_optimizer_tensors(
     missing = [name for name, states in found.items() if not states]
     if missing and len(missing) < len(params):
         raise SnapshotError(
-            f"the snapshot has optimizer states for {len(params) - len(missing)} of {len(params)} parameters of "
+            f"the checkpoint has optimizer states for {len(params) - len(missing)} of {len(params)} parameters of "
             f"this stage; {missing[0]} has none: it is damaged, or from another model"
         )
     for name, parameter in params.items():
@@ -254,20 +234,52 @@ def _states_of(expected: StateSpecs, name: str, tensors: Mapping[str, torch.Tens
     found = {state: tensors[f"{state}/{name}"] for state in sorted(expected) if f"{state}/{name}" in tensors}
     if found and len(found) < len(expected):
         absent = ", ".join(sorted(expected.keys() - found.keys()))
-        raise SnapshotError(f"the snapshot has {', '.join(found)} of {name} but not {absent}: it is damaged")
+        raise SnapshotError(f"the checkpoint has {', '.join(found)} of {name} but not {absent}: it is damaged")
     return found
 
 
 def _checked_copy(spec: StateSpec, name: str, parameter: Parameter, value: torch.Tensor) -> torch.Tensor:
-    """A copy where the optimizer wants it: beside the weights, a counter on the CPU."""
+    """A copy where the optimizer needs it: with the weights, or a counter on the CPU."""
     if tuple(value.shape) != spec.shape:
         raise SnapshotError(
-            f"optimizer state {name} has shape {list(value.shape)} in the snapshot, expected {list(spec.shape)}: "
+            f"optimizer state {name} has shape {list(value.shape)} in the checkpoint, expected {list(spec.shape)}: "
             "it is from another model"
         )
     dtype = spec.dtype or parameter.dtype
     if value.dtype != dtype:
         raise SnapshotError(
-            f"optimizer state {name} is {value.dtype} in the snapshot, expected {dtype}: it is from another optimizer"
+            f"optimizer state {name} is {value.dtype} in the checkpoint, expected {dtype}: it is from another optimizer"
         )
     return value.detach().to("cpu" if spec.is_counter else parameter.device, copy=True)
+
+
+DEFAULT_MAX_GAP_FACTOR = 16
+"""`qgalore.max_gap` over `gap`, if it is not set."""
+
+
+def low_rank_settings(config: TrainingConfig, seed: int) -> LowRankSettings | None:
+    """How this run stores and trains the matrices of blocks, with defaults filled in; None: as ordinary parameters."""
+    if not config.is_low_rank:
+        return None
+    keys, is_quantised = config.qgalore, config.optimizer == "qgalore"
+    rule = LazyRule(
+        gap=keys.gap,
+        max_gap=keys.max_gap or DEFAULT_MAX_GAP_FACTOR * keys.gap,
+        queue=keys.queue,
+        threshold=keys.threshold,
+        is_lazy=is_quantised if keys.lazy is None else keys.lazy,
+    )
+    return LowRankSettings(
+        rank=keys.rank,
+        scale=keys.scale,
+        rule=rule,
+        weights=keys.weights or ("int8" if is_quantised else "fp32"),
+        projections=keys.projections or ("int4" if is_quantised else "fp32"),
+        states="int8" if config.has_small_states else "fp32",
+        is_stochastic=keys.rounding == "stochastic",
+        svd=keys.svd,
+        betas=config.betas,
+        epsilon=config.epsilon,
+        seed=seed,
+        ends=keys.ends or ("bf16" if is_quantised else "fp32"),
+    )

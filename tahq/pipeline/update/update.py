@@ -1,11 +1,11 @@
-"""The one place where weights change: a stage's parameters, told what the coordinator committed.
+"""The only place where weights change: a stage's parameters are updated as the coordinator commits.
 
-PREPARE is made of `squared_norms`, COMMIT comes back as (apply or skip, clip factor); only then does
-`StageUpdate.apply` touch anything. Learning rates are a pure function of the step, so they are not sent.
-Under `training.qgalore.fused` the backward itself has applied the step (`fused_update.py`): COMMIT finds nothing left.
+PREPARE reports `squared_norms`; COMMIT answers with (apply or skip, clip factor); only then does `StageUpdate.apply`
+change anything. Learning rates are a pure function of the step, so they are not sent. With `training.qgalore.fused` the
+backward itself applies the step, and COMMIT finds nothing left to do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.nn import Parameter
@@ -13,9 +13,8 @@ from torch.nn import Parameter
 from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.pipeline.chunk import StepShape
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.gradients import HoldsGradient, scale_gradients, squared_norms
+from tahq.pipeline.gradients import HoldsGradient, scale_gradients, squared_norm, squared_norms
 from tahq.pipeline.tie import TiedEmbedding
-from tahq.pipeline.update.fused import FusedUpdate
 from tahq.pipeline.update.learning_rate import learning_rate
 from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
@@ -26,11 +25,11 @@ class StageUpdate:
     Args:
         config: `training:`.
         parameters: the stage's parameters by canonical name, in model order.
-        decayed: which of them weight decay applies to.
+        decayed: whether weight decay applies to (name, parameter).
         total_steps: length of the run, for the learning-rate schedule.
         tied: its second copy is left out of the norm.
-        low_rank: what the stage has beside its parameters, by canonical name.
-        shape: of a step; needed where the update is fused.
+        low_rank: the stage's low-rank weights, by canonical name.
+        shape: of a step; needed if the update is fused.
     """
 
     def __init__(
@@ -54,14 +53,14 @@ class StageUpdate:
             self._fused = FusedUpdate(self._parameters.values(), self._low_rank.values(), self._step_alone, shape)
 
     def begin(self, step: int) -> None:
-        """Gradients that come from now on are those of this step."""
+        """Gradients from now on belong to this step."""
         for weight in self._low_rank.values():
             weight.begin(step)
         if self._fused is not None:
             self._fused.begin(step)
 
     def squared_norms(self) -> list[float]:
-        """‖g‖² in fp64 of each parameter, for PREPARE; of low-rank weights, of what was accumulated."""
+        """‖g‖² in fp64 of each parameter, for PREPARE; for low-rank weights, of the projected gradient."""
         if self._fused is not None:
             return self._fused.squared_norms()
         return squared_norms(p for p in self._gradient_holders() if p is not self._uncounted)
@@ -69,20 +68,20 @@ class StageUpdate:
     def apply(self, step: int, clip_factor: float) -> None:
         """Clip by the global factor and take the optimizer's step."""
         scale_gradients(self._gradient_holders(), clip_factor)
-        lr = self._rate(step)
+        lr = self._set_rate(step)
         self.optimizer.step()
         for weight in self._low_rank.values():
             weight.apply(step, lr, self._config.weight_decay)
         self.discard()
 
     def discard(self) -> None:
-        """Forget the gradients: after a step, or instead of one that is skipped."""
+        """Drop the gradients, after a step or instead of a skipped one."""
         self.optimizer.zero_grad(set_to_none=True)
         for weight in self._low_rank.values():
             weight.discard()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer states under the names that a snapshot has them by."""
+        """Weights and optimizer states, by their names in a checkpoint."""
         weights = {f"model/{name}": p.detach() for name, p in self._parameters.items()}
         states = optimizer_tensors(self.optimizer, self._parameters)
         for weight in self._low_rank.values():
@@ -92,11 +91,11 @@ class StageUpdate:
 
     @torch.no_grad()
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Take weights and optimizer states from a snapshot, bit for bit.
+        """Restore weights and optimizer states from a checkpoint, bit for bit.
 
         Args:
-            read: a tensor by its name in the snapshot.
-            names: all names in the snapshot.
+            read: returns a tensor of the checkpoint by name.
+            names: all names in the checkpoint.
         """
         for name, parameter in self._parameters.items():
             parameter.copy_(read(f"model/{name}"))
@@ -115,15 +114,67 @@ class StageUpdate:
 
     def _step_alone(self, step: int, holder: torch.Tensor | LowRankWeight) -> None:
         """Take the step of one weight: a low-rank one, or the only parameter that has a gradient."""
-        lr = self._rate(step)
+        lr = self._set_rate(step)
         if isinstance(holder, LowRankWeight):
             holder.apply(step, lr, self._config.weight_decay)
         else:
             self.optimizer.step()
 
-    def _rate(self, step: int) -> float:
-        """The step's learning rate, which the optimizer is told."""
+    def _set_rate(self, step: int) -> float:
         lr = learning_rate(self._config, step, self._total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
+
+
+class FusedUpdate:
+    """The update within the backward: each weight takes its step as soon as it has its gradient, which is then freed.
+
+    For one stage, one micro-batch and no clipping, because elsewhere a step is only decided once all gradients are
+    there. No step can be skipped, so a non-finite one ends the run (`training.non_finite: halt`). Weights get the bits
+    that COMMIT would have given them. Weight gradients of a split backward bypass autograd's hooks, so zero-bubble is
+    refused (`ClusterConfig`).
+
+    Source: Q-GaLore §3.5; Lv et al. 2023, Full Parameter Fine-tuning for LLMs with Limited Resources (LOMO), §3.1.
+
+    Args:
+        parameters: ordinary parameters.
+        low_rank: low-rank weights.
+        take_step: called with (step, holder of the new gradient) to take its optimizer step.
+        shape: of a step; its gradient scale is removed before gradients are used.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        low_rank: Iterable[LowRankWeight],
+        take_step: Callable[[int, torch.Tensor | LowRankWeight], None],
+        shape: StepShape,
+    ) -> None:
+        self._take_step = take_step
+        self._factor = 1 / shape.gradient_scale
+        self._step = 0
+        self._squares: list[torch.Tensor] = []
+        self._parameters = tuple(parameters)
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+        for weight in low_rank:
+            weight.on_gradient = self._update
+
+    def begin(self, step: int) -> None:
+        """Gradients from now on belong to this step."""
+        self._step = step
+        self._squares = []
+
+    def squared_norms(self) -> list[float]:
+        """‖g‖² in fp64 of each gradient of the step, in the order in which they came."""
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise AssertionError("a gradient bypassed the hooks of the fused update")
+        return [float(square) for square in torch.stack(self._squares).tolist()] if self._squares else []
+
+    def _update(self, holder: torch.Tensor | LowRankWeight) -> None:
+        scale_gradients([holder], self._factor)
+        self._squares.append(squared_norm(holder))
+        self._take_step(self._step, holder)
+        if isinstance(holder, torch.Tensor):
+            holder.grad = None
