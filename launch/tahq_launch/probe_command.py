@@ -9,8 +9,8 @@ import torch
 
 from tahq.config.file import placed_errors
 from tahq.errors import OutOfMemoryError, UserError
-from tahq.pipeline.probe.gradient_probe import GradientProbe, ProbedStep
-from tahq.pipeline.probe.result import WireResult, collect
+from tahq.pipeline.probe.gradient_probe import GradientProbe
+from tahq.pipeline.probe.result import ProbedStep, WireResult, collect
 from tahq_launch import probe_report as report
 from tahq_launch.probe_progress import gradients_of, progress_of
 from tahq_launch.probe_report import ProbeFacts

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from support.cuts import IDENTITY, cross, cut_sides
 
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.errors import CodecError
-from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch, codec_key
-from tahq.pipeline.probe.cut_model import CodecCut, is_lossless, transfer
+from tahq.pipeline.boundary import CodecTable, codec_key
+from tahq.pipeline.probe.cut_model import CodecCut, is_lossless
 from tahq.quant import get_codec
 from tahq.quant.spec import RawSpec
 
@@ -44,23 +44,15 @@ def test_both_directions_are_decode_of_encode_to_the_bit(activations, gradients,
 
 
 def test_a_boundary_delivers_the_same():
-    specs, x = ("tah", "fixed:bits=4,round=stochastic"), random(2).requires_grad_()
-    identity = CutIdentity(run=1, seed=3, cut=0)
-    pair = InprocPair(VirtualClock())
-    sides = [Boundary(end, identity, CodecTable(*specs), torch.device("cpu"), Stopwatch()) for end in pair.transports]
-    got = {}
-    for direction, (sender, receiver), tensor in (
-        (Direction.FORWARD, sides, x.detach()),
-        (Direction.BACKWARD, sides[::-1], random(3)),
-    ):
-        receiver.post(4, Purpose.TRAIN, direction, [2], SHAPE)
-        sender.send(4, Purpose.TRAIN, direction, 2, tensor)
-        got[direction] = receiver.receive(4, Purpose.TRAIN, direction, 2, SHAPE)
-    keys = [codec_key(identity.name(4, Purpose.TRAIN, 2, direction), 3) for direction in Direction]
+    specs, x, g = ("tah", "fixed:bits=4,round=stochastic"), random(2).requires_grad_(), random(3)
+    lower, upper = cut_sides(lambda: CodecTable(*specs))
+    activation = cross(lower, upper, x.detach(), step=4, micro_batch=2)
+    gradient = cross(upper, lower, g, step=4, micro_batch=2, direction=Direction.BACKWARD)
+    keys = [codec_key(IDENTITY.name(4, Purpose.TRAIN, 2, direction), IDENTITY.seed) for direction in Direction]
     y = CodecCut(*map(get_codec, specs))(x, forward_key=keys[0], backward_key=keys[1])
-    y.backward(random(3))
-    assert torch.equal(y, got[Direction.FORWARD])
-    assert torch.equal(x.grad, got[Direction.BACKWARD])
+    y.backward(g)
+    assert torch.equal(y, activation)
+    assert torch.equal(x.grad, gradient)
 
 
 def test_keys_reach_the_codec_of_their_direction():
@@ -131,28 +123,3 @@ def test_without_gradients_nothing_is_recorded():
 def test_what_the_codec_refuses_is_raised():
     with pytest.raises(CodecError):
         CodecCut(get_codec("tah"), None)(torch.zeros(2, 8, dtype=torch.float64), forward_key=0, backward_key=0)
-
-
-def test_a_stateful_codec_is_told_whose_samples_cross():
-    """AQ-SGD: what changed since a sample's last visit is all that is lost, so a second visit is more exact."""
-    codec, x = get_codec("aqsgd:bits=4"), random(0)
-    first = transfer(codec, x, 0, [7, 3])
-    moved = first + 0.01 * random(1)
-    again = transfer(codec, moved.flip(0), 0, [3, 7]).flip(0)
-    assert torch.equal(first, x.half().float())
-    control = transfer(get_codec("aqsgd:bits=4,cache=none"), moved, 0)
-    assert (again - moved).norm() < (control - moved).norm() / 20
-
-
-def test_without_ids_nothing_is_remembered():
-    cut, x = CodecCut(get_codec("aqsgd:bits=4"), None), random(0)
-    for _ in range(2):  # a second visit would send changes
-        assert torch.equal(cut(x, forward_key=0, backward_key=0), x.half().float())
-
-
-def test_sample_ids_reach_both_directions():
-    codecs = get_codec("aqsgd:bits=4"), get_codec("aqsgd:bits=4")
-    x = random(0).requires_grad_()
-    CodecCut(*codecs)(x, forward_key=0, backward_key=0, sample_ids=[7, 3]).backward(random(1))
-    assert [codec.state_nbytes for codec in codecs] == [codecs[0].state_nbytes] * 2
-    assert codecs[0].state_nbytes > 0

@@ -174,6 +174,6 @@ def test_tied_copies_have_equal_gradients_and_count_once():
 
 
 def test_codecs_with_state_are_refused_by_name():
-    with pytest.raises(ConfigError, match="aqsgd keeps what it sent"):
+    with pytest.raises(ConfigError, match="aqsgd remembers what it sent"):
         Wire("aqsgd:bits=4", "fixed:bits=8").cut()
     assert Wire("aqsgd:bits=4,cache=none", "fixed:bits=8").cut() is not None

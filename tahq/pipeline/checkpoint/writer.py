@@ -114,8 +114,8 @@ class SnapshotWriter:
         self._raise_failure()
         self._warn_once(
             "slow disk",
-            f"the checkpoint after step {step} waited {time.monotonic() - begin_s:.1f} s for earlier ones to be written: "
-            "the disk is too slow for this run.snapshot_every; raise it, or set run.dir to another disk",
+            f"the checkpoint after step {step} waited {time.monotonic() - begin_s:.1f} s for earlier ones: the disk "
+            "is too slow for this run.snapshot_every; raise it, or set run.dir to another disk",
         )
         return buffer
 

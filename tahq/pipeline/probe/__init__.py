@@ -1,1 +1,1 @@
-"""What lossy codecs do to a model's gradients, measured against Assumption 4.4 of TAH-Quant."""
+"""Measures what lossy codecs do to a model's gradients, against Assumption 4.4 of TAH-Quant."""

@@ -1,12 +1,12 @@
-"""A whole model in one process, cut where a run cuts it, for asking what codecs do to its gradients.
+"""A whole model in one process, cut where a run cuts it, to measure the effect of codecs on its gradients.
 
 Invariants:
-- with a wire's codecs the gradients are those that the stages of a run with that wire would have, to the bit:
-  same casts, same order of addition, same dropout masks, same codec keys;
+- with codecs, the gradients are those of the stages of a run with the same wire, to the bit: same casts, same order of
+  addition, same dropout masks, same codec keys;
 - without, they are those of the wire `raw:dtype=fp32` in both directions;
-- nobody here touches a weight.
+- weights are never changed here.
 
-Shapes: B samples a micro-batch, S tokens, C channels, V words.
+Shapes: B samples per micro-batch, S tokens, C channels, V words of the vocabulary.
 """
 
 import math
@@ -30,44 +30,43 @@ from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 from tahq.quant.raw.codec import DTYPES
 from tahq.quant.spec import RawSpec
-from tahq.quant.stateful_codec import StatefulCodec
 
 
 class CodecCut:
-    """A place where the model is cut: the codecs of both directions, as one differentiable function.
+    """A cut of the model without a link: the codecs of both directions, as one differentiable function.
 
-    A stateful codec (AQ-SGD) belongs to one cut and one direction, others may be shared.
+    The output is what a `Boundary` on the other side would have received, to the bit: decode(encode(x)) forward,
+    decode(encode(g)) backward, in the dtype, shape and device of the input. A codec that changes nothing (None, or
+    `raw` of a type that holds every value) costs nothing.
 
     Args:
-        activations: packs what goes forward; None leaves it as it is.
-        gradients: packs what comes back; None leaves it as it is.
+        activations: codec of the forward direction; None: nothing is encoded.
+        gradients: codec of the backward direction; None: nothing is encoded.
     """
 
     def __init__(self, activations: Codec | None, gradients: Codec | None) -> None:
         self._activations = activations
         self._gradients = gradients
 
-    def __call__(
-        self, x: torch.Tensor, *, forward_key: int, backward_key: int, sample_ids: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """What the next stage gets of x; its gradient comes back through the other codec.
+    def __call__(self, x: torch.Tensor, *, forward_key: int, backward_key: int) -> torch.Tensor:
+        """What the next stage receives of x; its gradient returns through the other codec.
 
         Args:
             x: [B, …, C] in fp32, bf16 or fp16, on any device.
             forward_key: key of the activation's codec; see `boundary.codec_key`.
             backward_key: key of the gradient's codec.
-            sample_ids: of the B samples, for stateful codecs; None: nobody's, nothing is remembered.
 
         Returns:
             A tensor of x's shape, dtype and device; x itself if neither codec changes anything.
 
         Raises:
-            CodecError: what a codec refuses.
+            CodecError: a codec refuses the tensor.
         """
         if is_lossless(self._activations, x.dtype) and is_lossless(self._gradients, x.dtype):
             return x
-        codecs, keys = (self._activations, self._gradients), (forward_key, backward_key)
-        crossed: torch.Tensor = _Crossing.apply(x, codecs, keys, sample_ids)  # type: ignore[no-untyped-call]
+        crossed: torch.Tensor = _Crossing.apply(  # type: ignore[no-untyped-call]
+            x, self._activations, forward_key, self._gradients, backward_key
+        )
         return crossed
 
 
@@ -76,46 +75,29 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        codecs: tuple[Codec | None, Codec | None],
-        keys: tuple[int, int],
-        sample_ids: Sequence[int] | None,
+        ctx: Any, x: torch.Tensor, forward: Codec | None, forward_key: int, backward: Codec | None, backward_key: int
     ) -> torch.Tensor:
-        """What arrives at the next stage."""
-        ctx.codec, ctx.key, ctx.sample_ids = codecs[1], keys[1], sample_ids
-        arrived = transfer(codecs[0], x, keys[0], sample_ids)
+        """The tensor that arrives at the next stage."""
+        ctx.codec, ctx.key = backward, backward_key
+        arrived = _decoded(forward, x, forward_key)
         return x.view_as(x) if arrived is x else arrived
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """What arrives back at the stage before."""
-        return transfer(ctx.codec, gradient, ctx.key, ctx.sample_ids), None, None, None
+        """The gradient that arrives back at the previous stage."""
+        return _decoded(ctx.codec, gradient, ctx.key), None, None, None, None
 
 
-def transfer(codec: Codec | None, x: torch.Tensor, key: int, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
-    """decode(encode(x)), without autograd; x itself where that would change nothing.
-
-    Args:
-        codec: None changes nothing.
-        x: [B, …, C] in fp32, bf16 or fp16.
-        key: 64 bits; matters to randomised codecs.
-        sample_ids: of the B samples; only stateful codecs see them.
-
-    Raises:
-        CodecError: what the codec refuses.
-    """
+def _decoded(codec: Codec | None, x: torch.Tensor, key: int) -> torch.Tensor:
+    """decode(encode(x)), without autograd; x itself if that changes nothing."""
     if codec is None or is_lossless(codec, x.dtype):
         return x
-    if isinstance(codec, StatefulCodec):
-        payload = codec.encode(x.detach(), key=key, sample_ids=sample_ids)
-        return codec.decode(payload, x.shape, x.dtype, key=key, sample_ids=sample_ids)
     return codec.decode(codec.encode(x.detach(), key=key), x.shape, x.dtype, key=key)
 
 
 def is_lossless(codec: Codec | None, dtype: torch.dtype) -> bool:
-    """Whether every tensor of `dtype` (fp32, bf16 or fp16) comes back from the codec with the same bits."""
+    """Whether every tensor of `dtype` (fp32, bf16 or fp16) is decoded to the same bits."""
     if codec is None:
         return True
     return isinstance(codec.spec, RawSpec) and DTYPES[codec.spec.dtype] in (torch.float32, dtype)
@@ -123,7 +105,7 @@ def is_lossless(codec: Codec | None, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The codecs of both directions, as specs in text; None: nothing is packed."""
+    """The codecs of both directions, as specs; None: nothing is encoded."""
 
     activations: str | None = None
     gradients: str | None = None
@@ -132,15 +114,14 @@ class Wire:
         """One cut with these codecs.
 
         Raises:
-            ConfigError: an unknown codec or parameter, or a codec with state by sample, which shows what it
-                does only over epochs.
+            ConfigError: an unknown codec or parameter, or a codec that remembers samples.
         """
         codecs = [get_codec(spec) if spec is not None else None for spec in (self.activations, self.gradients)]
         for codec in codecs:
             if codec is not None and codec.is_stateful:
                 raise ConfigError(
-                    f"{codec.spec.name} keeps what it sent of each sample, so its error shows only over epochs: "
-                    "a probe cannot measure it; give other codecs (--wire), or train with it and look at the loss"
+                    f"{codec.spec.name} remembers what it sent of each sample, so its error shows only over epochs: a "
+                    "probe cannot measure it; choose other codecs (--wire), or train with it and compare the loss"
                 )
         return CodecCut(*codecs)
 
@@ -167,20 +148,20 @@ class CutModel:
 
     @property
     def num_cuts(self) -> int:
-        """Places where something crosses a wire."""
+        """Number of cuts."""
         return len(self._slices) - 1
 
     @property
     def hidden_size(self) -> int:
-        """C of what crosses a cut."""
+        """C of the tensors at a cut."""
         return self._slices[0].spec.hidden_size
 
     def is_decayed(self, name: str, parameter: Parameter) -> bool:
-        """Whether weight decay applies, as every stage says."""
+        """Whether weight decay applies, as on every stage."""
         return self._slices[0].is_decayed(name, parameter)
 
     def groups(self) -> dict[str, dict[str, Parameter]]:
-        """Parameters by where they are: `embedding`, `stage 0` …, `head`; of two tied copies only the first."""
+        """Parameters by place: `embedding`, `stage 0` …, `head`; of two tied copies only the first."""
         groups: dict[str, dict[str, Parameter]] = {}
         for stage, part in enumerate(self._slices):
             for name, parameter in part.canonical_parameters().items():
@@ -195,17 +176,17 @@ class CutModel:
         Args:
             batch: the step's samples.
             step: names the dropout masks and the codec keys.
-            wire: what is done to what crosses a cut.
+            wire: the codecs at each cut.
 
         Returns:
-            The mean loss in nats a token.
+            The mean loss in nats per token.
 
         Raises:
-            CodecError: what a codec refuses.
+            CodecError: a codec refuses a tensor.
         """
         cut = wire.cut()
         losses, num_tokens = [], max(batch.num_tokens, 1)
-        scale = gradient_scale(batch.tokens.numel())  # as the stages do, which do not all know what is labelled
+        scale = gradient_scale(batch.tokens.numel())  # all tokens, as on the stages
         for parameter in self.parameters.values():
             parameter.grad = None
         for index in range(len(batch.sample_ids) // batch.micro_batch_size):
@@ -233,8 +214,7 @@ class CutModel:
 
     def _keys(self, step: int, micro_batch: int, cut: int) -> list[int]:
         identity = CutIdentity(run=0, seed=self._seed, cut=cut)
-        ways = (Direction.FORWARD, Direction.BACKWARD)
-        return [codec_key(identity.name(step, Purpose.TRAIN, micro_batch, way), self._seed) for way in ways]
+        return [codec_key(identity.name(step, Purpose.TRAIN, micro_batch, d), self._seed) for d in Direction]
 
     def _tied_embedding(self) -> TiedEmbedding | None:
         spec = self._slices[0].spec
@@ -251,7 +231,7 @@ def _group(name: str, layout: FamilyLayout, stage: int) -> str:
 
 
 def copied_gradients(parameters: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
-    """A copy in fp32 of every gradient; zeros where there is none."""
+    """An fp32 copy of every gradient; zeros where there is none."""
     return {
         name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.to(torch.float32, copy=True)
         for name, p in parameters.items()

@@ -1,20 +1,25 @@
-"""What a probe found about one wire, held against Assumption 4.4 of TAH-Quant.
+"""The error of compressed gradients, and a probe's result for one wire against Assumption 4.4 of TAH-Quant.
+
+With e = ĝ − g the error is kept as three sums, ‖g‖², ‖e‖² and ⟨g, e⟩ in fp64, which can be added over parameters.
+Relative error and cosine follow from them, for one parameter, a stage or the whole model.
 
 The assumption asks for some δ in (0, 1] with ‖ĝ − g‖² ≤ (1 − δ)‖g‖² for every stochastic gradient (Eq. 9), and the
-same of the expectations (Eq. 10). Its authors measured less than 0.4 and less than 0.1 (§4.1, Figure 1: Gemma2-2B on
-Math-7K, tiles of 64 and 32); these two figures are the limits here. A mean over M batches stands
-for the expectation: of what is random between batches, in ĝ − g and in g, it still has 1/M.
+same for the expectations (Eq. 10). Its authors measured less than 0.4 and less than 0.1 (§4.1, Figure 1: Gemma2-2B on
+Math-7K, tiles of 64 and 32); these are the limits here. A mean over M batches stands for the expectation; 1/M of the
+noise between batches remains in it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from tahq.pipeline.probe.cut_model import Wire
-from tahq.pipeline.probe.gradient_probe import ProbedStep, StepErrors
+
+STEP_LIMIT = 0.4
+EXPECTATION_LIMIT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +32,20 @@ class ErrorSums:
 
     @classmethod
     def over(cls, parts: Iterable[Self]) -> Self:
-        """The sums over all parts together; exact whatever their order."""
+        """The sums over all parts, exact whatever their order."""
         columns = list(zip(*((part.signal, part.error, part.product) for part in parts), strict=True))
         return cls(*(_exact_sum(column) for column in columns)) if columns else cls(0.0, 0.0, 0.0)
 
     @property
     def relative(self) -> float:
-        """‖ĝ − g‖² / ‖g‖² (TAH-Quant Eq. 9 and 10); infinite where ĝ is not finite, or g alone is zero."""
+        """‖ĝ − g‖² / ‖g‖² (TAH-Quant Eq. 9 and 10); infinite if ĝ is not finite, or if only g is zero."""
         if self.error == 0:
             return 0.0
         return self.error / self.signal if math.isfinite(self.error) and self.signal > 0 else math.inf
 
     @property
     def cosine(self) -> float:
-        """⟨g, ĝ⟩ / (‖g‖·‖ĝ‖), 1 where both are zero; NaN where ĝ is not finite."""
+        """⟨g, ĝ⟩ / (‖g‖·‖ĝ‖), 1 if both are zero; NaN if ĝ is not finite."""
         if not math.isfinite(self.error):
             return math.nan
         compressed = max(0.0, self.signal + 2 * self.product + self.error)
@@ -63,29 +68,45 @@ def compare(reference: Mapping[str, torch.Tensor], error: Mapping[str, torch.Ten
     Example:
         g = (3, 4), ĝ = (3, 5): signal 25, error 1, product 4; relative error 0.04.
     """
-    sums = [_sums(reference[name], error[name]) for name in error]
+    sums = []
+    for name in error:
+        g, e = reference[name].flatten().double(), error[name].flatten().double()
+        sums.append(torch.stack([g.dot(g), e.dot(e), g.dot(e)]))
     rows = torch.stack(sums).tolist() if sums else []
     return ErrorSums.over(ErrorSums(*row) for row in rows)
 
 
-def _sums(reference: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    g, e = reference.flatten().double(), error.flatten().double()
-    return torch.stack([g.dot(g), e.dot(e), g.dot(e)])
+def _exact_sum(values: Sequence[float]) -> float:
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _exact_sum(values: Iterable[float]) -> float:
-    """`math.fsum` that lets NaN and infinity through."""
-    listed = list(values)
-    return math.fsum(listed) if all(map(math.isfinite, listed)) else math.nan
+@dataclass(frozen=True, slots=True)
+class StepErrors:
+    """The error of one wire at one step's weights.
+
+    Attributes:
+        step: steps taken before.
+        batches: sums by group for each batch, the step's own first.
+        mean: sums for the sum over the batches; None if there was only one batch.
+    """
+
+    step: int
+    batches: tuple[GroupSums, ...]
+    mean: GroupSums | None
 
 
-STEP_LIMIT = 0.4
-EXPECTATION_LIMIT = 0.1
+@dataclass(frozen=True, slots=True)
+class ProbedStep:
+    """One probed step: its loss without codecs (nats per token), and the errors of each wire, in order."""
+
+    step: int
+    loss: float
+    wires: tuple[StepErrors, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WireResult:
-    """All that was measured with one wire; at least one step with at least one batch."""
+    """All measurements of one wire; at least one step with at least one batch."""
 
     wire: Wire
     steps: tuple[StepErrors, ...]
@@ -93,21 +114,21 @@ class WireResult:
     @property
     def step_errors(self) -> list[float]:
         """‖ĝ − g‖² / ‖g‖² of every batch of every step (Eq. 9)."""
-        return [_whole(batch).relative for batch in self._batches()]
+        return [_total(batch).relative for batch in self._batches()]
 
     @property
     def expectation_errors(self) -> list[float]:
-        """The same of the means over the batches, one a step (Eq. 10); empty where steps had one batch."""
-        return [_whole(step.mean).relative for step in self.steps if step.mean is not None]
+        """The same of the means over the batches, one per step (Eq. 10); empty if steps had one batch."""
+        return [_total(step.mean).relative for step in self.steps if step.mean is not None]
 
     @property
     def cosines(self) -> list[float]:
         """⟨g, ĝ⟩ / (‖g‖·‖ĝ‖) of every batch."""
-        return [_whole(batch).cosine for batch in self._batches()]
+        return [_total(batch).cosine for batch in self._batches()]
 
     @property
     def delta(self) -> float:
-        """The largest δ that everything measured allows: 1 − the largest error; the assumption needs it above 0."""
+        """The largest δ that all measurements allow: 1 − the largest error; the assumption needs it above 0."""
         return 1.0 - max([*self.step_errors, *self.expectation_errors])
 
     @property
@@ -117,7 +138,7 @@ class WireResult:
 
     @property
     def keeps_expectation_limit(self) -> bool | None:
-        """Whether every mean is below the paper's 0.1; None where none was measured."""
+        """Whether every mean is below the paper's 0.1; None if none was measured."""
         errors = self.expectation_errors
         return max(errors) < EXPECTATION_LIMIT if errors else None
 
@@ -127,8 +148,8 @@ class WireResult:
         For independent vectors, E‖Σ v‖² = M·E‖v‖² + M(M − 1)‖E v‖²; solved for ‖E v‖², for e and for g.
 
         Returns:
-            ‖E e‖² / ‖E g‖², 0 where the estimate of the error is below it; None where batches were one a step, or
-            too few for a positive estimate of ‖E g‖².
+            ‖E e‖² / ‖E g‖², 0 if the estimate of the error is negative; None if steps had one batch, or too few for a
+            positive estimate of ‖E g‖².
         """
         several = [step for step in self.steps if step.mean is not None]
         signal = math.fsum(_squared_expectation(step, "signal") for step in several)
@@ -140,23 +161,23 @@ class WireResult:
         names = self.steps[0].batches[0]
         return {name: ErrorSums.over(batch[name] for batch in self._batches()) for name in names}
 
-    def _batches(self) -> Iterable[GroupSums]:
+    def _batches(self) -> Iterator[GroupSums]:
         return (batch for step in self.steps for batch in step.batches)
 
 
 def collect(wires: Sequence[Wire], probed: Sequence[ProbedStep]) -> list[WireResult]:
-    """The measurements of each step, turned round: by wire."""
+    """The measurements of all steps, by wire."""
     return [WireResult(wire, tuple(step.wires[number] for step in probed)) for number, wire in enumerate(wires)]
 
 
-def _whole(groups: GroupSums) -> ErrorSums:
+def _total(groups: GroupSums) -> ErrorSums:
     return ErrorSums.over(groups.values())
 
 
 def _squared_expectation(step: StepErrors, which: str) -> float:
-    """‖E v‖² without bias, v being g (`signal`) or ĝ − g (`error`)."""
+    """Unbiased estimate of ‖E v‖², where v is g (`signal`) or ĝ − g (`error`)."""
     if step.mean is None:
         raise AssertionError("needs a step with several batches")
     num = len(step.batches)
-    singles = math.fsum(getattr(_whole(batch), which) for batch in step.batches)
-    return float(getattr(_whole(step.mean), which) - singles) / (num * (num - 1))
+    singles = math.fsum(getattr(_total(batch), which) for batch in step.batches)
+    return float(getattr(_total(step.mean), which) - singles) / (num * (num - 1))
