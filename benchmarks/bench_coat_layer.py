@@ -32,7 +32,7 @@ from coat_layer_parts import OPERATORS, PAPER_UNITS, Layer, Size, compiled, make
 from coat_norms import norm_times_us
 
 from tahq.memory.config import CoatConfig
-from tahq.models.weight_copies import sharing_weight_copies
+from tahq.models.deferred_gradients import sharing_weight_copies
 
 RESULTS = Path(__file__).parent / "results"
 SMALL = Size(192, 512, 3, 1, 64)

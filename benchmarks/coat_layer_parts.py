@@ -11,11 +11,11 @@ from torch import nn
 from tahq.memory.coat.fp8_flow import CoatBlock, use_fp8_flow
 from tahq.memory.config import CoatConfig
 from tahq.models.config import ModelConfig
+from tahq.models.deferred_gradients import sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
-from tahq.models.weight_copies import sharing_weight_copies
 
 BLOCK = "model.layers.1"
 OPERATORS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear")

@@ -1,37 +1,76 @@
-"""`tahq export`: the newest snapshot of a run as a Hugging Face folder.
+"""`tahq export`: a checkpoint of a run as a Hugging Face folder.
 
-Composes what already exists: the manifest says which files and which configuration, the reader
-verifies and reads them one tensor at a time, and `tahq.models.export` writes shards as they fill.
+A run's folder is enough: at each start `keep_source` copies what export needs of `model.path` and `data.tokenizer` into
+`source/`. Runs started by version 0.1 have no such copies and need both at their original paths.
 """
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
-from tahq.data.tokenizer import load_tokenizer
-from tahq.errors import UserError
+from tahq.data.tokenizer import Tokenizer, load_tokenizer
+from tahq.errors import DataError, ModelError, UserError
 from tahq.memory.galore.snapshot_weight import snapshot_weight
-from tahq.models.export import export_folder
-from tahq.models.model_spec import load_spec
+from tahq.models.export import copy_generation_config, export_folder
+from tahq.models.model_spec import CONFIG_FILE, ModelSpec, load_spec, untying_note
 from tahq.pipeline.checkpoint.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders
 from tahq.pipeline.checkpoint.reader import SnapshotReader
 from tahq_launch.run_folder import RunFolder
 
 MODEL_PREFIX = "model/"
+_TOKENIZER = "tokenizer"
+_MAX_TOKENIZER_NBYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was exported: the model after `step` steps."""
+    """The result: the model after `step` steps."""
 
     step: int
     num_parameters: int
     out: Path
+    note: str | None
+
+
+def keep_source(run: RunFolder, config: ClusterConfig) -> list[str]:
+    """Copy what `export_run` needs of the model's folder and the tokenizer into the run's folder.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        UserError: the run's folder cannot be written.
+    """
+    tokenizer = load_tokenizer(config.data)
+    spec = load_spec(config.model, vocab_size=tokenizer.vocab_size, seq_len=config.data.seq_len, needs_weights=False)
+    notes = [note for note in (untying_note(config.model, spec),) if note]
+    partial = run.path / ".source.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        if spec.folder is not None:
+            shutil.copyfile(spec.folder / CONFIG_FILE, partial / CONFIG_FILE)
+            copy_generation_config(spec.folder, partial)
+        if config.data.tokenizer != "bytes":
+            tokenizer.save(partial / _TOKENIZER)
+            if sum(file.stat().st_size for file in partial.rglob("*")) > _MAX_TOKENIZER_NBYTES:
+                shutil.rmtree(partial / _TOKENIZER)
+                notes.append(f"tahq export will need data.tokenizer {config.data.tokenizer}: too large to copy")
+        shutil.rmtree(run.source, ignore_errors=True)
+        if any(partial.iterdir()):
+            partial.rename(run.source)
+        else:
+            partial.rmdir()
+    except OSError as error:
+        raise UserError(f"cannot write {run.source}: {error}") from error
+    return notes
 
 
 def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbytes: int) -> Exported:
@@ -39,50 +78,60 @@ def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbyte
 
     Args:
         run: the run's folder, such as runs/demo.
-        out: the folder to make; must not have anything in it.
-        step: which snapshot; None: the newest.
-        max_shard_nbytes: bytes of tensors a file.
+        out: the folder to make; must be new or empty.
+        step: which checkpoint; None: the newest.
+        max_shard_nbytes: bytes of tensors per file.
 
     Raises:
-        UserError: there is no such run or snapshot, a file of it is damaged or on another machine, or
-            `out` is taken.
+        UserError: there is no such run or checkpoint, a file of it is damaged or on another machine, or `out` is not
+            empty.
     """
-    folder, manifest = _snapshot(RunFolder(run), step)
+    folder, manifest = _checkpoint(RunFolder(run), step)
     config = config_from_json(json.dumps(manifest.config))
-    tokenizer = load_tokenizer(config.data)
-    spec = load_spec(config.model, vocab_size=tokenizer.vocab_size, seq_len=config.data.seq_len)
-    counted = _ParameterCount()
+    spec, tokenizer = _source(RunFolder(run), config)
+    num_parameters = 0
+
+    def counted(reader: SnapshotReader) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal num_parameters
+        for name in sorted(reader.names()):
+            if name.startswith(MODEL_PREFIX):
+                canonical = name.removeprefix(MODEL_PREFIX)
+                tensor = snapshot_weight(canonical, reader.tensor)
+                num_parameters += tensor.numel()
+                yield canonical, tensor
+
     with contextlib.closing(SnapshotReader(folder, manifest.sha256)) as reader:
-        export_folder(spec, counted.passing(_model_tensors(reader)), out, tokenizer, max_shard_nbytes)
-    return Exported(manifest.step, counted.total, out)
+        export_folder(spec, counted(reader), out, tokenizer, max_shard_nbytes)
+    return Exported(manifest.step, num_parameters, out, untying_note(config.model, spec))
 
 
-def _snapshot(run: RunFolder, step: int | None) -> tuple[Path, Manifest]:
+def _checkpoint(run: RunFolder, step: int | None) -> tuple[Path, Manifest]:
     if not run.path.is_dir():
-        raise UserError(f"{run.path} is no run's folder; expected one such as runs/demo")
+        raise UserError(f"{run.path} is not a run's folder; expected a folder such as runs/demo")
     if step is None:
         return read_latest(run.snapshots)
     if step not in snapshot_folders(run.snapshots):
         there = ", ".join(map(str, snapshot_folders(run.snapshots))) or "none"
-        raise UserError(f"{run.path} has no snapshot after step {step}; there are: {there}")
+        raise UserError(f"{run.path} has no checkpoint after step {step}; it has: {there}")
     folder = snapshot_folder(run.snapshots, step)
     return folder, read_manifest(folder)
 
 
-def _model_tensors(reader: SnapshotReader) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in sorted(reader.names()):
-        if name.startswith(MODEL_PREFIX):
-            canonical = name.removeprefix(MODEL_PREFIX)
-            yield canonical, snapshot_weight(canonical, reader.tensor)
-
-
-class _ParameterCount:
-    """Counts parameters as they pass."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def passing(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            self.total += tensor.numel()
-            yield name, tensor
+def _source(run: RunFolder, config: ClusterConfig) -> tuple[ModelSpec, Tokenizer]:
+    """Model and tokenizer from the run's copies, or from the paths in its configuration."""
+    model, data = config.model, config.data
+    if model.path is not None and (run.source / CONFIG_FILE).is_file():
+        model = model.model_copy(update={"path": str(run.source)})
+    if (run.source / _TOKENIZER).is_dir():
+        data = data.model_copy(update={"tokenizer": str(run.source / _TOKENIZER)})
+    try:
+        tokenizer = load_tokenizer(data)
+        spec = load_spec(model, vocab_size=tokenizer.vocab_size, seq_len=data.seq_len, needs_weights=False)
+    except (DataError, ModelError) as error:
+        if run.source.exists():
+            raise
+        raise UserError(
+            f"{run.path} has no copy of its model and tokenizer, because an older version started it; run tahq export "
+            f"in the directory where the run was started: {error}"
+        ) from error
+    return spec, tokenizer

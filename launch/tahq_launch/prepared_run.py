@@ -27,6 +27,7 @@ from tahq.pipeline.checkpoint.choice import choose_snapshot, turn_back
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.typed_yaml.mistakes import Origins, one_line
 from tahq_launch.codec_choice import codec_options
+from tahq_launch.export import keep_source
 from tahq_launch.resolution import resolve_for_run
 from tahq_launch.run_folder import RunFolder
 from tahq_launch.run_keys import RunKeys, make_run_keys
@@ -129,9 +130,10 @@ def prepared_run(
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
             _begin_at(folder, origin)
             _keep_config(folder, config, origin)
+            source_notes = keep_source(folder, config)
             options = _coordinator_options(config, folder, origin, codecs, epoch, request.resume_command)
             damaged = [f"warning: {warning}" for warning in origin.warnings]
-            notes = (*damaged, *origin.notes, *_warnings(config))
+            notes = (*damaged, *origin.notes, *source_notes, *_warnings(config))
             yield PreparedRun(config, folder, options, notes, journal, keys)
 
 

@@ -35,6 +35,8 @@ def export(
 
     done = export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
     print(f"{done.out}: the model of {run} after step {done.step}, {done.num_parameters:,} parameters")
+    if done.note:
+        print(f"note: {done.note}")
     return 0
 
 

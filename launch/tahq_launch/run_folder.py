@@ -7,6 +7,7 @@
     trace/           step-000010.json: pictures of the steps of run.trace_steps
     journal.sqlite   what a coordinator that is started again goes on from
     network.json     under hosts: namespaces, the network as made and as measured
+    source/          what `tahq export` needs of model.path and data.tokenizer
 
 Invariants:
 - one launcher at a time writes a run folder (a lock that the kernel drops with the process);
@@ -60,6 +61,11 @@ class RunFolder:
     def snapshots(self) -> Path:
         """Folder of snapshots; `latest` names the newest."""
         return self.path / "snapshots"
+
+    @property
+    def source(self) -> Path:
+        """Copies of the model's config.json and generation_config.json and of the tokenizer."""
+        return self.path / "source"
 
     @property
     def logs(self) -> Path:

@@ -28,9 +28,9 @@ Durations = Annotated[list[Duration], BeforeValidator(_one_for_all), Field(min_l
 
 
 class SleepConfig(Section):
-    """Imitated compute, for measuring networks where there are fewer cores than stages: stages sleep.
+    """Imitated compute, for measuring networks with fewer cores than stages.
 
-    `forward` and `backward` are what a micro-batch takes, on every stage or listed by stage.
+    `forward` and `backward` are the times of a micro-batch, on every stage or listed by stage.
     """
 
     forward: Durations
@@ -43,10 +43,10 @@ class SleepConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model is trained: a family with sizes (random weights), or a local folder.
+    """The model: a family with sizes (random weights), or a local folder.
 
-    `path` names a folder with a Hugging Face config.json and safetensors; the sizes below are then
-    refused, since the folder has them. `overrides` are further keys of the transformers config.
+    `path` names a folder with a Hugging Face config.json and safetensors, which give the sizes below. `overrides` are
+    further keys of the transformers configuration.
     """
 
     path: str | None = None
@@ -66,7 +66,7 @@ class ModelConfig(Section):
     gradients are exchanged and summed each step, which promises a tolerance, not equal bits."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     sleep: SleepConfig | None = None
-    """Stages sleep in place of computing; what crosses a cut has the model's shape and means nothing."""
+    """Stages sleep in place of computing; tensors that cross a cut have the model's shapes and no meaning."""
 
     @field_validator("overrides")
     @classmethod
@@ -80,11 +80,11 @@ class ModelConfig(Section):
         if self.path is not None:
             given = [name for name in ("family", *sizes) if getattr(self, name) is not None]
             if given:
-                raise ValueError(f"with a path the folder's config.json gives {', '.join(given)}; remove them here")
+                raise ValueError(f"with a path the folder's config.json gives {', '.join(given)}; remove them")
         else:
             missing = [n for n in ("family", "num_layers", "hidden_size", "num_heads") if getattr(self, n) is None]
             if missing:
                 raise ValueError(f"needs {', '.join(missing)}, or a path to a folder with config.json and safetensors")
         if self.sleep is not None and self.tie == "sync":
-            raise ValueError("sleep leaves no embedding whose gradients tie: sync could exchange; take one away")
+            raise ValueError("sleep leaves no embedding whose gradients tie: sync could exchange; remove one of them")
         return self

@@ -1,7 +1,6 @@
-"""What each part of a model costs: multiply-adds counted, or forward and backward timed.
+"""The cost of each part of a model: counted multiply-adds, or timed forward and backward.
 
-Counting needs only the configuration. Timing builds one part at a time, so it fits wherever the
-largest part fits.
+Counting needs the configuration only. Timing builds one part at a time, so it needs memory for the largest part only.
 """
 
 import dataclasses
@@ -20,14 +19,10 @@ from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights, shar
 
 
 def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
-    """Multiply-adds a token of the forward pass; the backward pass has twice as many everywhere.
+    """Multiply-adds per token of the forward pass; the backward pass has twice as many everywhere.
 
-    A block's are those of its matrices plus 2 · A · H · D of attention, A being the positions that
-    a query sees on average. The embedding is a look-up, 0; the head's are hidden · vocabulary.
-
-    Args:
-        spec: the model.
-        seq_len: tokens a sample.
+    A block has those of its matrices plus 2 · A · H · D for attention, A being the mean number of positions that a
+    query attends to; the embedding, a look-up, has 0; the head has hidden · vocabulary.
     """
     config, layout = spec.hf_config, spec.layout
     matrices = layout.block_weights(config)
@@ -41,11 +36,7 @@ def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
 
 
 def mean_positions_seen(seq_len: int, window: int | None) -> float:
-    """Mean over the queries of a sample of min(q + 1, window): (S + 1) / 2 without a window.
-
-    Example:
-        Four tokens and a window of 2: (1 + 2 + 2 + 2) / 4 = 1.75.
-    """
+    """Mean of min(q + 1, window) over the queries q of a sample: 1.75 for four tokens and a window of 2."""
     width = seq_len if window is None else min(window, seq_len)
     return (width * (width + 1) / 2 + (seq_len - width) * width) / seq_len
 
@@ -61,19 +52,18 @@ def measured_costs(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LayerCosts:
-    """Seconds that forward and backward of each part take on `device`, the median of `repeats`.
+    """Median seconds of forward and backward of each part on `device`.
 
-    Blocks with the same attention window count as equal, so one of each kind is timed. A machine that is busy with
-    other work gives other numbers.
+    Blocks with the same attention window are taken to be equal, so one of each kind is timed.
 
     Args:
         spec: the model.
-        micro_batch: samples that are computed together.
-        seq_len: tokens a sample.
-        device: where.
+        micro_batch: samples computed together.
+        seq_len: tokens per sample.
+        device: to compute on.
         bf16: compute under bf16 autocast.
-        build: what makes a part, on `device`; None: a plain one, with random weights.
-        repeats: timings of each part, after one that is not counted.
+        build: makes a part, on `device`; None: a plain part with random weights.
+        repeats: timings of each part, after a warm-up.
         clock: seconds.
     """
 
@@ -99,7 +89,6 @@ def _plain(spec: ModelSpec, parts: Parts, device: torch.device | str) -> ModelSl
 
 
 def _one_of_each(windows: Sequence[int | None]) -> dict[int | None, int]:
-    """The first block with each attention window."""
     return {window: block for block, window in reversed(list(enumerate(windows)))}
 
 

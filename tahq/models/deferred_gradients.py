@@ -1,16 +1,15 @@
-"""Weight gradients that are computed later than the gradients that flow on: the W of a split backward.
+"""Weight gradients computed later than input gradients: the W of a split backward.
 
-While a forward pass is recorded, every matrix product with a weight (`F.linear`, and `torch.addmm` as GPT-2's
-layers call it) becomes one whose backward computes the gradient of its input alone, and leaves behind what the
-gradients of weight and bias need. `DeferredGradients.run` computes those, with the products that autograd would
-have used, so that a backward in two parts gives the bits of a whole one. Weights of norms and embeddings, whose
-gradients are cheap, get them at once.
+While a forward pass is recorded, every matrix product with a weight (`F.linear`, and `torch.addmm` in GPT-2's layers)
+is replaced by one whose backward computes the gradient of its input only and keeps what the gradients of weight and
+bias need. `DeferredGradients.run` computes those with the products that autograd would have used, so a backward in two
+parts is bit-equal to a whole one. Gradients of norms and embeddings are cheap and computed at once.
 
 Source: zero bubble (Qi et al. 2023, §2), which splits a backward into B, here I, and W.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,11 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tahq.models.weight_copies import WeightCopies, shared_copies
-
 
 class DeferredGradients:
-    """What is left to compute of one micro-batch's backward in one chunk."""
+    """The deferred part of one micro-batch's backward in one chunk."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], None]] = []
@@ -32,32 +29,75 @@ class DeferredGradients:
         return len(self._pending)
 
     def add(self, compute: Callable[[], None]) -> None:
-        """Leave something to be done by `run`."""
+        """Defer a computation until `run`."""
         self._pending.append(compute)
 
     def run(self) -> None:
-        """Compute everything that was left, and add it to the gradients of the parameters."""
+        """Do the deferred computations, which add to the gradients of the parameters."""
         pending, self._pending = self._pending, []
         with torch.no_grad():
             for compute in pending:
                 compute()
 
 
-def recording(deferred: DeferredGradients | None) -> AbstractContextManager[object]:
-    """A context whose matrix products with weights leave the weights' gradients to `deferred`; None: as always."""
-    return nullcontext() if deferred is None else _Recording(deferred)
-
-
 _current: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
 
 
+def recording(deferred: DeferredGradients | None) -> AbstractContextManager[object]:
+    """A context whose matrix products leave the gradients of their weights to `deferred`; None: no change."""
+    return nullcontext() if deferred is None else _Recording(deferred)
+
+
 def current_deferral() -> DeferredGradients | None:
-    """Where the recording that this thread is in leaves gradients, for layers that compute their own; None: in none."""
+    """This thread's `recording`, for layers with their own autograd functions; None outside of one."""
     return _current.get() if torch.is_grad_enabled() else None
 
 
+class WeightCopies:
+    """Casts of weights, each made once per dtype.
+
+    `torch.autocast` keeps its casts until the thread's outermost context ends. On a stage that is a micro-batch, so
+    each one in flight would keep its own copies, 2 bytes per weight, and cast every weight anew.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}
+
+    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in that dtype, without a graph."""
+        if weight.dtype == dtype:
+            return weight.detach()
+        if (weight, dtype) not in self._made:
+            self._made[weight, dtype] = weight.detach().to(dtype)
+        return self._made[weight, dtype]
+
+
+_shared: ContextVar[WeightCopies | None] = ContextVar("weight copies", default=None)
+
+
+def shared_copies() -> WeightCopies | None:
+    """The casts of this thread's `sharing_weight_copies`; None outside of one."""
+    return _shared.get()
+
+
+@contextmanager
+def sharing_weight_copies() -> Iterator[None]:
+    """A context in which this thread casts each weight once, under autocast too; weights must not change meanwhile.
+
+    An autocast context that ends in another thread, as recomputation's does in autograd's, drops the casts early.
+    """
+    token = _shared.set(WeightCopies())
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
 class _Recording(TorchFunctionMode):
-    """Puts the split product in the place of those that a model's layers call."""
+    """Replaces the matrix products that a model's layers call by split ones."""
 
     def __init__(self, deferred: DeferredGradients) -> None:
         super().__init__()
@@ -82,15 +122,15 @@ class _Recording(TorchFunctionMode):
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         if not isinstance(weight, nn.Parameter):
             return F.linear(x, weight, bias)
-        return _Product.apply(x, weight, bias, self._deferred, True)  # type: ignore[no-untyped-call]
+        return _SplitProduct.apply(x, weight, bias, self._deferred, True)  # type: ignore[no-untyped-call]
 
     def _addmm(self, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
         if not (isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1):
             return torch.addmm(bias, x, weight)
-        return _Product.apply(x, weight, bias, self._deferred, False)  # type: ignore[no-untyped-call]
+        return _SplitProduct.apply(x, weight, bias, self._deferred, False)  # type: ignore[no-untyped-call]
 
 
-class _Product(torch.autograd.Function):
+class _SplitProduct(torch.autograd.Function):
     """x·Wᵀ + b with W [out, in] (`transposed`, F.linear), or x·W + b with W [in, out] (torch.addmm)."""
 
     @staticmethod
@@ -104,7 +144,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype = product_dtype(x)
         cast = x.to(dtype)
-        # The parameters are kept as they are: what recomputation under checkpointing saves is a copy without .grad.
+        # The parameters themselves are kept: recomputation under checkpointing would save a copy without .grad.
         ctx.weight, ctx.bias, ctx.deferred, ctx.transposed = weight, bias, deferred, transposed
         ctx.dtype, ctx.input_dtype, ctx.copies = dtype, x.dtype, shared_copies()
         ctx.save_for_backward(cast)
@@ -130,14 +170,8 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None)
     return weight.to(dtype) if copies is None else copies.of(weight, dtype)
 
 
-def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """What the product is computed in: autocast's dtype inside autocast."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 def _weight_gradients(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
-    """What adds the gradients of weight and bias; x [N, in], gradient [N, out]."""
+    """A function that adds the gradients of weight and bias; x [N, in], gradient [N, out]."""
     weight, bias, transposed = ctx.weight, ctx.bias, ctx.transposed
 
     def compute() -> None:
@@ -149,8 +183,14 @@ def _weight_gradients(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> Call
     return compute
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of matrix products with x: autocast's inside autocast, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient what was computed of it, as autograd does."""
+    """Add to a parameter's gradient, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:

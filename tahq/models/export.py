@@ -1,7 +1,7 @@
-"""A trained model as a Hugging Face folder: config.json, sharded safetensors, the tokenizer.
+"""A trained model as a Hugging Face folder: config.json, generation_config.json, sharded safetensors, the tokenizer.
 
-Tensors stream through: never more than one shard is in memory. The folder appears complete or not
-at all: everything is written into a hidden sibling, flushed to disk and renamed.
+Tensors stream through: at most one shard is in memory. The folder appears complete or not at all: everything is written
+into a hidden sibling, flushed to disk and renamed.
 """
 
 import copy
@@ -20,16 +20,29 @@ from tahq.errors import ModelError, UserError
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, slice_parameters
-from tahq.models.weights import INDEX_FILE, SINGLE_FILE
+from tahq.models.weights import INDEX_FILE, SINGLE_FILE, read_json
 
 DEFAULT_SHARD_NBYTES = 4 * 10**9
+GENERATION_FILE = "generation_config.json"
+_MAX_GENERATION_NBYTES = 2**20
 
 
 class SavedTokenizer(Protocol):
-    """What export asks of a tokenizer: to put its files into a folder."""
+    """The part of a tokenizer that export needs."""
+
+    @property
+    def end_of_document(self) -> int | None:
+        """The end-of-sequence token; None: there is none."""
 
     def save(self, folder: Path) -> None:
-        """Write whatever makes the folder's tokenizer loadable."""
+        """Write the tokenizer's files."""
+
+
+def copy_generation_config(source: Path, out: Path) -> None:
+    """Copy generation_config.json where the source has it; ModelError if it is not a JSON object of at most 1 MiB."""
+    if (source / GENERATION_FILE).is_file():
+        read_json(source / GENERATION_FILE, _MAX_GENERATION_NBYTES)
+        shutil.copyfile(source / GENERATION_FILE, out / GENERATION_FILE)
 
 
 def export_folder(
@@ -41,19 +54,19 @@ def export_folder(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads with the same logits.
 
-    config.json has `tie_word_embeddings: false`, since embedding and head are two parameters; under
-    `tie: sync` they are equal, so it says true and the head is left out.
+    config.json has `tie_word_embeddings: false`, since embedding and head are two parameters; under `tie: sync` they
+    are equal, so it has true and the head is left out. A model without an end-of-sequence token gets the tokenizer's.
 
     Args:
-        spec: the model.
+        spec: the model; generation_config.json is copied from its folder.
         tensors: (canonical name, tensor) of every parameter once, in any order; consumed one by one.
         out: the folder; new, or empty.
         tokenizer: saved into the folder; None: none.
-        max_shard_nbytes: bytes of tensors a file, unless one tensor alone has more.
+        max_shard_nbytes: bytes of tensors per file, unless one tensor alone has more.
 
     Raises:
-        UserError: `out` has something in it already.
-        ModelError: a parameter that is missing, unknown, twice there or of another shape.
+        UserError: `out` is not empty.
+        ModelError: a parameter that is missing, unknown, duplicate or of another shape.
     """
     with _appearing_whole(out) as folder:
         shards = _ShardWriter(folder, max_shard_nbytes)
@@ -61,35 +74,39 @@ def export_folder(
             if spec.tie != "sync" or name != HEAD_WEIGHT:
                 shards.add(name, tensor)
         shards.close()
-        _write_config(spec, folder)
+        _write_config(spec, folder, None if tokenizer is None else tokenizer.end_of_document)
+        if spec.folder is not None:
+            copy_generation_config(spec.folder, folder)
         if tokenizer is not None:
             tokenizer.save(folder)
 
 
 def _complete(spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, each checked as it passes; raises at the end if one was missing."""
+    """The tensors, each checked as it passes; raises at the end if one is missing."""
     missing = slice_parameters(spec, BlockRange(0, spec.num_layers, spec.num_layers))
     for name, tensor in tensors:
         shape = missing.pop(name, None)
         if shape is None:
-            raise ModelError(f"cannot export {name}: the model has no such parameter, or it came twice")
+            raise ModelError(f"cannot export {name}: the model has no such parameter, or it is a duplicate")
         if tensor.shape != shape:
-            raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, the model's {list(shape)}")
+            raise ModelError(f"cannot export {name}: its shape is {list(tensor.shape)}, expected {list(shape)}")
         yield name, tensor
     if missing:
-        raise ModelError(f"cannot export: {len(missing)} parameters are missing, {next(iter(missing))} the first")
+        raise ModelError(f"cannot export: {len(missing)} parameters are missing, first {next(iter(missing))}")
 
 
-def _write_config(spec: ModelSpec, folder: Path) -> None:
+def _write_config(spec: ModelSpec, folder: Path, eos: int | None) -> None:
     config = copy.deepcopy(spec.hf_config)
     config.tie_word_embeddings = spec.tie == "sync"
     config.architectures = [spec.layout.causal_lm]
     config.dtype = "float32"
+    if config.eos_token_id is None:
+        config.eos_token_id = eos
     config.save_pretrained(folder)
 
 
 class _ShardWriter:
-    """Collects tensors up to a shard's size, writes it, forgets it; numbers the files at the end."""
+    """Collects tensors up to a shard's size and writes it; numbers the files at the end."""
 
     def __init__(self, folder: Path, max_shard_nbytes: int) -> None:
         self._folder = folder
@@ -100,14 +117,14 @@ class _ShardWriter:
         self._total_nbytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; a shard that it would overfill is written before."""
+        """Add a tensor, after writing a shard that it would overfill."""
         if self._pending and self._pending_nbytes + tensor.nbytes > self._max_shard_nbytes:
             self._flush()
         self._pending[name] = tensor.detach().cpu().contiguous()
         self._pending_nbytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, give the files their final names, and the index if there are several."""
+        """Write the last shard, give the files their final names, and write the index if there are several."""
         self._flush()
         if len(self._names) == 1:
             self._part(1).rename(self._folder / SINGLE_FILE)
@@ -132,9 +149,9 @@ class _ShardWriter:
 
 @contextmanager
 def _appearing_whole(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` that becomes `out` if the body succeeds, and else is removed."""
+    """A hidden folder beside `out` that becomes `out` if the body succeeds, else is removed."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already and is not an empty folder; export into a new one")
+        raise UserError(f"{out} already exists and is not an empty folder; export into a new one")
     folder = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         folder.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""What tahq knows about each family of transformers models: where its parts are and what they cost.
+"""The supported families of transformers models: names of their classes, parameters and configuration keys.
 
-A family is data. Adding one that is built like Llama is one entry of `FAMILIES`; transformers'
-own modules do the computing (`tahq.models.slice`), imported only when they are needed, by name.
+A family is data; one that is built like Llama is one entry of `FAMILIES`. Transformers' own modules compute
+(`tahq.models.slice`), imported by name when they are needed.
 """
 
 import importlib
@@ -25,13 +25,13 @@ class FamilyLayout:
     class_prefix: str
     """`GPT2` of `GPT2Config`."""
     causal_lm: str
-    """Class that the exported config.json names."""
+    """Class named in the exported config.json."""
     block: str
     norm: str
     rotary: str | None
     """Class of the rotary embedding; None: positions are learned."""
     trunk: str
-    """Name of the whole model's part below the head; with the next four it makes parameter names."""
+    """Name of the model below the head; the next four are names within it."""
     embedding: str
     positions: str | None
     blocks: str
@@ -43,11 +43,11 @@ class FamilyLayout:
     dropouts: tuple[str, ...]
     embedding_dropout: str | None
     residual_projections: tuple[str, ...]
-    """Weights within a block whose random values transformers divides by √(2 · num_layers)."""
+    """Weights of a block whose initial values are divided by √(2 · num_layers)."""
     window: Callable[[HfConfig, int], int | None]
-    """(configuration, block) -> how many positions back it attends to, its own included; None: all."""
+    """(configuration, block) -> positions that it attends to, its own included; None: all before it."""
     block_weights: Callable[[HfConfig], int]
-    """Configuration -> multiply-adds a token of a block's matrices."""
+    """Configuration -> multiply-adds per token of a block's matrices."""
 
     @property
     def embedding_weight(self) -> str:
@@ -65,7 +65,7 @@ class FamilyLayout:
 
     @property
     def modeling_module(self) -> str:
-        """The name of `modeling()`, for who wants it imported elsewhere."""
+        """The name of the module of layers."""
         return f"{self.package}.modeling_{self.name}"
 
 

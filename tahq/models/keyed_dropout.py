@@ -1,23 +1,33 @@
-"""Dropout whose masks have names, so that they depend neither on the cut nor on what ran before.
+"""Dropout whose masks are keyed, so that they depend neither on the cut nor on what ran before.
 
-A mask is drawn by a generator that is seeded, for that one mask, by (seed, module path in the
-whole model, step, replica, micro-batch, purpose). Computing a block again, as activation
-checkpointing and replay do, draws the same mask without any saved random state.
+A mask is drawn by a generator seeded, for that mask alone, by (seed, module path in the whole model, step, replica,
+micro-batch, purpose). Recomputing a block, as activation checkpointing and replay do, draws the same mask without any
+saved random state.
+
+Attention's dropout needs attention to be written out: torch's fused kernel draws from the global generator, in an order
+that depends on what else ran. With dropout in training, and only then, `keyed_attention` computes the weights
+[B, H, S, S] and passes them through the module's `KeyedDropout`.
+
+Shapes: B samples, H query heads, K key and value heads, S positions, D channels per head.
 """
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from tahq.randomness import derive_seed
 
+ATTENTION_NAME = "tahq_keyed_dropout"
+
 
 @dataclass(frozen=True, slots=True)
 class DrawName:
-    """Which forward pass is computing: all that a mask's seed needs beside seed and module path."""
+    """Which forward pass is running: together with seed and module path, the key of a mask."""
 
     step: int
     replica: int
@@ -26,7 +36,7 @@ class DrawName:
 
 
 class RandomContext:
-    """What the engine tells keyed dropout about the forward pass that is about to run."""
+    """The run's seed and the name of the forward pass that runs next, read by keyed dropout."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -38,7 +48,7 @@ class RandomContext:
 
     @contextmanager
     def pinned(self, name: DrawName) -> Iterator[None]:
-        """Compute under `name`, whatever pass the engine has named since: a recomputed block."""
+        """Compute under `name`, for a recomputed block, whatever pass has been named since."""
         before, self.current = self.current, name
         try:
             yield
@@ -52,10 +62,10 @@ class RandomContext:
 
 
 class KeyedDropout(nn.Module):
-    """`nn.Dropout` with a named mask: y = x · m / (1 − p), m drawn Bernoulli(1 − p).
+    """`nn.Dropout` with a keyed mask: y = x · m / (1 − p), m drawn Bernoulli(1 − p).
 
-    Equal to the bit on every CPU; on CUDA the mask comes from the device's own generator, and is
-    equal wherever the device is of the same kind.
+    Masks are bit-equal on every CPU; on CUDA they come from the device's generator and are equal on devices of the
+    same kind.
 
     Args:
         p: probability that an element is dropped; at 0 the module is the identity.
@@ -70,25 +80,25 @@ class KeyedDropout(nn.Module):
         self.random = random
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` of any shape, in training with elements dropped; unchanged in evaluation."""
+        """`x` of any shape with elements dropped in training; unchanged in evaluation."""
         if not self.training or self.p == 0.0:
             return x
         generator = torch.Generator(x.device)
         generator.manual_seed(self.random.seed_of(self.path))
         keep = torch.rand(x.shape, generator=generator, device=x.device) >= self.p
-        # The mask stays one byte an element in what autograd keeps: a scaled float mask would be four.
+        # Autograd keeps the mask at one byte per element; a scaled float mask would take four.
         return x * keep * (1.0 / (1.0 - self.p))
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Arguments for `print(module)`."""
         return f"p={self.p}, path={self.path}"
 
 
 def key_dropout(tree: nn.Module, random: RandomContext) -> None:
-    """Replace each `nn.Dropout` of a module tree whose names are those of the whole model.
+    """Replace each `nn.Dropout` of a module tree that has the whole model's names.
 
-    An attention that keeps its dropout as a number (`attention_dropout`, the Llama kind) gets a
-    module for it, `attn_dropout`, as GPT-2's has; `tahq.models.attention` calls it.
+    An attention that keeps its dropout as a number (`attention_dropout`, in Llama and its relatives) gets a module for
+    it, `attn_dropout`, as GPT-2's has.
     """
     for path, module in list(tree.named_modules()):
         for name, child in list(module.named_children()):
@@ -97,3 +107,62 @@ def key_dropout(tree: nn.Module, random: RandomContext) -> None:
         p = getattr(module, "attention_dropout", None)
         if p is not None:
             module.add_module("attn_dropout", KeyedDropout(float(p), f"{path}.attn_dropout", random))
+
+
+def window_mask(num_positions: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """The positions that each position attends to: bool [1, 1, S, S], or None for plain causal masking.
+
+    With a window w, position q attends to k when q − w < k ≤ q. None is returned exactly where transformers returns it,
+    so that the fused kernel masks by itself and the bits agree.
+    """
+    if window is None or num_positions < window:
+        return None
+    query = torch.arange(num_positions, device=device)[:, None]
+    key = torch.arange(num_positions, device=device)[None, :]
+    return ((key <= query) & (key > query - window))[None, None]
+
+
+def keyed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """softmax(QKᵀ · scaling + mask) V, with dropout on the weights in training.
+
+    Args:
+        module: transformers' attention module, with the `attn_dropout` that `key_dropout` adds.
+        query: [B, H, S, D].
+        key: [B, K, S, D], K dividing H.
+        value: [B, K, S, D].
+        attention_mask: bool, broadcast to [B, H, S, S]; None: causal.
+        dropout: probability that a weight is dropped; 0 in evaluation.
+        scaling: factor of the scores; None: 1/√D.
+        kwargs: what transformers passes to every kernel.
+
+    Returns:
+        [B, S, H, D], and None in place of the weights.
+    """
+    if dropout == 0.0:
+        fused = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
+        output: tuple[torch.Tensor, None] = fused(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return output
+    num_positions, groups = query.shape[2], query.shape[1] // key.shape[1]
+    if attention_mask is None:
+        attention_mask = torch.ones(num_positions, num_positions, dtype=torch.bool, device=query.device).tril()
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores.masked_fill(~attention_mask, float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = module.attn_dropout(weights)  # type: ignore[operator]
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def register_attention() -> None:
+    """Register `keyed_attention` with transformers; repeating it is harmless."""
+    interface = importlib.import_module("transformers.modeling_utils").AttentionInterface
+    interface.register(ATTENTION_NAME, keyed_attention)

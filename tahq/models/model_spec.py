@@ -1,23 +1,35 @@
-"""A model that is known but not built: its configuration, sizes and where its weights come from."""
+"""A model before it is built: its transformers configuration, its sizes and where its weights come from.
 
+The configuration is made from the sizes in cluster.yaml or read from a folder's config.json. A mistake that
+transformers would report with a traceback is reported here in one line.
+"""
+
+import difflib
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tahq.errors import ModelError
 from tahq.models.config import ModelConfig
-from tahq.models.families import FAMILIES, FamilyLayout, HfConfig
-from tahq.models.source_config import config_from_folder, config_from_sizes
-from tahq.models.weights import FolderWeights
+from tahq.models.families import FAMILIES, FamilyLayout, HfConfig, head_dim, num_kv_heads
+from tahq.models.weights import FolderWeights, one_line, read_json
+
+CONFIG_FILE = "config.json"
+_MAX_CONFIG_NBYTES = 2**20
+_MAX_SIZES = {"num_layers": 2**14}
+_MAX_SIZE = 2**24
+"""Largest value of every other size; the product of any two, in bytes, stays far below 2⁶³."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """All that building, dividing, loading and exporting a model needs to know; nothing is allocated.
+    """What is needed to build, divide, load and export a model; nothing is allocated.
 
-    `tied`: the source model ties its head to its embedding, so the two parameters that tahq always
-    keeps start equal. `tie`: whether training keeps them equal (`sync`) or not (`untied`).
-    `folder`: where the weights are read; None: they are random.
+    `tied`: the source model ties its head to its embedding, so tahq's two parameters start equal.
+    `tie`: whether training keeps them equal (`sync`) or not (`untied`).
+    `folder`: where the weights are; None: they are random.
     """
 
     family: str
@@ -32,39 +44,30 @@ class ModelSpec:
 
     @property
     def layout(self) -> FamilyLayout:
-        """Where the family has its parts."""
+        """Class and parameter names of the model's family."""
         return FAMILIES[self.family]
 
 
-def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int) -> ModelSpec:
-    """Read or make up a model's configuration, and check that the data fits it.
+def load_spec(config: ModelConfig, *, vocab_size: int, seq_len: int, needs_weights: bool = True) -> ModelSpec:
+    """Read a model's configuration, or make it from sizes, and check that the data fits it.
 
     Args:
         config: `model:` of cluster.yaml.
         vocab_size: the tokenizer's; the model's may be larger.
-        seq_len: tokens a sample.
-
-    Returns:
-        The specification; weights are neither read nor drawn.
+        seq_len: tokens per sample.
+        needs_weights: check that a folder holds weights.
 
     Raises:
-        ModelError: a folder without configuration or weights, a family that tahq does not train,
-            sizes that contradict each other, a vocabulary smaller than the tokenizer's, or samples
-            longer than the model takes.
+        ModelError: a folder without configuration or weights, an unsupported family, contradictory sizes,
+            a vocabulary smaller than the tokenizer's, or samples longer than the model's positions.
     """
     folder = None if config.path is None else Path(config.path)
     if folder is None:
-        layout, hf_config = config_from_sizes(config, vocab_size=vocab_size, seq_len=seq_len)
+        layout, hf_config = _config_from_sizes(config, vocab_size=vocab_size, seq_len=seq_len)
     else:
-        layout, hf_config = config_from_folder(config, folder)
-        FolderWeights.find(folder, trunk=layout.trunk)
-    spec = _describe(config, layout, hf_config, folder)
-    _check_data(spec, vocab_size, seq_len)
-    _check_windows(spec)
-    return spec
-
-
-def _describe(config: ModelConfig, layout: FamilyLayout, hf_config: HfConfig, folder: Path | None) -> ModelSpec:
+        layout, hf_config = _config_from_folder(config, folder)
+        if needs_weights:
+            FolderWeights.find(folder, trunk=layout.trunk)
     spec = ModelSpec(
         family=layout.name,
         num_layers=hf_config.num_hidden_layers,
@@ -76,16 +79,28 @@ def _describe(config: ModelConfig, layout: FamilyLayout, hf_config: HfConfig, fo
         folder=folder,
         hf_config=hf_config,
     )
-    if spec.tie == "sync" and not spec.tied:
-        raise ModelError("model.tie: sync needs a model that ties its head; this one has tie_word_embeddings: false")
-    if config.max_seq_len is not None and config.max_seq_len > spec.max_seq_len:
-        raise ModelError(
-            f"model.max_seq_len {config.max_seq_len} is above the {spec.max_seq_len} positions that {folder} has"
-        )
+    _check_fits(spec, config, vocab_size, seq_len)
     return spec
 
 
-def _check_data(spec: ModelSpec, vocab_size: int, seq_len: int) -> None:
+def untying_note(config: ModelConfig, spec: ModelSpec) -> str | None:
+    """One line for the user whose model ties head and embedding, which tahq trains as two parameters."""
+    is_asked_for = config.path is not None or "tie_word_embeddings" in config.overrides
+    if not (spec.tied and spec.tie == "untied" and is_asked_for):
+        return None
+    return (
+        "the model has tie_word_embeddings: true; tahq trains embedding and head as two parameters that start equal, "
+        "and exports both with tie_word_embeddings: false (model.tie: sync keeps them equal)"
+    )
+
+
+def _check_fits(spec: ModelSpec, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
+    if spec.tie == "sync" and not spec.tied:
+        raise ModelError("model.tie: sync needs a model with a tied head; this one has tie_word_embeddings: false")
+    if config.max_seq_len is not None and config.max_seq_len > spec.max_seq_len:
+        raise ModelError(
+            f"model.max_seq_len {config.max_seq_len} is above the {spec.max_seq_len} positions of {spec.folder}"
+        )
     if seq_len > spec.max_seq_len:
         raise ModelError(
             f"data.seq_len {seq_len} is longer than the model takes, {spec.max_seq_len} positions; "
@@ -96,9 +111,129 @@ def _check_data(spec: ModelSpec, vocab_size: int, seq_len: int) -> None:
             f"the tokenizer has {vocab_size} tokens, the model's vocabulary {spec.vocab_size}; "
             "raise model.vocab_size or use the model's own tokenizer"
         )
-
-
-def _check_windows(spec: ModelSpec) -> None:
-    """Ask each block's attention window, so that a layer type unknown to tahq is refused now."""
-    for block in range(spec.num_layers):
+    for block in range(spec.num_layers):  # refuses unknown layer types now
         spec.layout.window(spec.hf_config, block)
+
+
+def _config_from_sizes(config: ModelConfig, *, vocab_size: int, seq_len: int) -> tuple[FamilyLayout, HfConfig]:
+    """The configuration of a model with random weights.
+
+    Defaults: as many key and value heads as query heads; an inner size of 4 · hidden (GPT-2) or 8/3 · hidden rounded
+    up to a multiple of 64 (the others); the tokenizer's vocabulary; the data's sequence length.
+    """
+    assert config.family is not None, "ModelConfig requires a family without a path"
+    layout = FAMILIES[config.family]
+    keys = _size_keys(config, layout, vocab_size, seq_len)
+    _check_overrides(config.overrides, layout, owned=keys)
+    keys |= dict.fromkeys(layout.dropouts, config.dropout)
+    keys |= {"tie_word_embeddings": True} if config.tie == "sync" else {}
+    keys |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return layout, _build(layout, keys | config.overrides, where="model")
+
+
+def _config_from_folder(config: ModelConfig, folder: Path) -> tuple[FamilyLayout, HfConfig]:
+    """The configuration in a folder with `model.overrides` and, replacing the folder's, `model.dropout`."""
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise ModelError(f"model.path {folder} is not a folder; tahq reads local folders, so download the model first")
+    if not path.exists():
+        raise ModelError(f"{folder} has no {CONFIG_FILE}; model.path needs {CONFIG_FILE} and safetensors")
+    keys = read_json(path, _MAX_CONFIG_NBYTES)
+    layout = FAMILIES.get(str(keys.get("model_type")))
+    if layout is None:
+        raise ModelError(
+            f"{path} has model_type {repr(keys.get('model_type'))[:80]}; tahq trains {', '.join(FAMILIES)}"
+        )
+    if "quantization_config" in keys:
+        raise ModelError(f"{folder} holds quantised weights; training needs the model in fp32, bf16 or fp16")
+    _check_overrides(config.overrides, layout, owned={})
+    keys |= dict.fromkeys(layout.dropouts, config.dropout)
+    return layout, _build(layout, keys | config.overrides, where=str(path))
+
+
+def _size_keys(config: ModelConfig, layout: FamilyLayout, vocab_size: int, seq_len: int) -> dict[str, Any]:
+    """Sizes by their names in the family's configuration."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+    assert hidden is not None, "ModelConfig requires the sizes without a path"
+    assert heads is not None, "ModelConfig requires the sizes without a path"
+    sizes: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads or heads,
+        "intermediate_size": config.intermediate_size
+        or (4 * hidden if layout.rotary is None else -(-8 * hidden // (3 * 64)) * 64),
+        "vocab_size": config.vocab_size or vocab_size,
+        "max_seq_len": config.max_seq_len or seq_len,
+    }
+    if "num_kv_heads" not in layout.sizes and kv_heads not in (None, heads):
+        raise ModelError(f"model.num_kv_heads {kv_heads}: {layout.name} has as many as num_heads; remove it")
+    if heads % (kv_heads or heads):
+        raise ModelError(f"model.num_kv_heads {kv_heads} does not divide model.num_heads {heads}")
+    keys = {layout.sizes[name]: value for name, value in sizes.items() if name in layout.sizes}
+    if "head_dim" in config.overrides:
+        return keys
+    if hidden % heads:
+        raise ModelError(f"model.num_heads {heads} does not divide model.hidden_size {hidden}")
+    return keys | ({"head_dim": hidden // heads} if "head_dim" in _known_keys(layout) else {})
+
+
+def _known_keys(layout: FamilyLayout) -> set[str]:
+    """Keys that the family's configuration declares, with transformers' aliases."""
+    config_class = layout.config_class()
+    declared = set(inspect.signature(config_class.__init__).parameters) - {"self", "kwargs"}
+    return declared | set(config_class.attribute_map) | {"tie_word_embeddings", "rope_parameters"}
+
+
+def _check_overrides(overrides: Mapping[str, Any], layout: FamilyLayout, owned: Mapping[str, Any]) -> None:
+    if not overrides:
+        return
+    known, aliases = _known_keys(layout), layout.config_class().attribute_map
+    for key in overrides:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ModelError(f"model.overrides.{key}: {layout.class_prefix}Config has no such key{hint}")
+        if aliases.get(key, key) in owned:
+            raise ModelError(f"model.overrides.{key}: set it as a key of model itself, not in overrides")
+
+
+def _build(layout: FamilyLayout, keys: Mapping[str, Any], where: str) -> HfConfig:
+    config_class = layout.config_class()
+    _check_bounds(layout, keys, where)
+    from huggingface_hub.errors import StrictDataclassError  # its parent package takes a while to import
+
+    try:
+        config = config_class(**keys)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{where}: transformers refuses this configuration: {one_line(error)}") from error
+    _check_sizes(layout, config, where)
+    return config
+
+
+def _check_bounds(layout: FamilyLayout, keys: Mapping[str, Any], where: str) -> None:
+    """Refuse sizes that would overflow or exhaust memory before transformers makes lists of that length."""
+    names = {key: name for name, key in layout.sizes.items()}
+    aliases = layout.config_class().attribute_map
+    for key, value in keys.items():
+        limit = _MAX_SIZES.get(names.get(aliases.get(key, key), ""), _MAX_SIZE)
+        is_size = aliases.get(key, key) in names or key == "head_dim"
+        if is_size and isinstance(value, int | float) and not value <= limit:
+            raise ModelError(f"{where}: {key} must be at most {limit}, got {str(value)[:40]}")
+
+
+def _check_sizes(layout: FamilyLayout, config: HfConfig, where: str) -> None:
+    for name, key in layout.sizes.items():
+        size = getattr(config, key)
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ModelError(f"{where}: {name} ({key}) must be a whole number above 0, got {str(size)[:80]!r}")
+    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
+    # An explicit head_dim need not divide the hidden size; one derived from it must.
+    if config.hidden_size % heads and head_dim(config) == max(1, config.hidden_size // heads):
+        raise ModelError(f"{where}: hidden_size {config.hidden_size} is not a multiple of num_heads {heads}")
+    if heads % kv_heads:
+        raise ModelError(f"{where}: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
+    if layout.rotary is not None and head_dim(config) % 2:
+        raise ModelError(f"{where}: rotary positions need an even number of channels per head, got {head_dim(config)}")
+    if getattr(config, "add_cross_attention", False):
+        raise ModelError(f"{where}: add_cross_attention is for encoder-decoder models; tahq trains decoders only")

@@ -1,9 +1,8 @@
-"""Which blocks each stage gets: contiguous ranges whose largest cost is as small as it can be.
+"""The division of a model's blocks over stages: contiguous ranges whose largest cost is minimal.
 
-Pure, and exact: costs become integers with one common denominator, so sums of equal blocks are
-equal and a tie is decided by the rule below, not by rounding. Among divisions with the smallest
-largest stage, the most even one (least sum of squares) is taken; what still ties goes to the later
-stages, which hold fewer activations in flight under 1F1B.
+Exact: costs become integers with a common denominator, so sums of equal blocks are equal and no tie is decided by
+rounding. Among divisions with the smallest largest stage, the most even one (least sum of squares) is taken; remaining
+ties give more blocks to later stages, which hold fewer activations in flight under 1F1B.
 """
 
 import math
@@ -17,7 +16,7 @@ from tahq.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Blocks [start, stop) of a model of `num_layers` blocks, and what belongs to the ends."""
+    """Blocks [start, stop) of a model of `num_layers` blocks, with the ends that belong to them."""
 
     start: int
     stop: int
@@ -26,7 +25,7 @@ class BlockRange:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.num_layers:
             raise ModelError(
-                f"blocks [{self.start}, {self.stop}) are not part of {self.num_layers}; a stage holds one or more"
+                f"blocks [{self.start}, {self.stop}) do not lie within the model's {self.num_layers}, or are none"
             )
 
     @property
@@ -45,7 +44,7 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What each part of a model costs, in one unit: multiply-adds a token, or seconds."""
+    """The cost of each part of a model, in one unit: multiply-adds per token, or seconds."""
 
     embedding: float
     blocks: tuple[float, ...]
@@ -55,27 +54,23 @@ class LayerCosts:
 def divide(costs: LayerCosts, num_stages: int, listed: Sequence[int] | None = None) -> tuple[BlockRange, ...]:
     """Divide a model's blocks over stages, embedding and head included in the first and the last.
 
-    Minimises max_s cost(s), then Σ_s cost(s)², by dynamic programming over suffixes in
-    O(num_stages · num_layers²).
+    Minimises max_s cost(s), then Σ_s cost(s)², by dynamic programming over suffixes in O(num_stages · num_layers²).
 
     Args:
-        costs: what each part costs.
-        num_stages: stages, each of one block or more.
-        listed: blocks of each stage as the user wants them (`pipeline.layers`); None: by cost.
+        costs: of each part.
+        num_stages: stages, each of at least one block.
+        listed: blocks of each stage set by the user (`pipeline.layers`); None: by cost.
 
     Returns:
-        One range a stage, in order, covering every block once.
+        One range per stage, in order, covering every block once.
 
     Raises:
         ModelError: more stages than blocks, or a list that does not fit the model.
-
-    Example:
-        Four blocks of cost 1 and a head of cost 1 over two stages: [0, 2) and [2, 4), costs 2 and 3.
     """
     num_layers = len(costs.blocks)
     if num_stages > num_layers:
         raise ModelError(
-            f"{num_stages} stages need {num_stages} blocks or more, the model has {num_layers}; "
+            f"{num_stages} stages need at least {num_stages} blocks, the model has {num_layers}; "
             "lower pipeline.stages or raise model.num_layers"
         )
     sizes = _cheapest_sizes(costs, num_stages) if listed is None else _checked(listed, num_stages, num_layers)
@@ -88,7 +83,7 @@ def _checked(listed: Sequence[int], num_stages: int, num_layers: int) -> list[in
     if len(sizes) != num_stages:
         raise ModelError(f"pipeline.layers {sizes} lists {len(sizes)} stages, pipeline.stages is {num_stages}")
     if min(sizes) < 1:
-        raise ModelError(f"pipeline.layers {sizes}: each stage needs one block or more")
+        raise ModelError(f"pipeline.layers {sizes}: each stage needs at least one block")
     if sum(sizes) != num_layers:
         raise ModelError(f"pipeline.layers {sizes} adds up to {sum(sizes)} blocks, the model has {num_layers}")
     return sizes
@@ -104,7 +99,6 @@ def _cheapest_sizes(costs: LayerCosts, num_stages: int) -> list[int]:
         return prefix[stop] - prefix[start] + ends
 
     def stops(start: int, stages: int) -> range:
-        """Where the first of `stages` stages may stop, so that each later one gets a block."""
         return range(start + 1, num_layers - stages + 2) if stages > 1 else range(num_layers, num_layers + 1)
 
     @cache
@@ -117,7 +111,7 @@ def _cheapest_sizes(costs: LayerCosts, num_stages: int) -> list[int]:
 
     @cache
     def most_even(start: int, stages: int) -> tuple[int, tuple[int, ...]] | None:
-        """Least sum of squares under the limit, then fewest blocks first; None if none is under it."""
+        """Least sum of squares under the limit, then fewest blocks first; None if no division stays under it."""
         if stages == 0:
             return 0, ()
         divisions = []
@@ -133,7 +127,6 @@ def _cheapest_sizes(costs: LayerCosts, num_stages: int) -> list[int]:
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The costs over one common denominator: exact, since every float is a fraction."""
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         raise ModelError(f"costs must be finite and not negative, got {list(costs)}")
     ratios = [float(cost).as_integer_ratio() for cost in costs]

@@ -1,10 +1,9 @@
-"""A stage that takes a model's time without computing it, for measuring networks on few cores.
+"""A stage that sleeps in place of computing, for measuring networks on few cores.
 
-Four stages of real compute on two cores get half a core each, and what is measured then is the machine.
-A sleeping slice takes the time that its stage would take alone, and leaves the cores to what is being
-measured: codecs, transport and schedule, all of them real. What it sends has the shape of activations
-and is spread like them (normal, no two channels alike); gradients come from a real loss at the last
-stage. It learns nothing.
+Four stages of real compute on two cores get half a core each, and measurements then show the machine. A sleeping slice
+takes the time that its stage would take alone and leaves the cores to codecs, transport and schedule, all of them real.
+Its outputs have the shape of activations and a similar distribution (normal, no two channels alike); gradients come
+from a real loss at the last stage. It learns nothing.
 
 Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
@@ -23,22 +22,19 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, Parts
 
 INPUT_GRADIENT_SHARE = 0.5
-"""Of a backward that is split: two matrix products of equal size, one for the input and one for the weights."""
+"""Share of a split backward: its two matrix products, for the input and for the weights, have equal size."""
 
 _NUM_ROWS = 257
-"""Rows of the table that stands for the embedding: more would only take memory."""
+"""Rows of the table that replaces the embedding."""
 
 
 class SleepingSlice(ModelSlice):
-    """The interface of a model slice around two naps.
-
-    The time of the little that is computed, a product and a look-up, is part of the naps: they end when so much time
-    has passed since forward, or backward, began.
+    """A model slice whose forward and backward end a fixed time after they began.
 
     Args:
-        spec: the model that is imitated.
-        parts: the slice that is imitated.
-        random: unused, kept for the interface.
+        spec: the imitated model.
+        parts: the imitated slice.
+        random: its seed fills the table.
         forward_s: seconds of a micro-batch's forward.
         backward_s: seconds of its backward.
     """
@@ -52,14 +48,7 @@ class SleepingSlice(ModelSlice):
         self.backward_s = backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Sleep as long as the slice would compute.
-
-        Args:
-            x: int64 tokens [B, S] in the first stage, else [B, S, C].
-
-        Returns:
-            Logits [B, S, V] from the last stage, else [B, S, C].
-        """
+        """Int64 tokens [B, S] or hidden states [B, S, C] to hidden states [B, S, C] or logits [B, S, V], in time."""
         end_s = time.perf_counter() + self.forward_s
         hidden = self.table[x % _NUM_ROWS] if self.parts.embedding else x
         backward = _Backward(self._nap_in_backward())
@@ -71,7 +60,7 @@ class SleepingSlice(ModelSlice):
         return output
 
     def _nap_in_backward(self) -> float:
-        """Seconds of the backward, or of its first part; the second is left for later."""
+        """Seconds of the backward, or of its first part; the second part is deferred."""
         if self.deferred is None:
             return self.backward_s
         nap_s = INPUT_GRADIENT_SHARE * self.backward_s
@@ -79,7 +68,7 @@ class SleepingSlice(ModelSlice):
         return nap_s
 
     def materialise(self, device: torch.device) -> None:
-        """Take memory on `device`: one factor a channel, and the table in place of an embedding."""
+        """Allocate on `device` one factor per channel, and the table in place of an embedding."""
         self.to_empty(device=device)
         with torch.no_grad():
             self.scale.fill_(1.0)
@@ -92,7 +81,7 @@ class SleepingSlice(ModelSlice):
         self.scale = nn.Parameter(torch.empty(self.spec.hidden_size))
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
-        """The factors, under a name that no other stage has."""
+        """The factors, under a name unique to the stage."""
         return {f"sleep.{self.parts.blocks.start}.scale": self.scale}
 
 
@@ -105,7 +94,7 @@ class _Backward:
 
 
 class _InBackward(torch.autograd.Function):
-    """The identity, which knows whose backward it is in."""
+    """The identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, backward: _Backward) -> torch.Tensor:
@@ -114,7 +103,7 @@ class _InBackward(torch.autograd.Function):
 
 
 class _FirstInBackward(_InBackward):
-    """At the end of forward: notes when the backward gets there."""
+    """At the end of forward: records when the backward begins."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -123,7 +112,7 @@ class _FirstInBackward(_InBackward):
 
 
 class _LastInBackward(_InBackward):
-    """On the factors, whose gradient is ready when the time is over."""
+    """On the factors: sleeps until the backward's time is over."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -133,10 +122,7 @@ class _LastInBackward(_InBackward):
 
 
 def _resized(hidden: torch.Tensor, num_channels: int) -> torch.Tensor:
-    """[B, S, C] as [B, S, num_channels]: channels repeated, or those that are too many added to the first.
-
-    Every channel of `hidden` gets a gradient, as it would from a head.
-    """
+    """[B, S, C] as [B, S, num_channels], channels repeated, or surplus ones added to the first; all get gradients."""
     repeats = -(-num_channels // hidden.shape[-1])
     if repeats > 1:
         return hidden.repeat(1, 1, repeats)[..., :num_channels]
@@ -153,7 +139,7 @@ def build_sleeping_slice(
     device: torch.device | str,
     random: RandomContext,
 ) -> SleepingSlice:
-    """A slice on `device` that takes so many seconds a micro-batch."""
+    """A slice on `device` with these times per micro-batch."""
     model = SleepingSlice(spec, Parts.of(block_range), random, forward_s=forward_s, backward_s=backward_s)
     model.materialise(torch.device(device))
     return model

@@ -1,14 +1,20 @@
 """A stage's part of a model: its own blocks, with the embedding or the head at the ends.
 
-The parts are transformers' own modules, created on the meta device and given memory one slice at a
-time, so that no process ever holds the whole model. The module tree has the whole model's names
-(`transformer.h.3.attn.c_attn.weight`), gaps included: what `named_parameters` says is canonical,
-and it is all that random weights, snapshots, dropout and export go by.
+The parts are transformers' own modules, created on the meta device and given memory one slice at a time, so no process
+ever holds the whole model. Modules keep the whole model's names (`transformer.h.3.attn.c_attn.weight`): random
+weights, checkpoints, dropout and export all use these canonical names.
+
+Random weights depend on the seed and the parameter's name only, never on the cut. Their distributions are those of
+transformers' `_init_weights`: matrices and embeddings are normal with standard deviation `initializer_range`, divided
+by √(2 · num_layers) for GPT-2's projections into the residual stream; norms are 1, biases 0, a padding token's
+embedding 0. torch's CPU generator uses the low 32 bits of a seed, so two of n matrices share their values with
+probability n² / 2³³.
 
 Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,22 +25,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tahq.errors import ModelError
-from tahq.models.attention import ATTENTION_NAME, register_attention, window_mask
-from tahq.models.deferred_gradients import DeferredGradients, recording
-from tahq.models.init import initialise
-from tahq.models.keyed_dropout import DrawName, RandomContext, key_dropout
+from tahq.models.deferred_gradients import DeferredGradients, recording, sharing_weight_copies
+from tahq.models.keyed_dropout import (
+    ATTENTION_NAME,
+    DrawName,
+    RandomContext,
+    key_dropout,
+    register_attention,
+    window_mask,
+)
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.source_config import one_line
-from tahq.models.weight_copies import sharing_weight_copies
-from tahq.models.weights import FolderWeights
+from tahq.models.weights import FolderWeights, one_line
+from tahq.randomness import derive_seed
 
 HEAD_WEIGHT = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a slice is made of; a stage's parts are those of its block range."""
+    """Blocks and ends of a slice."""
 
     blocks: range
     embedding: bool = False
@@ -47,11 +57,11 @@ class Parts:
 
 
 class ModelSlice(nn.Module):
-    """Part of a causal language model, computing what the whole model computes there, to the bit.
+    """Part of a causal language model, bit-equal to that part of the whole model.
 
-    `checkpoint_blocks`: keep only each block's input for the backward pass, and compute the rest
-    again then; gradients are equal to the bit, since all randomness has names.
-    `deferred`: where the next forward pass leaves its weights' gradients; None: its backward computes them too.
+    `checkpoint_blocks`: keep only each block's input for the backward pass and recompute the rest then; gradients are
+    bit-equal, since all randomness is keyed.
+    `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
     """
 
     def __init__(self, spec: ModelSpec, parts: Parts, random: RandomContext) -> None:
@@ -97,7 +107,7 @@ class ModelSlice(nn.Module):
         return param.ndim >= 2
 
     def materialise(self, device: torch.device) -> None:
-        """Give every parameter memory of its own on `device`, uninitialised, and compute the buffers."""
+        """Allocate every parameter on `device`, uninitialised, and compute the buffers."""
         self.to_empty(device=device)
         layout = self.spec.layout
         if layout.rotary is not None:
@@ -152,7 +162,7 @@ class ModelSlice(nn.Module):
         return torch.arange(hidden.shape[1], device=hidden.device)[None]
 
     def _shared_arguments(self, hidden: torch.Tensor) -> dict[str, Any]:
-        """What every block of a forward pass gets."""
+        """Arguments that all blocks of a forward pass share."""
         if self._rotary is None or not self.parts.blocks:
             return {}
         return {"position_embeddings": self._rotary(hidden, self._position_ids(hidden))}
@@ -161,15 +171,14 @@ class ModelSlice(nn.Module):
         return self.spec.layout.window(self._config, block)
 
     def _masks(self, hidden: torch.Tensor) -> dict[int | None, torch.Tensor | None]:
-        """One mask for each window that a block of this slice has."""
         windows = {self._window(block) for block in self.parts.blocks}
         return {window: window_mask(hidden.shape[1], window, hidden.device) for window in windows}
 
     def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
             return _computed(block, hidden, arguments, self.deferred)
-        again = (block, hidden, arguments, self.random.current, self.deferred)
-        output: torch.Tensor = checkpoint(self._run_named, *again, use_reentrant=False, preserve_rng_state=False)
+        recomputed = (block, hidden, arguments, self.random.current, self.deferred)
+        output: torch.Tensor = checkpoint(self._run_named, *recomputed, use_reentrant=False, preserve_rng_state=False)
         return output
 
     def _run_named(
@@ -180,20 +189,20 @@ class ModelSlice(nn.Module):
         name: DrawName,
         deferred: DeferredGradients | None,
     ) -> torch.Tensor:
-        """A block under the name its first computation had: other micro-batches came in between."""
+        """Compute a block under the draw name of its first computation: other micro-batches ran in between."""
         with self.random.pinned(name):
             return _computed(block, hidden, arguments, deferred)
 
 
 def sharing_copies_of(slices: Iterable[ModelSlice]) -> AbstractContextManager[None]:
-    """`sharing_weight_copies`, unless blocks are computed again: that drops copies, and is done to save memory."""
+    """`sharing_weight_copies`, unless blocks are recomputed: that drops the copies and is meant to save memory."""
     return nullcontext() if any(each.checkpoint_blocks for each in slices) else sharing_weight_copies()
 
 
 def _computed(
     block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any], deferred: DeferredGradients | None
 ) -> torch.Tensor:
-    """A block's output; one with functions of its own for autograd splits its backward itself."""
+    """A block's output; a block with its own autograd functions splits its backward itself."""
     if getattr(block, "splits_backward", False):
         return _hidden_states(block(hidden, **arguments, deferred=deferred))
     with recording(deferred):
@@ -201,13 +210,13 @@ def _computed(
 
 
 def _hidden_states(output: Any) -> torch.Tensor:
-    """Some releases of transformers return a block's hidden states alone, some first in a tuple."""
+    """A block's hidden states, which some releases of transformers return in a tuple."""
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return states
 
 
 def _made(module_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """Construct a module; what transformers finds wrong with the configuration only now is the user's."""
+    """Construct a module; an error that transformers raises only now is the configuration's."""
     try:
         module: nn.Module = module_class(*args, **kwargs)
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
@@ -219,11 +228,7 @@ def _made(module_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def build_parts(spec: ModelSpec, parts: Parts, *, device: torch.device | str, random: RandomContext) -> ModelSlice:
-    """A slice of any parts, on `device`, in fp32, its weights uninitialised.
-
-    Raises:
-        ModelError: transformers cannot build the model that the configuration describes.
-    """
+    """A slice of any parts, in fp32, its weights uninitialised; ModelError if transformers cannot build it."""
     model = ModelSlice(spec, parts, random)
     model.materialise(torch.device(device))
     return model
@@ -244,9 +249,9 @@ def build_slice(
         spec: the model.
         block_range: the stage's blocks.
         seed: the run's; random weights depend on it and on each parameter's name only.
-        device: where the slice lives.
-        random: what keyed dropout reads.
-        weights: False leaves them uninitialised, for a snapshot to fill.
+        device: of the parameters.
+        random: read by keyed dropout.
+        weights: False leaves them uninitialised, to be read from a checkpoint.
 
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
@@ -258,12 +263,32 @@ def build_slice(
 
 
 def fill_weights(spec: ModelSpec, parameters: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Fill parameters, by name, from the spec's folder or at random; a tied head as the embedding."""
+    """Fill parameters, by canonical name, from the spec's folder or at random; a tied head gets the embedding."""
     sources = {HEAD_WEIGHT: spec.layout.embedding_weight} if spec.tied else {}
     if spec.folder is not None:
         FolderWeights.find(spec.folder, spec.layout.trunk).read_into(parameters, sources)
-    else:
-        initialise(spec, parameters, sources, seed)
+        return
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(random_weight(spec, sources.get(name, name), parameter.shape, seed))
+
+
+def random_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Random values of one parameter, in fp32 and on the CPU; only norms and biases have one dimension."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    deviation = float(spec.hf_config.initializer_range)
+    if name.endswith(spec.layout.residual_projections):
+        deviation /= math.sqrt(2 * spec.num_layers)
+    generator = torch.Generator("cpu")
+    generator.manual_seed(derive_seed(seed, "init", name))
+    weight = torch.empty(shape).normal_(0.0, deviation, generator=generator)
+    padding = spec.hf_config.pad_token_id
+    if name == spec.layout.embedding_weight and spec.layout.positions is None and padding is not None:
+        weight[padding] = 0.0
+    return weight
 
 
 def slice_parameters(spec: ModelSpec, block_range: BlockRange) -> dict[str, torch.Size]:

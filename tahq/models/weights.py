@@ -1,8 +1,8 @@
-"""Weights from a local folder of safetensors: only the tensors that are asked for are read.
+"""Weights from a local folder of safetensors: only the requested tensors are read.
 
-A folder has `model.safetensors`, or shards and `model.safetensors.index.json`. Each tensor is
-copied out of the memory-mapped file into memory that the caller owns, converted to its type on the
-way. Pickled weights (`.bin`) are never opened: a pickle runs whatever its author wrote into it.
+A folder has `model.safetensors`, or shards and `model.safetensors.index.json`. Each tensor is copied out of the
+memory-mapped file into the caller's memory and converted to its dtype. Pickled weights (`.bin`) are never opened,
+because unpickling runs code from the file.
 """
 
 import json
@@ -19,11 +19,34 @@ from tahq.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MAX_INDEX_NBYTES = 2**26
+
+
+def one_line(error: BaseException) -> str:
+    """A library's error as one line: its type and its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def read_json(path: Path, max_nbytes: int) -> dict[str, Any]:
+    """A JSON object from a file of at most so many bytes; ModelError, one line, if it is anything else."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_nbytes + 1)
+        if len(content) > max_nbytes:
+            raise ModelError(f"{path} is larger than {max_nbytes:,} bytes, the most that tahq reads of such a file")
+        value = json.loads(content)
+    except RecursionError:
+        raise ModelError(f"{path} cannot be read: its JSON is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class FolderWeights:
-    """Which tensors a folder has, and in which file each is."""
+    """Names of a folder's tensors, and the file that each is in."""
 
     folder: Path
     trunk: str
@@ -35,7 +58,7 @@ class FolderWeights:
 
         Args:
             folder: where the weights are.
-            trunk: prefix that a folder may leave out of its names (`transformer`, `model`).
+            trunk: prefix that the folder's names may lack (`transformer`, `model`).
 
         Raises:
             ModelError: no safetensors there, or an index that is damaged or names missing files.
@@ -57,7 +80,7 @@ class FolderWeights:
 
         Args:
             parameters: canonical name -> tensor to fill, of any dtype and device.
-            sources: canonical name -> canonical name to read it from (a tied head reads the embedding).
+            sources: canonical name -> canonical name to read instead (a tied head reads the embedding).
 
         Raises:
             ModelError: a tensor that is missing, has another shape, or does not hold floats.
@@ -72,7 +95,6 @@ class FolderWeights:
                     _copy(handle, stored, parameters[name], self.folder / file)
 
     def _stored_name(self, name: str) -> str:
-        """The folder's name of a tensor: the canonical one, or that without the trunk's prefix."""
         for candidate in (name, name.removeprefix(f"{self.trunk}.")):
             if candidate in self.file_of:
                 return candidate
@@ -82,9 +104,9 @@ class FolderWeights:
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_FILE
     try:
-        file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} is not an index of safetensors: {type(error).__name__}: {error}") from error
+        file_of = dict(read_json(path, _MAX_INDEX_NBYTES)["weight_map"])
+    except (ModelError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not an index of safetensors: {one_line(error)}") from error
     for file in sorted({str(file) for file in file_of.values()}):
         if Path(file).name != file or not (folder / file).is_file():
             raise ModelError(f"{path} names {file}, which is not a file in {folder}")

@@ -1,9 +1,13 @@
 """`tahq export` over the snapshots of a real run of two stages."""
 
+import json
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.runs import Run, finish, launch, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,12 +49,56 @@ def trained_logits(run: Run, tokens: torch.Tensor) -> torch.Tensor:
         return model.eval()(tokens)
 
 
+@pytest.fixture(scope="module")
+def source(run, tmp_path_factory) -> Path:
+    """A model with a tied head, generation settings and its own tokenizer."""
+    folder = tmp_path_factory.mktemp("source") / "hf"
+    assert export(run, str(folder)).returncode == 0
+    weights = {
+        name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if "lm_head" not in name
+    }
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 5, "eos_token_id": 0}))
+    return folder
+
+
+def test_a_run_of_a_folder_is_exported_without_that_folder(source, tmp_path):
+    here = tmp_path / "model"
+    shutil.copytree(source, here)
+    config = {
+        **tiny(training={"steps": 1}, run={"snapshot_every": 1}, pipeline={"stages": 1}),
+        "model": {"path": "model"},
+    }
+    config["data"] = {**config["data"], "tokenizer": "model"}
+    run = launch(tmp_path, config)
+    assert run.returncode == 0, run.stderr
+    assert "tahq trains embedding and head as two parameters" in run.stdout + run.stderr
+    shutil.rmtree(here)
+    done = export(run, "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "note: the model has tie_word_embeddings: true" in done.stdout
+    out = run.folder / "out"
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert json.loads((out / "generation_config.json").read_text())["max_new_tokens"] == 5
+    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], run.weights["lm_head.weight"])
+    assert AutoTokenizer.from_pretrained(out).encode("def", add_special_tokens=False) == list(b"def")
+
+    shutil.rmtree(run.folder / "source")  # as in a run of version 0.1
+    done = export(run, "again")
+    assert done.returncode == 2
+    assert "run tahq export in the directory where the run was started: data.tokenizer: no such folder" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_exported_folder_loads_with_the_same_logits(run, tmp_path):
     done = export(run, str(tmp_path / "hf"), "--shard-size", "20kB")
     assert (done.returncode, done.stderr) == (0, "")
     assert "after step 2" in done.stdout
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert exported.generation_config.eos_token_id == 0
     tokens = torch.arange(64).reshape(2, 32) + 32
     with torch.no_grad():
         assert torch.equal(exported(tokens).logits, trained_logits(run, tokens))
@@ -69,7 +117,7 @@ def test_an_earlier_snapshot_is_taken_by_its_step(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "part"), [(["--step", "7"], "no snapshot after step 7; there are: 1, 2"), ([], "not an empty folder")]
+    ("options", "part"), [(["--step", "7"], "no checkpoint after step 7; it has: 1, 2"), ([], "not an empty folder")]
 )
 def test_what_cannot_be_exported_is_one_line(run, tmp_path, options, part):
     (tmp_path / "full").mkdir()

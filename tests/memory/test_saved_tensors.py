@@ -16,12 +16,11 @@ from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import build_low_rank_slice
 from tahq.memory.saved_tensors import MicroBatchShape, copied_by_block, copied_by_head, saved_by_slice
 from tahq.models.config import ModelConfig
-from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.deferred_gradients import DeferredGradients, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice, sharing_copies_of
-from tahq.models.weight_copies import sharing_weight_copies
 from tahq.pipeline.gradients import summed_cross_entropy
 
 MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100

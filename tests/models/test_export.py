@@ -17,6 +17,8 @@ from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE
 
 
 class NamedTokenizer:
+    end_of_document = 7
+
     def save(self, folder):
         (folder / "tokenizer.json").write_text("{}")
 
@@ -53,7 +55,9 @@ def test_transformers_loads_what_was_exported(family, max_shard_nbytes, tiny_spe
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert (len(files) > 1) == (max_shard_nbytes == 15_000)
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["eos_token_id"]) == (False, 7)
+    assert model.generation_config.eos_token_id == 7
 
 
 def test_what_was_exported_trains_on(tiny_spec, tokens, tmp_path):
@@ -100,10 +104,10 @@ def test_an_empty_folder_may_be_exported_into(tiny_spec, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(), r"1 parameters are missing, lm_head.weight"),
+        (lambda tensors: tensors.pop(), r"1 parameters are missing, first lm_head.weight"),
         (lambda tensors: tensors.append(("surplus", torch.ones(1))), r"surplus: the model has no such parameter"),
-        (lambda tensors: tensors.append(tensors[0]), r"or it came twice"),
-        (lambda tensors: tensors.insert(0, (tensors[0][0], torch.ones(2, 2))), r"its shape is \[2, 2\], the model's"),
+        (lambda tensors: tensors.append(tensors[0]), r"or it is a duplicate"),
+        (lambda tensors: tensors.insert(0, (tensors[0][0], torch.ones(2, 2))), r"its shape is \[2, 2\], expected"),
     ],
 )
 def test_an_export_that_fails_leaves_nothing(change, message, tiny_spec, tmp_path):

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tahq.models.init import random_weight
 from tahq.models.partition import BlockRange
-from tahq.models.slice import slice_parameters
+from tahq.models.slice import random_weight, slice_parameters
 
 from .conftest import FAMILIES
 

@@ -69,8 +69,8 @@ def test_sync_ties_a_model_with_random_weights():
         ({"family": "gpt2", "num_kv_heads": 2}, r"gpt2 has as many as num_heads"),
         ({"overrides": {"rms_norm_epz": 1}}, r"LlamaConfig has no such key; did you mean rms_norm_eps"),
         ({"overrides": {"zzz": 1}}, r"model.overrides.zzz: LlamaConfig has no such key$"),
-        ({"overrides": {"num_hidden_layers": 1}}, r"give it as a key of model itself"),
-        ({"family": "gpt2", "overrides": {"num_hidden_layers": 1}}, r"give it as a key of model itself"),
+        ({"overrides": {"num_hidden_layers": 1}}, r"set it as a key of model itself"),
+        ({"family": "gpt2", "overrides": {"num_hidden_layers": 1}}, r"set it as a key of model itself"),
         ({"overrides": {"hidden_act": 3}}, r"transformers refuses this configuration"),
         ({"family": "gpt2", "overrides": {"add_cross_attention": True}}, r"add_cross_attention"),
         (
@@ -102,6 +102,9 @@ def write_config(folder, **keys):
         ({"quantization_config": {"bits": 4}}, r"quantised"),
         ({"hidden_size": 33}, r"config.json"),
         ({"num_hidden_layers": "two"}, r"config.json"),
+        ({"num_hidden_layers": 2**40}, r"config.json: num_hidden_layers must be at most 16384, got 1099511627776"),
+        ({"vocab_size": 1e300}, r"config.json: vocab_size must be at most 16777216, got 1e\+300"),
+        ({"model_type": "gpt2", "n_embd": 2**40}, r"config.json: n_embd must be at most 16777216, got 1099511627776"),
         ({}, r"has no weights: neither model.safetensors nor model.safetensors.index.json"),
     ],
 )
@@ -124,6 +127,16 @@ def test_a_path_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="must hold a JSON object"):
         load(path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[" * 100_000, "JSON is nested too deeply"), (" " * 2**21, "larger than 1,048,576 bytes")]
+)
+def test_a_configuration_file_is_bounded(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=rf"config\.json.*{message}") as caught:
+        load(path=str(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_spec_needs_no_layers_of_transformers():

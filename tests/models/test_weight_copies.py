@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from tahq.models.config import ModelConfig
-from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.deferred_gradients import DeferredGradients, shared_copies, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
-from tahq.models.weight_copies import shared_copies, sharing_weight_copies
 
 NUM_MICRO_BATCHES, TOKENS = 3, (2, 8)
 

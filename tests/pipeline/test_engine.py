@@ -10,11 +10,11 @@ from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.models.config import ModelConfig
+from tahq.models.deferred_gradients import shared_copies
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import ModelSlice, build_slice
-from tahq.models.weight_copies import shared_copies
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.engine import StageEngine, held_up_by_depth
 from tahq.pipeline.gradients import summed_cross_entropy

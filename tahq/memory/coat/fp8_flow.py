@@ -22,8 +22,8 @@ from tahq.memory.coat.fp8_functions import AfterAttention, BeforeAttention, Flow
 from tahq.memory.coat.fp8_linear import WeightCodes
 from tahq.memory.coat.rotary import rotate
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
-from tahq.models.attention import keyed_attention
 from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.keyed_dropout import keyed_attention
 from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import ModelSlice
 
