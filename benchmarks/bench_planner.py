@@ -16,13 +16,13 @@ import sys
 import time
 from pathlib import Path
 
+from exhaustive_plans import best_of_all
 from machine import describe
 
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
 from tahq.plan.prediction import step_time_s
 from tahq.plan.problem import HeldBytes, ModelNumbers, PlanProblem, divisors
-from tahq.plan.search.exhaustive import best_of_all
 
 HIDDEN, SEQ_LEN, VOCABULARY = 768, 256, 50_257
 BLOCK_BYTES = 16 * 12 * HIDDEN * HIDDEN

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_heterogeneous import with_layers
+from exhaustive_plans import best_of_all
 from machine import describe
 from planner_rows import BEST, PLANNER, Row, figures, report, verdicts
 from small_clusters import (
@@ -40,8 +41,7 @@ from small_clusters import (
 from tahq.errors import TahqError
 from tahq.plan.planner import plan as planned_for
 from tahq.plan.prediction import Prediction, predict, step_time_s
-from tahq.plan.problem import Plan, PlanProblem, named
-from tahq.plan.search.exhaustive import best_of_all
+from tahq.plan.problem import PipelinePlan, PlanProblem, named
 from tahq_netem.calibration import calibrate
 from tahq_netem.network import Network
 from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
@@ -67,7 +67,7 @@ def choices(asked: PlanProblem, *, planner_only: bool) -> dict[str, Prediction]:
     return chosen
 
 
-def measure(asked: PlanProblem, plan: Plan, config: SweepConfig, *, calibrated: bool) -> Row:
+def measure(asked: PlanProblem, plan: PipelinePlan, config: SweepConfig, *, calibrated: bool) -> Row:
     """Train so on the cluster's network.
 
     Raises:
@@ -96,7 +96,7 @@ def _calibration(network: Network, hosts: Sequence[str]) -> dict[str, Any]:
     return found.as_dict()
 
 
-def simulated(asked: PlanProblem, plan: Plan, config: SweepConfig, codec: CodecSeconds) -> float:
+def simulated(asked: PlanProblem, plan: PipelinePlan, config: SweepConfig, codec: CodecSeconds) -> float:
     """Seconds of a step by the simulator of sweeps: without the commit's way back, and without frames' headers."""
     schedule = schedule_with_depth(plan.schedule, plan.num_stages, plan.num_micro_batches, plan.depths or None)
     work = planned_work(config, session_key(asked, plan), stage_times(asked, plan))
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
                 break
 
 
-def _tried(asked: PlanProblem, plan: Plan, options: argparse.Namespace) -> Row:
+def _tried(asked: PlanProblem, plan: PipelinePlan, options: argparse.Namespace) -> Row:
     """Measured, or only simulated."""
     session_key(asked, plan)  # refuses one host alone before a sweep is made for it
     config = sweep(

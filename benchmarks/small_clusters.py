@@ -16,7 +16,7 @@ from tahq.errors import TahqError
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.prediction import Speed, plan_costs
-from tahq.plan.problem import Plan, PlanProblem
+from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.table import ClusterTable
 from tahq_netem.compute import StageTimes
 from tahq_netem.description import NetworkPlan, plan_network
@@ -98,7 +98,7 @@ def _on_wire(rate: float | None) -> float | None:
     return _divided(rate, GOODPUT_SHARE)
 
 
-def stage_times(asked: PlanProblem, plan: Plan) -> StageTimes:
+def stage_times(asked: PlanProblem, plan: PipelinePlan) -> StageTimes:
     """Seconds that each stage sleeps: the planner's own, the model's ends included."""
     seconds = plan_costs(ClusterTable(asked), plan, None, Speed()).compute_s
     stages = range(plan.num_stages)
@@ -107,14 +107,14 @@ def stage_times(asked: PlanProblem, plan: Plan) -> StageTimes:
     )
 
 
-def codec_seconds(asked: PlanProblem, plan: Plan) -> CodecSeconds:
+def codec_seconds(asked: PlanProblem, plan: PipelinePlan) -> CodecSeconds:
     """What the planner takes coding a micro-batch to be."""
     out, back = (CODEC_TIMES[spec] for spec in WIRE)
     each = (out.encode_per_element, out.decode_per_element, back.encode_per_element, back.decode_per_element)
     return CodecSeconds(*(asked.num_elements(plan.micro_batch) * seconds for seconds in each))
 
 
-def session_key(asked: PlanProblem, plan: Plan) -> SessionKey:
+def session_key(asked: PlanProblem, plan: PipelinePlan) -> SessionKey:
     """The session that trains so.
 
     Raises:
@@ -137,7 +137,7 @@ def session_key(asked: PlanProblem, plan: Plan) -> SessionKey:
     )
 
 
-def sweep(asked: PlanProblem, plan: Plan, *, num_steps: int, settle: int | None, **others: Any) -> SweepConfig:
+def sweep(asked: PlanProblem, plan: PipelinePlan, *, num_steps: int, settle: int | None, **others: Any) -> SweepConfig:
     """What the session's configuration and its measurement are made from.
 
     Args:

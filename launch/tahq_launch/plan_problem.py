@@ -28,7 +28,7 @@ from tahq.models.slice import HEAD_WEIGHT, slice_parameters
 from tahq.pipeline.schedule.generators import GENERATORS
 from tahq.pipeline.update.optimizer import low_rank_settings, optimizer_nbytes
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
-from tahq.plan.problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem, divisors
 from tahq.plan.search.codecs import LADDER
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
@@ -211,7 +211,7 @@ def _held(
     )
 
 
-def given_plan(config: ClusterConfig, problem: PlanProblem) -> Plan | None:
+def given_plan(config: ClusterConfig, problem: PlanProblem) -> PipelinePlan | None:
     """The plan that the configuration is without any planning; None: the numbers are of other hosts, or it has chunks.
 
     Args:
@@ -223,7 +223,7 @@ def given_plan(config: ClusterConfig, problem: PlanProblem) -> Plan | None:
     if config.pipeline.chunks > 1 or config.pipeline.layers is None or not set(labels) <= set(names):
         return None
     cuts = config.pipeline.stages - 1
-    return Plan(
+    return PipelinePlan(
         hosts=tuple(names.index(label) for label in labels),
         layers=tuple(config.pipeline.layers),
         micro_batch=config.training.micro_batch,

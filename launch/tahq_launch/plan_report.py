@@ -7,7 +7,7 @@ from typing import Any
 from tahq.plan.explanation import Bottleneck, WhatIf, shares
 from tahq.plan.planner import Planned
 from tahq.plan.prediction import Prediction, predict
-from tahq.plan.problem import Plan, named
+from tahq.plan.problem import PipelinePlan, named
 from tahq.plan.simulate.bound import Resource
 from tahq.plan.simulate.simulator import draw_grid
 from tahq.units import format_rate, format_size
@@ -49,7 +49,7 @@ def _head(explained: PlanExplanation) -> str:
     planned, plan = explained.planned, explained.planned.best.plan
     problem = planned.table.problem
     chunks = f", {plan.chunks_per_stage} chunks a stage" if plan.chunks_per_stage > 1 else ""
-    tokens, hosts = problem.tokens_a_step(), _plural(planned.table.num_hosts, "host")
+    tokens, hosts = problem.tokens_per_step(), _plural(planned.table.num_hosts, "host")
     lines = [
         f"Predicted: {_tokens(planned.tokens_per_s)}, {planned.step_s:.3f} s a step of {tokens:,} tokens",
         f"  {_plural(plan.num_stages, 'stage')} of {hosts}; schedule {plan.schedule}{chunks}; "
@@ -202,7 +202,7 @@ def _not_fitting(planned: Planned, given: Prediction) -> str:
     return ""
 
 
-def _in_short(planned: Planned, plan: Plan) -> str:
+def _in_short(planned: Planned, plan: PipelinePlan) -> str:
     names = " ".join(_shortened(named(planned.table.problem, plan.hosts)))
     layers = "+".join(str(count) for count in plan.layers) if len(plan.layers) <= 8 else f"{len(plan.layers)} stages"
     return f"{names}, layers {layers}, {plan.num_micro_batches} × {plan.micro_batch}, {plan.schedule}"

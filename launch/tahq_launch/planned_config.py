@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
 from tahq.plan.cluster_numbers import host_labels
-from tahq.plan.prediction import chunk_layers, plan_wires
-from tahq.plan.problem import Plan, PlanProblem, named
+from tahq.plan.prediction import chunk_layers
+from tahq.plan.problem import PipelinePlan, PlanProblem, named
 from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
 from tahq.typed_yaml.mistakes import Origins, one_line
@@ -26,7 +26,7 @@ class PlannedConfig:
     notes: tuple[str, ...]
 
 
-def planned_config(config: ClusterConfig, table: ClusterTable, plan: Plan) -> PlannedConfig:
+def planned_config(config: ClusterConfig, table: ClusterTable, plan: PipelinePlan) -> PlannedConfig:
     """Put a plan into a configuration.
 
     Args:
@@ -60,7 +60,7 @@ def planned_config(config: ClusterConfig, table: ClusterTable, plan: Plan) -> Pl
         ) from error
 
 
-def _put_codecs(values: dict[str, Any], problem: PlanProblem, plan: Plan) -> list[str]:
+def _put_codecs(values: dict[str, Any], problem: PlanProblem, plan: PipelinePlan) -> list[str]:
     """One codec a direction: where links differ, the one of fewest bits, with which no link is slower than planned."""
     notes = []
     for direction, codecs in (("activations", plan.activations), ("gradients", plan.gradients)):
@@ -76,7 +76,7 @@ def _put_codecs(values: dict[str, Any], problem: PlanProblem, plan: Plan) -> lis
     return notes
 
 
-def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProblem, plan: Plan) -> None:
+def _put_hosts(config: ClusterConfig, values: dict[str, Any], problem: PlanProblem, plan: PipelinePlan) -> None:
     labels = host_labels(config.hosts, config.pipeline.stages)
     names = named(problem, plan.hosts)
     strange = [name for name in names if name not in labels]
@@ -105,10 +105,10 @@ def _put_network(config: ClusterConfig, values: dict[str, Any], order: Sequence[
     values["links"]["pairs"] = pairs
 
 
-def _put_sleep(values: dict[str, Any], table: ClusterTable, plan: Plan) -> None:
+def _put_sleep(values: dict[str, Any], table: ClusterTable, plan: PipelinePlan) -> None:
     """Stages that sleep do so for as long as the plan has them compute."""
     if values["model"]["sleep"] is None:
         return
-    times = StageCosts(table, plan.hosts, plan.micro_batch, plan_wires(plan)).times(np.array(plan.layers, dtype=float))
+    times = StageCosts.of(table, plan).times(np.array(plan.layers, dtype=float))
     for key, seconds in (("forward", times.forward), ("backward", times.backward)):
         values["model"]["sleep"][key] = [round(float(each), 9) for each in seconds]

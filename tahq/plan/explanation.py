@@ -1,4 +1,4 @@
-"""Why a plan is as fast as it is: what limits it, what another plan would give, and what if something were better.
+"""Explains a plan: its bottleneck, the next best plan, and the gain if something were better.
 
 Shares are of the step's time: how long a resource is needed in all, whatever the schedule. A resource at 100 % is
 never idle. Where none is near that, micro-batches wait for each other: for the pipeline to fill, or for a round trip
@@ -12,23 +12,22 @@ import numpy as np
 
 from tahq.errors import ConfigError
 from tahq.plan.planner import Planned
-from tahq.plan.prediction import Prediction, Speed, is_long, plan_wires, predict, step_time_s
-from tahq.plan.problem import Plan
+from tahq.plan.prediction import Prediction, Speed, is_long, predict, step_time_s
+from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.codecs import LADDER, with_best_codecs
-from tahq.plan.search.schedules import depth_profiles
 from tahq.plan.search.search import Simulations
-from tahq.plan.search.stages import StageCosts
+from tahq.plan.search.stages import StageCosts, depth_profiles
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Resource, step_bounds
 from tahq.quant import CodecSpec
 
 _BUSY = 0.8
-"""A share from which a resource, and not waiting, is called the bottleneck."""
+"""From this share on a resource, and not waiting, is called the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What limits a step: a resource, the share of the step that it is needed for, and the bound that it sets.
+    """The limit of a step: a resource, the share of the step that it is needed for, and the bound that it sets.
 
     `resource` is as in `tahq.plan.simulate.bound`; ``("depth", s)`` says that stage s waits for gradients to come
     back, and ``("fill", 0)`` that micro-batches are too few for the pipeline to be full.
@@ -41,7 +40,7 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What the same hosts and layers would give if something were otherwise."""
+    """Tokens per second of the same hosts and layers under a change."""
 
     change: str
     tokens_per_s: float
@@ -50,9 +49,9 @@ class WhatIf:
 def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]:
     """Share of the step that each resource is needed for, the largest first."""
     plan, count = prediction.plan, prediction.plan.num_micro_batches
-    stages = StageCosts(table, plan.hosts, plan.micro_batch, plan_wires(plan))
+    stages = StageCosts.of(table, plan)
     times = stages.times(np.array(plan.layers, dtype=float))
-    out, back = stages.forward_way, stages.backward_way
+    out, back = stages.outward, stages.inward
     chunks = plan.chunks_per_stage
     seconds: dict[Resource, float] = {}
     for stage in range(plan.num_stages):
@@ -70,12 +69,12 @@ def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]
 
 
 def bottleneck(table: ClusterTable, prediction: Prediction) -> Bottleneck:
-    """What limits a plan."""
+    """The limit of a plan."""
     plan = prediction.plan
-    stages = StageCosts(table, plan.hosts, plan.micro_batch, plan_wires(plan))
+    stages = StageCosts.of(table, plan)
     depths = np.array(prediction.in_flight, dtype=float) if plan.chunks_per_stage == 1 else None
     layers = np.array(plan.layers, dtype=float)
-    bounds = step_bounds(stages.bound_costs(layers, depths, split=plan.schedule == "zero-bubble"))
+    bounds = step_bounds(stages.step_seconds(layers, depths, split=plan.schedule == "zero-bubble"))
     needed = shares(table, prediction)
     busiest = next(iter(needed))
     if needed[busiest] >= _BUSY:
@@ -87,38 +86,37 @@ def bottleneck(table: ClusterTable, prediction: Prediction) -> Bottleneck:
 
 
 def second_best(planned: Planned) -> Prediction | None:
-    """The best plan that is another in more than a detail; None: no other was simulated.
+    """The best plan that differs in more than a detail; None: no such plan was simulated.
 
-    Another has other hosts or another order, another size of micro-batch, or more than one block elsewhere. Hosts that
-    are alike make no difference.
+    It has other hosts or another order, another micro-batch size, or more than one block elsewhere. Equal hosts make
+    no difference.
     """
     best, kinds = planned.best.plan, planned.table.kinds
     for plan in planned.others:
         if _differs(best, plan, kinds) and planned.table.dead_hop(plan.hosts) is None:
-            return predict(planned.table, _with_own_codecs(planned.table, plan))
+            return predict(planned.table, _with_affordable_codecs(planned.table, plan))
     return None
 
 
-def _with_own_codecs(table: ClusterTable, plan: Plan) -> Plan:
-    """As the best one, with the quality that its links can afford."""
+def _with_affordable_codecs(table: ClusterTable, plan: PipelinePlan) -> PipelinePlan:
     choice = len(table.problem.activations) + len(table.problem.gradients) > 2
     return with_best_codecs(table.problem, plan, Simulations(table)) if choice and not is_long(plan) else plan
 
 
-def _differs(one: Plan, other: Plan, kinds: Sequence[int]) -> bool:
+def _differs(one: PipelinePlan, other: PipelinePlan, kinds: Sequence[int]) -> bool:
     if one.micro_batch != other.micro_batch or [kinds[host] for host in one.hosts] != [kinds[h] for h in other.hosts]:
         return True
     return sum(abs(a - b) for a, b in zip(one.layers, other.layers, strict=True)) > 2
 
 
 def what_ifs(planned: Planned) -> tuple[WhatIf, ...]:
-    """What twice the rates, half the latency, twice the compute and fewer bits would give.
+    """The gain from twice the rates, half the latency, twice the compute, and fewer bits.
 
     Hosts, layers and micro-batches stay; schedule and depths are chosen again where a step is short enough for that.
     """
     best = planned.best.plan
     links = [("rates twice as high", Speed(rates=2.0)), ("latency half as long", Speed(latency=0.5))]
-    questions = [(change, best, speed) for change, speed in (links if _has_cut(best) else [])]
+    questions = [(change, best, speed) for change, speed in (links if best.num_stages > 1 else [])]
     questions.append(("hosts twice as fast", best, Speed(compute=0.5)))
     questions += [(change, plan, Speed()) for change, plan in _fewer_bits(best)]
     # of long steps, which take seconds to simulate, the ratio of two quick simulations
@@ -126,32 +124,25 @@ def what_ifs(planned: Planned) -> tuple[WhatIf, ...]:
     return tuple(WhatIf(change, _tokens_per_s(planned, usual_s, plan, speed)) for change, plan, speed in questions)
 
 
-def _has_cut(plan: Plan) -> bool:
-    return plan.num_stages > 1
-
-
-def _tokens_per_s(planned: Planned, usual_s: float | None, plan: Plan, speed: Speed) -> float:
+def _tokens_per_s(planned: Planned, usual_s: float | None, plan: PipelinePlan, speed: Speed) -> float:
     table = planned.table
     if usual_s is not None:
         return planned.best.tokens_per_s * usual_s / step_time_s(table, plan, speed=speed)
-    return predict(table, _again(table, plan, speed), speed).tokens_per_s
+    again = min(_schedules(table, plan), key=lambda each: step_time_s(table, each, speed=speed))
+    return predict(table, again, speed).tokens_per_s
 
 
-def _again(table: ClusterTable, plan: Plan, speed: Speed) -> Plan:
-    """The plan with the schedule and the depths that are best at this speed."""
-    return min(_schedules(table, plan), key=lambda each: step_time_s(table, each, speed=speed))
-
-
-def _schedules(table: ClusterTable, plan: Plan) -> Iterator[Plan]:
+def _schedules(table: ClusterTable, plan: PipelinePlan) -> Iterator[PipelinePlan]:
+    """The plan with every schedule and depth profile."""
     yield plan
-    stages = StageCosts(table, plan.hosts, plan.micro_batch, plan_wires(plan))
+    stages = StageCosts.of(table, plan)
     for schedule in table.problem.schedules:
         if schedule != "interleaved":
-            for depths in depth_profiles(stages, np.array(plan.layers, dtype=float), schedule):
+            for depths in depth_profiles(stages, plan.layers, schedule):
                 yield replace(plan, schedule=schedule, depths=depths, chunks_per_stage=1)
 
 
-def _fewer_bits(plan: Plan) -> Iterator[tuple[str, Plan]]:
+def _fewer_bits(plan: PipelinePlan) -> Iterator[tuple[str, PipelinePlan]]:
     """The plan with the next rung of the ladder in one direction, and in both."""
     activations, gradients = (
         tuple(map(_next_rung, codecs, [direction] * len(codecs)))
@@ -167,16 +158,13 @@ def _fewer_bits(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _named(codecs: Sequence[str]) -> str:
-    return " and ".join(dict.fromkeys(_short(codec) for codec in codecs))
-
-
-def _short(codec: str) -> str:
-    return ",".join(codec.split(",")[:1])
+    return " and ".join(dict.fromkeys(codec.partition(",")[0] for codec in codecs))
 
 
 def _next_rung(codec: str, direction: str) -> str:
-    """One bit less of the same family, where it takes bits; else the codec of the ladder for few."""
-    family, bits = codec.partition(":")[0], _bits(codec)
+    """One bit less of the same family, where it has bits; else a low rung of the ladder."""
+    family, _, options = codec.partition(":")
+    bits = next((float(part[5:]) for part in options.split(",") if part.startswith("bits=")), None)
     if bits is None or bits <= 2:
         fallback = LADDER[direction][-2] if bits is None else codec
         return str(CodecSpec.parse(fallback))
@@ -184,10 +172,3 @@ def _next_rung(codec: str, direction: str) -> str:
         return str(CodecSpec.parse(f"{family}:bits={bits - 1:g}"))
     except ConfigError:
         return codec
-
-
-def _bits(codec: str) -> float | None:
-    for part in codec.partition(":")[2].split(","):
-        if part.startswith("bits="):
-            return float(part.removeprefix("bits="))
-    return None

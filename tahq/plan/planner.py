@@ -1,8 +1,8 @@
-"""The planner: hosts and their order, layers, micro-batch, schedule, depths and codecs for the most tokens a second.
+"""The planner: hosts and their order, layers, micro-batch, schedule, depths and codecs for the most tokens per second.
 
-Bound, then simulation: `planner_orders` and `planner_layers` find candidates by a lower bound of the step's time,
-`planner_search` simulates the most promising and improves the best of them, `planner_codecs` gives links back the
-quality that they can afford, `planner_replicas` puts pipelines side by side. Pure: equal problems give equal plans.
+Bound, then simulation: `search.orders` and `search.layers` find candidates by a lower bound of the step's time,
+`search.search` simulates the most promising and improves the best of them, `search.codecs` gives links back the
+quality that they can afford, and `replicas` puts pipelines side by side. Pure: equal problems give equal plans.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tahq.errors import UserError
-from tahq.plan.prediction import Prediction, is_long, plan_wires, predict
-from tahq.plan.problem import Plan, PlanProblem
-from tahq.plan.refusals import check_counts, check_ways, why_nothing_fits
-from tahq.plan.search.codecs import TOLERANCE, fewest_bits, with_best_codecs
-from tahq.plan.search.replicas import Replicas, combined
-from tahq.plan.search.schedules import depth_profiles
+from tahq.plan.prediction import Prediction, is_long, predict
+from tahq.plan.problem import PipelinePlan, PlanProblem
+from tahq.plan.replicas import Replicas, combined
+from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import BUDGET_ACTIONS, Search, Simulations
-from tahq.plan.search.stages import StageCosts
+from tahq.plan.search.stages import StageCosts, depth_profiles
 from tahq.plan.search.table import ClusterTable
+from tahq.units import format_size
 
 _WORTH_ANOTHER_ORDER = 0.002
 _ABOUT_AS_FAST = 0.001
@@ -30,19 +29,19 @@ _FINALISTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the planner found.
+    """The planner's result.
 
     Attributes:
         table: the cluster as it was seen, for further questions.
         best: the plan to take; with replicas, that of the fastest one, alone.
-        others: plans that were simulated too, from the fastest on, the best one not among them.
+        others: the other simulated plans, the fastest first.
         replicas: None where one pipeline is best, or all that was asked for.
         num_simulated: plans that were simulated.
     """
 
     table: ClusterTable
     best: Prediction
-    others: tuple[Plan, ...]
+    others: tuple[PipelinePlan, ...]
     replicas: Replicas | None
     num_simulated: int
 
@@ -53,8 +52,8 @@ class Planned:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole run."""
-        return self.table.problem.tokens_a_step() / self.step_s
+        """Tokens per second of the whole run."""
+        return self.table.problem.tokens_per_step() / self.step_s
 
 
 def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
@@ -65,24 +64,23 @@ def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
         budget_actions: how many actions may be simulated; more take longer and miss less.
 
     Raises:
-        UserError: no choice of hosts has the memory for the model, or ways between them that carry anything; there are
+        UserError: no choice of hosts has the memory for the model, or working paths between them; there are
             fewer hosts or layers than stages.
     """
-    check_counts(problem)
+    _check_counts(problem)
     table = ClusterTable(problem)
     simulations = Simulations(table, budget_actions)
-    every = tuple(range(table.num_hosts))
-    ranked = Search(table, every, fewest_bits(problem), simulations).run()
+    ranked = Search(table, range(table.num_hosts), problem.fewest_bits, simulations).run()
     if not ranked:
-        raise UserError(why_nothing_fits(table))
+        raise UserError(_why_nothing_fits(table))
     best = _best_in_pieces(table, simulations, ranked)
-    check_ways(table, best.plan)
+    _check_paths(table, best.plan)
     replicas = _replicas(table, best.plan) if problem.max_replicas > 1 else None
     others = tuple(each for each in simulations.ranked() if each != best.plan)
     return Planned(table, best, others, replicas, len(simulations.times_s))
 
 
-def _best_in_pieces(table: ClusterTable, simulations: Simulations, ranked: Sequence[Plan]) -> Prediction:
+def _best_in_pieces(table: ClusterTable, simulations: Simulations, ranked: Sequence[PipelinePlan]) -> Prediction:
     """The best of the finalists as they would run, with the codecs that they can afford."""
     problem = table.problem
     if len(problem.activations) + len(problem.gradients) > 2:
@@ -93,8 +91,8 @@ def _best_in_pieces(table: ClusterTable, simulations: Simulations, ranked: Seque
     return _with_best_first(table, _shallowest(table, best, simulations))
 
 
-def _with_quality(table: ClusterTable, fewest: Plan, simulations: Simulations) -> Prediction:
-    """A plan with the codecs that it can afford, chosen again for the fewer micro-batches in flight that then do."""
+def _with_quality(table: ClusterTable, fewest: PipelinePlan, simulations: Simulations) -> Prediction:
+    """A plan with the codecs that it can afford, chosen again for the depths that then suffice."""
     limit_s = simulations.time_s(fewest) * (1 + TOLERANCE)
     faithful = predict(table, with_best_codecs(table.problem, fewest, simulations, limit_s))
     shallow = _shallowest(table, faithful, simulations)
@@ -105,28 +103,24 @@ def _with_quality(table: ClusterTable, fewest: Plan, simulations: Simulations) -
 
 
 def _shallowest(table: ClusterTable, best: Prediction, simulations: Simulations) -> Prediction:
-    """The same with the fewest micro-batches in flight that are about as fast: memory is worth something, too."""
+    """The same with the fewest micro-batches in flight that are about as fast: memory has a value, too."""
+    if is_long(best.plan):
+        return best
     limit_s = simulations.time_s(best.plan) * (1 + _ABOUT_AS_FAST)
-    for depths in _profiles(table, best.plan) if not is_long(best.plan) else ():
+    for depths in depth_profiles(StageCosts.of(table, best.plan), best.plan.layers, best.plan.schedule):
         if sum(depths) >= sum(best.plan.depths):
             break
-        plan = replace(best.plan, depths=depths)
-        if simulations.time_s(plan) <= limit_s:
-            shallow = predict(table, plan)
+        fewer = replace(best.plan, depths=depths)
+        if simulations.time_s(fewer) <= limit_s:
+            shallow = predict(table, fewer)
             if shallow.step_s <= best.step_s * (1 + _ABOUT_AS_FAST):
                 return shallow
     return best
 
 
-def _profiles(table: ClusterTable, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Depths that are worth trying for a plan, the fewest first."""
-    stages = StageCosts(table, plan.hosts, plan.micro_batch, plan_wires(plan))
-    return depth_profiles(stages, np.array(plan.layers, dtype=float), plan.schedule)
-
-
-def _of_different_hosts(ranked: Sequence[Plan]) -> list[Plan]:
+def _of_different_hosts(ranked: Sequence[PipelinePlan]) -> list[PipelinePlan]:
     """The best plans of a few orders."""
-    firsts: dict[tuple[int, ...], Plan] = {}
+    firsts: dict[tuple[int, ...], PipelinePlan] = {}
     for each in ranked:
         firsts.setdefault(each.hosts, each)
     return list(firsts.values())[:_FINAL_ORDERS]
@@ -139,10 +133,10 @@ def _with_best_first(table: ClusterTable, best: Prediction) -> Prediction:
     return fastest if fastest.step_s < best.step_s * (1 - _WORTH_ANOTHER_ORDER) else best
 
 
-def _replicas(table: ClusterTable, first: Plan) -> Replicas | None:
-    """More pipelines from the hosts that are left, for as long as they make the whole faster."""
+def _replicas(table: ClusterTable, first: PipelinePlan) -> Replicas | None:
+    """More pipelines from the remaining hosts, for as long as they make the whole faster."""
     plans, best = [first], combined(table, [first])
-    wires = fewest_bits(table.problem) if table.num_hosts > 1 else ("raw", "raw")
+    wires = table.problem.fewest_bits if table.num_hosts > 1 else ("raw", "raw")
     while len(plans) < table.problem.max_replicas:
         used = {host for each in plans for host in each.hosts}
         free = [host for host in range(table.num_hosts) if host not in used]
@@ -157,3 +151,83 @@ def _replicas(table: ClusterTable, first: Plan) -> Replicas | None:
             break
         best = together
     return best if best is not None and len(best.plans) > 1 else None
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def _check_counts(problem: PlanProblem) -> None:
+    stages, hosts, layers = problem.num_stages or 1, len(problem.cluster.hosts), problem.model.num_layers
+    if stages > hosts:
+        raise UserError(f"{stages} stages need {stages} hosts, the numbers have {hosts}")
+    if stages > layers:
+        raise UserError(f"{stages} stages need {stages} layers, the model has {layers}")
+    if set(problem.schedules) == {"interleaved"} and not _interleaves(problem):
+        among = f"{stages}" if problem.num_stages else f"2 to {min(hosts, layers)}"
+        chunks, samples = problem.chunks_per_stage, problem.model.global_batch
+        raise UserError(
+            f"schedule interleaved with {chunks} chunks per stage does not work with {among} stages: it needs two "
+            f"stages or more, {chunks} layers for each (the model has {layers}), and a number of micro-batches that "
+            f"is a multiple of the stages (global_batch is {samples})"
+        )
+
+
+def _interleaves(problem: PlanProblem) -> bool:
+    """Whether some number of stages has a layer for every chunk, and whole rounds of micro-batches."""
+    most = min(len(problem.cluster.hosts), problem.model.num_layers // problem.chunks_per_stage)
+    allowed = {problem.num_stages} if problem.num_stages else set(range(2, most + 1))
+    return any(
+        problem.model.global_batch // size % stages == 0
+        for stages in allowed & set(range(2, most + 1))
+        for size in problem.model.micro_batches
+    )
+
+
+def _check_paths(table: ClusterTable, best: PipelinePlan) -> None:
+    """Refuse the best plan if one of its paths failed: then no plan is any good."""
+    dead = table.dead_hop(best.hosts)
+    if dead is None:
+        return
+    source, target = (table.problem.cluster.hosts[host] for host in dead)
+    failures = [
+        path.failure
+        for path in table.problem.cluster.paths
+        if path.source in (source.name, source.site) and path.target in (target.name, target.site)
+    ]
+    why = next((failure for failure in failures if failure), "no reason is given")
+    raise UserError(
+        f"no plan can run{_in_stages(table.problem)}: every choice of hosts that has the memory needs a path that "
+        f"failed when it was measured, like that from {source.name} to {target.name} ({why})"
+    )
+
+
+def _why_nothing_fits(table: ClusterTable) -> str:
+    """The need of the easiest stage of all, and the memory that there is."""
+    problem = table.problem
+    size = problem.model.micro_batches[0]
+    count = min(table.num_hosts, problem.model.num_layers, 3)
+    stages = StageCosts(table, range(count), size, *problem.fewest_bits)
+    ones = np.ones(count)
+    need = float((stages.fixed_nbytes(ones) + stages.held_nbytes(ones)).min())
+    largest = int(np.argmax(table.memory))
+    name, has = problem.cluster.hosts[largest].name, format_size(float(table.memory[largest]))
+    if float(table.memory[largest]) < need:
+        return (
+            f"no host has the memory for a stage of one block with one micro-batch of {size} in flight: it needs "
+            f"{format_size(need)} or more, and the largest, {name}, has {has}"
+        )
+    if Search(table, range(table.num_hosts), problem.fewest_bits, Simulations(table)).candidates():
+        return (
+            f"no choice of hosts{_in_stages(problem)} has the memory for what {' and '.join(problem.schedules)} keeps "
+            f"in flight; with fewer micro-batches in flight the model fits: try --schedules 1f1b"
+        )
+    total = float(problem.model.block_nbytes * problem.model.num_layers)
+    total += problem.model.first_nbytes + problem.model.last_nbytes
+    return (
+        f"no choice of hosts{_in_stages(problem)} has the memory for the model: weights, gradients and optimizer take "
+        f"{format_size(total)}, all {table.num_hosts} hosts together have {format_size(float(table.memory.sum()))}"
+    )
+
+
+def _in_stages(problem: PlanProblem) -> str:
+    return f" in {problem.num_stages} stages" if problem.num_stages else ""

@@ -1,7 +1,7 @@
-"""What the planner is asked: a model, the numbers of a cluster, and what may be chosen.
+"""The planner's question (a model, a cluster, and what may be chosen) and its answer, a `PipelinePlan`.
 
-Sizes are bytes, times seconds. A stage's memory is what `tahq.memory.estimate` counts, taken apart into what a block
-and each end of the model need, so that any division can be weighed without building it.
+Sizes are bytes, times seconds. A stage's memory is that of `tahq.memory.estimate`, divided into the needs of a block
+and of each end of the model, so that any division can be weighed without building it.
 """
 
 import math
@@ -17,11 +17,11 @@ from tahq.quant import get_codec
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """What a stage keeps of one micro-batch in flight, and once for whichever is computed.
+    """What a stage keeps of each micro-batch in flight, and once for the one that it computes.
 
     block, first, last: activations of a block, of the embedding, of the final norm, the head and the loss. stage: what
     any stage keeps, rotary tables. tensor: what crosses a cut, in fp32. workspace: the logits of the last stage, and
-    its head where that is low-rank, once. again: a block that is computed again, and its largest matrix where that is
+    its head where that is low-rank, once. again: a block that is recomputed, and its largest matrix where that is
     low-rank, once; never while there are logits.
     """
 
@@ -36,10 +36,10 @@ class HeldBytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
-    """A model as the planner sees it: `num_layers` blocks that are alike, and two ends.
+    """A model as the planner sees it: `num_layers` equal blocks and two ends.
 
     `block_nbytes`, `first_nbytes` and `last_nbytes` are weights, gradients and optimizer, `num_states` times the
-    weights in fp32; `held` is by size of micro-batch, and those sizes are the ones that may be chosen.
+    weights in fp32; `held` is by micro-batch size, and those sizes are the ones that may be chosen.
     """
 
     num_layers: int
@@ -68,8 +68,8 @@ class PlanProblem:
         activations: codecs that may be chosen forward, the most faithful first.
         gradients: the same backward.
         schedules: names, see `tahq.pipeline.schedule.schedule.generate`.
-        num_stages: so many; None: as many as are best.
-        max_replicas: most pipelines side by side, each of hosts of its own.
+        num_stages: the number of stages; None: the best one.
+        max_replicas: most pipelines side by side, on separate hosts.
         chunks_per_stage: of an interleaved schedule.
         piece_nbytes: a frame's largest piece; None: frames are whole.
         firsts: which frames may go first on an uplink; the search takes the first of them.
@@ -88,17 +88,26 @@ class PlanProblem:
 
     def frame_nbytes(self, codec: str, micro_batch: int) -> float:
         """Bytes of a frame on the wire, its pieces' headers included."""
-        return _frame_nbytes(
-            codec, (micro_batch, self.model.seq_len, self.model.hidden_size), self.piece_nbytes or 1 << 62
-        )
+        shape = (micro_batch, self.model.seq_len, self.model.hidden_size)
+        return _frame_nbytes(codec, shape, self.piece_nbytes or 1 << 62)
 
     def num_elements(self, micro_batch: int) -> int:
-        """Elements of what crosses a cut."""
+        """Elements of the tensor that crosses a cut."""
         return micro_batch * self.model.seq_len * self.model.hidden_size
 
-    def tokens_a_step(self) -> int:
-        """Tokens that a step trains on."""
+    def tokens_per_step(self) -> int:
+        """Tokens of a training step."""
         return self.model.global_batch * self.model.seq_len
+
+    @property
+    def fewest_bits(self) -> tuple[str, str]:
+        """The codec of the shortest frames in each direction; of equals the more faithful."""
+        size = self.model.micro_batches[0]
+        activations, gradients = (
+            min(codecs, key=lambda codec: self.frame_nbytes(codec, size))
+            for codecs in (self.activations, self.gradients)
+        )
+        return activations, gradients
 
 
 @cache
@@ -108,18 +117,18 @@ def _frame_nbytes(codec: str, shape: tuple[int, int, int], piece_nbytes: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PipelinePlan:
     """One choice of everything.
 
     Attributes:
         hosts: index of each stage's host in the cluster's list, in order.
         layers: blocks of each stage.
         micro_batch: samples that travel together.
+        num_micro_batches: per step.
         schedule: its name.
-        depths: most micro-batches in flight, by stage; empty: as the schedule has it.
+        depths: most micro-batches in flight, by stage; empty: the schedule's own.
         activations: codec of each cut, forward.
         gradients: codec of each cut, backward.
-        num_micro_batches: a step.
         chunks_per_stage: more than one only under an interleaved schedule.
         first: which of the frames that wait for an uplink goes first.
     """
@@ -142,7 +151,7 @@ class Plan:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Of a positive whole number, ascending."""
+    """Divisors of a positive whole number, ascending."""
     return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 

@@ -11,10 +11,8 @@ from tahq.config.cluster import ClusterConfig
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.exhaustion import is_out_of_memory
 from tahq.memory.free_memory import free_bytes
-from tahq.plan.measure.meter import Meter, Peer, StreamTimes
-from tahq.plan.measure.meter_server import MeterServer
-from tahq.plan.measure.meter_wire import LONGEST_S
-from tahq.plan.measure.settling import WINDOW_S
+from tahq.plan.measure.meter import Meter, MeterServer, Peer, StreamTimes
+from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S
 from tahq.worker.assembly import resolved_spec
 from tahq.worker.codec_times import seconds_per_element
 from tahq.worker.compute_times import ComputeMeasurement

@@ -20,7 +20,7 @@ from small_clusters import (
 
 from tahq.errors import TahqError
 from tahq.plan.prediction import predict
-from tahq.plan.problem import Plan
+from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.table import ClusterTable
 from tahq_netem.busy_cores import BusyCores
 from tahq_netem.figures import GOODPUT_SHARE
@@ -39,7 +39,7 @@ def asked():
 
 def plan_of(hosts=(2, 1, 0), layers=(6, 2, 4), schedule="zero-bubble", depths=(4, 4, 3)):
     cuts = len(hosts) - 1
-    return Plan(hosts, layers, 2, 4, schedule, depths, ("tah",) * cuts, ("fixed:bits=6",) * cuts)
+    return PipelinePlan(hosts, layers, 2, 4, schedule, depths, ("tah",) * cuts, ("fixed:bits=6",) * cuts)
 
 
 def test_slowed_cluster_has_longer_compute_and_lower_rates_and_the_same_round_trips():

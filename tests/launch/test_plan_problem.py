@@ -8,7 +8,7 @@ from support.runs import tiny, write_config
 from tahq.config.file import load_config
 from tahq.config.stage_estimate import stage_estimate
 from tahq.models.model_spec import load_spec
-from tahq.plan.search.stages import StageCosts, Wires
+from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
 from tahq_launch.plan_problem import PlanChoices, model_numbers, problem_of
 
@@ -41,7 +41,7 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(tmp_path, training, checkpo
     config = load_config(tmp_path / "cluster.yaml")
     spec = load_spec(config.model, vocab_size=4096, seq_len=config.data.seq_len)
     problem = problem_of(config, spec, cluster(host("a"), host("b")), PlanChoices())
-    stages = StageCosts(ClusterTable(problem), (0, 1), 2, Wires.same(problem.activations[0], problem.gradients[0], 2))
+    stages = StageCosts(ClusterTable(problem), (0, 1), 2, problem.activations[0], problem.gradients[0])
     layers = np.array([2.0, 2.0])
     planned = stages.fixed_nbytes(layers) + 2 * stages.held_nbytes(layers)
     counted = [stage_estimate(config, spec, stage, bf16=False).total for stage in range(2)]

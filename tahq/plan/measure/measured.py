@@ -1,7 +1,7 @@
-"""What workers have measured so far, and the `ClusterNumbers` that it comes to. Pure.
+"""Gathers the workers' measurements and turns them into `ClusterNumbers`. Pure.
 
-Nothing that came in is lost to what did not: hosts without figures of their compute are left out with their paths,
-everything else stands.
+A missing measurement costs as little as possible: hosts without compute times are left out with their paths,
+everything else is kept.
 """
 
 import math
@@ -14,24 +14,23 @@ from pydantic import ValidationError
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.errors import RemoteProtocolError
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
-from tahq.plan.measure.jobs import Job
-from tahq.plan.measure.rounds import Pair
+from tahq.plan.measure.jobs import Job, Pair
 
 WORTHWHILE_GAIN = 1.1
-"""More connections are proposed where they carry so many times what fewer do."""
+"""More connections are proposed if their rate is this many times that of fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imitated:
-    """What workers enforce between session and socket, which plain TCP does not meet; None, 0: nothing."""
+    """Limits that workers enforce between session and socket, which plain TCP does not meet; None, 0: none."""
 
     rate_bits_per_s: float | None = None
     delay_s: float = 0.0
 
 
 @dataclass(slots=True)
-class WayFigures:
-    """One direction between two stages: rates by number of connections."""
+class PathFigures:
+    """One direction between two stages; `rates` are by number of connections."""
 
     round_trip_s: float | None = None
     rates: dict[int, float] = field(default_factory=dict)
@@ -42,19 +41,19 @@ class Measured:
     """Figures as they come in.
 
     Args:
-        names: what the hosts are called, by stage.
-        computers: where each stage runs; stages on one computer and device share its memory.
+        names: names of the hosts, by stage.
+        computers: the computer of each stage; stages on one computer and device share its memory.
     """
 
     def __init__(self, names: Sequence[str], computers: Sequence[str]) -> None:
         self.names = tuple(names)
         self._computers = tuple(computers)
         self.failures: list[str] = []
-        """What could not be measured, in words."""
+        """The measurements that failed, in words."""
         self.notes: list[str] = []
         self._computes: dict[int, tuple[ComputeMeasured, list[LayerTimes]]] = {}
         self._devices: dict[int, tuple[str, str]] = {}
-        self._ways: dict[tuple[int, int], WayFigures] = {}
+        self._paths: dict[tuple[int, int], PathFigures] = {}
         self._access: dict[int, tuple[float, float]] = {}
 
     @property
@@ -63,21 +62,21 @@ class Measured:
         return bool(self._computes)
 
     def take_compute(self, figures: ComputeMeasured, device: str, name: str) -> None:
-        """A worker has timed its device.
+        """Take a worker's times of its device.
 
         Args:
-            figures: what it says.
-            device: which of its computer's; others may use it too.
-            name: how messages call it.
+            figures: its message.
+            device: the device's name on its computer; others may use it too.
+            name: the worker's name for messages.
 
         Raises:
-            RemoteProtocolError: figures that cannot be.
+            RemoteProtocolError: impossible figures.
         """
         try:
             times = [LayerTimes.model_validate(row) for row in figures.times]
             codecs = [CodecTimes(encode_per_element=a, decode_per_element=b) for a, b in figures.codecs.values()]
         except (ValidationError, ValueError) as error:
-            raise RemoteProtocolError(f"{name} sent times that are none: {_first_line(error)}") from None
+            raise RemoteProtocolError(f"{name} sent malformed times: {_first_line(error)}") from None
         if not times or figures.memory_bytes < 0 or len(codecs) != len(figures.codecs):
             raise RemoteProtocolError(f"{name} sent no times of its compute")
         self._computes[figures.stage] = figures, times
@@ -85,16 +84,18 @@ class Measured:
         self.notes += [f"{self.names[figures.stage]}: {note}" for note in figures.notes]
 
     def take_paths(self, job: Job, figures: PathsMeasured, name: str) -> None:
-        """A worker has measured its ways to others, or why it could not.
+        """Take a worker's rates and round trips to others, or its reason why it has none.
 
         Raises:
-            RemoteProtocolError: figures that are not what was asked for.
+            RemoteProtocolError: figures that were not asked for.
         """
         rows = {"round trips": figures.round_trips, "rates out": figures.outward, "rates in": figures.inward}
         for what, row in rows.items():
             is_whole = len(row) == len(job.peers) or (figures.error and not row)
             if not is_whole or not all(0 < value < math.inf for value in row):
-                raise RemoteProtocolError(f"{name} sent {what} that are none: {row[:8]}")
+                raise RemoteProtocolError(
+                    f"{name} sent malformed {what}: got {row[:8]}, expected {len(job.peers)} positive numbers"
+                )
         if figures.error:
             others = ", ".join(dict.fromkeys(self.names[peer] for peer in job.peers))
             self.failures.append(f"from {self.names[job.dialler]} to {others}: {figures.error}")
@@ -106,41 +107,39 @@ class Measured:
             (job.dialler, job.peers[0], figures.outward),
             (job.peers[0], job.dialler, figures.inward),
         ):
-            way = self._way(source, target)
+            path = self._path_figures(source, target)
             if figures.round_trips:
-                way.round_trip_s = min([*figures.round_trips, way.round_trip_s or math.inf])
+                path.round_trip_s = min([*figures.round_trips, path.round_trip_s or math.inf])
             if row:
-                way.rates[len(job.peers)] = sum(row)
+                path.rates[len(job.peers)] = sum(row)
             elif job.kind == "path":
-                way.failure = figures.error
+                path.failure = figures.error
 
     def note_apart(self, pair: Pair) -> None:
-        """Two hosts of which neither can be dialled."""
+        """Note two hosts of which neither can be dialled."""
         one, other = (self.names[stage] for stage in pair)
         reason = "both only dial out; give one of them an address that the other reaches (advertise)"
         self.failures.append(f"{one} and {other}: {reason}")
         for ends in (pair, pair[::-1]):
-            self._way(*ends).failure = reason
+            self._path_figures(*ends).failure = reason
 
     def has_failed(self, one: int, other: int) -> bool:
-        """Whether nothing more need be tried between two stages."""
-        return any(self._way(*ends).failure for ends in ((one, other), (other, one)))
+        """Whether a measurement between two stages failed, so that no other is needed."""
+        return any(self._path_figures(*ends).failure for ends in ((one, other), (other, one)))
 
-    def _way(self, source: int, target: int) -> WayFigures:
-        return self._ways.setdefault((source, target), WayFigures())
-
-    # -- what it comes to ------------------------------------------------------------------------
+    def _path_figures(self, source: int, target: int) -> PathFigures:
+        return self._paths.setdefault((source, target), PathFigures())
 
     def numbers(self, imitated: Imitated, source: str) -> ClusterNumbers:
-        """All that is known, rounded to what can be known of it.
+        """All that is known, rounded to four digits.
 
         Args:
-            imitated: rates are at most, and round trips longer by, what the workers themselves enforce.
-            source: where the numbers are from.
+            imitated: caps the rates and adds to the round trips.
+            source: origin of the numbers, for the file.
         """
         sharing = Counter(self._devices.values())
         hosts = [self._host(stage, sharing, imitated) for stage in sorted(self._computes)]
-        known = [ends for ends in sorted(self._ways) if set(ends) <= self._computes.keys()]
+        known = [ends for ends in sorted(self._paths) if set(ends) <= self._computes.keys()]
         paths = [self._path(ends, imitated) for ends in known]
         return ClusterNumbers(hosts=hosts, paths=paths, source=source)
 
@@ -161,33 +160,33 @@ class Measured:
         )
 
     def _at_least(self, rate: float | None, stage: int, end: int) -> float | None:
-        """An access link carries what any path over it does."""
+        """An access link carries at least as much as any path over it."""
         if rate is None:
             return None
-        over_it = [max(way.rates.values()) for ends, way in self._ways.items() if ends[end] == stage and way.rates]
+        over_it = [max(path.rates.values()) for ends, path in self._paths.items() if ends[end] == stage and path.rates]
         return max([rate, *over_it])
 
     def _path(self, ends: tuple[int, int], imitated: Imitated) -> PathNumbers:
-        way = self._ways[ends]
-        count = chosen_connections(way.rates)
-        trip_s = None if way.round_trip_s is None else _rounded(way.round_trip_s + 2 * imitated.delay_s)
+        path = self._paths[ends]
+        count = chosen_connections(path.rates)
+        trip_s = None if path.round_trip_s is None else _rounded(path.round_trip_s + 2 * imitated.delay_s)
         return PathNumbers(
             source=self.names[ends[0]],
             target=self.names[ends[1]],
-            rate=None if way.failure else _slower(way.rates.get(count), imitated.rate_bits_per_s),
+            rate=None if path.failure else _slower(path.rates.get(count), imitated.rate_bits_per_s),
             round_trip=trip_s,
             connections=count if count > 1 else None,
-            failure=way.failure or None,
+            failure=path.failure or None,
         )
 
 
 def chosen_connections(rates: Mapping[int, float]) -> int:
-    """The fewest connections that carry nearly what more of them do.
+    """The fewest connections that carry nearly as much as more of them.
 
-    From the fewest on, the next larger number is taken when it carries `WORTHWHILE_GAIN` of what the chosen one does.
+    From the fewest on, the next larger number is taken if its rate is `WORTHWHILE_GAIN` times the chosen one's.
 
     Args:
-        rates: bits a second by number of connections; empty: one it is.
+        rates: bits per second by number of connections; empty: 1 is chosen.
 
     Example:
         50, 80, 85, 86 with 1, 2, 4, 8: two, since four gain 6 % and eight 8 %.
@@ -208,7 +207,6 @@ def _slower(rate: float | None, limit: float | None) -> float | None:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more cannot be known."""
     return float(f"{value:.4g}")
 
 

@@ -1,8 +1,8 @@
-"""What the two ends of a measuring connection say to each other; docs/protocol.md has the bytes.
+"""The two ends' side of a measuring connection: its messages and its streams; docs/protocol.md has the bytes.
 
-One end dials and asks, the other answers. Either may be the one that sends the stream. The receiving end decides when
-enough has come, and says so; the sender then closes its direction, and the receiver swallows what was still under
-way, so that the path is empty for what is measured next.
+One end dials and asks, the other answers. Either may send the stream. The receiving end decides when it has enough,
+and reports; the sender then closes its direction, and the receiver discards what is still under way, so that the path
+is empty for the next measurement.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import math
 import os
 import select
 import socket
+import statistics
 import struct
 import time
 from dataclasses import dataclass
@@ -17,29 +18,34 @@ from enum import IntEnum
 from functools import cache
 
 from tahq.errors import RemoteProtocolError
-from tahq.plan.measure.settling import Settling
 
 GREETING = struct.Struct("<4sBQII")
 """Magic, version, run, the stage that dials, the stage that it means."""
 REQUEST = struct.Struct("<Bddd")
 """Kind, then seconds: of a window, least and most of the stream."""
 REPORT = struct.Struct("<dQd")
-"""Bits a second, bytes, seconds: what the receiver saw."""
+"""Bits per second, bytes, seconds, as the receiver saw them."""
 MAGIC, VERSION = b"TAHM", 1
 
 LONGEST_S = 60.0
-"""Of a stream: who asks for more is refused."""
+"""Longest stream; a request for more is refused."""
 STALL_S = 10.0
-"""A peer that is silent for so long, or a stream that stands still, is given up."""
+"""Give up a silent peer, or a stream that stands still, after this long."""
+WINDOW_S = 0.1
+"""Shortest window; a window is at least a round trip long, since TCP sends in bursts of that distance."""
 
 _BLOCK_NBYTES = 256 * 1024
 _SCRATCH_NBYTES = 1024 * 1024
 _UNSENT_NBYTES = 256 * 1024
 _TCP_NOTSENT_LOWAT = 25  # socket has no name for it everywhere
+_SPAN = 4
+_GROWTH = 1.05
+_WINDOW_NBYTES = 64 * 1024
+_LONGEST_WINDOW_S = 1.0
 
 
 class Kind(IntEnum):
-    """What the end that dialled asks for."""
+    """The request of the end that dialled."""
 
     ECHO = 0
     """One byte back."""
@@ -49,7 +55,7 @@ class Kind(IntEnum):
     """Send me a stream."""
 
 
-class Verdict(IntEnum):
+class Welcome(IntEnum):
     """The answer to a greeting: one byte."""
 
     WELCOME = 1
@@ -58,16 +64,9 @@ class Verdict(IntEnum):
     BUSY = 4
 
 
-REASONS = {
-    Verdict.OTHER_RUN: "a worker of another run answers there",
-    Verdict.OTHER_STAGE: "the worker of another stage answers there; do two hosts advertise one address?",
-    Verdict.BUSY: "it answers too many others",
-}
-
-
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked for, parsed."""
+class MeterRequest:
+    """A request, parsed."""
 
     kind: Kind
     window_s: float = 0.0
@@ -79,20 +78,86 @@ class Request:
         return REQUEST.pack(self.kind, self.window_s, self.least_s, self.most_s)
 
     @classmethod
-    def unpack(cls, data: bytes, peer: str) -> "Request":
-        """The request in these bytes; RemoteProtocolError if they are none."""
+    def unpack(cls, data: bytes, peer: str) -> "MeterRequest":
+        """The request in these bytes; RemoteProtocolError if they are malformed."""
         kind, *times_s = REQUEST.unpack(data)
         if kind not in list(Kind) or not all(0 <= time_s <= LONGEST_S for time_s in times_s):
-            raise RemoteProtocolError(f"{peer}: asked for a measurement that there is not: {kind}, {times_s}")
+            raise RemoteProtocolError(
+                f"{peer}: asked for an unknown measurement: kind {kind}, times {times_s}; expected a kind of 0 to 2 "
+                f"and at most {LONGEST_S:g} s"
+            )
         return cls(Kind(kind), *times_s)
 
-    def settling(self) -> Settling:
-        """What judges the stream that is asked for."""
+    def settling(self) -> "Settling":
+        """The judge of the stream that is asked for."""
         return Settling(self.window_s, self.least_s, self.most_s)
 
 
+class Settling:
+    """The rate of a stream of bytes, and whether it has settled. Pure: times are arguments.
+
+    Arrivals are gathered into windows. The rate has settled when the median of the newest windows is hardly above that
+    of the windows before them: TCP's slow start is over then.
+
+    Args:
+        window_s: least length of a window. It goes on until it holds 64 KiB, at 5 Mbit/s and less for a second at
+            most, so that a packet more or less does not count.
+        least_s: shortest time to look, from the first arrival on.
+        most_s: longest time, settled or not.
+    """
+
+    def __init__(self, window_s: float, least_s: float, most_s: float) -> None:
+        self._window_s = max(window_s, WINDOW_S)
+        self._least_s = least_s
+        self._most_s = most_s
+        self._rates: list[float] = []
+        self._begun_s: float | None = None
+        self._window_from_s = 0.0
+        self._window_nbytes = 0
+        self._now_s = 0.0
+        self.nbytes = 0
+        """All bytes that have arrived."""
+
+    def add(self, now_s: float, nbytes: int) -> None:
+        """Bytes have arrived now."""
+        self.nbytes += nbytes
+        self._now_s = now_s
+        if self._begun_s is None:
+            # these came over an unknown time before now
+            self._begun_s = self._window_from_s = now_s
+            return
+        self._window_nbytes += nbytes
+        lasted_s = now_s - self._window_from_s
+        is_full = lasted_s >= self._window_s and self._window_nbytes >= _WINDOW_NBYTES
+        if is_full or lasted_s >= max(_LONGEST_WINDOW_S, self._window_s):
+            self._rates.append(8 * self._window_nbytes / lasted_s)
+            self._window_from_s, self._window_nbytes = now_s, 0
+
+    @property
+    def lasted_s(self) -> float:
+        """From the first arrival to the newest."""
+        return self._now_s - self._begun_s if self._begun_s is not None else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream may end: it has settled, or taken its time."""
+        if self.lasted_s >= self._most_s:
+            return True
+        newest, before = self._rates[-_SPAN:], self._rates[-2 * _SPAN : -_SPAN]
+        if self.lasted_s < self._least_s or len(before) < _SPAN:
+            return False
+        return statistics.median(newest) <= _GROWTH * statistics.median(before)
+
+    @property
+    def rate_bits_per_s(self) -> float:
+        """Median of the newest windows, or the mean if no window is full; 0.0 if hardly anything came."""
+        if self._rates:
+            return statistics.median(self._rates[-2 * _SPAN :])
+        return 8 * self._window_nbytes / self.lasted_s if self.lasted_s > 0 else 0.0
+
+
 def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """So many bytes, or none if the peer closes before them."""
+    """This many bytes, or none if the peer closes before them."""
     received = b""
     while len(received) < nbytes:
         piece = connection.recv(nbytes - len(received))
@@ -103,7 +168,7 @@ def receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages at once; little unsent in the socket, which would have to drain when the stream is over."""
+    """Send small messages at once, and keep little unsent in the socket, which would have to drain after a stream."""
     connection.settimeout(STALL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # it only saves time
@@ -111,10 +176,10 @@ def tune(connection: socket.socket) -> None:
 
 
 def receive_stream(connection: socket.socket, settling: Settling) -> float:
-    """Swallow a stream until its rate has settled, tell the sender, and swallow the rest of it.
+    """Receive a stream until its rate has settled, report to the sender, and discard the rest of it.
 
     Returns:
-        Bits a second.
+        Bits per second.
 
     Raises:
         OSError: the stream stood still (TimeoutError), or ended before its time (ConnectionError).
@@ -133,40 +198,36 @@ def receive_stream(connection: socket.socket, settling: Settling) -> float:
 
 
 def send_stream(connection: socket.socket, most_s: float, peer: str) -> float:
-    """Send until the receiver says that it has seen enough, and then until it has got all.
+    """Send until the receiver reports, and wait until it has received everything.
 
     Returns:
-        Bits a second, as the receiver saw them.
+        Bits per second, as the receiver saw them.
 
     Raises:
         OSError: the receiver takes nothing, or has gone.
-        RemoteProtocolError: what it says is no report.
+        RemoteProtocolError: its report is malformed.
     """
-    block, deadline_s = _block(), time.monotonic() + most_s + 2 * STALL_S
+    block, deadline_s = _random_block(), time.monotonic() + most_s + 2 * STALL_S
     while True:
         readable, writable, _ = select.select([connection], [connection], [], STALL_S)
         if readable:
             break
         if not writable or time.monotonic() > deadline_s:
-            raise TimeoutError("nothing more is taken there")
+            raise TimeoutError("the receiver takes nothing more")
         with contextlib.suppress(BlockingIOError):
             connection.send(block, socket.MSG_DONTWAIT)
-    rate = _reported(receive_exactly(connection, REPORT.size), peer)
-    connection.shutdown(socket.SHUT_WR)
-    receive_exactly(connection, 1)
-    return rate
-
-
-def _reported(data: bytes, peer: str) -> float:
-    if len(data) != REPORT.size:
+    data = receive_exactly(connection, REPORT.size)
+    if not data:
         raise ConnectionError("the connection was closed before the far end had reported")
     rate, _, _ = REPORT.unpack(data)
     if not 0 <= rate < math.inf:
-        raise RemoteProtocolError(f"{peer}: reported a rate of {rate} bit/s")
+        raise RemoteProtocolError(f"{peer}: reported a rate of {rate} bit/s; expected a finite positive number")
+    connection.shutdown(socket.SHUT_WR)
+    receive_exactly(connection, 1)
     return float(rate)
 
 
 @cache
-def _block() -> memoryview:
-    """What is sent: random, so that nothing on the way packs it."""
+def _random_block() -> memoryview:
+    """Random, so that nothing on the path can compress it."""
     return memoryview(os.urandom(_BLOCK_NBYTES))

@@ -1,9 +1,10 @@
-"""Codecs that may be chosen, and which of them each link and direction gets.
+"""Codecs that may be chosen, and the choice for each link and direction.
 
 Speed first, then quality: a plan is found with the codec of fewest bits in each direction, and then links take more
 faithful ones, one rung of the ladder at a time in turn, for as long as all together cost no more than `TOLERANCE` of
-the tokens a second and their frames have room in memory. So only links that limit the step are coded hard. A more
-faithful codec may have shorter frames than a less faithful one: where a rung is too much, such a one above it is tried.
+the tokens per second and their frames fit in memory. So only links that limit the step are coded hard. A more
+faithful codec may have shorter frames than a less faithful one: where a rung costs too much, a higher one with shorter
+frames is tried.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tahq.plan.prediction import fits_memory, is_long
-from tahq.plan.problem import Plan, PlanProblem
+from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.search import Simulations
 
 LADDER: dict[str, tuple[str, ...]] = {
@@ -24,37 +25,31 @@ LADDER: dict[str, tuple[str, ...]] = {
         *("eden:bits=3", "eden:bits=2"),
     ),
 }
-"""What `--codecs ladder` stands for, by direction, the most faithful first.
+"""The meaning of `--codecs ladder`, by direction, the most faithful first.
 
-Bits an element of a frame are about: raw 16; fixed 8.3 and 6.3; wf 6.1 to 2.1; tah 4.4; eden 6.0 to 2.0. The order
+Bits per element of a frame are about: raw 16; fixed 8.3 and 6.3; wf 6.1 to 2.1; tah 4.4; eden 6.0 to 2.0. The order
 is that of the relative error on the boundary of a trained GPT-2 small (benchmarks/results/frontier_epyc2_202611.md).
 """
 
 TOLERANCE = 0.01
-"""Share of the tokens a second that quality may cost in all."""
+"""Share of the tokens per second that quality may cost in all."""
 
 
-def fewest_bits(problem: PlanProblem) -> tuple[str, str]:
-    """The codec of the shortest frames in each direction; of equals the more faithful."""
-    size = problem.model.micro_batches[0]
-
-    def shortest(codecs: Sequence[str]) -> str:
-        return min(codecs, key=lambda codec: problem.frame_nbytes(codec, size))
-
-    return shortest(problem.activations), shortest(problem.gradients)
-
-
-def with_best_codecs(problem: PlanProblem, plan: Plan, simulations: Simulations, limit_s: float | None = None) -> Plan:
-    """The plan with the most faithful codecs that speed and memory allow; one a direction where a step is long.
+def with_best_codecs(
+    problem: PlanProblem, plan: PipelinePlan, simulations: Simulations, limit_s: float | None = None
+) -> PipelinePlan:
+    """The plan with the most faithful codecs that speed and memory allow; one per direction where a step is long.
 
     Args:
         problem: what may be chosen.
-        plan: the codecs to begin with are its own.
+        plan: begins with its own codecs.
         simulations: of the same cluster.
         limit_s: how long its step may become; None: `TOLERANCE` longer than it is.
     """
     limit_s = simulations.time_s(plan) * (1 + TOLERANCE) if limit_s is None else limit_s
-    places = list(_places(plan))
+    links = range(plan.num_stages - 1)
+    groups = [tuple(links)] if is_long(plan) else [(link,) for link in links]
+    places = [(direction, group) for direction in ("gradients", "activations") for group in groups]
     while places:
         for place in list(places):
             above = _rungs_above(problem, plan, *place)
@@ -66,18 +61,13 @@ def with_best_codecs(problem: PlanProblem, plan: Plan, simulations: Simulations,
     return plan
 
 
-def _is_allowed(simulations: Simulations, plan: Plan, limit_s: float) -> bool:
+def _is_allowed(simulations: Simulations, plan: PipelinePlan, limit_s: float) -> bool:
     return fits_memory(simulations.table, plan) and simulations.time_s(plan) <= limit_s
 
 
-def _places(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Links that change together, by direction."""
-    links = range(plan.num_stages - 1)
-    for direction in ("gradients", "activations"):
-        yield from ((direction, group) for group in ([tuple(links)] if is_long(plan) else [(link,) for link in links]))
-
-
-def _rungs_above(problem: PlanProblem, plan: Plan, direction: str, links: Sequence[int]) -> Iterator[Plan]:
+def _rungs_above(
+    problem: PlanProblem, plan: PipelinePlan, direction: str, links: Sequence[int]
+) -> Iterator[PipelinePlan]:
     """The plan with the next more faithful codec on some links, then with those above it of ever shorter frames."""
     allowed, codecs = getattr(problem, direction), list(getattr(plan, direction))
     rung = allowed.index(codecs[links[0]]) if links else 0

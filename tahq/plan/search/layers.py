@@ -1,9 +1,9 @@
-"""Layers for the hosts of one order: the divisions that the bound likes best.
+"""Layers for the hosts of one order: the divisions of least bound.
 
-Blocks are alike, so once it is said how long the busiest stage may compute, the best that can be done is to give each
-block to the fastest host that has room: what is left, the time that a micro-batch needs to come through, is a sum. So
-few limits are tried in place of all divisions, each division is bounded with everything else that there is (links,
-memory, latency), and where all divisions are few, all are.
+Blocks are alike, so for a given limit of the busiest stage's compute time the best division gives each block to the
+fastest host that has room: the rest, the time that a micro-batch needs to pass through, is a sum. So a few limits are
+tried in place of all divisions, each division is bounded with everything else (links, memory, latency), and where
+there are few divisions, all are tried.
 """
 
 import math
@@ -13,12 +13,11 @@ from itertools import combinations
 
 import numpy as np
 
-from tahq.plan.search.stages import StageCosts
-from tahq.plan.search.table import Array
-from tahq.plan.simulate.bound import step_bound
+from tahq.plan.search.stages import StageCosts, whole_quotient
+from tahq.plan.simulate.bound import Array, step_bound
 
 MAX_ALL = 2_000
-"""Divisions that are all tried."""
+"""Up to so many divisions, all are tried."""
 
 _NUM_LIMITS = 48
 
@@ -32,34 +31,32 @@ class Divisions:
 
 
 def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: bool) -> Divisions:
-    """The divisions of least bound among those that fit the hosts' memory; none may be left.
+    """The divisions of least bound among those that fit the hosts' memory; may be empty.
 
     Args:
         stages: hosts, in order.
-        num_layers: blocks to divide, each stage one or more.
-        keep: so many at most.
+        num_layers: blocks to divide, each stage at least one.
+        keep: at most this many.
         split: whether backwards may be split.
     """
     num_stages = len(stages.hosts)
     every = math.comb(num_layers - 1, num_stages - 1) <= MAX_ALL
-    layers = _all_divisions(num_layers, num_stages) if every else _filled(stages, num_layers)
+    layers = all_divisions(num_layers, num_stages) if every else _filled(stages, num_layers)
     depths = stages.depth_limits(layers)
     fits = depths[:, -1] >= 1
     layers, depths = layers[fits], depths[fits]
     if not len(layers):
         return Divisions(layers, np.zeros(0))
-    bounds_s = step_bound(stages.bound_costs(layers, depths, split=split))
+    bounds_s = step_bound(stages.step_seconds(layers, depths, split=split))
     best = np.argsort(bounds_s, kind="stable")[:keep]
     return Divisions(layers[best], bounds_s[best])
 
 
 @cache
-def _all_divisions(num_layers: int, num_stages: int) -> Array:
-    """All ways to divide, [N, P]."""
-    cuts = np.array(list(combinations(range(1, num_layers), num_stages - 1)), dtype=float)
-    ends = np.full((len(cuts), 1), float(num_layers))
-    starts = np.zeros((len(cuts), 1))
-    return np.diff(np.hstack([starts, cuts.reshape(len(cuts), num_stages - 1), ends]), axis=1)
+def all_divisions(num_layers: int, num_stages: int) -> Array:
+    """All divisions, [N, P]."""
+    cuts = combinations(range(1, num_layers), num_stages - 1)
+    return np.diff(np.array([(0, *inner, num_layers) for inner in cuts], dtype=float))
 
 
 def _filled(stages: StageCosts, num_layers: int) -> Array:
@@ -71,16 +68,21 @@ def _filled(stages: StageCosts, num_layers: int) -> Array:
     for room in rooms:
         if room.min() >= 1 and room.sum() >= num_layers:
             limits = _limits(each, ends, room, num_layers)
-            capacity = np.clip(np.floor((limits[:, None] - ends) / each + 1e-9), 1, room)
-            found.append(_fill(capacity, each, num_layers))
+            found.append(_fill(_capacity(limits[:, None], each, ends, room), each, num_layers))
     layers: Array = np.unique(np.concatenate(found), axis=0)
     return layers
 
 
+def _capacity(limit_s: Array, each: Array, ends: Array, room: Array) -> Array:
+    """Blocks that each stage may have under a limit of its compute time, at least one."""
+    capacity: Array = np.clip(np.floor((limit_s - ends) / each + 1e-9), 1, room)
+    return capacity
+
+
 def _wanted_depths(stages: StageCosts) -> list[Array]:
-    """Depths that memory may be kept free for, from one micro-batch in flight to all; one where memory is no limit."""
+    """Depths to reserve memory for, from one micro-batch in flight to all; only one where memory is no limit."""
     num_stages = len(stages.hosts)
-    if np.isinf(stages.memory()).all():
+    if np.isinf(stages.memory).all():
         return [np.ones(num_stages)]
     natural = np.arange(num_stages, 0, -1).astype(float)
     same = [np.full(num_stages, float(2**power)) for power in range(stages.num_micro_batches.bit_length())]
@@ -88,38 +90,33 @@ def _wanted_depths(stages: StageCosts) -> list[Array]:
 
 
 def _most_layers(stages: StageCosts, depths: Array, num_layers: int) -> Array:
-    """Blocks that each stage has memory for with so many micro-batches in flight."""
+    """Blocks that fit each stage's memory at these depths."""
     none, one = np.zeros(len(depths)), np.ones(len(depths))
     base = stages.fixed_nbytes(none) + depths * stages.held_nbytes(none)
     block = stages.fixed_nbytes(one) + depths * stages.held_nbytes(one) - base
-    room = stages.memory() - base
-    with np.errstate(divide="ignore", invalid="ignore"):
-        most = np.where(block > 0, np.floor(room / block), np.where(room >= 0, np.inf, 0.0))
-    return np.clip(most, 0, num_layers - len(depths) + 1)
+    return np.clip(whole_quotient(stages.memory - base, block), 0, num_layers - len(depths) + 1)
 
 
 def _limits(each: Array, ends: Array, room: Array, num_layers: int) -> Array:
-    """Seconds that the busiest stage may compute: the least that suffices, those just above, and some far above."""
+    """Limits in seconds of the busiest stage's compute: the least that suffices, those just above, some far above."""
     counts = np.arange(1, int(room.max()) + 1)
     values = np.unique(counts[:, None] * each + ends)
-    values = values[values >= (each + ends).max() - 1e-12]
-    if not len(values):
-        values = np.array([(each + ends).max()])
+    least = (each + ends).max()
+    values = values[values >= least - 1e-12] if values[-1] >= least - 1e-12 else np.array([least])
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2
-        capacity = np.clip(np.floor((values[middle] - ends) / each + 1e-9), 1, room)
-        low, high = (low, middle) if capacity.sum() >= num_layers else (middle + 1, high)
+        enough = _capacity(values[middle], each, ends, room).sum() >= num_layers
+        low, high = (low, middle) if enough else (middle + 1, high)
     above = values[low:]
     half = _NUM_LIMITS // 2
-    far = (
-        np.linspace(half, len(above) - 1, half).astype(int) if len(above) > _NUM_LIMITS else np.arange(half, len(above))
-    )
-    return np.concatenate([above[:half], above[far]])
+    if len(above) <= _NUM_LIMITS:
+        return above
+    return np.concatenate([above[:half], above[np.linspace(half, len(above) - 1, half).astype(int)]])
 
 
 def _fill(capacity: Array, each: Array, num_layers: int) -> Array:
-    """Blocks to the fastest hosts first, one to every stage before."""
+    """Give every stage one block, then the rest to the fastest hosts first."""
     order = np.argsort(each, kind="stable")
     extra = (capacity - 1)[:, order]
     before = np.cumsum(extra, axis=1) - extra

@@ -1,7 +1,7 @@
-"""Which hosts, in which order: all orders of few hosts, and a local search over many.
+"""Orders of hosts: all orders of few hosts, and a local search over many.
 
-Every order is scored by the best bound of its divisions. Hosts that are alike are told apart nowhere, so that equal
-hosts cost no time. Nothing here is random: the same problem gives the same orders.
+Every order is scored by the best bound of its divisions. Equal hosts are interchangeable, so they cost no time. The
+search is deterministic: the same problem gives the same orders.
 """
 
 import math
@@ -14,13 +14,14 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
 from tahq.comm.network_model import transmission_s
-from tahq.plan.search.table import Array, ClusterTable
+from tahq.plan.search.table import ClusterTable
+from tahq.plan.simulate.bound import Array
 
 Order = tuple[int, ...]
 Score = Callable[[Order], float]
 
 MAX_ALL_HOSTS = 6
-"""So many hosts are tried in all orders."""
+"""Up to so many hosts are tried in all orders."""
 
 _NUM_STARTS = 8
 _NUM_SEEDS = 6
@@ -31,7 +32,7 @@ _EVALUATIONS = 300
 
 
 def all_orders(kinds: Sequence[int], hosts: Sequence[int], sizes: Sequence[int]) -> Iterator[Order]:
-    """Every order of every subset of these sizes, hosts that are alike taken once."""
+    """Every order of every subset of these sizes, one of those that differ by equal hosts only."""
     for size in sizes:
         seen = set()
         for order in permutations(hosts, size):
@@ -42,7 +43,7 @@ def all_orders(kinds: Sequence[int], hosts: Sequence[int], sizes: Sequence[int])
 
 
 def stage_counts(num_hosts: int, num_layers: int, wanted: int | None) -> tuple[int, ...]:
-    """Numbers of stages that are tried: all of a few, and of many each about a seventh more than the one before."""
+    """Numbers of stages to try: all of a few, and of many each about a seventh larger than the last."""
     if wanted is not None:
         return (wanted,)
     most = min(num_hosts, num_layers)
@@ -53,48 +54,109 @@ def stage_counts(num_hosts: int, num_layers: int, wanted: int | None) -> tuple[i
     return (*counts, most)
 
 
-def searched_orders(
-    table: ClusterTable,
-    hosts: Sequence[int],
-    sizes: Sequence[int],
-    micro_batch: int,
-    wires: tuple[str, str],
-    score: Score,
-) -> list[Order]:
-    """Good orders of many hosts, the best first.
-
-    Starts are the hosts that would be fastest on their own, and neighbours of good ones, chained by what a hop
-    between two takes; the best of them are improved by reversing a part (2-opt), moving a few hosts elsewhere
-    (or-opt) and exchanging a host for one outside, for as long as the score falls.
+class OrderSearch:
+    """Searches good orders of many hosts.
 
     Args:
         table: the cluster.
-        hosts: those that are free.
-        sizes: numbers of stages.
-        micro_batch: for what hops and hosts take.
+        hosts: the free ones.
+        micro_batch: for the seconds of hops and hosts.
         wires: the codecs of the two directions, for the same.
-        score: seconds; inf: does not fit.
     """
-    starts = _Starts(table, hosts, micro_batch, wires)
-    scores = {order: score(order) for size in sizes for order in starts.orders(size)}
-    best = [order for order in sorted(scores, key=scores.__getitem__) if scores[order] < math.inf]
-    found = dict.fromkeys(best[:_NUM_STARTS])
-    for order in _of_different_sizes(best)[:_SEARCHED]:
-        alone = starts.alone_s(len(order))
-        outside = [hosts[index] for index in np.argsort(alone, kind="stable")[: 2 * len(order) + 8]]
-        found[improved(order, outside, score)] = None
-    return sorted(found, key=score)
 
+    def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int, wires: tuple[str, str]) -> None:
+        self._table, self._hosts, self._index = table, hosts, np.array(hosts)
+        self._micro_batch = micro_batch
+        self._nbytes = [table.problem.frame_nbytes(codec, micro_batch) for codec in wires]
+        self._distances = self._pair_distances()
+        self._fits = self._middle_nbytes() <= table.memory[self._index]
+        self._tree = linkage(squareform(self._distances, checks=False), "average") if len(hosts) > 2 else None
 
-def first_orders(
-    table: ClusterTable, hosts: Sequence[int], sizes: Sequence[int], micro_batch: int, wires: tuple[str, str]
-) -> list[Order]:
-    """For each number of stages the hosts that would be fastest on their own; none where too few have the memory.
+    def fastest_alone(self, sizes: Sequence[int]) -> list[Order]:
+        """For each number of stages the hosts that are fastest on their own; none where too few have the memory."""
+        return [order for size in sizes for order in islice(self._starts(size), 1)]
 
-    Arguments as of `searched_orders`.
-    """
-    starts = _Starts(table, hosts, micro_batch, wires)
-    return [order for size in sizes for order in islice(starts.orders(size), 1)]
+    def best(self, sizes: Sequence[int], score: Score) -> list[Order]:
+        """Good orders, the best first.
+
+        Starts are the hosts that would be fastest on their own, and neighbours of good ones, chained by the time of a
+        hop between two; the best of them are improved by reversing a part (2-opt), moving a few hosts elsewhere
+        (or-opt) and exchanging a host for one outside, for as long as the score falls.
+
+        Args:
+            sizes: numbers of stages.
+            score: seconds; inf: does not fit.
+        """
+        scores = {order: score(order) for size in sizes for order in self._starts(size)}
+        best = [order for order in sorted(scores, key=scores.__getitem__) if scores[order] < math.inf]
+        found = dict.fromkeys(best[:_NUM_STARTS])
+        for order in _of_different_sizes(best)[:_SEARCHED]:
+            alone = self._alone_s(len(order))
+            outside = [self._hosts[index] for index in np.argsort(alone, kind="stable")[: 2 * len(order) + 8]]
+            found[improved(order, outside, score)] = None
+        return sorted(found, key=score)
+
+    def _alone_s(self, size: int) -> Array:
+        """Each host's seconds for its share of a micro-batch: computing, or sending or receiving both ways."""
+        times, model = self._table.times(self._micro_batch), self._table.problem.model
+        compute = model.num_layers / size * (times.block_forward + times.block_backward)[self._index]
+        nbytes = sum(self._nbytes) if size > 1 else 0.0
+        rates = np.minimum(self._table.up, self._table.down)[self._index]
+        wire = transmission_s(nbytes, rates)
+        alone: Array = np.where(self._fits, np.maximum(compute, wire) + 1e-3 * (compute + wire), math.inf)
+        return alone
+
+    def _starts(self, size: int) -> Iterator[Order]:
+        """Chains of this many hosts."""
+        for chosen in self._subsets(self._alone_s(size), size):
+            yield tuple(self._hosts[index] for index in _chained(chosen, self._distances))
+
+    def _pair_distances(self) -> Array:
+        """Seconds of a micro-batch's round trip between each two hosts, in the slower order of the two."""
+        pairs = np.ix_(self._index, self._index)
+        rate, latency = self._table.pair_rate[pairs], self._table.latency_s[pairs]
+        hop = transmission_s(self._nbytes[0], rate) + transmission_s(self._nbytes[1], rate.T) + latency + latency.T
+        distances: Array = np.maximum(hop, hop.T)
+        np.fill_diagonal(distances, 0.0)
+        return distances
+
+    def _middle_nbytes(self) -> Array:
+        """Bytes of one block in the middle of a pipeline on each host."""
+        model = self._table.problem.model
+        held, measured = model.held[self._micro_batch], self._table.times(self._micro_batch).held_block[self._index]
+        blocks = np.where(measured > 0, measured, held.block)
+        nbytes: Array = model.block_nbytes + 3 * held.tensor + held.again + blocks + 2 * sum(self._nbytes)
+        return nbytes
+
+    def _subsets(self, alone: Array, size: int) -> Iterator[tuple[int, ...]]:
+        able = np.flatnonzero(np.isfinite(alone))
+        if len(able) < size:
+            return
+        ranked = able[np.argsort(alone[able], kind="stable")]
+        yield tuple(ranked[:size])
+        if size == len(able):
+            return
+        for seed in ranked[:_NUM_SEEDS]:
+            near = alone + self._distances[seed]
+            near[seed] = -1.0
+            yield tuple(np.argsort(near, kind="stable")[:size])
+        yield from self._groups(alone, size)
+
+    def _groups(self, alone: Array, size: int) -> Iterator[tuple[int, ...]]:
+        """The best hosts of each large enough group of near ones, on a few levels of the tree of groups."""
+        if self._tree is None or not self._distances.any():
+            return
+        heights = np.unique(self._tree[:, 2])
+        for height in heights[np.unique(np.linspace(0, len(heights) - 1, _NUM_LEVELS).astype(int))]:
+            groups = fcluster(self._tree, height, "distance")
+            names, counts = np.unique(groups, return_counts=True)
+            picked = []
+            for name in names[counts >= size]:
+                members = np.flatnonzero(groups == name)
+                members = members[np.argsort(alone[members], kind="stable")][:size]
+                if np.isfinite(alone[members]).all():
+                    picked.append((float(alone[members].max()), tuple(map(int, members))))
+            yield from (members for _, members in sorted(picked)[:3])
 
 
 def _of_different_sizes(orders: Sequence[Order]) -> list[Order]:
@@ -107,7 +169,7 @@ def _of_different_sizes(orders: Sequence[Order]) -> list[Order]:
 
 
 def improved(order: Order, pool: Sequence[int], score: Score, evaluations: int = _EVALUATIONS) -> Order:
-    """Local search from an order: the first better neighbour is taken, until none is or the evaluations are used up."""
+    """Local search from an order: take the first better neighbour until there is none, or no evaluation is left."""
     best_s, shuffle = score(order), random.Random(len(order))
     left = evaluations
     while left > 0:
@@ -142,83 +204,6 @@ def _neighbours(order: Order, pool: Sequence[int]) -> Iterator[Order]:
         for a in range(count)
         for b in range(a + 2, count)
     )
-
-
-# -- starts --------------------------------------------------------------------------------------
-
-
-class _Starts:
-    """Sets of hosts that are worth a start, each as a chain."""
-
-    def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int, wires: tuple[str, str]) -> None:
-        self._table, self._hosts, self._index = table, hosts, np.array(hosts)
-        self._micro_batch = micro_batch
-        self._nbytes = [table.problem.frame_nbytes(codec, micro_batch) for codec in wires]
-        self._distances = self._pair_distances()
-        self._fits = self._middle_nbytes() <= table.memory[self._index]
-        self._tree = linkage(squareform(self._distances, checks=False), "average") if len(hosts) > 2 else None
-
-    def alone_s(self, size: int) -> Array:
-        """What each host would take for its share of a micro-batch: computing, or sending or receiving both ways."""
-        times, model = self._table.times(self._micro_batch), self._table.problem.model
-        compute = model.num_layers / size * (times.block_forward + times.block_backward)[self._index]
-        nbytes = sum(self._nbytes) if size > 1 else 0.0
-        rates = np.minimum(self._table.up, self._table.down)[self._index]
-        wire = transmission_s(nbytes, rates)
-        alone: Array = np.where(self._fits, np.maximum(compute, wire) + 1e-3 * (compute + wire), math.inf)
-        return alone
-
-    def orders(self, size: int) -> Iterator[Order]:
-        """Chains of so many hosts."""
-        for chosen in self._subsets(self.alone_s(size), size):
-            yield tuple(self._hosts[index] for index in _chained(chosen, self._distances))
-
-    def _pair_distances(self) -> Array:
-        """Seconds that a micro-batch takes there and back between each two hosts, the slower way round."""
-        pairs = np.ix_(self._index, self._index)
-        rate, latency = self._table.pair_rate[pairs], self._table.latency_s[pairs]
-        hop = transmission_s(self._nbytes[0], rate) + transmission_s(self._nbytes[1], rate.T) + latency + latency.T
-        distances: Array = np.maximum(hop, hop.T)
-        np.fill_diagonal(distances, 0.0)
-        return distances
-
-    def _middle_nbytes(self) -> Array:
-        """What one block in the middle of a pipeline needs on each host."""
-        model = self._table.problem.model
-        held, measured = model.held[self._micro_batch], self._table.times(self._micro_batch).held_block[self._index]
-        blocks = np.where(measured > 0, measured, held.block)
-        nbytes: Array = model.block_nbytes + 3 * held.tensor + held.again + blocks + 2 * sum(self._nbytes)
-        return nbytes
-
-    def _subsets(self, alone: Array, size: int) -> Iterator[tuple[int, ...]]:
-        able = np.flatnonzero(np.isfinite(alone))
-        if len(able) < size:
-            return
-        ranked = able[np.argsort(alone[able], kind="stable")]
-        yield tuple(ranked[:size])
-        if size == len(able):
-            return
-        for seed in ranked[:_NUM_SEEDS]:
-            near = alone + self._distances[seed]
-            near[seed] = -1.0
-            yield tuple(np.argsort(near, kind="stable")[:size])
-        yield from self._groups(alone, size)
-
-    def _groups(self, alone: Array, size: int) -> Iterator[tuple[int, ...]]:
-        """The best hosts of each group of near ones that is large enough, over a few levels of the tree of groups."""
-        if self._tree is None or not self._distances.any():
-            return
-        heights = np.unique(self._tree[:, 2])
-        for height in heights[np.unique(np.linspace(0, len(heights) - 1, _NUM_LEVELS).astype(int))]:
-            groups = fcluster(self._tree, height, "distance")
-            names, counts = np.unique(groups, return_counts=True)
-            picked = []
-            for name in names[counts >= size]:
-                members = np.flatnonzero(groups == name)
-                members = members[np.argsort(alone[members], kind="stable")][:size]
-                if np.isfinite(alone[members]).all():
-                    picked.append((float(alone[members].max()), tuple(map(int, members))))
-            yield from (members for _, members in sorted(picked)[:3])
 
 
 def _chained(chosen: Sequence[int], distances: Array) -> list[int]:

@@ -1,48 +1,40 @@
 """From orders and divisions to plans: candidates by bound, the most promising simulated, the best improved.
 
-A candidate is an order, a size of micro-batch and a division; its bound says how fast it could be at most, whatever
-the schedule and its depths. Candidates are simulated in the order of their bounds and no further than the bound
-of the next is above the best that was simulated, or than the budget of simulated actions goes.
+A candidate is an order, a micro-batch size and a division; its bound is the shortest step that it could have, whatever
+the schedule and its depths. Candidates are simulated in the order of their bounds, until the next bound is above the
+best simulated step or the budget of simulated actions is spent.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from tahq.plan.prediction import is_long, simulated_actions, step_time_s
-from tahq.plan.problem import Plan
+from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.layers import best_divisions
-from tahq.plan.search.orders import (
-    MAX_ALL_HOSTS,
-    Order,
-    all_orders,
-    first_orders,
-    searched_orders,
-    stage_counts,
-)
-from tahq.plan.search.schedules import depth_profiles
-from tahq.plan.search.stages import StageCosts, Wires
+from tahq.plan.search.orders import MAX_ALL_HOSTS, Order, OrderSearch, all_orders, stage_counts
+from tahq.plan.search.stages import StageCosts, depth_profiles, plan_bound_s
 from tahq.plan.search.table import ClusterTable
-from tahq.plan.simulate.bound import step_bound
 
 BUDGET_ACTIONS = 250_000
 """Actions that a search may simulate, 20 to 40 µs each."""
 
 _MAX_EVERYTHING = 4_000
-"""Orders times sizes of micro-batch that are all bounded; of more orders, only the best at two sizes are."""
+"""Up to so many pairs of order and micro-batch size, all are bounded; else only the orders best at two sizes."""
 
 _KEPT_DIVISIONS = 6
 _REFINED = 6
 _GAIN = 1e-6
-"""Relative: what is not faster by so much is not faster."""
+"""Least relative gain that counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An order, a size of micro-batch, a division, and its bound in seconds."""
+    """An order, a micro-batch size, a division, and its bound in seconds."""
 
     bound_s: float
     hosts: Order
@@ -51,11 +43,11 @@ class Candidate:
 
 
 class Simulations:
-    """Plans that were simulated, and what is left of the budget."""
+    """The plans simulated so far, and the rest of the budget."""
 
     def __init__(self, table: ClusterTable, budget_actions: int = BUDGET_ACTIONS) -> None:
         self.table = table
-        self.times_s: dict[Plan, float] = {}
+        self.times_s: dict[PipelinePlan, float] = {}
         self._budget = self._left = budget_actions
 
     def exhausted(self) -> bool:
@@ -63,26 +55,26 @@ class Simulations:
         return self._left <= 0
 
     def sparing(self) -> bool:
-        """Whether half of the budget is used up, so that what looks hopeless is not simulated."""
+        """Whether half of the budget is used up, so that hopeless plans are no longer simulated."""
         return self._left <= self._budget / 2
 
-    def time_s(self, plan: Plan) -> float:
+    def time_s(self, plan: PipelinePlan) -> float:
         """Seconds of a plan's step."""
         if plan not in self.times_s:
             self._left -= simulated_actions(plan)
             self.times_s[plan] = float(step_time_s(self.table, plan))
         return self.times_s[plan]
 
-    def best(self, plans: Iterable[Plan]) -> Plan | None:
+    def best(self, plans: Iterable[PipelinePlan]) -> PipelinePlan | None:
         """The fastest of some; of equals the first."""
-        best: Plan | None = None
+        best: PipelinePlan | None = None
         for plan in plans:
             if best is None or self.time_s(plan) < self.time_s(best) * (1 - _GAIN):
                 best = plan
         return best
 
-    def ranked(self) -> list[Plan]:
-        """All that were simulated, the fastest first; of equals the one with fewer micro-batches in flight."""
+    def ranked(self) -> list[PipelinePlan]:
+        """All simulated plans, the fastest first; of equals the one with fewer micro-batches in flight."""
         return sorted(self.times_s, key=lambda plan: (self.times_s[plan], _in_flight(plan)))
 
 
@@ -91,10 +83,10 @@ class Search:
 
     Args:
         table: the cluster.
-        hosts: those that may be used.
+        hosts: the hosts that may be used.
         wires: the codecs of the two directions.
-        simulations: what was simulated, shared by several searches.
-        like: a plan whose number of stages and size of micro-batch are kept; None: both are open.
+        simulations: shared by several searches.
+        like: a plan whose number of stages and micro-batch size are kept; None: both are open.
     """
 
     def __init__(
@@ -103,7 +95,7 @@ class Search:
         hosts: Sequence[int],
         wires: tuple[str, str],
         simulations: Simulations,
-        like: Plan | None = None,
+        like: PipelinePlan | None = None,
     ) -> None:
         self._table, self._hosts, self._wires = table, tuple(hosts), wires
         self._problem = table.problem
@@ -111,10 +103,9 @@ class Search:
         self._micro_batches = (like.micro_batch,) if like else self._problem.model.micro_batches
         self._num_stages = like.num_stages if like else self._problem.num_stages
         self._split = "zero-bubble" in self._problem.schedules
-        self._stages: dict[tuple[Order, int], StageCosts] = {}
         self._scores: dict[tuple[tuple[object, ...], int], float] = {}
 
-    def run(self) -> list[Plan]:
+    def run(self) -> list[PipelinePlan]:
         """Plans, the fastest first; empty: no host has the memory for anything."""
         self._simulate(self.candidates())
         for plan in self._leaders():
@@ -124,7 +115,7 @@ class Search:
     # -- candidates by bound ---------------------------------------------------------------------
 
     def candidates(self) -> list[Candidate]:
-        """The best divisions of every promising order and size of micro-batch, by their bound."""
+        """The best divisions of every promising order and micro-batch size, by their bound."""
         sizes = stage_counts(len(self._hosts), self._problem.model.num_layers, self._num_stages)
         sizes = tuple(size for size in sizes if size <= min(len(self._hosts), self._problem.model.num_layers))
         orders = self._exhaustive(sizes) if len(self._hosts) <= MAX_ALL_HOSTS else self._searched(sizes)
@@ -146,19 +137,18 @@ class Search:
         return ranked[: _MAX_EVERYTHING // len(micro_batches)]
 
     def _searched(self, sizes: Sequence[int]) -> list[Order]:
-        orders: dict[Order, None] = {}
-        tried = {
-            micro_batch: first_orders(self._table, self._hosts, sizes, micro_batch, self._wires)
+        searches = {
+            micro_batch: OrderSearch(self._table, self._hosts, micro_batch, self._wires)
             for micro_batch in self._micro_batches
         }
+        tried = {micro_batch: search.fastest_alone(sizes) for micro_batch, search in searches.items()}
         # where none of those fits, the search may still find some: with the sizes that take least memory
-        for micro_batch in self._promising(tried) or self._micro_batches[:2]:
-            score = lambda order, size=micro_batch: self._score(order, size)  # noqa: E731
-            orders |= dict.fromkeys(searched_orders(self._table, self._hosts, sizes, micro_batch, self._wires, score))
-        return list(orders)
+        chosen = self._promising(tried) or self._micro_batches[:2]
+        found = [searches[size].best(sizes, partial(self._score, micro_batch=size)) for size in chosen]
+        return list(dict.fromkeys(order for orders in found for order in orders))
 
     def _promising(self, orders: Mapping[int, Sequence[Order]]) -> tuple[int, ...]:
-        """The two sizes of micro-batch that some orders, given for each, do best with."""
+        """The two micro-batch sizes that some orders, given for each, do best with."""
         best = {
             size: min((self._score(order, size) for order in those), default=math.inf) for size, those in orders.items()
         }
@@ -180,13 +170,12 @@ class Search:
         ]
 
     def _stage_costs(self, order: Order, micro_batch: int) -> StageCosts:
-        wires = Wires.same(*self._wires, len(order))
-        return StageCosts(self._table, order, micro_batch, wires)
+        return StageCosts(self._table, order, micro_batch, *self._wires)
 
     # -- simulation ------------------------------------------------------------------------------
 
     def _simulate(self, candidates: Sequence[Candidate]) -> None:
-        """Each order and size once with its best division, then the other divisions."""
+        """Each order and micro-batch size once with its best division, then the other divisions."""
         firsts: dict[tuple[Order, int], Candidate] = {}
         for candidate in candidates:
             firsts.setdefault((candidate.hosts, candidate.micro_batch), candidate)
@@ -200,17 +189,16 @@ class Search:
                 plan = self._simulations.best(self._plans(candidate, best_s))
                 best_s = min(best_s, self._simulations.time_s(plan)) if plan else best_s
 
-    def _plans(self, candidate: Candidate, best_s: float = math.inf) -> Iterator[Plan]:
-        """A candidate under every schedule with every profile of depths; when sparing, while they come near the best.
+    def _plans(self, candidate: Candidate, best_s: float = math.inf) -> Iterator[PipelinePlan]:
+        """A candidate under every schedule with every depth profile; when sparing, while they come near the best.
 
-        The deepest profile is often not the fastest, with 1F1B least of all, so it alone tells little.
+        The deepest profile alone tells little: it is often not the fastest, least of all with 1F1B.
         """
         stages = self._stage_costs(candidate.hosts, candidate.micro_batch)
-        layers = np.array(candidate.layers, dtype=float)
         for schedule in self._problem.schedules:
             if schedule == "interleaved" and not self._interleaves(candidate):
                 continue
-            profiles = depth_profiles(stages, layers, schedule)
+            profiles = depth_profiles(stages, candidate.layers, schedule)
             if profiles and is_long(self._plan(candidate, schedule, profiles[-1])):
                 # a second each: the deepest, and one between
                 profiles = tuple(dict.fromkeys(profiles[len(profiles) * third // 3 - 1] for third in (2, 3)))
@@ -226,10 +214,10 @@ class Search:
         enough = min(candidate.layers) >= self._problem.chunks_per_stage
         return enough and num_micro_batches % len(candidate.hosts) == 0 and len(candidate.hosts) > 1
 
-    def _plan(self, candidate: Candidate, schedule: str, depths: tuple[int, ...]) -> Plan:
+    def _plan(self, candidate: Candidate, schedule: str, depths: tuple[int, ...]) -> PipelinePlan:
         cuts = len(candidate.hosts) - 1
         chunks = self._problem.chunks_per_stage if schedule == "interleaved" else 1
-        return Plan(
+        return PipelinePlan(
             hosts=candidate.hosts,
             layers=candidate.layers,
             micro_batch=candidate.micro_batch,
@@ -244,9 +232,9 @@ class Search:
 
     # -- improvement -----------------------------------------------------------------------------
 
-    def _leaders(self) -> list[Plan]:
-        """The best plans of different orders or sizes of micro-batch."""
-        leaders: dict[object, Plan] = {}
+    def _leaders(self) -> list[PipelinePlan]:
+        """The best plans of different orders or micro-batch sizes."""
+        leaders: dict[object, PipelinePlan] = {}
         mine = set(self._hosts)
         for plan in self._simulations.ranked():
             if mine.issuperset(plan.hosts):
@@ -255,20 +243,20 @@ class Search:
                 break
         return list(leaders.values())
 
-    def _refine(self, plan: Plan) -> None:
-        """Move a block, or a stage's depth, for as long as it helps."""
-        better: Plan | None = plan
+    def _refine(self, plan: PipelinePlan) -> None:
+        """Move a block, or change a stage's depth, for as long as it helps."""
+        better: PipelinePlan | None = plan
         while better is not None and not self._simulations.exhausted():
             plan, better = better, None
             limit_s = self._simulations.time_s(plan) * (1 - _GAIN)
             for neighbour in self._neighbours(plan):
                 if self._simulations.exhausted():
                     return
-                if self._bound_s(neighbour) < limit_s and self._simulations.time_s(neighbour) < limit_s:
+                if plan_bound_s(self._table, neighbour) < limit_s and self._simulations.time_s(neighbour) < limit_s:
                     better = neighbour
                     break
 
-    def _neighbours(self, plan: Plan) -> Iterator[Plan]:
+    def _neighbours(self, plan: PipelinePlan) -> Iterator[PipelinePlan]:
         stages = self._stage_costs(plan.hosts, plan.micro_batch)
         for layers in _moved(plan.layers, least=plan.chunks_per_stage):
             limits = stages.depth_limits(np.array(layers, dtype=float))
@@ -280,17 +268,9 @@ class Search:
             if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
                 yield replace(plan, depths=depths)
 
-    def _bound_s(self, plan: Plan) -> float:
-        stages = self._stage_costs(plan.hosts, plan.micro_batch)
-        depths = np.array(plan.depths, dtype=float) if plan.depths else None
-        layers = np.array(plan.layers, dtype=float)
-        if plan.chunks_per_stage > 1:
-            return 0.0
-        return float(step_bound(stages.bound_costs(layers, depths, split=plan.schedule == "zero-bubble")))
 
-
-def _in_flight(plan: Plan) -> int:
-    """Micro-batches in flight on all stages, about."""
+def _in_flight(plan: PipelinePlan) -> int:
+    """Approximate number of micro-batches in flight on all stages."""
     return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)
 
 

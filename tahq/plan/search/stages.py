@@ -1,33 +1,23 @@
-"""What stages cost on the hosts of one order, for one size of micro-batch: seconds and bytes, by division.
+"""Seconds and bytes of the stages on the hosts of one order, for one micro-batch size, by division of the layers.
 
 Layers may be one division, of shape [P], or many, [N, P]; what depends on them has the same shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tahq.comm.network_model import transmission_s
-from tahq.plan.search.table import Array, ClusterTable
-from tahq.plan.simulate.bound import DirectionSeconds, StepSeconds
+from tahq.plan.problem import PipelinePlan
+from tahq.plan.search.table import ClusterTable
+from tahq.plan.simulate.bound import Array, DirectionSeconds, StepSeconds, step_bound
+
+Depths = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
-    """Codec of each cut, forward and backward."""
-
-    activations: tuple[str, ...]
-    gradients: tuple[str, ...]
-
-    @classmethod
-    def same(cls, activations: str, gradients: str, num_stages: int) -> "Wires":
-        """One codec a direction on all cuts."""
-        return cls((activations,) * (num_stages - 1), (gradients,) * (num_stages - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
+class StageCompute:
     """Seconds of a micro-batch by stage; `input_gradient` is the part of `backward` that the stage before waits for."""
 
     forward: Array
@@ -42,59 +32,68 @@ class StageCosts:
         table: the cluster.
         hosts: index of each stage's host.
         micro_batch: samples.
-        wires: codecs of the cuts.
+        activations: codec of each cut, forward; one text: of all cuts.
+        gradients: the same backward.
     """
 
-    def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int, wires: Wires) -> None:
-        self._table = table
+    def __init__(
+        self,
+        table: ClusterTable,
+        hosts: Sequence[int],
+        micro_batch: int,
+        activations: str | Sequence[str],
+        gradients: str | Sequence[str],
+    ) -> None:
+        self._table, self._held = table, table.problem.model.held[micro_batch]
         self.hosts = np.array(hosts)
         self.micro_batch = micro_batch
         self.num_micro_batches = table.problem.model.global_batch // micro_batch
-        self.wires = wires
         self.chunks_per_stage = table.problem.chunks_per_stage
+        self.memory: Array = table.memory[self.hosts]
         self._first, self._last = np.zeros(len(hosts)), np.zeros(len(hosts))
         self._first[0] = self._last[-1] = 1.0
         times = table.times(micro_batch)
         own = {name: getattr(times, name)[self.hosts] for name in times.__slots__}
-        self.block = StageTimes(own["block_forward"], own["block_backward"], own["block_input_gradient"])
-        ends_backward = self._first * own["first_backward"] + self._last * own["last_backward"]
-        self.ends = StageTimes(
+        self.block = StageCompute(own["block_forward"], own["block_backward"], own["block_input_gradient"])
+        self.ends = StageCompute(
             self._first * own["first_forward"] + self._last * own["last_forward"],
-            ends_backward,
-            # an embedding has no input whose gradient anybody waits for; of the head's two products one is
+            self._first * own["first_backward"] + self._last * own["last_backward"],
+            # no stage waits for the gradient of an embedding's input; of the head's two products one is the input's
             self._last * own["last_backward"] / 2,
         )
-        self._held_block = own["held_block"]
+        self._held_block = np.where(own["held_block"] > 0, own["held_block"], self._held.block)
         self.latency = table.latency_s[self.hosts[:-1], self.hosts[1:]]
-        self.forward_way = self._way(wires.activations, self.hosts[:-1], self.hosts[1:])
-        self.backward_way = self._way(wires.gradients, self.hosts[1:], self.hosts[:-1])
+        self._frame_nbytes = np.zeros(len(hosts))
+        self.outward = self._direction(activations, self.hosts[:-1], self.hosts[1:])
+        self.inward = self._direction(gradients, self.hosts[1:], self.hosts[:-1])
 
-    def times(self, layers: Array) -> StageTimes:
+    @classmethod
+    def of(cls, table: ClusterTable, plan: PipelinePlan) -> "StageCosts":
+        """Those of a plan."""
+        return cls(table, plan.hosts, plan.micro_batch, plan.activations, plan.gradients)
+
+    def times(self, layers: Array) -> StageCompute:
         """Seconds by stage."""
-        return StageTimes(
-            *(
-                layers * getattr(self.block, name) + getattr(self.ends, name)
-                for name in ("forward", "backward", "input_gradient")
-            )
-        )
+        names = StageCompute.__slots__
+        return StageCompute(*(layers * getattr(self.block, name) + getattr(self.ends, name) for name in names))
 
-    def bound_costs(self, layers: Array, depths: Array | None, *, split: bool) -> StepSeconds:
-        """What `tahq.plan.simulate.bound` takes; `split`: whether backwards are."""
+    def step_seconds(self, layers: Array, depths: Array | None, *, split: bool) -> StepSeconds:
+        """The input of `tahq.plan.simulate.bound`; `split`: whether backwards are."""
         times = self.times(layers)
         return StepSeconds(
             forward=times.forward,
             backward=times.backward,
             input_gradient=times.input_gradient if split else times.backward,
-            activations=self.forward_way,
-            gradients=self.backward_way,
+            activations=self.outward,
+            gradients=self.inward,
             latency=self.latency,
             num_micro_batches=float(self.num_micro_batches),
             depths=depths,
         )
 
     def fixed_nbytes(self, layers: Array) -> Array:
-        """Weights, gradients and optimizer, and what is there once."""
-        model, held = self._table.problem.model, self._table.problem.model.held[self.micro_batch]
+        """Weights, gradients and optimizer, and what exists once."""
+        model, held = self._table.problem.model, self._held
         ends = self._first * model.first_nbytes + self._last * model.last_nbytes
         once = np.where(self._last > 0, max(held.workspace, held.again), held.again)
         # a gradient received, a gradient to send
@@ -104,37 +103,24 @@ class StageCosts:
 
     def held_nbytes(self, layers: Array) -> Array:
         """What a micro-batch in flight keeps."""
-        held = self._table.problem.model.held[self.micro_batch]
-        blocks = np.where(self._held_block > 0, self._held_block, held.block)
+        held = self._held
         ends = self._first * held.first + self._last * held.last + (1 - self._last) * held.tensor
-        nbytes: Array = layers * blocks + ends + held.stage + self._frame_nbytes()
+        nbytes: Array = layers * self._held_block + ends + held.stage + self._frame_nbytes
         return nbytes
 
-    def memory(self) -> Array:
-        """What each host has."""
-        memory: Array = self._table.memory[self.hosts]
-        return memory
-
     def depth_limits(self, layers: Array) -> Array:
-        """Most micro-batches in flight that fit each stage's memory, never more than upstream; below 1: none does."""
-        room = self.memory() - self.fixed_nbytes(layers)
-        held = self.held_nbytes(layers)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            fit = np.where(held > 0, np.floor(room / held), np.where(room >= 0, np.inf, 0.0))
+        """Most micro-batches in flight that fit each stage's memory, never more than upstream; below 1: none fits."""
+        room = self.memory - self.fixed_nbytes(layers)
+        fit = whole_quotient(room, self.held_nbytes(layers))
         limits: Array = np.minimum.accumulate(np.clip(fit, 0, self.num_micro_batches), axis=-1)
         return limits
 
-    def _frame_nbytes(self) -> Array:
-        nbytes = np.zeros(len(self.hosts))
-        for codecs in (self.wires.activations, self.wires.gradients):
-            frames = np.array([self._table.problem.frame_nbytes(codec, self.micro_batch) for codec in codecs])
-            nbytes[:-1] += frames
-            nbytes[1:] += frames
-        return nbytes
-
-    def _way(self, codecs: Sequence[str], sources: Array, targets: Array) -> DirectionSeconds:
+    def _direction(self, codecs: str | Sequence[str], sources: Array, targets: Array) -> DirectionSeconds:
         table, size = self._table, self.micro_batch
+        codecs = [codecs] * len(sources) if isinstance(codecs, str) else codecs
         nbytes = np.array([table.problem.frame_nbytes(codec, size) for codec in codecs])
+        self._frame_nbytes[:-1] += nbytes
+        self._frame_nbytes[1:] += nbytes
         pairs = list(zip(codecs, sources, targets, strict=True))
         return DirectionSeconds(
             encode=np.array([table.codec_s(int(source), codec, size)[0] for codec, source, _ in pairs]),
@@ -143,3 +129,66 @@ class StageCosts:
             path=transmission_s(nbytes, table.path_rate[sources, targets]),
             downlink=transmission_s(nbytes, table.down[targets]),
         )
+
+
+def whole_quotient(room: Array, each: Array) -> Array:
+    """How many times `each` fits into `room`; what needs nothing fits infinitely often, unless the room is negative."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotient: Array = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, 0.0))
+    return quotient
+
+
+def plan_bound_s(table: ClusterTable, plan: PipelinePlan) -> float:
+    """The bound of a plan's step in seconds; 0.0 under an interleaved schedule."""
+    if plan.chunks_per_stage > 1:
+        return 0.0
+    depths = np.array(plan.depths, dtype=float) if plan.depths else None
+    seconds = StageCosts.of(table, plan).step_seconds(
+        np.array(plan.layers, dtype=float), depths, split=plan.schedule == "zero-bubble"
+    )
+    return float(step_bound(seconds))
+
+
+def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -> tuple[Depths, ...]:
+    """Depths to try under a schedule, the fewest first; none where memory has no room for the schedule at all.
+
+    The schedule's own, P − r; what covers a round trip, that is, from a forward to its gradient's return at the pace of
+    the slowest resource, and a little more; steeper ones, 1 + c·(P − 1 − r), which let the last stage begin its
+    backwards while activations still come in slowly; and all that memory holds. A stage may never have fewer
+    micro-batches in flight than the one after it, or both would wait for each other.
+    """
+    blocks = np.array(layers, dtype=float)
+    limits = stages.depth_limits(blocks)
+    if limits[-1] < 1:
+        return ()
+    if schedule == "gpipe":
+        return ((),) if limits[-1] >= stages.num_micro_batches else ()
+    later: Array = np.arange(len(blocks) - 1, -1.0, -1.0)
+    if schedule == "interleaved":
+        # depths count chunks, which keep less each
+        chunks = stages.chunks_per_stage
+        own = 2 * later + (chunks - 1) * len(blocks) + 1
+        return tuple(each for each in _capped([own, 2 * own], limits * chunks) if min(each) >= chunks)
+    if schedule == "zero-bubble":
+        # weight gradients that lag behind count as in flight, and no more than all micro-batches ever are
+        limits = np.where(limits >= stages.num_micro_batches, limits + len(blocks), limits)
+    most = (stages.num_micro_batches - 1) / max(1, len(blocks) - 1)
+    steep = [1 + np.ceil(slope * later) for slope in (1, 2, (1 + most) / 2, most)]
+    return _capped([*steep, *_covering(stages, blocks), np.full(len(blocks), np.inf)], limits)
+
+
+def _capped(profiles: Sequence[Array], limits: Array) -> tuple[Depths, ...]:
+    found = dict.fromkeys(tuple(int(depth) for depth in np.minimum(profile, limits)) for profile in profiles)
+    return tuple(sorted(found, key=sum))
+
+
+def _covering(stages: StageCosts, layers: Array) -> Iterator[Array]:
+    """Depths that let a stage go on while its oldest micro-batch travels."""
+    times = stages.times(layers)
+    out, back = stages.outward, stages.inward
+    hops = out.encode + out.alone + out.decode + back.encode + back.alone + back.decode + 2 * stages.latency
+    own = times.forward + times.backward
+    later = np.concatenate([np.cumsum((own[1:] + hops)[::-1])[::-1], [0.0]])
+    pace = max([1e-12, float(own.max()), *(float(way.alone.max(initial=0.0)) for way in (out, back))])
+    for share, extra in ((1.0, 0), (1.0, 1), (1.0, 2), (1.5, 2), (2.0, 4)):
+        yield np.maximum(1.0, np.ceil(share * (own + later) / pace - 1e-9) + extra)

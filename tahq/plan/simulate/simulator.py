@@ -32,7 +32,7 @@ class ActionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class StepTimeline:
     """One step, simulated; times are seconds from its start.
 
     Attributes:
@@ -59,7 +59,7 @@ class Timeline:
         return sum(span.end_s - span.start_s for span in self.actions if span.stage == stage)
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Run one step of a schedule.
 
     Args:
@@ -76,7 +76,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return _Simulation(schedule, costs).run()
 
 
-def draw_grid(what: Schedule | Timeline, width: int | None = None) -> str:
+def draw_grid(what: Schedule | StepTimeline, width: int | None = None) -> str:
     """Draw one row per stage, time from left to right, backwards twice as wide as forwards where not simulated.
 
     Args:
@@ -97,7 +97,7 @@ def draw_grid(what: Schedule | Timeline, width: int | None = None) -> str:
     return render(cells, [f"stage {stage}  " for stage in range(timeline.num_stages)], width)
 
 
-def _simulate_slots(schedule: Schedule) -> Timeline:
+def _simulate_slots(schedule: Schedule) -> StepTimeline:
     """One slot for a forward, two for a backward (two matrix products to one), none for the wire."""
     return simulate(schedule, uniform_costs(schedule.num_chunks, schedule.num_stages, forward_s=1, backward_s=2))
 
@@ -120,7 +120,7 @@ class _Simulation:
         self._actions: list[ActionSpan] = []
         self._transfers: list[TransferSpan] = []
 
-    def run(self) -> Timeline:
+    def run(self) -> StepTimeline:
         for stage in range(self._schedule.num_stages):
             self._start_next(stage, 0.0)
         while self._events:
@@ -128,7 +128,7 @@ class _Simulation:
             event(now)
         self._check_finished()
         end_s = max((span.end_s for span in self._actions), default=0.0)
-        return Timeline(
+        return StepTimeline(
             actions=tuple(self._actions),
             transfers=tuple(self._transfers),
             step_time_s=end_s + self._costs.commit_s,

@@ -7,7 +7,7 @@ from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.plan.explanation import bottleneck, second_best, shares, what_ifs
 from tahq.plan.planner import plan
 from tahq.plan.prediction import predict
-from tahq.plan.problem import Plan, PlanProblem
+from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.table import ClusterTable
 
 RAW = ("raw:dtype=fp32",)
@@ -16,7 +16,7 @@ RAW = ("raw:dtype=fp32",)
 def predicted(hosts, depths, num_micro_batches=64, round_trip=0.0, layers=(1, 1)):
     problem = PlanProblem(model(2, num_micro_batches), cluster(*hosts, round_trip=round_trip), RAW, RAW)
     table = ClusterTable(problem)
-    return table, predict(table, Plan((0, 1), layers, 1, num_micro_batches, "1f1b", depths, RAW, RAW))
+    return table, predict(table, PipelinePlan((0, 1), layers, 1, num_micro_batches, "1f1b", depths, RAW, RAW))
 
 
 def test_a_slow_host_is_the_bottleneck():

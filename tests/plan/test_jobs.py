@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.comm.topology import Endpoint
-from tahq.plan.measure.jobs import Job, MeasureRequest, diallers, planned_jobs
-from tahq.plan.measure.rounds import measuring_rounds, tournament
+from tahq.plan.measure.jobs import Job, MeasureRequest, diallers, measuring_rounds, planned_jobs, tournament
 
 ONE_CODEC = MeasureRequest(micro_batches=(2,), codecs=("raw:dtype=fp32",))
 

@@ -1,4 +1,4 @@
-"""Several pipelines side by side, each of hosts of its own, that train one model.
+"""Several pipelines side by side, each on hosts of its own, that train one model.
 
 Every replica takes a share of the global batch and its own time for it; then the gradients are averaged:
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from tahq.comm.network_model import transmission_s
 from tahq.plan.prediction import step_time_s
-from tahq.plan.problem import Plan
+from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.table import ClusterTable
 
 
@@ -23,17 +23,17 @@ from tahq.plan.search.table import ClusterTable
 class Replicas:
     """Pipelines of one run. `plans` have their shares of the batch as `num_micro_batches`."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[PipelinePlan, ...]
     step_s: float
     all_reduce_s: float
 
 
-def combined(table: ClusterTable, plans: Sequence[Plan]) -> Replicas | None:
+def combined(table: ClusterTable, plans: Sequence[PipelinePlan]) -> Replicas | None:
     """These pipelines together; None: there are fewer micro-batches than pipelines.
 
     Args:
         table: the cluster.
-        plans: one a replica, of disjoint hosts and one size of micro-batch, each as planned for the whole batch.
+        plans: one per replica, of disjoint hosts and one micro-batch size, each as planned for the whole batch.
     """
     count = plans[0].num_micro_batches
     if count < len(plans):
@@ -49,7 +49,7 @@ def combined(table: ClusterTable, plans: Sequence[Plan]) -> Replicas | None:
 
 
 def _shares(count: int, speeds: Sequence[float]) -> list[int]:
-    """Whole shares of `count` in proportion, one at least, so that the slowest is done as early as can be."""
+    """Whole shares of `count` in proportion, at least one each, so that the slowest is done as early as possible."""
     shares = [1] * len(speeds)
     for _ in range(count - len(speeds)):
         first = min(range(len(speeds)), key=lambda index: (shares[index] + 1) / speeds[index])
@@ -57,20 +57,18 @@ def _shares(count: int, speeds: Sequence[float]) -> list[int]:
     return shares
 
 
-def _all_reduce_s(table: ClusterTable, plans: Sequence[Plan]) -> float:
+def _all_reduce_s(table: ClusterTable, plans: Sequence[PipelinePlan]) -> float:
     count = len(plans)
     if count == 1:
         return 0.0
     nbytes = max(_gradient_nbytes(table, plan) for plan in plans)
-    slowest, longest_s = np.inf, 0.0
-    for one, other in ((a, b) for a in plans for b in plans if a is not b):
-        pairs = np.array(_facing(one, other)).T
-        slowest = min(slowest, float(table.pair_rate[pairs[0], pairs[1]].min()))
-        longest_s = max(longest_s, float(table.latency_s[pairs[0], pairs[1]].max()))
+    pairs = [pair for one in plans for other in plans if one is not other for pair in _facing(one, other)]
+    ends = tuple(np.array(pairs).T)
+    slowest, longest_s = float(table.pair_rate[ends].min()), float(table.latency_s[ends].max())
     return transmission_s(2 * (count - 1) / count * nbytes, slowest) + 2 * (count - 1) * longest_s
 
 
-def _facing(one: Plan, other: Plan) -> list[tuple[int, int]]:
+def _facing(one: PipelinePlan, other: PipelinePlan) -> list[tuple[int, int]]:
     """Hosts of two replicas that hold the same layers, or some of them."""
     ends = [np.cumsum((0, *plan.layers)) for plan in (one, other)]
     return [
@@ -81,11 +79,10 @@ def _facing(one: Plan, other: Plan) -> list[tuple[int, int]]:
     ]
 
 
-def _gradient_nbytes(table: ClusterTable, plan: Plan) -> float:
+def _gradient_nbytes(table: ClusterTable, plan: PipelinePlan) -> float:
     """Of the stage that has most to exchange, in fp32."""
     model = table.problem.model
-    states = model.num_states
-    stages = [layers * model.block_nbytes / states for layers in plan.layers]
-    stages[0] += model.first_nbytes / states
-    stages[-1] += model.last_nbytes / states
+    stages = [layers * model.block_nbytes / model.num_states for layers in plan.layers]
+    stages[0] += model.first_nbytes / model.num_states
+    stages[-1] += model.last_nbytes / model.num_states
     return max(stages)

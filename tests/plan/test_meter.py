@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tahq.errors import PeerLostError, RemoteProtocolError, UserError
 from tahq.plan.measure import meter_wire
-from tahq.plan.measure.meter import Meter, Peer, StreamTimes
-from tahq.plan.measure.meter_server import MAX_CONNECTIONS, MeterServer
-from tahq.plan.measure.meter_wire import GREETING, MAGIC, REPORT, REQUEST, VERSION, Kind, Request, Verdict
+from tahq.plan.measure.meter import MAX_CONNECTIONS, Meter, MeterServer, Peer, StreamTimes
+from tahq.plan.measure.meter_wire import GREETING, MAGIC, REPORT, REQUEST, VERSION, Kind, MeterRequest, Welcome
 
 RUN = 2**63 - 3
 SHORT = StreamTimes(0.2, 0.5)
@@ -119,7 +118,7 @@ def test_a_request_that_there_is_not_ends_the_connection(server, caplog):
     for request in (REQUEST.pack(9, 0, 0, 0), REQUEST.pack(1, 0, 0, 1e9), REQUEST.pack(1, float("nan"), 0, 0)):
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             connection.sendall(GREETING.pack(MAGIC, VERSION, RUN, 0, 1))
-            assert connection.recv(1) == bytes([Verdict.WELCOME])
+            assert connection.recv(1) == bytes([Welcome.WELCOME])
             connection.sendall(request)
             assert connection.recv(1) == b""
 
@@ -127,7 +126,7 @@ def test_a_request_that_there_is_not_ends_the_connection(server, caplog):
 @given(st.binary(min_size=REQUEST.size, max_size=REQUEST.size))
 def test_any_bytes_are_a_request_or_the_peers_fault(data):
     try:
-        request = Request.unpack(data, "host1")
+        request = MeterRequest.unpack(data, "host1")
     except RemoteProtocolError:
         return
     assert 0 <= request.most_s <= meter_wire.LONGEST_S
@@ -151,7 +150,7 @@ def test_too_many_are_turned_away(server):
             held.append(connection)
             connection.sendall(GREETING.pack(MAGIC, VERSION, RUN, 0, 1))
             verdict = connection.recv(1)
-        assert verdict == bytes([Verdict.BUSY])
+        assert verdict == bytes([Welcome.BUSY])
     finally:
         for connection in held:
             connection.close()
@@ -162,7 +161,7 @@ def test_bytes_of_a_greeting_and_a_request():
     assert GREETING.pack(MAGIC, 1, 0x1122334455667788, 2, 1).hex(" ", 1) == (
         "54 41 48 4d 01 88 77 66 55 44 33 22 11 02 00 00 00 01 00 00 00"
     )
-    assert Request(Kind.GIVE, 0.1, 1.0, 30.0).pack() == b"\x02" + struct.pack("<ddd", 0.1, 1.0, 30.0)
+    assert MeterRequest(Kind.GIVE, 0.1, 1.0, 30.0).pack() == b"\x02" + struct.pack("<ddd", 0.1, 1.0, 30.0)
 
 
 def test_an_address_that_is_taken_is_the_users_to_mend(server):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.plan.measure.settling import Settling
+from tahq.plan.measure.meter_wire import Settling
 
 
 def feed(settling, rate_of, step_s=0.01, until_s=60.0):

@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from exhaustive_plans import best_of_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planner_problems import cluster, host, model, random_problem
@@ -18,13 +19,12 @@ from tahq.pipeline.schedule.schedule import validate
 from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
 from tahq.plan.prediction import Speed, predict, step_time_s
-from tahq.plan.problem import HeldBytes, ModelNumbers, Plan, PlanProblem, divisors
+from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem, divisors
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
-from tahq.plan.search.exhaustive import best_of_all
 from tahq.plan.search.layers import best_divisions
 from tahq.plan.search.orders import all_orders, improved, stage_counts
 from tahq.plan.search.search import Simulations
-from tahq.plan.search.stages import StageCosts, Wires
+from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable, times_of
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
@@ -102,7 +102,7 @@ def test_a_long_round_trip_is_covered_by_depth():
     hosts = [host(name) for name in "ab"]
     problem = PlanProblem(model(2, 32), cluster(*hosts, round_trip=0.3), schedules=("1f1b",), num_stages=2)
     planned = plan(problem)
-    own = step_time_s(planned.table, Plan((0, 1), (1, 1), 1, 32, "1f1b", (), ("wf",), ("eden",)))
+    own = step_time_s(planned.table, PipelinePlan((0, 1), (1, 1), 1, 32, "1f1b", (), ("wf",), ("eden",)))
     assert planned.best.in_flight[0] > 2
     assert planned.best.step_s < own / 3
 
@@ -138,10 +138,10 @@ def test_what_keeps_the_model_from_fitting_may_be_the_schedule():
 def test_a_schedule_that_goes_with_no_number_of_stages_is_refused_as_that():
     hosts = [host(name) for name in "abc"]
     with pytest.raises(
-        UserError, match=r"interleaved with 2 chunks a stage goes with none of 3 stages.*global_batch is 8"
+        UserError, match=r"interleaved with 2 chunks per stage does not work with 3 stages.*global_batch is 8"
     ):
         plan(PlanProblem(model(6, 8), cluster(*hosts), schedules=("interleaved",), num_stages=3))
-    with pytest.raises(UserError, match=r"none of 2 to 3 stages: .* 2 layers for each \(the model has 3\)"):
+    with pytest.raises(UserError, match=r"not work with 2 to 3 stages: .* 2 layers for each \(the model has 3\)"):
         plan(PlanProblem(model(3, 8), cluster(*hosts), schedules=("interleaved",)))
 
 
@@ -154,7 +154,7 @@ def test_hosts_of_no_use_change_nothing_wherever_they_are_listed():
 
 def test_depths_between_few_and_all_are_tried_though_the_deepest_is_slow():
     planned = plan(random_problem(106, num_hosts=5, num_layers=6, schedules=("1f1b",)))
-    known = Plan((0, 2, 1), (3, 1, 2), 1, 4, "1f1b", (4, 3, 1), ("wf",) * 2, ("eden",) * 2)
+    known = PipelinePlan((0, 2, 1), (3, 1, 2), 1, 4, "1f1b", (4, 3, 1), ("wf",) * 2, ("eden",) * 2)
     assert planned.best.step_s <= 1.001 * step_time_s(planned.table, known)
 
 
@@ -204,7 +204,7 @@ def test_codecs_are_chosen_for_the_depths_that_are_taken():
 def test_a_better_codec_of_shorter_frames_is_found_above_one_that_is_too_much():
     problem = narrow_problem(("wf:bits=4", "tah", "wf:bits=3"))
     simulations = Simulations(ClusterTable(problem))
-    coarse = Plan((0, 1), (2, 2), 1, 64, "1f1b", (64, 64), ("wf:bits=3",), ("wf",))
+    coarse = PipelinePlan((0, 1), (2, 2), 1, 64, "1f1b", (64, 64), ("wf:bits=3",), ("wf",))
     four, tah = (simulations.time_s(replace(coarse, activations=(codec,))) for codec in ("wf:bits=4", "tah"))
     assert four < tah
     assert with_best_codecs(problem, coarse, simulations, limit_s=four).activations == ("wf:bits=4",)
@@ -298,7 +298,7 @@ def test_hosts_that_are_alike_are_told_apart_nowhere():
 def test_filled_divisions_are_as_good_as_all(monkeypatch):
     hosts = [host("a", 0.01), host("b", 0.03), host("c", 0.02, memory=400_000)]
     table = ClusterTable(PlanProblem(model(20, 16, block=60_000.0), cluster(*hosts, round_trip=0.05)))
-    stages = StageCosts(table, (0, 1, 2), 1, Wires.same("wf", "eden", 3))
+    stages = StageCosts(table, (0, 1, 2), 1, "wf", "eden")
     every = best_divisions(stages, 20, 1, split=False)
     monkeypatch.setattr("tahq.plan.search.layers.MAX_ALL", 0)
     filled = best_divisions(stages, 20, 1, split=False)
@@ -325,7 +325,7 @@ def test_stage_counts_are_all_of_a_few_and_some_of_many():
 
 def test_long_steps_are_reckoned_from_shorter_ones(monkeypatch):
     table = ClusterTable(PlanProblem(model(4, 64), cluster(host("a", up=1e7), host("b", down=2e6), round_trip=0.02)))
-    long = Plan((0, 1), (2, 2), 1, 64, "1f1b", (6, 3), ("wf",), ("eden",))
+    long = PipelinePlan((0, 1), (2, 2), 1, 64, "1f1b", (6, 3), ("wf",), ("eden",))
     whole = step_time_s(table, long)
     monkeypatch.setattr("tahq.plan.prediction.MAX_ACTIONS_SEARCHED", 100)
     assert step_time_s(table, long) == pytest.approx(whole, rel=0.01)
@@ -336,7 +336,7 @@ def test_codec_times_are_of_the_host_that_codes():
     spec = "fixed:bits=8,group=64,round=nearest"
     hosts = [host("a", codecs={spec: slow}), host("b")]
     table = ClusterTable(PlanProblem(model(), cluster(*hosts), (spec,), (spec,)))
-    pair = Plan((0, 1), (3, 3), 1, 4, "1f1b", (), (spec,), (spec,))
+    pair = PipelinePlan((0, 1), (3, 3), 1, 4, "1f1b", (), (spec,), (spec,))
     free = ClusterTable(PlanProblem(model(), cluster(host("a"), host("b")), (spec,), (spec,)))
     # one micro-batch on its way: 4,096 elements encoded forward and decoded backward, each on a
     assert step_time_s(table, pair) - step_time_s(free, pair) >= 4096 * 3e-6
@@ -358,7 +358,7 @@ def test_a_codec_that_was_not_measured_is_as_slow_as_one_that_was():
 
 def test_prediction_at_another_speed():
     table = ClusterTable(PlanProblem(model(2, 4), cluster(host("a", up=1e6), host("b", up=1e6), round_trip=0.1)))
-    pair = Plan((0, 1), (1, 1), 1, 4, "gpipe", (), ("wf",), ("eden",))
+    pair = PipelinePlan((0, 1), (1, 1), 1, 4, "gpipe", (), ("wf",), ("eden",))
     usual = predict(table, pair).step_s
     changed = [predict(table, pair, speed).step_s for speed in (Speed(rates=2), Speed(latency=0.5), Speed(compute=0.5))]
     assert all(seconds < usual for seconds in changed)
