@@ -26,7 +26,7 @@ CODE  := tahq launch netem tests benchmarks
 
 # Those that need no root, GPU or data; the first lines of the others say how they are run.
 IN_BENCH   := assumption coat_states codec curve demo links optimizer_memory planner qgalore_memory \
-              runtime transports
+              runtime
 BENCHMARKS := $(patsubst %,benchmarks/bench_%.py,$(IN_BENCH))
 
 .PHONY: help setup demo test test-parallel test-serial acceptance test-netem-vm check lint types imports stats \

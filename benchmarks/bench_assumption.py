@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import describe
+from harness import describe
 
 from tahq.errors import ConfigError
 from tahq.pipeline.probe.gradient_probe import GradientProbe, ProbedStep

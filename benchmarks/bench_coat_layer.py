@@ -52,8 +52,8 @@ class Report:
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._lines = [f"# One layer with COAT's FP8 flow\n\n{machine.describe_device()}\n"]
-        self._data: dict[str, Any] = {"machine": machine.describe_device()}
+        self._lines = [f"# One layer with COAT's FP8 flow\n\n{machine.describe()}\n"]
+        self._data: dict[str, Any] = {"machine": machine.describe()}
 
     def add(self, key: str, data: Any, lines: list[str]) -> None:
         """One part."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from adam_states import BATCH, EPSILON, MODELS, SEQ_LEN, Moments, states_of_training
-from machine import describe
+from harness import describe
 from stored_otherwise import STORINGS, Storing
 
 from tahq.memory.coat.fp8_formats import DE8, DE8_UNSIGNED, E4M3, E5M2, EightBitFormat

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from machine import describe
+from harness import describe
 
 from tahq.quant import get_codec
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from machine import describe_device, need_gpu
+from harness import describe, need_gpu
 
 from tahq.quant import Codec, get_codec
 
@@ -220,7 +220,7 @@ def report(rows: list[Row], bandwidth: float) -> str:
     lines = [
         "# Codecs on a GPU",
         "",
-        f"{describe_device()}. `python benchmarks/bench_codec_gpu.py`",
+        f"{describe()}. `python benchmarks/bench_codec_gpu.py`",
         "",
         f"A copy of 1 GiB moves {bandwidth / 1e12:.2f} TB/s, read and written. One tile in {1 / OUTLIER_SHARE:.0f} has "
         "an outlier. Before, streams and values were compared with the reference's.",

@@ -176,7 +176,7 @@ def main() -> None:
     )
     if not done:
         raise SystemExit("no run was finished: give more time (--limit) or fewer steps")
-    text = "\n".join(report(done, arguments.steps, arguments.measured_on or machine.describe_device()))
+    text = "\n".join(report(done, arguments.steps, arguments.measured_on or machine.describe()))
     (arguments.out / "convergence_h200_202611.md").write_text(text)
     plot(done, arguments.out / "convergence_h200_202611.png")
     print(text)

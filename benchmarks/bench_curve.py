@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from machine import describe_device
+from harness import describe
 
 from tahq.comm.keys import KeyPair, new_key_pair
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
@@ -141,7 +141,7 @@ def report(options: argparse.Namespace) -> str:
     lines = [
         "# What CURVE costs on a link",
         "",
-        f"{describe_device()}. `python benchmarks/bench_curve.py {command} --frame-kib {options.frame_kib}`",
+        f"{describe()}. `python benchmarks/bench_curve.py {command} --frame-kib {options.frame_kib}`",
         "",
         "Two processes on loopback, one direction, one connection; medians of the repeats, which take turns. Goodput "
         "in Mbit/s of payload with least and most; CPU seconds of each process for a gigabyte of payload.",

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from harness import describe
 
 DEMO = Path(__file__).parents[1] / "launch/examples/demo.yaml"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dropin_rank import SCHEDULES, STOCK
-from machine import describe
+from harness import describe
 
 from tahq.data.config import DataConfig
 from tahq_netem.compute import StageTimes

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from harness import describe
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve

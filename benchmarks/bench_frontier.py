@@ -24,7 +24,7 @@ from boundary_tensors import DIRECTIONS, add_data_option, load_cuts
 from frontier_codecs import SPECS, our_candidates, peer_candidates
 from frontier_measures import Bound, Figures, measure
 from frontier_plot import draw
-from machine import describe
+from harness import describe
 
 from tahq.randomness import derive_seed
 

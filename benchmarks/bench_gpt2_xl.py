@@ -31,7 +31,7 @@ from typing import Any
 
 from engine_points import QUEUES_S, depths
 from engine_rows import predicted_again, quartiles, size_text, step_work, wire_text
-from machine import need_gpu
+from harness import need_gpu
 from trace_overhead import MICRO_BATCHES, TracedRun, overhead_lines, read_runs, trace_run
 
 from tahq_netem.bound import LinkSpeed, step_bound_s

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_rows import quartiles
+from harness import describe
 from heterogeneous_cluster import (
     CLUSTER,
     GLOBAL_BATCH,
@@ -29,7 +30,6 @@ from heterogeneous_cluster import (
     naive_plan,
     network_config,
 )
-from machine import describe
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import TahqError

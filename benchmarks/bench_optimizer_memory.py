@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from machine import describe_device
+from harness import describe
 from optimizer_rows import entries, llama_shapes, make_parameters, state_nbytes
 
 COLUMNS = ("optimizer", "weights", "weight", "gradient", "states", "together", "of fp32 AdamW")
@@ -41,7 +41,7 @@ def main() -> None:
         count = sum(parameter.numel() for parameter in parameters)
         lines.append(line(entry.name, entry.dtype, state_nbytes(optimizer) / count))
         print(lines[-1], flush=True)
-        heading = f"{describe_device()}. {count:,} parameters in {len(shapes)} tensors. Bytes a parameter."
+        heading = f"{describe()}. {count:,} parameters in {len(shapes)} tensors. Bytes a parameter."
         command = "`python benchmarks/bench_optimizer_memory.py`"
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text("\n".join(["# What optimizers keep", "", f"{heading} {command}", "", *lines]) + "\n")

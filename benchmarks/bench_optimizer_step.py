@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from machine import describe_device
+from harness import describe
 from optimizer_rows import BF16, FP32, OTHER_PACKAGES, Entry, entries, llama_shapes, make_parameters, state_nbytes
 from torch.nn import Parameter
 
@@ -198,7 +198,7 @@ def main() -> None:
     rows = [row for row, _ in steps]
     count = sum(parameter.numel() for parameter in parameters[FP32])
     command = "`python benchmarks/bench_optimizer_step.py`"
-    heading = f"{describe_device()}{packages()}. {count:,} parameters in {len(shapes)} tensors. {command}"
+    heading = f"{describe()}{packages()}. {count:,} parameters in {len(shapes)} tensors. {command}"
     for number in range(arguments.rounds):
         for row, step in steps:
             row.alone_ms.append(milliseconds(step, device))

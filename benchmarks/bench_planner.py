@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from exhaustive_plans import best_of_all
-from machine import describe
+from harness import describe
 
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan

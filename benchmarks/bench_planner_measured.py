@@ -24,7 +24,7 @@ from typing import Any
 
 from bench_heterogeneous import with_layers
 from exhaustive_plans import best_of_all
-from machine import describe
+from harness import describe
 from planner_rows import BEST, PLANNER, Row, figures, report, verdicts
 from small_clusters import (
     SCHEDULES,

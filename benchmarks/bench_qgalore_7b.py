@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 from device_memory import DeviceMemory
-from machine import describe_device, need_gpu
+from harness import describe, need_gpu
 from torch.utils.checkpoint import checkpoint
 
 from tahq.comm.link.frame import Purpose
@@ -234,7 +234,7 @@ def child_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def report(rows: list[Row], arguments: argparse.Namespace) -> str:
-    where = describe_device() if arguments.device == "cuda" else "CPU"
+    where = describe() if arguments.device == "cuda" else "CPU"
     lines = [
         "# Q-GaLore: a Llama of 7 billion parameters in 16 GB",
         "",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from machine import describe
+from harness import describe
 
 from tahq.memory.adam.adamw8bit import adamw8bit_states
 from tahq.memory.adam.state_spec import states_nbytes

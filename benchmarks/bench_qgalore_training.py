@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from bench_qgalore_memory import SIZES
-from machine import describe_device
+from harness import describe
 
 from tahq.comm.link.frame import Purpose
 from tahq.data.batches import BatchSource
@@ -123,7 +123,7 @@ def run(variant: str, spec: ModelSpec, batches: BatchSource, arguments: argparse
         sum(weight.subspace.num_searches for weight in weights.values() if weight.subspace is not None),
         1e3 * statistics.median(times_s),
         torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0,
-        describe_device(),
+        describe(),
     )
 
 

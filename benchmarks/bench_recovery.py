@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import describe
+from harness import describe
 
 STAGES = 4
 PARTS = ("sleeping", "computing", "recovery")

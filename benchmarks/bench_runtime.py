@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from machine import describe
+from harness import describe
 
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity

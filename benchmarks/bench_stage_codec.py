@@ -146,7 +146,7 @@ def _device_ms_by_part(profiler: profile) -> dict[str, float]:
 def report(shares: dict[str, Share]) -> str:
     """The result file, as Markdown."""
     lines = [
-        f"# Codec time in a stage's step\n\n{machine.describe_device()}\n",
+        f"# Codec time in a stage's step\n\n{machine.describe()}\n",
         f"benchmarks/bench_stage_codec.py: 12 blocks of GPT2-XL, micro-batch {SHAPE[0]} × {SHAPE[1]}, bf16 autocast; "
         f"device milliseconds a micro-batch from the trace of {REPEATS}, and medians by the clock (synchronised).\n",
         f"| wire | {' | '.join(PARTS)} | codecs | share | clock | clock without codecs |",

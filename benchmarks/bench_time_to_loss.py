@@ -27,7 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from machine import need_gpu
+from harness import need_gpu
 
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from machine import describe
+from harness import describe
 
 from tahq_netem.description import uniform
 from tahq_netem.figures import GOODPUT_SHARE

@@ -1,0 +1,137 @@
+"""Runs a benchmark: options, repeats, and a result file with hardware, date, commit and command.
+
+A benchmark declares its tables; the harness does the rest:
+
+    def tables(options):
+        yield Table(("rate", "Mbit/s"), ((rate, spread(repeat(options, goodput, rate))) for rate in options.rates))
+
+    if __name__ == "__main__":
+        main(__doc__, tables, {"--rates": {"type": int, "nargs": "+", "default": [20, 100]}})
+
+Rows are measured one by one as the table is read, and each is printed as soon as it is there. The first line of the
+script's docstring is the title of the result; `--output` says where the result goes.
+"""
+
+import argparse
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns by their names, rows as cells (text, or numbers printed as they are), and a line above."""
+
+    columns: Sequence[str]
+    rows: Iterable[Sequence[object]]
+    caption: str = ""
+    heading: str = ""
+
+    def lines(self) -> list[str]:
+        """Markdown; measures the rows."""
+        lines = [f"## {self.heading}", ""] if self.heading else []
+        lines += [self.caption, ""] if self.caption else []
+        lines += [_row(self.columns), "|---" * len(self.columns) + "|"]
+        for row in self.rows:
+            lines.append(_row(row))
+            print(lines[-1], file=sys.stderr, flush=True)
+        return lines
+
+
+Tables = Callable[[argparse.Namespace], Iterable[Table | str]]
+
+
+def main(
+    doc: str | None,
+    tables: Tables,
+    arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    *,
+    repeats: int = 3,
+) -> None:
+    """Measure the tables (text between them is taken as it is) and write the result.
+
+    Args:
+        doc: the script's docstring; its first line is the title.
+        tables: what is measured, from the options.
+        arguments: the script's own options, as `add_argument` takes them.
+        repeats: how often each figure is measured unless `--repeats` says otherwise.
+    """
+    title = (doc or "").strip().partition("\n")[0].rstrip(".")
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="file for the result (Markdown); default: only printed")
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"measurements per figure (default {repeats})")
+    for name, argument in arguments.items():
+        parser.add_argument(name, **argument)
+    options = parser.parse_args()
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    parts = [f"# {title}", f"{describe()}. Commit {commit()}. `{command}`"]
+    for part in tables(options):
+        parts.append(part if isinstance(part, str) else "\n".join(part.lines()))
+        write(options.output, "\n\n".join(parts) + "\n")
+    print("\n\n".join(parts))
+
+
+def write(output: Path | None, text: str) -> None:
+    """What is measured so far, where a file was asked for."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+
+
+def repeat(options: argparse.Namespace, measure: Callable[..., float], *arguments: object) -> list[float]:
+    """One figure as often as `--repeats` says."""
+    return [measure(*arguments) for _ in range(options.repeats)]
+
+
+def spread(values: Sequence[float], digits: int = 2, unit: str = "") -> str:
+    """The median, with the least and the largest value."""
+    low, middle, high = (f"{value:,.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle}{unit} ({low} to {high})" if len(values) > 1 else f"{middle}{unit}"
+
+
+def processor() -> str:
+    """The processor's name, as the kernel has it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def describe() -> str:
+    """Accelerators if there are any, processor, cores, versions and date."""
+    count = torch.cuda.device_count()
+    gpus = f"{count} × {torch.cuda.get_device_name(0)}; " if count else ""
+    return (
+        f"{gpus}{processor()}, {os.cpu_count()} cores, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, {datetime.now(UTC).date().isoformat()}"
+    )
+
+
+def commit() -> str:
+    """The commit that is measured; `unknown` outside a checkout, with + if files were changed."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return f"{found.stdout.strip()}{'+' if changed.stdout else ''}" if found.returncode == 0 else "unknown"
+
+
+def need_gpu(device: str = "cuda") -> None:
+    """End the program with status 2 where it is to run on a GPU (`auto` too), and there is none."""
+    if device != "cpu" and not torch.cuda.is_available():
+        print(f"{Path(sys.argv[0]).name}: no CUDA device; see --help for what it needs", file=sys.stderr)
+        sys.exit(2)
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
