@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import machine
+import harness
 
 from chaos.row import Figures, Row
 
@@ -68,8 +68,8 @@ class Results:
         figures, error = _rounded(done.figures), done.error.replace(f"{_ROOT}/", "")[-_MAX_ERROR_LENGTH:]
         took_s = round(done.took_s, 2)
         self._tries.append(replace(done, took_s=took_s, figures=figures, error=error, commit=self._commit))
-        if machine.describe() not in self._machines:
-            self._machines.append(machine.describe())
+        if harness.describe() not in self._machines:
+            self._machines.append(harness.describe())
         self._write()
 
     def adopt(self, others: "Results") -> None:
