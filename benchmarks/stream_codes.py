@@ -8,11 +8,10 @@ import torch
 
 from tahq.quant import CodecSpec
 from tahq.quant.aqsgd import stream as aqsgd_stream
-from tahq.quant.eden import stream as eden_stream
 from tahq.quant.fixed import stream as fixed_stream
+from tahq.quant.gaussian import tile_stream
 from tahq.quant.tah import stream as tah_stream
 from tahq.quant.tah.reference import tile_by_tile
-from tahq.quant.wf import stream as wf_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,8 @@ def _of_aqsgd(spec: Any, buf: torch.Tensor, shape: torch.Size) -> Codes | None:
     return _codes(codes, torch.full((len(codes),), spec.bits)) if codes.numel() else None
 
 
-def _of_eden(spec: Any, buf: torch.Tensor, shape: torch.Size) -> Codes:
-    tiles = eden_stream.unpack(eden_stream.EdenLayout.of(spec, shape), buf)
-    return _codes(tiles.codes, tiles.width)
-
-
-def _of_wf(spec: Any, buf: torch.Tensor, shape: torch.Size) -> Codes:
-    tiles = wf_stream.unpack(wf_stream.WfLayout.of(spec, shape), buf).tiles
+def _of_tiles(spec: Any, buf: torch.Tensor, shape: torch.Size) -> Codes:
+    tiles = tile_stream.unpack(tile_stream.TileLayout.of(spec, shape), buf)
     return _codes(tiles.codes, tiles.width)
 
 
@@ -89,6 +83,6 @@ _READERS: Mapping[str, Callable[[Any, torch.Tensor, torch.Size], Codes | None]] 
     "tah": _of_tah,
     "fixed": _of_fixed,
     "aqsgd": _of_aqsgd,
-    "eden": _of_eden,
-    "wf": _of_wf,
+    "eden": _of_tiles,
+    "wf": _of_tiles,
 }

@@ -10,7 +10,7 @@ from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.models.model_spec import ModelSpec
 from tahq.quant import get_codec
-from tahq.quant.stateful_codec import StatefulCodec
+from tahq.quant.aqsgd.codec import AqsgdCodec
 from tahq.units import format_size
 from tahq_launch.tables import plain_table
 
@@ -22,7 +22,7 @@ def codec_memory(config: ClusterConfig, spec: ModelSpec) -> str:
         DataError: the data cannot be read here.
     """
     codec, stages = get_codec(config.wire.activations), config.pipeline.stages
-    if not isinstance(codec, StatefulCodec) or not codec.is_stateful or stages == 1:
+    if not isinstance(codec, AqsgdCodec) or not codec.is_stateful or stages == 1:
         return ""
     shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
     num_samples = seen_samples(config)

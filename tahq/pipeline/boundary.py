@@ -18,9 +18,9 @@ from tahq.comm.transport import Transport
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.pipeline.spans import Stopwatch
 from tahq.quant import AUTO, CodecSpec, get_codec
+from tahq.quant.aqsgd.codec import RECEIVED, SENT, AqsgdCodec
 from tahq.quant.codec import Codec
 from tahq.quant.spec import RawSpec
-from tahq.quant.stateful_codec import RECEIVED, SENT, StatefulCodec
 from tahq.randomness import derive_seed
 
 BOUNDARY_DTYPE = torch.float32
@@ -77,10 +77,10 @@ class CodecTable:
             codec.prepare(shape, dtype, device)
 
     @property
-    def stateful(self) -> dict[Direction, StatefulCodec]:
+    def stateful(self) -> dict[Direction, AqsgdCodec]:
         """By direction, the codec that remembers samples, where there is one."""
         by_direction = {d: [self.codecs[index] for index in choice] for d, choice in self._choices.items()}
-        return {d: c for d, cs in by_direction.items() for c in cs if isinstance(c, StatefulCodec) and c.is_stateful}
+        return {d: c for d, cs in by_direction.items() for c in cs if isinstance(c, AqsgdCodec) and c.is_stateful}
 
     def use(self, step: int, direction: Direction, index: int) -> None:
         """Encode this direction with the codec of this index from `step` on; earlier steps keep theirs.
@@ -275,7 +275,7 @@ class Boundary:
 
     def _codec_arguments(self, codec: Codec, id: LogicalId, sample_ids: Sequence[int] | None) -> dict[str, Any]:
         arguments: dict[str, Any] = {"key": codec_key(id, self._seed) if codec.is_keyed else 0}
-        if isinstance(codec, StatefulCodec):  # remembers what crosses in training, and nothing of evaluations
+        if isinstance(codec, AqsgdCodec):  # remembers what crosses in training, and nothing of evaluations
             is_remembered = id.purpose is Purpose.TRAIN and codec.is_stateful
             if is_remembered and sample_ids is None:
                 raise LocalProtocolError(f"cut {id.cut}: {codec.spec} needs the ids of the samples in training")
@@ -325,7 +325,7 @@ class CodecEnd:
 
     cut: str
     end: str
-    codec: StatefulCodec
+    codec: AqsgdCodec
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The codec's state, by name in a checkpoint."""

@@ -1,27 +1,32 @@
-"""The contract of a codec: a tensor to bytes and back, knowing no network."""
+"""The contract of a codec (a tensor to bytes and back), and the codecs whose layout depends on the shape alone."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
+from tahq.errors import CodecError
+from tahq.quant import stream
+from tahq.quant.backends import AUTO, check_backend, kernels_for, load
 from tahq.quant.first_use import one_compiles
 from tahq.quant.spec import CodecSpec
+from tahq.quant.tiling import check_decodable, check_encodable
 
 
 class Codec(ABC):
-    """Packs a tensor `[..., C]` (the first dimension being the sample) into uint8 and back.
+    """Packs a tensor `[..., C]` (the first dimension is the sample) into uint8 and back.
 
     Encoding is a pure function of (x, key, the codec's state), runs on the caller's CUDA stream and
-    never synchronises the device. `key` is a 64-bit number both ends derive from the logical id
+    never synchronises the device. `key` is a 64-bit number that both ends derive from the logical id
     and the run's seed; deterministic codecs ignore it.
     """
 
     spec: CodecSpec
     is_keyed: bool = False
-    """Whether `key` matters: deterministic codecs need none to be derived."""
+    """Whether the stream depends on `key`."""
     is_stateful: bool = False
-    """Whether what was encoded before matters: such codecs also take the ids of the samples."""
+    """Whether the stream depends on what was encoded before: such codecs also take the ids of the samples."""
 
     @abstractmethod
     def encoded_nbytes(self, shape: Sequence[int]) -> int:
@@ -29,32 +34,89 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
-        """uint8, 1-D, contiguous, on x's device; x is fp32, bf16 or fp16, any strides."""
+        """uint8, 1-D, contiguous, on x's device; x is fp32, bf16 or fp16, any strides.
+
+        Raises:
+            CodecError: x has another dtype or no dimension, or is on a device that the forced backend cannot use.
+        """
 
     @abstractmethod
     def decode(
         self, buf: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, key: int = 0
     ) -> torch.Tensor:
-        """A fresh, contiguous tensor of `shape` and `dtype` on buf's device.
+        """A fresh, contiguous tensor of `shape` and `dtype` on buf's device; what was not finite is NaN.
 
         Raises:
             CodecError: a wrong length, or metadata out of range. Nothing in `buf` is trusted.
         """
 
-    @abstractmethod
     def has_non_finite(self, buf: torch.Tensor) -> bool:
         """Whether the encoder met NaN or infinity (reads the stream's own flag; CPU buffers only)."""
+        return stream.is_flagged(buf)
 
     def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Compile or load every kernel that tensors of this shape, dtype and device will need.
 
         Called before the first step, so that no step waits for a compiler. Encodes and decodes a tensor of
-        zeros, since kernels may be specialised on any of the three. Of several processes on a machine that
-        prepare the same codec one compiles, and the others wait and load.
+        zeros, since kernels may be specialised on any of the three. If several processes on a machine
+        prepare the same codec, one compiles while the others wait and then load the result.
 
         Raises:
-            CodecError: the tensors cannot be encoded, or not by the backend that was asked for.
+            CodecError: the codec or the forced backend cannot encode such tensors.
         """
         x = torch.zeros(tuple(shape), dtype=dtype, device=device)
         with one_compiles(f"{self.spec} on {device.type}"):
             self.decode(self.encode(x), x.shape, dtype)
+
+
+class FramedCodec(Codec):
+    """A codec with a header, a layout that spec and shape decide, and a module for each backend.
+
+    Checks its arguments, looks up the layout, and calls the backend.
+
+    Args:
+        spec: of the codec; its name is that of the package with the backends.
+        layout_of: the layout of a shape; raises CodecError if there is none.
+        backend: one of `backends.BACKENDS`, or `auto`.
+        threads: how many a CPU backend may use.
+        is_keyed: whether the stream depends on the key.
+    """
+
+    def __init__(
+        self,
+        spec: CodecSpec,
+        layout_of: Callable[[Sequence[int]], stream.Layout],
+        backend: str = AUTO,
+        threads: int = 1,
+        *,
+        is_keyed: bool = False,
+    ) -> None:
+        self.spec, self.is_keyed = spec, is_keyed
+        self._backend, self._threads = check_backend(backend), threads
+        # A run has few shapes, and computing a layout takes as long as launching a kernel.
+        self._layout = lru_cache(maxsize=16)(layout_of)
+
+    def encoded_nbytes(self, shape: Sequence[int]) -> int:
+        """Exact length of a stream in bytes."""
+        return self._layout(tuple(shape)).sections.nbytes
+
+    def encode(self, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
+        """See `Codec.encode`; docs/wire-format.md describes the bytes."""
+        check_encodable(x)
+        layout = self._layout(tuple(x.shape))
+        kernels = kernels_for(self.spec.name, self._backend, x.device, x.numel())
+        return kernels.encode(layout, x.detach(), key=key, threads=self._threads)
+
+    def decode(
+        self, buf: torch.Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, key: int = 0
+    ) -> torch.Tensor:
+        """See `Codec.decode`; a tile that was not finite is NaN as a whole."""
+        check_decodable(dtype)
+        layout = self._layout(tuple(shape))
+        kernels = kernels_for(self.spec.name, self._backend, buf.device, layout.tiling.num_elements)
+        buf = stream.accept(buf, layout.sections.nbytes, self.spec)
+        values = kernels.decode(layout, buf, dtype, key=key, threads=self._threads)
+        if values is None:
+            load(self.spec.name, "reference").decode(layout, buf, dtype, key=key, threads=1)  # says what is wrong
+            raise CodecError(f"{self.spec}: damaged stream, but the reference accepts it: please report this")
+        return values

@@ -12,14 +12,13 @@ import torch
 
 from tahq.errors import CodecError
 from tahq.quant import get_codec
-from tahq.quant.aqsgd.description import AQSGD
-from tahq.quant.description import Description, Statistics
-from tahq.quant.fixed.description import FIXED
-from tahq.quant.gaussian.tile_description import EDEN, WF
-from tahq.quant.raw.description import RAW
+from tahq.quant.aqsgd.stream import AQSGD
+from tahq.quant.fixed.stream import FIXED
+from tahq.quant.gaussian.tile_stream import EDEN, WF
+from tahq.quant.raw import RAW
 from tahq.quant.spec import CodecSpec
-from tahq.quant.stream import HEADER_NBYTES, Sections, accept
-from tahq.quant.tah.description import TAH
+from tahq.quant.stream import HEADER_NBYTES, Description, Sections, Statistics, accept
+from tahq.quant.tah.stream import TAH
 
 _DESCRIPTIONS: dict[str, Description] = {"raw": RAW, "fixed": FIXED, "tah": TAH, "aqsgd": AQSGD, "eden": EDEN, "wf": WF}
 _ROW = 16

@@ -12,7 +12,7 @@ from typing import Any
 
 from tahq.errors import CodecError, ConfigError
 from tahq.quant import get_codec
-from tahq.quant.spec import AqsgdSpec, CodecSpec, EdenSpec, FixedSpec, RawSpec, TahSpec, WfSpec
+from tahq.quant.spec import EDEN_USEFUL_BITS, AqsgdSpec, CodecSpec, EdenSpec, FixedSpec, RawSpec, TahSpec, WfSpec
 
 _TAH_SHARES = (Fraction(0), Fraction(2, 5), Fraction(4, 5), Fraction(1))
 
@@ -85,7 +85,7 @@ def ladder_for(specs: Sequence[str], shape: Sequence[int]) -> Ladder:
 
 def _around_bits(least: int, most: int, step: int) -> Callable[[Any], list[CodecSpec]]:
     def rungs(spec: Any) -> list[CodecSpec]:
-        wanted = {min(most, max(least, spec.bits + change)) for change in (-step, 0, step)}
+        wanted = {min(max(most, spec.bits), max(least, spec.bits + change)) for change in (-step, 0, step)}
         return [replace(spec, bits=bits) for bits in sorted(wanted)]
 
     return rungs
@@ -103,7 +103,7 @@ def _around_raw(spec: RawSpec) -> list[CodecSpec]:
 
 _AROUND: Mapping[type[CodecSpec], Callable[[Any], list[CodecSpec]]] = {
     WfSpec: _around_bits(1, 8, 1),
-    EdenSpec: _around_bits(1, 8, 1),
+    EdenSpec: _around_bits(1, EDEN_USEFUL_BITS, 1),
     AqsgdSpec: _around_bits(2, 8, 1),
     FixedSpec: _around_bits(2, 16, 2),
     TahSpec: _around_share,

@@ -1,16 +1,22 @@
 """What all framed streams share: a header of 16 bytes, then sections that start at multiples of 16.
 
 `Sections` are computed from the shape alone, so both ends know every offset beforehand. Reading trusts
-nothing: the buffer's length is compared before a byte is looked at, then the header, then the filling
+nothing: the buffer's length is compared before a byte is looked at, then the header, then the padding
 behind every section, which must be zeros. Multi-byte numbers are little-endian.
+
+Beside each codec stands a `Description` of its streams, so that one tool can show those of all codecs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from tahq.errors import CodecError
+from tahq.quant.spec import CodecSpec
+from tahq.quant.tiling import Tiling
+from tahq.quant.transforms import MAX_EXPONENT, TOP_EXPONENT
 
 HEADER_NBYTES = 16
 ALIGNMENT = 16
@@ -22,7 +28,7 @@ CANONICAL_NAN = 0x7E00
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Bytes `start` to `stop` of a stream; `end` is where its filling ends."""
+    """Bytes `start` to `stop` of a stream; `end` is where the padding behind them ends."""
 
     start: int
     stop: int
@@ -51,7 +57,7 @@ class Sections:
         return cls(sections, end)
 
     def view(self, buf: torch.Tensor, name: str) -> torch.Tensor:
-        """The bytes of one section, without its filling."""
+        """The bytes of one section, without its padding."""
         section = self.by_name[name]
         return buf[section.start : section.stop]
 
@@ -59,6 +65,45 @@ class Sections:
         """Bool without dimensions: is any byte behind a section not zero?"""
         gaps = [buf[section.stop : section.end] for section in self.by_name.values()]
         return torch.cat(gaps).any()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything about a stream that the shape and the spec decide.
+
+    Attributes:
+        header: the bytes before e, with their names; the flags are 0 here.
+        sections: where each section lies.
+    """
+
+    min_exponent: ClassVar[int] = TOP_EXPONENT - 127
+    """e of the largest fp32 numbers."""
+
+    spec: CodecSpec
+    tiling: Tiling
+    header: tuple[tuple[str, int], ...]
+    sections: Sections
+
+    def new_stream(
+        self, is_flagged: int | torch.Tensor, exponent: int | torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        """A stream of zeros with this header."""
+        version, _, *rest = (value for _, value in self.header)
+        return new_stream(self.sections.nbytes, (version, is_flagged, *rest, exponent), device)
+
+    def read_header(self, buf: torch.Tensor) -> tuple[bool, int]:
+        """The flag for non-finite values, and e, of an accepted buffer.
+
+        Raises:
+            CodecError: the header is not the layout's, or no encoder writes this e.
+        """
+        is_flagged, exponent = read_header(buf, self.header, self.spec)
+        if not self.min_exponent <= exponent <= MAX_EXPONENT:
+            raise CodecError(
+                f"{self.spec}: header byte {len(self.header)} (e) is {exponent}, "
+                f"no encoder writes a value below {self.min_exponent}"
+            )
+        return is_flagged, exponent
 
 
 def new_stream(nbytes: int, header: Sequence[int | torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -77,7 +122,7 @@ def new_stream(nbytes: int, header: Sequence[int | torch.Tensor], device: torch.
 
 
 def accept(buf: torch.Tensor, nbytes: int, codec: object) -> torch.Tensor:
-    """The buffer, contiguous and aligned for any view, if it is as long as the codec says.
+    """The buffer, contiguous and aligned for any view, after checking its length.
 
     Raises:
         CodecError: not uint8, not one-dimensional, or of another length.
@@ -145,3 +190,58 @@ def is_flagged(buf: torch.Tensor) -> bool:
     if buf.numel() < HEADER_NBYTES:
         raise CodecError(f"a stream has a header of {HEADER_NBYTES} bytes; got {buf.numel()} bytes")
     return bool(int(buf[1]) & NON_FINITE)
+
+
+Statistics = Mapping[str, int | float]
+"""Totals over a stream's metadata, by display name."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderByte:
+    """One byte of a header: its meaning, and the range that any spec of the codec may put there."""
+
+    name: str
+    least: int
+    most: int
+    meaning: str
+
+    def read(self, byte: int) -> int:
+        """The byte's value, in two's complement if it may be negative."""
+        return byte - 256 if self.least < 0 and byte > 127 else byte
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The streams of one codec.
+
+    Attributes:
+        summary: the codec in a few words.
+        header: its bytes, in order; the rest of the 16 are zeros. Empty for a codec without a header.
+        contents: the content of each section, by name.
+        sections: from a spec, a shape and a stream, which few codecs need to read.
+        statistics: from the same; checks the stream.
+    """
+
+    summary: str
+    header: tuple[HeaderByte, ...]
+    contents: Mapping[str, str]
+    sections: Callable[[Any, Sequence[int], torch.Tensor], Sections]
+    statistics: Callable[[Any, Sequence[int], torch.Tensor], Statistics]
+
+
+VERSION_1 = HeaderByte("version", 1, 1, "of the stream")
+FLAGS = HeaderByte("flags", 0, 1, "bit 0: a value was not finite")
+LOG2_GROUP = HeaderByte("log2 G", 3, 8, "G, channels per tile, as a power of two")
+
+
+def exponent_byte(least: int) -> HeaderByte:
+    """e, signed."""
+    return HeaderByte("e", least, MAX_EXPONENT, "coded is x·2^e")
+
+
+def step_statistics(steps: torch.Tensor) -> Statistics:
+    """Range of the quantiser's steps (any shape, in the tensor's unit) without zeros; empty if there are none."""
+    positive = steps[steps > 0].double()
+    if not positive.numel():
+        return {}
+    return {"smallest step above 0": float(positive.min()), "largest step": float(positive.max())}

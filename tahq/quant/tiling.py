@@ -39,6 +39,11 @@ class Tiling:
         return cls(checked, dividing if dividing >= MIN_GROUP else group)
 
     @property
+    def log2_group(self) -> int:
+        """log2 G."""
+        return self.group.bit_length() - 1
+
+    @property
     def num_samples(self) -> int:
         """B."""
         return self.shape[0] if len(self.shape) > 1 else 1

@@ -5,13 +5,12 @@ import sys
 
 import pytest
 import torch
-from support.codec_backends import KERNELS, can_run, device_of, every_codec_and_backend
+from support.codec_backends import KERNELS, can_run, device_of
 
 from tahq.errors import CodecError, ConfigError
 from tahq.quant import BACKENDS, backends, get_codec
-from tahq.quant.backends import Dispatch, Kernels
+from tahq.quant.backends import kernels_for
 
-REFERENCE = Kernels(lambda *args, **kwargs: torch.zeros(0), lambda *args, **kwargs: torch.zeros(0))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
@@ -41,27 +40,24 @@ def test_a_compiler_is_imported_with_the_first_tensor_of_its_backend():
     assert done.stdout.split() == ["import", "length", "reference", "cpu,numba"]
 
 
-@pytest.mark.parametrize("codec", KERNELS)
-def test_auto_goes_by_the_device(codec, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(backends, "_load", lambda codec, backend: chosen.append((codec, backend)) or REFERENCE)
-    monkeypatch.setattr(backends, "find_spec", lambda name: object())  # as if triton were installed
-    dispatch = Dispatch(codec, REFERENCE)
-    for device in (CPU, CUDA, CPU, torch.device("meta")):
-        dispatch.kernels(device, 1)
-    assert chosen == [(codec, "cpu"), (codec, "triton")]
+@pytest.fixture
+def load(monkeypatch):
+    """Backends are named, not loaded, as if Triton were installed."""
+    monkeypatch.setattr(backends, "load", lambda codec, backend: f"{codec} {backend}")
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    backends._automatic.cache_clear()
+    yield
+    backends._automatic.cache_clear()
 
 
-def test_auto_takes_the_reference_on_cuda_where_triton_is_not_installed(monkeypatch):
+@pytest.mark.parametrize(("device", "backend"), [(CPU, "cpu"), (CUDA, "triton"), (torch.device("meta"), "reference")])
+def test_auto_goes_by_the_device(device, backend, load):
+    assert kernels_for("tah", "auto", device, 1) == f"tah {backend}"
+
+
+def test_auto_takes_the_reference_on_cuda_where_triton_is_not_installed(load, monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda name: None if name == "triton" else object())
-    assert Dispatch("tah", REFERENCE).kernels(CUDA, 1) is REFERENCE
-
-
-def test_codec_without_kernels_takes_the_reference_and_refuses_others():
-    assert Dispatch("young", REFERENCE, kernels=()).kernels(CPU, 1) is REFERENCE
-    assert Dispatch("young", REFERENCE, kernels=()).kernels(CUDA, 1) is REFERENCE
-    with pytest.raises(CodecError, match="codec young has no backend triton; it has reference and cpu"):
-        Dispatch("young", REFERENCE, "triton", kernels=("cpu",)).kernels(CUDA, 1)
+    assert kernels_for("tah", "auto", CUDA, 1) == "tah reference"
 
 
 def test_forced_backend_that_is_not_installed_is_refused(monkeypatch):
@@ -69,8 +65,9 @@ def test_forced_backend_that_is_not_installed_is_refused(monkeypatch):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
     monkeypatch.setattr(backends, "import_module", not_installed)
+    backends.load.cache_clear()
     with pytest.raises(CodecError, match=r"triton cannot be loaded \(No module named 'triton'\); install what"):
-        Dispatch("tah", REFERENCE, "triton").kernels(CUDA, 1)
+        kernels_for("tah", "triton", CUDA, 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -83,16 +80,19 @@ def test_backend_is_tested_here(backend):
         assert get_codec(codec, backend=backend).encode(x).device == x.device
 
 
-@every_codec_and_backend(KERNELS)
-def test_empty_tensors_take_the_reference(spec, backend):
-    dispatch = Dispatch(spec, REFERENCE, backend)
-    assert dispatch.kernels(CUDA if backend == "triton" else CPU, 0) is REFERENCE
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_tensors_take_the_reference(backend, load):
+    assert kernels_for("tah", backend, CUDA if backend == "triton" else CPU, 0) == "tah reference"
 
 
 @pytest.mark.parametrize(
     ("backend", "device", "message"),
     [
-        ("cpu", CUDA, "codec tah: backend cpu takes tensors on cpu, got one on cuda:0; use backend auto, which looks"),
+        (
+            "cpu",
+            CUDA,
+            "codec tah: backend cpu takes tensors on cpu, got one on cuda:0; use backend auto, which chooses",
+        ),
         ("triton", CPU, "codec tah: backend triton takes tensors on cuda, got one on cpu; use backend auto"),
         ("cpu", torch.device("meta"), "backend cpu takes tensors on cpu, got one on meta"),
     ],
@@ -100,16 +100,13 @@ def test_empty_tensors_take_the_reference(spec, backend):
 def test_forced_backend_refuses_other_devices(backend, device, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(CodecError, match=message):
-        Dispatch("tah", REFERENCE, backend).kernels(device, 1)
+        kernels_for("tah", backend, device, 1)
 
 
-def test_interpreted_triton_takes_tensors_on_the_cpu_if_it_is_forced(monkeypatch):
+def test_interpreted_triton_takes_tensors_on_the_cpu_if_it_is_forced(load, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    chosen = []
-    monkeypatch.setattr(backends, "_load", lambda codec, backend: chosen.append(backend) or REFERENCE)
-    Dispatch("tah", REFERENCE, "triton").kernels(CPU, 1)
-    Dispatch("tah", REFERENCE).kernels(CPU, 1)
-    assert chosen == ["triton", "cpu"]
+    assert kernels_for("tah", "triton", CPU, 1) == "tah triton"
+    assert kernels_for("tah", "auto", CPU, 1) == "tah cpu"
 
 
 @pytest.mark.parametrize("spec", ["tah", "fixed", "raw"])

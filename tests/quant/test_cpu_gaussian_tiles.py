@@ -7,16 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.quant import bit_planes
-from tahq.quant.cpu import allocation as cpu_allocation
+from tahq.quant.cpu import gaussian as cpu_gaussian
 from tahq.quant.cpu.hadamard import hadamard
-from tahq.quant.cpu.hash import Key, hash_of
-from tahq.quant.cpu.levels import Ladder, find_index, find_level, levels, scale_ladder, write_codes
-from tahq.quant.cpu.small_scale import nearest_code, scale_of, stochastic_code
+from tahq.quant.cpu.levels import (
+    Ladder,
+    find_index,
+    find_level,
+    levels,
+    nearest_code,
+    scale_ladder,
+    scale_of,
+    stochastic_code,
+    write_codes,
+)
+from tahq.quant.cpu.numbers import Key, hash_of
 from tahq.quant.gaussian import bit_allocation, small_scale
-from tahq.quant.gaussian.levels import threshold_table
-from tahq.quant.gaussian.quantizer import magnitude_indices, magnitudes_of, signed_codes
+from tahq.quant.gaussian.levels import magnitude_indices, magnitudes_of, signed_codes, threshold_table
 from tahq.quant.stochastic_rounding import hashes
-from tahq.quant.tah import reference as tah_reference
+from tahq.quant.transforms import hadamard as reference_hadamard
 
 ONE = np.float32(1.0)
 
@@ -84,11 +92,11 @@ def test_widths_equal_the_reference(tile_levels, spent):
     budget = count + round(spent * 7 * count)
     expected = bit_allocation.allocate(torch.tensor(tile_levels, dtype=torch.int32), budget)
     packed = np.zeros(-(-3 * count // 8), np.uint8)
-    starts = cpu_allocation.allocate(np.array(tile_levels, np.int32), budget, packed)
+    starts = cpu_gaussian.allocate(np.array(tile_levels, np.int32), budget, packed)
     assert np.diff(starts).tolist() == expected.tolist()
     assert starts[-1] == budget
     assert packed.tolist() == bit_planes.pack_numbers((expected - 1).to(torch.uint8), 3).tolist()
-    assert np.array_equal(cpu_allocation.read_starts(packed, count), starts)
+    assert np.array_equal(cpu_gaussian.read_starts(packed, count), starts)
 
 
 @pytest.mark.parametrize("group", [8, 16, 32, 64, 128, 256])
@@ -99,4 +107,4 @@ def test_transform_equals_the_reference(group):
     y = x.clone().numpy()
     for row in y:
         hadamard(row, np.float32(group**-0.5))
-    assert torch.equal(torch.from_numpy(y).view(torch.int32), tah_reference.hadamard(x).view(torch.int32))
+    assert torch.equal(torch.from_numpy(y).view(torch.int32), reference_hadamard(x).view(torch.int32))

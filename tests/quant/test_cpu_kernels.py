@@ -21,8 +21,8 @@ from tahq.quant.cpu.numbers import (
     write_scaled,
 )
 from tahq.quant.cpu.planes import read_number, read_planes, write_number, write_planes
-from tahq.quant.cpu.selection import NUM_COUNTS, mark_smallest
 from tahq.quant.cpu.tiles import power_of_two, top_exponent
+from tahq.quant.tah.cpu_select import NUM_COUNTS, mark_smallest
 
 F = np.float32
 ONE = F(1.0)

@@ -9,8 +9,8 @@ import torch
 from support import tile_oracle as oracle
 
 from tahq.quant import get_codec
-from tahq.quant.eden.stream import EdenLayout, unpack
 from tahq.quant.gaussian import small_scale
+from tahq.quant.gaussian.tile_stream import TileLayout, unpack
 from tahq.quant.spec import EdenSpec
 
 F = np.float32
@@ -114,6 +114,6 @@ def test_narrow_input_is_taken_to_fp32(dtype):
 def test_every_tile_has_signs_and_draws_of_its_own():
     """Tiles that are equal are coded differently, far or near."""
     codec, x = get_codec("eden:bits=1,group=256", backend="reference"), torch.ones(4096, 256)
-    tiles = unpack(EdenLayout.of(codec.spec, x.shape), codec.encode(x, key=3))
+    tiles = unpack(TileLayout.of(codec.spec, x.shape), codec.encode(x, key=3))
     assert len({bytes(row.tolist()) for row in tiles.codes}) == 4096
     assert len({*small_scale.value_of(tiles.scale).tolist()}) > 1

@@ -8,10 +8,9 @@ from support.boundary import boundary, needs_fixture
 
 from tahq.quant import get_codec
 from tahq.quant.eden import reference as eden_reference
-from tahq.quant.eden.stream import EdenLayout, unpack
 from tahq.quant.gaussian import small_scale
-from tahq.quant.gaussian.levels import DISTORTIONS
-from tahq.quant.gaussian.quantizer import magnitude_indices, magnitudes_of
+from tahq.quant.gaussian.levels import DISTORTIONS, magnitude_indices, magnitudes_of
+from tahq.quant.gaussian.tile_stream import TileLayout, unpack
 
 KEYS = range(0, 2**63, 2**63 // 255)
 
@@ -33,7 +32,7 @@ def error(back, x):
 
 
 def tiles_of(codec, x, key=0):
-    return unpack(EdenLayout.of(codec.spec, x.shape), codec.encode(x, key=key))
+    return unpack(TileLayout.of(codec.spec, x.shape), codec.encode(x, key=key))
 
 
 @pytest.fixture(scope="module", params=[1, 2.5])
@@ -98,7 +97,7 @@ def test_budget_is_spent_exactly_and_decides_the_length(bits):
     codec = made(f"bits={bits},group=32")
     for shape in [(2, 3, 96), (7,), (5, 1), (3, 100), (1, 1001)]:
         x = gaussian(*shape)
-        layout, tiles = EdenLayout.of(codec.spec, shape), tiles_of(codec, x)
+        layout, tiles = TileLayout.of(codec.spec, shape), tiles_of(codec, x)
         assert int(tiles.width.sum()) == layout.num_planes == math.floor(codec.spec.bits * layout.tiling.num_tiles)
         sizes = (layout.tiling.num_tiles, -(-3 * layout.tiling.num_tiles // 8), layout.num_planes * 4)
         assert codec.encoded_nbytes(shape) == 16 + sum(-(-size // 16) * 16 for size in sizes)

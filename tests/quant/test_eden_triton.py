@@ -105,7 +105,7 @@ def test_levels_at_both_ends_of_their_range():
 def test_planes_before_a_tile_are_counted_over_many_programs():
     """Each of a decoder's programs counts those before its tiles for itself, 32,768 tiles at a time."""
     from tahq.quant.eden import triton as eden_triton
-    from tahq.quant.gpu.tile_stream import SLOTS
+    from tahq.quant.gpu.gaussian import SLOTS
 
     layout = layout_of("eden:bits=2.5,group=8", (8750, 64))
     count = layout.tiling.num_tiles
@@ -115,7 +115,7 @@ def test_planes_before_a_tile_are_counted_over_many_programs():
     packed = bit_planes.pack_numbers((width - 1).to(torch.uint8), tile_stream.WIDTH_BITS)
     layout.sections.view(buf, "width").copy_(packed)
     work = torch.full((SLOTS + count + 1,), -1, dtype=torch.int32)
-    eden_triton._plan(layout.spec, layout.tiling).starts(buf, work)
+    eden_triton._plan(layout.spec, layout.tiling).decode[0][1](buf, work)
     assert torch.equal(work[SLOTS:], torch.nn.functional.pad(width.cumsum(0, dtype=torch.int32), (1, 0)))
     assert work[1] == 0
 

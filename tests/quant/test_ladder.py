@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from support.cluster_files import LEAST, ClusterFile
 
 from tahq.errors import ConfigError
 from tahq.quant import CodecSpec, get_codec
+from tahq.quant.config import WireConfig, _warn_of_wasted_bits
 from tahq.quant.ladder import default_ladder, ladder_for
 
 SHAPE = (2, 8, 256)
@@ -23,7 +25,8 @@ def file(tmp_path, monkeypatch) -> ClusterFile:
     [
         ("wf", ["wf:bits=3", "wf", "wf:bits=5"]),
         ("eden:bits=1", ["eden:bits=1", "eden:bits=2"]),
-        ("eden:bits=7.5,group=64", ["eden:bits=6.5,group=64", "eden:bits=7.5,group=64", "eden:bits=8,group=64"]),
+        ("eden:bits=5", ["eden:bits=4", "eden:bits=5"]),  # more bits are wasted
+        ("eden:bits=7.5,group=64", ["eden:bits=6.5,group=64", "eden:bits=7.5,group=64"]),
         ("fixed", ["fixed:bits=6", "fixed", "fixed:bits=10"]),
         ("tah", ["tah:int4=0", "tah:int4=0.4", "tah", "tah:int4=1"]),
         ("tah:int4=1/2", ["tah:int4=0", "tah:int4=0.4", "tah:int4=0.5", "tah:int4=0.8", "tah:int4=1"]),
@@ -111,3 +114,25 @@ def test_the_examples_in_the_documentation_are_valid(file):
     examples = re.findall(r"```yaml\n(.*?)```", doc, re.DOTALL)
     wires = [file.load(f"{LEAST.replace('hidden_size: 32', 'hidden_size: 256')}{text}").wire for text in examples]
     assert [len(wire.rungs()["activations"]) for wire in wires] == [3, 4]
+
+
+def test_eden_above_five_bits_is_accepted_with_a_warning_that_names_a_better_codec(caplog):
+    _warn_of_wasted_bits.cache_clear()
+    assert WireConfig(gradients="eden:bits=5").gradients == "eden:bits=5"
+    assert not caplog.records
+    for _ in range(2):  # files of version 0.1 may have it, so it is not refused
+        assert WireConfig(gradients="eden:bits=5.5").gradients == "eden:bits=5.5"
+    (record,) = caplog.records
+    assert "eden:bits=5.5,group=256 wastes bits" in record.message
+    assert "use fixed:bits=6,round=stochastic, which is unbiased too, or eden:bits=5" in record.message
+
+
+def test_fixed_is_better_than_eden_where_the_warning_says_so():
+    x = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0))
+
+    def error(spec):
+        codec = get_codec(spec)
+        return float((codec.decode(codec.encode(x, key=1), x.shape, key=1) - x).norm() / x.norm())
+
+    assert error("fixed:bits=6,round=stochastic") < 0.8 * error("eden:bits=6")
+    assert error("eden:bits=8") > 0.8 * error("eden:bits=6")

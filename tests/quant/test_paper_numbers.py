@@ -59,7 +59,7 @@ def error_without_power_of_two(x):
     codes = ((tiles - low.unsqueeze(-1)) / scale.unsqueeze(-1)).round().to(torch.uint8)
     e = torch.zeros((), dtype=torch.int32)
     sent = tah_reference.TahTiles(e, high, scale.half(), transformed, low.half(), pivot, codes)
-    return relative_error(tah_reference.decode(sent).view(x.shape), x)
+    return relative_error(tah_reference.decode_tiles(sent).view(x.shape), x)
 
 
 @needs_fixture

@@ -153,7 +153,7 @@ def test_swap_exchanges_the_pivot_with_channel_0():
 def encode_one(row, **options):
     """One tile in a tensor whose largest magnitude is in [2^10, 2^11), so that e = 0."""
     parameters = {"tau": 2.0, "low": 3, "high": 4, **options}
-    return tah.encode(tiles_of([[row]]).view(1, 1, 1, -1), ALL_HIGH, **parameters)
+    return tah.encode_tiles(tiles_of([[row]]).view(1, 1, 1, -1), ALL_HIGH, **parameters)
 
 
 def test_pivot_is_the_lowest_index_of_the_largest_magnitude():
@@ -187,13 +187,13 @@ def test_code_above_the_top_is_clamped_where_fp16_rounds_the_scale_down():
 def test_constant_tile_has_scale_0_and_decodes_to_its_zero_point():
     tiles = encode_one([1536.0] * 8)
     assert (tiles.scale.item(), tiles.zero_point.item(), tiles.codes.sum().item()) == (0.0, 1536.0, 0)
-    assert tah.decode(tiles).flatten().tolist() == [1536.0] * 8
+    assert tah.decode_tiles(tiles).flatten().tolist() == [1536.0] * 8
 
 
 def test_range_below_fp16s_least_is_coded_as_constant():
     tiny = 2.0**-30
     x = torch.tensor([[1024.0] * 8, [tiny * i for i in range(8)]]).view(1, 1, 2, 8)
-    tiles = tah.encode(x, ALL_HIGH, tau=math.inf, low=4, high=4)
+    tiles = tah.encode_tiles(x, ALL_HIGH, tau=math.inf, low=4, high=4)
     assert tiles.scale[0, 0, 1].item() == 0.0
     assert tiles.codes[0, 0, 1].sum().item() == 0
 
@@ -201,16 +201,16 @@ def test_range_below_fp16s_least_is_coded_as_constant():
 def test_padding_stays_out_of_minimum_and_has_code_0():
     x = torch.zeros(1, 1, 1, 8)
     x[..., :5] = torch.tensor([1100.0, 1200.0, 1300.0, 1400.0, 1500.0])
-    tiles = tah.encode(x, ALL_HIGH, tau=2.0, low=4, high=4, padding=3)
+    tiles = tah.encode_tiles(x, ALL_HIGH, tau=2.0, low=4, high=4, padding=3)
     assert tiles.zero_point.item() == 1100.0
     assert tiles.codes.flatten()[5:].tolist() == [0, 0, 0]
-    transformed = tah.encode(x, ALL_HIGH, tau=0.0, low=4, high=4, padding=3)
+    transformed = tah.encode_tiles(x, ALL_HIGH, tau=0.0, low=4, high=4, padding=3)
     assert transformed.codes.flatten()[5:].any()
 
 
 def test_zeros_of_both_signs_do_not_set_the_scales_sign():
     x = torch.tensor([0.0, -0.0] * 4).view(1, 1, 1, 8)
     for row in (x, -x):
-        tiles = tah.encode(row, ALL_HIGH, tau=2.0, low=4, high=4)
+        tiles = tah.encode_tiles(row, ALL_HIGH, tau=2.0, low=4, high=4)
         assert tiles.scale.view(torch.int16).item() == 0
         assert tiles.zero_point.view(torch.int16).item() == 0

@@ -8,11 +8,10 @@ from support.codec_backends import device_of, every_codec_and_backend
 
 from tahq.errors import CodecError
 from tahq.quant import CodecSpec, get_codec
-from tahq.quant.eden.stream import EdenLayout
-from tahq.quant.wf.stream import WfLayout
+from tahq.quant.gaussian.tile_stream import TileLayout
 
 SHAPE = (2, 3, 100)  # 6 tokens of 2 tiles of 64, the second with 28 channels of filling
-LAYOUTS = {"eden": EdenLayout, "wf": WfLayout}
+LAYOUTS = {"eden": TileLayout, "wf": TileLayout}
 EDEN, WF = "eden:bits=2.5,group=64", "wf:bits=2.5,group=64"
 BOTH = (EDEN, WF, "wf:bits=2.5,group=64,center=off")
 
@@ -62,14 +61,14 @@ def test_damaged_header_is_refused(spec, backend, place, value, message):
 
 @eden
 def test_exponent_that_no_encoder_writes_is_refused_by_eden(spec, backend):
-    assert_refused(spec, backend, 3, 256 - 118, r"\(e\) is -118, no encoder writes one below -117")
+    assert_refused(spec, backend, 3, 256 - 118, r"\(e\) is -118, no encoder writes a value below -117")
     assert_refused(spec, backend, 4, 1, "bytes 4 to 15 must be zero")
 
 
 @wf
 def test_exponent_and_centering_that_are_not_the_specs_are_refused_by_wf(spec, backend):
     assert_refused(spec, backend, 3, 0, r"byte 3 \(center\) is 0, expected 1")
-    assert_refused(spec, backend, 4, 256 - 118, r"\(e\) is -118, no encoder writes one below -117")
+    assert_refused(spec, backend, 4, 256 - 118, r"\(e\) is -118, no encoder writes a value below -117")
     assert_refused(spec, backend, 5, 1, "bytes 5 to 15 must be zero")
 
 

@@ -8,10 +8,9 @@ from support.boundary import boundary, needs_fixture
 
 from tahq.quant import get_codec
 from tahq.quant.gaussian import small_scale
-from tahq.quant.gaussian.levels import DISTORTIONS
-from tahq.quant.gaussian.quantizer import magnitude_indices, magnitudes_of
+from tahq.quant.gaussian.levels import DISTORTIONS, magnitude_indices, magnitudes_of
+from tahq.quant.gaussian.tile_stream import TileLayout, unpack
 from tahq.quant.wf import reference as wf_reference
-from tahq.quant.wf.stream import WfLayout, unpack
 
 
 def made(spec):
@@ -31,7 +30,7 @@ def error(back, x):
 
 
 def parts_of(codec, x):
-    return unpack(WfLayout.of(codec.spec, x.shape), codec.encode(x))
+    return unpack(TileLayout.of(codec.spec, x.shape), codec.encode(x))
 
 
 @pytest.mark.parametrize("bits", ["1", "2", "2.5", "10/3", "7.9", "8"])
@@ -39,9 +38,9 @@ def parts_of(codec, x):
 def test_budget_is_spent_exactly_and_decides_the_length(bits, center):
     codec = made(f"bits={bits},group=32,center={center}")
     for shape in [(2, 3, 96), (7,), (5, 1), (3, 100), (1, 1001)]:
-        layout, parts = WfLayout.of(codec.spec, shape), parts_of(codec, gaussian(*shape))
+        layout, parts = TileLayout.of(codec.spec, shape), parts_of(codec, gaussian(*shape))
         num_tiles = layout.tiling.num_tiles
-        assert int(parts.tiles.width.sum()) == layout.num_planes == math.floor(codec.spec.bits * num_tiles)
+        assert int(parts.width.sum()) == layout.num_planes == math.floor(codec.spec.bits * num_tiles)
         mean = 2 * shape[-1] if center == "on" else 0
         sizes = (num_tiles, -(-3 * num_tiles // 8), mean, layout.num_planes * 4)
         assert codec.encoded_nbytes(shape) == 16 + sum(-(-size // 16) * 16 for size in sizes)
@@ -49,14 +48,14 @@ def test_budget_is_spent_exactly_and_decides_the_length(bits, center):
 
 def test_bits_are_judged_within_the_token():
     codec, x = made("bits=3.5,group=16,center=off"), gaussian(8, 64) * torch.exp2(gaussian(8, 64))
-    width = parts_of(codec, x).tiles.width
+    width = parts_of(codec, x).width
     louder = x * torch.exp2(torch.arange(8.0) - 4).unsqueeze(-1)
-    assert torch.equal(parts_of(codec, louder).tiles.width, width)
+    assert torch.equal(parts_of(codec, louder).width, width)
 
 
 def test_widths_follow_the_energy_of_tiles_in_a_token():
     x = (gaussian(6, 8, 16) * torch.exp2(torch.arange(8.0)).unsqueeze(-1)).view(6, 128)
-    width = parts_of(made("bits=4,group=16,center=off"), x).tiles.width.view(6, 8).sum(dim=0)
+    width = parts_of(made("bits=4,group=16,center=off"), x).width.view(6, 8).sum(dim=0)
     assert (width.diff() >= 0).all()
     assert width[-1] >= width[0] + 5 * 6
 
@@ -99,7 +98,7 @@ def test_means_of_channels_travel_apart():
     x = gaussian(500, 64) + offset
     with_mean, without = (made(f"bits=3,group=64,center={center}") for center in ("on", "off"))
     parts = parts_of(with_mean, x)
-    assert parts.mean.float() * 2.0 ** -int(parts.tiles.exponent) == pytest.approx(x.mean(dim=0), rel=2**-10)
+    assert parts.mean.float() * 2.0 ** -int(parts.exponent) == pytest.approx(x.mean(dim=0), rel=2**-10)
     centred = x - offset
     assert float((sent(with_mean, x) - x).norm() / centred.norm()) < 0.25
     assert float((sent(without, x) - x).norm() / centred.norm()) > 5
@@ -133,11 +132,11 @@ def test_tile_that_is_not_finite_spoils_itself_only(center):
     assert back[1, 64:128].isnan().all()
     assert back[2, :64].isnan().all()
     assert back.isnan().sum() == 128
-    assert (parts.tiles.scale == small_scale.NOT_FINITE).nonzero().flatten().tolist() == [5, 8]
-    assert not parts.tiles.codes[[5, 8]].any()
+    assert (parts.scale == small_scale.NOT_FINITE).nonzero().flatten().tolist() == [5, 8]
+    assert not parts.codes[[5, 8]].any()
     if center == "on":
         clean = torch.where(x.view(4, 4, 64).isfinite().all(dim=-1, keepdim=True), x.view(4, 4, 64), 0.0)
-        expected = (clean.view(4, 256) * 2.0 ** int(parts.tiles.exponent)).double().mean(dim=0)
+        expected = (clean.view(4, 256) * 2.0 ** int(parts.exponent)).double().mean(dim=0)
         assert torch.equal(parts.mean, expected.float().half()), "it counts as zeros"
 
 

@@ -7,6 +7,7 @@ import torch
 from tahq.quant.spec import CodecSpec, TahSpec
 from tahq.quant.tah import reference as tah_reference
 from tahq.quant.tah.stream import TahLayout, unpack
+from tahq.quant.transforms import TOP_EXPONENT, largest_magnitude, top_exponent
 
 ENTROPY_TOLERANCE = 1e-5
 
@@ -68,8 +69,8 @@ def _distance_to_border(layout: TahLayout, x: torch.Tensor) -> torch.Tensor:
 def _entropies(layout: TahLayout, x: torch.Tensor) -> torch.Tensor:
     """fp64, of the values as they are coded: times 2^e, tiles that are not finite as zeros."""
     tiles = layout.tiling.split(x)
-    finite = tah_reference.largest_magnitude(tiles).isfinite()
-    exponent = tah_reference.top_exponent(tiles, finite, tah_reference.TOP_EXPONENT)
+    finite = largest_magnitude(tiles).isfinite()
+    exponent = top_exponent(tiles, finite, TOP_EXPONENT)
     y = torch.where(finite.unsqueeze(-1), tiles, 0.0).double().ldexp(exponent).abs()
     allocs = y.reshape(layout.tiling.num_samples, layout.allocs_per_sample, -1)
     share = allocs / (allocs.sum(dim=-1, keepdim=True) + tah_reference.EPSILON)

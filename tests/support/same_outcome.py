@@ -3,6 +3,7 @@
 import torch
 
 from tahq.errors import CodecError
+from tahq.quant import get_codec
 
 
 def bits_of(values):
@@ -12,15 +13,15 @@ def bits_of(values):
     return whole.view(torch.int32 if whole.dtype == torch.float32 else torch.int16)
 
 
-def assert_same_outcome(decode_reference, decode, layout, buf):
-    """Both decode `buf` to equal values, or both raise CodecError with the same message."""
-    theirs, ours = _outcome(decode_reference, layout, buf), _outcome(decode, layout, buf)
+def assert_same_outcome(spec, shape, buf):
+    """The `cpu` backend decodes `buf` to the reference's values, or raises CodecError with the same message."""
+    theirs, ours = (_outcome(get_codec(spec, backend=backend), shape, buf) for backend in ("reference", "cpu"))
     assert type(theirs) is type(ours)
     assert torch.equal(bits_of(theirs), bits_of(ours)) if isinstance(theirs, torch.Tensor) else theirs == ours
 
 
-def _outcome(decode, layout, buf):
+def _outcome(codec, shape, buf):
     try:
-        return decode(layout, buf, torch.float32)
+        return codec.decode(buf, shape)
     except CodecError as error:
         return str(error)

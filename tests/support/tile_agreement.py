@@ -10,11 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from tahq.quant import get_codec
-from tahq.quant.eden import stream as eden_stream
-from tahq.quant.eden.stream import EdenLayout
-from tahq.quant.gaussian.quantizer import CodedTiles
-from tahq.quant.wf import stream as wf_stream
-from tahq.quant.wf.stream import WfLayout
+from tahq.quant.gaussian import tile_stream
+from tahq.quant.gaussian.tile_stream import TileLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(2, 5, 64), (3, 100), (2, 1001), (1, 1, 1), (7,), (2, 3, 2, 40), (1, 3, 1024), (5, 9, 8), (0, 8), (2, 0, 3)]
@@ -52,27 +49,19 @@ class Differences:
         return (self.widths + self.scales + self.codes) / self.num_tiles
 
 
-def layout_of(spec: str, shape) -> EdenLayout | WfLayout:
-    parsed = get_codec(spec).spec
-    return (EdenLayout if parsed.name == "eden" else WfLayout).of(parsed, tuple(shape))
+def layout_of(spec: str, shape) -> TileLayout:
+    return TileLayout.of(get_codec(spec).spec, tuple(shape))
 
 
-def tiles_of(layout: EdenLayout | WfLayout, buf: torch.Tensor) -> tuple[CodedTiles, torch.Tensor | None]:
-    if isinstance(layout, EdenLayout):
-        return eden_stream.unpack(layout, buf), None
-    unpacked = wf_stream.unpack(layout, buf)
-    return unpacked.tiles, unpacked.mean
-
-
-def differences(layout: EdenLayout | WfLayout, ours: torch.Tensor, theirs: torch.Tensor) -> Differences:
+def differences(layout: TileLayout, ours: torch.Tensor, theirs: torch.Tensor) -> Differences:
     """Asserts that headers and marks agree, and counts the rest."""
     assert torch.equal(ours[:16], theirs[:16]), "headers differ"
-    (a, mean_a), (b, mean_b) = tiles_of(layout, ours), tiles_of(layout, theirs)
+    a, b = tile_stream.unpack(layout, ours), tile_stream.unpack(layout, theirs)
     assert torch.equal(a.scale == 255, b.scale == 255), "other tiles are marked as not finite"
     same_width = a.width == b.width
     step = (a.scale.int() - b.scale.int()).abs() * same_width
     differs = (a.codes != b.codes).any(dim=-1) & same_width & (step == 0)
-    means = 0 if mean_a is None else int((mean_a.view(torch.int16) != mean_b.view(torch.int16)).sum())
+    means = 0 if a.mean is None else int((a.mean.view(torch.int16) != b.mean.view(torch.int16)).sum())
     return Differences(
         num_tiles=len(step),
         widths=int((~same_width).sum()),

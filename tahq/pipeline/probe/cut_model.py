@@ -28,7 +28,7 @@ from tahq.pipeline.gradients import gradient_scale, scale_gradients, summed_cros
 from tahq.pipeline.tie import TiedEmbedding
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
-from tahq.quant.raw.codec import DTYPES
+from tahq.quant.raw import DTYPES
 from tahq.quant.spec import RawSpec
 
 

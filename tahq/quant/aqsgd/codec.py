@@ -22,18 +22,25 @@ from pathlib import Path
 import torch
 
 from tahq.errors import CodecError
-from tahq.quant import stream
 from tahq.quant.aqsgd import reference as aqsgd_reference
 from tahq.quant.aqsgd import stream as aqsgd_stream
 from tahq.quant.aqsgd.cache import SampleCache, in_memory, mapped_file
 from tahq.quant.aqsgd.stream import NO_ID, AqsgdLayout, AqsgdParts, Record
+from tahq.quant.codec import Codec
 from tahq.quant.spec import AqsgdSpec
-from tahq.quant.stateful_codec import RECEIVED, SENT, StatefulCodec
 from tahq.quant.tiling import check_decodable, check_encodable, check_shape
 
+SENT, RECEIVED = "sent/", "received/"
+"""Prefixes of the names of state tensors, for the two ends."""
 
-class AqsgdCodec(StatefulCodec):
-    """16 bits an element at a sample's first visit, `bits` and a scale a channel afterwards; ignores `key`."""
+
+class AqsgdCodec(Codec):
+    """16 bits per element at a sample's first visit, `bits` and a scale per channel afterwards; ignores `key`.
+
+    One object belongs to one cut and one direction. It has two ends, the memory of `encode` and that of `decode`,
+    which see the same traffic and stay equal to the bit. A worker uses one end of each object; a process that plays
+    both sides of a cut may use both. Encoding may wait for the device, since the state is in the host's memory.
+    """
 
     def __init__(self, spec: AqsgdSpec) -> None:
         self.spec: AqsgdSpec = spec
@@ -47,10 +54,15 @@ class AqsgdCodec(StatefulCodec):
         return aqsgd_stream.max_nbytes(self.spec, check_shape(shape))
 
     def encode(self, x: torch.Tensor, *, key: int = 0, sample_ids: Sequence[int] | None = None) -> torch.Tensor:
-        """A stream of version 1, after which this end remembers what it said; see `StatefulCodec.encode`.
+        """A stream of version 1; afterwards this end remembers its content.
+
+        Args:
+            x: [B, …, C].
+            key: ignored.
+            sample_ids: B numbers from 0; None: the samples have no ids, and nothing is remembered.
 
         Raises:
-            CodecError: x is not fp32, bf16 or fp16, has no dimension, or not as many samples as ids.
+            CodecError: x is not fp32, bf16 or fp16, has no dimension, or the number of ids is not B.
         """
         check_encodable(x)
         records = self._records(self._sent, x.shape, sample_ids)
@@ -72,7 +84,11 @@ class AqsgdCodec(StatefulCodec):
         key: int = 0,
         sample_ids: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """See `StatefulCodec.decode`; a token that was not finite comes out as NaN."""
+        """See `Codec.decode`; `sample_ids` as in `encode`. A token that was not finite is NaN.
+
+        Raises:
+            CodecError: also if the two ends remember different values of a sample.
+        """
         check_decodable(dtype)
         aqsgd_stream.check_length(self.spec, shape, buf)
         records = self._records(self._received, shape, sample_ids)
@@ -88,46 +104,54 @@ class AqsgdCodec(StatefulCodec):
             _remember(self._received, records, parts, restored)
         return _joined(layout, parts, restored, dtype)
 
-    def has_non_finite(self, buf: torch.Tensor) -> bool:
-        """Bit 0 of the header's flags."""
-        return stream.is_flagged(buf)
-
     def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """Nothing: there is no kernel to compile."""
+        """Does nothing: there is no kernel to compile."""
 
     # -- state -----------------------------------------------------------------------------------
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of what is remembered, in the host's memory or mapped from disk."""
+        """Bytes remembered now by both ends, in the host's memory or mapped from disk."""
         return self._sent.nbytes + self._received.nbytes
 
     def predicted_state_nbytes(self, shape: Sequence[int], num_samples: int) -> int:
-        """2·S·C bytes a sample; for GPT2-XL with 1,024 tokens, 3.3 MB at either end of every cut."""
+        """Bytes that one end will remember after so many samples of tensors of this shape: 2·S·C bytes per sample."""
         _, tokens, channels = aqsgd_stream.grid(shape)
         return num_samples * 2 * tokens * channels if self.spec.has_cache else 0
 
     def revisit_nbytes(self, shape: Sequence[int]) -> int:
-        """Exact length of a stream in bytes, none of whose samples is sent whole."""
+        """Exact length of a stream in bytes if all of its samples are remembered."""
         return aqsgd_stream.sections_of(self.spec, check_shape(shape), num_whole=0).nbytes
 
     def keep_in(self, folder: Path) -> None:
-        """Where `cache=file` has its blocks; the system's folder for temporary files if it is not told."""
+        """Put further blocks of `cache=file` into this folder; the default is the system's temporary folder."""
         self._folder = folder
 
     @property
     def keeps_state_on_disk(self) -> bool:
-        """With `cache=file`."""
+        """Whether the state is mapped from files, and may be larger than the host's memory."""
         return self.spec.cache == "file"
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """What either end remembers, as `sent/…` and `received/…`; nothing of an end that was not used."""
+        """The memory of both ends, named `sent/…` and `received/…`; the tensors may share memory with it."""
         return {prefix + name: tensor for prefix, end in self._ends() for name, tensor in end.tensors().items()}
 
     def load_state(
         self, names: Iterable[str], read: Callable[[str], torch.Tensor], sample_shape: Sequence[int]
     ) -> bool:
-        """See `StatefulCodec.load_state`; where the blocks were kept does not matter."""
+        """Replace the memory by the `state_tensors` of another object.
+
+        Args:
+            names: of all tensors.
+            read: a tensor by its name.
+            sample_shape: [S, C] of the samples to come; the memory of samples of another shape is dropped.
+
+        Returns:
+            Whether there was anything to remember.
+
+        Raises:
+            SnapshotError: the tensors are not the state of such a codec.
+        """
         listed = list(names)
         for prefix, end in self._ends():
             mine = [name.removeprefix(prefix) for name in listed if name.startswith(prefix)]
@@ -247,13 +271,13 @@ def _take(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return x[torch.tensor(rows, device=x.device)]
 
 
-def _read_prefixed(read: Callable[[str], torch.Tensor], prefix: str, name: str) -> torch.Tensor:
-    return read(prefix + name)
-
-
 def _sample(record: Record) -> str:
     return f"sample {record.sample_id}" if record.sample_id != NO_ID else "a sample without an id"
 
 
 def _visits(record: Record) -> str:
     return f"after {record.visits} visits (checksum {record.checksum:08x})"
+
+
+def _read_prefixed(read: Callable[[str], torch.Tensor], prefix: str, name: str) -> torch.Tensor:
+    return read(prefix + name)

@@ -18,9 +18,9 @@ import torch
 from tahq.errors import CodecError
 from tahq.quant import bit_planes, stream
 from tahq.quant.spec import AqsgdSpec
+from tahq.quant.stream import FLAGS, VERSION_1, Description, HeaderByte, Statistics
 from tahq.quant.tiling import check_shape
 
-VERSION = 1
 NO_ID = -1
 _RECORD = struct.Struct("<QII")
 """Sample id + 1 (0: no id), visits, checksum."""
@@ -145,7 +145,7 @@ class AqsgdParts:
 def pack(layout: AqsgdLayout, records: Sequence[Record], parts: AqsgdParts) -> torch.Tensor:
     """The stream: uint8 [nbytes], on the parts' device; does not synchronise it where no sample has an id."""
     flags = parts.marks.any().to(torch.int32)
-    buf = stream.new_stream(layout.sections.nbytes, (VERSION, flags, *_parameters(layout.spec)), parts.marks.device)
+    buf = stream.new_stream(layout.sections.nbytes, (1, flags, *_parameters(layout.spec)), parts.marks.device)
     contents = {
         "marks": bit_planes.pack_numbers(parts.marks.flatten().to(torch.uint8), 1),
         "scale": parts.scale.view(torch.uint8),
@@ -209,7 +209,7 @@ def unpack(layout: AqsgdLayout, buf: torch.Tensor) -> AqsgdParts:
 
 def header_only(layout: AqsgdLayout, device: torch.device) -> torch.Tensor:
     """The stream of a tensor without elements."""
-    return stream.new_stream(layout.sections.nbytes, (VERSION, 0, *_parameters(layout.spec)), device)
+    return stream.new_stream(layout.sections.nbytes, (1, 0, *_parameters(layout.spec)), device)
 
 
 def check_header_only(layout: AqsgdLayout, buf: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ def _parameters(spec: AqsgdSpec) -> tuple[int, int]:
 def _check_header(spec: AqsgdSpec, buf: torch.Tensor) -> bool:
     """Whether the header's flag is set; CodecError for anything that is not this spec's."""
     bits, has_records = _parameters(spec)
-    expected = (("version", VERSION), ("flags", 0), ("bits", bits), ("records", has_records))
+    expected = (("version", 1), ("flags", 0), ("bits", bits), ("records", has_records))
     is_flagged, reserved = stream.read_header(buf, expected, spec)
     if reserved:
         raise CodecError(f"{spec}: header bytes 4 to 15 must be zero; byte 4 is {reserved}")
@@ -249,3 +249,52 @@ def _from_planes(packed: torch.Tensor, count: int, bits: int) -> tuple[torch.Ten
     planes[:, :bits, 0] = packed.view(bits, num_words).transpose(0, 1)
     codes = bit_planes.from_planes(planes).flatten()
     return codes[:count], codes[count:]
+
+
+def _layout_of(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[AqsgdLayout, tuple[Record, ...]]:
+    """The layout depends on which samples are sent whole, which the records of the stream say."""
+    records = read_records(spec, shape, buf) if spec.has_cache else ()
+    num_samples = 0 if 0 in shape else grid(shape)[0]
+    is_whole = [record.visits == 0 for record in records] or [False] * num_samples
+    return AqsgdLayout.of(spec, shape, is_whole), records
+
+
+def _sections(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> stream.Sections:
+    if not spec.has_cache:  # the stream may be of another shape: nothing is made for each sample of this one
+        return sections_of(spec, check_shape(shape), num_whole=0)
+    return _layout_of(spec, shape, buf)[0].sections
+
+
+def _statistics(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> Statistics:
+    layout, records = _layout_of(spec, shape, buf)
+    if layout.is_empty:
+        return {"samples": layout.grid[0]}
+    parts = unpack(layout, buf)
+    return {
+        "samples": layout.grid[0],
+        "samples sent whole": len(layout.rows(whole=True)),
+        "samples without an id": sum(record.sample_id == NO_ID for record in records),
+        "most visits of a sample": max((record.visits for record in records), default=0),
+        "tokens that are not finite": int(parts.marks.sum()),
+        **stream.step_statistics(parts.scale.double() / 2 ** (spec.bits - 1)),
+    }
+
+
+AQSGD = Description(
+    summary="AQ-SGD: the change since the sample's last visit, one scale per channel",
+    header=(
+        VERSION_1,
+        FLAGS,
+        HeaderByte("bits", 2, 8, "of a code"),
+        HeaderByte("records", 0, 1, "1: a record per sample follows"),
+    ),
+    contents={
+        "records": "a sample's id + 1, its visits, a checksum of the remembered values",
+        "marks": "one bit per token, 1 = not finite",
+        "scale": "fp16 per channel, the largest change",
+        "values": "fp16, samples that are sent whole",
+        "planes": "codes of the changes of the others, lowest bits first",
+    },
+    sections=_sections,
+    statistics=_statistics,
+)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tahq.quant.cpu.kernel import estimate, kernel
-from tahq.quant.cpu.numbers import Fp32Array
+from tahq.quant.cpu.numbers import Fp32Array, Integer, bits_of, float_of
 from tahq.quant.cpu.planes import ByteArray
 from tahq.quant.cpu.tiles import Int32Array
 from tahq.quant.gaussian.levels import MAX_MAGNITUDES, level_table, magnitude_table, threshold_table
+from tahq.quant.gaussian.small_scale import DROPPED_BITS, LARGEST_CODE, OFFSET
 
 _A_SWEEP = 4
 _MIN_SEARCHED_BITS = 7
@@ -192,3 +193,30 @@ def squared_distance(a: Fp32Array, b: Fp32Array) -> np.float32:
     for i in range(a.size):
         total += (a[i] - b[i]) * (a[i] - b[i])
     return total
+
+
+_HALF = 1 << (DROPPED_BITS - 1)
+
+
+@kernel
+def scale_of(code: Integer) -> np.float32:
+    """The value of a code from 0 to 254."""
+    return float_of(np.int32(np.int32(code + OFFSET) << DROPPED_BITS)) if code > 0 else _ZERO
+
+
+@kernel
+def nearest_code(value: np.float32) -> np.int32:
+    """The code of the nearest scale, of two as near the larger; `value` is not negative, and finite."""
+    return _code_of_bits(np.int32(bits_of(value) + _HALF))
+
+
+@kernel
+def stochastic_code(value: np.float32, draw: Integer) -> np.int32:
+    """The code above or below, by a draw from 0 to 2^20 − 1; `value` is not negative, and finite."""
+    return _code_of_bits(np.int32(bits_of(value) + np.int32(draw)))
+
+
+@kernel
+def _code_of_bits(bits: np.int32) -> np.int32:
+    code = np.int32(np.int32(bits >> DROPPED_BITS) - OFFSET)
+    return np.int32(min(max(code, np.int32(0)), np.int32(LARGEST_CODE)))

@@ -17,16 +17,29 @@ bit on every device but for sums (‖z‖² and ⟨z, ẑ⟩): where these round
 import torch
 
 from tahq.quant.gaussian import bit_allocation, small_scale
-from tahq.quant.gaussian.quantizer import CodedTiles, levels_of, magnitude_indices, magnitudes_of, signed_codes
+from tahq.quant.gaussian.levels import CodedTiles, levels_of, magnitude_indices, magnitudes_of, signed_codes
+from tahq.quant.gaussian.tile_stream import TileLayout, pack, unpack
 from tahq.quant.stochastic_rounding import hashes, shift_right
-from tahq.quant.tah.reference import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
+from tahq.quant.transforms import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
 
 SCALE_COUNTER = 0x80000000
 """Where the counters of the scales' draws begin; those of the signs begin at 0."""
 _SIGN_BIT = -(2**31)
 
 
-def encode(x: torch.Tensor, num_planes: int, key: int) -> CodedTiles:
+def encode(layout: TileLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """A stream of version 1, on any device, without synchronising it."""
+    return pack(layout, encode_tiles(layout.tiling.split(x).reshape(-1, layout.tiling.group), layout.num_planes, key))
+
+
+def decode(
+    layout: TileLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+) -> torch.Tensor:
+    """The tensor of an accepted stream; raises what `unpack` does."""
+    return layout.tiling.join(decode_tiles(unpack(layout, buf), key), dtype)
+
+
+def encode_tiles(x: torch.Tensor, num_planes: int, key: int) -> CodedTiles:
     """Quantise tiles to `num_planes` bits in all.
 
     Args:
@@ -47,7 +60,7 @@ def encode(x: torch.Tensor, num_planes: int, key: int) -> CodedTiles:
     return CodedTiles(exponent, torch.where(finite, scale, small_scale.NOT_FINITE).to(torch.uint8), width, codes)
 
 
-def decode(tiles: CodedTiles, key: int) -> torch.Tensor:
+def decode_tiles(tiles: CodedTiles, key: int) -> torch.Tensor:
     """Values fp32 [T, G]: s·level, transformed back, with the signs of `key`, times 2^−e."""
     y = levels_of(tiles.codes, tiles.width).mul_(small_scale.value_of(tiles.scale).unsqueeze(-1))
     return flip_signs(hadamard(y), key).mul_(power_of_two(-tiles.exponent))

@@ -8,32 +8,27 @@ magnitude rounded *up* to fp16, so that no value is clipped, and stochastic roun
 Shape letters: T groups, G channels a group. Equal to the bit on every device.
 """
 
-from dataclasses import dataclass
-
 import torch
 
+from tahq.quant.fixed.stream import TOP_EXPONENT, FixedLayout, FixedTiles, pack, unpack
 from tahq.quant.stochastic_rounding import round_stochastic_
-from tahq.quant.tah.reference import largest_magnitude, power_of_two, top_exponent
-
-TOP_EXPONENT = 14
+from tahq.quant.transforms import largest_magnitude, power_of_two, top_exponent
 
 
-@dataclass(frozen=True, slots=True)
-class FixedTiles:
-    """What a fixed-point stream says.
-
-    Attributes:
-        exponent: e, int32 without dimensions; what is coded is x·2^e.
-        scale: fp16 [T], the group's largest magnitude, rounded up; NaN where a value is not finite.
-        codes: fp32 [T, G], whole numbers q + Q from 0 to 2·Q, Q = 2^(bits − 1) − 1.
-    """
-
-    exponent: torch.Tensor
-    scale: torch.Tensor
-    codes: torch.Tensor
+def encode(layout: FixedLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """A stream of version 1, on any device, without synchronising it."""
+    groups = layout.tiling.split(x).reshape(-1, layout.tiling.group)
+    return pack(layout, encode_tiles(groups, layout.spec.bits, key if layout.spec.round == "stochastic" else None))
 
 
-def encode(x: torch.Tensor, bits: int, key: int | None) -> FixedTiles:
+def decode(
+    layout: FixedLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+) -> torch.Tensor:
+    """The tensor of an accepted stream; raises what `unpack` does."""
+    return layout.tiling.join(decode_tiles(unpack(layout, buf), layout.spec.bits), dtype)
+
+
+def encode_tiles(x: torch.Tensor, bits: int, key: int | None) -> FixedTiles:
     """Quantise groups: q = round(x·2^e / s), s = fp32(scale)/Q, 0 where the scale is 0.
 
     Args:
@@ -53,7 +48,7 @@ def encode(x: torch.Tensor, bits: int, key: int | None) -> FixedTiles:
     return FixedTiles(exponent, torch.where(finite, scale, torch.nan), codes)
 
 
-def decode(tiles: FixedTiles, bits: int) -> torch.Tensor:
+def decode_tiles(tiles: FixedTiles, bits: int) -> torch.Tensor:
     """Values fp32 [T, G]: q · (s·2^−e), s = fp32(scale)/Q; the codes' memory is overwritten.
 
     s·2^−e is kept finite, so that a code of 0 is 0 even in a tensor that reaches fp32's largest.

@@ -6,28 +6,41 @@ bits six planes, of 10 bits one byte and two planes: no bit is wasted, and the c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
-from tahq.errors import CodecError
 from tahq.quant import bit_planes, stream
-from tahq.quant.fixed.reference import TOP_EXPONENT, FixedTiles
 from tahq.quant.spec import FixedSpec
-from tahq.quant.tiling import Tiling, check_shape
+from tahq.quant.stream import FLAGS, LOG2_GROUP, VERSION_1, Description, HeaderByte, Statistics, exponent_byte
+from tahq.quant.tiling import Tiling
 
-VERSION = 1
-MIN_EXPONENT = TOP_EXPONENT - 127
-"""Of the largest fp32 numbers."""
+TOP_EXPONENT = 14
+"""The largest magnitude of a scaled tensor is in [2^14, 2^15)."""
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLayout:
+class FixedTiles:
+    """The content of a fixed-point stream.
+
+    Attributes:
+        exponent: e, int32 without dimensions; coded is x·2^e.
+        scale: fp16 [T], the group's largest magnitude, rounded up; NaN if a value is not finite.
+        codes: fp32 [T, G], whole numbers q + Q from 0 to 2·Q, Q = 2^(bits − 1) − 1.
+    """
+
+    exponent: torch.Tensor
+    scale: torch.Tensor
+    codes: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLayout(stream.Layout):
     """Everything about a stream that the shape and the spec decide."""
 
+    min_exponent: ClassVar[int] = TOP_EXPONENT - 127
+
     spec: FixedSpec
-    tiling: Tiling
-    sections: stream.Sections
 
     @classmethod
     def of(cls, spec: FixedSpec, shape: Sequence[int]) -> "FixedLayout":
@@ -36,12 +49,15 @@ class FixedLayout:
         Raises:
             CodecError: a shape without dimensions.
         """
-        return _layout(spec, check_shape(shape))
-
-    @property
-    def log2_group(self) -> int:
-        """log2 G."""
-        return self.tiling.group.bit_length() - 1
+        tiling = Tiling.of(shape, spec.group)
+        num_codes = tiling.num_tiles * tiling.group
+        sizes = {
+            "scale": 2 * tiling.num_tiles,
+            "bytes": num_codes * (spec.bits // 8),
+            "planes": num_codes * (spec.bits % 8) // 8,
+        }
+        header = (("version", 1), ("flags", 0), ("log2 G", tiling.log2_group), ("bits", spec.bits))
+        return cls(spec, tiling, header, stream.Sections.of(sizes))
 
     def views(self, buf: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Of a stream: the bytes [T, G] of each place, lowest first, and the planes [T, bits mod 8, G/8]."""
@@ -51,25 +67,10 @@ class FixedLayout:
         return whole.unbind(), planes
 
 
-@lru_cache(maxsize=1024)
-def _layout(spec: FixedSpec, shape: tuple[int, ...]) -> FixedLayout:
-    """Kept, as on a GPU the kernels of a small tensor take no longer than this does."""
-    tiling = Tiling.of(shape, spec.group)
-    num_codes = tiling.num_tiles * tiling.group
-    sizes = {
-        "scale": 2 * tiling.num_tiles,
-        "bytes": num_codes * (spec.bits // 8),
-        "planes": num_codes * (spec.bits % 8) // 8,
-    }
-    return FixedLayout(spec, tiling, stream.Sections.of(sizes))
-
-
 def pack(layout: FixedLayout, tiles: FixedTiles) -> torch.Tensor:
     """The stream of `tiles`: uint8 [nbytes], on their device, without synchronising it."""
     bits = layout.spec.bits
-    flags = tiles.scale.isnan().any().to(torch.int32)
-    header = (VERSION, flags, layout.log2_group, bits, tiles.exponent)
-    buf = stream.new_stream(layout.sections.nbytes, header, tiles.codes.device)
+    buf = layout.new_stream(tiles.scale.isnan().any().to(torch.int32), tiles.exponent, tiles.codes.device)
     layout.sections.view(buf, "scale").copy_(stream.fp16_bytes(tiles.scale))
     whole, planes = layout.views(buf)
     rest = tiles.codes.to(torch.int32 if bits > 8 else torch.uint8)
@@ -82,46 +83,23 @@ def pack(layout: FixedLayout, tiles: FixedTiles) -> torch.Tensor:
 
 
 def unpack(layout: FixedLayout, buf: torch.Tensor) -> FixedTiles:
-    """The tiles of a stream.
+    """The content of an accepted buffer (`stream.accept`).
 
     Raises:
-        CodecError: a wrong length; a version, flag, log2 G or bits that is not the spec's; an exponent
-            below −113; filling that is not zero; a negative or infinite scale; a NaN scale without the
-            header's flag, or the flag without one.
+        CodecError: a version, flag, log2 G or bits that is not the spec's; an exponent below −113; padding that is
+            not zero; a negative or infinite scale; a NaN scale without the header's flag, or the flag without one.
     """
-    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
-    is_flagged, exponent = read_header(layout, buf)
+    is_flagged, exponent = layout.read_header(buf)
     scale = layout.sections.view(buf, "scale").view(torch.float16)
-    _check(layout, buf, is_flagged, scale)
-    return FixedTiles(
-        exponent=torch.full((), exponent, dtype=torch.int32, device=buf.device),
-        scale=scale,
-        codes=_read_codes(layout, buf),
-    )
-
-
-def read_header(layout: FixedLayout, buf: torch.Tensor) -> tuple[bool, int]:
-    """The flag for non-finite values and e, from an accepted buffer.
-
-    Raises:
-        CodecError: a header that is not of this layout.
-    """
-    expected = (("version", VERSION), ("flags", 0), ("log2 G", layout.log2_group), ("bits", layout.spec.bits))
-    is_flagged, exponent = stream.read_header(buf, expected, layout.spec)
-    if exponent < MIN_EXPONENT:
-        raise CodecError(f"{layout.spec}: header byte 4 (e) is {exponent}, no encoder writes one below {MIN_EXPONENT}")
-    return is_flagged, exponent
-
-
-def _check(layout: FixedLayout, buf: torch.Tensor, is_flagged: bool, scale: torch.Tensor) -> None:
-    marked = scale.isnan()
     problems = {
         "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
         "a scale is infinite": scale.isinf().any(),
         "a scale is negative": (scale.view(torch.int16) < 0).any(),
-        "the flag for non-finite values does not agree with the scales": marked.any() != is_flagged,
+        "the flag for non-finite values does not agree with the scales": scale.isnan().any() != is_flagged,
     }
     stream.refuse(problems, layout.spec)
+    exponents = torch.full((), exponent, dtype=torch.int32, device=buf.device)
+    return FixedTiles(exponents, scale, _read_codes(layout, buf))
 
 
 def _read_codes(layout: FixedLayout, buf: torch.Tensor) -> torch.Tensor:
@@ -136,3 +114,33 @@ def _read_codes(layout: FixedLayout, buf: torch.Tensor) -> torch.Tensor:
         filled[:, : layout.spec.bits % 8] = planes
         codes.add_(bit_planes.from_planes(filled), alpha=256 ** len(whole))
     return codes
+
+
+def _statistics(spec: FixedSpec, shape: Sequence[int], buf: torch.Tensor) -> Statistics:
+    tiles = unpack(FixedLayout.of(spec, shape), buf)
+    steps = tiles.scale.float() / ((1 << spec.bits - 1) - 1)
+    return {
+        "groups": tiles.scale.numel(),
+        "groups that are not finite": int(tiles.scale.isnan().sum()),
+        "groups of zeros": int((tiles.scale == 0).sum()),
+        **stream.step_statistics(torch.ldexp(steps.double(), -tiles.exponent)),
+    }
+
+
+FIXED = Description(
+    summary="group-wise fixed point, symmetric",
+    header=(
+        VERSION_1,
+        FLAGS,
+        LOG2_GROUP,
+        HeaderByte("bits", 2, 16, "of a code"),
+        exponent_byte(FixedLayout.min_exponent),
+    ),
+    contents={
+        "scale": "fp16 per group, its largest magnitude; NaN = not finite",
+        "bytes": "bits 0 to 7 of all codes, then 8 to 15",
+        "planes": "the remaining bits, lowest first, group by group",
+    },
+    sections=lambda spec, shape, buf: FixedLayout.of(spec, shape).sections,
+    statistics=_statistics,
+)

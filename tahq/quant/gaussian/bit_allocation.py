@@ -9,9 +9,6 @@ one (reverse water-filling, Cover & Thomas, Elements of Information Theory, §10
 All in integers and in time proportional to the tiles: a histogram says how many steps have each value.
 """
 
-import math
-from fractions import Fraction
-
 import torch
 
 STEPS = (0, 6, 13, 21, 28, 36, 44)
@@ -19,11 +16,6 @@ STEPS = (0, 6, 13, 21, 28, 36, 44)
 round(4·log2((D_1 − D_2)/(D_b − D_{b+1})))."""
 NUM_LEVELS = 512
 """Levels run from 0 to 511."""
-
-
-def num_planes(bits: Fraction, num_tiles: int) -> int:
-    """K, bits an element of all tiles together: ⌊bits·T⌋, exactly."""
-    return math.floor(bits * num_tiles)
 
 
 def allocate(levels: torch.Tensor, budget: int) -> torch.Tensor:

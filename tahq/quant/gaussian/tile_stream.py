@@ -1,137 +1,115 @@
-"""Byte layout that `eden` and `wf` share: a scale and a width a tile, then codes of as many planes as the width says.
+"""Byte layout of `eden` and `wf` streams, version 1: a scale and a width per tile, means of `wf`, then codes.
 
-The bits of all tiles together are K, decided by shape and spec, so that the length never depends on the data; which
-tile has how many does. What a decoder refuses is listed at `unpack`.
+A tile's codes take as many planes as its width says. All tiles together have K planes, which shape and spec decide,
+so the length never depends on the data; which tile has how many does. docs/wire-format.md has the tables; `unpack`
+lists what a decoder refuses.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tahq.errors import CodecError
 from tahq.quant import bit_planes, stream
-from tahq.quant.gaussian.quantizer import CodedTiles
-from tahq.quant.gaussian.small_scale import NOT_FINITE
+from tahq.quant.gaussian.levels import CodedTiles
+from tahq.quant.gaussian.small_scale import NOT_FINITE, value_of
 from tahq.quant.spec import EdenSpec, WfSpec
-from tahq.quant.tah.reference import MAX_EXPONENT, TOP_EXPONENT
+from tahq.quant.stream import FLAGS, LOG2_GROUP, VERSION_1, Description, HeaderByte, Statistics, exponent_byte
 from tahq.quant.tiling import Tiling
 
-VERSION = 1
-MIN_EXPONENT = TOP_EXPONENT - 127
-"""Of the largest fp32 numbers."""
 WIDTH_BITS = 3
-"""Of a tile's number of bits, less one."""
+"""Of a tile's number of bits, minus one."""
 
 
 @dataclass(frozen=True, slots=True)
-class TileLayout:
+class TileLayout(stream.Layout):
     """Everything about a stream that the shape and the spec decide.
 
     Attributes:
         num_planes: K, bits of all tiles together; a plane is a bit of each of a tile's G codes, G/8 bytes.
-        header: the bytes before e, with their names.
     """
 
     spec: EdenSpec | WfSpec
-    tiling: Tiling
     num_planes: int
-    header: tuple[tuple[str, int], ...]
-    sections: stream.Sections
+
+    @classmethod
+    def of(cls, spec: EdenSpec | WfSpec, shape: Sequence[int]) -> "TileLayout":
+        """Lay out the stream of a tensor of this shape.
+
+        Raises:
+            CodecError: a shape without dimensions.
+        """
+        tiling = Tiling.of(shape, spec.group)
+        num_tiles, num_planes = tiling.num_tiles, math.floor(spec.bits * tiling.num_tiles)
+        header = [("version", 1), ("flags", 0), ("log2 G", tiling.log2_group)]
+        sizes = {"scale": num_tiles, "width": math.ceil(num_tiles * WIDTH_BITS / 8)}
+        if isinstance(spec, WfSpec):
+            header.append(("center", int(spec.center == "on")))
+            if spec.center == "on":
+                sizes["mean"] = 2 * tiling.channels if num_tiles else 0
+        sizes["codes"] = num_planes * tiling.group // 8
+        return cls(spec, tiling, tuple(header), stream.Sections.of(sizes), num_planes)
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether the stream has means of channels: `wf` with centering."""
+        return "mean" in self.sections.by_name
 
 
-def log2_group(tiling: Tiling) -> int:
-    """log2 G."""
-    return tiling.group.bit_length() - 1
-
-
-def section_sizes(tiling: Tiling, num_planes: int) -> dict[str, int]:
-    """Bytes of the sections that both codecs have, in order."""
-    num_tiles = tiling.num_tiles
-    return {
-        "scale": num_tiles,
-        "width": math.ceil(num_tiles * WIDTH_BITS / 8),
-        "codes": num_planes * tiling.group // 8,
-    }
-
-
-def pack(layout: TileLayout, tiles: CodedTiles, more: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The stream of `tiles`: uint8 [nbytes], on their device, without synchronising it.
-
-    Args:
-        layout: of the stream.
-        tiles: whose widths sum to K.
-        more: bytes of further sections, by name.
-    """
-    header = [value for _, value in layout.header]
-    flags = (tiles.scale == NOT_FINITE).any().to(torch.int32)
-    buf = stream.new_stream(layout.sections.nbytes, (header[0], flags, *header[2:], tiles.exponent), tiles.codes.device)
+def pack(layout: TileLayout, tiles: CodedTiles) -> torch.Tensor:
+    """The stream of `tiles`, whose widths sum to K: uint8 [nbytes], on their device, without synchronising it."""
+    is_flagged = (tiles.scale == NOT_FINITE).any().to(torch.int32)
+    buf = layout.new_stream(is_flagged, tiles.exponent, tiles.codes.device)
     planes = bit_planes.to_planes(tiles.codes)[plane_places(tiles.width, layout.num_planes)]
     contents = {
         "scale": tiles.scale,
         "width": bit_planes.pack_numbers((tiles.width - 1).to(torch.uint8), WIDTH_BITS),
         "codes": planes.view(-1),
-        **more,
     }
+    if tiles.mean is not None:
+        section = layout.sections.by_name["mean"]  # shorter than the means: padding channels have none
+        contents["mean"] = tiles.mean.view(torch.uint8)[: section.stop - section.start]
     for name, content in contents.items():
         layout.sections.view(buf, name).copy_(content)
     return buf
 
 
-def unpack(layout: TileLayout, buf: torch.Tensor, more_problems: Mapping[str, torch.Tensor]) -> CodedTiles:
-    """The tiles of an accepted buffer, that is one of the right length (`stream.accept`).
-
-    Args:
-        layout: of the stream.
-        buf: uint8 [nbytes].
-        more_problems: flags (bool without dimensions) that refuse the stream, by what they say.
+def unpack(layout: TileLayout, buf: torch.Tensor) -> CodedTiles:
+    """The tiles of an accepted buffer (`stream.accept`).
 
     Raises:
-        CodecError: a header that is not the layout's; an exponent below −117; filling, or bits behind the widths, that
+        CodecError: a header that is not the layout's; an exponent below −117; padding, or bits after the widths, that
             are not zero; widths that do not sum to K; a scale of 255 without the header's flag, or the flag without
-            one; any of `more_problems`.
+            one; a mean that is not finite.
     """
-    is_flagged, exponent = read_header(layout, buf)
+    is_flagged, exponent = layout.read_header(buf)
     num_tiles, group = layout.tiling.num_tiles, layout.tiling.group
     scale = layout.sections.view(buf, "scale").clone()
-    packed = layout.sections.view(buf, "width")
-    less_one, left_over = bit_planes.unpack_numbers(packed, num_tiles, WIDTH_BITS)
+    less_one, left_over = bit_planes.unpack_numbers(layout.sections.view(buf, "width"), num_tiles, WIDTH_BITS)
     width = less_one.to(torch.int32) + 1
+    mean = layout.sections.view(buf, "mean").view(torch.float16) if layout.has_mean else None
     problems = {
         "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
         "bits behind the widths are not zero": left_over.any(),
         f"the widths must sum to {layout.num_planes}": width.sum() != layout.num_planes,
         "the flag for non-finite values does not agree with the scales": (scale == NOT_FINITE).any() != is_flagged,
-        **more_problems,
     }
+    if mean is not None:
+        problems["a mean is not finite"] = ~mean.isfinite().all()
+        mean = torch.nn.functional.pad(mean, (0, layout.tiling.padding if len(mean) else 0))
     stream.refuse(problems, layout.spec)
     planes = bit_planes.empty_planes(num_tiles, group, buf.device)
     planes[plane_places(width, layout.num_planes)] = layout.sections.view(buf, "codes").view(-1, group // 8)
-    exponent_of = torch.full((), exponent, dtype=torch.int32, device=buf.device)
-    return CodedTiles(exponent_of, scale, width, bit_planes.from_planes(planes))
-
-
-def read_header(layout: TileLayout, buf: torch.Tensor) -> tuple[bool, int]:
-    """The flag for non-finite values and e, from an accepted buffer.
-
-    Raises:
-        CodecError: a header that is not of this layout.
-    """
-    is_flagged, exponent = stream.read_header(buf, layout.header, layout.spec)
-    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
-        place = len(layout.header)
-        raise CodecError(
-            f"{layout.spec}: header byte {place} (e) is {exponent}, no encoder writes one below {MIN_EXPONENT}"
-        )
-    return is_flagged, exponent
+    exponents = torch.full((), exponent, dtype=torch.int32, device=buf.device)
+    return CodedTiles(exponents, scale, width, bit_planes.from_planes(planes), mean)
 
 
 def plane_places(width: torch.Tensor, num_planes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each plane in a stream: whose tile it is, and which of the tile's planes.
+    """For each plane of a stream: the tile that it belongs to, and its number among the tile's planes.
 
     Args:
-        width: int32 [T], summing to `num_planes`; their number being known, nothing synchronises.
+        width: int32 [T], summing to `num_planes`; since that is known, nothing synchronises.
         num_planes: K.
 
     Returns:
@@ -140,3 +118,43 @@ def plane_places(width: torch.Tensor, num_planes: int) -> tuple[torch.Tensor, to
     tile = torch.repeat_interleave(width, output_size=num_planes)
     start = width.cumsum(0) - width
     return tile, torch.arange(num_planes, device=width.device) - start[tile]
+
+
+def _statistics(spec: EdenSpec | WfSpec, shape: Sequence[int], buf: torch.Tensor) -> Statistics:
+    tiles = unpack(TileLayout.of(spec, shape), buf)
+    is_finite = tiles.scale != NOT_FINITE
+    found: dict[str, int | float] = {
+        "tiles": tiles.scale.numel(),
+        "tiles that are not finite": int((~is_finite).sum()),
+        "tiles of zeros": int((tiles.scale == 0).sum()),
+    }
+    if tiles.width.numel():
+        found["fewest bits of a code"] = int(tiles.width.min())
+        found["bits of a code on average"] = float(tiles.width.double().mean())
+        found["most bits of a code"] = int(tiles.width.max())
+    found |= stream.step_statistics(torch.ldexp(value_of(tiles.scale[is_finite]).double(), -tiles.exponent))
+    if tiles.mean is not None and tiles.mean.numel():
+        found["largest mean of a channel"] = float(torch.ldexp(tiles.mean.double().abs().amax(), -tiles.exponent))
+    return found
+
+
+def _describe(summary: str, *more_header: HeaderByte) -> Description:
+    return Description(
+        summary=summary,
+        header=(VERSION_1, FLAGS, LOG2_GROUP, *more_header, exponent_byte(TileLayout.min_exponent)),
+        contents={
+            "scale": "u8 per tile, a float with 3 bits of mantissa; 255 = not finite",
+            "width": "3 bits per tile, the bits of its codes minus one",
+            "mean": "fp16 per channel, of x·2^e over all tokens",
+            "codes": "tile by tile, as many planes as its width",
+        },
+        sections=lambda spec, shape, buf: TileLayout.of(spec, shape).sections,
+        statistics=_statistics,
+    )
+
+
+EDEN = _describe("randomised Hadamard, Gaussian-optimal levels, unbiased; for gradients")
+WF = _describe(
+    "Hadamard, bits where they reduce a token's error most; for activations",
+    HeaderByte("center", 0, 1, "1: the means of channels are in the stream"),
+)

@@ -13,7 +13,7 @@ import torch
 from triton.runtime import driver
 
 from tahq.quant.gpu.tiles import DAMAGED, FLAGGED, MARKED, MAX_MEASURED
-from tahq.quant.stream import ALIGNMENT
+from tahq.quant.stream import ALIGNMENT, Layout
 
 EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False, "num_stages": 1})
 """Options of kernels that must give the reference's bits: a fused multiply-add rounds once, not twice."""
@@ -101,9 +101,67 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], index: int, constants: 
     return launch
 
 
-def is_refused(verdict: int) -> bool:
-    """Whether a decoder's verdict says that a buffer is no stream."""
-    return bool(verdict & DAMAGED) or bool(verdict & FLAGGED) != bool(verdict & MARKED)
+Steps = tuple[tuple[str, Launch], ...]
+"""Launches, each with the names of its tensors (x, work, table, buf); a final `key` passes the halves of the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """The launches for one spec and shape, and how many 32-bit words of work buffer they need.
+
+    Attributes:
+        is_zeroed: whether the decoder's work buffer must begin as zeros.
+    """
+
+    encode_words: int
+    encode: Steps
+    decode_words: int
+    decode: Steps
+    is_zeroed: bool = False
+
+
+def run_encoder(
+    plan: LaunchPlan, layout: Layout, x: torch.Tensor, *, key: int = 0, table: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The stream of x, which is on a CUDA device and not empty; never synchronises."""
+    x = aligned(x)
+    work = torch.empty(plan.encode_words, dtype=torch.int32, device=x.device)
+    buf = torch.empty(layout.sections.nbytes, dtype=torch.uint8, device=x.device)
+    _run(plan.encode, {"x": x, "work": work, "table": table, "buf": buf}, key)
+    return buf
+
+
+def run_decoder(
+    plan: LaunchPlan,
+    layout: Layout,
+    buf: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    key: int = 0,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The tensor of an accepted stream, or None if the verdict (the first word of `work`) is that it is damaged."""
+    make = torch.zeros if plan.is_zeroed else torch.empty
+    work = make(plan.decode_words, dtype=torch.int32, device=buf.device)
+    x = torch.empty(layout.tiling.shape, dtype=dtype, device=buf.device)
+    _run(plan.decode, {"x": x, "work": work, "table": table, "buf": buf}, key)
+    verdict = int(work[0])
+    is_refused = bool(verdict & DAMAGED) or bool(verdict & FLAGGED) != bool(verdict & MARKED)
+    return None if is_refused else x
+
+
+def _run(steps: Steps, tensors: Mapping[str, Any], key: int) -> None:
+    with on_device_of(tensors["x"]):
+        for names, launch in steps:
+            needed = names.split()
+            last = key_halves(key) if needed[-1] == "key" else ()
+            launch(*(tensors[name] for name in needed if name != "key"), last=last)
+
+
+def key_halves(key: int) -> tuple[int, int]:
+    """The lower and the upper half of a key, as signed numbers, so that all have the same type for a kernel."""
+    low, high = ((key >> place & 0xFFFFFFFF) for place in (0, 32))
+    return (low ^ 2**31) - 2**31, (high ^ 2**31) - 2**31
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

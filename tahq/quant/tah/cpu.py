@@ -11,41 +11,28 @@ rounding of each other; decoded values are equal always, NaN being NaN.
 import numpy as np
 import torch
 
-from tahq.errors import CodecError
-from tahq.quant import stream
 from tahq.quant.cpu.kernel import Team
 from tahq.quant.cpu.numbers import Values
 from tahq.quant.cpu.planes import ByteArray
-from tahq.quant.cpu.selection import NUM_COUNTS, mark_smallest
 from tahq.quant.cpu.tiles import Grid, Magnitudes, measure, power_of_two, top_exponent
-from tahq.quant.tah import stream as tah_stream
-from tahq.quant.tah.cpu_entropy import Sums, entropies, measure_and_sum
 from tahq.quant.tah.cpu_kernels import TILES_A_BYTE, Rule, Sections, is_sound, read_tiles, write_tiles
-from tahq.quant.tah.reference import TOP_EXPONENT, spread_high
-from tahq.quant.tah.stream import VERSION, TahLayout
+from tahq.quant.tah.cpu_select import NUM_COUNTS, Sums, entropies, mark_smallest, measure_and_sum
+from tahq.quant.tah.reference import spread_high
+from tahq.quant.tah.stream import TahLayout
+from tahq.quant.transforms import TOP_EXPONENT
 
 _CPU = torch.device("cpu")
 
 
 def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The stream of x, as `tah.reference` and `tah.stream` write it (TAH-Quant §3.1 to §3.3).
-
-    Args:
-        layout: of x's shape.
-        x: fp32, bf16 or fp16 on the CPU, of any strides, with at least one element; not written.
-        key: ignored.
-        threads: how many may share the work.
-
-    Returns:
-        uint8 [nbytes].
-    """
+    """The stream that `tah.reference` writes; x has at least one element."""
     values, grid, rule = Values.of(x), Grid.of(layout.tiling), Rule.of(layout)
     with Team(threads, x.numel()) as team:
         magnitudes, sums = _survey(layout, values, grid, team)
         exponent = top_exponent(magnitudes.overall, TOP_EXPONENT)
         factor = power_of_two(exponent)
         is_high = _spread(layout) if sums is None else _select(layout, sums, exponent, team)
-        buf = _new_stream(layout, not magnitudes.all_finite, exponent)
+        buf = layout.new_stream(not magnitudes.all_finite, exponent, _CPU)
         sections = Sections.of(layout, buf)
         sections.bit_map[:] = np.packbits(is_high, bitorder="little")
 
@@ -57,27 +44,15 @@ def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1
     return buf
 
 
-def decode(layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The tensor of a stream.
-
-    Args:
-        layout: of the tensor's shape, with at least one element.
-        buf: on the CPU; nothing in it is trusted.
-        dtype: fp32, bf16 or fp16.
-        key: ignored.
-        threads: how many may share the work.
-
-    Returns:
-        A fresh, contiguous tensor of the layout's shape; a tile that was not finite is NaN.
-
-    Raises:
-        CodecError: whatever `tah.stream.unpack` refuses.
-    """
-    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
-    is_flagged, exponent = tah_stream.read_header(layout, buf)
+def decode(
+    layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+) -> torch.Tensor | None:
+    """The tensor of an accepted stream; None if the stream is damaged."""
+    is_flagged, exponent = layout.read_header(buf)
     sections = Sections.of(layout, buf)
     is_high = np.unpackbits(sections.bit_map, bitorder="little")
-    _check(layout, buf, sections, is_high, is_flagged)
+    if layout.sections.has_dirty_filling(buf) or not _is_sound(layout, sections, is_high, is_flagged):
+        return None
     x = torch.empty(layout.tiling.shape, dtype=dtype)
     values, grid, rule, factor = Values.of(x), Grid.of(layout.tiling), Rule.of(layout), power_of_two(-exponent)
 
@@ -124,21 +99,7 @@ def _select(layout: TahLayout, sums: Sums, exponent: int, team: Team) -> ByteArr
     return is_high
 
 
-def _new_stream(layout: TahLayout, is_flagged: bool, exponent: int) -> torch.Tensor:
-    log2_group = layout.tiling.group.bit_length() - 1
-    header = (VERSION, int(is_flagged), log2_group, layout.spec.low, layout.spec.high, exponent)
-    return stream.new_stream(layout.sections.nbytes, header, _CPU)
-
-
-def _check(layout: TahLayout, buf: torch.Tensor, sections: Sections, is_high: ByteArray, is_flagged: bool) -> None:
-    """Refuse what the reference refuses, and let it say why: only a bad stream takes that slow way.
-
-    Raises:
-        CodecError: of `tah.stream.unpack`.
-    """
-    expected = layout.allocs_per_sample - layout.num_low
+def _is_sound(layout: TahLayout, sections: Sections, is_high: ByteArray, is_flagged: bool) -> bool:
     samples, per_sample = layout.tiling.num_samples, layout.allocs_per_sample
-    sound = is_sound(Grid.of(layout.tiling), sections, is_high, samples, per_sample, expected, is_flagged)
-    if not sound or layout.sections.has_dirty_filling(buf):
-        tah_stream.unpack(layout, buf)
-        raise CodecError(f"{layout.spec}: damaged stream, though the reference takes it: please report this")
+    num_high = per_sample - layout.num_low
+    return is_sound(Grid.of(layout.tiling), sections, is_high, samples, per_sample, num_high, is_flagged)

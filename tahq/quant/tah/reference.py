@@ -14,60 +14,34 @@ of fp16 metadata (Eq. 24 does so for gradients only); a constant tile has scale 
 would divide 0 by 0; a tile with NaN or infinity is marked as a whole.
 """
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
+from tahq.quant.tah.stream import Allocation, TahLayout, TahTiles, pack, tile_by_tile, unpack
+from tahq.quant.transforms import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
+
 EPSILON = 1e-12
 """ς, ϵ and ϱ of Eqs. 1 to 3."""
-TOP_EXPONENT = 10
-"""What is coded has its largest magnitude in [2^10, 2^11): times √256 it is below fp16's 65,504."""
-MAX_EXPONENT = 127
-"""Of the power of two that a tensor is multiplied by; it travels as a signed byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Which allocation tiles of a sample get L bits.
-
-    Attributes:
-        num_low: how many.
-        tiles_per_alloc: R, consecutive tiles of a token that get their bits together.
-        by_low_entropy: those of lowest entropy (the paper's rule, §3.2), else those of highest.
-        even_share: not None: entropies do not matter, the i-th gets L bits iff ⌊(i+1)·share⌋ > ⌊i·share⌋.
-    """
-
-    num_low: int
-    tiles_per_alloc: int = 1
-    by_low_entropy: bool = True
-    even_share: Fraction | None = None
+def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """A stream of version 1, on any device, without synchronising it."""
+    spec, tiling = layout.spec, layout.tiling
+    tiles = encode_tiles(
+        tiling.split(x), layout.allocation, tau=spec.tau, low=spec.low, high=spec.high, padding=tiling.padding
+    )
+    return pack(layout, tiles)
 
 
-@dataclass(frozen=True, slots=True)
-class TahTiles:
-    """What a TAH stream says, tile by tile; [B, S, M] unless noted.
-
-    Attributes:
-        exponent: e, int32 without dimensions; what is coded is x·2^e.
-        high: bool [B, n], the codes of this allocation tile have H bits, else L.
-        scale: fp16, not negative; 0 where the tile is constant or not finite.
-        transformed: bool, the tile was swapped and transformed.
-        zero_point: fp16; NaN where the tile has a value that is not finite.
-        pivot: uint8, the channel that was swapped with channel 0; 0 where nothing was transformed.
-        codes: uint8 [B, S, M, G].
-    """
-
-    exponent: torch.Tensor
-    high: torch.Tensor
-    scale: torch.Tensor
-    transformed: torch.Tensor
-    zero_point: torch.Tensor
-    pivot: torch.Tensor
-    codes: torch.Tensor
+def decode(layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """The tensor of an accepted stream; raises what `unpack` does."""
+    return layout.tiling.join(decode_tiles(unpack(layout, buf)), dtype)
 
 
-def encode(x: torch.Tensor, allocation: Allocation, *, tau: float, low: int, high: int, padding: int = 0) -> TahTiles:
+def encode_tiles(
+    x: torch.Tensor, allocation: Allocation, *, tau: float, low: int, high: int, padding: int = 0
+) -> TahTiles:
     """Quantise tiles: allocate bits by entropy, suppress outliers, round (TAH-Quant §3.1 to §3.3).
 
     Args:
@@ -97,7 +71,7 @@ def encode(x: torch.Tensor, allocation: Allocation, *, tau: float, low: int, hig
     return TahTiles(exponent, is_high, scale, transformed, zero_point, pivot, codes)
 
 
-def decode(tiles: TahTiles) -> torch.Tensor:
+def decode_tiles(tiles: TahTiles) -> torch.Tensor:
     """Values fp32 [B, S, M, G] of tiles: (q·s + z), transformed back where flagged, times 2^−e.
 
     q·s is exact (8 + 11 bits of significand), so a fused multiply-add gives the same.
@@ -109,36 +83,6 @@ def decode(tiles: TahTiles) -> torch.Tensor:
     back = swap(hadamard(flat[rows]), tiles.pivot.flatten()[rows].long())
     flat[rows] = torch.where(flag.unsqueeze(-1), back, flat[rows])
     return y.mul_(power_of_two(-tiles.exponent))
-
-
-def top_exponent(x: torch.Tensor, finite: torch.Tensor, top: int) -> torch.Tensor:
-    """The power of two that takes the largest magnitude of x into [2^top, 2^(top+1)): c of Eq. 24 as 2^e.
-
-    e = top − ⌊log2 max|x|⌋, at most 127, over the tiles marked finite; 0 where they are all zero.
-
-    Args:
-        x: fp32 [..., G].
-        finite: bool [...].
-        top: exponent aimed at.
-
-    Returns:
-        int32 without dimensions; it is never below top − 127.
-    """
-    known = torch.where(finite, largest_magnitude(x), 0.0).flatten()
-    overall = torch.nn.functional.pad(known, (0, 1)).amax()  # one zero more: there may be no tile at all
-    floor_log2 = torch.frexp(overall).exponent - 1
-    return torch.where(overall > 0, top - floor_log2, 0).clamp(max=MAX_EXPONENT).to(torch.int32)
-
-
-def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """max|x| of each tile: fp32 [...] of fp32 [..., G], never −0, and without a temporary of x's size."""
-    return torch.maximum(x.amax(dim=-1), -x.amin(dim=-1)).abs_()
-
-
-def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2^exponent in fp32, exactly, for exponents from −127 (which is subnormal) to 127."""
-    bits = (exponent + 127) * 2**23 + (exponent == -127).to(torch.int32) * 2**22
-    return bits.to(torch.int32).view(torch.float32)
 
 
 def allocate_(magnitude: torch.Tensor, allocation: Allocation) -> torch.Tensor:
@@ -157,11 +101,6 @@ def allocate_(magnitude: torch.Tensor, allocation: Allocation) -> torch.Tensor:
         return spread_high(allocation.even_share, num_allocs, magnitude.device).expand(num_samples, -1)
     entropies = entropy_(magnitude.view(num_samples, num_allocs, allocation.tiles_per_alloc * group))
     return select_high(entropies if allocation.by_low_entropy else -entropies, allocation.num_low)
-
-
-def tile_by_tile(of_allocs: torch.Tensor, tiles_per_alloc: int) -> torch.Tensor:
-    """What holds for allocation tiles [B, n], for each of their tiles: [B, n·R]."""
-    return of_allocs.unsqueeze(-1).expand(-1, -1, tiles_per_alloc).flatten(1)
 
 
 def spread_high(low_share: Fraction, count: int, device: torch.device) -> torch.Tensor:
@@ -264,25 +203,6 @@ def swap(tiles: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
     swapped = tiles.scatter(1, index, tiles[:, :1])
     swapped[:, :1] = tiles.gather(1, index)
     return swapped
-
-
-def hadamard(tiles: torch.Tensor) -> torch.Tensor:
-    """α·H/√G, H being Sylvester's ±1 matrix; orthonormal and symmetric, so its own inverse.
-
-    Butterflies (a, b) → (a + b, a − b) over channels that lie h = 1, 2, … G/2 apart, in this order,
-    then one multiplication by fp32(1/√G).
-
-    Args:
-        tiles: fp32 [T, G], G a power of two.
-    """
-    count, group = tiles.shape
-    distance = 1
-    while distance < group:
-        pairs = tiles.view(count, group // (2 * distance), 2, distance)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        tiles = torch.stack((a + b, a - b), dim=2).view(count, group)
-        distance *= 2
-    return tiles.mul_(float(group**-0.5))
 
 
 def _hide_padding_(y: torch.Tensor, transformed: torch.Tensor, padding: int) -> None:

@@ -8,25 +8,61 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 
 import torch
 
 from tahq.errors import CodecError
 from tahq.quant import bit_planes, stream
 from tahq.quant.spec import TahSpec
-from tahq.quant.tah.reference import MAX_EXPONENT, TOP_EXPONENT, Allocation, TahTiles, tile_by_tile
-from tahq.quant.tiling import Tiling, check_shape
+from tahq.quant.stream import FLAGS, LOG2_GROUP, VERSION_1, Description, HeaderByte, Statistics, exponent_byte
+from tahq.quant.tiling import Tiling
 
-VERSION = 1
-MIN_EXPONENT = TOP_EXPONENT - 127
-"""Of the largest fp32 numbers."""
 SIGN = -(2**15)
 """fp16's sign bit as an int16."""
 
 
 @dataclass(frozen=True, slots=True)
-class TahLayout:
+class Allocation:
+    """Which allocation tiles of a sample get L bits.
+
+    Attributes:
+        num_low: how many.
+        tiles_per_alloc: R, consecutive tiles of a token that get their bits together.
+        by_low_entropy: those of lowest entropy (the paper's rule, §3.2), else those of highest.
+        even_share: not None: entropies do not matter, the i-th gets L bits iff ⌊(i+1)·share⌋ > ⌊i·share⌋.
+    """
+
+    num_low: int
+    tiles_per_alloc: int = 1
+    by_low_entropy: bool = True
+    even_share: Fraction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TahTiles:
+    """What a TAH stream says, tile by tile; [B, S, M] unless noted.
+
+    Attributes:
+        exponent: e, int32 without dimensions; what is coded is x·2^e.
+        high: bool [B, n], the codes of this allocation tile have H bits, else L.
+        scale: fp16, not negative; 0 where the tile is constant or not finite.
+        transformed: bool, the tile was swapped and transformed.
+        zero_point: fp16; NaN where the tile has a value that is not finite.
+        pivot: uint8, the channel that was swapped with channel 0; 0 where nothing was transformed.
+        codes: uint8 [B, S, M, G].
+    """
+
+    exponent: torch.Tensor
+    high: torch.Tensor
+    scale: torch.Tensor
+    transformed: torch.Tensor
+    zero_point: torch.Tensor
+    pivot: torch.Tensor
+    codes: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TahLayout(stream.Layout):
     """Everything about a stream that the shape and the spec decide.
 
     An allocation tile is `tiles_per_alloc` consecutive quantisation tiles of one token; the bit map has a
@@ -38,10 +74,8 @@ class TahLayout:
     """
 
     spec: TahSpec
-    tiling: Tiling
     tiles_per_alloc: int
     num_low: int
-    sections: stream.Sections
 
     @classmethod
     def of(cls, spec: TahSpec, shape: Sequence[int]) -> "TahLayout":
@@ -50,7 +84,22 @@ class TahLayout:
         Raises:
             CodecError: a shape without dimensions, or channels that allocation tiles do not divide.
         """
-        return _layout(spec, check_shape(shape))
+        tiling = Tiling.of(shape, spec.group)
+        per_alloc = _tiles_per_alloc(spec, tiling)
+        allocs_per_sample = tiling.tiles_per_sample // per_alloc
+        num_low = math.floor(allocs_per_sample * low_share(spec))
+        num_tiles, plane_nbytes = tiling.num_tiles, tiling.group // 8
+        num_high = per_alloc * tiling.num_samples * (allocs_per_sample - num_low)
+        sizes = {
+            "bit map": -(-tiling.num_samples * allocs_per_sample // 8),
+            "scale": 2 * num_tiles,
+            "zero-point": 2 * num_tiles,
+            "pivot": -(-num_tiles * tiling.log2_group // 8),
+            "low planes": num_tiles * spec.low * plane_nbytes,
+            "high planes": num_high * (spec.high - spec.low) * plane_nbytes,
+        }
+        header = (("version", 1), ("flags", 0), ("log2 G", tiling.log2_group), ("L", spec.low), ("H", spec.high))
+        return cls(spec, tiling, header, stream.Sections.of(sizes), per_alloc, num_low)
 
     @property
     def allocs_per_sample(self) -> int:
@@ -85,26 +134,6 @@ class TahLayout:
     def grid(self) -> tuple[int, int, int]:
         """[B, S, M], the shape of what there is once a tile."""
         return self.tiling.num_samples, self.tiling.tokens_per_sample, self.tiling.tiles_per_token
-
-
-@lru_cache(maxsize=1024)
-def _layout(spec: TahSpec, shape: tuple[int, ...]) -> TahLayout:
-    """Kept, as on a GPU the kernels of a small tensor take no longer than this does."""
-    tiling = Tiling.of(shape, spec.group)
-    per_alloc = _tiles_per_alloc(spec, tiling)
-    allocs_per_sample = tiling.tiles_per_sample // per_alloc
-    num_low = math.floor(allocs_per_sample * low_share(spec))
-    num_tiles, plane_nbytes = tiling.num_tiles, tiling.group // 8
-    num_high = per_alloc * tiling.num_samples * (allocs_per_sample - num_low)
-    sizes = {
-        "bit map": -(-tiling.num_samples * allocs_per_sample // 8),
-        "scale": 2 * num_tiles,
-        "zero-point": 2 * num_tiles,
-        "pivot": -(-num_tiles * _log2(tiling.group) // 8),
-        "low planes": num_tiles * spec.low * plane_nbytes,
-        "high planes": num_high * (spec.high - spec.low) * plane_nbytes,
-    }
-    return TahLayout(spec, tiling, per_alloc, num_low, stream.Sections.of(sizes))
 
 
 def low_share(spec: TahSpec) -> Fraction:
@@ -142,16 +171,16 @@ def _below(share: Fraction, largest_denominator: int) -> Fraction:
     return Fraction((p * q_below - 1) // q, q_below)
 
 
-def _log2(group: int) -> int:
-    return group.bit_length() - 1
+def tile_by_tile(of_allocs: torch.Tensor, tiles_per_alloc: int) -> torch.Tensor:
+    """What holds for allocation tiles [B, n], for each of their tiles: [B, n·R]."""
+    return of_allocs.unsqueeze(-1).expand(-1, -1, tiles_per_alloc).flatten(1)
 
 
 def pack(layout: TahLayout, tiles: TahTiles) -> torch.Tensor:
     """The stream of `tiles`: uint8 [nbytes], on their device, without synchronising it."""
     spec, group = layout.spec, layout.tiling.group
-    flags = tiles.zero_point.isnan().any().to(torch.int32)
-    header = (VERSION, flags, _log2(group), spec.low, spec.high, tiles.exponent)
-    buf = stream.new_stream(layout.sections.nbytes, header, tiles.codes.device)
+    is_flagged = tiles.zero_point.isnan().any().to(torch.int32)
+    buf = layout.new_stream(is_flagged, tiles.exponent, tiles.codes.device)
     high = tile_by_tile(tiles.high, layout.tiles_per_alloc).flatten()
     scale = tiles.scale.flatten().view(torch.int16)
     signed = torch.where(tiles.transformed.flatten(), scale | SIGN, scale)
@@ -160,7 +189,7 @@ def pack(layout: TahLayout, tiles: TahTiles) -> torch.Tensor:
         "bit map": bit_planes.pack_numbers(tiles.high.flatten().to(torch.uint8), 1),
         "scale": signed.view(torch.uint8),
         "zero-point": stream.fp16_bytes(tiles.zero_point.flatten()),
-        "pivot": bit_planes.pack_numbers(tiles.pivot.flatten(), _log2(group)),
+        "pivot": bit_planes.pack_numbers(tiles.pivot.flatten(), layout.tiling.log2_group),
     }
     for name, content in contents.items():
         layout.sections.view(buf, name).copy_(content)
@@ -171,23 +200,34 @@ def pack(layout: TahLayout, tiles: TahTiles) -> torch.Tensor:
 
 
 def unpack(layout: TahLayout, buf: torch.Tensor) -> TahTiles:
-    """The tiles of a stream.
+    """The content of an accepted buffer (`stream.accept`).
 
     Raises:
-        CodecError: a wrong length; a version, flag, log2 G, L or H that is not the spec's; an exponent
+        CodecError: a version, flag, log2 G, L or H that is not the spec's; an exponent
             below −117; filling that is not zero; a sample without exactly ⌊(1−p)·n⌋ allocation tiles of L
             bits; a scale or zero-point that is not finite, but for the mark of a tile that is not finite (scale
             +0, zero-point NaN); such marks without the header's flag, or the flag without a mark.
     """
-    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
-    is_flagged, exponent = read_header(layout, buf)
+    is_flagged, exponent = layout.read_header(buf)
     num_tiles, group = layout.tiling.num_tiles, layout.tiling.group
     bit_map, left_of_map = bit_planes.unpack_numbers(layout.sections.view(buf, "bit map"), layout.num_allocs, 1)
     high = bit_map.bool().view(layout.tiling.num_samples, layout.allocs_per_sample)
-    pivot, left_of_pivots = bit_planes.unpack_numbers(layout.sections.view(buf, "pivot"), num_tiles, _log2(group))
+    pivot, left_of_pivots = bit_planes.unpack_numbers(
+        layout.sections.view(buf, "pivot"), num_tiles, layout.tiling.log2_group
+    )
     scale = layout.sections.view(buf, "scale").view(torch.int16)
     zero_point = layout.sections.view(buf, "zero-point").view(torch.float16)
-    _check(layout, buf, is_flagged, high, scale, zero_point, torch.cat((left_of_map, left_of_pivots)))
+    expected, marked = layout.allocs_per_sample - layout.num_low, zero_point.isnan()
+    problems = {
+        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
+        "bits behind the bit map or the pivots are not zero": torch.cat((left_of_map, left_of_pivots)).any(),
+        f"the bit map must give H bits to {expected} tiles of every sample": (high.sum(dim=1) != expected).any(),
+        "a scale is not finite": ~scale.view(torch.float16).isfinite().all(),
+        "a zero-point is infinite": zero_point.isinf().any(),
+        "a zero-point is NaN where the scale is not +0": (marked & (scale != 0)).any(),
+        "the flag for non-finite values does not agree with the zero-points": marked.any() != is_flagged,
+    }
+    stream.refuse(problems, layout.spec)
     low_planes, high_planes = _plane_views(layout, buf)
     planes = bit_planes.empty_planes(num_tiles, group, buf.device)
     planes[:, : layout.spec.low] = low_planes
@@ -204,49 +244,6 @@ def unpack(layout: TahLayout, buf: torch.Tensor) -> TahTiles:
     )
 
 
-def read_header(layout: TahLayout, buf: torch.Tensor) -> tuple[bool, int]:
-    """The flag for non-finite values and e, from an accepted buffer.
-
-    Raises:
-        CodecError: a header that is not of this layout.
-    """
-    spec = layout.spec
-    expected = (
-        ("version", VERSION),
-        ("flags", 0),
-        ("log2 G", _log2(layout.tiling.group)),
-        ("L", spec.low),
-        ("H", spec.high),
-    )
-    is_flagged, exponent = stream.read_header(buf, expected, spec)
-    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
-        raise CodecError(f"{spec}: header byte 5 (e) is {exponent}, no encoder writes one below {MIN_EXPONENT}")
-    return is_flagged, exponent
-
-
-def _check(
-    layout: TahLayout,
-    buf: torch.Tensor,
-    is_flagged: bool,
-    high: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    left_over_bits: torch.Tensor,
-) -> None:
-    expected = layout.allocs_per_sample - layout.num_low
-    marked = zero_point.isnan()
-    problems = {
-        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
-        "bits behind the bit map or the pivots are not zero": left_over_bits.any(),
-        f"the bit map must give H bits to {expected} tiles of every sample": (high.sum(dim=1) != expected).any(),
-        "a scale is not finite": ~scale.view(torch.float16).isfinite().all(),
-        "a zero-point is infinite": zero_point.isinf().any(),
-        "a zero-point is NaN where the scale is not +0": (marked & (scale != 0)).any(),
-        "the flag for non-finite values does not agree with the zero-points": marked.any() != is_flagged,
-    }
-    stream.refuse(problems, layout.spec)
-
-
 def _plane_views(layout: TahLayout, buf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     spec, plane_nbytes = layout.spec, layout.tiling.group // 8
     low = layout.sections.view(buf, "low planes").view(layout.tiling.num_tiles, spec.low, plane_nbytes)
@@ -257,3 +254,44 @@ def _plane_views(layout: TahLayout, buf: torch.Tensor) -> tuple[torch.Tensor, to
 def _marked(flags: torch.Tensor, count: int) -> torch.Tensor:
     """Ascending indices of the `count` tiles that are flagged; the count being known, nothing synchronises."""
     return (flags == 0).to(torch.uint8).argsort(stable=True)[:count]
+
+
+def _statistics(spec: TahSpec, shape: Sequence[int], buf: torch.Tensor) -> Statistics:
+    tiles = unpack(TahLayout.of(spec, shape), buf)
+    finite = ~tiles.zero_point.isnan()
+    return {
+        "tiles": tiles.scale.numel(),
+        "allocation tiles": tiles.high.numel(),
+        "share of allocation tiles with H bits": _share(tiles.high),
+        "share of tiles transformed": _share(tiles.transformed),
+        "tiles that are not finite": int((~finite).sum()),
+        "tiles of one value": int(((tiles.scale == 0) & finite).sum()),
+        **stream.step_statistics(torch.ldexp(tiles.scale.double(), -tiles.exponent)),
+    }
+
+
+def _share(flags: torch.Tensor) -> float:
+    return float(flags.double().mean()) if flags.numel() else 0.0
+
+
+TAH = Description(
+    summary="TAH-Quant: bits by entropy, Hadamard for tiles with an outlier",
+    header=(
+        VERSION_1,
+        FLAGS,
+        LOG2_GROUP,
+        HeaderByte("L", 2, 8, "bits of a code in a low-bit tile"),
+        HeaderByte("H", 2, 8, "bits of a code in a high-bit tile"),
+        exponent_byte(TahLayout.min_exponent),
+    ),
+    contents={
+        "bit map": "one bit per allocation tile, 1 = H bits",
+        "scale": "fp16 per tile; sign bit = transformed",
+        "zero-point": "fp16 per tile, its minimum; NaN = not finite",
+        "pivot": "log2 G bits per tile",
+        "low planes": "bits 0 to L−1 of the codes, tile by tile",
+        "high planes": "bits L to H−1, of the tiles with H bits",
+    },
+    sections=lambda spec, shape, buf: TahLayout.of(spec, shape).sections,
+    statistics=_statistics,
+)

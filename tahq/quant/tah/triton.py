@@ -8,21 +8,16 @@ sample, never on data.
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from tahq.errors import CodecError
-from tahq.quant import stream
 from tahq.quant.gpu import launch
 from tahq.quant.gpu.launch import Launch
 from tahq.quant.spec import TahSpec
-from tahq.quant.tah import stream as tah_stream
 from tahq.quant.tah import triton_decode as decoding
 from tahq.quant.tah import triton_encode as encoding
-from tahq.quant.tah import triton_measure as measuring
 from tahq.quant.tah import triton_select as selection
 from tahq.quant.tah.stream import TahLayout
 from tahq.quant.tiling import Tiling
@@ -37,74 +32,33 @@ MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
 """Of the kernels that code: more than a device holds at a time, as blocks with tiles to be coded alone take longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The launches for one spec and shape, and how many words of 32 bits they need to work in.
-
-    `select` takes the work buffer alone; `measure` x too; `quantize` x, the work buffer and the stream.
-    """
-
-    encode_words: int
-    decode_words: int
-    measure: Launch
-    select: tuple[Launch, ...]
-    quantize: Launch
-    place: Launch
-    values: Launch
-
-
 def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """A stream of version 1: see `tah.codec.encode_reference`; x on a CUDA device, not empty."""
-    plan = _plan(layout.spec, layout.tiling)
-    x = launch.aligned(x)
-    work = torch.empty(plan.encode_words, dtype=torch.int32, device=x.device)
-    buf = torch.empty(layout.sections.nbytes, dtype=torch.uint8, device=x.device)
-    with launch.on_device_of(x):
-        plan.measure(x, work)
-        for kernel in plan.select:
-            kernel(work)
-        plan.quantize(x, work, buf)
-    return buf
+    """The stream of x, which is on a CUDA device and not empty."""
+    return launch.run_encoder(_plan(layout.spec, layout.tiling), layout, x)
 
 
-def decode(layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The tensor of a stream.
-
-    Raises:
-        CodecError: what `tah.stream.unpack` refuses.
-    """
-    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
-    plan = _plan(layout.spec, layout.tiling)
-    work = torch.empty(plan.decode_words, dtype=torch.int32, device=buf.device)
-    x = torch.empty(layout.tiling.shape, dtype=dtype, device=buf.device)
-    with launch.on_device_of(buf):
-        plan.place(buf, work)
-        plan.values(buf, work, x)
-    if launch.is_refused(int(work[0])):
-        _refuse(layout, buf)
-    return x
-
-
-def _refuse(layout: TahLayout, buf: torch.Tensor) -> NoReturn:
-    """Let the reference say what is wrong with a damaged stream."""
-    tah_stream.unpack(layout, buf)
-    raise CodecError(f"{layout.spec}: damaged stream")
+def decode(
+    layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+) -> torch.Tensor | None:
+    """The tensor of an accepted stream; None if the stream is damaged."""
+    return launch.run_decoder(_plan(layout.spec, layout.tiling), layout, buf, dtype)
 
 
 @lru_cache(maxsize=256)
-def _plan(spec: TahSpec, tiling: Tiling) -> Plan:
+def _plan(spec: TahSpec, tiling: Tiling) -> launch.LaunchPlan:
     layout = TahLayout.of(spec, tiling.shape)
     tile_slots, alloc_slots = launch.slots(tiling.num_tiles), launch.slots(layout.num_allocs)
     num_tallies, num_counts = _selection_words(layout)
     counts_at = selection.WORDS_BEFORE_TILES + 4 * tile_slots + 2 * alloc_slots + num_tallies
-    return Plan(
+    return launch.LaunchPlan(
         encode_words=counts_at + num_counts,
+        encode=(
+            ("x work", _measure(layout, counts_at, num_counts)),
+            *(("work", kernel) for kernel in _select(layout, tile_slots, alloc_slots)),
+            ("x work buf", _quantize(layout, tile_slots)),
+        ),
         decode_words=launch.slots(1 + tiling.num_samples) + layout.num_allocs,
-        measure=_measure(layout, counts_at, num_counts),
-        select=_select(layout, tile_slots, alloc_slots),
-        quantize=_quantize(layout, tile_slots),
-        place=_place(layout),
-        values=_values(layout),
+        decode=(("buf work", _place(layout)), ("buf work x", _values(layout))),
     )
 
 
@@ -142,7 +96,7 @@ def _measure(layout: TahLayout, counts_at: int, num_counts: int) -> Launch:
     tau = layout.spec.tau
     most_second = (1 + 2.0**-20) / tau if tau >= 1 else 2.0
     numbers = (*shape, most_second, counts_at, num_counts)
-    return Launch(measuring.measure_kernel, (_num_measured(layout), 1, 1), numbers, constants)
+    return Launch(encoding.measure_kernel, (_num_measured(layout), 1, 1), numbers, constants)
 
 
 def _num_measured(layout: TahLayout) -> int:
@@ -189,7 +143,7 @@ def _coding_constants(layout: TahLayout, elements_per_warp: int) -> dict[str, An
     group = layout.tiling.group
     return {
         "G": group,
-        "WIDTH": group.bit_length() - 1,
+        "WIDTH": layout.tiling.log2_group,
         "TILES": launch.tiles_per_block(group, elements_per_warp),
         "LOW": layout.spec.low,
         "HIGH": layout.spec.high,
@@ -226,7 +180,7 @@ def _place(layout: TahLayout) -> Launch:
         *(layout.allocs_per_sample, layout.num_low),
         *_section_starts(layout),
     )
-    constants = {"G": tiling.group, "WIDTH": tiling.group.bit_length() - 1, "LOW": spec.low, "HIGH": spec.high}
+    constants = {"G": tiling.group, "WIDTH": tiling.log2_group, "LOW": spec.low, "HIGH": spec.high}
     return Launch(decoding.place_kernel, grid, numbers, constants | {"num_warps": 4, "num_stages": 1})
 
 

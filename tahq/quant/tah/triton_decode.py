@@ -27,8 +27,8 @@ from tahq.quant.gpu.tiles import (
     store_verdict,
 )
 from tahq.quant.gpu.words import as_floats, as_words, locate_words, over_block, unpack_codes, words_of
-from tahq.quant.tah.reference import TOP_EXPONENT
 from tahq.quant.tah.triton_tile import decode_tile
+from tahq.quant.transforms import TOP_EXPONENT
 
 ALLOCS_PER_PROGRAM = 2048
 _DAMAGED, _MARKED = tl.constexpr(DAMAGED), tl.constexpr(MARKED)

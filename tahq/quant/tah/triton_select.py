@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tahq.quant.gpu.tiles import as_floats, power_of_two, tensor_exponent
 from tahq.quant.stream import ALIGNMENT
-from tahq.quant.tah.reference import TOP_EXPONENT
+from tahq.quant.transforms import TOP_EXPONENT
 
 MAX_KEYS_IN_REGISTERS = 32768
 KEYS_PER_PROGRAM = 2048

@@ -10,13 +10,12 @@ asks the device nothing in encoding, and is equal to the bit on every device but
 where these round differently, a width, a scale or a mean's last bit may differ.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from tahq.quant.gaussian import bit_allocation, small_scale
-from tahq.quant.gaussian.quantizer import CodedTiles, levels_of, magnitude_indices, magnitudes_of, signed_codes
-from tahq.quant.tah.reference import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
+from tahq.quant.gaussian.levels import CodedTiles, levels_of, magnitude_indices, magnitudes_of, signed_codes
+from tahq.quant.gaussian.tile_stream import TileLayout, pack, unpack
+from tahq.quant.transforms import TOP_EXPONENT, hadamard, largest_magnitude, power_of_two, top_exponent
 
 CANDIDATES = (0, -1, 1, -2, 2)
 """Codes tried around that of the root mean square; of equal errors the first is kept."""
@@ -24,20 +23,19 @@ SAME_LEVEL = 255
 """Level, for the allocation of bits, of a tile that has its token's mean energy."""
 
 
-@dataclass(frozen=True, slots=True)
-class WfTiles:
-    """What a wf stream says.
-
-    Attributes:
-        tiles: exponent, scales, widths and codes.
-        mean: fp16 [M·G], each channel's mean of x·2^e, filling included (0); None without centering.
-    """
-
-    tiles: CodedTiles
-    mean: torch.Tensor | None
+def encode(layout: TileLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """A stream of version 1, on any device, without synchronising it."""
+    return pack(layout, encode_tiles(layout.tiling.split(x).flatten(0, 1), layout.num_planes, center=layout.has_mean))
 
 
-def encode(x: torch.Tensor, num_planes: int, *, center: bool) -> WfTiles:
+def decode(
+    layout: TileLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+) -> torch.Tensor:
+    """The tensor of an accepted stream; raises what `unpack` does."""
+    return layout.tiling.join(decode_tiles(unpack(layout, buf)), dtype)
+
+
+def encode_tiles(x: torch.Tensor, num_planes: int, *, center: bool) -> CodedTiles:
     """Quantise tiles to `num_planes` bits in all.
 
     Args:
@@ -57,15 +55,14 @@ def encode(x: torch.Tensor, num_planes: int, *, center: bool) -> WfTiles:
     scale = best_scale(z.abs(), energy, width)
     codes = _quantize(z, scale, width)
     marked = torch.where(finite.view(-1), scale, small_scale.NOT_FINITE).to(torch.uint8)
-    return WfTiles(CodedTiles(exponent, marked, width, codes), mean)
+    return CodedTiles(exponent, marked, width, codes, mean)
 
 
-def decode(wf: WfTiles) -> torch.Tensor:
+def decode_tiles(tiles: CodedTiles) -> torch.Tensor:
     """Values fp32 [T, G]: s·level, transformed back, plus the means, times 2^−e."""
-    tiles = wf.tiles
     y = hadamard(levels_of(tiles.codes, tiles.width).mul_(small_scale.value_of(tiles.scale).unsqueeze(-1)))
-    if wf.mean is not None and y.numel():
-        y.view(-1, wf.mean.numel()).add_(wf.mean.float())
+    if tiles.mean is not None and y.numel():
+        y.view(-1, tiles.mean.numel()).add_(tiles.mean.float())
     return y.mul_(power_of_two(-tiles.exponent))
 
 

@@ -8,22 +8,18 @@ means are taken out, never on bits or data.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from tahq.errors import CodecError
-from tahq.quant import stream
-from tahq.quant.gpu import launch, tile_launch
+from tahq.quant.gaussian.tile_stream import TileLayout
+from tahq.quant.gpu import gaussian, launch
 from tahq.quant.gpu.launch import Launch
 from tahq.quant.gpu.levels import tables
 from tahq.quant.gpu.tiles import MAX_MEASURED
 from tahq.quant.spec import WfSpec
 from tahq.quant.tiling import Tiling
-from tahq.quant.wf import stream as wf_stream
 from tahq.quant.wf import triton_kernels as kernels
-from tahq.quant.wf import triton_measure as measuring
-from tahq.quant.wf.stream import WfLayout
 
 EXPONENT_PLACE = 4
 """Of e in the header."""
@@ -31,22 +27,6 @@ ELEMENTS_PER_BLOCK = 4096
 """Of the kernels that walk down columns."""
 MAX_PARTS = 128
 """Parts of the tokens that are summed separately."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The launches for one spec and shape, and how many words of 32 bits they need to work in."""
-
-    encode_words: int
-    decode_words: int
-    measure: Launch
-    energies: Launch
-    levels: Launch
-    count: Launch
-    allocate: Launch
-    quantize: Launch
-    starts: Launch
-    values: Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,84 +52,60 @@ class Columns:
         return cls(num_tokens, block, num_parts, per_part * block, programs)
 
 
-def encode(layout: WfLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """A stream of version 1: see `wf.codec.encode_reference`; x on a CUDA device, not empty."""
-    plan = _plan(layout.spec, layout.tiling)
-    x = launch.aligned(x)
-    work = torch.empty(plan.encode_words, dtype=torch.int32, device=x.device)
-    buf = torch.empty(layout.sections.nbytes, dtype=torch.uint8, device=x.device)
-    with launch.on_device_of(x):
-        plan.measure(x, work)
-        plan.energies(x, work, buf)
-        plan.levels(work)
-        plan.count(work)
-        plan.allocate(work, buf)
-        plan.quantize(x, work, tables(x.device), buf)
-    return buf
+def encode(layout: TileLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+    """The stream of x, which is on a CUDA device and not empty."""
+    return launch.run_encoder(_plan(layout.spec, layout.tiling), layout, x, table=tables(x.device))
 
 
-def decode(layout: WfLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The tensor of a stream.
-
-    Raises:
-        CodecError: what `wf.stream.unpack` refuses.
-    """
-    buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
-    plan = _plan(layout.spec, layout.tiling)
-    work = torch.empty(plan.decode_words, dtype=torch.int32, device=buf.device)
-    x = torch.empty(layout.tiling.shape, dtype=dtype, device=buf.device)
-    with launch.on_device_of(buf):
-        plan.starts(buf, work)
-        plan.values(buf, work, tables(buf.device), x)
-    if launch.is_refused(int(work[0])):
-        _refuse(layout, buf)
-    return x
-
-
-def _refuse(layout: WfLayout, buf: torch.Tensor) -> NoReturn:
-    """Let the reference say what is wrong with a damaged stream."""
-    wf_stream.unpack(layout, buf)
-    raise CodecError(f"{layout.spec}: damaged stream")
+def decode(
+    layout: TileLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+) -> torch.Tensor | None:
+    """The tensor of an accepted stream; None if the stream is damaged."""
+    return launch.run_decoder(_plan(layout.spec, layout.tiling), layout, buf, dtype, table=tables(buf.device))
 
 
 @lru_cache(maxsize=256)
-def _plan(spec: WfSpec, tiling: Tiling) -> Plan:
-    layout, columns = WfLayout.of(spec, tiling.shape), Columns.of(tiling)
-    work = tile_launch.Work.of(tiling.num_tiles)
+def _plan(spec: WfSpec, tiling: Tiling) -> launch.LaunchPlan:
+    layout, columns = TileLayout.of(spec, tiling.shape), Columns.of(tiling)
+    work = gaussian.Work.of(tiling.num_tiles)
     energies_at = work.end
     sums_at = energies_at + launch.slots(tiling.num_tiles)
     num_sums = columns.num_parts * tiling.tiles_per_token * tiling.group if layout.has_mean else 0
-    count, allocate = tile_launch.allocate(layout, work, columns.num_programs, is_relative=False)
-    return Plan(
+    count, allocate = gaussian.allocate(layout, work, columns.num_programs, is_relative=False)
+    return launch.LaunchPlan(
         encode_words=sums_at + 2 * num_sums,
-        decode_words=tile_launch.decode_words(tiling.num_tiles),
-        measure=_measure(layout, columns, sums_at),
-        energies=_energies(layout, columns, sums_at, energies_at),
-        levels=_levels(tiling, columns, work, energies_at),
-        count=count,
-        allocate=allocate,
-        quantize=_quantize(layout, columns, work, energies_at),
-        starts=tile_launch.starts(layout, is_centered=layout.has_mean, exponent_place=EXPONENT_PLACE),
-        values=_values(layout),
+        encode=(
+            ("x work", _measure(layout, columns, sums_at)),
+            ("x work buf", _energies(layout, columns, sums_at, energies_at)),
+            ("work", _levels(tiling, columns, work, energies_at)),
+            ("work", count),
+            ("work buf", allocate),
+            ("x work table buf", _quantize(layout, columns, work, energies_at)),
+        ),
+        decode_words=gaussian.decode_words(tiling.num_tiles),
+        decode=(
+            ("buf work", gaussian.starts(layout, exponent_place=EXPONENT_PLACE)),
+            ("buf work table x", _values(layout)),
+        ),
     )
 
 
-def _measure(layout: WfLayout, columns: Columns, sums_at: int) -> Launch:
+def _measure(layout: TileLayout, columns: Columns, sums_at: int) -> Launch:
     numbers = (*_column_numbers(layout.tiling, columns), sums_at)
-    return Launch(measuring.measure_kernel, (columns.num_programs, 1, 1), numbers, _column_constants(layout, columns))
+    return Launch(kernels.measure_kernel, (columns.num_programs, 1, 1), numbers, _column_constants(layout, columns))
 
 
-def _energies(layout: WfLayout, columns: Columns, sums_at: int, energies_at: int) -> Launch:
-    mean_at = tile_launch.section_starts(layout)[2]
+def _energies(layout: TileLayout, columns: Columns, sums_at: int, energies_at: int) -> Launch:
+    mean_at = gaussian.section_starts(layout)[2]
     numbers = (columns.num_programs, *_column_numbers(layout.tiling, columns), sums_at, energies_at, mean_at)
-    return Launch(measuring.energy_kernel, (columns.num_programs, 1, 1), numbers, _column_constants(layout, columns))
+    return Launch(kernels.energy_kernel, (columns.num_programs, 1, 1), numbers, _column_constants(layout, columns))
 
 
 def _column_numbers(tiling: Tiling, columns: Columns) -> tuple[int, ...]:
     return columns.num_tokens, tiling.channels, tiling.tiles_per_token, columns.num_parts, columns.tokens_per_part
 
 
-def _column_constants(layout: WfLayout, columns: Columns) -> dict[str, Any]:
+def _column_constants(layout: TileLayout, columns: Columns) -> dict[str, Any]:
     return {
         "G": layout.tiling.group,
         "TOKENS": columns.tokens_per_block,
@@ -160,26 +116,26 @@ def _column_constants(layout: WfLayout, columns: Columns) -> dict[str, Any]:
     }
 
 
-def _levels(tiling: Tiling, columns: Columns, work: tile_launch.Work, energies_at: int) -> Launch:
-    grid = (-(-columns.num_tokens // measuring.TOKENS_PER_PROGRAM), 1, 1)
+def _levels(tiling: Tiling, columns: Columns, work: gaussian.Work, energies_at: int) -> Launch:
+    grid = (-(-columns.num_tokens // kernels.TOKENS_PER_PROGRAM), 1, 1)
     numbers = (columns.num_tokens, tiling.tiles_per_token, energies_at, work.levels)
-    return Launch(measuring.level_kernel, grid, numbers, {"num_warps": 4, **launch.EXACT})
+    return Launch(kernels.level_kernel, grid, numbers, {"num_warps": 4, **launch.EXACT})
 
 
-def _quantize(layout: WfLayout, columns: Columns, work: tile_launch.Work, energies_at: int) -> Launch:
+def _quantize(layout: TileLayout, columns: Columns, work: gaussian.Work, energies_at: int) -> Launch:
     tiling = layout.tiling
-    scale_at, _, mean_at, codes_at = tile_launch.section_starts(layout)
+    scale_at, _, mean_at, codes_at = gaussian.section_starts(layout)
     shape = (tiling.num_tiles, layout.num_planes, tiling.channels, tiling.tiles_per_token)
     numbers = (columns.num_programs, *shape, energies_at, work.starts, scale_at, mean_at, codes_at)
-    return Launch(kernels.quantize_kernel, tile_launch.coding_grid(tiling), numbers, _coding_constants(layout))
+    return Launch(kernels.quantize_kernel, gaussian.coding_grid(tiling), numbers, _coding_constants(layout))
 
 
-def _values(layout: WfLayout) -> Launch:
+def _values(layout: TileLayout) -> Launch:
     tiling = layout.tiling
-    scale_at, _, mean_at, codes_at = tile_launch.section_starts(layout)
+    scale_at, _, mean_at, codes_at = gaussian.section_starts(layout)
     numbers = (tiling.num_tiles, tiling.channels, tiling.tiles_per_token, scale_at, mean_at, codes_at)
-    return Launch(kernels.values_kernel, tile_launch.coding_grid(tiling), numbers, _coding_constants(layout))
+    return Launch(kernels.values_kernel, gaussian.coding_grid(tiling), numbers, _coding_constants(layout))
 
 
-def _coding_constants(layout: WfLayout) -> dict[str, Any]:
-    return tile_launch.coding_constants(layout.tiling) | {"CENTER": int(layout.has_mean)}
+def _coding_constants(layout: TileLayout) -> dict[str, Any]:
+    return gaussian.coding_constants(layout.tiling) | {"CENTER": int(layout.has_mean)}

@@ -9,11 +9,21 @@ enters with r; and what remains, a few logarithms a tile, is done for many tiles
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tahq.quant.cpu.kernel import estimate, kernel
-from tahq.quant.cpu.numbers import INFINITY_BITS, Fp32Array, Values, bits_of, float_of, largest_magnitude
+from tahq.quant.cpu.numbers import (
+    INFINITY_BITS,
+    MAGNITUDE,
+    Fp32Array,
+    Integer,
+    Values,
+    bits_of,
+    float_of,
+    largest_magnitude,
+)
 from tahq.quant.cpu.tiles import Grid, Int32Array, place_of_tile, read_tile
-from tahq.quant.tah.cpu_packing import is_scannable, magnitude_of, scan_values
+from tahq.quant.tah.cpu_lanes import is_scannable, magnitude_of, scan_values
 from tahq.quant.tah.reference import EPSILON
 
 _EPSILON = np.float32(EPSILON)
@@ -140,3 +150,66 @@ def entropies(sums: Sums, exponent: int, out: Fp32Array) -> None:
         share = coded / (coded + _EPSILON)
         bits = share * (log2_of(total) - sums.weighted[i] / total - log2_of(share))
         out[i] = np.rint(bits * _STEPS_A_BIT) / _STEPS_A_BIT if total > _ZERO else _ZERO
+
+
+_DIGIT_BITS = 11
+NUM_COUNTS = 1 << _DIGIT_BITS
+_LEVELS = 3
+"""Of digits, from the highest: 33 bits hold the 32 of a float."""
+
+
+@kernel
+def mark_smallest(
+    values: Fp32Array,
+    length: int,
+    count: int,
+    first: int,
+    stop: int,
+    is_larger: NDArray[np.uint8],
+    counts: NDArray[np.int64],
+) -> None:
+    """For each row from `first` to `stop − 1`, 0 for its `count` smallest values, 1 for the others.
+
+    Args:
+        values: fp32 [rows · length], no NaN.
+        length: entries of a row.
+        count: at most length.
+        first: row to begin with.
+        stop: row to stop before.
+        is_larger: uint8 [rows · length], written.
+        counts: int64 [NUM_COUNTS], room for counting.
+    """
+    for row in range(first, stop):
+        start = row * length
+        border, ties = _border(values, start, length, count, counts)
+        for i in range(start, start + length):
+            key = _ordered(values[i])
+            is_tie = key == border and ties > 0
+            is_larger[i] = 0 if key < border or is_tie else 1
+            ties -= is_tie
+
+
+@kernel
+def _border(values: Fp32Array, start: int, length: int, count: int, counts: NDArray[np.int64]) -> tuple[int, int]:
+    """The key of the first value that does not all belong to the smallest, and how many equal to it still do."""
+    prefix, left = 0, count
+    for level in range(_LEVELS):
+        shift = (_LEVELS - 1 - level) * _DIGIT_BITS
+        counts[:] = 0
+        for i in range(start, start + length):
+            key = _ordered(values[i])
+            if key >> (shift + _DIGIT_BITS) == prefix:
+                counts[(key >> shift) & (counts.size - 1)] += 1
+        digit = 0
+        while digit < counts.size - 1 and counts[digit] <= left:
+            left -= counts[digit]
+            digit += 1
+        prefix = (prefix << _DIGIT_BITS) | digit
+    return prefix, left
+
+
+@kernel
+def _ordered(value: np.float32) -> Integer:
+    """A whole number from 0 to 2^32 − 1, in the order of the floats; −0 is 0."""
+    bits = np.int64(bits_of(value + _ZERO))
+    return (bits ^ ((bits >> 31) & MAGNITUDE)) + 0x80000000

@@ -1,0 +1,211 @@
+"""Streams of `eden` and `wf` as the CPU's kernels see them: sections in place, and where each tile's planes start.
+
+A stream is opened only if the reference would take it; kernels that read it then need no checks of their own, as the
+starts end with what the section of codes holds.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tahq.quant.cpu.kernel import kernel
+from tahq.quant.cpu.levels import Ladder, Levels, read_levels, scale_of, write_codes
+from tahq.quant.cpu.numbers import Fp32Array, Values
+from tahq.quant.cpu.planes import ByteArray, read_number, read_planes, write_number, write_planes
+from tahq.quant.cpu.tiles import Grid, Int32Array, power_of_two
+from tahq.quant.gaussian.bit_allocation import NUM_LEVELS, STEPS
+from tahq.quant.gaussian.small_scale import NOT_FINITE
+from tahq.quant.gaussian.tile_stream import WIDTH_BITS, TileLayout
+from tahq.quant.tiling import Tiling
+
+Int64Array = NDArray[np.int64]
+
+
+def allocate(levels: Int32Array, budget: int, packed: ByteArray) -> Int64Array:
+    """Widths by `bit_allocation.allocate`, written to the wire; where each tile's planes start, and the last ends.
+
+    Args:
+        levels: int32 [T], from 0 to 511.
+        budget: K, from T to 8·T.
+        packed: uint8 [⌈3·T/8⌉], zeros; written.
+
+    Returns:
+        int64 [T + 1], in planes.
+    """
+    starts = np.empty(levels.size + 1, np.int64)
+    _write_widths(levels, budget - levels.size, np.zeros(NUM_LEVELS, np.int64), packed, starts)
+    return starts
+
+
+def read_starts(packed: ByteArray, num_tiles: int) -> Int64Array:
+    """Where each tile's planes start, and the last ends: int64 [T + 1]; whatever the bytes, widths are 1 to 8."""
+    starts = np.empty(num_tiles + 1, np.int64)
+    _read_widths(packed, starts)
+    return starts
+
+
+@kernel
+def _write_widths(
+    levels: Int32Array, num_steps: int, counts: Int64Array, packed: ByteArray, starts: Int64Array
+) -> None:
+    border, num_on_border = _border(levels, num_steps, counts)
+    starts[0] = 0
+    for tile in range(levels.size):
+        above = int(levels[tile]) - border
+        width = 1
+        for step in STEPS:
+            is_granted = above > step or (above == step and num_on_border > 0)
+            width += is_granted
+            num_on_border -= is_granted and above == step
+        write_number(width - 1, tile, WIDTH_BITS, packed)
+        starts[tile + 1] = starts[tile] + width
+
+
+@kernel
+def _border(levels: Int32Array, num_steps: int, counts: Int64Array) -> tuple[int, int]:
+    """θ, the rank at which the steps from above reach `num_steps`, and how many of that rank are granted."""
+    for tile in range(levels.size):
+        counts[levels[tile]] += 1
+    rank, left = NUM_LEVELS - 1, num_steps
+    while rank > -STEPS[-1]:
+        num_of_rank = _steps_of_rank(counts, rank)
+        if num_of_rank >= left:
+            break
+        left -= num_of_rank
+        rank -= 1
+    return rank, left
+
+
+@kernel
+def _steps_of_rank(counts: Int64Array, rank: int) -> int:
+    total = 0
+    for step in STEPS:
+        level = rank + step
+        if 0 <= level < counts.size:
+            total += counts[level]
+    return total
+
+
+@kernel
+def _read_widths(packed: ByteArray, starts: Int64Array) -> None:
+    starts[0] = 0
+    for tile in range(starts.size - 1):
+        starts[tile + 1] = starts[tile] + read_number(tile, WIDTH_BITS, packed) + 1
+
+
+_CPU = torch.device("cpu")
+
+
+class Sections(NamedTuple):
+    """The sections that both codecs' streams have, sharing the stream's memory."""
+
+    scale: ByteArray
+    width: ByteArray
+    codes: ByteArray
+
+    @classmethod
+    def of(cls, layout: TileLayout, buf: torch.Tensor) -> "Sections":
+        """Of an aligned buffer that is as long as the layout says."""
+        scale, width, codes = (layout.sections.view(buf, name).numpy() for name in ("scale", "width", "codes"))
+        return cls(scale, width, codes)
+
+
+class OpenStream(NamedTuple):
+    """A stream that may be read.
+
+    Attributes:
+        sections: of it.
+        starts: int64 [T + 1], where each tile's planes start, and the last ends.
+        exponent: e.
+    """
+
+    sections: Sections
+    starts: Int64Array
+    exponent: int
+
+
+def open_stream(layout: TileLayout, buf: torch.Tensor) -> OpenStream | None:
+    """An accepted stream if the reference would take it, except that means are not looked at; else None.
+
+    Kernels that read it need no checks of their own, as the starts end with what the section of codes holds.
+
+    Raises:
+        CodecError: the header is not the layout's.
+    """
+    is_flagged, exponent = layout.read_header(buf)
+    sections = Sections.of(layout, buf)
+    starts = read_starts(sections.width, layout.tiling.num_tiles)
+    is_sound = starts[-1] == layout.num_planes and _are_sound(sections, is_flagged)
+    if not is_sound or layout.sections.has_dirty_filling(buf):
+        return None
+    return OpenStream(sections, starts, exponent)
+
+
+def _are_sound(sections: Sections, is_flagged: bool) -> bool:
+    """Whether nothing is behind the widths, and scales mark tiles as not finite just where the header does."""
+    used = sections.scale.size * WIDTH_BITS % 8
+    is_clean = used == 0 or sections.width[-1] >> used == 0
+    return bool(is_clean and (sections.scale == NOT_FINITE).any() == is_flagged)
+
+
+class Field(NamedTuple):
+    """A tensor in memory, and how its values and those that are transformed belong together.
+
+    Attributes:
+        values: of the tensor.
+        grid: where its tiles lie.
+        factor: 2^e in encoding, 2^−e in decoding.
+        norm: fp32(1/√G).
+    """
+
+    values: Values
+    grid: Grid
+    factor: np.float32
+    norm: np.float32
+
+    @classmethod
+    def of(cls, values: Values, tiling: Tiling, exponent: int) -> "Field":
+        """A tensor that is multiplied by 2^exponent."""
+        return cls(values, Grid.of(tiling), power_of_two(exponent), np.float32(tiling.group**-0.5))
+
+
+class Scratch(NamedTuple):
+    """Room for one tile.
+
+    Attributes:
+        z: fp32 [G], its values.
+        magnitudes: fp32 [G], theirs.
+        ladder: thresholds and levels of its width.
+        codes: uint8 [G].
+        words: uint64 [G/8], the memory of `codes`.
+    """
+
+    z: Fp32Array
+    magnitudes: Fp32Array
+    ladder: Ladder
+    codes: ByteArray
+    words: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, group: int) -> "Scratch":
+        """Fresh memory, for one thread."""
+        codes = np.empty(group, np.uint8)
+        z, magnitudes = np.empty(group, np.float32), np.empty(group, np.float32)
+        return cls(z, magnitudes, Ladder.of(group), codes, codes.view(np.uint64))
+
+
+@kernel
+def encode_planes(scratch: Scratch, bits: int, codes: ByteArray, start: int) -> None:
+    """Codes of a tile from `scratch.z` and the ladder's indices, as `bits` planes from plane `start` on."""
+    write_codes(scratch.z, bits, scratch.ladder.indices, scratch.codes)
+    write_planes(scratch.words, 0, bits, codes, start * scratch.words.size)
+
+
+@kernel
+def decode_planes(codes: ByteArray, start: int, bits: int, scale: int, levels: Levels, scratch: Scratch) -> None:
+    """scratch.z = the level of each code times the value of `scale`, which is finite."""
+    scratch.words[:] = 0
+    read_planes(codes, start * scratch.words.size, 0, bits, scratch.words)
+    read_levels(levels.signed[bits], scratch.codes, scale_of(scale), scratch.z)
