@@ -34,9 +34,9 @@ KEY = 0xFEDCBA9876543210
         "eden:bits=1",
         "eden:bits=4/3,group=8",
         "eden:bits=2.5,group=16",
-        pytest.param("eden:bits=5.5,group=64", marks=pytest.mark.thorough),
-        pytest.param("eden:bits=7", marks=pytest.mark.thorough),
-        pytest.param("eden:bits=8,group=32", marks=pytest.mark.thorough),
+        pytest.param("eden:bits=5.5,group=64", marks=pytest.mark.acceptance),
+        pytest.param("eden:bits=7", marks=pytest.mark.acceptance),
+        pytest.param("eden:bits=8,group=32", marks=pytest.mark.acceptance),
     ],
 )
 def test_streams_and_values_equal_the_references(spec):
@@ -60,20 +60,20 @@ def test_both_halves_of_the_key_count(key):
     assert check_kernels("eden", gaussians((2, 96)), key, [torch.float32]).same_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_read_as_it_is(dtype):
     assert check_kernels("eden:bits=3", gaussians((2, 3, 128)).to(dtype), KEY).same_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize("spec", ["eden", "eden:bits=3,group=8"])
 def test_magnitudes_of_every_size(spec):
     for x in of_all_sizes((1, 72), 2)[::2]:
         assert check_kernels(spec, x, KEY, [torch.float32]).same_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 def test_values_that_are_equal_zero_or_far_apart():
     check_kernels("eden:bits=3,group=64", awkward((2, 4, 128)), KEY)
     check_kernels("eden:bits=4", sinking(3)[::5], KEY, [torch.float32])

@@ -1,6 +1,6 @@
 """Runs the tests of Triton's kernels in Triton's interpreter, which has to be chosen before triton is imported.
 
-It takes thousands of times as long as a GPU, so what is marked `thorough` runs only with TAHQ_THOROUGH=1.
+It takes thousands of times as long as a GPU, so most of their tests are marked `acceptance`.
 """
 
 import os
@@ -16,7 +16,7 @@ from tahq.quant.backends import interprets_triton
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(TIMEOUT_S + 20)]
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -31,10 +31,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(TIMEOUT_S + 20)]
         "../memory/test_adamw_triton.py",
     ],
 )
-def test_kernels_pass_their_tests_in_the_interpreter(file):
-    marks = [] if os.environ.get("TAHQ_THOROUGH") else ["-m", "not thorough"]
+@pytest.mark.parametrize("tier", ["not acceptance", pytest.param("acceptance", marks=pytest.mark.acceptance)])
+def test_kernels_pass_their_tests_in_the_interpreter(file, tier):
     path = str(Path(__file__).parent / file)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *marks, path]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", tier, path]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -41,11 +41,11 @@ def tah_triton():
         "tah:tau=inf,int4=1/3",
         "tah:group=8,int4=0.5",
         "tah:group=32,tau=0.99,select=low",
-        pytest.param("tah:group=256,low=2,high=8,tau=0", marks=pytest.mark.thorough),
-        pytest.param("tah:low=2,high=3,int4=0.2,alloc=token", marks=pytest.mark.thorough),
-        pytest.param("tah:low=4,high=4,int4=1", marks=pytest.mark.thorough),
-        pytest.param("tah:low=5,high=7,int4=0,group=16", marks=pytest.mark.thorough),
-        pytest.param("tah:adaptive=off,int4=2/7,group=16", marks=pytest.mark.thorough),
+        pytest.param("tah:group=256,low=2,high=8,tau=0", marks=pytest.mark.acceptance),
+        pytest.param("tah:low=2,high=3,int4=0.2,alloc=token", marks=pytest.mark.acceptance),
+        pytest.param("tah:low=4,high=4,int4=1", marks=pytest.mark.acceptance),
+        pytest.param("tah:low=5,high=7,int4=0,group=16", marks=pytest.mark.acceptance),
+        pytest.param("tah:adaptive=off,int4=2/7,group=16", marks=pytest.mark.acceptance),
     ],
 )
 def test_stream_and_values_equal_the_references(spec):
@@ -57,7 +57,7 @@ def test_other_shapes(shape):
     check_round_trip("tah", awkward(shape))
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_read_as_it_is(dtype):
     x = awkward((2, 3, 64)).to(dtype)
@@ -65,7 +65,7 @@ def test_half_precision_is_read_as_it_is(dtype):
     check_round_trip("tah:group=128,low=2,high=5", awkward((2, 2, 256)).to(dtype), dtype=torch.float32)
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
     "spec", ["tah:alloc=128,int4=0.4", "tah:alloc=token,select=low", "tah:alloc=token,adaptive=off"]
 )
@@ -73,7 +73,7 @@ def test_allocation_tiles_of_several_tiles(spec):
     check_round_trip(spec, awkward((2, 3, 384)))
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
     ("power", "tau"),
     [(-149, 0), (-140, 2), (-126, 2), (-80, 0), (15, 0), (70, 2), (127, 0)],
@@ -100,7 +100,7 @@ def test_tiles_that_are_not_finite(bad):
     check_round_trip("tah", torch.full((2, 100), bad))
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.5])
 def test_constants(value):
     check_round_trip("tah", torch.full((2, 3, 64), value))
@@ -138,7 +138,7 @@ def run_selection(tah_triton, spec: str, entropies: torch.Tensor) -> torch.Tenso
     work[0] = torch.tensor(1.0).view(torch.int32)
     measured = work[tiles_at : tiles_at + 4 * count].view(torch.float32).view(count, 4)
     measured[:, 0], measured[:, 1] = entropies.flatten(), 1.0
-    for kernel in plan.select:
+    for _, kernel in plan.encode[1:-1]:
         kernel(work)
     return work[places_at : places_at + count].view(entropies.shape)
 
@@ -172,13 +172,13 @@ def test_selection_equals_the_references(tah_triton, monkeypatch, is_counted, se
     assert torch.equal(places[high], torch.arange(int(high.sum()), dtype=torch.int32))
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 def test_large_samples_are_selected_by_counting(tah_triton, monkeypatch):
     monkeypatch.setattr(tah_triton.selection, "MAX_KEYS_IN_REGISTERS", 32)
     check_encoding("tah:group=8,alloc=16", awkward((2, 20, 32)))
     small, large = (TahLayout.of(get_codec("tah").spec, (1, n, 64)) for n in (32, 33))
-    assert len(tah_triton._plan(small.spec, small.tiling).select) == 3
-    assert len(tah_triton._plan(large.spec, large.tiling).select) == 5
+    assert len(tah_triton._plan(small.spec, small.tiling).encode) == 5
+    assert len(tah_triton._plan(large.spec, large.tiling).encode) == 7
 
 
 def test_every_byte_is_written(monkeypatch):

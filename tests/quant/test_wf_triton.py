@@ -42,10 +42,10 @@ def wf_triton():
         "wf:center=off",
         "wf:bits=1",
         "wf:bits=4/3,group=8",
-        pytest.param("wf:bits=2.5,group=16,center=off", marks=pytest.mark.thorough),
-        pytest.param("wf:bits=5.5,group=32", marks=pytest.mark.thorough),
-        pytest.param("wf:bits=7,group=64", marks=pytest.mark.thorough),
-        pytest.param("wf:bits=8,group=256", marks=pytest.mark.thorough),
+        pytest.param("wf:bits=2.5,group=16,center=off", marks=pytest.mark.acceptance),
+        pytest.param("wf:bits=5.5,group=32", marks=pytest.mark.acceptance),
+        pytest.param("wf:bits=7,group=64", marks=pytest.mark.acceptance),
+        pytest.param("wf:bits=8,group=256", marks=pytest.mark.acceptance),
     ],
 )
 def test_streams_and_values_equal_the_references(spec):
@@ -57,7 +57,7 @@ def test_other_shapes(shape):
     assert check_kernels("wf:bits=3", gaussians(shape), dtypes=[torch.float32]).same_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 def test_differences_are_few():
     """A sum off by some units of 2^−24 moves a width or the choice between two steps whose errors are that near, in
     about one tile of 10,000; a mean summed in fp64 moves only at a border of fp16 and fp64."""
@@ -66,7 +66,7 @@ def test_differences_are_few():
     assert counted.means == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 def test_tokens_of_more_tiles_than_are_summed_at_once():
     assert check_kernels("wf:bits=1.5,group=8", gaussians((1, 1040), 2, spread=0.0), dtypes=[torch.float32]).same_bytes
 
@@ -103,20 +103,20 @@ def test_every_token_is_in_one_part(wf_triton, shape):
     assert 1 <= columns.num_programs <= wf_triton.MAX_MEASURED
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_read_as_it_is(dtype):
     assert check_kernels("wf", gaussians((2, 3, 256)).to(dtype)).same_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 @pytest.mark.parametrize("spec", ["wf:bits=2", "wf:center=off,bits=2,group=8"])
 def test_magnitudes_of_every_size(spec):
     for x in of_all_sizes((1, 72), 2)[::2]:
         assert check_kernels(spec, x, dtypes=[torch.float32]).same_bytes
 
 
-@pytest.mark.thorough
+@pytest.mark.acceptance
 def test_values_that_are_equal_zero_or_far_apart():
     check_kernels("wf:group=64", awkward((2, 4, 128)))
     check_kernels("wf:bits=3", sinking(3)[::5], dtypes=[torch.float32])

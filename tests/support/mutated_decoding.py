@@ -14,11 +14,11 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
 
+from support.codec_backends import backends_of
 from support.guarded_memory import GuardedMemory
 from support.stream_mutations import mutated
 from tahq.errors import CodecError
@@ -105,8 +105,7 @@ def _weight(spec: str, backends: tuple[str, ...]) -> int:
 
 
 def _backends(spec: str) -> tuple[str, ...]:
-    has_kernel = find_spec(f"tahq.quant.{spec.partition(':')[0]}.cpu") is not None
-    return ("cpu", "reference") if has_kernel else ("reference",)
+    return ("cpu", "reference") if "cpu" in backends_of(spec) else ("reference",)
 
 
 def run(job: Job, memory: GuardedMemory, rng: np.random.Generator) -> int:
