@@ -254,7 +254,7 @@ def _with_codecs(config: ClusterConfig, origin: Origin) -> tuple[ClusterConfig, 
 def _coordinator_options(
     config: ClusterConfig, folder: RunFolder, origin: Origin, codecs: CodecOptions, epoch: int, resume_command: str
 ) -> CoordinatorOptions:
-    training, run = config.training, config.run
+    run = config.run
     return CoordinatorOptions(
         num_stages=config.pipeline.stages,
         run_id=origin.run_id,
@@ -262,14 +262,7 @@ def _coordinator_options(
         config_json=config_json(config),
         config_hash=config_hash(config),
         version=__version__,
-        steps=training.steps,
-        epochs=training.epochs,
-        global_batch=training.global_batch,
-        phases=training.phases,
-        clip_norm=training.clip_norm,
-        non_finite=training.non_finite,
-        max_skipped_in_a_row=training.max_skipped_in_a_row,
-        eval_every=training.eval_every,
+        training=config.training,
         snapshot_every=run.snapshot_every,
         keep_snapshots=run.keep_snapshots,
         copies=run.copies,

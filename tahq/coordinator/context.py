@@ -1,57 +1,61 @@
-"""What the parts of the service share: the run, the line to the workers, and whom to tell."""
+"""The run and the I/O around it, shared by the parts of the service."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tahq.comm.control.channel import ControlServer
 from tahq.comm.control.messages import Message
-from tahq.coordinator.copies import Copies
-from tahq.coordinator.membership import Member, Membership
+from tahq.coordinator.gathering import missing_in_words
+from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import RunObserver, StageStatus
 from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.recovery import Recovery
-from tahq.coordinator.run_state import Event, RunState
-from tahq.coordinator.spares import Spares
+from tahq.coordinator.run_state import RunEvent, RunState
+from tahq.coordinator.seats import Seat, Seats
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """One run, as the coordinator holds it."""
+    """One run: what is known of it, and the way out to workers, user and disk."""
 
     options: CoordinatorOptions
+    run: RunState
+    seats: Seats
     server: ControlServer
     observer: RunObserver
+    journal: Journal
     clock: Callable[[], float]
-    membership: Membership
-    state: RunState
-    recovery: Recovery
-    copies: Copies
-    spares: Spares
+
+    def send(self, seat: Seat, message: Message) -> None:
+        """Send a message to a stage's worker, if it has one."""
+        if seat.is_held:
+            self.server.send(seat.identity, message)
 
     def broadcast(self, message: Message) -> None:
-        """Send a message to every member."""
-        for member in self.membership.members:
-            self.server.send(member.identity, message)
+        """Send a message to the workers of all stages."""
+        for seat in self.seats:
+            self.send(seat, message)
 
-    def advance(self, event: Event, missing: str = "") -> None:
-        """Go to the next phase, and say what it waits for."""
-        self.state.advance(event, self.clock())
+    def advance(self, event: RunEvent, missing: str = "") -> None:
+        """Go to the run's next phase, and tell the observer what it waits for."""
+        self.run.advance(event, self.clock())
         self.tell_phase(missing)
 
-    def tell_phase(self, missing: str) -> None:
-        """Say where the run stands and what it waits for."""
-        self.observer.phase_changed(self.state.phase.value, missing)
+    def tell_phase(self, missing: str | None = None) -> None:
+        """Tell the observer the run's phase and what it waits for (None: for the stages that are missing)."""
+        if missing is None:
+            missing = missing_in_words(self.run, self.seats, self.server.address)
+        self.observer.phase_changed(self.run.phase.value, missing)
 
-    def tell_stage(self, member: Member) -> None:
-        """Say how a worker stands."""
+    def tell_stage(self, seat: Seat) -> None:
+        """Tell the observer about a stage's worker."""
         self.observer.stage_changed(
             StageStatus(
-                stage=member.stage,
-                host=member.host,
-                pid=member.pid,
-                device=member.hello.device if member.hello else "",
-                num_parameters=member.hello.num_parameters if member.hello else 0,
-                activity=member.activity or member.standing.value,
-                step=member.step,
+                stage=seat.stage,
+                host=seat.host,
+                pid=seat.pid,
+                device=seat.hello.device if seat.hello else "",
+                num_parameters=seat.hello.num_parameters if seat.hello else 0,
+                activity=seat.activity or seat.phase.value,
+                step=seat.step,
             )
         )

@@ -1,15 +1,16 @@
-"""The coordinator's memory on disk: what it must know to go on if it is killed and started again.
+"""The coordinator's memory on disk: what its successor needs to go on if this process is killed.
 
-Every decision is here, durable, before any worker hears of it: so a coordinator that comes back can give the answer
-that some have and others have not. SQLite, write-ahead log, full synchronisation; one file in the run's folder. Rows
-are kept since the base: the oldest snapshot at which a lost stage may begin again.
+Every decision is durable here before any worker hears of it, so a coordinator that is started again can answer workers
+that had heard of it and workers that had not. SQLite, write-ahead log, full synchronisation; one file in the run's
+folder. Rows are kept since the base: the oldest checkpoint at which a lost stage may begin again.
 
 ::
 
-    facts        one row of JSON: run, configuration, where the run began, restore point, epoch, whether it has ended
-    steps        step, COMMIT and every PREPARE as they were on the wire, seconds
+    facts        one row of JSON: run, configuration, where the run began, base, epoch, whether it has ended
+    steps        step, COMMIT as it was on the wire, seconds
+    prepares     step, stage, PREPARE as it was on the wire
     evaluations  step, EVALUATED
-    holders      stage, whose it is (routing id), HELLO
+    holders      stage, routing id of its worker, HELLO
 """
 
 import errno
@@ -26,10 +27,12 @@ from typing import Any, Self, TypeVar
 
 from tahq.comm.control.encoding import decode_message, encode_message
 from tahq.comm.control.messages import Commit, Evaluated, Hello, Message, Prepare
-from tahq.errors import RemoteProtocolError, SnapshotError
+from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.units import format_size
 
 FORMAT = 1
+_BUSY_S = 0.1
+"""How long SQLite itself waits for another program's lock; signs of life must go out meanwhile."""
 _PROBE_NBYTES = 1 << 16
 M = TypeVar("M", bound=Message)
 
@@ -45,11 +48,11 @@ CREATE TABLE holders (stage INTEGER PRIMARY KEY, identity BLOB NOT NULL, hello B
 
 @dataclass(frozen=True, slots=True)
 class JournalFacts:
-    """What a run is, and where its lost stages begin again.
+    """A run, and where its lost stages begin again.
 
     `next_sample` is the number of the sample that `start_step` begins with, `num_train_samples` those of an epoch;
-    `codecs` is what `LinkCodecs.saved` says of the links at `step`, `snapshot` its folder as seen from the run's. If
-    there is a newer snapshot, `newest` has its step, snapshot and files.
+    `codecs` is what `LinkCodecs.saved` returned at `step`, `snapshot` its folder relative to the run's. If there is a
+    newer checkpoint, `newest` has its step, folder and files.
     """
 
     run_id: int
@@ -71,7 +74,7 @@ class JournalFacts:
 
 @dataclass(frozen=True, slots=True)
 class JournalledStep:
-    """A decision, and what it was made of, by stage."""
+    """A decision, and every stage's PREPARE, by stage."""
 
     commit: Commit
     prepares: tuple[Prepare, ...]
@@ -80,7 +83,7 @@ class JournalledStep:
 
 @dataclass(frozen=True, slots=True)
 class JournalledHolder:
-    """Who held a stage."""
+    """The worker that held a stage."""
 
     stage: int
     identity: bytes
@@ -90,32 +93,43 @@ class JournalledHolder:
     worker_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class NotWritten:
+    """A write that failed for now: why, and what has to change before it can succeed."""
+
+    error: SnapshotError
+    wanted: str
+
+
 class Journal:
-    """One run's; used by one thread.
+    """One run's journal; used by one thread at a time.
 
     Args:
-        path: the file; made if it is not there.
+        path: the file, created if missing; None: in memory, for a run that nobody continues.
 
     Raises:
-        SnapshotError: it is there, and is no journal of this version.
+        SnapshotError: the file is not a journal of this version, or cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self.wait_for_room: Callable[[Callable[[], SnapshotError | None], SnapshotError], None] | None = None
-        """Told of a full disk: tries again until it is written, or raises; None: a full disk is an error."""
+        self.wait: Callable[[Callable[[], NotWritten | None], NotWritten], None] | None = None
+        """Called when a write fails for now: repeats it until it succeeds, or raises. None: the failure is raised."""
+        self._facts: JournalFacts | None = None
         try:
-            self._database = sqlite3.connect(path, isolation_level=None)
+            self._database = sqlite3.connect(
+                path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=path is not None
+            )
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=FULL")
             with closing(self._database.execute("SELECT name FROM sqlite_master WHERE name = 'facts'")) as found:
                 if found.fetchone() is None:
                     self._database.executescript(f"BEGIN; {_TABLES} COMMIT;")
         except sqlite3.OperationalError as error:
-            raise SnapshotError(f"cannot open {path}: {error}; {_free(path.parent)}") from error
+            raise SnapshotError(f"cannot open {path}: {error}; {self._circumstances(error)}") from error
         except sqlite3.DatabaseError as error:
             raise SnapshotError(
-                f"{path} is no journal of a run ({error}); remove it to resume from the snapshot"
+                f"{path} is not the journal of a run ({error}); remove it to resume from the checkpoint"
             ) from error
 
     def __enter__(self) -> Self:
@@ -124,21 +138,19 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._database.close()
 
-    # What happens
+    # -- writing ---------------------------------------------------------------------------------
 
     def begin(self, facts: JournalFacts) -> None:
-        """A run begins, or goes on from a snapshot: nothing of before is of use."""
-        self._write(
-            *((f"DELETE FROM {table}", ()) for table in ("steps", "prepares", "evaluations", "holders")),
-            _put_facts(facts),
-        )
+        """Begin a run, or go on from a checkpoint: everything before is deleted."""
+        tables = ("steps", "prepares", "evaluations", "holders")
+        self._put_facts(facts, *((f"DELETE FROM {table}", ()) for table in tables))
 
     def note(self, **changes: Any) -> None:
-        """Fields of the facts that are otherwise from now on."""
-        self._write(_put_facts(replace(self.facts, **changes)))
+        """Change fields of the facts."""
+        self._put_facts(replace(self.facts, **changes))
 
     def decided(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> None:
-        """A step is decided; to be called before anybody is told."""
+        """Keep a step's decision; called before any worker is told."""
         self._write(
             ("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", (commit.step, encode_message(commit), step_time_s)),
             *(
@@ -148,70 +160,69 @@ class Journal:
         )
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        """The validation loss of a step has come in."""
+        """Keep a validation loss."""
         self._write(("INSERT OR REPLACE INTO evaluations VALUES (?, ?)", (evaluated.step, encode_message(evaluated))))
 
     def published(self, step: int, snapshot: str, files: Mapping[str, str], codecs: Mapping[str, Any]) -> None:
-        """A snapshot is the base: what was decided before it is of no use any more."""
+        """Make a checkpoint the base, and delete the decisions before it."""
         facts = replace(self.facts, step=step, snapshot=snapshot, files=dict(files), codecs=dict(codecs))
         tables = ("steps", "prepares", "evaluations")
-        self._write(*((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in tables), _put_facts(facts))
+        self._put_facts(facts, *((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in tables))
 
     def held(self, holder: JournalledHolder) -> None:
-        """A worker trains a stage."""
-        values = (
-            holder.stage,
-            holder.identity,
-            encode_message(holder.hello),
-            holder.host,
-            holder.pid,
-            holder.worker_id,
-        )
-        self._write(("INSERT OR REPLACE INTO holders VALUES (?, ?, ?, ?, ?, ?)", values))
+        """Keep who trains a stage."""
+        who = (holder.host, holder.pid, holder.worker_id)
+        row = (holder.stage, holder.identity, encode_message(holder.hello), *who)
+        self._write(("INSERT OR REPLACE INTO holders VALUES (?, ?, ?, ?, ?, ?)", row))
 
     def lost(self, stage: int) -> None:
-        """Nobody trains a stage any more: who did may not come back to it."""
+        """Forget a stage's worker: it may not return to the stage as if nothing had happened."""
         self._write(("DELETE FROM holders WHERE stage = ?", (stage,)))
 
-    # What has happened
+    # -- reading ---------------------------------------------------------------------------------
 
     @property
     def has_run(self) -> bool:
         """Whether a run has begun that has not ended in order."""
-        with closing(self._database.execute("SELECT json FROM facts")) as rows:
-            return rows.fetchone() is not None and not self.facts.is_over
+        return (self._facts is not None or bool(self._rows("SELECT json FROM facts"))) and not self.facts.is_over
+
+    def is_of(self, run_id: int, config_hash: str) -> bool:
+        """Whether it is of this run, which has not ended in order."""
+        return self.has_run and (self.facts.run_id, self.facts.config_hash) == (run_id, config_hash)
 
     @property
     def facts(self) -> JournalFacts:
         """Raises SnapshotError if there are none, or if they are of another version."""
-        with closing(self._database.execute("SELECT json FROM facts")) as rows:
-            row = rows.fetchone()
+        if self._facts is not None:
+            return self._facts
         try:
-            facts = JournalFacts(**json.loads(row[0]))
+            ((text,),) = self._rows("SELECT json FROM facts")
+            facts = JournalFacts(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise SnapshotError(
-                f"{self._path} cannot be read ({error}); remove it to resume from the snapshot"
+                f"{self._path} cannot be read ({error}); remove it to resume from the checkpoint"
             ) from error
         if facts.format != FORMAT:
             raise SnapshotError(
-                f"{self._path} has format {facts.format}, expected {FORMAT}; use the tahq that wrote it"
+                f"{self._path} has format {facts.format}, expected {FORMAT}; use the version of tahq that wrote it"
             )
+        self._facts = facts
         return facts
 
     def steps(self) -> Iterator[JournalledStep]:
-        """All decisions since the restore point, in order."""
+        """All decisions since the base, in order."""
         for step, decision, seconds in self._rows("SELECT step, decision, seconds FROM steps ORDER BY step"):
             rows = self._rows("SELECT message FROM prepares WHERE step = ? ORDER BY stage", (step,))
             prepares = tuple(self._decoded(message, Prepare) for (message,) in rows)
             yield JournalledStep(self._decoded(decision, Commit), prepares, seconds)
 
     def evaluations(self) -> dict[int, Evaluated]:
-        """Validation losses since the restore point, by step."""
+        """Validation losses since the base, by step."""
         rows = self._rows("SELECT step, message FROM evaluations")
         return {step: self._decoded(message, Evaluated) for step, message in rows}
 
     def holders(self) -> dict[int, JournalledHolder]:
-        """Who held each stage."""
+        """The worker that held each stage."""
         rows = self._rows("SELECT stage, identity, hello, host, pid, worker_id FROM holders")
         return {
             stage: JournalledHolder(stage, identity, self._decoded(hello, Hello), *rest)
@@ -219,36 +230,44 @@ class Journal:
         }
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        with closing(self._database.execute(query, values)) as rows:
-            return rows.fetchall()
+        try:
+            with closing(self._database.execute(query, values)) as rows:
+                return rows.fetchall()
+        except sqlite3.Error as error:
+            raise SnapshotError(f"cannot read {self._path}: {error}; {self._circumstances(error)}") from error
 
     def _decoded(self, data: bytes, expected: type[M]) -> M:
         try:
             message = decode_message(data, str(self._path))
         except RemoteProtocolError as error:
-            raise SnapshotError(f"{error}; remove it to resume from the snapshot") from error
+            raise SnapshotError(f"{error}; remove it to resume from the checkpoint") from error
         if not isinstance(message, expected):
-            raise SnapshotError(f"{self._path} has a {type(message).__name__} where {expected.__name__} should be")
+            raise SnapshotError(f"{self._path}: got {type(message).__name__}, expected {expected.__name__}")
         return message
 
+    # -- failing ---------------------------------------------------------------------------------
+
+    def _put_facts(self, facts: JournalFacts, *statements: tuple[str, Sequence[Any]]) -> None:
+        self._write(*statements, ("INSERT OR REPLACE INTO facts VALUES (0, ?)", (json.dumps(asdict(facts)),)))
+        self._facts = facts
+
     def _write(self, *statements: tuple[str, Sequence[Any]]) -> None:
-        """All of it, or nothing; durable when this returns, which may be when there is room for it.
+        """Write all of it or nothing, durably; waits while the disk is full or another program has the file locked.
 
         Raises:
-            SnapshotError: the disk takes no more; the message names the file.
+            SnapshotError: the disk does not take it; the message names the file.
+            UserError: the run's folder is gone.
         """
-        error = self._try_to_write(statements)
-        if error is not None and self.wait_for_room is None:
-            raise error
-        if error is not None and self.wait_for_room is not None:
-            self.wait_for_room(partial(self._try_to_write, statements), error)
+        failure = self._try_to_write(statements)
+        if failure is not None and self.wait is None:
+            raise failure.error
+        if failure is not None and self.wait is not None:
+            self.wait(partial(self._try_to_write, statements), failure)
 
-    def _try_to_write(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> SnapshotError | None:
-        """Write, or say that there is no room; may be called again with the same, even if it was written after all.
-
-        Raises:
-            SnapshotError: it cannot be written, and more room would not help.
-        """
+    def _try_to_write(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> NotWritten | None:
+        """Write, or return what is wanting; may be repeated even if the write succeeded after all."""
+        if self._path is not None and not self._path.exists():
+            raise gone(self._path.parent)
         try:
             self._database.execute("BEGIN IMMEDIATE")
             for statement, values in statements:
@@ -257,16 +276,40 @@ class Journal:
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-            folder = self._path.parent
-            failure = SnapshotError(f"cannot write {self._path}: {error}; {_free(folder)}")
-            if _is_for_want_of_room(error, folder):
-                return failure
+            failure = SnapshotError(f"cannot write {self._path}: {error}; {self._circumstances(error)}")
+            if _is_locked(error):
+                return NotWritten(failure, "the lock to be released")
+            if self._path is not None and _is_full(error, self._path.parent):
+                return NotWritten(failure, "room")
             raise failure from error
         return None
 
+    def _circumstances(self, error: sqlite3.Error) -> str:
+        if _is_locked(error):
+            return "another program has it locked; close that program"
+        if self._path is None:
+            return "it is in memory"
+        folder = self._path.parent
+        try:
+            return f"{format_size(shutil.disk_usage(folder).free)} free in {folder}"
+        except OSError as failure:
+            return f"{folder} cannot be read: {failure.strerror}"
 
-def _is_for_want_of_room(error: sqlite3.Error, folder: Path) -> bool:
-    """Whether there is no room, or the quota is used up, which SQLite calls an I/O error."""
+
+def gone(folder: Path) -> UserError:
+    """The error of a run whose folder, or a file in it, was removed."""
+    return UserError(
+        f"the run's folder {folder} or a file in it was removed while the run was using it; put it back and resume, "
+        "or start the run anew"
+    )
+
+
+def _is_locked(error: sqlite3.Error) -> bool:
+    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _is_full(error: sqlite3.Error, folder: Path) -> bool:
+    """Whether there is no room, or the quota is used up, which SQLite reports as an I/O error."""
     if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
         return True
     if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_IOERR:
@@ -276,15 +319,3 @@ def _is_for_want_of_room(error: sqlite3.Error, folder: Path) -> bool:
             return probe.write(bytes(_PROBE_NBYTES)) < _PROBE_NBYTES
     except OSError as failure:
         return failure.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _free(folder: Path) -> str:
-    """What the disk has left, in words."""
-    try:
-        return f"{format_size(shutil.disk_usage(folder).free)} free in {folder}"
-    except OSError as error:
-        return f"{folder} cannot be read: {error.strerror}"
-
-
-def _put_facts(facts: JournalFacts) -> tuple[str, Sequence[Any]]:
-    return "INSERT OR REPLACE INTO facts VALUES (0, ?)", (json.dumps(asdict(facts)),)

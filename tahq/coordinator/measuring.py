@@ -10,7 +10,7 @@ from dataclasses import replace
 from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.comm.topology import Endpoint
 from tahq.coordinator.context import RunContext
-from tahq.coordinator.membership import stage_list
+from tahq.coordinator.seats import stage_list
 from tahq.errors import RemoteProtocolError
 from tahq.plan.measure.jobs import Job, MeasureRequest, planned_jobs
 from tahq.plan.measure.measured import Measured
@@ -44,7 +44,7 @@ class Measuring:
     def begin(self, context: RunContext) -> None:
         """All workers are there: have them time what they do by themselves."""
         self._context = context
-        self._computing = {member.stage for member in context.membership.members}
+        self._computing = {seat.stage for seat in context.seats.held}
         context.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs)))
         self._tell()
 
@@ -60,11 +60,11 @@ class Measuring:
             RemoteProtocolError: it was not asked, or its figures cannot be.
         """
         context = self._begun()
-        member = context.membership.claim(identity, figures.stage)
+        seat = context.seats.claim(identity, figures.stage)
         if figures.stage not in self._computing or set(figures.codecs) - set(self._request.codecs):
-            raise RemoteProtocolError(f"{member.name} sent times that it was not asked for")
-        device = member.hello.device if member.hello else ""
-        self.measured.take_compute(figures, device, member.name)
+            raise RemoteProtocolError(f"{seat.name} sent times that it was not asked for")
+        device = seat.hello.device if seat.hello else ""
+        self.measured.take_compute(figures, device, seat.name)
         self._computing.discard(figures.stage)
         if not self._computing:
             self._plan()
@@ -77,12 +77,12 @@ class Measuring:
         Raises:
             RemoteProtocolError: it was not asked, or its figures cannot be.
         """
-        member = self._begun().membership.claim(identity, figures.stage)
+        seat = self._begun().seats.claim(identity, figures.stage)
         job = self._orders.get(figures.order)
         if job is None or job.dialler != figures.stage:
-            raise RemoteProtocolError(f"{member.name} sent figures of order {figures.order}, which is not its own")
+            raise RemoteProtocolError(f"{seat.name} sent figures of order {figures.order}, which is not its own")
         num_failures = len(self.measured.failures)
-        self.measured.take_paths(job, figures, member.name)
+        self.measured.take_paths(job, figures, seat.name)
         for failure in self.measured.failures[num_failures:]:
             self._begun().observer.warned(failure)
         del self._orders[figures.order]
@@ -91,8 +91,8 @@ class Measuring:
         self._tell()
 
     def _plan(self) -> None:
-        members = self._begun().membership.members
-        endpoints = [Endpoint(m.stage, m.host, m.hello.address if m.hello else "") for m in members]
+        seats = self._begun().seats.held
+        endpoints = [Endpoint(seat.stage, seat.host, seat.hello.address if seat.hello else "") for seat in seats]
         self._batches, apart = planned_jobs(endpoints, self._machines, self._request)
         self._num_batches = len(self._batches)
         for pair in apart:
@@ -116,10 +116,9 @@ class Measuring:
 
     def _give_order(self, job: Job) -> None:
         context = self._begun()
-        dialler = next(member for member in context.membership.members if member.stage == job.dialler)
         self._num_orders += 1
         self._orders[self._num_orders] = job
-        context.server.send(dialler.identity, self._order(job))
+        context.send(context.seats[job.dialler], self._order(job))
 
     def _order(self, job: Job) -> MeasurePaths:
         """Streams of one path end when they have settled; those that share a link must end together."""
@@ -130,7 +129,7 @@ class Measuring:
         return MeasurePaths(self._num_orders, peers, together_s, together_s)
 
     def _peer_row(self, stage: int) -> list[str | int]:
-        hello = next(member.hello for member in self._begun().membership.members if member.stage == stage)
+        hello = self._begun().seats[stage].hello
         return [stage, self.measured.names[stage], hello.address if hello else ""]
 
     def _tell(self) -> None:

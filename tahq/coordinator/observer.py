@@ -146,7 +146,9 @@ class StepRecord:
     stages: Sequence[StageRecord] = ()
     links: Sequence[LinkRecord] = ()
     codec_changes: Sequence[CodecChange] = ()
-    """Decided with this step; they hold from the next one on."""
+    """Decided with this step; they hold from the next step on."""
+    lr: float = 0.0
+    """The learning rate that the step was taken with; a skipped step used none."""
 
     @property
     def tokens_per_s(self) -> float:

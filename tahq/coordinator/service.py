@@ -1,19 +1,24 @@
-"""The coordinator at work: polls its socket, has each message answered, watches the clock, ends the run.
+"""The coordinator: polls its socket, has each message answered, watches the clock, ends the run.
 
-Everything that decides is in the pure cores (`membership`, `plan`, `commit`, `reports`, `run_state`,
-`watch`). One thread; `request_stop` alone may be called from elsewhere (a signal handler).
+The state is in two objects, `Seats` (a row per stage) and `RunState`. Functions over them decide what follows from an
+event (`gathering`, `recovery`, `copies`, `watch`, `commit`); `Seating` and `Training` carry it out. One thread;
+`request_stop` alone may be called from elsewhere (a signal handler).
 """
 
+import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tahq.comm.control.channel import ControlServer
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.comm.control.messages import (
+    Abort,
+    Bye,
     Copied,
     Evaluated,
     Failed,
@@ -25,6 +30,7 @@ from tahq.comm.control.messages import (
     NotKept,
     Prepare,
     Ready,
+    Refuse,
     Rejoin,
     Relinked,
     Snapshotted,
@@ -32,35 +38,31 @@ from tahq.comm.control.messages import (
     StopRequest,
     Traced,
 )
-from tahq.comm.topology import link_ends
+from tahq.coordinator import copies, gathering, watch
 from tahq.coordinator.context import RunContext
-from tahq.coordinator.copies import Copies
-from tahq.coordinator.disk_room import WaitForRoom
-from tahq.coordinator.ending import RunEnding
-from tahq.coordinator.gathering import Gathering
-from tahq.coordinator.journal import Journal
+from tahq.coordinator.journal import Journal, JournalFacts, NotWritten
 from tahq.coordinator.measuring import Measuring
-from tahq.coordinator.membership import Membership, Standing
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.publisher import Publish, SnapshotPublisher
-from tahq.coordinator.publishing import Publishing
-from tahq.coordinator.recovery import Recovery, RestorePoint
-from tahq.coordinator.returning import Restart, Returning
-from tahq.coordinator.run_journal import RunJournal
-from tahq.coordinator.run_state import Ending, Event, Phase, RunState
-from tahq.coordinator.spares import Spares
+from tahq.coordinator.publishing import Publish, Publishing, publish_to_folder
+from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
+from tahq.coordinator.seating import Restart, Seating
+from tahq.coordinator.seats import ProcessExit, SeatPhase, Seats
 from tahq.coordinator.training import Training
-from tahq.coordinator.watch import check_exits, check_waiting, silence
 from tahq.errors import (
+    InterruptedRunError,
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
+    SnapshotError,
     TahqError,
+    UserError,
 )
 
 POLL_S = 0.1
 """Longest wait for a message, and so the longest that a signal or a dead child goes unnoticed."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 5.0
+"""Between attempts to write to a journal that has no room or is locked."""
 
 
 class Coordinator:
@@ -70,11 +72,10 @@ class Coordinator:
         options: the run.
         server: bound already; used by the thread of `run` only, closed by whoever made it.
         observer: told what happens.
-        publish: makes a complete snapshot the newest one; None: as files under the run's folder.
+        publish: makes a complete checkpoint the newest one; None: as files under the run's folder.
         executor: runs `publish`, one call after the other; None: in a thread.
-        measuring: what is done in place of a run, once all are there; `options.is_measuring` tells the workers.
-        journal: remembers what this coordinator decides, for the one that may have to come after it; and what the one
-            before has decided, if the options are of that run.
+        measuring: what to do instead of a run once all workers are there; `options.is_measuring` tells the workers.
+        journal: keeps this coordinator's decisions for its successor; one of the same run is continued.
         clock: seconds, monotonic.
     """
 
@@ -90,35 +91,24 @@ class Coordinator:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        membership = Membership(options.num_stages, options.version, options.config_hash, options.hosts)
-        self._state = RunState(clock(), options.start_step if options.snapshot else None)
-        recovery = recovery_of(options)
-        copies = Copies(
-            is_on=options.copies > 0,
-            within_host=options.copies_within_host,
-            num_stages=options.num_stages,
-            base=recovery.base,
-        )
-        self._context = RunContext(
-            options, server, observer, clock, membership, self._state, recovery, copies, Spares()
-        )
-        self._gathering = Gathering(self._context)
         self.restart: Restart | None = None
-        """Starts a stage's worker again; None: nobody here can."""
-        self._do_beside: Callable[[], None] = lambda: None
-        self._room = WaitForRoom(self._context, self._attend, self._dispatch)
-        self._journal = journal
-        self._kept = RunJournal(journal, self._context, self._room)
-        self._holders = self._kept.holders()
-        self._returning = Returning(self._context, self._gathering, self._restart, self._kept.note_epoch, self._forget)
-        self._ending = RunEnding(self._context)
-        self._silent: set[int] = set()
-        """Stages that have given no sign of life for a while."""
+        """Starts a stage's worker again; None: workers are not started from here."""
+        run = RunState(options, clock())
+        seats = Seats(options.num_stages, run.base, clock())
+        self._context = RunContext(options, run, seats, server, observer, journal or Journal(), clock)
+        self._context.journal.wait = self._wait_for_journal
+        self._options, self._run, self._seats, self._observer = options, run, seats, observer
+        self._seating = Seating(self._context, self._restart, self._forget)
+        self._publishing = Publishing(publish or partial(publish_to_folder, options), executor)
         self._training: Training | None = None
-        self._publishing = Publishing(publish or SnapshotPublisher(options), executor)
         self._measuring = measuring
-        self._num_steps = 0
+        self._tick_beside: Callable[[], None] = lambda: None
         self._next_tick_s = clock()
+        self._heard: list[tuple[bytes, Message]] = []
+        """Messages that came while the journal could not be written."""
+        self._signals: deque[int] = deque()
+        self._num_signals = 0
+        self._leave_by_s = math.inf
 
     @property
     def address(self) -> str:
@@ -127,351 +117,458 @@ class Coordinator:
 
     def request_stop(self, signal_number: int) -> None:
         """Ask the run to stop: in order the first time, at once the second. Safe in a signal handler."""
-        self._ending.request(signal_number)
+        self._signals.append(signal_number)
 
     def worker_exited(self, stage: int, status: int, last_words: str = "") -> None:
-        """The launcher's word that a stage's process has ended (negative: killed by that signal).
+        """Note that a stage's process has ended (negative status: killed by that signal); called from `tick`.
 
-        Called from `tick`. What the worker may have said before it ended is read first; `last_words` is
-        the end of its log, for the message if it said nothing.
+        The worker's own last messages are read first; `last_words` is the end of its log, in case there are none.
         """
-        self._state.note_exit(stage, status, self._context.clock(), last_words)
+        if self._seats[stage].exit is None:
+            self._seats[stage].exit = ProcessExit(status, self._context.clock(), last_words)
 
     def run(self, tick: Callable[[], None]) -> int:
         """Lead the run to its end.
 
         Args:
-            tick: called about ten times a second, for what else this thread has to do.
+            tick: called about ten times a second, for the other work of this thread.
 
         Returns:
             The exit status of the run: 0 done, 128 + signal interrupted, else as errors.py has it.
         """
-        self._do_beside = tick
-        self._open()
+        self._tick_beside = tick
+        options = self._options
+        self._observer.opened(
+            RunHeader(options.name, options.run_folder, options.num_stages, self.address, options.start_step)
+        )
+        self._context.tell_phase()
         try:
-            self._lead(tick)
-            self._let_leave(tick)
-            self._kept.note_end()
+            self._lead()
+            self._let_leave()
+            self._note_end()
         finally:
             self._close()
-        return self._state.ending.exit_status
+        return self._run.ending.exit_status
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def _lead(self, tick: Callable[[], None]) -> None:
-        """Turn until the run is over, however that comes."""
+    def _lead(self) -> None:
         try:
-            while self._state.phase is not Phase.OVER:
-                self._turn(tick)
+            while self._run.phase is not RunPhase.OVER:
+                self._turn()
         except TahqError as error:
-            self._ending.abort(error.exit_status, str(error))
+            self._abort(error.exit_status, str(error))
         except BaseException as error:
-            self._ending.abort(1, f"the coordinator failed: {error!r}")
+            self._abort(1, f"the coordinator failed: {error!r}")
             raise
 
-    def _turn(self, tick: Callable[[], None]) -> None:
+    def _turn(self) -> None:
         # taken before the poll: if this process was held up, signs of life wait in the socket
         polled_s = self._context.clock()
-        for identity, message in self._room.take() or self._context.server.poll(POLL_S):
+        heard, self._heard = self._heard, []
+        for identity, message in heard or self._context.server.poll(POLL_S):
             self._dispatch(identity, message)
         for refused in self._context.server.take_refused():
-            self._context.observer.warned(refused)
-        if self._state.phase is not Phase.OVER:
-            self._tick(tick)
-            self._ending.take_requests()
+            self._observer.warned(refused)
+        if self._run.phase is not RunPhase.OVER:
+            self._tick()
+            self._take_signals()
             self._check_timers(polled_s)
         if self._training is not None and self._training.settle_published():
-            self._ending.finish_if_nothing_is_owed()
+            self._finish_if_nothing_is_owed()
 
-    def _attend(self) -> None:
-        """What goes on while the journal waits for room."""
-        self._tick(self._do_beside)
-        self._ending.take_requests()
-        self._ending.check_grace()
-
-    def _tick(self, tick: Callable[[], None]) -> None:
+    def _tick(self) -> None:
         now_s = self._context.clock()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + POLL_S
-            tick()
+            self._tick_beside()
 
     def _dispatch(self, identity: bytes, message: Message) -> None:
-        if self._state.phase is Phase.OVER:
+        if self._run.phase is RunPhase.OVER:
             return
-        member = self._context.membership.find(identity)
-        if member is None and not isinstance(message, Join | Rejoin | Heartbeat):
-            self._gathering.turn_away(identity, message)
+        seat = self._seats.find(identity)
+        if seat is None and not isinstance(message, Join | Rejoin | Heartbeat):
+            self._seating.turn_away(identity, message)
             return
-        self._context.membership.seen(identity, self._context.clock())
+        if seat is not None:
+            seat.last_seen_s = self._context.clock()
+        name = seat.name if seat is not None else "a worker without a stage"
         try:
-            self._handle(identity, message, member.name if member else "a worker without a stage")
+            handler = HANDLERS.get(type(message))
+            if handler is None:
+                raise RemoteProtocolError(f"{name} sent {type(message).__name__}, which only a coordinator sends")
+            self._run.check(message, name)
+            handler(self, identity, message)
         except RemoteProtocolError as error:
-            if self._state.phase is not Phase.JOINING:
+            if self._run.phase is not RunPhase.JOINING or seat is None:
                 raise
-            self._gathering.dismiss(identity, str(error))
-
-    def _handle(self, identity: bytes, message: Message, name: str) -> None:
-        handler = HANDLERS.get(type(message))
-        if handler is None:
-            raise RemoteProtocolError(f"{name} sent {type(message).__name__}, which only a coordinator sends")
-        self._state.check(message, name)
-        handler(self, identity, message)
+            self._seating.dismiss(seat, Refuse(str(error)))
 
     def _check_timers(self, polled_s: float) -> None:
-        context, options = self._context, self._context.options
-        step = self._training.steps_done if self._training and self._state.phase is Phase.TRAINING else None
-        for stage in self._returning.given:
-            self._state.forget_exit(stage)
-        killed = check_exits(self._state, context.membership, self._gathering.refusals, context.clock(), step)
-        for stage, why in killed.items():
-            self._state.forget_exit(stage)
-            self._lose(stage, why)
-        self._check_silence(polled_s, step)
-        self._gathering.lose_silent_spares(polled_s - max(options.peer_timeout_s, options.give_up_s / 2))
-        self._returning.give_to_spares()
-        self._returning.check_waiting(options.give_up_s)
-        check_waiting(self._state, context.membership, polled_s, options.join_timeout_s, self.address)
-        self._ending.check_grace()
+        for seat in self._seats:
+            if seat.given_to is not None:
+                seat.exit = None
+        for stage, why in watch.killed(self._run, self._seats, self._context.clock()).items():
+            self._seats[stage].exit = None
+            self._seating.lose(stage, why)
+        self._check_silence(polled_s)
+        self._seating.check_spares(polled_s)
+        watch.check_deadlines(self._options, self._run, self._seats, polled_s, self.address)
+        self._check_grace()
 
-    def _check_silence(self, polled_s: float, step: int | None) -> None:
-        options, membership = self._context.options, self._context.membership
-        silent = {member.stage: member for member in membership.silent(polled_s - options.peer_timeout_s)}
-        if self._state.phase is Phase.JOINING:
-            for member in silent.values():
-                self._gathering.lose(member)
+    def _check_silence(self, polled_s: float) -> None:
+        timeout_s = self._options.peer_timeout_s
+        silent = watch.silent(self._seats, polled_s - timeout_s)
+        if self._run.phase is RunPhase.JOINING:
+            for seat in silent:
+                self._seating.free_silent(seat)
             return
-        for stage in silent.keys() - self._silent:
-            self._context.observer.warned(silence(silent[stage], options.peer_timeout_s, step))
-        for member in filter(None, map(membership.at, self._silent - silent.keys())):
-            self._context.observer.warned(f"{member.name} gives signs of life again")
-        self._silent = set(silent)
-        lost_s = max(options.peer_timeout_s, options.give_up_s / 2)
-        for member in membership.silent(polled_s - lost_s):
-            self._lose(member.stage, silence(member, lost_s, step), is_silent=True)
+        for seat in self._seats.held:
+            if seat in silent and not seat.is_silent:
+                self._observer.warned(watch.silence(self._run, seat, timeout_s))
+            elif seat.is_silent and seat not in silent:
+                self._observer.warned(f"{seat.name} gives signs of life again")
+            seat.is_silent = seat in silent
+        lost_s = watch.lost_after_s(self._options)
+        for seat in watch.silent(self._seats, polled_s - lost_s):
+            self._seating.lose(seat.stage, watch.silence(self._run, seat, lost_s), is_silent=True)
 
     def _restart(self, stage: int) -> bool:
         return self.restart is not None and self.restart(stage)
 
-    def _forget(self, stage: int) -> None:
-        if self._training is not None:
-            self._training.lose(stage)
+    def _forget(self) -> None:
+        """Before a seat is emptied: a checkpoint that is complete becomes the one to come back to."""
+        self._begun().settle_published(wait=True)
 
-    def _lose(self, stage: int, why: str, *, is_replaced: bool = False, is_silent: bool = False) -> None:
-        if self._measuring is not None:
-            raise PeerLostError(why)
-        self._forget(stage)
-        self._silent.discard(stage)
-        self._kept.note_lost(stage)
-        self._returning.lose(stage, why, is_replaced=is_replaced, is_silent=is_silent)
+    def _wait_for_journal(self, again: Callable[[], NotWritten | None], failure: NotWritten) -> None:
+        """Repeat a write that failed for want of room or a lock; the step that it belongs to is held back.
 
-    # -- messages --------------------------------------------------------------------------------
+        Meanwhile signals and processes are attended to, signs of life are noted, and messages are kept for later.
+
+        Raises:
+            SnapshotError: it still fails after `run.give_up`.
+        """
+        give_up_s, began_s, pause_s = self._options.give_up_s, self._context.clock(), FIRST_PAUSE_S
+        wanted = failure.wanted
+        self._observer.warned(f"{failure.error}; training waits for {wanted}, for {give_up_s:.0f} s (run.give_up)")
+        still: NotWritten | None = failure
+        while still is not None:
+            left_s = began_s + give_up_s - self._context.clock()
+            if left_s <= 0:
+                raise SnapshotError(
+                    f"{still.error}; waited {give_up_s:.0f} s for {still.wanted} (run.give_up); resume once it is there"
+                )
+            self._attend_until(self._context.clock() + min(pause_s, left_s))
+            still, pause_s = again(), min(2 * pause_s, LONGEST_PAUSE_S)
+        self._observer.warned(f"the journal is written after {self._context.clock() - began_s:.1f} s: training goes on")
+
+    def _attend_until(self, until_s: float) -> None:
+        while self._context.clock() < until_s:
+            for identity, message in self._context.server.poll(POLL_S):
+                if isinstance(message, Heartbeat):
+                    self._dispatch(identity, message)
+                else:
+                    self._heard.append((identity, message))
+            self._tick()
+            self._take_signals()
+            self._check_grace()
+
+    # -- joining and coming back -----------------------------------------------------------------
 
     def _on_join(self, identity: bytes, join: Join) -> None:
-        is_wanted = 0 <= join.stage < self._context.options.num_stages and (
-            self._context.membership.at(join.stage) is None
-        )
-        if join.spare and self._measuring is None and not is_wanted:
-            self._gathering.admit_spare(identity, join)
-            return
-        if join.spare and join.stage not in self._returning.given:
-            join = replace(join, spare=False)  # it is on its own host
-        replaced = self._context.membership.replaced_by(identity, join)
-        if replaced is not None:
-            reason = "a person takes its stage over" if join.takeover else "it was started again"
-            self._lose(replaced.stage, f"{replaced.name}: {reason}", is_replaced=True)
-        self._gathering.join(identity, join)
+        self._seating.join(identity, join)
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
-        is_complete = self._gathering.hello(identity, hello)
-        if self._state.phase is not Phase.JOINING:
-            self._returning.greeted()
+        self._seating.hello(identity, hello)
+        if self._run.phase is not RunPhase.JOINING:
+            self._seating.bring_back()
             if self._training is not None:
                 self._training.settle_copies()
-            return
-        if not is_complete:
-            return
+        elif not self._seats.before(SeatPhase.GREETED):
+            self._all_greeted()
+
+    def _all_greeted(self) -> None:
+        """All workers are there for the first time: measure, or plan the run."""
+        options, run = self._options, self._run
         if self._measuring is not None:
-            self._context.advance(Event.ALL_THERE)
+            self._context.advance(RunEvent.ALL_THERE)
             self._measuring.begin(self._context)
             return
-        self._num_steps = self._gathering.num_steps()
-        if self._context.options.start_step >= self._num_steps:
-            self._ending.say_bye(Event.ENDED, Ending(0, f"nothing to do: all {self._num_steps} steps were done before"))
-        else:
-            self._returning.num_steps = self._num_steps
-            self._kept.begin(self._num_steps, *self._gathering.data_position(self._context.options.start_step))
-            self._gathering.plan(self._num_steps)
+        gathering.note_data(options, run, self._seats)
+        run.num_steps = gathering.num_steps(options, run)
+        if options.start_step >= run.num_steps:
+            self._say_bye(RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps were done before"))
+            return
+        if not self._context.journal.is_of(options.run_id, options.config_hash):
+            self._begin_journal()
+        self._context.advance(RunEvent.ALL_GREETED)
+        self._observer.planned(options.start_step, run.num_steps)
+        self._seating.plan()
+
+    def _begin_journal(self) -> None:
+        options, run = self._options, self._run
+        samples, next_sample = gathering.data_position(options, run, options.start_step)
+        self._context.journal.begin(
+            JournalFacts(
+                run_id=options.run_id,
+                config_hash=options.config_hash,
+                epoch=run.epoch,
+                start_step=options.start_step,
+                next_sample=next_sample,
+                num_train_samples=samples,
+                num_steps=run.num_steps,
+                global_batch=options.training.global_batch,
+                step=options.start_step,
+                snapshot=options.snapshot,
+                files=dict(options.snapshot_files),
+                codecs=dict(options.codecs.saved),
+            )
+        )
 
     def _on_ready(self, identity: bytes, ready: Ready) -> None:
-        is_complete = self._gathering.ready(identity, ready)
-        self._kept.note_holder(ready.stage)
+        seat = self._seating.ready(identity, ready)
         if self._training is not None:
-            self._context.copies.began(ready.stage, self._context.recovery.position(ready.stage))
-            self._returning.ready(ready.stage)
+            copies.began(self._run, seat)
+            self._seating.start(seat)
             self._training.settle_copies()
-        elif is_complete:
-            self._begin_training()
-            codecs = [list(row) for row in self._context.recovery.base.codecs]
-            self._context.broadcast(Start(self._context.options.start_step, codecs))
-            self._begun().settle_copies()
+        elif not self._seats.before(SeatPhase.READY):
+            training = self._begin_training()
+            codecs = [list(row) for row in self._run.base.codecs]
+            self._context.broadcast(Start(self._options.start_step, codecs))
+            training.settle_copies()
 
-    def _begin_training(self) -> None:
-        self._training = Training(self._context, self._num_steps, self._publishing, self._journal)
-        self._ending.training = self._training
-        for member in self._context.copies.uncopied(self._context.membership.members):
-            self._context.observer.warned(
-                f"{member.name} only dials out, so nobody can have a copy of its snapshots: if its host is lost with "
-                "its disk, so is the run"
+    def _begin_training(self) -> Training:
+        self._training = Training(self._context, self._publishing)
+        for seat in copies.uncopied(self._options, self._seats):
+            self._observer.warned(
+                f"{seat.name} only dials out, so no other host can copy its checkpoints: if its host is lost with its "
+                "disk, so is the run"
             )
-        self._returning.begin()
-        self._context.advance(Event.ALL_READY)
-        if self._training.is_decided:
-            self._context.advance(Event.LAST_COMMIT, self._training.owed)
+        self._seating.all_there()
+        if self._run.is_decided:  # by a coordinator before this one
+            self._context.advance(RunEvent.LAST_COMMIT, self._training.owed)
+        return self._training
 
     def _on_rejoin(self, identity: bytes, rejoin: Rejoin) -> None:
-        holder = self._holders.get(rejoin.stage) if rejoin.run_id == self._context.options.run_id else None
-        if not self._gathering.answer_rejoin(identity, holder):
+        seat = self._seating.rejoin(identity, rejoin)
+        if seat is None:
             return
         if self._training is None:
             self._go_on()
-        self._context.recovery.rejoined(rejoin.stage, rejoin.step)
-        self._context.observer.warned(f"{self._context.membership.name(rejoin.stage)} goes on where it was")
-        self._returning.rejoined(rejoin.stage)
+        seat.position = rejoin.step
+        seat.lost_since_s = seat.spare_from_s = None
+        self._observer.warned(f"{seat.name} goes on where it was")
+        self._seating.bring_back()
         self._begun().settle_copies()
-        self._ending.finish_if_nothing_is_owed()
+        self._finish_if_nothing_is_owed()
 
     def _go_on(self) -> None:
-        """A worker of the coordinator before this one lives: the run goes on where it is, whoever else comes."""
-        options = self._context.options
-        self._num_steps = self._returning.num_steps = self._kept.num_steps
-        self._context.observer.planned(options.start_step, self._num_steps)
-        self._context.advance(Event.ALL_GREETED)
+        """Go on where the coordinator before this one was: one of its workers lives."""
+        run, facts = self._run, self._context.journal.facts
+        run.num_steps, run.num_samples = facts.num_steps, facts.num_train_samples
+        if run.next_sample is None:
+            num_done = self._options.start_step - facts.start_step
+            run.next_sample = facts.next_sample + num_done * facts.global_batch
+        self._observer.planned(self._options.start_step, run.num_steps)
+        self._context.advance(RunEvent.ALL_GREETED)
         self._begin_training()
-        for stage in range(options.num_stages):
-            self._returning.wait_for(stage)
+        for seat in self._seats:
+            self._seating.wait_for(seat)
 
     def _on_relinked(self, identity: bytes, relinked: Relinked) -> None:
-        self._returning.relinked(identity, relinked)
+        self._seating.relinked(identity, relinked)
+
+    # -- training --------------------------------------------------------------------------------
 
     def _on_prepare(self, identity: bytes, prepare: Prepare) -> None:
-        training = self._begun()
+        training, seat = self._begun(), self._seats.claim(identity, prepare.stage)
         if training.is_again(prepare):
-            training.prepare_again(identity, prepare)
-            self._returning.prepared_again(prepare.stage)
+            training.prepare_again(seat, prepare)
+            self._seating.recomputed(seat)
         else:
-            training.prepare(identity, prepare)
+            training.prepare(seat, prepare)
 
     def _on_evaluated(self, identity: bytes, evaluated: Evaluated) -> None:
-        self._begun().evaluated(identity, evaluated)
-        self._ending.finish_if_nothing_is_owed()
+        self._begun().evaluated(self._seats.claim(identity, len(self._seats) - 1), evaluated)
+        self._finish_if_nothing_is_owed()
 
     def _on_snapshotted(self, identity: bytes, part: Snapshotted) -> None:
-        self._begun().snapshotted(identity, part)
-        self._ending.finish_if_nothing_is_owed()
+        self._begun().snapshotted(self._seats.claim(identity, part.stage), part)
+        self._finish_if_nothing_is_owed()
 
     def _on_copied(self, identity: bytes, copied: Copied) -> None:
-        self._begun().copied(identity, copied)
-
-    def _on_compute_measured(self, identity: bytes, figures: ComputeMeasured) -> None:
-        self._measures().computed(identity, figures)
-        self._finish_if_all_is_measured()
-
-    def _on_paths_measured(self, identity: bytes, figures: PathsMeasured) -> None:
-        self._measures().paths_measured(identity, figures)
-        self._finish_if_all_is_measured()
+        self._begun().copied(self._seats.claim(identity, copied.holder), copied)
 
     def _on_traced(self, identity: bytes, part: Traced) -> None:
-        self._begun().traced(identity, part)
+        self._begun().traced(self._seats.claim(identity, part.stage), part)
 
     def _on_link_state(self, identity: bytes, state: LinkState) -> None:
-        member = self._context.membership.claim(identity, state.stage)
-        self._returning.link_state(member.name, state)
+        seat = self._seats.claim(identity, state.stage)
         link = f"link {state.link} to stage {state.peer_stage}"
         if state.reason:
-            self._context.observer.warned(f"{member.name}: {link} is degraded: {state.reason}")
+            seat.degraded[state.link] = f"{seat.name}: {link} is silent"
+            self._observer.warned(f"{seat.name}: {link} is degraded: {state.reason}")
         else:
+            seat.degraded.pop(state.link, None)
             again = f"; {state.num_sent_again} messages were sent again so far" if state.num_sent_again else ""
-            self._context.observer.warned(f"{member.name}: {link} works again after {state.lasted_s:.1f} s{again}")
+            self._observer.warned(f"{seat.name}: {link} works again after {state.lasted_s:.1f} s{again}")
 
     def _on_not_kept(self, identity: bytes, unkept: NotKept) -> None:
-        member = self._context.membership.claim(identity, unkept.stage)
-        self._context.observer.warned(
-            f"{member.name}: what it sends on link {unkept.link} is not kept until the next snapshot is complete: "
-            f"{unkept.reason}; training goes on, and if a worker dies before that, all stages go back to the last one"
+        seat = self._seats.claim(identity, unkept.stage)
+        self._observer.warned(
+            f"{seat.name}: frames that it sends on link {unkept.link} are not kept until the next checkpoint is "
+            f"complete: {unkept.reason}; training goes on, and if a worker dies before that, all stages go back to the "
+            "last checkpoint"
         )
-
-    def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
-        member = self._context.membership.claim(identity, request.stage)
-        if request.signal_number not in signal.valid_signals():
-            raise RemoteProtocolError(f"{member.name} got signal {request.signal_number}, it says, which is none")
-        self._ending.stop(request.signal_number, member.name)
 
     def _on_failed(self, identity: bytes, failed: Failed) -> None:
-        member = self._context.membership.claim(identity, failed.stage)
-        if (
-            self._training is not None
-            and member.stage in self._returning.given
-            and member.standing is not Standing.READY
-        ):
-            self._lose(member.stage, f"{member.name}: {failed.message}", is_silent=True)  # another spare may be able to
+        seat = self._seats.claim(identity, failed.stage)
+        why = f"{seat.name}: {failed.message}"
+        if self._training is not None and seat.given_to is not None and seat.phase is not SeatPhase.READY:
+            self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
             return
-        self._context.membership.leave(member.stage)
-        self._ending.abort(
-            failed.exit_status if 0 < failed.exit_status < 256 else 1, f"{member.name}: {failed.message}"
-        )
+        self._seats.leave(seat.stage, self._context.clock(), position=seat.position)
+        self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, why)
 
     def _on_heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
-        member = self._context.membership.doing(identity, heartbeat)
-        if member is not None:
-            self._context.tell_stage(member)
-        else:
-            self._context.spares.seen(identity, self._context.clock())
-            self._gathering.remind(identity)
+        seat = self._seats.find(identity)
+        if seat is not None:
+            seat.step, seat.activity = heartbeat.step, heartbeat.activity
+            self._context.tell_stage(seat)
+            return
+        if identity in self._seats.spares:
+            self._seats.spares[identity].last_seen_s = self._context.clock()
+        self._seating.remind(identity)
 
     def _begun(self) -> Training:
         if self._training is None:
             raise LocalProtocolError("training has not begun")
         return self._training
 
+    # -- measuring -------------------------------------------------------------------------------
+
+    def _on_compute_measured(self, identity: bytes, figures: ComputeMeasured) -> None:
+        measuring = self._measures()
+        measuring.computed(identity, figures)
+        self._finish_if_all_is_measured(measuring)
+
+    def _on_paths_measured(self, identity: bytes, figures: PathsMeasured) -> None:
+        measuring = self._measures()
+        measuring.paths_measured(identity, figures)
+        self._finish_if_all_is_measured(measuring)
+
     def _measures(self) -> Measuring:
         if self._measuring is None:
             raise LocalProtocolError("this is a run, not a measurement")
         return self._measuring
 
+    def _finish_if_all_is_measured(self, measuring: Measuring) -> None:
+        if measuring.is_finished:
+            failures = measuring.measured.failures
+            ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
+            self._say_bye(RunEvent.ALL_MEASURED, ending)
+
+    # -- stopping --------------------------------------------------------------------------------
+
+    def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
+        seat = self._seats.claim(identity, request.stage)
+        if request.signal_number not in signal.valid_signals():
+            raise RemoteProtocolError(f"{seat.name} reported signal {request.signal_number}, which does not exist")
+        self._stop(request.signal_number, seat.name)
+
+    def _take_signals(self) -> None:
+        """Stop in order at this process's first signal; InterruptedRunError at the second."""
+        while self._signals:
+            number = self._signals.popleft()
+            self._num_signals += 1
+            if self._num_signals > 1:
+                raise InterruptedRunError(f"stopped at once by a second {signal_name(number)}", number)
+            self._stop(number, "the coordinator")
+
+    def _stop(self, number: int, who: str) -> None:
+        """Finish the step and stop after a checkpoint; InterruptedRunError if there is no step to finish."""
+        run, name = self._run, signal_name(number)
+        is_first, run.stop_signal = run.stop_signal is None, run.stop_signal or number
+        if run.phase not in (RunPhase.TRAINING, RunPhase.FINISHING):
+            when = "while measuring" if run.phase is RunPhase.MEASURING else "before the first step"
+            raise InterruptedRunError(f"{who} got {name} {when}", number)
+        if number == signal.SIGTERM:  # after Ctrl-C a person sees the effect, and can press it again
+            self._leave_by_s = min(self._leave_by_s, self._context.clock() + self._options.grace_s)
+        if is_first and run.phase is RunPhase.TRAINING:
+            self._observer.warned(f"{who} got {name}: finishing step {run.step + 1}, then a checkpoint")
+
+    def _check_grace(self) -> None:
+        """Raise InterruptedRunError once stopping in order has taken longer than it may."""
+        if self._context.clock() > self._leave_by_s:
+            raise InterruptedRunError(
+                "stopped by SIGTERM: the step and its checkpoint took longer than run.grace "
+                f"({self._options.grace_s:g} s), so they are given up after step {self._run.step}",
+                signal.SIGTERM,
+            )
+
     # -- the end ---------------------------------------------------------------------------------
 
-    def _finish_if_all_is_measured(self) -> None:
-        if self._measures().is_finished:
-            failures = self._measures().measured.failures
-            ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
-            self._ending.say_bye(Event.ALL_MEASURED, ending)
+    def _finish_if_nothing_is_owed(self) -> None:
+        """End the run in order if its last step is decided and every stage has done what is left to do."""
+        if self._run.phase is not RunPhase.FINISHING or self._seats.before(SeatPhase.READY):
+            return
+        owed = self._begun().owed
+        self._context.tell_phase(owed)
+        if not owed:
+            self._say_bye(RunEvent.NOTHING_OWED, self._ending_in_order())
 
-    def _let_leave(self, tick: Callable[[], None]) -> None:
+    def _ending_in_order(self) -> Ending:
+        run, hint = self._run, self._run.resumable(self._options.resume_command)
+        if run.step < run.num_steps and run.stop_signal is not None:
+            text = f"stopped by {signal_name(run.stop_signal)} after step {run.step} of {run.num_steps}"
+            return Ending(128 + run.stop_signal, f"{text}; {hint}")
+        if run.last_snapshot != run.step:
+            return Ending(1, f"all {run.step} steps are done, but the last checkpoint could not be written; {hint}")
+        return Ending(0)
+
+    def _say_bye(self, event: RunEvent, ending: Ending) -> None:
+        """End the run, in order."""
+        self._run.end(event, ending, self._context.clock())
+        self._tell_all(Bye(ending.exit_status))
+
+    def _abort(self, exit_status: int, message: str) -> None:
+        """End the run at once; the message says how to go on."""
+        if self._training is not None:
+            self._training.abandon()
+            if exit_status != UserError.exit_status:
+                message = f"{message}; {self._run.resumable(self._options.resume_command)}"
+        self._run.end(RunEvent.ENDED, Ending(exit_status, message), self._context.clock())
+        self._tell_all(Abort(message, exit_status))
+
+    def _tell_all(self, message: Bye | Abort) -> None:
+        self._context.broadcast(message)
+        for identity in self._seats.spares:
+            self._context.server.send(identity, message)
+
+    def _let_leave(self) -> None:
         """Keep the socket going until the workers have left, or should have."""
-        clock = self._context.clock
-        until_s = clock() + self._context.options.leave_timeout_s
-        stages = {member.stage for member in self._context.membership.members}
-        while clock() < until_s and not stages <= self._state.exits(clock()).keys():
+        until_s = self._context.clock() + self._options.leave_timeout_s
+        while self._context.clock() < until_s and any(seat.exit is None for seat in self._seats.held):
             self._context.server.poll(POLL_S)
-            tick()
+            self._tick_beside()
 
-    # -- what the observer is told at either end -------------------------------------------------
-
-    def _open(self) -> None:
-        options = self._context.options
-        self._context.observer.opened(
-            RunHeader(options.name, options.run_folder, options.num_stages, self.address, options.start_step)
-        )
-        self._context.tell_phase(self._gathering.missing)
+    def _note_end(self) -> None:
+        """Have no coordinator go on with this run; if that cannot be written, going on with it loses nothing either."""
+        journal = self._context.journal
+        if not journal.has_run:
+            return
+        journal.wait = None
+        try:
+            journal.note(is_over=True)
+        except UserError as error:
+            self._observer.warned(f"{error}; the run has ended all the same")
 
     def _close(self) -> None:
         self._publishing.close()
-        ending = self._state.ending
-        done = self._training.steps_done if self._training else self._context.options.start_step
+        run, ending = self._run, self._run.ending
+        done = run.step if self._training is not None else self._options.start_step
         self._context.tell_phase("")
-        self._context.observer.ended(
-            RunEnd(ending.exit_status, ending.message, done, self._num_steps, self._state.last_snapshot)
-        )
+        self._observer.ended(RunEnd(ending.exit_status, ending.message, done, run.num_steps, run.last_snapshot))
 
 
 HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
@@ -495,8 +592,9 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
 }
 
 
-def recovery_of(options: CoordinatorOptions) -> Recovery:
-    """What lost stages come back with when nothing has been computed yet."""
-    point = RestorePoint(options.start_step, options.snapshot, dict(options.snapshot_files))
-    links = link_ends(options.num_stages, options.tie_link, options.chunks_per_stage)
-    return Recovery(point, links, options.num_stages, options.epoch)
+def signal_name(number: int) -> str:
+    """``SIGINT`` for 2; ``signal 99`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,225 +1,212 @@
-"""From Start to the last commit and what is still owed after it.
+"""Carries out the run's steps and checkpoints, from START to the last commit and what is owed after it.
 
-A COMMIT leaves as soon as the last PREPARE is in, before anything is shown or written.
+A COMMIT leaves as soon as the last PREPARE is in and the decision is durable, before anything is shown.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from tahq import fault_points
 from tahq.comm.control.messages import Admit, Commit, Copied, Copy, Evaluated, Prepare, Published, Snapshotted, Traced
-from tahq.coordinator.commit import CommitLedger, CommitRules
+from tahq.coordinator import copies, recovery
+from tahq.coordinator.commit import CommitRules, check_prepare, decide, is_repeated, norm_of
 from tahq.coordinator.context import RunContext
-from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import LinkCodecs
-from tahq.coordinator.observer import CodecChange, SnapshotRecord, StepRecord
-from tahq.coordinator.publishing import Publishing
-from tahq.coordinator.recovery import for_one_again
-from tahq.coordinator.reports import Reports, SnapshotParts
-from tahq.coordinator.run_state import Event, Phase
+from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
+from tahq.coordinator.publishing import Publishing, SnapshotParts
+from tahq.coordinator.run_state import RunEvent, RunPhase
+from tahq.coordinator.seats import Seat
 from tahq.coordinator.step_report import step_record
 from tahq.coordinator.tracing import TraceCollector
 from tahq.errors import RemoteProtocolError
 from tahq.fault_points import reached
 from tahq.pipeline.checkpoint.manifest import snapshot_name
+from tahq.pipeline.update.learning_rate import learning_rate
 
 
 class Training:
-    """Answers Prepare, Evaluated, Snapshotted and Traced.
+    """Answers PREPARE, EVALUATED, SNAPSHOTTED, COPIED and TRACED.
 
     Args:
-        context: the run; all members are ready.
-        num_steps: length of the run.
-        publishing: makes complete snapshots the newest one.
-        journal: remembers what is decided, and what was by a coordinator before this one.
+        context: the run; its length is known. If its journal is of this run, it goes on from there.
+        publishing: makes complete checkpoints the newest one.
 
     Raises:
-        SnapshotError: what the snapshot keeps of the links' codecs makes no sense.
+        SnapshotError: what the checkpoint says of the links' codecs makes no sense.
     """
 
-    def __init__(
-        self, context: RunContext, num_steps: int, publishing: Publishing, journal: Journal | None = None
-    ) -> None:
+    def __init__(self, context: RunContext, publishing: Publishing) -> None:
         self._context = context
+        self._run, self._seats, self._options = context.run, context.seats, context.options
         self._publishing = publishing
-        self._journal = journal
-        self._reports = Reports(context.options.num_stages)
-        self._num_steps = num_steps
-        options = context.options
-        self._codecs = LinkCodecs(options.codecs, options.num_stages * options.chunks_per_stage - 1, options.start_step)
-        self._inexact: set[int] = set()
-        """Stages that have computed a step again otherwise than before."""
-        self._codecs_kept: dict[int, dict[str, Any]] = {}
-        names = [context.membership.name(stage) for stage in range(options.num_stages)]
-        self._ledger = CommitLedger(commit_rules(context, num_steps), names, context.clock())
-        self._traces = TraceCollector(names)
+        self._rules = CommitRules(context.options.training, context.run.num_steps, context.options.snapshot_every)
+        num_links = context.options.num_stages * context.options.chunks_per_stage - 1
+        self._codecs = LinkCodecs(context.options.codecs, num_links, context.options.start_step)
+        self._traces = TraceCollector([seat.name for seat in self._seats])
         self._is_continued = False
-        """Whether workers may say again what a coordinator before this one has heard."""
-        context.recovery.begin_with(self._codecs.start_rows())
-        if journal is not None:
-            self._go_on_from(journal)
+        """Whether workers may repeat what a coordinator before this one has heard."""
+        self._run.begin_with(self._codecs.start_rows())
+        for seat in self._seats:
+            seat.origin = self._run.base
+        self._run.step_began_s = context.clock()
+        self._go_on()
 
-    def _go_on_from(self, journal: Journal) -> None:
-        """Take over what was decided since the restore point."""
+    def _go_on(self) -> None:
+        """Take over what the journal has of this run since its base."""
+        journal, run = self._context.journal, self._run
         evaluations = journal.evaluations()
         for step in journal.steps():
             self._is_continued = True
-            norm = self._ledger.adopt(step.commit, step.prepares, self._context.clock())
-            chunks = self._context.options.chunks_per_stage
-            record = step_record(step.commit, step.prepares, norm, step.step_time_s, chunks)
-            changes, _ = self._decide_codecs(record)
-            self._note_decided(step.commit, replace(self._codecs.described(record), codec_changes=changes))
+            record = self._record(step.commit, step.prepares, step.step_time_s)
+            changes, _ = self._codecs.decide(record)
+            run.decide(step.commit, step.prepares, self._codecs.start_rows(), self._context.clock())
+            self._keep_codecs(step.commit)
+            self._context.observer.step_committed(replace(record, codec_changes=changes))
             if step.commit.step in evaluations:
                 self._take_evaluation(evaluations[step.commit.step])
         newest = journal.facts.newest
-        if newest and newest["step"] > self._context.recovery.base.step:
+        if newest and newest["step"] > run.base.step:
             self._note_published(newest["step"], newest["snapshot"], newest["files"])
-            self._reports.have_snapshot(newest["step"])
-
-    def _decide_codecs(self, record: StepRecord) -> tuple[tuple[CodecChange, ...], list[list[int]]]:
-        return self._codecs.decide(self._codecs.described(record))
-
-    @property
-    def steps_done(self) -> int:
-        """Steps committed so far: decided, and written down."""
-        return self._context.recovery.step
-
-    @property
-    def num_steps(self) -> int:
-        """Length of the run."""
-        return self._num_steps
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the last step is decided, by a coordinator before this one."""
-        return any(commit.stop for commit in self._context.recovery.commits)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has reached its last step."""
-        return self.steps_done >= self._num_steps
+            run.owed = {step for step in run.owed if step > newest["step"]}
 
     @property
     def owed(self) -> str:
-        """What the stages still owe, in words; empty: nothing."""
-        return " and ".join((*self._reports.outstanding, *self._publishing.outstanding))
+        """What is still to come after the last commit, in words; empty: nothing."""
+        return " and ".join((*self._run.outstanding, *self._publishing.outstanding))
 
-    def prepare(self, identity: bytes, prepare: Prepare) -> None:
-        """Count a stage's part of a step; the last one decides it.
+    # -- steps -----------------------------------------------------------------------------------
+
+    def prepare(self, seat: Seat, prepare: Prepare) -> None:
+        """Count a stage's part of the step that the run is at; the last one decides it.
 
         Raises:
-            RemoteProtocolError, DataError, NonFiniteError: see `CommitLedger.take`.
+            RemoteProtocolError, DataError, NonFiniteError: as `check_prepare` and `decide`.
         """
-        context = self._context
-        context.membership.claim(identity, prepare.stage)
-        context.recovery.prepared(prepare)
-        stop_requested = context.state.stop_signal is not None
-        now_s = context.clock()
-        decision = self._ledger.take(prepare, now_s, stop_requested=stop_requested)
-        if decision is None:
+        run = self._run
+        last = run.last_prepares[seat.stage] if run.last_prepares else None
+        if is_repeated(prepare, seat.prepared) or (seat.prepared is None and is_repeated(prepare, last)):
             return
-        commit, record = decision
-        record = self._codecs.described(record)
-        changes, rows = self._codecs.decide(record)
-        commit = replace(commit, codecs=rows, complete_snapshot=_complete_snapshot(context))
-        reached(fault_points.COMMIT_DECIDED, step=commit.step)
-        if self._journal is not None:
-            self._journal.decided(commit, self._ledger.decided, record.step_time_s)
-        reached(fault_points.COMMIT_JOURNALLED, step=commit.step)
-        for member in context.membership.members:
-            context.server.send(member.identity, commit)
-            reached(fault_points.COMMIT_SENT, step=commit.step)
-        self._traces.committed(commit.step, now_s - record.step_time_s, now_s)
-        self._note_decided(commit, replace(record, codec_changes=changes))
-        if commit.stop:
-            context.advance(Event.LAST_COMMIT, self.owed)
+        is_last = seat.stage == len(self._seats) - 1
+        check_prepare(prepare, run.step, seat.prepared, seat.name, is_last=is_last)
+        seat.prepared, seat.position = prepare, max(seat.position, prepare.step + 1)
+        prepares = [each.prepared for each in self._seats if each.prepared is not None]
+        if len(prepares) == len(self._seats):
+            self._commit(prepares)
 
-    def _note_decided(self, commit: Commit, record: StepRecord) -> None:
-        self._context.recovery.decided(commit, self._ledger.decided, self._codecs.start_rows())
-        self._reports.owe(commit)
-        self._context.state.evaluating = self._reports.evaluating
+    def _commit(self, prepares: list[Prepare]) -> None:
+        context, run = self._context, self._run
+        now_s = context.clock()
+        began_s = run.step_began_s
+        names = [seat.name for seat in self._seats]
+        commit = decide(self._rules, prepares, names, run.skipped_in_a_row, stop=run.stop_signal is not None)
+        record = self._record(commit, prepares, now_s - began_s)
+        changes, rows = self._codecs.decide(record)
+        commit = replace(commit, codecs=rows, complete_snapshot=run.base.step if run.base.snapshot else 0)
+        reached(fault_points.COMMIT_DECIDED, step=commit.step)
+        context.journal.decided(commit, prepares, record.step_time_s)
+        reached(fault_points.COMMIT_JOURNALLED, step=commit.step)
+        for seat in self._seats:
+            context.send(seat, commit)
+            seat.prepared = None
+            reached(fault_points.COMMIT_SENT, step=commit.step)
+        self._traces.committed(commit.step, began_s, now_s)
+        run.decide(commit, prepares, self._codecs.start_rows(), now_s)
+        self._keep_codecs(commit)
+        context.observer.step_committed(replace(record, codec_changes=changes))
+        if commit.stop:
+            context.advance(RunEvent.LAST_COMMIT, self.owed)
+
+    def _record(self, commit: Commit, prepares: list[Prepare] | tuple[Prepare, ...], step_time_s: float) -> StepRecord:
+        record = step_record(commit, prepares, norm_of(prepares), step_time_s, self._options.chunks_per_stage)
+        rate = learning_rate(self._options.training, commit.step, self._run.num_steps)
+        return self._codecs.described(replace(record, lr=rate))
+
+    def _keep_codecs(self, commit: Commit) -> None:
         if commit.snapshot:
-            self._codecs_kept[commit.step + 1] = self._codecs.saved()
-        self._context.observer.step_committed(record)
+            self._run.saved_codecs[commit.step + 1] = self._codecs.saved()
 
     def is_again(self, prepare: Prepare) -> bool:
-        """Whether a stage that was lost has computed a step again that is decided."""
-        return prepare.step < self._ledger.step and prepare.step == self._context.recovery.position(prepare.stage)
+        """Whether a stage that was lost has recomputed a step that is decided."""
+        return prepare.step < self._run.step and prepare.step == self._seats[prepare.stage].position
 
-    def prepare_again(self, identity: bytes, prepare: Prepare) -> None:
-        """Answer as the first time, apart from what is owed no more.
+    def prepare_again(self, seat: Seat, prepare: Prepare) -> None:
+        """Answer as the first time, apart from reports that are not owed any more.
 
         Raises:
-            RemoteProtocolError: the stage does not hold what it speaks for.
+            RemoteProtocolError: the step's decision is not kept any more.
         """
-        context = self._context
-        member = context.membership.claim(identity, prepare.stage)
-        answer = context.recovery.answer(prepare)
+        answer = self._run.answer(prepare)
         if answer is None:
-            raise RemoteProtocolError(f"{member.name} computed step {prepare.step} again, which nobody can answer")
+            raise RemoteProtocolError(f"{seat.name} computed step {prepare.step} again, whose decision is not kept")
         commit, is_alike = answer
-        if not is_alike and member.stage not in self._inexact:
-            self._inexact.add(member.stage)
-            context.observer.warned(
-                f"{member.name} computed step {prepare.step + 1} again, and not to the bit as before: the run goes on, "
+        if not is_alike and not seat.is_inexact:
+            seat.is_inexact = True
+            self._context.observer.warned(
+                f"{seat.name} computed step {prepare.step + 1} again, and not to the bit as before: the run goes on, "
                 "and is no longer exact"
             )
-        context.recovery.prepared(prepare)
+        seat.position = prepare.step + 1
         self.settle_copies()
-        evaluate = commit.step == self._reports.evaluating
-        snapshot = self._reports.lacks(commit.step + 1, member.stage)
-        context.server.send(identity, for_one_again(commit, evaluate=evaluate, snapshot=snapshot))
+        self._context.send(seat, recovery.answer_again(self._run, seat, commit))
 
-    def lose(self, stage: int) -> None:
-        """A stage's process is gone: forget what will be said again.
-
-        First a snapshot that is complete becomes the one to come back to, rather than while the stage comes back.
-        """
-        self.settle_published(wait=True)
-        self._ledger.forget(stage)
-        self._reports.forget(stage)
-
-    def evaluated(self, identity: bytes, evaluated: Evaluated) -> None:
+    def evaluated(self, seat: Seat, evaluated: Evaluated) -> None:
         """Take the validation loss; raises RemoteProtocolError if it was not asked for."""
-        context = self._context
-        context.membership.claim(identity, context.options.num_stages - 1)
-        if self._is_continued and evaluated.step != self._reports.evaluating:
-            return  # heard by the coordinator before
-        if self._journal is not None and evaluated.step == self._reports.evaluating:
-            self._journal.evaluated(evaluated)
+        if evaluated.step != self._run.evaluating:
+            if self._is_continued:
+                return  # heard by the coordinator before
+            asked = self._run.evaluating
+            raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step}; expected {asked}")
+        if evaluated.tokens < 1:
+            raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step} on {evaluated.tokens} tokens")
+        self._context.journal.evaluated(evaluated)
         self._take_evaluation(evaluated)
 
     def _take_evaluation(self, evaluated: Evaluated) -> None:
-        context = self._context
-        record = self._reports.evaluated(evaluated, context.membership.name(context.options.num_stages - 1))
-        context.state.evaluating = None
-        self._ledger.restart_clock(context.clock())
-        context.observer.validated(record)
+        self._run.evaluating = None
+        self._run.step_began_s = self._context.clock()  # an evaluation is not part of a step
+        self._context.observer.validated(
+            ValidationRecord(
+                step=evaluated.step + 1,
+                tokens=evaluated.tokens,
+                loss=evaluated.loss_sum / evaluated.tokens,
+                loss_raw=evaluated.raw_loss_sum / evaluated.tokens,
+            )
+        )
 
-    def snapshotted(self, identity: bytes, part: Snapshotted) -> None:
-        """Take a part of a snapshot; raises RemoteProtocolError if it was not asked for."""
-        member = self._context.membership.claim(identity, part.stage)
-        if self._is_continued and not self._reports.lacks(part.step, part.stage):
-            return  # heard by the coordinator before
-        parts = self._reports.snapshotted(part, member.name)
-        if parts is not None:
-            base = self._context.recovery.base.step if self._is_copied_first() else None
-            self._publishing.begin(replace(parts, codecs=self._codecs_kept[parts.step], base=base))
-            self.settle_published(wait=self._context.state.phase is Phase.FINISHING)
-
-    def traced(self, identity: bytes, part: Traced) -> None:
+    def traced(self, seat: Seat, part: Traced) -> None:
         """Take a part of a traced step; raises RemoteProtocolError if it makes no sense."""
-        context = self._context
-        context.membership.claim(identity, part.stage)
-        members = map(context.membership.at, range(context.options.num_stages))
-        offsets = [context.server.clock_offset(member.identity) if member else None for member in members]
+        server = self._context.server
+        offsets = [server.clock_offset(each.identity) if each.is_held else None for each in self._seats]
         trace = self._traces.take(part, offsets)
         if trace is not None:
-            context.observer.step_traced(trace)
+            self._context.observer.step_traced(trace)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def snapshotted(self, seat: Seat, part: Snapshotted) -> None:
+        """Take a stage's part of a checkpoint; the last one begins its publication.
+
+        Raises:
+            RemoteProtocolError: it was not asked for.
+        """
+        run = self._run
+        if not recovery.owes_part(run, seat, part.step):
+            if self._is_continued:
+                return  # heard by the coordinator before
+            raise RemoteProtocolError(
+                f"{seat.name} reported a checkpoint after step {part.step} that it was not asked for"
+            )
+        seat.parts[part.step] = part
+        if any(recovery.owes_part(run, each, part.step) for each in self._seats):
+            return
+        run.owed.discard(part.step)
+        parts = tuple(each.parts.pop(part.step) for each in self._seats)
+        base = run.base.step if copies.is_needed(self._options, self._seats) else None
+        self._publishing.begin(SnapshotParts(part.step, parts, run.saved_codecs[part.step], base))
+        self.settle_published(wait=run.phase is RunPhase.FINISHING)
 
     def settle_published(self, *, wait: bool = False) -> bool:
-        """Go by the snapshots that have been published since; with `wait`, by all that are complete.
+        """Take note of the checkpoints that were published since; with `wait`, of all that are complete.
 
         Returns:
             Whether there was one, or one that failed.
@@ -228,15 +215,15 @@ class Training:
         for parts, error in taken:
             if not error:
                 self._published(parts)
-            self._codecs_kept.pop(parts.step, None)
+            self._run.saved_codecs.pop(parts.step, None)
             self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
         return bool(taken)
 
     def abandon(self) -> None:
-        """Nobody is led any more: wait for what is being published, so that the user is told of the newest snapshot."""
+        """Wait for what is being published, so that the user is told of the newest checkpoint."""
         for parts, error in self._publishing.take(wait=True):
             if not error:
-                self._context.state.last_snapshot = parts.step
+                self._run.last_snapshot = parts.step
             self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
 
     def _published(self, parts: SnapshotParts) -> None:
@@ -244,70 +231,46 @@ class Training:
         folder = f"snapshots/{snapshot_name(parts.step)}"
         files = {part.file: part.sha256 for part in parts.parts}
         self._note_published(parts.step, folder, files)
-        if self._journal is not None and self._is_copied_first():
-            self._journal.note(newest={"step": parts.step, "snapshot": folder, "files": files})
+        if copies.is_needed(self._options, self._seats):
+            context.journal.note(newest={"step": parts.step, "snapshot": folder, "files": files})
         if not self.settle_copies():
-            context.broadcast(Published(parts.step, context.recovery.base.step))
+            context.broadcast(Published(parts.step, self._run.base.step))
 
     def _note_published(self, step: int, folder: str, files: Mapping[str, str]) -> None:
-        context = self._context
-        context.state.last_snapshot = step
-        context.recovery.published(step, folder, files, self._codecs_kept.pop(step, {}))
-        context.copies.published(context.recovery.point)
+        self._run.published(step, folder, files)
+        copies.published(self._run, self._seats)
 
-    def _is_copied_first(self) -> bool:
-        """Whether a snapshot is the base only when copies of it are on other hosts."""
-        return self._context.copies.is_needed(self._context.membership.members)
-
-    def copied(self, identity: bytes, copied: Copied) -> None:
-        """Take what became of a copy; raises RemoteProtocolError if its sender is not who it says."""
-        context = self._context
-        holder = context.membership.claim(identity, copied.holder)
-        context.copies.copied(holder, copied)
+    def copied(self, holder: Seat, copied: Copied) -> None:
+        """Take the outcome of a copy."""
+        if not 0 <= copied.stage < len(self._seats):
+            raise RemoteProtocolError(f"{holder.name} has a copy of stage {copied.stage}, which does not exist")
+        copies.copied(self._seats[copied.stage], holder, copied)
         if copied.error:
-            context.observer.warned(f"{holder.name} has no copy of stage {copied.stage}'s snapshot: {copied.error}")
+            words = f"{holder.name} has no copy of stage {copied.stage}'s checkpoint: {copied.error}"
+            self._context.observer.warned(words)
         self.settle_copies()
 
     def settle_copies(self) -> bool:
-        """Free what nobody can want, now that a snapshot is copied; then order what is to be copied. Whether it was."""
-        context, recovery, copies = self._context, self._context.recovery, self._context.copies
-        members, target = context.membership.members, copies.target
-        is_settled = target is not None and copies.is_complete(members) and recovery.rebase(target)
+        """Make the checkpoint the base that is copied now, if one is, and order the next copies; whether one was."""
+        context, run, seats, target = self._context, self._run, self._seats, self._run.copying
+        is_settled = (
+            target is not None
+            and copies.is_complete(self._options, run, seats)
+            and recovery.can_rebase(run, seats, target)
+        )
         if is_settled and target is not None:
-            copies.based(target)
-            if self._journal is not None:
-                self._journal.published(target.step, target.snapshot, target.files, target.saved_codecs)
-            context.broadcast(Published(recovery.point.step, target.step))
-        for identity, order in copies.orders(members):
+            run.rebase(target)
+            copies.rebased(run, seats)
+            context.journal.published(target.step, target.snapshot, target.files, target.saved_codecs)
+            context.broadcast(Published(run.newest.step, target.step))
+        for identity, order in copies.due(self._options, run, seats):
             context.server.send(identity, self._admitted(identity, order))
         return is_settled
 
     def _admitted(self, holder: bytes, order: Copy) -> Copy:
-        """The order with the key of who has the file, which has been told whose key will ask for it."""
-        server, source = self._context.server, self._context.membership.at(order.stage)
-        key = server.public_key(holder)
-        if not key or not order.address or source is None:
+        """The order with the key of the worker that has the file, which is told to admit the holder."""
+        key, source = self._context.server.public_key(holder), self._seats[order.stage]
+        if not key or not order.address:
             return order
-        server.send(source.identity, Admit([key]))
-        return replace(order, public_key=server.public_key(source.identity))
-
-
-def _complete_snapshot(context: RunContext) -> int:
-    """Steps behind the base, where that is a snapshot: hosts may remove what is older."""
-    base = context.recovery.base
-    return base.step if base.snapshot else 0
-
-
-def commit_rules(context: RunContext, num_steps: int) -> CommitRules:
-    """The part of the options that decides about steps."""
-    options = context.options
-    return CommitRules(
-        first_step=options.start_step,
-        total_steps=num_steps,
-        clip_norm=options.clip_norm,
-        non_finite=options.non_finite,
-        max_skipped_in_a_row=options.max_skipped_in_a_row,
-        eval_every=options.eval_every,
-        snapshot_every=options.snapshot_every,
-        chunks_per_stage=options.chunks_per_stage,
-    )
+        self._context.send(source, Admit([key]))
+        return replace(order, public_key=source.public_key)

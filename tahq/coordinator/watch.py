@@ -1,13 +1,15 @@
 """The timers of a run: processes that ended, workers that fell silent, waiting that took too long.
 
-Pure: they are asked with the time, and raise what ends the run.
+Pure: functions of the table and the time; some raise what ends the run. Every phase of a seat but READY has a deadline.
 """
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from tahq.coordinator.membership import Member, Membership, Standing, stage_list
-from tahq.coordinator.run_state import Phase, RunState
+from tahq.coordinator import copies
+from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.run_state import UNDER_WAY, WITH_STEPS, RunPhase, RunState
+from tahq.coordinator.seats import ProcessExit, Seat, SeatPhase, Seats, stage_list
 from tahq.errors import NonFiniteError, OutOfMemoryError, PeerLostError, TahqError, UserError
 
 LAST_WORDS_S = 0.3
@@ -17,33 +19,28 @@ TELLING: Mapping[int, type[TahqError]] = {2: UserError, 4: OutOfMemoryError, 5: 
 """Exit statuses of a worker that say more than that it is gone."""
 
 
-def check_exits(
-    state: RunState, membership: Membership, refusals: Mapping[int, str], now_s: float, step: int | None
-) -> dict[int, str]:
-    """Stages whose processes were killed, with what to say; others that have ended without a word end the run.
-
-    Args:
-        state: knows which have ended.
-        membership: for their names.
-        refusals: why workers of a stage were refused, by stage.
-        now_s: now.
-        step: the step that is being prepared, from 0; None before the first.
+def killed(run: RunState, seats: Seats, now_s: float) -> dict[int, str]:
+    """Stages whose processes were killed, with a message; a process that ended otherwise ends the run.
 
     Raises:
         PeerLostError, or the error with the worker's own status where that says more.
     """
-    killed = {}
-    for stage, status in state.exits(now_s - LAST_WORDS_S).items():
-        if status == UserError.exit_status and stage in refusals:
-            raise UserError(refusals[stage])
-        error = TELLING.get(status, PeerLostError)
-        words = state.last_words(stage)
-        said = f"; {words}" if words else ""
-        what = f"{membership.name(stage)}: its worker exited with {status_name(status)}{_when(step)}{said}"
-        if not was_killed(status):
-            raise error(what)
-        killed[stage] = what
-    return killed
+    messages = {}
+    for seat in seats:
+        if seat.exit is None or seat.exit.when_s > now_s - LAST_WORDS_S:
+            continue
+        if seat.exit.status == UserError.exit_status and seat.refusal:
+            raise UserError(seat.refusal)
+        words = _exited(run, seat, seat.exit)
+        if not was_killed(seat.exit.status):
+            raise TELLING.get(seat.exit.status, PeerLostError)(words)
+        messages[seat.stage] = words
+    return messages
+
+
+def _exited(run: RunState, seat: Seat, end: ProcessExit) -> str:
+    said = f"; {end.last_words}" if end.last_words else ""
+    return f"{seat.name}: its worker exited with {status_name(end.status)}{_when(run)}{said}"
 
 
 def was_killed(status: int) -> bool:
@@ -51,29 +48,89 @@ def was_killed(status: int) -> bool:
     return status < 0 or (status >= 128 and status not in (128 + signal.SIGINT, 128 + signal.SIGTERM))
 
 
-def silence(member: Member, timeout_s: float, step: int | None) -> str:
-    """That nothing has come from a member, in words."""
-    return f"{member.name} has given no sign of life for {timeout_s:.1f} s{_when(step)}"
+def lost_after_s(options: CoordinatorOptions) -> float:
+    """How long a worker or a spare may be silent until it is taken for lost."""
+    return max(options.peer_timeout_s, options.give_up_s / 2)
 
 
-def check_waiting(state: RunState, membership: Membership, now_s: float, timeout_s: float, address: str) -> None:
-    """Raise once the run has waited for longer than it should for workers to join, or to connect.
+def silent(seats: Seats, since_s: float) -> list[Seat]:
+    """Workers from which nothing has come after this time."""
+    return [seat for seat in seats.held if seat.last_seen_s < since_s]
+
+
+def silence(run: RunState, seat: Seat, timeout_s: float) -> str:
+    """The message about a silent worker."""
+    return f"{seat.name} has given no sign of life for {timeout_s:.1f} s{_when(run)}"
+
+
+def deadline_s(options: CoordinatorOptions, run: RunState, seats: Seats, seat: Seat) -> float | None:
+    """When the run is given up if this seat is still in its phase; None: it waits for nothing.
+
+    Before training all stages have `run.join_timeout`. Later a stage without a worker has `run.give_up`; one whose
+    worker loads or fetches its checkpoint, connects, or makes its links ready has as long as joining may take.
+    """
+    longer_s = max(options.give_up_s, options.join_timeout_s)
+    if run.phase is RunPhase.JOINING or (run.phase is RunPhase.CONNECTING and seat.phase is not SeatPhase.READY):
+        return run.since_s + options.join_timeout_s
+    if run.phase not in UNDER_WAY:
+        return None
+    lost_since_s = seat.since_s if seat.lost_since_s is None else seat.lost_since_s
+    match seat.phase:
+        case SeatPhase.EMPTY:
+            return lost_since_s + options.give_up_s
+        case SeatPhase.ASSIGNED:
+            return lost_since_s + longer_s
+        case SeatPhase.GREETED:  # it waits for stages that have deadlines of their own, and then for its neighbours
+            return longer_s + max(other.since_s for other in seats if other.phase is not SeatPhase.READY)
+        case SeatPhase.PLANNED:
+            return seat.since_s + longer_s
+        case SeatPhase.READY:
+            return None if seat.relinking_since_s is None else seat.relinking_since_s + longer_s
+
+
+def check_deadlines(options: CoordinatorOptions, run: RunState, seats: Seats, now_s: float, address: str) -> None:
+    """Raise if a stage has not come as far as it should by now; the message names it.
 
     Raises:
-        UserError: stages without a worker that got as far as a Hello.
-        PeerLostError: all are there, but not all could connect to their neighbours.
+        UserError: workers did not join before training.
+        PeerLostError: workers did not connect, or did not come back.
     """
-    if now_s - state.phase_since_s <= timeout_s:
-        return
-    if state.phase is Phase.JOINING:
-        late = membership.lacking(Standing.GREETED)
+    late = []
+    for seat in seats:
+        by_s = deadline_s(options, run, seats, seat)
+        if by_s is not None and now_s > by_s:
+            late.append(seat)
+    if run.phase is RunPhase.JOINING and late and (stages := seats.before(SeatPhase.GREETED)):
         raise UserError(
-            f"waited {timeout_s:.0f} s in vain for {stage_list(late)}; start each with "
-            f"`tahq-worker --stage {late[0]} --peer {address}`, or raise run.join_timeout"
+            f"{stage_list(stages)} did not join within {options.join_timeout_s:.0f} s; start each with "
+            f"`tahq-worker --stage {stages[0]} --peer {address}`, or raise run.join_timeout"
         )
-    if state.phase is Phase.CONNECTING:
-        late = membership.lacking(Standing.READY)
-        raise PeerLostError(f"{stage_list(late)} did not connect to the neighbours within {timeout_s:.0f} s")
+    if run.phase is RunPhase.CONNECTING and late:
+        stages = tuple(seat.stage for seat in late)
+        raise PeerLostError(
+            f"{stage_list(stages)} did not connect to their neighbours within {options.join_timeout_s:.0f} s "
+            "(run.join_timeout)"
+        )
+    if run.phase in WITH_STEPS and late:
+        raise PeerLostError(f"{_overdue(options, late)}{_why(run, seats, late)}")
+
+
+def _overdue(options: CoordinatorOptions, late: Sequence[Seat]) -> str:
+    absent = [seat.stage for seat in late if not seat.is_held]
+    if absent:
+        return f"{stage_list(absent)} did not come back within {options.give_up_s:.0f} s (run.give_up)"
+    if all(seat.phase is SeatPhase.ASSIGNED for seat in late):
+        done = "load the checkpoint"
+    else:
+        done = "connect to the neighbours"
+    longer_s = max(options.give_up_s, options.join_timeout_s)
+    return f"{stage_list(seat.stage for seat in late)} did not {done} within {longer_s:.0f} s (run.join_timeout)"
+
+
+def _why(run: RunState, seats: Seats, late: Sequence[Seat]) -> str:
+    lacking = [copies.lacks(run, seats, seat.stage) for seat in late] if seats.spares else []
+    files = "".join(f"; no spare could take it, since no other host has a copy of {file}" for file in lacking if file)
+    return "".join(f"; {words}" for seat in seats for words in seat.degraded.values()) + files
 
 
 def status_name(status: int) -> str:
@@ -84,5 +141,5 @@ def status_name(status: int) -> str:
         return f"status {status}"
 
 
-def _when(step: int | None) -> str:
-    return "" if step is None else f" at step {step + 1}"
+def _when(run: RunState) -> str:
+    return f" at step {run.step + 1}" if run.phase is RunPhase.TRAINING else ""

@@ -18,6 +18,7 @@ from typing import Any
 
 from tahq.coordinator.observer import LinkRecord, RunEnd, RunObserver, StageRecord, StepRecord, ValidationRecord
 from tahq.coordinator.stage_split import BESIDE, StageSplit
+from tahq.errors import UserError
 
 MAX_UNWRITTEN_NBYTES = 64 * 1024 * 1024
 """Of lines that wait for room on the disk; beyond it the file is given up."""
@@ -71,6 +72,12 @@ class MetricsFile(RunObserver):
     def _write(self) -> None:
         """As much as the disk takes; a line may be cut, and is completed by the next call."""
         had_no_room = self._has_no_room
+        if self._unwritten and not os.fstat(self._file.fileno()).st_nlink:
+            self._unwritten = b""
+            raise UserError(
+                f"{self._file.name} was removed while the run was using it; put the run's folder back and resume, or "
+                "start the run anew"
+            )
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -95,6 +102,7 @@ def step_object(record: StepRecord) -> dict[str, Any]:
         "grad_norm": finite(record.grad_norm),
         "clip_factor": finite(record.clip_factor),
         "skipped": record.skipped,
+        "lr": finite(record.lr),
         "links": [link_object(link) for link in record.links],
         "stages": [stage_object(stage) for stage in record.stages],
         "codec_changes": [asdict(change) for change in record.codec_changes],

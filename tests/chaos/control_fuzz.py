@@ -62,6 +62,7 @@ from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.service import Coordinator
 from tahq.errors import PeerLostError, RemoteProtocolError
 from tahq.observe.run_view import watch_run
+from tahq.pipeline.config import TrainingConfig
 
 STAGES = 3
 _HEAD = struct.Struct("<QQQB")
@@ -352,10 +353,7 @@ def _status(said: list[Heard], folder: Path) -> int:
         config_json=json.dumps({"a": 1}),
         config_hash="c0ffee",
         version="0.1",
-        steps=_STEPS,
-        epochs=None,
-        global_batch=8,
-        eval_every=1,
+        training=TrainingConfig(steps=_STEPS, global_batch=8, eval_every=1),
         snapshot_every=1,
         resume_command="tahq-launch c.yaml --resume",
         peer_timeout_s=5.0,

@@ -31,6 +31,7 @@ from tahq.comm.control.messages import (
 from tahq.coordinator.observer import RunObserver
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.service import Coordinator
+from tahq.pipeline.config import TrainingConfig
 
 VERSION = "0.1.0"
 CONFIG_HASH = "c0ffee"
@@ -228,6 +229,9 @@ class Scene:
     coordinator: Coordinator | None = None
 
     def build(self, journal=None, **changes):
+        training = {name: changes.pop(name) for name in list(changes) if name in TrainingConfig.model_fields}
+        if training:
+            changes["training"] = TrainingConfig(**(self.options.training.model_dump() | training))
         self.options = replace(self.options, **changes)
         self.coordinator = Coordinator(
             self.options,
@@ -279,9 +283,7 @@ def make_scene(run_folder):
         config_json=json.dumps({"a": 1}),
         config_hash=CONFIG_HASH,
         version=VERSION,
-        steps=4,
-        epochs=None,
-        global_batch=8,
+        training=TrainingConfig(steps=4, global_batch=8),
         resume_command="tahq-launch c.yaml --resume",
     )
     return Scene(clock, ScriptedServer(clock), Recorder(), options)

@@ -1,6 +1,8 @@
-"""A coordinator whose journal has no room: a file system that is really full, scripted workers, a virtual clock."""
+"""A journal that cannot be written for now: a file system that is really full, a lock that another program holds."""
 
+import shutil
 import signal
+import sqlite3
 
 import pytest
 from coordinator.test_journal import FACTS, commit, decide
@@ -44,6 +46,25 @@ def filled_scene(scene, disk, journal):
     return scene
 
 
+@pytest.fixture
+def locked_scene(scene, tmp_path):
+    """A run of scripted workers, whose journal another program locks once `FULL_AFTER` steps are decided."""
+    other = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        scene.build(journal, give_up_s=30.0)
+        workers = scene.workers()
+
+        def report(commit, report=workers[0].report):
+            if commit.step == FULL_AFTER - 1:
+                other.execute("BEGIN IMMEDIATE")
+            report(commit)
+
+        workers[0].report = report
+        scene.release = lambda: other.execute("ROLLBACK")
+        yield scene
+    other.close()
+
+
 def num_commits(scene):
     return len(scene.server.told(b"worker-0", Commit))
 
@@ -57,7 +78,7 @@ class Meanwhile:
         self.commits = []
 
     def __call__(self):
-        if "waits for room" not in self.scene.warnings():
+        if "training waits for" not in self.scene.warnings():
             return
         if self.full_since_s is None:
             self.full_since_s = self.scene.clock()
@@ -86,7 +107,7 @@ def test_step_waits_for_room_and_goes_on_by_itself(filled_scene, disk, journal):
 def test_run_ends_in_order_where_nobody_makes_room(filled_scene, disk):
     scene = filled_scene
     assert scene.run() == 2
-    assert "there was none within 120 s (run.give_up)" in scene.end.message
+    assert "waited 120 s for room (run.give_up)" in scene.end.message
     assert str(disk / "journal.sqlite") in scene.end.message
     assert num_commits(scene) == FULL_AFTER
     assert [record.step for record in scene.observer.of("step_committed")] == [1, 2]
@@ -164,3 +185,40 @@ def test_journal_that_cannot_be_made_is_not_called_damaged(disk):
     fill(disk / "filler")
     with pytest.raises(SnapshotError, match=r"cannot open .*journal\.sqlite: .*disk.*; .* free in"):
         Journal(disk / "journal.sqlite")
+
+
+def test_locked_journal_is_waited_for_as_a_full_disk_is(locked_scene, tmp_path):
+    scene = locked_scene
+    meanwhile = Meanwhile(scene, 20.0, scene.release)
+    assert scene.run(meanwhile) == 0
+    assert set(meanwhile.commits) == {FULL_AFTER}
+    assert [record.step for record in scene.observer.of("step_committed")] == [1, 2, 3, 4]
+    (waits,) = [text for text in scene.observer.of("warned") if "training waits for" in text]
+    assert f"cannot write {tmp_path / 'journal.sqlite'}: database is locked; another program has it locked" in waits
+    assert waits.endswith("training waits for the lock to be released, for 30 s (run.give_up)")
+
+
+def test_run_ends_in_order_if_the_journal_stays_locked(locked_scene, tmp_path):
+    scene = locked_scene
+    assert scene.run() == 2
+    assert f"{tmp_path / 'journal.sqlite'}: database is locked" in scene.end.message
+    assert "waited 30 s for the lock to be released (run.give_up)" in scene.end.message
+    assert scene.end.steps_done == FULL_AFTER
+
+
+def test_run_whose_folder_is_removed_ends_with_one_line_that_names_it(scene, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Journal(folder / "journal.sqlite") as journal:
+        scene.build(journal)
+        workers = scene.workers()
+
+        def report(commit, report=workers[0].report):
+            if commit.step == FULL_AFTER - 1:
+                shutil.rmtree(folder)
+            report(commit)
+
+        workers[0].report = report
+        assert scene.run() == 2
+    assert f"the run's folder {folder} or a file in it was removed" in scene.end.message
+    assert scene.end.steps_done == FULL_AFTER

@@ -87,7 +87,7 @@ def test_what_was_decided_before_a_kill_is_there_after_it(path):
 
 def test_file_that_is_no_journal_is_named(path):
     path.write_bytes(b"no database at all, but long enough to be looked at" * 40)
-    with pytest.raises(SnapshotError, match=r"journal\.sqlite is no journal"):
+    with pytest.raises(SnapshotError, match=r"journal\.sqlite is not the journal"):
         Journal(path)
 
 

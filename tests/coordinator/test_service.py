@@ -27,7 +27,6 @@ from tahq.comm.control.messages import (
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.link_policy import FollowRules
 from tahq.errors import ConfigError, SnapshotError
-from tahq.pipeline.config import Phases
 from tahq.quant.ladder import Ladder
 
 
@@ -79,16 +78,25 @@ def test_epochs_become_steps_once_the_samples_are_known(scene):
 @pytest.mark.parametrize(
     ("phases", "reason"),
     [
-        (Phases(7), "warmup_steps 7 do not fit into the 6 steps that epochs 0.5 come to"),
-        (Phases(3, 4), "warmup_steps 3 and decay_steps 4 do not fit into the 6 steps that epochs 0.5 come to"),
+        ({"warmup_steps": 7}, "warmup_steps 7 do not fit into the 6 steps of 0.5 epochs"),
+        (
+            {"warmup_steps": 3, "decay_steps": 4, "lr_schedule": "wsd"},
+            "warmup_steps 3 and decay_steps 4 do not fit into the 6 steps of 0.5 epochs",
+        ),
     ],
     ids=["warm-up", "decay"],
 )
 def test_epochs_without_room_for_warm_up_and_decay_are_refused_before_training(scene, phases, reason):
     scene.workers()
-    assert scene.run(steps=None, epochs=0.5, phases=phases) == 2
+    assert scene.run(steps=None, epochs=0.5, **phases) == 2
     assert scene.end.message == f"training: {reason}"
     assert scene.server.told(b"worker-0", Plan) == []
+
+
+def test_steps_say_the_learning_rate_that_they_were_taken_with(scene):
+    scene.workers()
+    assert scene.run(steps=4, lr=0.4, warmup_steps=1, lr_schedule="linear") == 0
+    assert [record.lr for record in scene.observer.of("step_committed")] == pytest.approx([0.2, 0.4, 0.8 / 3, 0.4 / 3])
 
 
 def test_nothing_left_to_do_ends_at_once_with_status_0(scene):
@@ -309,7 +317,7 @@ def test_killed_worker_that_nobody_starts_again_is_waited_for_and_then_given_up(
     assert "stage 2 (host2, pid 102): its worker exited with status -9 (SIGKILL) at step 3" in scene.warnings()
     assert "stage 2 did not come back within 30 s (run.give_up)" in scene.end.message
     assert "tahq-launch c.yaml --resume" in scene.end.message
-    assert "snapshot after step 2" in scene.end.message
+    assert "checkpoint after step 2" in scene.end.message
     assert 30.0 < scene.clock.now_s - 1000.0 < 33.0
     assert scene.server.told(b"worker-0", Abort)[0].exit_status == 3
 
@@ -517,7 +525,7 @@ def test_user_is_told_of_a_log_of_frames_that_is_given_up_and_the_run_goes_on(sc
     scene.workers(stage1={"say": {1: [NotKept(1, 0, "runs/x/frames: No space left on device"), prepare(1, 1)]}})
     assert scene.run() == 0
     (told,) = [text for text in scene.observer.of("warned") if "link 0" in text]
-    assert told.startswith("stage 1 (host1, pid 101): what it sends on link 0 is not kept until the next snapshot")
+    assert told.startswith("stage 1 (host1, pid 101): frames that it sends on link 0 are not kept until")
     assert "runs/x/frames: No space left on device; training goes on" in told
 
 
@@ -531,7 +539,7 @@ def test_worker_that_speaks_of_anothers_link_ends_the_run(scene):
 def test_stop_request_with_a_signal_that_is_none_breaks_the_protocol(scene, number):
     scene.workers(stage1={"say": {1: [StopRequest(1, number)]}})
     assert scene.run() == 3
-    assert f"stage 1 (host1, pid 101) got signal {number}, it says, which is none" in scene.end.message
+    assert f"stage 1 (host1, pid 101) reported signal {number}, which does not exist" in scene.end.message
 
 
 def test_stop_request_of_every_worker_is_one_request(scene):

@@ -22,6 +22,7 @@ from tahq.comm.control.messages import (
 )
 from tahq.comm.link.shaping import Shaping
 from tahq.coordinator.service import Coordinator
+from tahq.pipeline.config import TrainingConfig
 
 NUM_STAGES = 2
 
@@ -72,7 +73,8 @@ class ThreadWorker:
 def served(scene):
     """A coordinator bound to a free port of the loopback, its run going on in a thread."""
     server = ControlServer("127.0.0.1:0", heartbeat_s=0.2)
-    options = replace(scene.options, num_stages=NUM_STAGES, steps=None, epochs=1.0, eval_every=5, peer_timeout_s=5.0)
+    training = TrainingConfig(epochs=1.0, eval_every=5, global_batch=8)
+    options = replace(scene.options, num_stages=NUM_STAGES, training=training, peer_timeout_s=5.0)
     coordinator = Coordinator(options, server, scene.observer, publish=scene.publish, executor=scene.executor)
     statuses = []
     thread = threading.Thread(target=lambda: statuses.append(coordinator.run(lambda: None)))

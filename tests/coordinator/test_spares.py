@@ -165,7 +165,7 @@ def test_host_that_only_dials_out_is_named_once(scene):
     served(scene, stage1={"hello": {}})
     assert scene.run(**OPTIONS) == 0
     assert scene.warnings() == (
-        "stage 1 (host1, pid 101) only dials out, so nobody can have a copy of its snapshots: if its host is lost with "
+        "stage 1 (host1, pid 101) only dials out, so no other host can copy its checkpoints: if its host is lost with "
         "its disk, so is the run"
     )
     assert {order.stage for who, order in scene.server.sent if isinstance(order, Copy)} == {0, 2}
@@ -188,8 +188,8 @@ def test_nobody_with_a_copy_ends_the_run_and_names_the_file(scene):
     files = {f"stage-{stage:03d}-ab": "ab" for stage in range(3)}
     scene.build(**OPTIONS, start_step=4, snapshot="snapshots/step-00000004", snapshot_files=files)
     assert scene.run(lose_after(scene, workers, 1, 2)) == PeerLostError.exit_status
-    assert "nobody has a copy of stage-001-ab" in scene.end.message
-    assert "has no copy of stage 0's snapshot: no room" in scene.warnings()
+    assert "no other host has a copy of stage-001-ab" in scene.end.message
+    assert "has no copy of stage 0's checkpoint: no room" in scene.warnings()
     assert len(scene.server.told(b"spare", Abort)) == 1
 
 
@@ -265,16 +265,15 @@ def test_neighbours_that_come_back_at_different_snapshots_go_back_with_all_other
             spare.send(Join(1, "0.1.0", "elsewhere", 900, spare=True))
 
     assert scene.run(tick) == 0, scene.end.message
-    assert "neighbours come back at different snapshots: all stages go back to step 4" in scene.warnings()
+    assert "neighbours come back at different checkpoints: all stages go back to step 4" in scene.warnings()
     assert scene.losses() == [2.0] * 12
     assert {start.step for who, start in scene.server.sent if who == b"spare again" and isinstance(start, Start)} == {4}
 
 
 def test_base_moves_when_copies_are_there_and_the_coordinator_that_comes_back_knows(scene, tmp_path):
     served(scene, **COPIED_ONCE)
-    scene.options = replace(scene.options, **OPTIONS)
     with Journal(tmp_path / "journal.sqlite") as journal:
-        scene.build(journal)
+        scene.build(journal, **OPTIONS)
 
         def tick():
             if len(scene.losses()) >= 10:
@@ -292,10 +291,9 @@ def test_base_moves_when_copies_are_there_and_the_coordinator_that_comes_back_kn
 
 def test_coordinator_that_comes_back_gives_out_the_newest_snapshot_and_the_base(scene, tmp_path, new_scene):
     served(scene, **COPIED_ONCE)
-    scene.options = replace(scene.options, **OPTIONS)
 
-    def lead(scene, journal, tick=lambda: None):
-        scene.build(journal)
+    def lead(scene, journal, tick=lambda: None, **options):
+        scene.build(journal, **options)
         return scene.run(tick)
 
     def die():
@@ -304,7 +302,7 @@ def test_coordinator_that_comes_back_gives_out_the_newest_snapshot_and_the_base(
 
     with Journal(tmp_path / "journal.sqlite") as journal:
         with pytest.raises(KeyboardInterrupt):
-            lead(scene, journal, die)
+            lead(scene, journal, die, **OPTIONS)
         facts = journal.facts
         after = new_scene()
         after.options = replace(

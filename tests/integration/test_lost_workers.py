@@ -58,7 +58,7 @@ def test_neighbours_whose_logs_a_full_disk_has_cost_go_back_together(tmp_path, c
         stdout, stderr = launcher.communicate(timeout=120)
     assert list((tmp_path / "faults").iterdir())
     assert_same_bits(Run(folder, launcher.returncode, stdout, stderr), calm)
-    told = [line for line in stdout.splitlines() if "is not kept until the next snapshot is complete" in line]
+    told = [line for line in stdout.splitlines() if "are not kept until the next checkpoint is complete" in line]
     assert "No space left on device" in told[0]
     assert "frames/stage-" in told[0]
     assert "has not kept all that it sent on link" in stdout

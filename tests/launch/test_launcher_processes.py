@@ -254,7 +254,7 @@ def test_sigterm_ends_the_run_within_its_grace_however_long_a_step_is(tmp_path, 
     assert launcher.returncode == 143, stderr
     assert stderr.count("\n") == 1, stderr
     assert "run.grace (0.2 s)" in stderr
-    assert "--resume` (snapshot after step 1)" in stderr
+    assert "--resume` (checkpoint after step 1)" in stderr
     assert time.monotonic() - begin_s < 20
     assert not any(map(is_alive, stages))
     assert (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().count("\n") == 1

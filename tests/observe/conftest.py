@@ -27,6 +27,7 @@ def make_record(step, **changes):
         "clip_factor": 0.8,
         "skipped": False,
         "evaluating": False,
+        "lr": 3e-4,
         "stages": (StageRecord(0, {"forward": 3.0, "wait": 1.0}), StageRecord(1, {"backward": 1.0, "wait": 1.0})),
         "links": (
             LinkRecord(0, 0, 1, "activations", 4, 441_000, 442_000, 800_000, 0.1, 0.08, 0.05, 0.4),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tahq.coordinator.observer import CodecChange, RunEnd, StageRecord, ValidationRecord
 from tahq.coordinator.stage_split import stage_split
+from tahq.errors import UserError
 from tahq.observe.metrics import MetricsFile, keep_until, perplexity, step_object
 
 
@@ -24,8 +25,8 @@ def path(tmp_path):
 
 def test_line_has_the_agreed_keys(record):
     line = step_object(record(12))
-    assert {"step", "loss", "tokens_per_s", "step_time_s", "grad_norm", "links", "stages"} <= line.keys()
-    assert (line["step"], line["tokens_per_s"], line["grad_norm"]) == (12, 2000.0, 1.25)
+    assert {"step", "loss", "tokens_per_s", "step_time_s", "grad_norm", "lr", "links", "stages"} <= line.keys()
+    assert (line["step"], line["tokens_per_s"], line["grad_norm"], line["lr"]) == (12, 2000.0, 1.25, 3e-4)
     assert line["links"][0] == {
         "link": 0,
         "from": 0,
@@ -64,6 +65,15 @@ def filled(path):
     yield file, lambda: os.dup2(full, descriptor), lambda: os.dup2(real, descriptor)
     os.close(real)
     os.close(full)
+
+
+def test_file_that_is_removed_ends_the_run_with_one_line_that_names_it(path, record):
+    file = MetricsFile(path)
+    file.step_committed(record(1))
+    path.unlink()
+    with pytest.raises(UserError, match=r"metrics\.jsonl was removed while the run was using it"):
+        file.step_committed(record(2))
+    file.ended(RunEnd(2, "", 2, 10))
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(path, filled, record, caplog):

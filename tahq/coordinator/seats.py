@@ -1,0 +1,313 @@
+"""One row per stage: the worker that holds it, how far it has come, and what is kept for the next one.
+
+Pure: identities and times are arguments, nothing is sent. ::
+
+           JOIN            HELLO           PLAN            READY
+    EMPTY ──────▶ ASSIGNED ─────▶ GREETED ─────▶ PLANNED ──────▶ READY
+      ▲ │                                                         ▲ │
+      │ └──────── REJOIN: it trained under the coordinator before ┘ │
+      └───────────────── LEAVE, from every phase ───────────────────┘
+
+Invariants: a stage has at most one holder, and a worker holds at most one stage; phases change along the table only;
+whoever is past ASSIGNED has said HELLO; an empty seat knows since when its stage is lost.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tahq.comm.control.messages import Hello, Join, Prepare, Snapshotted
+from tahq.errors import LocalProtocolError, RemoteProtocolError
+
+
+class SeatPhase(Enum):
+    """How far the worker of a stage has come; the value is what users read."""
+
+    EMPTY = "without a worker"
+    ASSIGNED = "building its model"
+    GREETED = "waiting for the others"
+    PLANNED = "connecting"
+    READY = "ready"
+
+
+class SeatEvent(Enum):
+    """What moves a seat on; the value is the message's name."""
+
+    JOIN = "Join"
+    HELLO = "Hello"
+    PLAN = "Plan"
+    READY = "Ready"
+    REJOIN = "Rejoin"
+    LEAVE = "leave"
+
+
+TRANSITIONS: Mapping[tuple[SeatPhase, SeatEvent], SeatPhase] = {
+    (SeatPhase.EMPTY, SeatEvent.JOIN): SeatPhase.ASSIGNED,
+    (SeatPhase.ASSIGNED, SeatEvent.HELLO): SeatPhase.GREETED,
+    (SeatPhase.GREETED, SeatEvent.PLAN): SeatPhase.PLANNED,
+    (SeatPhase.PLANNED, SeatEvent.READY): SeatPhase.READY,
+    (SeatPhase.EMPTY, SeatEvent.REJOIN): SeatPhase.READY,
+    **{(phase, SeatEvent.LEAVE): SeatPhase.EMPTY for phase in SeatPhase},
+}
+FROM_WORKERS = (SeatEvent.HELLO, SeatEvent.READY)
+"""Events that a worker's message brings about: an impossible one is the worker's mistake, not ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """A checkpoint at which a lost stage can begin again, or the beginning of the run (`snapshot` is "").
+
+    `snapshot` is its folder relative to the run's, `files` its hashes by name; `codecs` are START's rows for this step,
+    `saved_codecs` what `LinkCodecs.saved` returned.
+    """
+
+    step: int
+    snapshot: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    codecs: Sequence[Sequence[int]] = ()
+    saved_codecs: Mapping[str, Any] = field(default_factory=dict)
+
+    def file_of(self, stage: int) -> str:
+        """The name of a stage's file; empty if there is none."""
+        return next((name for name in self.files if name.startswith(f"stage-{stage:03d}-")), "")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExit:
+    """The end of a stage's process: exit status, time, and the end of its log."""
+
+    status: int
+    when_s: float
+    last_words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOrder:
+    """Which worker was told to copy a stage's file from which."""
+
+    holder: bytes
+    source: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One stage. The first part belongs to its worker and goes with it, the rest outlives it."""
+
+    stage: int
+    phase: SeatPhase = SeatPhase.EMPTY
+    since_s: float = 0.0
+    """When it entered this phase."""
+    identity: bytes = b""
+    public_key: str = ""
+    host: str = ""
+    pid: int = 0
+    worker_id: str = ""
+    """Names the successive processes of one worker; empty: unknown."""
+    hello: Hello | None = None
+    last_seen_s: float = 0.0
+    step: int = -1
+    """The step that the worker says it is at."""
+    activity: str = ""
+    is_silent: bool = False
+    """Whether the user was told that it gives no sign of life."""
+    degraded: dict[int, str] = field(default_factory=dict)
+    """Links of which the worker says that the peer is silent, in words."""
+    prepared: Prepare | None = None
+    """Its PREPARE of the step that the run is at."""
+    parts: dict[int, Snapshotted] = field(default_factory=dict)
+    """Its parts of checkpoints that other stages still owe theirs of, by step."""
+    relinking_since_s: float | None = None
+    """When it was asked to make its links ready for a neighbour that returns; None: it has answered."""
+
+    position: int = 0
+    """The step that the stage prepares next."""
+    origin: RestorePoint = RestorePoint(0)
+    """Where its worker began."""
+    lost_since_s: float | None = None
+    """Since when the stage has not been where the run is; None: it is there."""
+    spare_from_s: float | None = None
+    """When an empty seat may be given to a spare."""
+    given_to: str | None = None
+    """The public key of the spare that was given it: the process that was started for it does not matter any more."""
+    exit: ProcessExit | None = None
+    """How the process ended that was started for it."""
+    refusal: str = ""
+    """Why the latest worker that wanted it was refused."""
+    is_inexact: bool = False
+    """Whether it has recomputed a step with another result."""
+    ordered: dict[int, CopyOrder] = field(default_factory=dict)
+    """Who was told to copy its part of a checkpoint, by step; and, in `copied` and `failed`, the outcome."""
+    copied: dict[int, CopyOrder] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    copy_holder: int | None = None
+    """The stage whose worker was told last to hold its copies."""
+    gone: set[int] = field(default_factory=set)
+    """Checkpoints of which its host does not have its part any more."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has a worker."""
+        return self.phase is not SeatPhase.EMPTY
+
+    @property
+    def name(self) -> str:
+        """``stage 2 (host, pid 41)``, as messages call it; ``stage 2`` without a worker."""
+        return f"stage {self.stage} ({self.host}, pid {self.pid})" if self.is_held else f"stage {self.stage}"
+
+
+@dataclass(slots=True)
+class Spare:
+    """A worker that waits for the stage of a host that is lost."""
+
+    identity: bytes
+    join: Join
+    last_seen_s: float
+
+    @property
+    def name(self) -> str:
+        """``host, pid 41``, as messages call it."""
+        return f"{self.join.host}, pid {self.join.pid}"
+
+
+class Former(Enum):
+    """Why a worker that speaks holds no stage."""
+
+    REFUSED = "refused"
+    TAKEN_BACK = "its stage was taken back"
+
+
+class Seats:
+    """The table: a row per stage, the spares, and workers that have lost their place.
+
+    Args:
+        num_stages: stages are 0 … num_stages − 1.
+        origin: where they begin.
+        now_s: since when they are waited for.
+    """
+
+    def __init__(self, num_stages: int, origin: RestorePoint = RestorePoint(0), now_s: float = 0.0) -> None:
+        self._seats = [
+            Seat(stage, since_s=now_s, position=origin.step, origin=origin, lost_since_s=now_s)
+            for stage in range(num_stages)
+        ]
+        self.spares: dict[bytes, Spare] = {}
+        """Workers that wait, in the order in which they came."""
+        self.former: dict[bytes, Former] = {}
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self._seats)
+
+    def __getitem__(self, stage: int) -> Seat:
+        return self._seats[stage]
+
+    @property
+    def held(self) -> tuple[Seat, ...]:
+        """Seats with a worker."""
+        return tuple(seat for seat in self._seats if seat.is_held)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Stages without a worker."""
+        return tuple(seat.stage for seat in self._seats if not seat.is_held)
+
+    def before(self, phase: SeatPhase) -> tuple[int, ...]:
+        """Stages that have not come as far as this phase."""
+        order = list(SeatPhase)
+        return tuple(seat.stage for seat in self._seats if order.index(seat.phase) < order.index(phase))
+
+    def find(self, identity: bytes) -> Seat | None:
+        """The seat of the worker with this identity."""
+        return next((seat for seat in self._seats if seat.is_held and seat.identity == identity), None)
+
+    def claim(self, identity: bytes, stage: int) -> Seat:
+        """The worker's seat, if it is the one that the worker speaks for.
+
+        Raises:
+            RemoteProtocolError: it is not; the message names the worker.
+        """
+        seat = self.find(identity)
+        if seat is None:
+            raise RemoteProtocolError(f"a worker that holds no stage spoke for stage {stage}")
+        if seat.stage != stage:
+            raise RemoteProtocolError(f"{seat.name} spoke for stage {stage}, which is not its own")
+        return seat
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def join(self, stage: int, identity: bytes, join: Join, now_s: float, *, host: str = "", key: str = "") -> Seat:
+        """Give an empty seat to a worker; `host` is what messages call its machine."""
+        if self.find(identity) is not None:
+            raise LocalProtocolError(f"the worker {join.host}, pid {join.pid}, already holds a stage")
+        seat = self.advance(stage, SeatEvent.JOIN, now_s)
+        seat.identity, seat.public_key, seat.last_seen_s = identity, key, now_s
+        seat.host, seat.pid, seat.worker_id = host or join.host, join.pid, join.worker_id
+        self.former.pop(identity, None)
+        self.spares.pop(identity, None)
+        return seat
+
+    def greet(self, seat: Seat, hello: Hello, now_s: float) -> None:
+        """A worker agrees with the run about everything."""
+        self.advance(seat.stage, SeatEvent.HELLO, now_s)
+        seat.hello = hello
+
+    def advance(self, stage: int, event: SeatEvent, now_s: float) -> Seat:
+        """Move a seat to its next phase.
+
+        Raises:
+            RemoteProtocolError: a worker's message that may not come in this phase.
+            LocalProtocolError: any other event that cannot happen in this phase.
+        """
+        seat = self._seats[stage]
+        following = TRANSITIONS.get((seat.phase, event))
+        if following is None and event in FROM_WORKERS:
+            raise RemoteProtocolError(f"{seat.name} said {event.value} while it was {seat.phase.value}")
+        if following is None:
+            raise LocalProtocolError(f"{event.name} cannot happen to {seat.name} while it is {seat.phase.value}")
+        seat.phase, seat.since_s = following, now_s
+        return seat
+
+    def leave(self, stage: int, now_s: float, *, position: int, is_silent: bool = False) -> Seat:
+        """Free a seat; `position` is where the next worker begins at the earliest. Returns the row as it was."""
+        before = self._seats[stage]
+        since_s = before.last_seen_s if is_silent else now_s
+        self._seats[stage] = Seat(
+            stage,
+            TRANSITIONS[before.phase, SeatEvent.LEAVE],
+            now_s,
+            position=position,
+            origin=before.origin,
+            lost_since_s=since_s if before.lost_since_s is None else before.lost_since_s,
+            spare_from_s=before.spare_from_s,
+            given_to=before.given_to,
+            exit=before.exit,
+            refusal=before.refusal,
+            is_inexact=before.is_inexact,
+            ordered=before.ordered,
+            copied=before.copied,
+            failed=before.failed,
+            copy_holder=before.copy_holder,
+            gone=before.gone,
+        )
+        return before
+
+    def add_spare(self, identity: bytes, join: Join, now_s: float) -> bool:
+        """Let a worker wait for a stage; whether it is new."""
+        is_new = identity not in self.spares
+        self.spares[identity] = Spare(identity, join, now_s)
+        self.former.pop(identity, None)
+        return is_new
+
+    @property
+    def num_spares(self) -> str:
+        """``1 spare``, for messages."""
+        return f"{len(self.spares)} spare{'s' * (len(self.spares) != 1)}"
+
+
+def stage_list(stages: Iterable[int]) -> str:
+    """``stage 2`` or ``stages 2, 3``."""
+    numbers = list(stages)
+    return f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -1,0 +1,321 @@
+"""The table of seats and the run's phases: what can happen, what cannot, and what holds whatever happens."""
+
+import itertools
+import math
+
+import pytest
+from coordinator.conftest import CONFIG_HASH, VERSION, make_hello
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tahq.comm.control.messages import Commit, Evaluated, Heartbeat, Join, Ready
+from tahq.coordinator import gathering, recovery, run_state, seats, watch
+from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
+from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats, stage_list
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, UserError
+from tahq.pipeline.config import TrainingConfig
+
+STEPS = (RunEvent.ALL_GREETED, RunEvent.ALL_READY, RunEvent.LAST_COMMIT, RunEvent.NOTHING_OWED)
+MEASURING_STEPS = (RunEvent.ALL_THERE, RunEvent.ALL_MEASURED)
+
+
+def options(tmp_path=None, num_stages=3, **changes):
+    values = {
+        "num_stages": num_stages,
+        "run_id": 7,
+        "run_folder": tmp_path,
+        "config_json": "{}",
+        "config_hash": CONFIG_HASH,
+        "version": VERSION,
+        "training": TrainingConfig(steps=4),
+        "give_up_s": 40.0,
+        "join_timeout_s": 100.0,
+    }
+    return CoordinatorOptions(**(values | changes))
+
+
+def join_of(stage, **changes):
+    return Join(stage, VERSION, **({"host": f"host{stage}", "pid": 5} | changes))
+
+
+def run_in(phase, start=None):
+    run = RunState(start or options(), 0.0)
+    for event in MEASURING_STEPS if phase is RunPhase.MEASURING else STEPS:
+        if run.phase is not phase:
+            run.advance(event, 1.0)
+    return run
+
+
+def seat_in(phase, table, stage=1):
+    """Bring a seat of an empty table to a phase."""
+    if phase is not SeatPhase.EMPTY:
+        seat = table.join(stage, b"who", join_of(stage), 1.0)
+    if phase in (SeatPhase.GREETED, SeatPhase.PLANNED, SeatPhase.READY):
+        table.greet(seat, make_hello(stage), 2.0)
+    if phase in (SeatPhase.PLANNED, SeatPhase.READY):
+        table.advance(stage, SeatEvent.PLAN, 3.0)
+    if phase is SeatPhase.READY:
+        table.advance(stage, SeatEvent.READY, 4.0)
+    return table[stage]
+
+
+# -- seats -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(SeatPhase, SeatEvent)))
+def test_only_the_transitions_of_the_table_can_happen(phase, event):
+    table = Seats(3)
+    seat = seat_in(phase, table)
+    if (phase, event) in seats.TRANSITIONS:
+        assert table.advance(1, event, 9.0).phase is seats.TRANSITIONS[phase, event]
+        assert seat.since_s == 9.0
+    elif event in seats.FROM_WORKERS:
+        with pytest.raises(RemoteProtocolError, match=rf"{seat.name[:7]}.* said {event.value} while it was"):
+            table.advance(1, event, 9.0)
+    else:
+        with pytest.raises(LocalProtocolError, match=event.name):
+            table.advance(1, event, 9.0)
+
+
+def test_seat_that_is_left_keeps_what_the_next_worker_needs():
+    table = Seats(3, RestorePoint(4))
+    seat = seat_in(SeatPhase.READY, table)
+    seat.position, seat.is_inexact, seat.lost_since_s = 9, True, None
+    seat.copied, seat.gone = {4: "copy"}, {6}
+    seat.parts, seat.prepared, seat.degraded = {8: "part"}, "prepare", {0: "silent"}
+    before = table.leave(1, 50.0, position=6, is_silent=True)
+    assert before.name == "stage 1 (host1, pid 5)"
+    after = table[1]
+    assert (after.phase, after.name, after.hello, after.identity) == (SeatPhase.EMPTY, "stage 1", None, b"")
+    assert (after.position, after.is_inexact, after.copied, after.gone) == (6, True, {4: "copy"}, {6})
+    assert (after.parts, after.prepared, after.degraded) == ({}, None, {})
+    assert after.lost_since_s == 1.0  # nothing has come from it since
+
+
+def test_one_worker_cannot_hold_two_stages():
+    table = Seats(3)
+    table.join(1, b"a", join_of(1), 0.0)
+    with pytest.raises(LocalProtocolError, match="already holds a stage"):
+        table.join(2, b"a", join_of(2), 0.0)
+    with pytest.raises(RemoteProtocolError, match=r"stage 1 \(host1, pid 5\) spoke for stage 2"):
+        table.claim(b"a", 2)
+    with pytest.raises(RemoteProtocolError, match="holds no stage"):
+        table.claim(b"b", 2)
+
+
+@pytest.mark.parametrize(("stages", "text"), [([2], "stage 2"), ([1, 3], "stages 1, 3")])
+def test_stage_list_reads_well(stages, text):
+    assert stage_list(stages) == text
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from([*SeatEvent, "wait"]), st.integers(0, 2), st.integers(0, 4), st.floats(0, 30)),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVENTS, st.sampled_from([RunPhase.JOINING, RunPhase.CONNECTING, RunPhase.TRAINING, RunPhase.FINISHING]))
+def test_invariants_hold_whatever_happens(events, phase):
+    """One holder per stage, phases along the table, nobody ready without HELLO, and nothing waits for ever."""
+    table, start, now_s = Seats(3), options(), 1.0
+    run = run_in(phase, start)
+    for event, stage, who, later_s in events:
+        now_s += later_s
+        before = table[stage].phase
+        try:
+            happen(table, event, stage, f"worker-{who}".encode(), now_s)
+        except (RemoteProtocolError, LocalProtocolError):
+            assert table[stage].phase is before
+        else:
+            assert event == "wait" or table[stage].phase is seats.TRANSITIONS[before, event]
+        check_invariants(table)
+        check_deadlines(start, run, table, now_s)
+
+
+def happen(table, event, stage, identity, now_s):
+    match event:
+        case SeatEvent.JOIN:
+            table.join(stage, identity, join_of(stage), now_s)
+        case SeatEvent.HELLO:
+            table.greet(table[stage], make_hello(stage), now_s)
+        case SeatEvent.LEAVE:
+            table.leave(stage, now_s, position=0)
+        case SeatEvent.REJOIN:
+            if table.find(identity) is not None:
+                raise LocalProtocolError("holds a stage")
+            seat = table.advance(stage, event, now_s)
+            seat.identity, seat.hello, seat.lost_since_s = identity, make_hello(stage), None
+        case SeatEvent.PLAN | SeatEvent.READY:
+            table.advance(stage, event, now_s)
+
+
+def check_invariants(table):
+    identities = [seat.identity for seat in table.held]
+    assert len(set(identities)) == len(identities)
+    assert sorted([*table.missing, *(seat.stage for seat in table.held)]) == [0, 1, 2]
+    for seat in table:
+        assert (seat.phase in (SeatPhase.EMPTY, SeatPhase.ASSIGNED)) == (seat.hello is None)
+        assert seat.is_held == bool(seat.identity)
+        assert seat.is_held or seat.lost_since_s is not None
+
+
+def check_deadlines(start, run, table, now_s):
+    """Whatever is not READY has a deadline, and once nothing happens any more the run is given up."""
+    by_s = [watch.deadline_s(start, run, table, seat) for seat in table]
+    for seat, deadline_s in zip(table, by_s, strict=True):
+        if seat.phase is not SeatPhase.READY:
+            assert deadline_s is not None
+            assert deadline_s <= now_s + max(start.give_up_s, start.join_timeout_s)
+    if table.before(SeatPhase.READY) and (run.phase is not RunPhase.JOINING or table.before(SeatPhase.GREETED)):
+        with pytest.raises((UserError, PeerLostError), match="stage"):
+            watch.check_deadlines(start, run, table, math.nextafter(max(filter(None, by_s)), math.inf), "x:1")
+
+
+def test_neighbour_that_never_makes_its_links_ready_has_a_deadline():
+    table, start = Seats(3), options()
+    seat_in(SeatPhase.READY, table)
+    run = run_in(RunPhase.TRAINING, start)
+    assert watch.deadline_s(start, run, table, table[1]) is None
+    table[1].relinking_since_s = 5.0
+    assert watch.deadline_s(start, run, table, table[1]) == 105.0
+
+
+# -- who may have a seat ---------------------------------------------------------------------------
+
+
+def refused(table, join, key="", replaced=None, **changes):
+    refusal = gathering.refusal(options(**changes), table, join, key, replaced)
+    return refusal.reason if refusal else ""
+
+
+def test_worker_that_is_refused_is_told_why():
+    table = Seats(3)
+    table.join(1, b"a", join_of(1), 0.0)
+    assert refused(table, join_of(2)) == ""
+    assert "stage 1 already has a worker: stage 1 (host1, pid 5); still free: 0, 2" in refused(table, join_of(1))
+    assert "stages 0 to 2" in refused(table, join_of(10**9))
+    assert "another version" in refused(table, Join(0, "9", "host", 1))
+    assert "another key" in refused(table, join_of(2), "aa", host_keys=("", "", "bb"))
+    assert refused(table, join_of(2), "bb", host_keys=("", "", "bb")) == ""
+    table.join(0, b"b", join_of(0), 0.0)
+    table.join(2, b"c", join_of(2), 0.0)
+    assert "all 3 stages have a worker" in refused(table, join_of(-1))
+
+
+@pytest.mark.parametrize(
+    ("identity", "changes", "takes"),
+    [
+        (b"new", {}, False),
+        (b"new", {"worker_id": "other"}, False),
+        (b"old", {"worker_id": "w"}, False),
+        (b"new", {"worker_id": "w"}, True),
+        (b"new", {"takeover": True}, True),
+    ],
+)
+def test_worker_that_follows_another_takes_its_place_and_others_do_not(identity, changes, takes):
+    table = Seats(3)
+    table.join(1, b"old", join_of(1, worker_id="w"), 0.0)
+    replaced = gathering.replaced_by(table, identity, join_of(1, **changes))
+    assert (replaced is table[1]) == takes
+
+
+@pytest.mark.parametrize(
+    ("field", "first", "second"),
+    [("tokenizer_hash", "t1", "t2"), ("data_hash", "d1", "d2"), ("num_train_samples", 10, 11)],
+)
+def test_shared_fields_are_compared_between_the_stages_that_have_them(field, first, second):
+    table = Seats(3)
+    for stage, who in enumerate((b"a", b"b")):
+        hello = make_hello(stage, **({field: first} if stage == 0 else {}))
+        table.greet(table.join(stage, who, join_of(stage), 0.0), hello, 0.0)
+    rows = gathering.differences(options(), table, make_hello(2, **{field: second}))
+    assert rows == [[field, str(second), f"{first} (stage 0 (host0, pid 5))"]]
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(RunPhase, RunEvent)))
+def test_only_the_transitions_of_the_run_can_happen(phase, event):
+    run = run_in(phase)
+    if (phase, event) in run_state.TRANSITIONS:
+        assert run.advance(event, 2.0) is run_state.TRANSITIONS[phase, event]
+        assert run.since_s == 2.0
+    else:
+        with pytest.raises(LocalProtocolError, match=event.name):
+            run.advance(event, 2.0)
+
+
+@pytest.mark.parametrize("phase", list(RunPhase))
+@pytest.mark.parametrize("message", [Ready(0), Evaluated(0, 1, 1.0, 1.0), Heartbeat()])
+def test_messages_come_in_their_phases(phase, message):
+    run = run_in(phase)
+    if phase in run_state.WHEN.get(type(message), frozenset(RunPhase)):
+        run.check(message, "stage 0")
+    else:
+        with pytest.raises(RemoteProtocolError, match=f"stage 0 sent {type(message).__name__} while .* {phase.value}"):
+            run.check(message, "stage 0")
+
+
+def test_ending_is_known_once_the_run_is_over():
+    run = run_in(RunPhase.JOINING)
+    with pytest.raises(LocalProtocolError, match="joining"):
+        _ = run.ending
+    run.end(RunEvent.ENDED, Ending(3, "lost"), 1.0)
+    assert run.ending == Ending(3, "lost")
+
+
+@pytest.mark.parametrize(
+    ("start", "command", "text"),
+    [
+        ({}, "x", "no checkpoint had been written, so start the run anew"),
+        ({"start_step": 7, "snapshot": "s"}, "x -r", "the run can be resumed with `x -r` (checkpoint after step 7)"),
+        ({"start_step": 7, "snapshot": "s"}, "", "the run can be resumed (checkpoint after step 7)"),
+    ],
+)
+def test_resume_hint(start, command, text):
+    assert RunState(options(**start), 0.0).resumable(command) == text
+
+
+@pytest.fixture
+def at_step_6(prepare):
+    """A run at step 6, with checkpoints after 2 and 4 steps; that after 2 is the base."""
+    run, table = run_in(RunPhase.TRAINING), Seats(3)
+    for step in range(6):
+        prepares = [prepare(step, stage) for stage in range(3)]
+        run.decide(Commit(step, True, 1.0, False, step in (1, 3), False), prepares, [[0, 0, step]], 1.0)
+        for seat in table:
+            seat.position = step + 1
+        if step in (2, 4):
+            run.published(step, f"step-{step}", {"a": "b"})
+            if step == 2:
+                run.rebase(run.newest)
+    return run, table
+
+
+def test_decisions_are_kept_since_the_base(at_step_6, prepare):
+    run, _ = at_step_6
+    assert (run.step, run.base.step, run.newest.step) == (6, 2, 4)
+    assert run.answer(prepare(2, 1)) is not None
+    assert run.answer(prepare(1, 1)) is None
+    run.rebase(run.newest)
+    assert run.step == 6
+    assert run.answer(prepare(3, 1)) is None
+
+
+def test_stages_begin_at_the_newest_checkpoint_or_the_base_with_the_codecs_of_then(at_step_6):
+    run, _ = at_step_6
+    assert [run.origin_at(step).codecs for step in (4, 2)] == [[[0, 0, 3]], [[0, 0, 1]]]
+    assert run.origin_at(3) is None
+
+
+def test_base_stays_while_a_stage_is_before_the_new_one_and_all_go_back_together(at_step_6):
+    run, table = at_step_6
+    assert recovery.common_point(run, table).step == 4
+    table[1].position = 2
+    assert not recovery.can_rebase(run, table, run.newest)
+    assert recovery.common_point(run, table).step == 2
+    table[1].position = 4
+    assert recovery.can_rebase(run, table, run.newest)
