@@ -28,10 +28,10 @@ from tahq.comm.link.frame import (
     LogicalId,
     Purpose,
 )
-from tahq.comm.link.inbound import UnexpectedBound
 from tahq.comm.link.outbound import Outgoing
-from tahq.comm.link.session import End, Session
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.session import Session
+from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits, UnexpectedBound
+from tahq.comm.link.transitions import End
 from tahq.errors import PeerLostError, RemoteProtocolError
 
 FRAME_LIMIT_NBYTES = 8 * 1024 * 1024

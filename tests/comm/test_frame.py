@@ -61,7 +61,7 @@ EXAMPLE = FrameHeader(
     payload_nbytes=4,
 )
 EXAMPLE_HEX = (
-    "5441485102000001" "8877665544332211" "0201000000000000" "2900000000000000"
+    "5441485103000001" "8877665544332211" "0201000000000000" "2900000000000000"
     "03000000" "01000000" "00000000" "05000000" "01000000" "0000" "0200" "02030000"
     "04000000" "00010000" "00020000" "00000000" "04000000" "0000040000000000" "0400040000000000"
 )  # fmt: skip
@@ -113,11 +113,24 @@ def resealed(change_at: int, value: int) -> bytes:
         (56, 77, "out of range"),
         (57, 5, "5 dimensions"),
         (57, 2, "2 dimensions"),
-        (58, 1, "reserved"),
+        (58, 3, "out of range"),
+        (59, 1, "reserved"),
         (76, 5, "announced 5 bytes"),
         (80, 1, "past the end"),
     ],
-    ids=["version", "kind", "purpose", "direction", "dtype", "dims", "dims left over", "reserved", "length", "offset"],
+    ids=[
+        "version",
+        "kind",
+        "purpose",
+        "direction",
+        "dtype",
+        "dims",
+        "dims left over",
+        "channel",
+        "reserved",
+        "length",
+        "offset",
+    ],
 )
 def test_field_out_of_range_is_a_protocol_error(change_at, value, message):
     with pytest.raises(RemoteProtocolError, match=message):

@@ -12,8 +12,9 @@ from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 from tahq.comm.link.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
 from tahq.comm.link.inbound import Resequencer
 from tahq.comm.link.outbound import Outgoing, Stripes
-from tahq.comm.link.session import End, Session
+from tahq.comm.link.session import Session
 from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
+from tahq.comm.link.transitions import End
 from tahq.errors import PeerLostError, RemoteProtocolError
 
 LIMITS = SessionLimits(peer_timeout_s=10.0, heartbeat_s=2.0, piece_nbytes=100, connections=3)
@@ -220,7 +221,7 @@ def test_more_than_may_be_on_its_way_is_a_protocol_error():
     lower, _ = met_sessions(LIMITS)
     lower.send(make_frame(500), 0.0)
     _, second, third, *_ = pieces(lower)
-    resequencer = Resequencer(3, 150, "link 0")
+    resequencer = Resequencer(replace(LIMITS, receive_window_nbytes=150 - (3 << 20)), "link 0")
     assert not list(resequencer.take(header_of(second), second.payload, second.connection))
     with pytest.raises(RemoteProtocolError, match="link 0: sent 200 B after message 1, which has not come"):
         list(resequencer.take(header_of(third), third.payload, third.connection))

@@ -3,7 +3,8 @@
 import torch
 
 from tahq.comm.link.frame import FrameHeader, FrameKind
-from tahq.comm.link.inbound import Inbound, UnexpectedBound, memory_for, pageable
+from tahq.comm.link.inbound import Inbound, memory_for, pageable
+from tahq.comm.link.spec import SessionLimits
 
 
 def test_frames_for_a_cpu_come_into_memory_as_any():
@@ -19,7 +20,7 @@ def test_a_frame_is_received_in_the_memory_that_was_allocated_for_it(make_id):
         given.append(torch.empty(nbytes, dtype=torch.uint8))
         return given[-1]
 
-    inbound = Inbound(UnexpectedBound(), "peer", allocate)
+    inbound = Inbound(SessionLimits(), "peer", allocate)
     header = FrameHeader(FrameKind.DATA, 1, 0, 1, make_id(), payload_nbytes=5, total_nbytes=5)
     inbound.expect(header.id, 5)
     frame = inbound.accept(header, b"hello")

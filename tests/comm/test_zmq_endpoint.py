@@ -188,7 +188,7 @@ def test_garbage_from_strangers_is_dropped_with_a_line_in_the_log(make_endpoint,
     while "stranger" not in caplog.text and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert "dropped a message: a stranger at 127.0.0.1" in caplog.text
-    assert not receiver._end.session.has_early
+    assert not receiver._end.session.inbound.has_early
 
 
 def test_plain_tcp_client_that_talks_nonsense_does_no_harm(make_endpoint, make_frame):
@@ -261,7 +261,7 @@ def test_sending_more_than_the_bound_is_our_own_error(make_endpoint, make_frame,
     link = lower.open_link(1, 2, "upper", "")
     link.send(make_frame(200_000))
     deadline_s = time.monotonic() + SOON_S
-    while link._end.session.queued_nbytes == 0 and time.monotonic() < deadline_s:
+    while link._end.session.outbound.nbytes == 0 and time.monotonic() < deadline_s:
         time.sleep(0.001)
     with pytest.raises(LocalProtocolError, match="200 kB are queued already"):
         link.send(make_frame(1, micro_batch=1))

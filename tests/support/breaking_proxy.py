@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback whose connections a test may reset, or leave without an answer for a while."""
+"""A TCP proxy on loopback whose connections a test may reset, leave without an answer, or insert bytes into."""
 
 import contextlib
 import select
@@ -22,6 +22,7 @@ class BreakingProxy:
         self._is_open = threading.Event()
         self._is_open.set()
         self._is_closed = False
+        self._insertions: dict[str, bytes] = {}
         self.num_connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -32,6 +33,10 @@ class BreakingProxy:
     def cut(self) -> None:
         """Carry nothing and answer nobody, until `heal`; what comes meanwhile waits."""
         self._is_open.clear()
+
+    def insert(self, data: bytes, towards: str) -> None:
+        """Put these bytes, once, in front of the next that go `towards` "target" or "dialler"."""
+        self._insertions[towards] = data
 
     def heal(self) -> None:
         """Go on."""
@@ -76,7 +81,8 @@ class BreakingProxy:
                 for end in readable:
                     if not (data := end.recv(CHUNK)):
                         break
-                    waiting[other[end]] = data
+                    towards = "target" if end is near else "dialler"
+                    waiting[other[end]] = self._insertions.pop(towards, b"") + data
                 else:
                     continue
                 break

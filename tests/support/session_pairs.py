@@ -1,8 +1,9 @@
 """Two sessions that have met, for tests that carry their messages."""
 
 from tahq.comm.link.outbound import Outgoing
-from tahq.comm.link.session import End, Session
+from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.transitions import End
 
 RUN = 77
 

@@ -15,7 +15,8 @@ import torch
 from tahq.comm.group.message import ANNOUNCEMENT_NBYTES, Answer, checksum_of, unpack_announcement
 from tahq.comm.group.thread import GroupThread, Lane
 from tahq.comm.link.frame import Frame, FrameHeader, FrameKind, LogicalId
-from tahq.comm.link.inbound import Inbound, UnexpectedBound
+from tahq.comm.link.inbound import Inbound
+from tahq.comm.link.spec import SessionLimits
 from tahq.errors import RemoteProtocolError, TahqError
 
 
@@ -42,7 +43,7 @@ class GroupReceiver:
         self._lane = lane
         self._deliver = deliver
         self._lock = threading.Lock()
-        self._inbound = Inbound(UnexpectedBound(), lane.peer)
+        self._inbound = Inbound(SessionLimits(), lane.peer)
         self._sequence = 0
         self._coming: queue.SimpleQueue[_Coming | bool] = queue.SimpleQueue()
         self.is_open = threading.Event()

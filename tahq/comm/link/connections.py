@@ -19,7 +19,7 @@ class LinkConnections:
         self._heartbeats_due: set[int] = set()
         self._resumes_due: set[int] = set()
         self._byes_said = 0
-        self._silent_at_s: dict[int, float] = {}
+        self._heard_s: dict[int, float] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -54,25 +54,25 @@ class LinkConnections:
     def take_bye(self, connection: int) -> None:
         """The peer has said BYE."""
         self._dismissed.add(connection)
-        self._silent_at_s.pop(connection, None)
+        self._heard_s.pop(connection, None)
 
     def forget_byes(self) -> None:
         """The peer's BYEs came before all was there, and will be said again."""
         self._dismissed.clear()
 
-    def expect_by(self, connection: int, time_s: float) -> None:
-        """The peer is to give another sign of life on it by then."""
+    def note_heard(self, connection: int, now_s: float) -> None:
+        """The peer gives a sign of life."""
         if connection not in self._dismissed:
-            self._silent_at_s[connection] = time_s
+            self._heard_s[connection] = now_s
 
     @property
-    def silent_at_s(self) -> float | None:
-        """When one of them will have been silent for too long; None: none can be."""
-        return min(self._silent_at_s.values(), default=None)
+    def heard_s(self) -> float | None:
+        """When the peer was last heard on the connection that is silent for longest; None: none is listened to."""
+        return min(self._heard_s.values(), default=None)
 
     def forget_silence(self) -> None:
         """Expect no more signs of life."""
-        self._silent_at_s.clear()
+        self._heard_s.clear()
 
     # This end
 

@@ -37,6 +37,15 @@ class Direction(IntEnum):
     BACKWARD = 1
 
 
+class Channel(IntEnum):
+    """What a message on a link belongs to; each channel has its own window (docs/protocol.md, Channels)."""
+
+    DATA = 0
+    """Activations, gradients and what else has a logical id."""
+    CONTROL = 1
+    FILES = 2
+
+
 class FrameKind(IntEnum):
     """What a frame is for."""
 
@@ -47,6 +56,8 @@ class FrameKind(IntEnum):
     BYE = 4
     RESEND = 5
     RESUME = 6
+    RESET = 7
+    """The sender knows nothing of the session that it was spoken to in."""
 
 
 class LogicalId(NamedTuple):
@@ -62,6 +73,11 @@ class LogicalId(NamedTuple):
     micro_batch: int
     cut: int
     direction: Direction
+
+    @classmethod
+    def of_session(cls, run: int) -> "LogicalId":
+        """Fills the header of messages that carry no data."""
+        return cls(run, 0, 0, Purpose.TRAIN, 0, 0, Direction.FORWARD)
 
     @property
     def is_evaluation(self) -> bool:
@@ -86,7 +102,7 @@ class Frame:
 
 CPU = torch.device("cpu")
 MAGIC = b"TAHQ"
-HEADER_VERSION = 2
+HEADER_VERSION = 3
 MAX_DIMS = 4
 MAX_PIECE_NBYTES = 1024 * 1024
 
@@ -98,8 +114,8 @@ DTYPES = (
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 # Indexing a tuple is several times cheaper than calling an enum, and this runs for every message.
-_KINDS, _PURPOSES, _DIRECTIONS = tuple(FrameKind), tuple(Purpose), tuple(Direction)
-_FIELDS = struct.Struct("<4s4B3Q5I2H2BH4IIQQ")
+_KINDS, _PURPOSES, _DIRECTIONS, _CHANNELS = tuple(FrameKind), tuple(Purpose), tuple(Direction), tuple(Channel)
+_FIELDS = struct.Struct("<4s4B3Q5I2H4B4IIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 
@@ -145,6 +161,7 @@ class FrameHeader:
     offset: int = 0
     total_nbytes: int = 0
     payload_nbytes: int = 0
+    channel: Channel = Channel.DATA
 
 
 def pack_header(header: FrameHeader, payload: bytes | memoryview) -> bytes:
@@ -170,7 +187,7 @@ def _values(header: FrameHeader) -> tuple[bytes | int, ...]:
         *(id.run, header.sequence, id.step),
         *(header.epoch, header.link, id.replica, id.micro_batch, id.cut),
         *(header.shard, header.codec),
-        *(_DTYPE_CODES[header.dtype], len(header.shape), 0, *shape),
+        *(_DTYPE_CODES[header.dtype], len(header.shape), header.channel, 0, *shape),
         *(header.payload_nbytes, header.offset, header.total_nbytes),
     )
 
@@ -234,9 +251,9 @@ def _check_envelope(
 
 def _header(values: tuple[int, ...]) -> FrameHeader:
     (_, _, kind, purpose, direction, run, sequence, step, epoch, link, replica, micro_batch, cut) = values[:13]
-    (shard, codec, dtype, num_dims, reserved, *shape, payload_nbytes, offset, total_nbytes) = values[13:]
+    (shard, codec, dtype, num_dims, channel, reserved, *shape, payload_nbytes, offset, total_nbytes) = values[13:]
     if num_dims > MAX_DIMS or reserved or any(shape[num_dims:]):
-        raise ValueError(f"{num_dims} dimensions in {shape}, reserved bytes {reserved}")
+        raise ValueError(f"{num_dims} dimensions in {shape}, reserved byte {reserved}")
     return FrameHeader(
         kind=_KINDS[kind],
         epoch=epoch,
@@ -250,4 +267,5 @@ def _header(values: tuple[int, ...]) -> FrameHeader:
         offset=offset,
         total_nbytes=total_nbytes,
         payload_nbytes=payload_nbytes,
+        channel=_CHANNELS[channel],
     )

@@ -1,52 +1,48 @@
-"""The receiving half of a session: pieces become frames, and frames are matched with what was posted.
+"""The receiving half of a session: pieces are put in order and become frames, frames are matched with posted ids.
 
-Invariants: memory for a frame is allocated once, at its whole length, and only after that length was
-checked against what was posted for its id, or against the bound on frames that nobody has posted yet;
-the pieces of a frame arrive in order, and of each direction one frame after the other; an id is
-delivered once.
+Invariants: memory for a frame is allocated once, at its whole length, and only after that length was checked against
+what was posted for its id, or against the bound on frames that were not posted yet; the pieces of a frame arrive in
+order, in each lane (control, forward, backward, files) one frame after the other; an id is delivered once. Messages of
+the control and files channels have no id: each is delivered when it is whole.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tahq.comm.link.frame import Direction, Frame, FrameHeader, LogicalId
+from tahq.comm.link.frame import MAX_PIECE_NBYTES, Channel, Direction, Frame, FrameHeader, LogicalId
+from tahq.comm.link.spec import MESSAGE_WINDOW_NBYTES, SessionLimits, UnexpectedBound
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.units import format_size
 
 Allocate = Callable[[int], torch.Tensor]
-"""Bytes, to be written, for a frame of so many."""
+"""Returns uninitialised memory for a frame of this many bytes."""
 
 
 def pageable(nbytes: int) -> torch.Tensor:
-    """Memory as any."""
+    """Ordinary memory."""
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def memory_for(device: torch.device) -> Allocate:
-    """What frames that this device decodes are best received in."""
+    """The memory to receive frames in that this device decodes: pinned for a GPU.
+
+    A copy from pageable memory goes through the driver's own pinned memory and waits for it; from pinned memory it is
+    queued on the lane's stream. torch keeps the blocks, and reuses none before the copies from it are done.
+    """
     if device.type != "cuda":
         return pageable
 
     def pinned(nbytes: int) -> torch.Tensor:
-        with torch.cuda.device(device):  # of the thread that receives, which else would start to use the first GPU
+        with torch.cuda.device(device):  # otherwise the receiving thread would start to use the first GPU
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     return pinned
 
 
-@dataclass(frozen=True, slots=True)
-class UnexpectedBound:
-    """How many frames, and bytes of them, are kept for ids that nobody has posted yet."""
-
-    frames: int = 1024
-    nbytes: int = 1 << 30
-
-
 _MAX_CONSUMED = 16_384
-"""Consumed ids that are remembered: many steps' worth, at about 200 bytes an id."""
+"""Delivered ids that are remembered: many steps' worth, at about 200 bytes per id."""
 
 
 class _Assembly:
@@ -58,49 +54,56 @@ class _Assembly:
         self._bytes = None if self.payload is None else self.payload.numpy()
         self.received = 0
 
-    def add(self, header: FrameHeader, piece: bytes | memoryview) -> None:
+    def add(self, piece: bytes | memoryview) -> None:
         end = self.received + len(piece)
         if self._bytes is not None:
             # NumPy copies without the GIL, which new memory, page by page, would hold up all other threads with.
             self._bytes[self.received : end] = np.frombuffer(piece, np.uint8)
         self.received = end
 
+
+class _MessageAssembly:
+    """A message of another channel; memory grows with what has come, not with what was announced."""
+
+    def __init__(self, header: FrameHeader) -> None:
+        self.header = header
+        self.data = bytearray()
+
     @property
-    def is_whole(self) -> bool:
-        return self.received == self.header.total_nbytes
+    def received(self) -> int:
+        return len(self.data)
 
-    def continues_with(self, header: FrameHeader) -> bool:
-        return header.offset == self.received and _same_frame(header, self.header)
+    def add(self, piece: bytes | memoryview) -> None:
+        self.data += piece
 
 
-def _same_frame(one: FrameHeader, other: FrameHeader) -> bool:
-    return (one.id, one.total_nbytes, one.shape, one.dtype, one.codec, one.shard) == (
-        *(other.id, other.total_nbytes, other.shape, other.dtype, other.codec, other.shard),
-    )
+def _frame_fields(header: FrameHeader) -> tuple[object, ...]:
+    return (header.id, header.total_nbytes, header.shape, header.dtype, header.codec, header.shard)
 
 
 class Inbound:
-    """Posted ids, frames that came before their time, and the frames that are coming in, one a direction."""
+    """Posted ids, frames that came before they were posted, and the frame that is coming in on each lane."""
 
-    def __init__(self, bound: UnexpectedBound, peer: str, allocate: Allocate = pageable) -> None:
+    def __init__(self, limits: SessionLimits, peer: str, allocate: Allocate = pageable) -> None:
         self._allocate = allocate
-        self._bound = bound
+        self._bound: UnexpectedBound = limits.unexpected
+        self._max_message_nbytes = limits.max_message_nbytes
         self._peer = peer
         self._posted: dict[LogicalId, int] = {}
         self._early: dict[LogicalId, Frame] = {}
         self._early_nbytes = 0
         self._admitted: dict[LogicalId, int] = {}
         self._consumed: dict[LogicalId, None] = {}
-        self._assemblies: dict[Direction, _Assembly] = {}
+        self._assemblies: dict[tuple[Channel, Direction], _Assembly | _MessageAssembly] = {}
 
     def begin_anew(self) -> None:
-        """The peer's messages begin anew, with a frame: what has come of unfinished ones will come again."""
+        """The peer starts again with a new frame: parts of unfinished frames will come again."""
         self._assemblies.clear()
         self._admitted.clear()
 
     @property
     def has_early(self) -> bool:
-        """Whether a frame is kept that nobody has posted yet."""
+        """Whether a frame is kept that was not posted yet; any thread may ask."""
         return bool(self._early)
 
     def expect(self, id: LogicalId, max_nbytes: int) -> Frame | None:
@@ -123,34 +126,45 @@ class Inbound:
         self._consume(id)
         return frame
 
-    def accept(self, header: FrameHeader, piece: bytes | memoryview) -> Frame | None:
-        """Take the next piece; the frame if it completes one that was posted.
+    def accept(self, header: FrameHeader, piece: bytes | memoryview) -> Frame | tuple[Channel, bytes] | None:
+        """Take the next piece; the frame if it completes one that was posted, or the message.
 
         Raises:
             RemoteProtocolError: it is not the next piece of the frame before it, or too much.
         """
-        assembly = self._assemblies.get(header.id.direction)
+        lane = (header.channel, header.id.direction)
+        assembly = self._assemblies.get(lane)
         if assembly is None:
-            assembly = self._assemblies[header.id.direction] = self._begin(header)
-        if not assembly.continues_with(header) or (not piece and header.total_nbytes):
+            assembly = self._assemblies[lane] = self._begin(header)
+        continues = header.offset == assembly.received and _frame_fields(header) == _frame_fields(assembly.header)
+        if not continues or (not piece and header.total_nbytes):
             raise RemoteProtocolError(
-                f"{self._peer}: sent bytes {header.offset} to {header.offset + len(piece)} of {header.id} when byte "
-                f"{assembly.received} of {assembly.header.id} was next"
+                f"{self._peer}: sent bytes {header.offset} to {header.offset + len(piece)} of {header.id}; expected "
+                f"byte {assembly.received} of {assembly.header.id}"
             )
-        assembly.add(header, piece)
-        return self._finish(self._assemblies.pop(header.id.direction)) if assembly.is_whole else None
+        assembly.add(piece)
+        if assembly.received < header.total_nbytes:
+            return None
+        del self._assemblies[lane]
+        if isinstance(assembly, _MessageAssembly):
+            return header.channel, bytes(assembly.data)
+        return None if assembly.payload is None else self.complete(assembly.header, assembly.payload)
 
-    def _begin(self, header: FrameHeader) -> _Assembly:
-        return _Assembly(header, self._allocate(header.total_nbytes) if self.admit(header) else None)
-
-    def _finish(self, whole: _Assembly) -> Frame | None:
-        return None if whole.payload is None else self.complete(whole.header, whole.payload)
+    def _begin(self, header: FrameHeader) -> _Assembly | _MessageAssembly:
+        if header.channel is Channel.DATA:
+            return _Assembly(header, self._allocate(header.total_nbytes) if self.admit(header) else None)
+        if header.total_nbytes > self._max_message_nbytes:
+            raise RemoteProtocolError(
+                f"{self._peer}: sent a message of {header.total_nbytes} bytes on the channel for "
+                f"{header.channel.name.lower()}; at most {self._max_message_nbytes}"
+            )
+        return _MessageAssembly(header)
 
     def admit(self, header: FrameHeader) -> bool:
         """Whether memory may be taken for this frame; no if its id is coming in, kept or delivered already.
 
         Raises:
-            RemoteProtocolError: it is larger than was posted, or more than is kept for nobody.
+            RemoteProtocolError: it is larger than was posted, or exceeds the bound on frames that were not posted.
         """
         id, max_nbytes = header.id, self._posted.get(header.id)
         if id in self._consumed or id in self._early or id in self._admitted:
@@ -180,14 +194,14 @@ class Inbound:
 
     def _check_posted_size(self, id: LogicalId, nbytes: int, max_nbytes: int) -> None:
         if nbytes > max_nbytes:
-            raise RemoteProtocolError(f"{self._peer}: sent {nbytes} bytes as {id}, where at most {max_nbytes} may come")
+            raise RemoteProtocolError(f"{self._peer}: sent {nbytes} bytes as {id}; at most {max_nbytes} were expected")
 
     def _check_bound(self, header: FrameHeader) -> None:
         coming = [nbytes for id, nbytes in self._admitted.items() if id not in self._posted]
         frames, nbytes = len(self._early) + len(coming) + 1, self._early_nbytes + sum(coming) + header.total_nbytes
         if frames > self._bound.frames or nbytes > self._bound.nbytes:
             raise RemoteProtocolError(
-                f"{self._peer}: sent {frames} frames, {format_size(nbytes)}, that nobody here expects, {header.id} the "
+                f"{self._peer}: sent {frames} unexpected frames, {format_size(nbytes)}, {header.id} the "
                 f"last; at most {self._bound.frames} and {format_size(self._bound.nbytes)} are kept"
             )
 
@@ -196,22 +210,30 @@ Piece = tuple[FrameHeader, bytes | memoryview]
 
 
 class Resequencer:
-    """Pieces of one link, on their way from its connections to the frames that they are part of."""
+    """Puts pieces that came over the connections of a link back into the order of their numbers, each once.
 
-    def __init__(self, connections: int, bound_nbytes: int, peer: str) -> None:
+    Each connection keeps its order, so what came over one says that all before it on the same one has come, or never
+    will; a HEARTBEAT or BYE says the same up to the number it names. A number that all connections have passed and none
+    has brought was lost. It is asked for, and everything after it comes again, in a new *round*: on each connection
+    behind a RESUME that names the round, with the same numbers as before. A piece that comes over a connection that has
+    not reached the latest round is used, but says nothing about losses. HEARTBEAT names its round, too, so a RESUME may
+    be lost.
+    """
+
+    def __init__(self, limits: SessionLimits, peer: str) -> None:
         self.received = 0
         """The highest number up to which everything has come."""
         self.round = 0
         """The latest round; everything comes in round 0 at first."""
         self.has_lost = False
-        """Whether something was lost that nobody has asked for yet."""
+        """Whether something was lost that was not asked for yet."""
         self._is_precaution = False
         """Whether the latest round was begun without anything being known to be lost."""
-        self._rounds = [0] * connections
-        self._passed = [0] * connections
+        self._rounds = [0] * limits.connections
+        self._passed = [0] * limits.connections
         self._held: dict[int, Piece] = {}
         self._held_nbytes = 0
-        self._bound_nbytes = bound_nbytes
+        self._bound_nbytes = limits.receive_window_nbytes + 2 * MESSAGE_WINDOW_NBYTES + MAX_PIECE_NBYTES
         self._peer = peer
 
     @property
@@ -225,7 +247,7 @@ class Resequencer:
         return self.has_lost or (min(self._rounds) < self.round and not self._is_precaution)
 
     def take(self, header: FrameHeader, payload: bytes | memoryview, connection: int) -> Iterator[Piece]:
-        """Take a piece, and give what is next in order by now; one that has come before is dropped.
+        """Take a piece, and return those that are next in order now; one that has come before is dropped.
 
         Raises:
             RemoteProtocolError: more waits for its turn than the peer may have on its way.
@@ -267,7 +289,7 @@ class Resequencer:
             Whether that is the latest round; if not, the peer does not know of that.
 
         Raises:
-            RemoteProtocolError: nobody has asked for such a round.
+            RemoteProtocolError: no such round was asked for.
         """
         if number > self.round:
             raise RemoteProtocolError(f"{self._peer}: is in round {number} of sending; {self.round} is the latest")

@@ -11,9 +11,10 @@ from typing import Protocol
 from tahq.comm.inbox import Inbox
 from tahq.comm.link.frame import CPU, Frame, LogicalId, check_sendable
 from tahq.comm.link.outbound import Outgoing
-from tahq.comm.link.session import End, Session
+from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.transitions import End
 from tahq.comm.transport import LinkCounter, LinkStats
 from tahq.errors import LocalProtocolError, PeerLostError, TahqError
 
@@ -118,10 +119,10 @@ class InprocTransport:
         """What was sent since the last call; see Transport.take_stats."""
         session, now_s = self._session, self._clock()
         return self._counter.take(
-            lambda direction: session.busy_s(direction, now_s),
-            lambda direction: session.sending_s(direction, now_s),
-            session.take_pieces(),
-            session.heartbeats,
+            lambda direction: session.outbound.busy.total_s(direction, now_s),
+            lambda direction: session.outbound.sending.total_s(direction, now_s),
+            session.outbound.take_piece_times(),
+            session.heartbeats.recent,
         )
 
     def close(self) -> None:
@@ -213,7 +214,7 @@ class InprocTransport:
         peer = self.peer
         if peer is None or peer._has_vanished or peer._session.local is not End.OPEN:
             return False
-        return self._session.remote is End.OPEN and peer._session.queued_nbytes == 0
+        return self._session.remote is End.OPEN and peer._session.outbound.nbytes == 0
 
     def _check_usable(self) -> None:
         if self._inbox.error is not None:

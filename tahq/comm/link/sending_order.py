@@ -1,40 +1,45 @@
-"""Which frame a host sends next, of all that wait on all its links: `links.first`.
+"""Which piece a host sends next, of all that wait on all its links.
 
-Links share the host's uplink, and what enters it is chosen anew whenever it is free, so the unit is the
-piece: a frame that is to go first goes between the pieces of another.
+Links share the host's uplink. Whenever it is free the next piece is chosen, so a frame that goes first passes between
+the pieces of another: control messages, then activations and gradients in the order of `links.first`, then files.
 """
 
 import math
 from collections.abc import Iterable
 from typing import Literal, TypeVar
 
-from tahq.comm.link.frame import Direction
+from tahq.comm.link.frame import Channel, Direction
 
 First = Literal["oldest", "activations", "gradients"]
-"""What goes first: the frame that was queued first, or all of one direction, the oldest of them first."""
+"""Which data goes first: the frame that was queued first, or all of one direction, the oldest of them first."""
 
 Rank = tuple[int, float]
-"""The lower, the sooner: whether it has to stand back, and since when it has been waiting (s)."""
+"""Priority class and time since when it has been waiting (s); the lowest goes first."""
 
-FAREWELL: Rank = (-1, 0.0)
+FAREWELL: Rank = (-2, 0.0)
 """The rank of a BYE, which comes after all frames of its own link and need not wait for those of others."""
 
-AGAIN: Rank = (0, -math.inf)
-"""The rank of what is sent again: the peer waits for it."""
-
 _PREFERRED = {"oldest": None, "activations": Direction.FORWARD, "gradients": Direction.BACKWARD}
+_CONTROL, _DATA, _OTHER_DATA, _FILES = -1, 0, 1, 2
 
 Sender = TypeVar("Sender")
 
 
-def rank_of(direction: Direction, queued_s: float, first: First) -> Rank:
+def rank_of(channel: Channel, direction: Direction, queued_s: float, first: First) -> Rank:
     """The rank of a frame that was queued at `queued_s`."""
-    preferred = _PREFERRED[first]
-    return (int(preferred is not None and direction is not preferred), queued_s)
+    if channel is Channel.DATA:
+        preferred = _PREFERRED[first]
+        return (_DATA if preferred is None or direction is preferred else _OTHER_DATA, queued_s)
+    return (_CONTROL if channel is Channel.CONTROL else _FILES, queued_s)
+
+
+def rank_again(channels: Iterable[Channel]) -> Rank:
+    """The rank of pieces that are sent again, before anything else of their link, since the peer waits for them."""
+    return (_FILES if all(channel is Channel.FILES for channel in channels) else _DATA, -math.inf)
 
 
 def next_to_send(candidates: Iterable[tuple[Rank | None, Sender]]) -> Sender | None:
-    """Whose turn it is; of equals the first one. None as a rank: has nothing that may go now."""
+    """The sender with the lowest rank, the first of equals; a rank of None means that it has nothing to send now."""
     best: tuple[Rank, Sender] | None = None
     for rank, sender in candidates:
         if rank is not None and (best is None or rank < best[0]):

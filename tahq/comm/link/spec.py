@@ -1,14 +1,24 @@
-"""What a session is told at its start: who speaks, over which link, within which times and bounds."""
+"""What a session is given at its start (identities, times, bounds), and HELLO, in which it tells the peer."""
 
 import struct
 from dataclasses import dataclass, field
+from typing import Final
 
-from tahq.comm.link.inbound import UnexpectedBound
+from tahq.comm.link.frame import Channel
 from tahq.comm.link.sending_order import First
 from tahq.errors import RemoteProtocolError
 
 MAX_CONNECTIONS = 16
 DEFAULT_WINDOW_NBYTES = 64 * 1024 * 1024
+MESSAGE_WINDOW_NBYTES = 1024 * 1024
+"""Most of the control channel, and most of the files channel, that is on its way and not acknowledged."""
+
+FILES_LINK: Final = 0xFFFFFFFF
+"""Number of links that carry files alone, opened by whoever wants one."""
+CONTROL_LINK: Final = 0xFFFFFFFE
+"""Number of the link between a worker and the coordinator."""
+ANY_STAGE: Final = 0xFFFFFFFF
+"""Stands for a stage that is not known, or does not matter."""
 
 _FIELDS = struct.Struct("<IIHHI")
 _MAX_TEXT_NBYTES = 1024
@@ -21,17 +31,17 @@ def decode_text(data: bytes | memoryview) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What the first message on a connection says."""
+    """Payload of the first message on a connection."""
 
     stage: int
     peer_stage: int
-    """The stage that is meant to hear it."""
+    """The stage that is meant to receive it."""
     config_hash: str
     connection: int = 0
     """Which of the link's connections this is, from 0."""
     connections: int = 1
     window_nbytes: int = DEFAULT_WINDOW_NBYTES
-    """Most that the hearer may have on its way, on all connections of the link, without an acknowledgement."""
+    """Most data that the receiver may have on its way, on all connections of the link, without an acknowledgement."""
 
     def pack(self) -> bytes:
         """The payload."""
@@ -40,13 +50,13 @@ class Hello:
 
 
 def unpack_hello(payload: bytes | memoryview, peer: str) -> Hello:
-    """What a HELLO says.
+    """Parse the payload of a HELLO.
 
     Raises:
-        RemoteProtocolError: it is too short, or names a connection or a window that cannot be.
+        RemoteProtocolError: it is too short, or the connection or the window is impossible.
     """
     if len(payload) < _FIELDS.size:
-        raise RemoteProtocolError(f"{peer}: sent a HELLO of {len(payload)} bytes")
+        raise RemoteProtocolError(f"{peer}: sent a HELLO of {len(payload)} bytes; expected at least {_FIELDS.size}")
     stage, peer_stage, connection, connections, window_nbytes = _FIELDS.unpack_from(payload)
     if connection >= connections or window_nbytes == 0:
         raise RemoteProtocolError(
@@ -58,7 +68,7 @@ def unpack_hello(payload: bytes | memoryview, peer: str) -> Hello:
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who speaks: both ends of a link must agree on run, epoch and configuration."""
+    """This end's identity: both ends of a link must agree on run, epoch and configuration."""
 
     run_id: int
     epoch: int
@@ -68,15 +78,24 @@ class PeerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """One link as this end sees it; `dials` says whose part it is to say HELLO first."""
+    """One link as this end sees it; the end that `dials` says HELLO first. `title` replaces its usual name."""
 
     link: int
     peer_stage: int
     peer_name: str
     dials: bool
+    title: str = ""
 
     def __str__(self) -> str:
-        return f"link {self.link} to stage {self.peer_stage} ({self.peer_name})"
+        return self.title or f"link {self.link} to stage {self.peer_stage} ({self.peer_name})"
+
+
+@dataclass(frozen=True, slots=True)
+class UnexpectedBound:
+    """How many frames, and bytes of them, are kept for ids that were not posted yet."""
+
+    frames: int = 1024
+    nbytes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +103,29 @@ class SessionLimits:
     """Times and bounds of a session."""
 
     peer_timeout_s: float = 10.0
-    """A peer that is silent for half of it is in trouble, and is told of."""
+    """The user is warned of a peer that is silent for half as long."""
     heartbeat_s: float = 2.0
     piece_nbytes: int = 256 * 1024
     window_nbytes: int = DEFAULT_WINDOW_NBYTES
-    """Most that is on its way and not acknowledged."""
+    """Most data that is on its way and not acknowledged."""
     unexpected: UnexpectedBound = field(default_factory=UnexpectedBound)
     receive_window_nbytes: int = DEFAULT_WINDOW_NBYTES
-    """What the peer is asked to keep to as its window."""
+    """The window that the peer is asked to keep to."""
     first: First = "oldest"
-    """What goes first of all that waits."""
+    """Which data goes first."""
     connections: int = 1
-    """Over so many connections; the same at both ends."""
+    """Connections of the link; the same at both ends."""
     give_up_s: float | None = None
-    """A peer that is silent for so long is lost for good; None: after `peer_timeout_s`."""
+    """A peer that is silent this long is lost for good; None: after `peer_timeout_s`."""
+    max_message_nbytes: int = 0
+    """Longest message on the control and files channels; 0: the link carries data alone."""
+
+    @property
+    def windows(self) -> dict[Channel, int]:
+        """Most of each channel that is on its way and not acknowledged."""
+        return dict.fromkeys(Channel, MESSAGE_WINDOW_NBYTES) | {Channel.DATA: self.window_nbytes}
+
+    @property
+    def silence_s(self) -> float:
+        """After how long a silent peer is lost."""
+        return self.peer_timeout_s if self.give_up_s is None else self.give_up_s

@@ -18,9 +18,9 @@ import zmq
 from tahq.comm.link.frame import FrameKind, peek_kind
 from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.sending_order import next_to_send
-from tahq.comm.link.session import End
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.link.spec import LinkSpec
+from tahq.comm.link.transitions import End
 from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.reception import Arrival, Reception, Wire, take_messages
 from tahq.comm.zmq.socket_wait import WaitSet, Waker
@@ -245,7 +245,7 @@ class EndpointLoop:
             elif not reason and wire.degraded_s is not None:
                 lasted_s, wire.degraded_s = now_s - wire.degraded_s, None
                 if wire.end.session.remote is End.OPEN:
-                    self._tell(Trouble(wire.end.spec, "", lasted_s, wire.end.session.num_sent_again))
+                    self._tell(Trouble(wire.end.spec, "", lasted_s, wire.end.session.outbound.num_again))
 
     def _tell(self, trouble: Trouble) -> None:
         _log.warning("%s", trouble)

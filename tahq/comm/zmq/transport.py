@@ -103,7 +103,7 @@ class LinkEnd:
             PeerLostError: the log does not have them all.
         """
         now_s = time.monotonic()
-        session.succeed(self.session, now_s)
+        session.take_over(self.session, now_s)
         self.spec, self.session, self.peer_key, self.obstacle = spec, session, peer_key, ""
         self._wanted = replace(wanted, through=min(wanted.since, wanted.evaluations_since) - 1)
         self.widen(wanted.through)
@@ -154,7 +154,7 @@ class ZmqTransport:
         self._submit(self._end, partial(self._end.expect, id, max_nbytes), False)
         # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
         # commands after it has kept an early frame and before it waits, and we look the other way round.
-        if self._end.session.has_early:
+        if self._end.session.inbound.has_early:
             self._submit(None, _nothing, True)
 
     def send(self, frame: Frame) -> None:
@@ -167,7 +167,7 @@ class ZmqTransport:
         """
         check_sendable(frame)
         self._check_usable()
-        queued_nbytes = self._end.session.queued_nbytes
+        queued_nbytes = self._end.session.outbound.nbytes
         if queued_nbytes > MAX_QUEUED_NBYTES:
             raise LocalProtocolError(
                 f"{self}: {format_size(queued_nbytes)} are queued already; the peer takes them too slowly for "
@@ -186,10 +186,10 @@ class ZmqTransport:
         """What was sent since the last call; see Transport.take_stats."""
         session, now_s = self._end.session, time.monotonic()
         return self._counter.take(
-            lambda direction: session.busy_s(direction, now_s),
-            lambda direction: session.sending_s(direction, now_s),
-            session.take_pieces(),
-            session.heartbeats,
+            lambda direction: session.outbound.busy.total_s(direction, now_s),
+            lambda direction: session.outbound.sending.total_s(direction, now_s),
+            session.outbound.take_piece_times(),
+            session.heartbeats.recent,
         )
 
     def close(self, linger_s: float = 5.0) -> None:
