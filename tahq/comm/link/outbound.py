@@ -301,7 +301,7 @@ class Outbound:
         return next_to_send((self._rank(head), head) for head in heads)
 
     def _rank(self, frame: _Cutting) -> Rank:
-        return rank_of(frame.header.channel, frame.header.id.direction, frame.ready_s, self._first)
+        return rank_of(frame.header.id.direction, frame.ready_s, self._first, frame.header.channel)
 
     def acknowledge(self, sequence: int, now_s: float, ack: Acknowledgement = NO_TIMES) -> None:
         """The peer has everything up to and including `sequence`; `ack` says when, and over which connections."""

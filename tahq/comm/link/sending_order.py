@@ -25,7 +25,7 @@ _CONTROL, _DATA, _OTHER_DATA, _FILES = -1, 0, 1, 2
 Sender = TypeVar("Sender")
 
 
-def rank_of(channel: Channel, direction: Direction, queued_s: float, first: First) -> Rank:
+def rank_of(direction: Direction, queued_s: float, first: First, channel: Channel = Channel.DATA) -> Rank:
     """The rank of a frame that was queued at `queued_s`."""
     if channel is Channel.DATA:
         preferred = _PREFERRED[first]
