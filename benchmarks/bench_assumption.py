@@ -22,8 +22,8 @@ from harness import describe
 from tahq.errors import ConfigError
 from tahq.pipeline.probe.gradient_probe import GradientProbe, ProbedStep
 from tahq.pipeline.probe.result import EXPECTATION_LIMIT, STEP_LIMIT, WireResult, collect
-from tahq_launch.probe_report import bits_per_element
-from tahq_launch.probe_setup import ProbeRequest, ProbeSetup, open_setup, parse_wire
+from tahq_launch.analysis.probe_report import bits_per_element
+from tahq_launch.analysis.probe_setup import ProbeRequest, ProbeSetup, open_setup, parse_wire
 
 EXAMPLES = Path(__file__).parents[1] / "launch/examples"
 MODELS: Mapping[str, tuple[str, tuple[str, ...]]] = {

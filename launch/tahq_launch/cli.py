@@ -10,10 +10,9 @@ import typer
 
 from tahq import __version__
 from tahq_launch.codec_commands import codec_app
+from tahq_launch.command_line import run_app
 from tahq_launch.plan_commands import measure, plan, probe
-from tahq_launch.reporting import run_app
-from tahq_launch.result_commands import export, trace
-from tahq_launch.run_commands import coordinator, keygen, launch, worker
+from tahq_launch.run_commands import coordinator, export, keygen, launch, trace, worker
 from tahq_netem.cli import netem_app
 
 

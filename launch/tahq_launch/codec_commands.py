@@ -34,7 +34,7 @@ def list_codecs(
 
     Example: tahq codec list --shape 4,512,768
     """
-    from tahq_launch.codec_inspection import print_codecs
+    from tahq_launch.analysis.codec_inspection import print_codecs
 
     print_codecs(_shape(shape), json_lines=json_lines)
     return 0
@@ -65,7 +65,7 @@ def inspect(
 
     Example: tahq codec inspect boundary.tah --spec tah --shape 2,1024,1600 --hex 64
     """
-    from tahq_launch.codec_inspection import StreamRequest, print_stream
+    from tahq_launch.analysis.codec_inspection import StreamRequest, print_stream
 
     print_stream(StreamRequest(file, spec, None if shape is None else _shape(shape), hex_nbytes, key))
     return 0
@@ -117,7 +117,7 @@ def compare(
 
     Example: tahq codec compare boundary.safetensors --spec tah --spec fixed:bits=6 --plot frontier.png
     """
-    from tahq_launch.codec_comparison import ComparisonRequest, run_comparison
+    from tahq_launch.analysis.codec_comparison import ComparisonRequest, run_comparison
 
     request = ComparisonRequest(
         file, tuple(tensors or ()), tuple(specs or ()), draws, backend, device, plot, json_lines

@@ -13,7 +13,7 @@ from tahq.comm.link.spec import MAX_CONNECTIONS
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
-from tahq_launch.plan_numbers import check_names, read_numbers
+from tahq_launch.plan.numbers import check_names, read_numbers
 
 
 def with_measured(config: ClusterConfig) -> ClusterConfig:

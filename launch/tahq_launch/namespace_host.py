@@ -26,10 +26,10 @@ from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host
 from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, NetworkError
-from tahq_launch.local_host import local_command
-from tahq_launch.prepared_run import PreparedRun
-from tahq_launch.run_keys import WorkerSecret
-from tahq_launch.stage_process import WorkerCommand
+from tahq_launch.start.prepared_run import PreparedRun
+from tahq_launch.start.run_keys import WorkerSecret
+from tahq_launch.start.stage_process import WorkerCommand
+from tahq_launch.start.worker_command import local_command
 from tahq_netem.backend_choice import backend_of_own_hosts
 from tahq_netem.backend_label import backend_label
 from tahq_netem.calibration import Calibration, calibrate

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tahq_launch.options import ConfigPath, Debug, Overrides
-from tahq_launch.reporting import announce
+from tahq_launch.command_line import ConfigPath, Debug, Overrides, announce
 
 
 def plan(
@@ -64,8 +63,8 @@ def plan(
 
     Example: tahq plan cluster.yaml --numbers measured.yaml --write planned.yaml
     """
-    from tahq_launch.plan_command import PlanRequest, plan_cluster
-    from tahq_launch.plan_problem import PlanChoices
+    from tahq_launch.plan.command import PlanRequest, plan_cluster
+    from tahq_launch.plan.problem import PlanChoices
 
     choices = PlanChoices(tuple(codecs or ()), tuple(schedules or ()), stages, max_replicas)
     plan_cluster(PlanRequest(cluster_yaml, numbers, tuple(overrides or ()), choices, write, json_path, grid))
@@ -124,8 +123,8 @@ def measure(
 
     Exit status: as tahq-launch; 3 if a host could not reach another. What was measured is written all the same.
     """
-    from tahq_launch.measure import MeasureOptions
-    from tahq_launch.measure import measure as measure_hosts
+    from tahq_launch.plan.measure import MeasureOptions
+    from tahq_launch.plan.measure import measure as measure_hosts
 
     options = MeasureOptions(
         config_path=cluster_yaml,
@@ -180,8 +179,8 @@ def probe(
 
     Example: tahq probe launch/examples/demo.yaml --warm-up 20 --wire 'tah / fixed:bits=6'
     """
-    from tahq_launch.probe_command import probe as run_probe
-    from tahq_launch.probe_setup import ProbeRequest
+    from tahq_launch.analysis.probe import probe as run_probe
+    from tahq_launch.analysis.probe_setup import ProbeRequest
 
     changes, wires = tuple(overrides or ()), tuple(wire or ())
     run_probe(ProbeRequest(cluster_yaml, changes, wires, steps, batches, warm_up, weights, resume, device), json_path)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from tahq_launch.options import ConfigPath, Debug, Overrides, Resume
-from tahq_launch.reporting import announce, log_to_stderr, report_error
+from tahq.units import parse_size
+from tahq_launch.command_line import ConfigPath, Debug, Overrides, Resume, announce, log_to_stderr, report_error
 
 log = logging.getLogger("tahq")
 
@@ -39,21 +39,21 @@ def launch(
     memory, 5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after a snapshot.
     """
     from tahq.config.file import placed_errors
-    from tahq_launch.prepared_run import StartRequest
+    from tahq_launch.start.prepared_run import StartRequest
 
     with placed_errors(cluster_yaml, overrides or ()):
         if dry_run:
             return _dry_run(cluster_yaml, overrides or [])
-        from tahq_launch.launcher import launch as launch_run
+        from tahq_launch.start.launcher import launch as launch_run
 
         return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
 
 
 def _dry_run(cluster_yaml: Path, overrides: Sequence[str]) -> int:
     from tahq.config.file import load_config
-    from tahq_launch.dry_run import dry_run
-    from tahq_launch.local_checks import check_local
-    from tahq_launch.resolution import resolve_for_run
+    from tahq_launch.plan.dry_run import dry_run
+    from tahq_launch.start.local_checks import check_local
+    from tahq_launch.start.resolution import resolve_for_run
 
     config = resolve_for_run(load_config(cluster_yaml, overrides))
     check_local(config)
@@ -138,7 +138,7 @@ def worker(
 
     Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
     """
-    from tahq_launch import parent_watch, run_keys
+    from tahq_launch.start import run_keys, worker_lifetime
 
     if no_curve and (key is not None or coordinator_key is not None):
         raise typer.BadParameter("it goes with neither --key nor --coordinator-key", param_hint="--no-curve")
@@ -149,9 +149,9 @@ def worker(
     else:
         credentials = run_keys.keys_by_hand(key, coordinator_key)
     if die_with_launcher:
-        parent_watch.die_with_launcher()
+        worker_lifetime.die_with_launcher()
     if exit_with_stdin:
-        parent_watch.exit_with_stdin()
+        worker_lifetime.exit_with_stdin()
     launched = die_with_launcher or exit_with_stdin
     if spare and (stage is not None or takeover):
         raise typer.BadParameter("a spare takes whichever stage needs it; leave out --stage and --takeover")
@@ -180,7 +180,7 @@ def worker(
         except Exception as error:
             return report_error("tahq-worker", error, debug=debug)
 
-    from tahq_launch.worker_supervisor import supervise
+    from tahq_launch.start.worker_lifetime import supervise
 
     return supervise(served, restarts)
 
@@ -214,8 +214,8 @@ def coordinator(
     Example: tahq coordinator cluster.yaml --bind 127.0.0.1:5555
     """
     from tahq.config.file import placed_errors
-    from tahq_launch.launcher import serve
-    from tahq_launch.prepared_run import StartRequest
+    from tahq_launch.start.launcher import serve
+    from tahq_launch.start.prepared_run import StartRequest
 
     request = StartRequest(
         cluster_yaml, tuple(overrides or ()), resume, debug, bind, advertise, program="tahq coordinator"
@@ -242,7 +242,60 @@ def keygen(
 
     Example: tahq keygen
     """
-    from tahq_launch.keygen import keygen as make_key
+    from tahq_launch.start.run_keys import keygen as make_key
 
     print(make_key(out, show=show).public)
+    return 0
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The run's folder, e.g. runs/demo.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="Folder to make, e.g. demo-hf.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Snapshot after so many steps. Default: the newest.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 2GB.")] = "4GB",
+    debug: Debug = False,
+) -> int:
+    """Write a run's model as a Hugging Face folder.
+
+    It holds config.json, safetensors and the tokenizer.
+
+    Example: tahq export runs/demo demo-hf
+    """
+    try:
+        max_shard_nbytes = parse_size(shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shard-size") from None
+    from tahq_launch.export import export_run
+
+    done = export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
+    print(f"{done.out}: the model of {run} after step {done.step}, {done.num_parameters:,} parameters")
+    if done.note:
+        print(f"note: {done.note}")
+    return 0
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The run's folder, e.g. runs/demo.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Of this step. Default: medians of the last 20.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            show_default=False,
+            help="Write the steps of run.trace_steps (or --step) as one picture for ui.perfetto.dev. Default: none.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Say what a run's steps are spent on, and what limits them.
+
+    Example: tahq trace runs/demo --step 10 --output demo.json
+    """
+    from tahq_launch.analysis.trace import trace as show_trace
+
+    show_trace(run, step, output)
     return 0

@@ -6,7 +6,7 @@ from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.errors import SnapshotError, UserError
 from tahq.pipeline.checkpoint.choice import choose_snapshot
 from tahq.pipeline.checkpoint.resume import compare_configs
-from tahq_launch.run_folder import RunFolder
+from tahq_launch.start.run_folder import RunFolder
 
 
 def facts_to_go_on_with(journal: Journal, kept: ClusterConfig, folder: RunFolder) -> JournalFacts | None:

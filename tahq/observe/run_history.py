@@ -20,7 +20,7 @@ from tahq.coordinator.observer import (
 )
 from tahq.observe.bottleneck import Diagnosis, diagnose
 from tahq.observe.codec_advice import WireFacts
-from tahq.observe.step_split import median_step
+from tahq.observe.metrics_reader import median_step
 
 RECENT_STEPS = 20
 """Steps that the remaining time, and what a step waits for, are estimated from."""

@@ -14,8 +14,7 @@ from tahq.memory.free_memory import free_bytes
 from tahq.plan.measure.meter import Meter, MeterServer, Peer, StreamTimes
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S
 from tahq.worker.assembly import resolved_spec
-from tahq.worker.codec_times import seconds_per_element
-from tahq.worker.compute_times import ComputeMeasurement
+from tahq.worker.timing import ComputeMeasurement, seconds_per_element
 
 _TRIPS = 15
 _MOST_PEERS = 1024

@@ -10,8 +10,8 @@ from tahq.coordinator.link_policy import FollowRules, LinkKey, LinkLoad
 from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord
 from tahq.errors import ConfigError, SnapshotError
 from tahq.observe.metrics import step_object
-from tahq.observe.recorded_codecs import recorded_codecs
 from tahq.quant.ladder import Ladder
+from tahq_launch.start.codec_choice import recorded_codecs
 
 UP = ("wf:bits=2,group=128,center=on", "wf:bits=4,group=128,center=on")
 DOWN = ("eden:bits=2,group=256", "eden:bits=3,group=256", "eden:bits=4,group=256")

@@ -9,7 +9,8 @@ import torch
 import yaml
 from support.runs import command, environment, tiny, write_config
 
-from tahq_launch import cli, launcher
+from tahq_launch import cli
+from tahq_launch.start import launcher
 
 PROGRAMS = {
     "tahq": cli.main,

@@ -9,7 +9,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.coordinator.link_policy import LinkKey
 from tahq.errors import ConfigError
-from tahq_launch.codec_choice import codec_options
+from tahq_launch.start.codec_choice import codec_options
 
 UP = ["wf:bits=2", "wf:bits=4"]
 

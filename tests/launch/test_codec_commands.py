@@ -240,7 +240,7 @@ def test_compare_draws_a_plot(tahq, tensors, tmp_path):
 
 
 def test_plot_without_matplotlib_is_refused_before_anything_is_measured(tahq, tensors, monkeypatch):
-    monkeypatch.setattr("tahq_launch.codec_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("tahq_launch.analysis.codec_comparison.find_spec", lambda name: None)
     outcome = compare(tahq, "x.safetensors", "--plot", "out.png")
     assert_one_line(outcome, "--plot needs matplotlib", "tahq[plots]")
     assert outcome[1] == ""

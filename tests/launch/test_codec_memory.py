@@ -6,8 +6,7 @@ from support.cluster_files import EXAMPLES
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config, resolve
 from tahq.errors import DataError
-from tahq_launch.codec_memory import seen_samples
-from tahq_launch.dry_run import WIDTH, dry_run
+from tahq_launch.plan.dry_run import WIDTH, dry_run, seen_samples
 
 
 @pytest.fixture

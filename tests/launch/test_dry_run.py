@@ -15,9 +15,8 @@ from tahq.errors import ModelError
 from tahq.models.model_spec import load_spec
 from tahq.pipeline.schedule.generators import generate
 from tahq.quant import get_codec
-from tahq_launch.dry_run import WIDTH, dry_run
-from tahq_launch.link_speeds import link_speeds
-from tahq_launch.step_traffic import host_traffic, step_flows, wire_only_step_s
+from tahq_launch.plan.dry_run import WIDTH, dry_run
+from tahq_launch.plan.step_traffic import host_traffic, link_speeds, step_flows, wire_only_step_s
 
 
 def load(*overrides: str, example: str = "gpt2") -> ClusterConfig:

@@ -12,9 +12,10 @@ import torch
 from support.processes import is_alive, name, wait_until
 
 from tahq.errors import PeerLostError
-from tahq_launch import cli, fork_server
-from tahq_launch.fork_server import ForkedCommand, ForkServer
-from tahq_launch.parent_watch import die_with_launcher
+from tahq_launch import cli
+from tahq_launch.start import fork_server
+from tahq_launch.start.fork_server import ForkedCommand, ForkServer
+from tahq_launch.start.worker_lifetime import die_with_launcher
 
 from .conftest import wait_until_gone
 

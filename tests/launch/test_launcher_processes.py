@@ -13,11 +13,11 @@ from support.runs import write_config
 
 from tahq.config.file import load_config
 from tahq.errors import UserError
-from tahq_launch import launcher as launcher_module
-from tahq_launch import local_host
-from tahq_launch.launcher import Fleet, local_peer, signals_to
-from tahq_launch.local_host import local_command, threads_of_each
-from tahq_launch.stage_process import StageProcess, WorkerCommand
+from tahq_launch.start import launcher as launcher_module
+from tahq_launch.start import worker_command as local_host
+from tahq_launch.start.launcher import Fleet, local_peer, signals_to
+from tahq_launch.start.stage_process import StageProcess, WorkerCommand
+from tahq_launch.start.worker_command import local_command, threads_of_each
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 
@@ -141,10 +141,10 @@ def test_signals_become_requests_and_go_back_to_what_they_were():
 @pytest.mark.parametrize(("deaf", "status"), [(False, -signal.SIGTERM), (True, -signal.SIGKILL)])
 def test_process_leaves_when_its_stdin_ends(deaf, status):
     program = (
-        "import signal, time; from tahq_launch import parent_watch\n"
+        "import signal, time; from tahq_launch.start import worker_lifetime\n"
         f"if {deaf}: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "parent_watch.GRACE_S = 0.2\n"
-        "parent_watch.exit_with_stdin(); print('watching', flush=True); time.sleep(60)"
+        "worker_lifetime.GRACE_S = 0.2\n"
+        "worker_lifetime.exit_with_stdin(); print('watching', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -13,8 +13,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
-from tahq_launch.measure import micro_batches_of
-from tahq_launch.measure_report import check_writable, write_numbers
+from tahq_launch.plan.measure import check_writable, micro_batches_of, write_numbers
 
 CODECS = ["fixed:bits=8,group=64,round=nearest", "raw:dtype=fp32"]
 THREE = tiny(pipeline={"stages": 3})

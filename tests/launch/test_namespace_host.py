@@ -11,11 +11,11 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import dump_yaml, load_config
 from tahq.errors import ConfigError
 from tahq_launch import namespace_host
-from tahq_launch.dry_run import WIDTH, dry_run
-from tahq_launch.link_speeds import link_speeds
 from tahq_launch.namespace_host import COORDINATOR, links_of, network_of
 from tahq_launch.network_text import describe_network
-from tahq_launch.resolution import resolve_for_run, with_profile
+from tahq_launch.plan.dry_run import WIDTH, dry_run
+from tahq_launch.plan.step_traffic import link_speeds
+from tahq_launch.start.resolution import resolve_for_run, with_profile
 from tahq_netem.description import plan_network
 from tahq_netem.profiles import load_profile
 

@@ -10,7 +10,7 @@ from tahq.config.stage_estimate import stage_estimate
 from tahq.models.model_spec import load_spec
 from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable
-from tahq_launch.plan_problem import PlanChoices, model_numbers, problem_of
+from tahq_launch.plan.problem import PlanChoices, model_numbers, problem_of
 
 LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
 MATRICES = 4 * 64 * 64 + 3 * 64 * 96

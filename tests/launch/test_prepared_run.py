@@ -12,8 +12,8 @@ from tahq.config.file import config_hash
 from tahq.errors import ConfigError
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
-from tahq_launch.prepared_run import StartRequest, check_reachable, continued_config
-from tahq_launch.resolution import resolve_for_run
+from tahq_launch.start.prepared_run import StartRequest, check_reachable, continued_config
+from tahq_launch.start.resolution import resolve_for_run
 
 TINY = ClusterConfig.model_validate(tiny(pipeline={"stages": 2}))
 

@@ -13,9 +13,10 @@ from support.runs import Run, command, environment, finish, launch, tiny, write_
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
 from tahq.pipeline.probe.gradient_probe import GradientProbe
-from tahq_launch import cli, probe_command
-from tahq_launch.probe_progress import ProgressLines, gradients_of, progress_of
-from tahq_launch.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire
+from tahq_launch import cli
+from tahq_launch.analysis import probe as probe_command
+from tahq_launch.analysis.probe import ProgressLines, gradients_of, progress_of
+from tahq_launch.analysis.probe_setup import ProbeRequest, default_wires, open_setup, parse_wire
 
 CONFIG = tiny(
     pipeline={"stages": 2},

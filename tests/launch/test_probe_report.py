@@ -6,7 +6,7 @@ import pytest
 
 from tahq.pipeline.probe.cut_model import Wire
 from tahq.pipeline.probe.result import ErrorSums, StepErrors, WireResult
-from tahq_launch.probe_report import ProbeFacts, as_json, error_rows, head, notes, sentence
+from tahq_launch.analysis.probe_report import ProbeFacts, as_json, error_rows, head, notes, sentence
 
 WIRE = Wire("tah:group=32", "fixed:bits=6,group=64,round=nearest")
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tahq.errors import UserError
-from tahq_launch.run_folder import RunFolder
+from tahq_launch.start.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_lock_is_exclusive_between_processes_and_names_the_holder(folder):
     program = (
         "import pathlib, sys\n"
         "from tahq.errors import UserError\n"
-        "from tahq_launch.run_folder import RunFolder\n"
+        "from tahq_launch.start.run_folder import RunFolder\n"
         "try:\n"
         "    with RunFolder(pathlib.Path(sys.argv[1])).locked(): print('got it')\n"
         "except UserError as error: print(error)\n"

@@ -10,8 +10,8 @@ from support.runs import write_config
 from tahq.comm.keys import default_key_path, new_key_pair, read_key_file, write_key_file
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
-from tahq_launch.prepared_run import _warnings
-from tahq_launch.run_keys import make_run_keys
+from tahq_launch.start.prepared_run import _warnings
+from tahq_launch.start.run_keys import make_run_keys
 
 from .conftest import TWO_STAGES
 

@@ -19,8 +19,8 @@ import tahq_launch
 import tahq_netem
 from tahq.comm.config import HostConfig
 from tahq.comm.keys import new_key_pair
-from tahq_launch.run_keys import RunKeys
-from tahq_launch.ssh_host import ssh_command, worker_by_hand
+from tahq_launch.start.run_keys import RunKeys
+from tahq_launch.start.worker_command import ssh_command, worker_by_hand
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from tahq.errors import UserError
-from tahq_launch.tensor_files import load_tensors
+from tahq_launch.analysis.codec_comparison import load_tensors
 
 
 def test_safetensors_gives_the_floating_point_tensors(tmp_path):

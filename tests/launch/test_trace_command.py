@@ -11,7 +11,7 @@ from tahq.coordinator.stage_split import StageSplit
 from tahq.errors import UserError
 from tahq.observe.metrics import step_object
 from tahq.observe.trace_file import TraceFiles
-from tahq_launch.trace_command import trace
+from tahq_launch.analysis.trace import trace
 
 
 def step_row(step: int) -> str:

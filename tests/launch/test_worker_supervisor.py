@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from support.processes import is_alive, wait_until
 
-HEAD = "import os, signal, sys, time\nfrom pathlib import Path\nfrom tahq_launch.worker_supervisor import supervise\n"
+HEAD = (
+    "import os, signal, sys, time\nfrom pathlib import Path\nfrom tahq_launch.start.worker_lifetime import supervise\n"
+)
 
 
 def start(folder: Path, serve: str, max_restarts: int = 3) -> subprocess.Popen[str]:

@@ -11,7 +11,7 @@ from tahq.comm.control.messages import Assign
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import RemoteProtocolError
 from tahq.quant.config import WireConfig
-from tahq.worker import stopwatch
+from tahq.worker import timing
 from tahq.worker.measuring import MeasuringMember
 
 CONFIG = ClusterConfig.model_validate(tiny(model={"vocab_size": 256, "num_layers": 2}, pipeline={"stages": 2}))
@@ -20,7 +20,7 @@ RAW = "raw:dtype=fp32"
 
 @pytest.fixture
 def members(monkeypatch):
-    monkeypatch.setattr(stopwatch, "BUDGET_S", 0.0)
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
     said = []
     listening = ("127.0.0.1:0", None)
     assigned = [Assign(stage, 7, "", "", is_measuring=True) for stage in range(2)]

@@ -5,7 +5,7 @@ from inspect import getmembers, isfunction
 import pytest
 
 from tahq.coordinator.observer import RunObserver
-from tahq.observe.fan_out import Observers
+from tahq.observe.run_view import Observers
 
 
 class Listing(RunObserver):

@@ -9,7 +9,7 @@ from tahq.coordinator.observer import LinkRecord, StageRecord
 from tahq.coordinator.stage_split import StageSplit
 from tahq.errors import UserError
 from tahq.observe.metrics import step_object
-from tahq.observe.step_split import median_step, read_steps, step_record
+from tahq.observe.metrics_reader import median_step, read_steps, step_record
 
 
 def split_record(record, number, scale=1.0):

@@ -4,7 +4,7 @@ import math
 
 from tahq.coordinator.observer import RunEnd
 from tahq.observe.run_history import RunHistory
-from tahq.observe.summary import summary_text
+from tahq.observe.run_view import summary_text
 
 
 def rows(text):

@@ -8,8 +8,7 @@ import pytest
 from support.disks import can_mount, fill, small_disk
 
 from tahq.coordinator.observer import StageTrace, StepTrace, TracedSpan
-from tahq.observe.trace_file import TraceFiles, trace_object, trace_path
-from tahq.observe.trace_pictures import merged, read_picture
+from tahq.observe.trace_file import TraceFiles, merged, read_picture, trace_object, trace_path
 
 FRAME = "train step 5 cut 0 forward 0"
 

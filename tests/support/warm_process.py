@@ -23,7 +23,7 @@ from typing import TextIO
 
 WARM = [
     "tahq_launch.cli",
-    "tahq_launch.launcher",
+    "tahq_launch.start.launcher",
     "tahq.worker.main",
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",

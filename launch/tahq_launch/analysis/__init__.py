@@ -1,0 +1,1 @@
+"""Commands that explain: what codecs do to tensors and gradients, and what a run spent its steps on."""

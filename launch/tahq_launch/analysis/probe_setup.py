@@ -1,0 +1,222 @@
+"""What a probe needs, made of the cluster.yaml of the run that it is for.
+
+The same parts as a run's stages have (data, slices, optimizer, learning rate, clipping), all in this process. Weights
+are the run's random ones or its folder's, those of another folder, or of the run's newest snapshot.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tahq.comm.topology import Position, total_steps
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import load_config
+from tahq.coordinator.commit import clip_factor, global_norm
+from tahq.data.batches import BatchSource
+from tahq.data.dataset import Dataset
+from tahq.data.sample_order import Cursor
+from tahq.errors import ConfigError, UserError
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.model_spec import ModelSpec
+from tahq.models.slice import HEAD_WEIGHT, build_slice
+from tahq.models.weights import FolderWeights
+from tahq.pipeline.checkpoint.manifest import read_latest
+from tahq.pipeline.checkpoint.reader import SnapshotReader
+from tahq.pipeline.checkpoint.resume import compare_configs
+from tahq.pipeline.config import TrainingConfig
+from tahq.pipeline.probe.cut_model import CutModel, Wire
+from tahq.pipeline.update.update import StageUpdate
+from tahq.quant import CodecSpec
+from tahq.worker.assembly import (
+    StageData,
+    block_ranges,
+    compute_device,
+    computes_in_bf16,
+    keep_as_configured,
+    resolved_spec,
+)
+from tahq_launch.start.prepared_run import continued_config
+from tahq_launch.start.resolution import resolve_for_run
+from tahq_launch.start.run_folder import RunFolder
+
+RAW = "raw:dtype=fp32"
+PAPER_TILES = ("tah:group=64", "tah:group=32")
+_SEPARATOR = re.compile(r"\s*/\s*(?=[a-z])")  # the slash of int4=4/5 has a digit behind it
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """What a person asked for on the command line of `tahq probe`.
+
+    Attributes:
+        wires: pairs of codecs, ``tah / fixed:bits=8``; empty: the run's, and the paper's tiles.
+        steps: probed steps.
+        batches: at each of them.
+        warm_up: steps of training before.
+        weights: Hugging Face folder to read them from.
+    """
+
+    config_path: Path
+    overrides: tuple[str, ...] = ()
+    wires: tuple[str, ...] = ()
+    steps: int = 4
+    batches: int = 4
+    warm_up: int = 0
+    weights: Path | None = None
+    resume: bool = False
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSetup:
+    """A model that can be probed, and what belongs to it; `update` takes the optimizer's step of that number."""
+
+    config: ClusterConfig
+    model: CutModel
+    batches: BatchSource
+    update: Callable[[int], None]
+    start_step: int
+    wires: tuple[Wire, ...]
+    weights: str
+    """Where they come from, in words."""
+
+    @property
+    def boundary(self) -> tuple[int, int, int]:
+        """[B, S, C] of what crosses a cut."""
+        hidden_size = self.model.hidden_size
+        return self.config.training.micro_batch, self.config.data.seq_len, hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where the weights stand."""
+
+    config: ClusterConfig
+    reader: SnapshotReader | None = None
+    cursor: Cursor = field(default_factory=Cursor)
+
+
+def open_setup(request: ProbeRequest) -> ProbeSetup:
+    """Read the configuration, the data and the weights, and build the model.
+
+    Raises:
+        UserError: whatever does not exist, does not fit, or has no wire to probe.
+    """
+    if request.resume and request.weights is not None:
+        raise UserError("--weights and --resume both say where the weights come from; give one of them")
+    origin = _origin(request)
+    config = origin.config
+    if request.resume and config.training.is_low_rank:
+        raise UserError(
+            f"{config.run.name} was trained by {config.training.optimizer}, whose weights and subspaces a probe cannot "
+            "take up; write its model to a folder with tahq export, and give that with --weights"
+        )
+    if config.pipeline.stages == 1:
+        raise UserError("pipeline.stages is 1, so nothing crosses a wire; probe with --set pipeline.stages=2 or more")
+    wires = tuple(map(parse_wire, request.wires)) or default_wires(config)
+    device = compute_device(config, 0, request.device)
+    if config.run.threads is not None:  # sums in another order have other bits
+        torch.set_num_threads(config.run.threads)
+    data = StageData.load(config)
+    batches = _batch_source(config, data.dataset, origin.cursor)
+    spec = resolved_spec(config, data.tokenizer.vocab_size)
+    model = _build_model(config, spec, device, with_weights=request.weights is None and origin.reader is None)
+    update = _update(config, model, data.dataset, origin)
+    if request.weights is not None:
+        _read_folder(request.weights, spec, model)
+    return ProbeSetup(
+        config, model, batches, update, origin.cursor.step, wires, _weights_in_words(request, spec, origin)
+    )
+
+
+def parse_wire(text: str) -> Wire:
+    """The codecs of ``ACTIVATIONS / GRADIENTS``, such as ``tah:group=32 / fixed:bits=8``.
+
+    Raises:
+        ConfigError: not two codecs, or one that does not exist.
+    """
+    specs = _SEPARATOR.split(text.strip())
+    if len(specs) != 2:
+        raise ConfigError(f"--wire {text!r}: expected two codecs, forward / backward, as in 'tah / fixed:bits=8'")
+    return canonical_wire(*specs)
+
+
+def canonical_wire(activations: str, gradients: str) -> Wire:
+    """A wire whose specs are written out, so that equal ones compare equal; ConfigError for what is no codec."""
+    return Wire(str(CodecSpec.parse(activations)), str(CodecSpec.parse(gradients)))
+
+
+def default_wires(config: ClusterConfig) -> tuple[Wire, ...]:
+    """The run's own wire, then the paper's tiles of 64 and 32 forward, alone and with the run's gradients."""
+    gradients = config.wire.gradients
+    pairs = [(tile, backward) for backward in (RAW, gradients) for tile in PAPER_TILES]
+    wires = [canonical_wire(*pair) for pair in [(config.wire.activations, gradients), *pairs]]
+    return tuple(dict.fromkeys(wires))
+
+
+def _origin(request: ProbeRequest) -> _Origin:
+    given = load_config(request.config_path, request.overrides)
+    if not request.resume:
+        return _Origin(resolve_for_run(given))
+    folder = RunFolder(Path(given.run.dir) / given.run.name)
+    folder.check_startable(resume=True)
+    snapshot, manifest = read_latest(folder.snapshots)
+    config = resolve_for_run(continued_config(manifest.config, given))
+    compare_configs(manifest.config, config.model_dump(mode="json")).check()
+    reader = SnapshotReader(snapshot, manifest.sha256)
+    first = next(file for file in sorted(manifest.sha256) if file.startswith("stage-000"))
+    return _Origin(config, reader, Cursor(**reader.stage_meta(first).cursor))
+
+
+def _batch_source(config: ClusterConfig, dataset: Dataset, origin: Cursor) -> BatchSource:
+    training = config.training
+    return BatchSource(
+        dataset,
+        seed=config.run.seed,
+        global_batch=training.global_batch,
+        micro_batch=training.micro_batch,
+        origin=origin,
+    )
+
+
+def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *, with_weights: bool) -> CutModel:
+    seed, random = config.run.seed, RandomContext(config.run.seed)
+    slices = [
+        build_slice(spec, blocks, seed=seed, device=device, random=random, weights=with_weights)
+        for blocks in block_ranges(config, spec)
+    ]
+    for part in slices:
+        keep_as_configured(config, part)
+    return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device))
+
+
+def _update(config: ClusterConfig, model: CutModel, dataset: Dataset, origin: _Origin) -> Callable[[int], None]:
+    """The optimizer's step as a run takes it: global clipping, then the rate of that step."""
+    training, position = config.training, Position(origin.cursor.step, origin.cursor.sample)
+    samples = dataset.num_train_samples
+    total = total_steps(training.steps, training.epochs, samples, training.global_batch, position)
+    update = StageUpdate(training, model.parameters, model.is_decayed, total, model.tied)
+    if origin.reader is not None:
+        update.load(origin.reader.tensor, set(origin.reader.names()))
+    return lambda step: _take(update, training, step)
+
+
+def _take(update: StageUpdate, training: TrainingConfig, step: int) -> None:
+    update.apply(step, clip_factor(global_norm(update.squared_norms()), training.clip_norm))
+
+
+def _read_folder(folder: Path, spec: ModelSpec, model: CutModel) -> None:
+    found = FolderWeights.find(folder, spec.layout.trunk)
+    tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
+    found.read_into(model.parameters, tied)
+
+
+def _weights_in_words(request: ProbeRequest, spec: ModelSpec, origin: _Origin) -> str:
+    if origin.reader is not None:
+        return f"the run's after {origin.cursor.step} steps"
+    if request.weights is not None:
+        return f"from {request.weights}"
+    return f"from {spec.folder}" if spec.folder is not None else "random"

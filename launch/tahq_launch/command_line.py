@@ -1,0 +1,105 @@
+"""How a tahq command ends: one line on stderr, the right exit status, a traceback only when asked for.
+
+Invariants:
+- what the user can mend is one line, ``tahq-launch: cluster.yaml:3: …``, and never a traceback;
+- a traceback is shown with ``--debug`` and always kept in the log of a run that has one;
+- the status comes from the error's class (`tahq.errors`); what is not ours is status 1.
+"""
+
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tahq.errors import TahqError, message_of
+
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(metavar="CLUSTER.YAML", show_default=False, help="What to run, e.g. launch/examples/demo.yaml."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="Change one key of the file, e.g. --set training.steps=200 --set links.rate=50mbit. May be repeated.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run of this name from its newest snapshot. Default: a new run.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, log in detail. Default: one line an error.")]
+
+
+log = logging.getLogger("tahq")
+
+
+def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
+    """Run one command line and turn whatever comes out of it into an exit status.
+
+    Args:
+        app: the commands.
+        program: what error messages and the help call it.
+        arguments: the command line without the program's name.
+
+    Returns:
+        What the command returned; 2 for a command line that is wrong; an error's own status; 130 after
+        Ctrl-C (typer's doing); 1 for an error that nobody foresaw.
+    """
+    log.addHandler(logging.NullHandler())  # without one, Python prints errors that nobody handles
+    try:
+        status = app(args=list(arguments), prog_name=program, standalone_mode=False)
+    except typer.TyperException as error:
+        hint = "" if "--help" in error.format_message() else f" (see {program} --help)"
+        return _say(program, error.format_message().rstrip(".") + hint, error.exit_code)
+    except Exception as error:
+        return report_error(program, error, debug="--debug" in arguments)
+    return status if isinstance(status, int) else 0
+
+
+def report_error(program: str, error: Exception, *, debug: bool) -> int:
+    """Say what went wrong as `run_app` does; returns the exit status."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, TahqError):
+        log.debug("ended by", exc_info=error)
+        return _say(program, message_of(error), error.exit_status)
+    log.critical("internal error", exc_info=error)
+    again = "" if debug else " (run again with --debug for the traceback)"
+    return _say(program, f"internal error: {type(error).__name__}: {message_of(error)}{again}", TahqError.exit_status)
+
+
+def _say(program: str, message: str, status: int) -> int:
+    print(f"{program}: {one_line(message)}", file=sys.stderr, flush=True)
+    return status
+
+
+def one_line(message: str) -> str:
+    """A message with its line breaks folded, so that it can be found and quoted as one line."""
+    return " ".join(part.strip() for part in message.splitlines() if part.strip())
+
+
+def log_to_stderr(level: int, *, is_log: bool) -> None:
+    """Send what tahq logs to stderr.
+
+    Args:
+        level: the least that is shown.
+        is_log: stderr is a log file: everything goes there, tracebacks too. Else it is read by a
+            person, whom `run_app` tells of an error in one line, so that errors are left out here.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    if not is_log:
+        handler.addFilter(lambda record: record.levelno < logging.ERROR)
+    log.addHandler(handler)
+    log.setLevel(level)
+
+
+def announce(line: str) -> None:
+    """A line for whoever waits for it on the other end of a pipe, too."""
+    print(line, flush=True)

@@ -1,0 +1,1 @@
+"""What can be known before a run: `tahq measure`, `tahq plan` and `--dry-run`."""

@@ -1,0 +1,1 @@
+"""From a cluster.yaml to running processes, and what keeps them running."""

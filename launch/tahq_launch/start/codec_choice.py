@@ -1,0 +1,109 @@
+"""What a coordinator is told of the links' codecs: as configured, the ladders, and a record to repeat."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from tahq.config.cluster import ClusterConfig
+from tahq.coordinator.link_codecs import CodecOptions, Recorded
+from tahq.coordinator.link_policy import FollowRules, LinkKey
+from tahq.coordinator.observer import Traffic
+from tahq.errors import ConfigError, UserError
+from tahq.observe.codec_advice import WireFacts
+from tahq.observe.metrics_reader import read_lines
+from tahq.quant.ladder import Ladder, ladder_for
+from tahq.worker.assembly import resolved_spec
+
+
+def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptions:
+    """The part of a resolved configuration that decides about codecs.
+
+    Args:
+        config: resolved.
+        saved: what the snapshot to continue from kept of the links.
+
+    Raises:
+        ConfigError: a ladder that does not go with the model, or a record that is none of these ladders.
+    """
+    start = {cast(Traffic, direction): spec for direction, spec in config.wire.specs().items()}
+    follow = config.wire.follow
+    if follow is None:
+        return CodecOptions(start)
+    ladders = _ladders(config)
+    guard = follow.guard
+    rules = FollowRules(
+        ladders=ladders,
+        raise_after=follow.raise_after,
+        lower_after=follow.lower_after,
+        max_error=guard.max_error,
+        loss_rise=guard.loss_rise,
+        hold=guard.hold,
+    )
+    num_links = config.pipeline.num_chunks - 1
+    replay = _replay(Path(config.wire.replay), ladders, num_links) if config.wire.replay is not None else None
+    return CodecOptions(start, rules, replay, saved)
+
+
+def _ladders(config: ClusterConfig) -> dict[Traffic, Ladder]:
+    channels = config.model.hidden_size or resolved_spec(config, None).hidden_size
+    shape = (config.training.micro_batch, config.data.seq_len, channels)
+    ladders: dict[Traffic, Ladder] = {}
+    for name, rungs in config.wire.rungs().items():
+        try:
+            ladders[cast(Traffic, name)] = ladder_for(rungs, shape)
+        except ConfigError as error:
+            raise ConfigError(f"wire.follow.{name}: {error}") from error
+    return ladders
+
+
+def _replay(path: Path, ladders: Mapping[Traffic, Ladder], num_links: int) -> Recorded:
+    """The record without the link of tied embeddings, which crosses as it is."""
+    recorded = {
+        step: {key: spec for key, spec in specs.items() if key.link < num_links}
+        for step, specs in recorded_codecs(path).items()
+    }
+    for step, specs in recorded.items():
+        for key, spec in specs.items():
+            if ladders[key.direction].rung(spec) is None:
+                raise ConfigError(
+                    f"wire.replay: {path} has {spec} for {key.direction} at step {step}, which is not on the ladder "
+                    f"{', '.join(ladders[key.direction].specs)}; give wire.follow the ladders of that run"
+                )
+    return recorded
+
+
+def recorded_codecs(path: Path) -> Recorded:
+    """The codecs by step, counted from 1, and by link and direction; a last line that is not complete is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not the metrics of a run that says what its codecs were.
+    """
+    try:
+        recorded = dict(read_lines(path, _step, "the codecs of a step"))
+    except UserError as error:
+        raise ConfigError(f"wire.replay: {error}") from error
+    if not recorded:
+        raise ConfigError(f"wire.replay: {path} has no steps")
+    return recorded
+
+
+def _step(row: dict[str, Any]) -> tuple[int, dict[LinkKey, str]]:
+    return int(row["step"]), _codecs(row["links"])
+
+
+def _codecs(links: list[dict[str, Any]]) -> dict[LinkKey, str]:
+    return {_key(link): str(link["codec"]) for link in links}
+
+
+def _key(link: dict[str, Any]) -> LinkKey:
+    direction = link["direction"]
+    if direction not in ("activations", "gradients"):
+        raise ValueError(f"direction {direction!r}")
+    return LinkKey(int(link["link"]), direction)
+
+
+def wire_facts(config: ClusterConfig) -> WireFacts:
+    """What a resolved configuration says about the wire."""
+    spec = resolved_spec(config, None)
+    shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
+    return WireFacts(config.wire.activations, config.wire.gradients, shape)

@@ -1,0 +1,186 @@
+"""Splits of steps, read from metrics.jsonl again, and the medians of several."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar, get_args
+
+from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord, Traffic
+from tahq.coordinator.stage_split import StageSplit
+from tahq.errors import UserError
+
+Value = TypeVar("Value")
+
+WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What is raised on the way from a line to a value if it is not the line of a step, or not JSON."""
+
+
+def read_lines(metrics: Path, value_of: Callable[[Any], Value], what: str) -> list[Value]:
+    """A value of each line that is complete, in order.
+
+    A last line without a newline is left out: it is being written, or was cut by a kill or a full disk (`metrics.py`).
+
+    Args:
+        metrics: the file.
+        value_of: makes the value of a line's JSON; raises one of `WRONG` if it is not as it should be.
+        what: every line should have, for the message.
+
+    Raises:
+        UserError: the file cannot be read, or one of its lines; with its number, from 1.
+    """
+    try:
+        lines = metrics.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise UserError(f"cannot read {metrics}: {error.strerror}") from error
+    values = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            values.append(value_of(json.loads(line)))
+        except WRONG as error:
+            raise UserError(
+                f"{metrics}:{number} does not have {what} ({_reason(error)}); was it written by this tahq?"
+            ) from error
+    return values
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON from character {error.colno} on: {error.msg}"
+    return f"no key {error}" if isinstance(error, KeyError) else str(error)
+
+
+def read_steps(metrics: Path) -> list[StepRecord]:
+    """The steps of a metrics.jsonl, in order; a last line that is not complete is left out.
+
+    Raises:
+        UserError: it cannot be read, has a number that no step can have, or was written by a version that did not
+            split steps.
+    """
+    return read_lines(metrics, step_record, "the split of a step")
+
+
+def step_record(row: Mapping[str, Any]) -> StepRecord:
+    """A line of metrics.jsonl as the record that it was made of; a loss or a norm that is null is NaN.
+
+    Raises:
+        ValueError: a number that no step can have.
+    """
+    stages = tuple(_stage(stage, number) for number, stage in enumerate(row["stages"]))
+    step_time_s = _seconds(row["step_time_s"], "step_time_s")
+    if step_time_s < 0:
+        raise ValueError(f"step_time_s is {step_time_s}")
+    return StepRecord(
+        step=_whole(row, "step", least=1),
+        loss=_number(row["loss"]),
+        tokens=_whole(row, "tokens"),
+        step_time_s=step_time_s,
+        grad_norm=_number(row["grad_norm"]),
+        clip_factor=_number(row["clip_factor"]),
+        skipped=bool(row["skipped"]),
+        evaluating="validation" in row,
+        stages=stages,
+        links=tuple(_link(link, len(stages)) for link in row["links"]),
+    )
+
+
+def _stage(row: Mapping[str, Any], number: int) -> StageRecord:
+    if row["stage"] != number:
+        raise ValueError(f"stage {row['stage']} is where stage {number} should be")
+    values = {field.name: row[field.name] for field in fields(StageSplit)}
+    waits = {int(stage): _seconds(s, "wait_s") for stage, s in values.pop("wait_s").items()}
+    beside = {name: _seconds(s, "beside_s") for name, s in values.pop("beside_s").items()}
+    split = StageSplit(wait_s=waits, beside_s=beside, **{name: _seconds(s, name) for name, s in values.items()})
+    timing = {name: _number(s) for name, s in row["timing_s"].items()}
+    return StageRecord(number, timing, _whole(row, "codec_state_bytes"), split)
+
+
+def _link(row: Mapping[str, Any], num_stages: int) -> LinkRecord:
+    if row["direction"] not in get_args(Traffic):
+        raise ValueError(f"direction {row['direction']!r}")
+    return LinkRecord(
+        link=_whole(row, "link"),
+        sender=_whole(row, "from", most=num_stages - 1),
+        receiver=_whole(row, "to", most=num_stages - 1),
+        direction=row["direction"],
+        frames=_whole(row, "frames", least=1),
+        payload_bytes=_whole(row, "payload_bytes", least=1),
+        wire_bytes=_whole(row, "wire_bytes"),
+        elements=_whole(row, "elements"),
+        busy_s=_seconds(row["busy_s"], "busy_s"),
+        sending_s=_seconds(row["sending_s"], "sending_s"),
+        wire_s=_seconds(row["wire_s"], "wire_s"),
+        idle_s=_seconds(row["idle_s"], "idle_s"),
+        codec=str(row.get("codec", "")),
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _seconds(value: float | None, name: str) -> float:
+    seconds = _number(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{name} is {'null' if value is None else value}; expected seconds")
+    return seconds
+
+
+def _whole(row: Mapping[str, Any], key: str, *, least: int = 0, most: int | None = None) -> int:
+    number = int(row[key])
+    if number < least:
+        raise ValueError(f"{key} is {number}; expected at least {least}")
+    if most is not None and number > most:
+        raise ValueError(f"{key} is {number}; expected at most {most}")
+    return number
+
+
+def median_step(steps: Iterable[StepRecord]) -> StepRecord:
+    """Every figure's median over these steps, one at least; named as the last one.
+
+    Medians do not add up as the parts of each step do.
+    """
+    steps = list(steps)
+    last = steps[-1]
+    stages = [[s.stages[index] for s in steps if index < len(s.stages)] for index in range(len(last.stages))]
+    links: dict[tuple[int, int, str], list[LinkRecord]] = {}
+    for step in steps:
+        for link in step.links:
+            links.setdefault((link.link, link.sender, link.direction), []).append(link)
+    return replace(
+        last,
+        step_time_s=median(step.step_time_s for step in steps),
+        stages=tuple(_median_stage(records) for records in stages),
+        links=tuple(_median_link(links[link.link, link.sender, link.direction]) for link in last.links),
+    )
+
+
+def _median_stage(records: Sequence[StageRecord]) -> StageRecord:
+    splits = [record.split for record in records]
+    values: dict[str, Any] = {}
+    for field in fields(StageSplit):
+        parts = [getattr(split, field.name) for split in splits]
+        by_key = isinstance(parts[0], Mapping)
+        values[field.name] = _medians_by_key(parts) if by_key else median(parts)
+    timing = _medians_by_key([record.timing for record in records])
+    return replace(records[-1], timing=timing, split=StageSplit(**values))
+
+
+def _medians_by_key(parts: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: median(part.get(key, 0.0) for part in parts) for key in keys}
+
+
+def _median_link(records: Sequence[LinkRecord]) -> LinkRecord:
+    def middle(figure: Callable[[LinkRecord], float]) -> float:
+        return median(map(figure, records))
+
+    return replace(
+        records[-1],
+        busy_s=middle(lambda r: r.busy_s),
+        sending_s=middle(lambda r: r.sending_s),
+        wire_s=middle(lambda r: r.wire_s),
+        idle_s=middle(lambda r: r.idle_s),
+    )

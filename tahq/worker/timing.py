@@ -1,0 +1,253 @@
+"""How long a device takes for the parts of the model: one block, the embedding, the head with the loss.
+
+Weights are random, whatever the run's are; only their sizes matter here. Gradients are added up as in a step. Every
+part is built, timed and dropped before the next, so that the largest part is all that must fit.
+
+Shapes: B samples, S positions, C hidden channels, V vocabulary.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import micro_batch_shape
+from tahq.memory.saved_tensors import saved_by_block
+from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.sleeping_slice import build_sleeping_slice
+from tahq.models.slice import ModelSlice, Parts, build_parts, sharing_copies_of
+from tahq.pipeline.boundary import BOUNDARY_DTYPE
+from tahq.pipeline.gradients import summed_cross_entropy
+from tahq.plan.cluster_numbers import LayerTimes
+from tahq.quant import get_codec
+from tahq.quant.config import WireConfig
+from tahq.worker.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
+
+BUDGET_S = 0.3
+"""A thing is repeated for so long …"""
+FEWEST = 3
+"""… but at least so often, and …"""
+MOST = 50
+"""… at most so often, after one time that is not counted."""
+
+
+class Timer:
+    """Times what runs on a device, which is waited for before and after.
+
+    Args:
+        device: where.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._clock = clock
+
+    def now_s(self) -> float:
+        """The time, once the device has done what it was told."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    def medians_s(self, laps: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """Medians of what a function says over its repetitions.
+
+        Args:
+            laps: does the work, and returns the seconds of each of its parts.
+        """
+        laps()
+        rows: list[tuple[float, ...]] = []
+        until_s = self._clock() + BUDGET_S
+        while len(rows) < FEWEST or (len(rows) < MOST and self._clock() < until_s):
+            rows.append(laps())
+        return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+
+_FP32 = 4
+
+
+class ComputeMeasurement:
+    """Times the parts of a configuration's model on one worker's device.
+
+    Args:
+        config: resolved.
+        stage: whose sleep is taken, under `model.sleep`.
+        device: where.
+        working: told what is being timed.
+    """
+
+    def __init__(self, config: ClusterConfig, stage: int, device: torch.device, working: Callable[[str], None]) -> None:
+        self._config = config
+        self._stage = stage
+        self._device = device
+        self._working = working
+        self._timer = Timer(device)
+        self._spec = dataclasses.replace(resolved_spec(config, None), folder=None)
+        self._bf16 = computes_in_bf16(config, device)
+
+    def layer_times(self, micro_batch: int) -> LayerTimes:
+        """The times of a micro-batch of so many samples.
+
+        Raises:
+            Exception: torch's, where it does not fit (`is_out_of_memory`).
+        """
+        activations = self._activation_bytes(micro_batch)
+        if self._config.model.sleep is not None:
+            forward_s, backward_s = self._sleep_of_a_block(micro_batch)
+            return LayerTimes(
+                micro_batch=micro_batch,
+                block_forward=forward_s,
+                block_backward=backward_s,
+                block_activation_bytes=activations,
+            )
+        block = self._block(micro_batch)
+        first_forward_s, first_backward_s, _ = self._part("embedding", micro_batch)
+        last_forward_s, last_backward_s, _ = self._part("head", micro_batch)
+        return LayerTimes(
+            micro_batch=micro_batch,
+            block_forward=block[0],
+            block_backward=block[1],
+            block_input_gradient=min(block[2], block[1]),
+            first_forward=first_forward_s,
+            first_backward=first_backward_s,
+            last_forward=last_forward_s,
+            last_backward=last_backward_s,
+            block_activation_bytes=activations,
+        )
+
+    def _block(self, micro_batch: int) -> tuple[float, ...]:
+        """Forward, backward and input gradient, the mean over all blocks: those with one window count as equal."""
+        spec = self._spec
+        windows = [spec.layout.window(spec.hf_config, block) for block in range(spec.num_layers)]
+        rows = [
+            (count, self._parts(Parts(range(windows.index(window), windows.index(window) + 1)), "a block", micro_batch))
+            for window, count in Counter(windows).items()
+        ]
+        columns = zip(*(row for _, row in rows), strict=True)
+        weights = [count for count, _ in rows]
+        return tuple(_weighted_mean(column, weights) for column in columns)
+
+    def _part(self, end: str, micro_batch: int) -> tuple[float, ...]:
+        parts = Parts(range(0), embedding=end == "embedding", head=end == "head")
+        return self._parts(parts, f"the {end}", micro_batch)
+
+    def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
+        self._working(f"timing {name}, micro-batches of {micro_batch}")
+        model = build_parts(self._spec, parts, device=self._device, random=RandomContext(0))
+        keep_as_configured(self._config, model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+        return self._timed(model, micro_batch)
+
+    def _sleep_of_a_block(self, micro_batch: int) -> tuple[float, float]:
+        """What the stage sleeps, over its blocks; the ends sleep no time of their own."""
+        if self._config.model.sleep is None:
+            raise AssertionError("asked under model.sleep only")
+        self._working(f"timing the stage's sleep, micro-batches of {micro_batch}")
+        blocks = block_ranges(self._config, self._spec)[self._stage]
+        sleep = self._config.model.sleep.of(self._stage)
+        model = build_sleeping_slice(self._spec, blocks, *sleep, device=self._device, random=RandomContext(0))
+        forward_s, backward_s, _ = self._timed(model, micro_batch)
+        return forward_s / len(blocks), backward_s / len(blocks)
+
+    def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:
+        """Seconds of forward, of backward, and of the input's gradient alone (0 where the input has none)."""
+        x, labels = self._input(model, micro_batch), self._labels(micro_batch)
+        sleeps = self._config.model.sleep is not None
+
+        def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+                y = model(x)
+            if model.parts.head and not sleeps:
+                return summed_cross_entropy(y, labels), None
+            return y, torch.ones_like(y)
+
+        def lap() -> tuple[float, ...]:
+            start_s = self._timer.now_s()
+            y, gradient = forward()
+            forward_s = self._timer.now_s()
+            y.backward(gradient)  # type: ignore[no-untyped-call]
+            backward_s = self._timer.now_s()
+            return forward_s - start_s, backward_s - forward_s
+
+        def input_lap() -> tuple[float]:
+            # autograd leaves out what is not asked for, but not within functions of our own
+            model.deferred = DeferredGradients() if self._config.memory.activations == "coat" else None
+            y, gradient = forward()
+            model.deferred = None
+            start_s = self._timer.now_s()
+            torch.autograd.grad(y, x, gradient)
+            return (self._timer.now_s() - start_s,)
+
+        has_weight_part = bool(model.parts.blocks) and not sleeps
+        with sharing_copies_of([model]):
+            times_s = self._timer.medians_s(lap)
+            return (*times_s, *(self._timer.medians_s(input_lap) if has_weight_part else (0.0,)))
+
+    def _input(self, model: ModelSlice, micro_batch: int) -> torch.Tensor:
+        """int64 [B, S] where the embedding is, else [B, S, C]."""
+        shape = (micro_batch, self._config.data.seq_len)
+        generator = torch.Generator("cpu").manual_seed(0)
+        if model.parts.embedding:
+            return torch.randint(self._spec.vocab_size, shape, generator=generator).to(self._device)
+        hidden = torch.randn(*shape, self._spec.hidden_size, generator=generator)
+        return hidden.to(self._device).requires_grad_()
+
+    def _labels(self, micro_batch: int) -> torch.Tensor:
+        return torch.zeros(micro_batch, self._config.data.seq_len, dtype=torch.int64, device=self._device)
+
+    def _activation_bytes(self, micro_batch: int) -> int:
+        """What a block keeps, counted: the most of all blocks, or its input where blocks are computed again."""
+        shape = micro_batch_shape(self._config, micro_batch, bf16=self._bf16)
+        if self._config.training.activation_checkpointing == "block":
+            return _FP32 * shape.num_tokens * self._spec.hidden_size
+        return max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+_DRAWS = 3
+
+
+def seconds_per_element(spec: str, wire: WireConfig, shape: Sequence[int], device: torch.device) -> tuple[float, float]:
+    """Seconds to encode and to decode, each divided by the elements; medians, kernels loaded before.
+
+    A codec that remembers samples is timed on samples that it has seen.
+
+    Args:
+        spec: the codec.
+        wire: its backend and threads.
+        shape: of the tensors, [B, S, C]; normal, with channels of different size, as activations are.
+        device: where.
+
+    Raises:
+        CodecError: it does not run here, or not on such tensors.
+    """
+    codec = get_codec(spec, backend=wire.backend, threads=wire.threads)
+    codec.prepare(shape, BOUNDARY_DTYPE, device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    scales = torch.rand(shape[-1], generator=generator) * 3 + 0.1
+    x = (torch.randn(*shape, generator=generator) * scales).to(device)
+    samples: dict[str, Any] = {"sample_ids": range(shape[0])} if codec.is_stateful else {}
+    timer = Timer(device)
+
+    def lap() -> tuple[float, float]:
+        start_s = timer.now_s()
+        payload = codec.encode(x, key=1, **samples).cpu()
+        encoded_s = timer.now_s()
+        codec.decode(payload.to(device), shape, BOUNDARY_DTYPE, key=1, **samples)
+        return encoded_s - start_s, timer.now_s() - encoded_s
+
+    if codec.is_stateful:
+        lap()
+    encode_s, decode_s = timer.medians_s(lap)
+    return encode_s / x.numel(), decode_s / x.numel()
