@@ -83,6 +83,7 @@ def step_record(row: Mapping[str, Any]) -> StepRecord:
         evaluating="validation" in row,
         stages=stages,
         links=tuple(_link(link, len(stages)) for link in row["links"]),
+        lr=_number(row.get("lr", 0.0)),  # absent from older files
     )
 
 
