@@ -16,7 +16,7 @@ PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "
 LIMITS = {
     "lines of tahq, launch and netem": 69_600,
     "modules there": 563,
-    "lines of benchmarks": 9_500,
+    "lines of benchmarks": 8_900,
     "lines of tests": 53_000,
     "modules with one importer, in the same folder": 132,
     "modules in the largest folder": 66,
