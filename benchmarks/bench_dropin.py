@@ -26,16 +26,15 @@ from dropin_rank import SCHEDULES, STOCK
 from harness import describe
 
 from tahq.data.config import DataConfig
-from tahq_netem.compute import StageTimes
-from tahq_netem.description import plan_network, uniform
-from tahq_netem.network import Network
+from tahq_netem.backends.network import Network
+from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.session import SessionRequest, StepRecord
-from tahq_netem.session_config import session_config
-from tahq_netem.sweep_measurement import apply_plan
-from tahq_netem.sweep_networks import calibrate_quickly, open_network
-from tahq_netem.sweep_points import SessionKey
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.sweep.networks import apply_plan, calibrate_quickly, open_network
+from tahq_netem.sweep.points import SessionKey
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import session_config
 
 RANKS = (2, 4)
 PACKED = ("tah", "fixed:bits=8")

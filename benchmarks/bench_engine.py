@@ -24,10 +24,10 @@ from pathlib import Path
 from engine_points import PLACES, RUNTIMES, WIRES, Choices, Place, sweeps
 from engine_rows import as_json, engine_rows, report
 
-from tahq_netem.machine import one_line
-from tahq_netem.sweep_command import run_sweep
-from tahq_netem.sweep_results import DONE, read_results
-from tahq_netem.sweep_spec import SCHEDULES
+from tahq_netem.measure.machine import one_line
+from tahq_netem.sweep.command import run_sweep
+from tahq_netem.sweep.results import DONE, read_results
+from tahq_netem.sweep.spec import SCHEDULES
 
 RESULTS = Path(__file__).parent / "results"
 

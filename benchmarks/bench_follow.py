@@ -32,13 +32,14 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.errors import TahqError
 from tahq.units import format_rate, parse_duration, parse_rate
-from tahq_netem.description import NetworkConfig
-from tahq_netem.fault_player import play
-from tahq_netem.faults import Timeline
-from tahq_netem.network import Network, build_network
+from tahq_netem.backends.choice import build_network
+from tahq_netem.backends.network import Network
+from tahq_netem.network.description import NetworkConfig
+from tahq_netem.network.fault_player import play
+from tahq_netem.network.faults import Timeline
 from tahq_netem.runtimes.session import SessionRequest
 from tahq_netem.runtimes.tahq_runtime import TahqSession
-from tahq_netem.session_config import MANY_STEPS
+from tahq_netem.sweep.workload import MANY_STEPS
 
 STAGES = 4
 MICRO_BATCHES = 8

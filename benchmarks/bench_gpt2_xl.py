@@ -35,15 +35,14 @@ from harness import need_gpu
 from trace_overhead import MICRO_BATCHES, TracedRun, overhead_lines, read_runs, trace_run
 
 from tahq_netem.bound import LinkSpeed, step_bound_s
-from tahq_netem.compute import StageTimes
-from tahq_netem.machine import one_line
-from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
-from tahq_netem.result_rows import Row, done
-from tahq_netem.session_config import planned_work
-from tahq_netem.sweep_command import run_sweep
-from tahq_netem.sweep_points import NetworkChoice, sweep_points
-from tahq_netem.sweep_results import DONE, read_results
-from tahq_netem.sweep_spec import SweepConfig, split_wire
+from tahq_netem.measure.machine import one_line
+from tahq_netem.sweep.command import run_sweep
+from tahq_netem.sweep.points import NetworkChoice, sweep_points
+from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
+from tahq_netem.sweep.results import DONE, Row, done, read_results
+from tahq_netem.sweep.spec import SweepConfig, split_wire
+from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import planned_work
 
 MODELS: Mapping[str, dict[str, Any]] = {
     "gpt2-xl": {

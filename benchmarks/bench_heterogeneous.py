@@ -33,14 +33,14 @@ from heterogeneous_cluster import (
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import TahqError
-from tahq_netem.description import plan_network
-from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
-from tahq_netem.runtimes.registry import RUNTIMES
+from tahq_netem.network.description import plan_network
 from tahq_netem.runtimes.session import SessionRequest
-from tahq_netem.session_config import planned_work, session_config
-from tahq_netem.sweep_measurement import Measurement, check_busy, measure_point
-from tahq_netem.sweep_networks import calibrate_quickly, open_network
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.sweep.measurement import Measurement, check_busy, measure_point
+from tahq_netem.sweep.networks import calibrate_quickly, open_network
+from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
+from tahq_netem.sweep.runner import RUNTIMES
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.workload import planned_work, session_config
 
 RESULTS = Path(__file__).parent / "results"
 MIN_TIMES_NAIVE = 1.5

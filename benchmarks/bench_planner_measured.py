@@ -42,15 +42,15 @@ from tahq.errors import TahqError
 from tahq.plan.planner import plan as planned_for
 from tahq.plan.prediction import Prediction, predict, step_time_s
 from tahq.plan.problem import PipelinePlan, PlanProblem, named
-from tahq_netem.calibration import calibrate
-from tahq_netem.network import Network
-from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
-from tahq_netem.runtimes.registry import RUNTIMES
+from tahq_netem.backends.network import Network
+from tahq_netem.measure.calibration import calibrate
 from tahq_netem.runtimes.session import SessionRequest
-from tahq_netem.session_config import planned_work, session_config
-from tahq_netem.sweep_measurement import apply_plan, check_busy, measure_point
-from tahq_netem.sweep_networks import open_network
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.sweep.measurement import check_busy, measure_point
+from tahq_netem.sweep.networks import apply_plan, open_network
+from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
+from tahq_netem.sweep.runner import RUNTIMES
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.workload import planned_work, session_config
 
 RESULTS = Path(__file__).parent / "results"
 _AS_FAST = 1 - 1e-9

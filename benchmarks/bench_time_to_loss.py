@@ -31,18 +31,17 @@ from harness import need_gpu
 
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
-from tahq_netem.description import NetworkPlan, plan_network, uniform
-from tahq_netem.machine import describe_machine, one_line
-from tahq_netem.network import Network
-from tahq_netem.plots import draw_plots
-from tahq_netem.runtimes.registry import RUNTIMES
+from tahq_netem.backends.network import Network
+from tahq_netem.measure.machine import describe_machine, one_line
+from tahq_netem.network.description import NetworkPlan, plan_network, uniform
 from tahq_netem.runtimes.session import Session, SessionRequest, StepRecord
-from tahq_netem.session_config import session_config
-from tahq_netem.sweep_measurement import apply_plan
-from tahq_netem.sweep_networks import calibrate_quickly, open_network
-from tahq_netem.sweep_points import SessionKey
-from tahq_netem.sweep_results import DONE, ResultFile, read_results
-from tahq_netem.sweep_spec import SweepConfig, split_wire
+from tahq_netem.sweep.networks import apply_plan, calibrate_quickly, open_network
+from tahq_netem.sweep.plots import draw_plots
+from tahq_netem.sweep.points import SessionKey
+from tahq_netem.sweep.results import DONE, ResultFile, read_results
+from tahq_netem.sweep.runner import RUNTIMES
+from tahq_netem.sweep.spec import SweepConfig, split_wire
+from tahq_netem.sweep.workload import session_config
 
 RESULTS = Path(__file__).parent / "results"
 MODELS: Mapping[str, dict[str, Any]] = {

@@ -25,9 +25,10 @@ from pathlib import Path
 
 from harness import describe
 
-from tahq_netem.description import uniform
-from tahq_netem.figures import GOODPUT_SHARE
-from tahq_netem.network import Network, build_network
+from tahq_netem.backends.choice import build_network
+from tahq_netem.backends.network import Network
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.network.description import uniform
 
 PORT = 7000
 CHUNK = bytes(256 * 1024)

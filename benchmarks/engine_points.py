@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tahq.models.config import SleepConfig
-from tahq_netem.compute import StageTimes
-from tahq_netem.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
-from tahq_netem.session_config import planned_work
-from tahq_netem.sweep_points import NetworkChoice, sweep_points
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.sweep.points import NetworkChoice, sweep_points
+from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import planned_work
 
 FORWARD_S, BACKWARD_S = 0.073, 0.152
 MICRO_BATCH, SEQ_LEN, HIDDEN_SIZE = 4, 256, 512

@@ -18,12 +18,12 @@ from typing import Any
 from engine_points import FP32, MICRO_BATCH, PLACES, SEQ_LEN, TAH, Place
 
 from tahq.plan.simulate.costs import StepWork
-from tahq_netem.compute import StageTimes
-from tahq_netem.prediction import CodecSeconds, predicted_step_s, session_schedule
-from tahq_netem.result_rows import Row, done
-from tahq_netem.session_config import input_gradients
-from tahq_netem.sweep_points import NetworkChoice, SessionKey
-from tahq_netem.sweep_spec import split_wire
+from tahq_netem.sweep.points import NetworkChoice, SessionKey
+from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, session_schedule
+from tahq_netem.sweep.results import Row, done
+from tahq_netem.sweep.spec import split_wire
+from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import input_gradients
 
 MIN_SHARE = {TAH: 0.95, FP32: 0.92}
 MIN_SHARE_OF_EIGHT = 0.92

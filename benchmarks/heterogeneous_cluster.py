@@ -15,10 +15,10 @@ from tahq.comm.network_config import HostConfig, NetworkConfig
 from tahq.errors import ConfigError
 from tahq.typed_yaml.section_file import read_section_file
 from tahq.units import Section
-from tahq_netem.compute import StageTimes
-from tahq_netem.figures import GOODPUT_SHARE
-from tahq_netem.sweep_points import SessionKey
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.sweep.points import SessionKey
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.stage_times import StageTimes
 
 NUM_LAYERS = 12
 MICRO_BATCH = 4

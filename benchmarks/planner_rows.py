@@ -5,7 +5,7 @@ from typing import Any
 
 from engine_rows import quartiles
 
-from tahq_netem.sweep_measurement import Measurement
+from tahq_netem.sweep.measurement import Measurement
 
 MAX_PREDICTION_ERROR, MAX_SLOWER = 0.05, 0.05
 PLANNER, BEST = "planner", "best of all"

@@ -18,12 +18,12 @@ from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, L
 from tahq.plan.prediction import Speed, plan_costs
 from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.table import ClusterTable
-from tahq_netem.compute import StageTimes
-from tahq_netem.description import NetworkPlan, plan_network
-from tahq_netem.figures import GOODPUT_SHARE
-from tahq_netem.prediction import CodecSeconds
-from tahq_netem.sweep_points import SessionKey
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.network.description import NetworkPlan, plan_network
+from tahq_netem.sweep.points import SessionKey
+from tahq_netem.sweep.prediction import CodecSeconds
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.stage_times import StageTimes
 
 NUM_LAYERS, GLOBAL_BATCH = 12, 8
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")

@@ -22,13 +22,13 @@ from engine_rows import size_text, wire_text
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.observe.trace_file import FIRST_STAGE_PID, trace_path
-from tahq_netem.machine import describe_machine, one_line
-from tahq_netem.network import build_network
+from tahq_netem.backends.choice import build_network
+from tahq_netem.measure.machine import describe_machine, one_line
 from tahq_netem.runtimes.session import SessionRequest
 from tahq_netem.runtimes.tahq_runtime import TahqSession
-from tahq_netem.session_config import session_config
-from tahq_netem.sweep_points import NetworkChoice, sweep_points
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.sweep.points import NetworkChoice, sweep_points
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.workload import session_config
 
 MICRO_BATCHES = 32
 TRACED = (6, 10)

@@ -66,7 +66,7 @@ def _no_cuda() -> str | None:
 
 
 def _no_namespaces() -> str | None:
-    from tahq_netem.probe import probe
+    from tahq_netem.backends.probe import probe
 
     found = probe()
     if found.namespaces_obstacle is not None:

@@ -80,7 +80,8 @@ OUT_OF_RANGE = [
     ("hosts: local", "hosts: []", 15, "hosts: expected 1 or more entries; got a list of 0"),
     (*_inside("rate", "up: 5kbit"), 15, "links.up: expected 10kbit or more; got '5kbit'"),
     (*_inside("rate", "loss: 2"), 15, "links.loss: expected at most 1.0; got 2"),
-    (*_inside("rate", "backend: magic"), 15, "links.backend: expected auto, kernel, tun or relay; got 'magic'"),
+    (*_inside("rate", "backend: magic"), 15, "links.backend: expected auto, kernel or tun; got 'magic'"),
+    (*_inside("rate", "backend: relay"), 15, "links.backend: the backend relay was removed; run as root with auto"),
     (*_inside("rate", "hosts: {host1: {delay: 5min}}"), 15, "links.hosts.host1.delay: expected at most 60s"),
     (*_inside("rate", "hosts: {host1: {upp: 1mbit}}"), 15, "links.hosts.host1.upp is not a key of links.hosts.host1"),
     (*_inside("rate", "pairs: [{between: [a]}]"), 15, "links.pairs.0.between: expected 2 or more entries; got fewer"),
@@ -209,7 +210,6 @@ FOUR_AT_HOME = "hosts: [{address: a, site: x}, {address: b, site: x}, {address: 
             "hosts: namespaces",
             "links.cap_up is enforced on ZMQ links only, and stage 0 has a link inside its site",
         ),
-        ("backend: relay", "hosts: namespaces", "links.backend: relay has no way for connections other than ZMQ's"),
         ("rate: 1gbit", "hosts: namespaces", "no two neighbours are of one site (set site under links.hosts)"),
         (
             "delay: 0",

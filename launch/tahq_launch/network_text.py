@@ -1,4 +1,4 @@
-"""The network of ``hosts: namespaces`` in words and tables, as `--dry-run` shows it."""
+"""The network of ``hosts: namespaces`` as text, for `--dry-run`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,26 +8,25 @@ from tahq.units import format_rate
 from tahq_launch.tables import plain_table
 
 _BACKENDS = {
-    "auto": "the kernel's netem where there is one, else a TUN wire",
+    "auto": "the kernel's netem if it has one, else a TUN wire",
     "kernel": "the kernel's netem",
     "tun": "a TUN wire",
-    "relay": "TCP relays on loopback, which show no TCP dynamics",
 }
 
 
 def describe_network(config: ClusterConfig) -> str:
-    """Hosts, exceptions, and what makes them; nothing but for ``hosts: namespaces``.
+    """Hosts, exceptions and backend; empty unless ``hosts: namespaces``.
 
     Args:
-        config: without a profile, as `resolve_for_run` leaves it.
+        config: without a profile, as `resolve_for_run` returns it.
     """
     if config.hosts != "namespaces":
         return ""
     network = config.links.network(config.pipeline.stages)
     parts = [_title(network), _hosts(network.hosts)]
     if network.pairs:
-        parts += ["  otherwise between", _pairs(network.pairs)]
-    parts.append("  the coordinator is not shaped, and as far from each host as that host's own delay")
+        parts += ["  exceptions", _pairs(network.pairs)]
+    parts.append("  the coordinator is not shaped; its delay to each host is that host's own")
     return "\n".join(parts)
 
 
@@ -37,7 +36,7 @@ def _title(network: NetworkConfig) -> str:
         control += f", {'with' if network.tcp_slow_start_after_idle else 'without'} slow start after pauses"
     return (
         f"Network of {len(network.hosts)} hosts, made by {_BACKENDS[network.backend]}; TCP is {control}.\n"
-        "It is measured before the workers start, and kept in network.json"
+        "It is measured before the workers start (network.json)"
     )
 
 
@@ -57,7 +56,7 @@ def _pairs(pairs: Sequence[PairConfig]) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """A table without the columns that say nothing."""
+    """A table without the columns that are empty or zero everywhere."""
     kept = [index for index in range(len(titles)) if any(row[index] not in ("", "0", "0 ms", "0 %") for row in rows)]
     cells = [[row[index] for index in kept] for row in rows]
     places = [place for place, index in enumerate(kept) if index in left]

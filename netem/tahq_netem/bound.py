@@ -36,8 +36,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tahq.plan.simulate.costs import StepWork
-from tahq_netem.description import NetworkPlan
-from tahq_netem.figures import GOODPUT_SHARE
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.network.description import NetworkPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""The commands of `tahq-netem`, which are those of `tahq netem` too.
-
-Only words are here: what a command does is imported when it is run.
-"""
+"""The commands of `tahq-netem`, which are also those of `tahq netem`; each imports what it needs when it is run."""
 
 import sys
 from pathlib import Path
@@ -21,34 +18,34 @@ Profile = Annotated[
 ]
 Hosts = Annotated[int, typer.Option("--hosts", min=2, max=250, metavar="N", help="Hosts of the network.")]
 Backend = Annotated[
-    Literal["auto", "kernel", "tun", "relay"],
-    typer.Option("--backend", help="What imitates the links; auto: kernel where it has netem, else tun."),
+    Literal["auto", "kernel", "tun"],
+    typer.Option("--backend", help="What shapes the links; auto: kernel where it has netem, else tun."),
 ]
 JsonPath = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write all figures there too.")
+    Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write all figures to this file.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks. Default: one line an error.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks. Default: one line per error.")]
 
 
 def probe(debug: Debug = False) -> int:
-    """Say which networks this machine can imitate, and what is missing for the others.
+    """Show which networks this machine can imitate, and what is missing for the others.
 
     Tries each part of the kernel on a throwaway link.
 
     Example: tahq-netem probe
     """
-    from tahq_netem.probe import probe as find_out
+    from tahq_netem.backends import probe as backends_probe
 
-    print(*find_out().lines(), sep="\n")
+    print(*backends_probe.probe().lines(), sep="\n")
     return 0
 
 
 def profiles(debug: Debug = False) -> int:
-    """List the kinds of connections that have a name, with their figures and where those are from.
+    """List the named kinds of connections, with their figures and the sources of those.
 
     Example: tahq-netem profiles
     """
-    from tahq_netem.profile_list import profile_lines
+    from tahq_netem.network.profiles import profile_lines
 
     print(*profile_lines(), sep="\n")
     return 0
@@ -61,7 +58,7 @@ def run(
         typer.Argument(
             metavar="COMMAND",
             show_default=False,
-            help="What to run, after --, e.g. -- curl http://{host1}:8000; {host1} stands for that host's address.",
+            help="Command to run, after --, e.g. -- curl http://{host1}:8000; {host1} stands for that host's address.",
         ),
     ],
     hosts: Hosts = 2,
@@ -74,8 +71,8 @@ def run(
         typer.Option(
             metavar="HOST=COMMAND",
             show_default=False,
-            help="What runs beside, such as a server; may be given several times. COMMAND is started when it listens "
-            "(TCP or UDP), after ten seconds in any case, and it is ended after COMMAND. Default: nothing.",
+            help="A program to run beside COMMAND, such as a server; may be given several times. COMMAND is started "
+            "when it listens (TCP or UDP), or after ten seconds. It is ended after COMMAND. Default: none.",
         ),
     ] = None,
     calibration: Annotated[
@@ -84,7 +81,7 @@ def run(
             "--calibrate",
             metavar="FILE",
             show_default=False,
-            help="Measure the network first, keep the figures in FILE, and start nothing if one is off. "
+            help="Measure the network first, write the figures to FILE, and start nothing if one is off. "
             "Default: not measured.",
         ),
     ] = None,
@@ -93,20 +90,19 @@ def run(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="YAML list of what happens to the links and when, e.g. - {at: 5s, link: host1, what: down, for: 2s}. "
-            "Default: nothing.",
+            help="YAML list of faults, e.g. - {at: 5s, link: host1, what: down, for: 2s}. Default: none.",
         ),
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Run a program on a host whose connection to the others is slow.
+    """Run a program on a host with a slow connection to other hosts.
 
-    The hosts are called host0, host1 and so on, and reach each other and nothing else. COMMAND finds its own
+    The hosts are called host0, host1 and so on; they reach each other and nothing else. COMMAND finds its host's
     name in TAHQ_HOST and all names with their addresses in TAHQ_HOSTS (host0=10.77.0.1,host1=10.77.0.2).
 
     Example: tahq-netem run cable --also 'host1=python3 -m http.server' -- curl http://{host1}:8000
 
-    Exit status: that of COMMAND; 2 if there could be no such network.
+    Exit status: that of COMMAND; 2 if the network cannot be built.
     """
     from tahq_netem.run_command import RunRequest, run_command
 
@@ -117,11 +113,11 @@ def run(
 def clean(debug: Debug = False) -> int:
     """Remove what killed runs left behind; networks in use stay.
 
-    Every start of a network does the same.
+    Building a network does the same.
 
     Example: tahq-netem clean
     """
-    from tahq_netem.leftovers import sweep_leftovers
+    from tahq_netem.backends.leftovers import sweep_leftovers
 
     removed = sweep_leftovers()
     print(f"removed {', '.join(removed)}" if removed else "nothing was left behind")
@@ -133,32 +129,41 @@ def calibrate(
     hosts: Hosts = 2,
     backend: Backend = "auto",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Shorter flows, and nothing that is not judged. Default: all of it.")
+        bool, typer.Option("--quick", help="Shorter flows, and only figures that are judged. Default: all figures.")
     ] = False,
     json_path: JsonPath = None,
     debug: Debug = False,
 ) -> int:
-    """Build a network, measure it, and say whether it is as described.
+    """Build a network, measure it, and check that it is as described.
 
     Example: tahq-netem calibrate cable --hosts 2
 
     Exit status: 0 if every figure is within its bounds, 2 if one is off.
     """
-    from tahq_netem.calibrate_command import calibrate_command
+    from tahq_netem.backends.choice import build_network
+    from tahq_netem.measure import calibration
+    from tahq_netem.network.profiles import profile as load
 
-    return calibrate_command(profile, hosts, backend, quick=quick, json_path=json_path)
+    with build_network(load(profile, hosts), backend=backend, option="--backend") as network:
+        print(f"{profile}: {hosts} hosts, made by {network.backend}, TCP is {network.congestion_control}")
+        measured = calibration.calibrate(network, quick=quick)
+    print(*measured.lines(), sep="\n")
+    if json_path is not None:
+        measured.write(json_path)
+    measured.check()
+    return 0
 
 
 def sweep(
     sweep_yaml: Annotated[
-        Path, typer.Argument(metavar="SWEEP.YAML", show_default=False, help="What to measure over which networks.")
+        Path, typer.Argument(metavar="SWEEP.YAML", show_default=False, help="The points to measure.")
     ],
     results: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="JSON lines, one a point; points that are in it are not measured again. Default: NAME.jsonl beside "
+            help="JSON lines, one per point; points that are in it are not measured again. Default: NAME.jsonl beside "
             "SWEEP.YAML.",
         ),
     ] = None,
@@ -167,24 +172,24 @@ def sweep(
         typer.Option(
             metavar="DURATION",
             show_default=False,
-            help="Begin no point that is expected to end after so long, e.g. 30min. Default: no limit.",
+            help="Start no point that is expected to end later than this, e.g. 30min. Default: no limit.",
         ),
     ] = None,
     debug: Debug = False,
 ) -> int:
     """Measure a product of networks, codecs, schedules and runtimes.
 
-    Goes on where it was interrupted when it is called again.
+    Called again, it continues where it was interrupted.
 
     Example: tahq-netem sweep netem/results/four_stages.yaml --limit 30min
 
-    Exit status: 0 if every point has a result, 1 if one failed, 2 for a mistake in the input, 3 if some are left.
+    Exit status: 0 if every point has a result, 1 if one failed, 2 for a mistake in the input, 3 if points are left.
     """
     try:
         limit_s = None if limit is None else parse_duration(limit)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--limit") from None
-    from tahq_netem.sweep_command import run_sweep_file
+    from tahq_netem.sweep.command import run_sweep_file
 
     outcome = run_sweep_file(sweep_yaml, results, limit_s)
     if outcome.num_failed:
@@ -194,20 +199,20 @@ def sweep(
 
 def plot(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS.JSONL", show_default=False, help="What sweeps have written.")
+        list[Path], typer.Argument(metavar="RESULTS.JSONL", show_default=False, help="Results of sweeps.")
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The table; plots are written beside it, under its name.")
-    ] = Path("sweep.md"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The table; plots are written beside it.")] = Path(
+        "sweep.md"
+    ),
     debug: Debug = False,
 ) -> int:
-    """Make a Markdown table and plots of what sweeps have measured.
+    """Make a Markdown table and plots of sweeps' results.
 
     Plots need matplotlib: pip install 'tahq[plots]'.
 
     Example: tahq-netem plot netem/results/four_stages.jsonl --out netem/results/four_stages.md
     """
-    from tahq_netem.sweep_command import plot_results
+    from tahq_netem.sweep.command import plot_results
 
     for path in plot_results(results, out):
         print(path)

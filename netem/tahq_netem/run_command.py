@@ -1,46 +1,65 @@
-"""`tahq-netem run`: anybody's program on the hosts of a slow network.
+"""`tahq-netem run`: any program on the hosts of a slow network.
 
-The network goes when the program has ended, and also at Ctrl-C, which the terminal sends to the program as
-well, and at SIGTERM (`tahq_netem.leftovers`). What is said goes to stderr: stdout is the program's.
+The network goes when the program has ended, and also at Ctrl-C, which the terminal sends to the program as well, and
+at SIGTERM (`backends.leftovers`). Messages go to stderr: stdout is the program's.
+
+A server has to listen before its clients start. `HostProgram.await_listening` watches the sockets of its host, as the
+kernel lists them, for a new one. A program may leave others behind that hold its output open, so its output is copied
+to the end only when the network, and they with it, are gone: `finish_output`.
 """
 
 import os
 import re
 import shlex
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
-from tahq.errors import ConfigError, NetworkError
-from tahq_netem.backend_choice import backend_of_own_hosts
-from tahq_netem.calibration import calibrate
-from tahq_netem.description import BackendName, NetworkConfig, known_host, plan_network
-from tahq_netem.fault_player import play
-from tahq_netem.faults import Timeline
-from tahq_netem.host_programs import HostProgram
-from tahq_netem.json_file import write_json
-from tahq_netem.network import Network, build_network
-from tahq_netem.profiles import profile
+from tahq.errors import ConfigError, UserError
+from tahq_netem.backends.choice import build_network
+from tahq_netem.backends.namespaces import HOST_DEVICE, entered
+from tahq_netem.backends.network import Network
+from tahq_netem.measure.calibration import calibrate
+from tahq_netem.network.description import BackendName, known_host, plan_network
+from tahq_netem.network.fault_player import play
+from tahq_netem.network.faults import Timeline
+from tahq_netem.network.profiles import profile
 
 ALL: Final = "all"
 LEAVE_S: Final = 3.0
-"""How long programs may take to leave after Ctrl-C before they are made to."""
+"""How long programs may take to exit after Ctrl-C."""
+LISTEN_WITHIN_S: Final = 10.0
+"""How long to wait for a server to listen before its clients are started anyway."""
+OUTPUT_WITHIN_S: Final = 3.0
+"""How long to wait for the rest of a program's output when no process is left that writes to it."""
 
-_ADVICE: Final = "run it as root (sudo), where namespaces and veth or TUN are allowed; `tahq-netem probe` says more"
+_TCP_LISTEN, _UDP_UNCONNECTED = "0A", "07"
+_SOCKET_LISTS: Final = {
+    "tcp": _TCP_LISTEN,
+    "tcp6": _TCP_LISTEN,
+    "udp": _UDP_UNCONNECTED,
+    "udp6": _UDP_UNCONNECTED,
+}
+"""Lists in /proc/net, and the state of a socket that waits for others."""
+_STATE, _INODE = 3, 9
+"""Columns of these lists."""
 _PLACEHOLDER = re.compile(r"\{(host[0-9]+)\}")
 
 HostCommand = tuple[str, Sequence[str]]
-"""A host, and what runs there."""
+"""A host and a command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What a person asked for on the command line of `tahq-netem run`.
+    """The arguments of `tahq-netem run`.
 
-    `on` is a host or `all`; `also` is what runs beside, each as HOST=COMMAND; with a `calibration` file the
+    `on` is a host or `all`; `also` lists programs that run beside, as HOST=COMMAND; with a `calibration` file the
     network is measured before anything runs; `faults` is a file with a timeline, which begins with the command.
     """
 
@@ -58,11 +77,11 @@ def run_command(request: RunRequest) -> int:
     """Build the network, run the command, remove the network.
 
     Returns:
-        The command's exit status, 128 + n if signal n ended it; of several the first that is not 0.
+        The command's exit status, 128 + n if signal n ended it; with several hosts, the first that is not 0.
 
     Raises:
         ConfigError: no such profile or host, or a timeline that makes no sense.
-        NetworkError: the network cannot be made here, or is not as described.
+        NetworkError: the network cannot be built here, or is not as described.
         UserError: the command cannot be started.
     """
     config = profile(request.profile, request.num_hosts)
@@ -72,7 +91,7 @@ def run_command(request: RunRequest) -> int:
         _check_names(argv, config.hosts)
     timeline = Timeline() if request.faults is None else Timeline.load(request.faults)
     timeline.check(plan_network(config), has_steps=False)
-    with ExitStack() as afterwards, build_network(config, backend=_backend(config, request.backend)) as network:
+    with ExitStack() as afterwards, build_network(config, backend=request.backend, option="--backend") as network:
         if request.calibration is not None:
             _measure(network, request.calibration)
         addresses = {host: network.address(host) for host in config.hosts}
@@ -83,18 +102,9 @@ def run_command(request: RunRequest) -> int:
             return programs.run(hosts, request.command)
 
 
-def _backend(config: NetworkConfig, wanted: BackendName) -> BackendName:
-    if wanted == "relay":
-        raise NetworkError(
-            "--backend relay: a program that was not made for it cannot be sent through relays; "
-            f"its hosts have to be namespaces: {_ADVICE}"
-        )
-    return backend_of_own_hosts(config, wanted, "--backend", _ADVICE)
-
-
 @contextmanager
 def _playing(timeline: Timeline, network: Network) -> Iterator[None]:
-    """The timeline is played; afterwards it is said what was done when."""
+    """Play the timeline, and report its events afterwards."""
     with play(timeline, network) as player:
         yield
     for event in player.log:
@@ -104,7 +114,7 @@ def _playing(timeline: Timeline, network: Network) -> Iterator[None]:
 
 
 def _host_command(text: str, hosts: Mapping[str, object]) -> HostCommand:
-    """`host1=iperf3 -s`, taken apart as a shell does."""
+    """Parse `host1=iperf3 -s`."""
     host, equals, command = text.partition("=")
     try:
         argv = shlex.split(command)
@@ -124,19 +134,19 @@ def _check_names(command: Sequence[str], hosts: Mapping[str, object]) -> None:
 
 def _measure(network: Network, path: Path) -> None:
     measured = calibrate(network, quick=True)
-    write_json(path, measured.as_dict())
+    measured.write(path)
     for line in measured.lines():
         _say(line)
     measured.check()
 
 
 class _Programs:
-    """What is started on the hosts of one network, each program with its environment and its addresses.
+    """The programs on the hosts of one network.
 
     Args:
-        network: the hosts'.
+        network: the network.
         addresses: of every host.
-        afterwards: closed when the network is gone; programs' last words are then waited for.
+        afterwards: closed when the network is gone; waits for the programs' last output.
     """
 
     def __init__(self, network: Network, addresses: Mapping[str, str], afterwards: ExitStack) -> None:
@@ -145,34 +155,127 @@ class _Programs:
         self._afterwards = afterwards
 
     def serve(self, commands: Sequence[HostCommand]) -> None:
-        """Start what runs beside, each when the one before listens; it ends with the network."""
+        """Start the programs that run beside, each when the one before listens; they end with the network."""
         for host, argv in commands:
             self._start(host, argv, copied_to=sys.stderr.fileno()).await_listening()
 
     def run(self, hosts: Sequence[str], argv: Sequence[str]) -> int:
-        """Run a command on these hosts to its end; its exit status, of several the first that is not 0."""
+        """Run a command on these hosts to its end; return the first exit status that is not 0, else 0."""
         copied_to = None if len(hosts) == 1 else sys.stdout.fileno()
         programs = [self._start(host, argv, copied_to=copied_to) for host in hosts]
         try:
             statuses = [program.wait() for program in programs]
         except KeyboardInterrupt:
-            # The terminal has told them too; whoever is still there after this is ended with the network.
+            # The terminal has signalled the programs too; those that stay are ended with the network.
             for program in programs:
                 program.leave(LEAVE_S)
             raise
         return next((status for status in statuses if status), 0)
 
-    def _start(self, host: str, argv: Sequence[str], *, copied_to: int | None) -> HostProgram:
+    def _start(self, host: str, argv: Sequence[str], *, copied_to: int | None) -> "HostProgram":
         filled = [_PLACEHOLDER.sub(lambda match: self._addresses[match[1]], argument) for argument in argv]
         env = {
             **os.environ,
             "TAHQ_HOST": host,
             "TAHQ_HOSTS": ",".join(f"{name}={address}" for name, address in self._addresses.items()),
-            "TAHQ_INTERFACE": self._network.interface(host),
+            "TAHQ_INTERFACE": HOST_DEVICE,
         }
         program = HostProgram(self._network, host, filled, env, copied_to=copied_to)
         self._afterwards.callback(program.finish_output)
         return program
+
+
+class HostProgram:
+    """A command that runs on a host.
+
+    Args:
+        network: the network.
+        host: where it runs.
+        argv: the command line.
+        env: its environment.
+        copied_to: the descriptor that its output is copied to, the host's name before each line; None: it shares this
+            process's input and output.
+
+    Raises:
+        UserError: it cannot be started.
+    """
+
+    def __init__(
+        self, network: Network, host: str, argv: Sequence[str], env: Mapping[str, str], *, copied_to: int | None = None
+    ) -> None:
+        self.host = host
+        self._network = network
+        self._name = shlex.join(argv)
+        self._others = listening_sockets(network, host)
+        pipes = (
+            {}
+            if copied_to is None
+            else {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        )
+        try:
+            self._process: subprocess.Popen[bytes] = network.popen(host, argv, env=env, **pipes)
+        except OSError as error:
+            raise UserError(f"cannot start {argv[0]}: {error.strerror}") from error
+        self._copier = threading.Thread(target=_copy_lines, args=(self._process.stdout, host, copied_to), daemon=True)
+        self._copier.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None
+
+    def wait(self) -> int:
+        """Wait for its end and return its exit status, 128 + n for signal n; output may still be being copied."""
+        status = self._process.wait()
+        return status if status >= 0 else 128 - status
+
+    def finish_output(self, timeout_s: float = OUTPUT_WITHIN_S) -> None:
+        """Wait until its output is copied, but no longer than `timeout_s`."""
+        self._copier.join(timeout_s)
+
+    def leave(self, timeout_s: float) -> None:
+        """Wait for its end, but no longer than `timeout_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def await_listening(self, timeout_s: float = LISTEN_WITHIN_S) -> None:
+        """Return when its host has a new socket that waits for TCP connections or UDP packets, or at the timeout.
+
+        Raises:
+            UserError: the program has failed.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self.is_running and not self._has_listener() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        if self._process.returncode:
+            raise UserError(f"{self._name} on {self.host} ended with status {self._process.returncode} at once")
+
+    def _has_listener(self) -> bool:
+        return not listening_sockets(self._network, self.host) <= self._others
+
+
+def listening_sockets(network: Network, host: str) -> frozenset[str]:
+    """The inodes of a host's sockets that wait for connections or packets."""
+    with entered(network.namespace(host)):
+        return frozenset().union(*(_inodes(name, state) for name, state in _SOCKET_LISTS.items()))
+
+
+def _inodes(name: str, state: str) -> set[str]:
+    try:
+        _, *rows = Path(f"/proc/thread-self/net/{name}").read_text().splitlines()
+    except OSError:
+        return set()  # the kernel has no IPv6
+    return {fields[_INODE] for fields in map(str.split, rows) if fields[_STATE] == state}
+
+
+def _copy_lines(lines: IO[bytes] | None, host: str, descriptor: int | None) -> None:
+    if lines is None or descriptor is None:
+        return
+    with lines:
+        for line in lines:
+            # If our own reader has gone, the program must not be held up by that.
+            with suppress(BrokenPipeError):
+                os.write(descriptor, b"%s | %s\n" % (host.encode(), line.removesuffix(b"\n")))
 
 
 def _say(line: str) -> None:

@@ -3,7 +3,7 @@
 Every network that tahq-netem builds is described by these sections, and `links:` of cluster.yaml is made
 of them under ``hosts: namespaces``, so both mean the same by the same key. They lie here because
 cluster.yaml is checked without tahq-netem; what they come to for each pair of hosts is
-`tahq_netem.description.plan_network`.
+`tahq_netem.network.description.plan_network`.
 """
 
 import difflib
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from tahq.units import Duration, Rate, Section
 
@@ -42,8 +42,18 @@ Speed = Annotated[Rate, Field(ge=1e4, le=34e9)]
 CongestionControl = Annotated[str, Field(pattern="^[a-z0-9_]{1,15}$")]
 """A name as Linux has it: cubic, bbr, reno."""
 
-BackendName = Literal["auto", "kernel", "tun", "relay"]
-"""What imitates a network; auto: the best that this machine has."""
+
+def _not_removed(name: object) -> object:
+    if name == "relay":
+        raise ValueError(
+            "the backend relay was removed; run as root with auto, kernel or tun, or set hosts: local "
+            "(one rate and one delay for all links)"
+        )
+    return name
+
+
+BackendName = Annotated[Literal["auto", "kernel", "tun"], BeforeValidator(_not_removed)]
+"""What shapes a network of namespaces; auto: the best that works on this machine."""
 
 
 class PathConfig(Section):

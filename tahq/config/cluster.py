@@ -116,10 +116,7 @@ class ClusterConfig(Section):
 
     def _why_no_groups(self) -> str:
         """What keeps links inside a site off process groups; empty: nothing."""
-        if self.hosts == "namespaces":
-            if self.links.backend == "relay":
-                return "links.backend: relay has no way for connections other than ZMQ's"
-        elif self.links.rate is not None or self.links.delay:
+        if self.hosts != "namespaces" and (self.links.rate is not None or self.links.delay):
             return "links.rate and links.delay are enforced on ZMQ links only"
         pairs = self._linked_stages()
         if pairs and all(self.transport_between(*pair) == "zmq" for pair in pairs):

@@ -5,10 +5,10 @@ from engine_points import ASSUMED_CODEC, FP32, PLACES, QUEUES_S, TAH, Choices, c
 
 from tahq.pipeline.schedule.generators import generate
 from tahq_netem.bound import LinkSpeed, step_bound_s
-from tahq_netem.compute import StageTimes
-from tahq_netem.prediction import predicted_step_s
-from tahq_netem.session_config import planned_work
-from tahq_netem.sweep_points import sweep_points
+from tahq_netem.sweep.points import sweep_points
+from tahq_netem.sweep.prediction import predicted_step_s
+from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import planned_work
 
 
 def place(name):

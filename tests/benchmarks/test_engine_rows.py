@@ -6,7 +6,7 @@ import pytest
 from engine_points import CONGESTION_CONTROL, FP32, PLACES, TAH
 from engine_rows import MIN_SHARE, as_json, engine_row, engine_rows, find, report, verdicts
 
-from tahq_netem.sweep_spec import split_wire
+from tahq_netem.sweep.spec import split_wire
 
 
 def sweep_row(place, wire=TAH, runtime="tahq", schedule="1f1b", step_s=2.0, bound_s=1.9, **changes):

@@ -15,12 +15,12 @@ from heterogeneous_cluster import (
 )
 
 from tahq.errors import ConfigError
-from tahq_netem.busy_cores import BusyCores
-from tahq_netem.description import plan_network
-from tahq_netem.prediction import CodecSeconds
+from tahq_netem.measure.machine import BusyCores
+from tahq_netem.network.description import plan_network
 from tahq_netem.runtimes.session import StepRecord
-from tahq_netem.session_config import session_config
-from tahq_netem.sweep_measurement import Measurement
+from tahq_netem.sweep.measurement import Measurement
+from tahq_netem.sweep.prediction import CodecSeconds
+from tahq_netem.sweep.workload import session_config
 
 PLAN = """\
 hosts: [desk, laptop, tower, server]

@@ -22,11 +22,11 @@ from tahq.errors import TahqError
 from tahq.plan.prediction import predict
 from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.table import ClusterTable
-from tahq_netem.busy_cores import BusyCores
-from tahq_netem.figures import GOODPUT_SHARE
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.measure.machine import BusyCores
 from tahq_netem.runtimes.session import StepRecord
-from tahq_netem.session_config import session_config
-from tahq_netem.sweep_measurement import Measurement
+from tahq_netem.sweep.measurement import Measurement
+from tahq_netem.sweep.workload import session_config
 
 SEED, SCALE = 0, 4.0
 SETTINGS = {"num_steps": 5, "settle": None, "backend": "auto", "max_busy_cores": None}

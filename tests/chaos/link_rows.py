@@ -11,8 +11,8 @@ from chaos.configurations import small_run
 from chaos.memory import resident_kib
 from chaos.row import Attempt, Figures, Row
 from chaos.starting import by_hand, faults, shaped_network
-from tahq_netem.description import PathShape
-from tahq_netem.fault_player import FaultEvent
+from tahq_netem.network.description import PathShape
+from tahq_netem.network.fault_player import FaultEvent
 
 RATE_BITS_PER_S = 20e6
 STALL_BEYOND_OUTAGE_S = 5.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chaos.results import Results, Try
 from chaos.row import Attempt, Calm, Row
-from tahq_netem.probe import probe
+from tahq_netem.backends.probe import probe
 
 
 def obstacle(row: Row) -> str | None:

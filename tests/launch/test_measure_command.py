@@ -99,7 +99,7 @@ def test_a_signal_leaves_no_file_that_says_nothing(tmp_path):
         (["--seconds", "0"], "--seconds must be above 0"),
         (["--connections", "1"], "--connections must be 2 to 32; got 1"),
         (["--codecs", "tah:bits=3"], "codec"),
-        (["--set", "hosts=namespaces", "--set", "links.backend=relay"], "backend: tun or kernel"),
+        (["--set", "hosts=namespaces", "--set", "links.backend=relay"], "the backend relay was removed"),
         (["--set", "training.colour=1"], "colour"),
     ],
 )

@@ -16,8 +16,8 @@ from tahq_launch.network_text import describe_network
 from tahq_launch.plan.dry_run import WIDTH, dry_run
 from tahq_launch.plan.step_traffic import link_speeds
 from tahq_launch.start.resolution import resolve_for_run, with_profile
-from tahq_netem.description import plan_network
-from tahq_netem.profiles import load_profile
+from tahq_netem.network.description import plan_network
+from tahq_netem.network.profiles import load_profile
 
 
 def load(*overrides: str) -> ClusterConfig:
@@ -64,12 +64,7 @@ def test_links_of_a_pipeline_are_its_neighbours_both_ways():
     assert links_of(load("pipeline.stages=3", "model.tie=sync"))[4:] == [("host0", "host2"), ("host2", "host0")]
 
 
-@pytest.mark.parametrize(("backend", "caution"), [("relay", " (which shows no TCP dynamics)"), ("tun", "")])
-def test_what_the_network_is_made_by_is_announced_with_what_it_does_not_show(monkeypatch, tmp_path, backend, caution):
-    class Made(LoopbackNetwork):
-        def describe(self):
-            return {"backend": backend, "shows_tcp_dynamics": backend != "relay"}
-
+def test_backend_and_congestion_control_of_the_network_are_announced(monkeypatch, tmp_path):
     class Measured:
         figures = ()
 
@@ -79,15 +74,14 @@ def test_what_the_network_is_made_by_is_announced_with_what_it_does_not_show(mon
         def as_dict(self):
             return {}
 
-    monkeypatch.setattr(namespace_host, "backend_of_own_hosts", lambda *_: backend)
-    monkeypatch.setattr(namespace_host, "build_network", lambda config, backend: Made(config))
+    monkeypatch.setattr(namespace_host, "build_network", lambda config, **_: LoopbackNetwork(config))
     monkeypatch.setattr(namespace_host, "calibrate", lambda *_, **__: Measured())
     folder, options = SimpleNamespace(network=tmp_path / "network.json"), SimpleNamespace(epoch=1, start_step=0)
     said: list[str] = []
     prepared = SimpleNamespace(config=load("pipeline.stages=3"), folder=folder, options=options)
     with namespace_host.open_hosts(prepared, said.append):
         pass
-    assert said[0] == f"network of 3 hosts, made by {backend}{caution}, TCP is none; measuring it"
+    assert said[0] == "network of 3 hosts, made by loopback, TCP is none; measuring it"
 
 
 # -- profiles -------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ from contextlib import ExitStack
 import pytest
 from support.real_networks import BUILDERS
 
-from tahq_netem import path_measurements
-from tahq_netem.description import plan_network
-from tahq_netem.measuring_agent import MeasuringAgents
-from tahq_netem.names import owner_pid
-from tahq_netem.namespaces import list_namespaces
-from tahq_netem.path_measurements import QUICK, PathMeasurements
-from tahq_netem.probe import probe
+from tahq_netem.backends.namespaces import list_namespaces, owner_pid
+from tahq_netem.backends.probe import probe
+from tahq_netem.measure import path_measurements
+from tahq_netem.measure.agents import MeasuringAgents
+from tahq_netem.measure.path_measurements import QUICK, PathMeasurements
+from tahq_netem.network.description import plan_network
 
 
 @pytest.fixture

@@ -14,13 +14,12 @@ from support.processes import children, wait_until
 from support.processes import is_alive as runs
 from support.real_networks import on_each_backend
 
-from tahq_netem.description import HostConfig, NetworkConfig, uniform
-from tahq_netem.leftovers import STATE_FOLDER
-from tahq_netem.names import owner_pid
-from tahq_netem.namespaces import list_namespaces
-from tahq_netem.network import build_network
-from tahq_netem.path_measurements import FULL
-from tahq_netem.probe import probe
+from tahq_netem.backends.choice import build_network
+from tahq_netem.backends.leftovers import STATE_FOLDER
+from tahq_netem.backends.namespaces import list_namespaces, owner_pid
+from tahq_netem.backends.probe import probe
+from tahq_netem.measure.path_measurements import FULL
+from tahq_netem.network.description import HostConfig, NetworkConfig, uniform
 
 pytestmark = [pytest.mark.netns, on_each_backend]
 at_each_rate = pytest.mark.parametrize("rate", [10e6, 100e6, 1000e6], ids=["10mbit", "100mbit", "1000mbit"])
@@ -71,10 +70,10 @@ def test_each_way_has_its_own_rate_and_delay(backend, build, measure, judge):
 
 OWNER = """
 import sys, time
-from tahq_netem.description import uniform
-from tahq_netem.network import build_network
-from tahq_netem.path_measurements import FULL
-from tahq_netem.probe import probe
+from tahq_netem.network.description import uniform
+from tahq_netem.backends.choice import build_network
+from tahq_netem.measure.path_measurements import FULL
+from tahq_netem.backends.probe import probe
 with build_network(uniform(2, rate=1e8), backend=sys.argv[1]) as network:
     child = network.popen("host1", [sys.executable, "-c", "import time; time.sleep(60)"])
     print(child.pid, flush=True)

@@ -1,4 +1,4 @@
-"""What somebody is told whose machine cannot make hosts: by the kernel's refusals, not by the backends' names."""
+"""The choice of a backend: by the kernel's refusals, and with errors that say what to do."""
 
 import errno
 
@@ -6,11 +6,15 @@ import pytest
 from pyroute2 import IPRoute, NetlinkError
 
 from tahq.errors import NetworkError
-from tahq_netem import backend_choice
-from tahq_netem.backend_choice import backend_of_own_hosts
-from tahq_netem.description import uniform
-from tahq_netem.probe import PARTS, Probe
+from tahq_netem.backends.choice import choose_backend
+from tahq_netem.backends.probe import PARTS, Probe, probe
+from tahq_netem.network.description import PathShape, plan_network, uniform
 
+UNSHAPED = plan_network(uniform(2))
+RATES = plan_network(uniform(2, rate=1e8))
+CAPPED = UNSHAPED.with_path("host0", "host1", PathShape(rate_bits_per_s=1e6))
+DELAYED = plan_network(uniform(2, rate=1e7, delay=0.01))
+LOSSY = plan_network(uniform(2, loss=0.01))
 NO_ROOT = Probe(False, "network namespaces need root", {}, ("cubic",))
 
 
@@ -18,55 +22,48 @@ def found(*missing: str) -> Probe:
     return Probe(True, None, {name: name not in missing for name in PARTS}, ("reno", "cubic"))
 
 
-@pytest.fixture
-def choose(monkeypatch):
-    """choose(probed, config, wanted) is the backend, on a machine where the probe finds that."""
+@pytest.mark.parametrize(
+    ("missing", "plan", "wanted", "backend"),
+    [
+        ((), UNSHAPED, "auto", "kernel"),
+        ((), LOSSY, "auto", "kernel"),
+        ((), DELAYED, "tun", "tun"),
+        (("netem",), UNSHAPED, "auto", "tun"),
+        (("netem",), UNSHAPED, "kernel", "kernel"),
+        (("netem",), DELAYED, "auto", "tun"),
+        (("netem", "tun"), RATES, "auto", "kernel"),
+        (("veth",), LOSSY, "auto", "tun"),
+        (("u32", "tun"), RATES, "auto", "kernel"),
+        (("u32",), LOSSY, "auto", "tun"),
+        (("u32", "netem"), DELAYED, "auto", "tun"),
+    ],
+)
+def test_best_backend_that_can_build_the_network_is_chosen(missing, plan, wanted, backend):
+    assert choose_backend(plan, found(*missing), wanted) == backend
 
-    def call(probed: Probe, config, wanted="auto"):
-        monkeypatch.setattr(backend_choice, "probe", lambda: probed)
-        return backend_of_own_hosts(config, wanted, "--backend", "run it as root")
 
-    return call
-
-
-DELAYED = uniform(2, rate=1e7, delay=0.01)
+def test_kernel_without_netem_comes_first_where_rates_are_all_that_is_ever_needed():
+    assert choose_backend(RATES, found("netem"), rates_only=True) == "kernel"
+    assert choose_backend(DELAYED, found("netem"), rates_only=True) == "tun"
 
 
 @pytest.mark.parametrize(
-    ("probed", "config", "wanted", "backend"),
+    ("probed", "plan", "wanted", "message"),
     [
-        (found(), DELAYED, "auto", "kernel"),
-        (found(), DELAYED, "tun", "tun"),
-        (found("netem"), DELAYED, "auto", "tun"),
-        (found("veth"), DELAYED, "auto", "tun"),
-        (found("tun", "netem"), uniform(2, rate=1e7), "auto", "kernel"),
-        (NO_ROOT, DELAYED, "relay", "relay"),
+        (NO_ROOT, DELAYED, "auto", "hosts need network namespaces: network namespaces need root; run it as root"),
+        (NO_ROOT, DELAYED, "kernel", "network namespaces need root; run it as root"),
+        (found("netem"), DELAYED, "kernel", r"no netem \(module sch_netem\); leave backend at auto, which takes tun"),
+        (found("tun"), DELAYED, "tun", r"no tun \(module tun\); leave backend at auto, which takes kernel"),
+        (found("tun", "htb"), RATES, "tun", r"no tun \(module tun\), htb \(module sch_htb\)"),
+        (found("u32"), CAPPED, "auto", r"kernel: .* no u32 .*; backend tun: .* no u32 .* \(modprobe\)"),
+        (found("tun", "netem"), DELAYED, "auto", r"tun: .* no tun .*; backend kernel: .* no netem .* \(modprobe\)"),
+        (found("tun", "netem"), DELAYED, "tun", r"tun: .* no tun .*; backend kernel: .* no netem .* \(modprobe\)"),
     ],
 )
-def test_backend_that_gives_hosts_of_their_own(choose, probed, config, wanted, backend):
-    assert choose(probed, config, wanted) == backend
-
-
-@pytest.mark.parametrize(
-    ("probed", "wanted", "message"),
-    [
-        (NO_ROOT, "auto", "no hosts in namespaces here: network namespaces need root; run it as root"),
-        (NO_ROOT, "kernel", "network namespaces need root; run it as root"),
-        (found("netem"), "kernel", r"no netem \(module sch_netem\); leave --backend at auto, which takes tun"),
-        (found("tun"), "tun", r"no tun \(module tun\); leave --backend at auto, which takes kernel"),
-        (found("tun", "netem"), "auto", r"kernel: .* no netem .*; backend tun: .* no tun .* \(modprobe\)"),
-        (found("tun", "netem"), "tun", r"kernel: .* no netem .*; backend tun: .* no tun .* \(modprobe\)"),
-    ],
-)
-def test_refusal_says_what_is_missing_and_what_to_do(choose, probed, wanted, message):
+def test_refusal_says_what_is_missing_and_what_to_do(probed, plan, wanted, message):
     with pytest.raises(NetworkError, match=message) as caught:
-        choose(probed, DELAYED, wanted)
+        choose_backend(plan, probed, wanted)
     assert "\n" not in str(caught.value)
-
-
-def test_relay_is_refused_what_only_packets_have(choose):
-    with pytest.raises(NetworkError, match="no packets, and so no loss"):
-        choose(NO_ROOT, uniform(2, loss=0.01), "relay")
 
 
 @pytest.fixture
@@ -80,7 +77,7 @@ def kernel_without(monkeypatch):
                     raise NetlinkError(errno.EOPNOTSUPP, "Operation not supported")
                 return self.__getattr__("link")(command, **options)
 
-        monkeypatch.setattr("tahq_netem.namespaces.IPRoute", Refusing)
+        monkeypatch.setattr("tahq_netem.backends.namespaces.IPRoute", Refusing)
 
     return refuse
 
@@ -88,16 +85,14 @@ def kernel_without(monkeypatch):
 @pytest.mark.netns
 def test_kernel_without_veth_still_has_tun(kernel_without, own_namespaces):
     kernel_without("veth", "bridge")
-    assert backend_of_own_hosts(DELAYED, "auto", "--backend", "") == "tun"
-    with pytest.raises(
-        NetworkError, match=r"this kernel has no veth \(module veth\), bridge .*at auto, which takes tun"
-    ):
-        backend_of_own_hosts(uniform(2, rate=1e7), "kernel", "--backend", "")
+    assert choose_backend(DELAYED, probe()) == "tun"
+    with pytest.raises(NetworkError, match=r"no veth \(module veth\), bridge .*at auto, which takes tun"):
+        choose_backend(RATES, probe(), "kernel")
 
 
 @pytest.mark.netns
 def test_kernel_without_veth_and_tun_has_no_hosts(kernel_without, own_namespaces, monkeypatch):
     kernel_without("veth")
-    monkeypatch.setattr("tahq_netem.tun_device._TUN", "/dev/net/no-such-device")
-    with pytest.raises(NetworkError, match=r"no veth \(module veth\).*no tun \(module tun\).*modprobe"):
-        backend_of_own_hosts(uniform(2, rate=1e7), "auto", "--backend", "")
+    monkeypatch.setattr("tahq_netem.backends.tun._TUN", "/dev/net/no-such-device")
+    with pytest.raises(NetworkError, match=r"no tun \(module tun\).*no veth \(module veth\).*modprobe"):
+        choose_backend(RATES, probe())

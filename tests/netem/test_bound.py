@@ -12,8 +12,8 @@ from tahq.pipeline.schedule.schedule import ActionKind, validate
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, StepWork
 from tahq.plan.simulate.simulator import simulate
 from tahq_netem.bound import LinkSpeed, step_bound_s
-from tahq_netem.description import plan_network, uniform
-from tahq_netem.figures import GOODPUT_SHARE
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.network.description import plan_network, uniform
 
 SECOND = GOODPUT_SHARE * 1e6 / 8
 """Bytes that take a second at 1 Mbit/s."""

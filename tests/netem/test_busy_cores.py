@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from tahq_netem.busy_cores import BusyMeter, num_usable_cores
+from tahq_netem.measure.machine import BusyMeter, num_usable_cores
 
 SPIN = (
     "import time; end = time.process_time() + {}\n"

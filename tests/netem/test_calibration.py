@@ -7,11 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.errors import NetworkError
-from tahq_netem.binomial import acceptance_interval
-from tahq_netem.calibration import Calibration, neighbours
-from tahq_netem.description import HostConfig, NetworkConfig, plan_network, uniform
-from tahq_netem.figures import Figure, goodput, goodput_figure, loss_figure, round_trip_figure
-from tahq_netem.path_measurements import fastest
+from tahq_netem.measure.calibration import Calibration, neighbours
+from tahq_netem.measure.figures import (
+    Figure,
+    acceptance_interval,
+    goodput,
+    goodput_figure,
+    loss_figure,
+    round_trip_figure,
+)
+from tahq_netem.measure.path_measurements import fastest
+from tahq_netem.network.description import HostConfig, NetworkConfig, plan_network, uniform
 
 
 def _figure(measured: float, unit="bit/s") -> Figure:

@@ -16,7 +16,7 @@ from support.processes import wait_until
 from support.runs import command, environment
 
 from tahq_launch import cli
-from tahq_netem.profiles import profile_names
+from tahq_netem.network.profiles import profile_names
 
 NAMESPACES = Path("/run/netns")
 PROFILE = """\
@@ -88,8 +88,7 @@ def test_profiles_are_listed_with_figures_and_sources(netem):
         (["run", "nowhere/mine.yaml", "--", "true"], ["nowhere/mine.yaml", "No such file"]),
         (["run", "cable"], ["COMMAND"]),
         (["run", "cable", "--hosts", "1", "--", "true"], ["--hosts"]),
-        (["run", "cable", "--backend", "magic", "--", "true"], ["--backend", "relay"]),
-        (["run", "cable", "--backend", "relay", "--", "true"], ["relay", "run it as root"]),
+        (["run", "cable", "--backend", "relay", "--", "true"], ["--backend", "kernel", "tun"]),
         (["run", "cable", "--on", "host7", "--", "true"], ["no host 'host7'", "host0, host1"]),
         (["run", "cable", "--", "echo", "{host7}"], ["{host7}", "host0, host1"]),
         (["run", "cable", "--also", "host1", "--", "true"], ["--also host1", "a host and a command"]),
@@ -130,16 +129,6 @@ def test_without_rights_one_line_says_what_to_do(tmp_path):
     ):
         done = run_without_network_rights([command("tahq-netem"), *arguments], environment(), timeout=60)
         assert_one_line((done.returncode, done.stdout, done.stderr), "root", "tahq-netem probe")
-
-
-def test_relay_is_taken_for_a_calibration_only_on_request_and_says_what_it_does_not_show(tmp_path):
-    (tmp_path / "mine.yaml").write_text(PROFILE)
-    argv = [command("tahq-netem"), "calibrate", "mine.yaml", "--quick"]
-    refused = run_without_network_rights(argv, environment(), cwd=tmp_path, timeout=60)
-    assert_one_line((refused.returncode, refused.stdout, refused.stderr), "--backend relay")
-    asked_for = run_without_network_rights([*argv, "--backend", "relay"], environment(), cwd=tmp_path, timeout=120)
-    made_by = asked_for.stdout.splitlines()[0]
-    assert made_by.startswith("mine.yaml: 2 hosts, made by relay (which shows no TCP dynamics), TCP is ")
 
 
 def test_probe_without_rights_says_what_is_missing():

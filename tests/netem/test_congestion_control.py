@@ -3,9 +3,8 @@ from pathlib import Path
 import pytest
 
 from tahq.errors import NetworkError
-from tahq_netem.congestion_control import set_congestion_control
-from tahq_netem.namespace_group import NamespaceGroup
-from tahq_netem.namespaces import read_sysctl
+from tahq_netem.backends.namespace_group import NamespaceGroup, set_congestion_control
+from tahq_netem.backends.namespaces import read_sysctl
 
 pytestmark = pytest.mark.netns
 

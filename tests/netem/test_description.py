@@ -3,7 +3,7 @@ from pydantic import ValidationError
 
 from tahq.errors import ConfigError
 from tahq.units import WRITTEN_BY_HAND
-from tahq_netem.description import (
+from tahq_netem.network.description import (
     HostConfig,
     HostShape,
     NetworkConfig,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.processes import wait_until
 
 from tahq.errors import ConfigError, NetworkError
-from tahq_netem.description import NetworkPlan, PathShape, plan_network, uniform
-from tahq_netem.fault_player import FaultPlayer, play
-from tahq_netem.faults import Fault, Timeline, conditions
-from tahq_netem.network import Network
+from tahq_netem.backends.network import Network
+from tahq_netem.network.description import NetworkPlan, PathShape, plan_network, uniform
+from tahq_netem.network.fault_player import FaultPlayer, play
+from tahq_netem.network.faults import Fault, Timeline, conditions
 
 
 class WrittenNetwork(Network):

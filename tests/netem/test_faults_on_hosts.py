@@ -4,12 +4,12 @@ import pytest
 from support import host_traffic
 from support.real_networks import BACKENDS, BUILDERS
 
-from tahq_netem.description import plan_network, uniform
-from tahq_netem.fault_player import FaultPlayer, play
-from tahq_netem.faults import Timeline
-from tahq_netem.measuring_agent import MeasuringAgents
-from tahq_netem.meter import StreamFigures
-from tahq_netem.probe import probe
+from tahq_netem.backends.probe import probe
+from tahq_netem.measure.agents import MeasuringAgents
+from tahq_netem.measure.meter import StreamFigures
+from tahq_netem.network.description import plan_network, uniform
+from tahq_netem.network.fault_player import FaultPlayer, play
+from tahq_netem.network.faults import Timeline
 
 pytestmark = pytest.mark.netns
 

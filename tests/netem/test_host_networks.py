@@ -10,10 +10,10 @@ from support.host_traffic import begin, run
 from support.real_networks import BUILDERS, on_each_backend
 
 from tahq.errors import ConfigError, NetworkError
-from tahq_netem.description import PairConfig, PathShape, plan_network, uniform
-from tahq_netem.figures import GOODPUT_SHARE
-from tahq_netem.measuring_agent import MeasuringAgent, MeasuringAgents
-from tahq_netem.path_measurements import FULL
+from tahq_netem.measure.agents import MeasuringAgent, MeasuringAgents
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.measure.path_measurements import FULL
+from tahq_netem.network.description import PairConfig, PathShape, plan_network, uniform
 
 pytestmark = [pytest.mark.netns, on_each_backend]
 

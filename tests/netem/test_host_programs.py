@@ -6,9 +6,9 @@ import time
 import pytest
 
 from tahq.errors import UserError
-from tahq_netem.host_programs import HostProgram, listening_sockets
-from tahq_netem.namespace_group import NamespaceGroup
-from tahq_netem.namespaces import entered, popen
+from tahq_netem.backends.namespace_group import NamespaceGroup
+from tahq_netem.backends.namespaces import entered, popen
+from tahq_netem.run_command import HostProgram, listening_sockets
 
 pytestmark = pytest.mark.netns
 

@@ -6,12 +6,11 @@ import time
 import pytest
 
 from tahq.errors import NetworkError
-from tahq_netem.description import PathShape, plan_network, uniform
-from tahq_netem.kernel import egress_tree, port_tree
-from tahq_netem.measuring_agent import MeasuringAgents
-from tahq_netem.names import HOST_DEVICE
-from tahq_netem.namespaces import call_in, netlink
-from tahq_netem.probe import probe
+from tahq_netem.backends.kernel import egress_tree, port_tree
+from tahq_netem.backends.namespaces import HOST_DEVICE, entered, netlink
+from tahq_netem.backends.probe import probe
+from tahq_netem.measure.agents import MeasuringAgents
+from tahq_netem.network.description import PathShape, plan_network, uniform
 
 
 @pytest.mark.netns
@@ -45,7 +44,8 @@ def test_what_is_sent_to_a_host_that_is_down_or_silent_reaches_nobody_else(build
 
     network.set_link("host1", is_up=False)
     before = num_received()
-    call_in(network.namespace("host0"), send)
+    with entered(network.namespace("host0")):
+        send()
     time.sleep(0.1)
     # Both floods would be 20 packets; the kernel says a word of its own now and then, such as who is in which group.
     assert num_received() - before < 5

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import support
 
-from tahq_netem.description import uniform
-from tahq_netem.namespaces import write_sysctl
+from tahq_netem.backends.namespaces import write_sysctl
+from tahq_netem.network.description import uniform
 
 pytestmark = [pytest.mark.netns, pytest.mark.serial]
 

@@ -9,9 +9,8 @@ import pytest
 from support.processes import is_alive, wait_until
 
 from tahq.errors import NetworkError
-from tahq_netem.namespace_group import NamespaceGroup
-from tahq_netem.namespaces import (
-    call_in,
+from tahq_netem.backends.namespace_group import NamespaceGroup
+from tahq_netem.backends.namespaces import (
     create_namespace,
     end_processes,
     entered,
@@ -78,7 +77,8 @@ def test_sockets_live_where_they_were_made(namespace):
     """The same port can be bound here and there."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        call_in(namespace, lambda: socket.create_server(("127.0.0.1", port)).close())
+        with entered(namespace):
+            socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_process_starts_in_the_namespace(namespace):
@@ -155,5 +155,5 @@ def test_entering_what_is_gone_says_so():
 
 
 def test_removing_what_is_gone_is_no_error():
-    remove_namespace("tahq-0-gone")
+    assert remove_namespace("tahq-0-gone")
     assert processes_in("tahq-0-gone") == []

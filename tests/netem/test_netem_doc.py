@@ -8,10 +8,10 @@ from pydantic import BaseModel
 
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
-from tahq_netem.faults import Timeline
-from tahq_netem.profiles import load_profile
-from tahq_netem.sweep_points import sweep_points
-from tahq_netem.sweep_spec import RuntimeConfig, StepsConfig, SweepConfig, load_sweep
+from tahq_netem.network.faults import Timeline
+from tahq_netem.network.profiles import load_profile
+from tahq_netem.sweep.points import sweep_points
+from tahq_netem.sweep.spec import RuntimeConfig, StepsConfig, SweepConfig, load_sweep
 
 DOC = (Path(__file__).parents[2] / "docs" / "netem.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([a-z_.]+)` \| [^|]+ \| (`[^|]*`|\*required\*) \| [^|]+ \|$", re.MULTILINE)

@@ -7,11 +7,13 @@ from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
 from tahq.plan.simulate.costs import StepWork
 from tahq_netem.bound import LinkSpeed, step_bound_s
-from tahq_netem.busy_cores import BusyCores
-from tahq_netem.compute import StageTimes
-from tahq_netem.description import plan_network, uniform
-from tahq_netem.figures import GOODPUT_SHARE
-from tahq_netem.prediction import (
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.measure.machine import BusyCores
+from tahq_netem.network.description import plan_network, uniform
+from tahq_netem.runtimes.session import StepRecord
+from tahq_netem.sweep.measurement import Measurement
+from tahq_netem.sweep.points import SessionKey
+from tahq_netem.sweep.prediction import (
     CodecSeconds,
     predicted_step_s,
     prediction_of,
@@ -19,10 +21,8 @@ from tahq_netem.prediction import (
     session_schedule,
     step_costs,
 )
-from tahq_netem.runtimes.session import StepRecord
-from tahq_netem.session_config import planned_work
-from tahq_netem.sweep_measurement import Measurement
-from tahq_netem.sweep_points import SessionKey
+from tahq_netem.sweep.stage_times import StageTimes
+from tahq_netem.sweep.workload import planned_work
 
 SECOND = GOODPUT_SHARE * 1e6 / 8
 """Bytes that take a second at 1 Mbit/s."""

@@ -6,9 +6,9 @@ import pytest
 from pyroute2 import IPRoute, NetlinkError
 
 from tahq.errors import NetworkError
-from tahq_netem.description import NetworkPlan, PairConfig, PathShape, plan_network, uniform
-from tahq_netem.network import build_network, choose_backend
-from tahq_netem.probe import PARTS, Probe, probe
+from tahq_netem.backends.choice import build_network
+from tahq_netem.backends.probe import PARTS, Probe, probe
+from tahq_netem.network.description import PairConfig, PathShape, plan_network, uniform
 
 UNSHAPED = plan_network(uniform(2))
 RATES = plan_network(uniform(2, rate=1e8))
@@ -22,52 +22,6 @@ def found(*missing: str) -> Probe:
     return Probe(True, None, {name: name not in missing for name in PARTS}, ("reno", "cubic"))
 
 
-@pytest.mark.parametrize(
-    ("missing", "plan", "backend"),
-    [
-        ((), UNSHAPED, "kernel"),
-        ((), LOSSY, "kernel"),
-        (("netem",), UNSHAPED, "tun"),
-        (("netem",), DELAYED, "tun"),
-        (("netem", "tun"), RATES, "kernel"),
-        (("netem", "tun"), DELAYED, "relay"),
-        (("veth",), LOSSY, "tun"),
-        (("u32", "tun"), RATES, "kernel"),
-        (("u32",), CAPPED, "relay"),
-        (("u32",), LOSSY, "tun"),
-        (("u32", "netem"), DELAYED, "tun"),
-    ],
-)
-def test_best_backend_that_can_build_the_network_is_chosen(missing, plan, backend):
-    assert choose_backend(plan, found(*missing)) == backend
-
-
-def test_relay_is_chosen_without_root():
-    assert choose_backend(RATES, NO_ROOT) == "relay"
-
-
-def test_forced_backend_is_taken_even_if_there_is_a_better_one():
-    assert choose_backend(RATES, found(), "relay") == "relay"
-    assert choose_backend(RATES, found("netem"), "kernel") == "kernel"
-
-
-@pytest.mark.parametrize(
-    ("probed", "plan", "wanted", "message"),
-    [
-        (found("netem"), DELAYED, "kernel", r"backend kernel does not work here: .*no netem \(module sch_netem\)"),
-        (found("u32"), CAPPED, "tun", r"backend tun does not work here: this kernel has no u32 \(module cls_u32\)"),
-        (found("tun", "htb"), RATES, "tun", r"no tun \(module tun\), htb \(module sch_htb\)"),
-        (found(), LOSSY, "relay", "a relay of TCP connections has no packets, and so no loss"),
-        (NO_ROOT, RATES, "kernel", "namespaces need root"),
-        (NO_ROOT, LOSSY, "auto", "no backend can build this network here .*need root.*tahq-netem probe"),
-    ],
-)
-def test_network_that_cannot_be_built_is_refused_with_the_reason(probed: Probe, plan: NetworkPlan, wanted, message):
-    with pytest.raises(NetworkError, match=message) as caught:
-        choose_backend(plan, probed, wanted)
-    assert "\n" not in str(caught.value)
-
-
 def test_every_missing_part_is_listed_with_what_that_means():
     lines = found("netem", "tun").lines()
     assert [line.split()[0] for line in lines] == ["kernel", "root", "namespaces", *PARTS, "TCP"]
@@ -79,7 +33,7 @@ def test_every_missing_part_is_listed_with_what_that_means():
 
 def test_without_namespaces_nothing_else_was_tried():
     text = "\n".join(NO_ROOT.lines())
-    assert "no: network namespaces need root; without them there is only backend relay" in text
+    assert "no: network namespaces need root; without them there are no hosts" in text
     assert text.count("not tried") == len(PARTS)
 
 
@@ -88,7 +42,7 @@ def test_probe_finds_what_this_machine_has_and_leaves_nothing(own_namespaces):
     here = probe()
     assert here.kernel == platform.release()
     assert here.is_root == (os.geteuid() == 0)
-    assert here.can_make_namespaces
+    assert here.namespaces_obstacle is None
     assert here.parts.keys() == PARTS.keys()
     assert "cubic" in here.congestion_controls or "reno" in here.congestion_controls
 
@@ -102,7 +56,7 @@ def test_part_that_fails_half_way_does_not_make_others_fail(own_namespaces, monk
             return self.__getattr__("tc")(command, *arguments, **options)
 
     usual = probe().parts
-    monkeypatch.setattr("tahq_netem.namespaces.IPRoute", WithoutClasses)
+    monkeypatch.setattr("tahq_netem.backends.namespaces.IPRoute", WithoutClasses)
     assert probe().parts == {**usual, "htb": False}
 
 
@@ -112,11 +66,10 @@ def test_namespace_that_cannot_be_prepared_is_none(own_namespaces, monkeypatch, 
     def refuse():
         raise error
 
-    monkeypatch.setattr("tahq_netem.namespaces._prepare", refuse)
+    monkeypatch.setattr("tahq_netem.backends.namespaces._prepare", refuse)
     here = probe()
-    assert not here.can_make_namespaces
+    assert here.namespaces_obstacle is not None
     assert here.parts == {}
-    assert choose_backend(RATES, here) == "relay"
 
 
 @pytest.mark.netns
@@ -124,7 +77,7 @@ def test_namespace_that_cannot_be_entered_is_none(own_namespaces, monkeypatch):
     def refuse(_namespace):
         raise NetworkError("cannot enter it")
 
-    monkeypatch.setattr("tahq_netem.probe.netlink", refuse)
+    monkeypatch.setattr("tahq_netem.backends.probe.netlink", refuse)
     assert probe().namespaces_obstacle == "cannot enter it"
 
 

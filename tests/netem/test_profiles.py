@@ -1,8 +1,8 @@
 import pytest
 
 from tahq.errors import ConfigError
-from tahq_netem.description import plan_network
-from tahq_netem.profiles import load_profile, profile, profile_names
+from tahq_netem.network.description import plan_network
+from tahq_netem.network.profiles import load_profile, profile, profile_names
 
 EXPECTED = ["home-fibre", "cable", "dsl", "4g", "5g", "campus", "two-clouds", "satellite"]
 OWN = """

@@ -12,15 +12,15 @@ from support.processes import children, is_alive, wait_until
 from support.sweeps import small
 
 from tahq.pipeline.schedule.schedule import Schedule, validate
-from tahq_netem.compute import StageTimes, calibrate, time_stage
-from tahq_netem.description import host_names, uniform
-from tahq_netem.interpreter import module_argv, module_environment
+from tahq_netem.network.description import host_names, uniform
+from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.runtimes.bare_async import DEEP, actions_of
 from tahq_netem.runtimes.gloo_stage import device_of
-from tahq_netem.runtimes.registry import RUNTIMES
 from tahq_netem.runtimes.session import GrowingLines, HostProcesses, RuntimeLostError, SessionRequest
-from tahq_netem.session_config import session_config
-from tahq_netem.sweep_points import SessionKey
+from tahq_netem.sweep.points import SessionKey
+from tahq_netem.sweep.runner import RUNTIMES
+from tahq_netem.sweep.stage_times import StageTimes, calibrate, time_stage
+from tahq_netem.sweep.workload import session_config
 
 TIMEOUT_S = 120.0
 RAW = "raw:dtype=fp32"
@@ -100,7 +100,7 @@ def _step_until_it_fails(session):
 def test_stage_leaves_when_its_sweep_is_gone(tmp_path):
     program = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'from tahq_netem.runtimes.stdin_watch import leave_with_stdin"
+        "child = subprocess.Popen([sys.executable, '-c', 'from tahq_netem.programs import leave_with_stdin"
         " as watch; import time; watch(); print(1, flush=True); time.sleep(600)'], stdin=subprocess.PIPE, "
         "stdout=subprocess.PIPE, start_new_session=True)\n"
         "child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)\n"
@@ -115,7 +115,7 @@ def test_stage_leaves_when_its_sweep_is_gone(tmp_path):
 
 def test_program_that_does_not_watch_its_stdin_is_watched(tmp_path):
     (tmp_path / "deaf.py").write_text("import sys, time\nprint(__name__, sys.argv[1:], flush=True)\ntime.sleep(600)\n")
-    argv = module_argv("tahq_netem.runtimes.stdin_watch", "deaf", "one", "two")
+    argv = module_argv("tahq_netem.programs", "deaf", "one", "two")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(argv, cwd=tmp_path, env=module_environment(), text=True, **pipes) as held:
         assert held.stdout.readline() == "__main__ ['one', 'two']\n"

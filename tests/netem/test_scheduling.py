@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from tahq_netem.scheduling import hurrying
+from tahq_netem.programs import hurrying
 
 HURRY = """
 import os
-from tahq_netem.scheduling import hurry, hurrying
+from tahq_netem.programs import hurry, hurrying
 with hurrying():
     pass
 print(hurry(), os.sched_getscheduler(0) == os.SCHED_RR)
@@ -49,5 +49,5 @@ def test_without_rights_nothing_changes():
     if os.geteuid() != 0:
         pytest.skip("takes its rights away, and so needs some")
     # Imported first: an ordinary user may not be able to read this checkout.
-    program = f"import os, tahq_netem.scheduling\nos.setgid(65534); os.setuid(65534)\n{HURRY}"
+    program = f"import os, tahq_netem.programs\nos.setgid(65534); os.setuid(65534)\n{HURRY}"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "normal False\n"

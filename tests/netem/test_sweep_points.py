@@ -2,8 +2,8 @@
 
 from support.sweeps import small
 
-from tahq_netem.sweep_networks import by_network_kind
-from tahq_netem.sweep_points import by_session, sweep_points
+from tahq_netem.sweep.networks import by_network_kind
+from tahq_netem.sweep.points import by_session, sweep_points
 
 
 def ids(config):
@@ -39,7 +39,7 @@ def test_ids_change_with_what_is_measured():
         {"global_batch": 16},
         {"compute": [{"forward": 0.01, "backward": 0.03}]},
         {"congestion_control": "bbr"},
-        {"backend": "relay"},
+        {"backend": "tun"},
         {"steps": {"at_least": 3, "at_most": 3}},
         {"faults": [{"step": 1, "link": "host0", "what": "rate", "to": "1mbit"}]},
         {"model": {"family": "gpt2", "num_layers": 4, "hidden_size": 128, "num_heads": 2}},

@@ -9,9 +9,8 @@ import pytest
 from support.processes import children, wait_until
 from support.runs import command, environment
 
-from tahq_netem.names import owner_pid
-from tahq_netem.namespaces import list_namespaces
-from tahq_netem.sweep_results import read_results
+from tahq_netem.backends.namespaces import list_namespaces, owner_pid
+from tahq_netem.sweep.results import read_results
 
 SWEEP = """\
 name: tiny

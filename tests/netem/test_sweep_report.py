@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from support.sweeps import World, small
 
-from tahq_netem.plots import draw_plots
-from tahq_netem.result_rows import setting_of
-from tahq_netem.sweep_command import plot_results
-from tahq_netem.sweep_results import read_results
-from tahq_netem.tables import sweep_report
+from tahq_netem.sweep.command import plot_results
+from tahq_netem.sweep.plots import draw_plots
+from tahq_netem.sweep.results import read_results, setting_of
+from tahq_netem.sweep.tables import sweep_report
 
 EARLIER = Path(__file__).with_name("earlier_results.jsonl")
 """Its points don't say which congestion control was asked for."""
@@ -89,14 +88,6 @@ def test_profiles_are_not_among_networks_without_delay(tmp_path):
         "no delay",
         "profiles",
     ]
-
-
-def test_relay_is_labelled_as_showing_no_tcp_dynamics(rows):
-    for number, row in enumerate(rows):
-        is_relay = number == 0
-        network = {"backend": "relay" if is_relay else "tun", "shows_tcp_dynamics": not is_relay}
-        row["calibration"] = {"network": {**network, "congestion_control": "cubic"}}
-    assert ": relay (which shows no TCP dynamics), cubic; tun, cubic; measured beside" in sweep_report(rows)
 
 
 def test_congestion_control_of_earlier_results_is_what_was_in_force_or_unknown(rows):

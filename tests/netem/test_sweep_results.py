@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tahq.errors import ConfigError
-from tahq_netem.sweep_results import ResultFile, read_all, read_results
+from tahq_netem.sweep.results import ResultFile, read_all, read_results
 
 
 def row(id, status="done", **more):

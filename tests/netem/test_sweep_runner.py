@@ -6,11 +6,11 @@ import pytest
 from support.sweeps import World, small
 
 from tahq.errors import ConfigError, NetworkError
-from tahq_netem import sweep_runner
-from tahq_netem.busy_cores import BusyCores
-from tahq_netem.sweep_measurement import TooBusyError, check_busy, num_steps
-from tahq_netem.sweep_results import read_results
-from tahq_netem.sweep_spec import StepsConfig
+from tahq_netem.measure.machine import BusyCores
+from tahq_netem.sweep import runner as sweep_runner
+from tahq_netem.sweep.measurement import TooBusyError, check_busy, num_steps
+from tahq_netem.sweep.results import read_results
+from tahq_netem.sweep.spec import StepsConfig
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_real_compute_may_be_as_busy_as_it_likes(world, path):
 
 
 def test_limit_of_two_cores_is_one_point_two(monkeypatch):
-    monkeypatch.setattr("tahq_netem.sweep_measurement.num_usable_cores", lambda: 2)
+    monkeypatch.setattr("tahq_netem.sweep.measurement.num_usable_cores", lambda: 2)
     check_busy(BusyCores(1.19, 2.0), None)
     with pytest.raises(TooBusyError, match=r"1\.21 of 2 cores were busy, the limit is 1\.20"):
         check_busy(BusyCores(1.21, 2.0), None)

@@ -6,8 +6,8 @@ import pytest
 from support.sweeps import small
 
 from tahq.errors import ConfigError
-from tahq_netem.sweep_points import sweep_points
-from tahq_netem.sweep_spec import load_sweep, split_wire
+from tahq_netem.sweep.points import sweep_points
+from tahq_netem.sweep.spec import load_sweep, split_wire
 
 TEXT = """\
 name: test

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from tahq.errors import NetworkError
-from tahq_netem import tcp_reset
+from tahq_netem.backends import tcp_reset
 
 ERROR, DONE, CONNECTION = 2, 3, 20
 IDENTITY = bytes(range(48))

@@ -1,11 +1,11 @@
 import pytest
 from pyroute2.netlink.rtnl.tcmsg import sched_netem
 
-from tahq_netem.description import PathShape
-from tahq_netem.namespace_group import NamespaceGroup
-from tahq_netem.namespaces import netlink
-from tahq_netem.probe import probe
-from tahq_netem.traffic_control import DESTINATION_FIELD, Leaf, Shaper, Tree, bfifo_message, netem_options
+from tahq_netem.backends.namespace_group import NamespaceGroup
+from tahq_netem.backends.namespaces import netlink
+from tahq_netem.backends.probe import probe
+from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Leaf, Shaper, Tree, bfifo_message, netem_options
+from tahq_netem.network.description import PathShape
 
 ADDRESSES = {0: "10.77.0.1", 1: "10.77.0.2", 2: "10.77.0.3"}
 QUEUE = 100_000

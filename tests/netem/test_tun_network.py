@@ -9,12 +9,11 @@ from support.host_traffic import begin, run
 from support.processes import is_alive, wait_until
 
 from tahq.errors import NetworkError
-from tahq_netem.description import PathShape, plan_network, uniform
-from tahq_netem.leftovers import sweep_leftovers
-from tahq_netem.measuring_agent import MeasuringAgents
-from tahq_netem.names import HOST_DEVICE
-from tahq_netem.namespaces import netlink
-from tahq_netem.tun import MOST_SEGMENTS, wire_tree
+from tahq_netem.backends.leftovers import sweep_leftovers
+from tahq_netem.backends.namespaces import HOST_DEVICE, netlink
+from tahq_netem.backends.tun import MOST_SEGMENTS, wire_tree
+from tahq_netem.measure.agents import MeasuringAgents
+from tahq_netem.network.description import PathShape, plan_network, uniform
 
 pytestmark = pytest.mark.netns
 
@@ -92,8 +91,8 @@ def test_wire_that_has_died_is_named(build):
 
 OWNER = """
 import os, sys, time
-from tahq_netem.description import plan_network, uniform
-from tahq_netem.tun import TunNetwork
+from tahq_netem.network.description import plan_network, uniform
+from tahq_netem.backends.tun import TunNetwork
 network = TunNetwork(plan_network(uniform(2)))
 if os.fork() == 0:
     time.sleep(60)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.errors import LocalProtocolError, NetworkError
-from tahq_netem import wire_control
-from tahq_netem.description import HostShape, plan_network, uniform
-from tahq_netem.wire_control import ANSWER_TIMEOUT_S, LineReader, Orders, WireControl, plan_from_json, plan_to_json
+from tahq_netem.network.description import HostShape, plan_network, uniform
+from tahq_netem.wire import control as wire_control
+from tahq_netem.wire.control import ANSWER_TIMEOUT_S, LineReader, Orders, WireControl, plan_from_json, plan_to_json
 
 LONG = "x" * 3_000_000
 """Longer than the buffers of both sockets together."""

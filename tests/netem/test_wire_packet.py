@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ethernet_frames import FIN, PSH, segments_of, tcp_frame, udp_frame
 
-from tahq_netem.wire_packet import cut, destination_address, read_packet, runs
+from tahq_netem.wire.packet import cut, destination_address, read_packet, runs
 
 HEADERS = 14 + 20 + 32
 

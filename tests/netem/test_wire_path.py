@@ -5,10 +5,9 @@ import math
 import pytest
 from support.ethernet_frames import segments_of, tcp_frame, udp_frame
 
-from tahq_netem.description import PathShape
-from tahq_netem.wire_packet import Packet, read_packet
-from tahq_netem.wire_path import Path
-from tahq_netem.wire_queue import Agenda
+from tahq_netem.network.description import PathShape
+from tahq_netem.wire.lines import Agenda, Path
+from tahq_netem.wire.packet import Packet, read_packet
 
 
 class Walk:

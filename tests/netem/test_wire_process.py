@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from support.ethernet_frames import udp_frame
 
-from tahq_netem.description import plan_network, uniform
-from tahq_netem.interpreter import module_argv, module_environment
-from tahq_netem.wire_control import WireControl, plan_to_json
+from tahq_netem.network.description import plan_network, uniform
+from tahq_netem.programs import module_argv, module_environment
+from tahq_netem.wire.control import WireControl, plan_to_json
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def process(control, devices):
     with os.fdopen(owner, "rb"):
         descriptors = [control.fileno(), owner, *(device.fileno() for device in devices)]
         wire = subprocess.Popen(
-            module_argv("tahq_netem.wire", *map(str, descriptors)),
+            module_argv("tahq_netem.wire.process", *map(str, descriptors)),
             pass_fds=descriptors,
             env=module_environment(),
             stderr=subprocess.PIPE,

@@ -6,8 +6,7 @@ from random import Random
 import pytest
 from support.ethernet_frames import tcp_frame
 
-from tahq_netem.wire_packet import FULL_FRAME_BYTES, Packet, read_packet
-from tahq_netem.wire_queue import (
+from tahq_netem.wire.lines import (
     Agenda,
     Gaps,
     Transmitter,
@@ -16,6 +15,7 @@ from tahq_netem.wire_queue import (
     longest_run_segments,
     queue_limit_bytes,
 )
+from tahq_netem.wire.packet import FULL_FRAME_BYTES, Packet, read_packet
 
 RATE = 8e6  # one byte a microsecond
 SECONDS_PER_FRAME = 1514e-6

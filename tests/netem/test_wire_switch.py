@@ -5,8 +5,16 @@ import math
 import pytest
 from support.ethernet_frames import address, segments_of, tcp_frame, udp_frame
 
-from tahq_netem.description import HostConfig, HostShape, NetworkConfig, PairConfig, PathShape, plan_network, uniform
-from tahq_netem.wire_switch import Switch
+from tahq_netem.network.description import (
+    HostConfig,
+    HostShape,
+    NetworkConfig,
+    PairConfig,
+    PathShape,
+    plan_network,
+    uniform,
+)
+from tahq_netem.wire.switch import Switch
 
 RATE = 8e6  # one byte a microsecond
 

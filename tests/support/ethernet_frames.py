@@ -3,7 +3,7 @@
 import struct
 from dataclasses import dataclass
 
-from tahq_netem.wire_packet import VNET_HEADER_BYTES
+from tahq_netem.wire.packet import VNET_HEADER_BYTES
 
 ETHERNET = 14
 NEEDS_CSUM, GSO_NONE, GSO_TCPV4 = 1, 0, 1

@@ -4,8 +4,8 @@ import os
 import subprocess
 from itertools import count
 
-from tahq_netem.description import NetworkConfig, plan_network
-from tahq_netem.network import Network
+from tahq_netem.backends.network import Network
+from tahq_netem.network.description import NetworkConfig, plan_network
 
 _NETWORKS = count()
 
@@ -40,8 +40,14 @@ class LoopbackNetwork(Network):
     def reset_tcp(self, host):
         raise AssertionError("no connection of this network's own")
 
+    def _connect(self):
+        raise AssertionError("no device to make")
+
+    def _egress_tree(self, host):
+        raise AssertionError("no device to shape")
+
     def describe(self):
-        return {"backend": self.backend, "shows_tcp_dynamics": False, "congestion_control": self.congestion_control}
+        return {"backend": self.backend, "congestion_control": self.congestion_control}
 
     def close(self):
         self.is_closed = True

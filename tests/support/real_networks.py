@@ -2,8 +2,8 @@
 
 import pytest
 
-from tahq_netem.kernel import KernelNetwork
-from tahq_netem.tun import TunNetwork
+from tahq_netem.backends.kernel import KernelNetwork
+from tahq_netem.backends.tun import TunNetwork
 
 BUILDERS = {"tun": TunNetwork, "kernel": KernelNetwork}
 

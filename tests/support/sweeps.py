@@ -7,12 +7,12 @@ from typing import Any
 from rich.console import Console
 
 from support.loopback_network import LoopbackNetwork
-from tahq_netem.busy_cores import BusyCores
+from tahq_netem.measure.machine import BusyCores
 from tahq_netem.runtimes.session import RuntimeLostError, Session, SessionRequest, StepRecord
-from tahq_netem.sweep_progress import SweepProgress
-from tahq_netem.sweep_results import ResultFile
-from tahq_netem.sweep_runner import Outside, SweepOutcome, SweepRun
-from tahq_netem.sweep_spec import SweepConfig
+from tahq_netem.sweep.progress import SweepProgress
+from tahq_netem.sweep.results import ResultFile
+from tahq_netem.sweep.runner import Outside, SweepOutcome, SweepRun
+from tahq_netem.sweep.spec import SweepConfig
 
 SMALL: dict[str, Any] = {
     "name": "small",

@@ -28,7 +28,7 @@ WARM = [
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",
     "numba.np.arraymath",
-    "tahq_netem.namespaces",
+    "tahq_netem.backends.namespaces",
 ]
 
 _ASKING = threading.Lock()
@@ -155,6 +155,6 @@ def _run(
 def _network(namespace: str | None) -> AbstractContextManager[None]:
     if namespace is None:
         return nullcontext()
-    from tahq_netem.namespaces import entered
+    from tahq_netem.backends.namespaces import entered
 
     return entered(namespace)

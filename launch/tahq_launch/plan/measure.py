@@ -20,7 +20,7 @@ from tahq.config.file import dump_yaml, placed_errors
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver, StageStatus
 from tahq.coordinator.service import Coordinator
-from tahq.errors import ConfigError, UserError
+from tahq.errors import UserError
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers, host_labels
 from tahq.plan.measure.jobs import MeasureRequest
 from tahq.plan.measure.measured import Imitated, Measured
@@ -111,7 +111,7 @@ def _check(options: MeasureOptions) -> None:
 
 
 def _measured(options: MeasureOptions, folder: Path, announce: Announce) -> tuple[int, ClusterNumbers | None]:
-    with ForkServer() as forks, prepared_run(_start(options, folder), partial(_begin, forks)) as prepared:
+    with ForkServer() as forks, prepared_run(_start(options, folder), partial(import_meanwhile, forks)) as prepared:
         config = prepared.config
         measured = Measured(host_labels(config.hosts, config.pipeline.stages), _computers(config))
         measuring = Measuring(_request(options, config), measured, _machines(config))
@@ -131,15 +131,6 @@ def _start(options: MeasureOptions, folder: Path) -> StartRequest:
     kept_apart = (f"run.dir={folder}", "run.name=measure", "pipeline.balance=counted")
     overrides = (*options.overrides, *kept_apart)
     return StartRequest(options.config_path, overrides, debug=options.debug, program="tahq measure")
-
-
-def _begin(forks: ForkServer, config: ClusterConfig) -> None:
-    if config.hosts == "namespaces" and config.links.backend == "relay":
-        raise ConfigError(
-            "links.backend: relay joins neighbours only, and measuring needs a way between any two hosts; "
-            "take backend: tun or kernel"
-        )
-    import_meanwhile(forks, config)
 
 
 def _request(options: MeasureOptions, config: ClusterConfig) -> MeasureRequest:

@@ -14,7 +14,7 @@ from tahq.units import format_rate
 from tahq.worker.assembly import block_ranges
 from tahq_launch.plan.dry_run import computes_in_bf16
 from tahq_launch.plan.step_traffic import link_speeds
-from tahq_netem.description import plan_network
+from tahq_netem.network.description import plan_network
 
 ASSUMED_MULTIPLY_ADDS_PER_S = {"cpu": 5e10, "cuda": 5e13}
 """What a host is taken to compute where nothing says how fast it is."""

@@ -17,8 +17,8 @@ from tahq.pipeline.schedule.schedule import ActionKind, Schedule
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
 from tahq.plan.simulate.simulator import simulate
 from tahq.quant import get_codec
-from tahq_netem.description import NetworkPlan, plan_network
-from tahq_netem.figures import GOODPUT_SHARE
+from tahq_netem.measure.figures import GOODPUT_SHARE
+from tahq_netem.network.description import NetworkPlan, plan_network
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,7 +269,7 @@ def _name_this_process(name: str) -> None:
 def _network(namespace: str | None) -> AbstractContextManager[None]:
     if namespace is None:
         return nullcontext()
-    from tahq_netem.namespaces import entered
+    from tahq_netem.backends.namespaces import entered
 
     return entered(namespace)
 

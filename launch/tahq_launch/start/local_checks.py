@@ -30,7 +30,7 @@ def check_local(config: ClusterConfig) -> None:
         _check_data(config)
     for stage in here:
         _check_device(config, stage)
-    if config.hosts == "namespaces" and config.links.backend != "relay":
+    if config.hosts == "namespaces":
         _check_congestion_control(config.links.congestion_control)
 
 

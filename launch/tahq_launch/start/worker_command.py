@@ -55,7 +55,7 @@ def _compiler_modules(config: ClusterConfig) -> list[str]:
 
 
 def _namespace_modules(config: ClusterConfig) -> list[str]:
-    return ["tahq_netem.namespaces"] if config.hosts == "namespaces" else []
+    return ["tahq_netem.backends.namespaces"] if config.hosts == "namespaces" else []
 
 
 def thread_environment(threads: int) -> Mapping[str, str]:

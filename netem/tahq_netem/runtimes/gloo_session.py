@@ -15,9 +15,9 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_json
 from tahq.errors import NetworkError
 from tahq.quant.spec import CodecSpec
-from tahq_netem.interpreter import module_argv
+from tahq_netem.programs import module_argv
 from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
-from tahq_netem.sweep_spec import HALF_WIRE, PLAIN_WIRE
+from tahq_netem.sweep.spec import HALF_WIRE, PLAIN_WIRE
 
 STORE_PORT = 7702
 PLAN_FILE = "plan.json"

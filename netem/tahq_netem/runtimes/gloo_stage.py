@@ -29,9 +29,9 @@ from tahq.data.batches import BatchSource
 from tahq.models.slice import ModelSlice
 from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.worker.assembly import StageData, compute_device, computes_in_bf16
-from tahq_netem.compute import build_stage
+from tahq_netem.programs import leave_with_stdin
 from tahq_netem.runtimes.gloo_session import steps_file, wire_dtype
-from tahq_netem.runtimes.stdin_watch import leave_with_stdin
+from tahq_netem.sweep.stage_times import build_stage
 
 _SIOCGIFADDR = 0x8915
 _TIMEOUT = timedelta(hours=1)

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import TahqError
-from tahq_netem.interpreter import module_environment
-from tahq_netem.network import Network
+from tahq_netem.backends.network import Network
+from tahq_netem.programs import module_environment
 
 POLL_S = 0.02
 _TAIL_NBYTES = 4096

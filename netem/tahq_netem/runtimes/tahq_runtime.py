@@ -10,8 +10,8 @@ from typing import Any
 from tahq.comm.security_config import SecurityConfig
 from tahq.comm.zmq.addresses import format_address
 from tahq.config.file import dump_yaml
-from tahq_netem.interpreter import module_argv
-from tahq_netem.network import Network
+from tahq_netem.backends.network import Network
+from tahq_netem.programs import module_argv
 from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
 
 CONTROL_PORT = 7700
@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 _FORWARD, _BACKWARD = ("forward",), ("backward", "input_gradient", "weight_gradient")
 _ENCODE, _DECODE = ("encode", "beside:encode"), ("decode", "beside:decode")
 _TAHQ = "tahq_launch.cli"
-_STDIN_WATCH = "tahq_netem.runtimes.stdin_watch"
+_STDIN_WATCH = "tahq_netem.programs"
 
 
 class TahqSession(Session):

@@ -1,0 +1,1 @@
+"""What builds a network: namespaces with the shapers of the kernel, or with a wire in user space."""

@@ -1,0 +1,206 @@
+"""Backend `tun`: for kernels without netem. The kernel shapes uplinks; a user-space wire does the rest.
+
+Each host is a namespace whose one interface is a TUN device; the descriptors of all are read and written by
+one process, the wire::
+
+    host0 eth0 ── htb: up, pair caps ──┐
+    host1 eth0 ── htb ─────────────────┤ wire: loss, pair caps, delay, jitter, reordering, down
+    host2 eth0 ── htb ─────────────────┘
+
+Beyond the uplink, packets are dropped at the tail of a queue one round trip deep, as routers do. The wire ends when
+the network is closed or this process ends, and the devices with it.
+
+Devices carry Ethernet frames (IFF_TAP), so that the kernel's shaper counts 1,514 bytes for a full packet, as on a real
+interface. IFF_VNET_HDR puts a virtio-net header before each frame, in which the kernel hands over, and takes, TCP
+segments in one piece of up to 64 kB with their checksum left open: no data is summed or cut on the way.
+"""
+
+import fcntl
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from struct import Struct
+from typing import Any, Final
+
+from tahq.errors import NetworkError
+from tahq_netem.backends.kernel import egress_tree
+from tahq_netem.backends.namespaces import HOST_DEVICE, netlink
+from tahq_netem.backends.network import Network
+from tahq_netem.backends.traffic_control import Tree
+from tahq_netem.network.description import NetworkPlan, PathShape, RateChange, known_host
+from tahq_netem.programs import module_argv, module_environment
+from tahq_netem.wire.control import WireControl, plan_to_json
+from tahq_netem.wire.lines import longest_run_segments
+from tahq_netem.wire.packet import VNET_HEADER_BYTES
+
+_TUN: Final = "/dev/net/tun"
+_TUNSETIFF: Final = 0x400454CA
+_TUNSETOFFLOAD: Final = 0x400454D0
+_TUNSETVNETHDRSZ: Final = 0x400454D8
+_IFF_TAP: Final = 0x0002
+_IFF_NO_PI: Final = 0x1000
+_IFF_VNET_HDR: Final = 0x4000
+_TUN_F_CSUM: Final = 0x01
+_TUN_F_TSO4: Final = 0x02
+_INTERFACE_REQUEST: Final = Struct("16sH22x")  # struct ifreq: name, flags
+_INT: Final = Struct("i")
+
+
+def open_device(name: str) -> int:
+    """Create the interface `name` in the calling thread's network namespace; return a non-blocking descriptor.
+
+    The interface goes when the last copy of the descriptor is closed.
+
+    Raises:
+        NetworkError: there is no /dev/net/tun, or this user may not use it; says what to do.
+    """
+    try:
+        descriptor = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise NetworkError(
+            f"cannot open {_TUN}: {error.strerror}; the tun backend needs root and `modprobe tun`"
+        ) from None
+    try:
+        _attach(descriptor, name)
+    except OSError as error:
+        os.close(descriptor)
+        raise NetworkError(f"cannot make the TUN device {name}: {error.strerror}; it needs CAP_NET_ADMIN") from None
+    return descriptor
+
+
+def _attach(descriptor: int, name: str) -> None:
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+    fcntl.ioctl(descriptor, _TUNSETIFF, _INTERFACE_REQUEST.pack(name.encode(), flags))
+    fcntl.ioctl(descriptor, _TUNSETVNETHDRSZ, _INT.pack(VNET_HEADER_BYTES))
+    # Neither UDP's segmentation nor ECN's: the kernel cuts those before they get here.
+    fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
+
+
+MOST_SEGMENTS: Final = 44
+"""Most TCP segments in a frame: 64 kB."""
+CATCH_UP_S: Final = 5e-3
+"""How far a host's shaper may catch up after a late wake-up. On a busy machine 1 to 5 ms are common; with the usual
+burst of 100 µs they cost 20 % of the rate at 1 Gbit/s. A full line then shows up to 5 ms of queue."""
+RING_FRAMES: Final = 16384
+"""Frames that can wait for the wire in a device: enough for 0.1 s without a core. A full ring drops frames."""
+_GRACE_S: Final = 3.0
+
+
+class TunNetwork(Network):
+    """Namespaces with TUN devices, joined by a wire process.
+
+    `seed` determines losses, jitter and reordering: the same packets meet the same fate.
+    """
+
+    backend = "tun"
+
+    _wire: "WireProcess | None" = None
+
+    def __init__(self, plan: NetworkPlan, *, seed: int = 0) -> None:
+        self._seed = seed
+        super().__init__(plan)
+
+    @property
+    def wire(self) -> "WireProcess":
+        """The process that moves the packets."""
+        if self._wire is None:
+            raise RuntimeError("the network is closed")
+        return self._wire
+
+    def set_rate(self, host: str, *, up: RateChange = ..., down: RateChange = ...) -> None:
+        """Change a host's rates; waiting packets leave at the new rate."""
+        changed = self.plan.with_rates(host, up, down)
+        self.wire.control.set_rates(host, changed.host_shapes[host])
+        self._change(changed)
+
+    def set_path(self, source: str, destination: str, shape: PathShape) -> None:
+        """Change what packets meet that are sent from now on; packets on their way keep their delay."""
+        changed = self.plan.with_path(source, destination, shape)
+        self.wire.control.set_path(source, destination, shape)
+        self._change(changed)
+
+    def set_link(self, host: str, *, is_up: bool) -> None:
+        """Have the wire drop everything to and from the host, or stop doing so. Its interface stays up."""
+        self.wire.control.set_link(known_host(host, self.plan.hosts), is_up=is_up)
+
+    def counters(self) -> dict[str, Any]:
+        """Packets seen, lost and dropped so far, by path."""
+        return self.wire.control.counters()
+
+    def describe(self) -> dict[str, Any]:
+        """The network, what is in force, and versions, fit for JSON."""
+        return super().describe() | {
+            "shapers": "htb on each host's device; down, delay, jitter, loss, reordering in a user-space wire",
+            "wire_scheduling": self.wire.scheduling,
+        }
+
+    def close(self) -> None:
+        """End what runs in the namespaces, remove them, and end the wire."""
+        super().close()
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def _connect(self) -> None:
+        devices: list[int] = []
+        try:
+            for host in self.plan.hosts:
+                with netlink(self._namespaces[host]) as kernel:
+                    devices.append(open_device(HOST_DEVICE))
+                    kernel.link("set", index=kernel.link_lookup(ifname=HOST_DEVICE)[0], txqlen=RING_FRAMES)
+            self._wire = WireProcess(devices, self.plan, list(self._addresses.values()), self._seed)
+        finally:
+            # The wire has its own copies; without these, the devices go when it does.
+            for device in devices:
+                os.close(device)
+        self._set_up_hosts()
+
+    def _egress_tree(self, host: str) -> Tree:
+        return wire_tree(self.plan, host)
+
+
+def wire_tree(plan: NetworkPlan, host: str) -> Tree:
+    """The shaper of a host's device: the kernel backend's, with larger TCP frames and larger bursts.
+
+    The wire serialises every packet once more at the exact rate, so neither shows in what arrives. A frame has at most
+    as many segments as the host's own line sends within 1 ms; the wire cuts frames for slower lines further on.
+    """
+    up = plan.host_shapes[host].up_bits_per_s
+    most_segments = MOST_SEGMENTS if up is None else min(MOST_SEGMENTS, longest_run_segments(up))
+    return replace(egress_tree(plan, host), most_segments=most_segments, burst_s=CATCH_UP_S)
+
+
+class WireProcess:
+    """The wire's process, seen from its owner."""
+
+    def __init__(self, devices: Sequence[int], plan: NetworkPlan, addresses: Sequence[str], seed: int) -> None:
+        own_end, wire_end = socket.socketpair()
+        self.control = WireControl(own_end)
+        owner = os.pidfd_open(os.getpid())
+        descriptors = [wire_end.fileno(), owner, *devices]
+        with wire_end, os.fdopen(owner, "rb"):
+            self._process = subprocess.Popen(
+                module_argv("tahq_netem.wire.process", *map(str, descriptors)),
+                pass_fds=descriptors,
+                env=module_environment(),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            facts = self.control.start({"plan": plan_to_json(plan), "addresses": list(addresses), "seed": seed})
+        except BaseException:
+            self.close()
+            raise
+        self.pid = self._process.pid
+        self.scheduling = str(facts["scheduling"])
+
+    def close(self) -> None:
+        """End the process."""
+        self.control.close()
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,1 @@
+"""Measuring a network that is up, and the machine that it runs on."""

@@ -1,0 +1,172 @@
+"""The figures that a network should measure, and how far off they may be: pure arithmetic over a plan.
+
+- Goodput is 1448/1514 = 0.956 of the rate (bytes of data in a full Ethernet frame with TCP timestamps), ± 3 %.
+- A round trip is the sum of both delays, ± 2 ms; with jitter the median of n trips varies, too.
+- A loss is a binomial count, inside its 99.9 % interval.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from tahq.units import format_rate
+from tahq_netem.network.description import NetworkPlan
+
+WIRE_BYTES: Final = 1514
+GOODPUT_SHARE: Final = 1448 / WIRE_BYTES
+ACKNOWLEDGED: Final = 66 / (2 * 1448)
+"""Bytes on the wire of acknowledgements for a byte of data: a frame without data for every second segment. So it is
+where packets come one by one; on fast links the kernel merges some (benchmarks/results/two_way_epyc2_202611.md)."""
+RATE_TOLERANCE: Final = 0.03
+ROUND_TRIP_TOLERANCE_S: Final = 2e-3
+LOSS_CONFIDENCE: Final = 0.999
+
+DATAGRAM_HEADERS_BYTES: Final = 42
+"""Ethernet, IP and UDP."""
+
+Unit = Literal["s", "bit/s", "share"]
+
+_MEDIAN_SPREAD: Final = 1.25 * 3.3
+"""σ of a median is 1.25·σ/√n; 3.3 of them are passed once in a thousand times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured figure of the path between two hosts, and the bounds that it should keep (None: any value)."""
+
+    what: str
+    source: str
+    destination: str
+    unit: Unit
+    measured: float
+    expected: float | None = None
+    low: float | None = None
+    high: float | None = None
+    num_samples: int = 1
+
+    @property
+    def is_too_low(self) -> bool:
+        """Whether it is below its lower bound."""
+        return self.low is not None and self.measured < self.low
+
+    @property
+    def is_too_high(self) -> bool:
+        """Whether it is above its upper bound."""
+        return self.high is not None and self.measured > self.high
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it is off in the direction of a busy machine."""
+        return self.is_too_high if self.unit == "s" else self.is_too_low
+
+    @property
+    def speed(self) -> float:
+        """Larger is faster."""
+        return -self.measured if self.unit == "s" else self.measured
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it is within its bounds."""
+        return not (self.is_too_low or self.is_too_high)
+
+    def line(self) -> str:
+        """The figure and its bounds as text."""
+        path = f"{self.source} → {self.destination}: {self.what} {_text(self.measured, self.unit)}"
+        if self.expected is None or self.low is None or self.high is None:
+            return path
+        within = f"{_text(self.low, self.unit)} to {_text(self.high, self.unit)}"
+        return f"{path}, expected {_text(self.expected, self.unit)} ({within})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and `is_within`, fit for JSON."""
+        return {**asdict(self), "is_within": self.is_within}
+
+
+def _text(value: float, unit: Unit) -> str:
+    if unit == "bit/s":
+        return format_rate(value)
+    return f"{value * 1e3:.2f} ms" if unit == "s" else f"{value:.3%}"
+
+
+def goodput(plan: NetworkPlan, source: str, destination: str) -> float | None:
+    """Payload in bit/s that TCP moves over a path limited by its rate alone; None: not shaped."""
+    rate = plan.rate_bits_per_s(source, destination)
+    return None if rate is None else GOODPUT_SHARE * rate
+
+
+def goodput_figure(plan: NetworkPlan, what: str, source: str, destination: str, measured: float) -> Figure:
+    """A goodput, which should be within 3 % of 0.956 times the path's rate."""
+    expected = goodput(plan, source, destination)
+    if expected is None:
+        return Figure(what, source, destination, "bit/s", measured)
+    low, high = expected * (1 - RATE_TOLERANCE), expected * (1 + RATE_TOLERANCE)
+    return Figure(what, source, destination, "bit/s", measured, expected, low, high)
+
+
+def round_trip_figure(
+    plan: NetworkPlan, source: str, destination: str, median_s: float, num_trips: int, datagram_bytes: int
+) -> Figure:
+    """A median round trip, which should be within 2 ms of both delays, jitter and slow serialisation apart."""
+    expected = plan.round_trip_s(source, destination)
+    there, back = plan.paths[source, destination], plan.paths[destination, source]
+    if (1 - there.reorder) * (1 - back.reorder) < 0.75:
+        # So many packets overtake that the median says little about the delay.
+        return Figure("round trip", source, destination, "s", median_s, num_samples=num_trips)
+    spread = ROUND_TRIP_TOLERANCE_S + _jitter_spread(plan, source, destination, num_trips)
+    wire_s = _serialisation(plan, source, destination, datagram_bytes)
+    low, high = max(0.0, expected - spread), expected + spread + wire_s
+    return Figure("round trip", source, destination, "s", median_s, expected, low, high, num_trips)
+
+
+def _jitter_spread(plan: NetworkPlan, source: str, destination: str, num_trips: int) -> float:
+    paths = plan.paths[source, destination], plan.paths[destination, source]
+    if any(path.jitter_s > path.delay_s for path in paths):
+        return sum(path.jitter_s for path in paths)  # cut off at zero, so not even
+    variance = sum(path.jitter_s**2 / 3 for path in paths)
+    return _MEDIAN_SPREAD * math.sqrt(variance / max(1, num_trips))
+
+
+def _serialisation(plan: NetworkPlan, source: str, destination: str, datagram_bytes: int) -> float:
+    """Seconds of serialisation of a datagram and its echo, at both ends of each path."""
+    bits = 8 * (datagram_bytes + DATAGRAM_HEADERS_BYTES)
+    rates = plan.rate_bits_per_s(source, destination), plan.rate_bits_per_s(destination, source)
+    return sum(2 * bits / rate for rate in rates if rate is not None)
+
+
+def loss_figure(plan: NetworkPlan, source: str, destination: str, num_sent: int, num_arrived: int) -> Figure:
+    """A share of lost datagrams, which should be inside the 99.9 % interval of the loss that is set."""
+    share = plan.paths[source, destination].loss
+    low, high = acceptance_interval(num_sent, share, LOSS_CONFIDENCE)
+    measured = 1 - num_arrived / num_sent
+    return Figure("loss", source, destination, "share", measured, share, low / num_sent, high / num_sent, num_sent)
+
+
+def acceptance_interval(num_packets: int, share: float, confidence: float) -> tuple[int, int]:
+    """The numbers of lost packets that are not too improbable for a link with this loss: an exact interval.
+
+    With k ~ B(n, p), the smallest and largest k for which P(K ≤ k) and P(K ≥ k) both exceed (1 − confidence)/2. A
+    normal approximation would be off by more than the tolerance at 0.1 % of a few thousand packets.
+
+    Args:
+        num_packets: n.
+        share: p, the loss that is set.
+        confidence: 0.999 refuses a correct link at most once in a thousand times.
+
+    Returns:
+        Smallest and largest accepted count. For n = 10, p = 0.5, confidence = 0.9: (2, 8).
+    """
+    if share in (0.0, 1.0):
+        return round(num_packets * share), round(num_packets * share)
+    tail = (1.0 - confidence) / 2.0
+    return _first_above(num_packets, share, tail), num_packets - _first_above(num_packets, 1.0 - share, tail)
+
+
+def _first_above(num_packets: int, share: float, tail: float) -> int:
+    """The smallest k with P(K ≤ k) > tail; terms through logarithms, which neither overflow nor vanish."""
+    cumulated = 0.0
+    for count in range(num_packets + 1):
+        choices = math.lgamma(num_packets + 1) - math.lgamma(count + 1) - math.lgamma(num_packets - count + 1)
+        cumulated += math.exp(choices + count * math.log(share) + (num_packets - count) * math.log1p(-share))
+        if cumulated > tail:
+            return count
+    return num_packets

@@ -1,0 +1,248 @@
+"""A network of hosts as every backend builds it: rates of every host, and the path between every two.
+
+A host's own figures apply to what it *sends*: `delay` is one-way, so the round trip between a and b is
+delay(a→b) + delay(b→a). Exceptions (`pairs`) name two hosts, a host and a site, or two sites, and hold in both
+directions; a figure that an exception leaves out comes from the next wider one, and at last from the sending host.
+The sections that a user writes are in `tahq.comm.network_config`, where cluster.yaml uses them too.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Final
+
+from tahq.comm.network_config import (
+    MAX_HOSTS,
+    BackendName,
+    HostChanges,
+    HostConfig,
+    NetworkConfig,
+    PairConfig,
+    PathChanges,
+    PathConfig,
+    host_names,
+    listed,
+    nearest,
+)
+from tahq.errors import ConfigError
+
+__all__ = [
+    "MAX_HOSTS",
+    "BackendName",
+    "HostChanges",
+    "HostConfig",
+    "HostShape",
+    "NetworkConfig",
+    "NetworkPlan",
+    "PairConfig",
+    "PathChanges",
+    "PathConfig",
+    "PathShape",
+    "host_names",
+    "known_host",
+    "nearest",
+    "plan_network",
+    "uniform",
+]
+
+
+MIN_RATE_BITS_PER_S: Final = 1e4
+"""Below, a full packet would take more than a second."""
+
+RateChange = float | EllipsisType | None
+"""bit/s; None: unshaped; ...: unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathShape:
+    """What packets from one host to another meet; the rate is the cap of the pair."""
+
+    delay_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    reorder: float = 0.0
+    rate_bits_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.reorder and not self.delay_s:
+            raise ConfigError("reorder needs a delay: packets overtake only those that wait")
+        _check_rates(self.rate_bits_per_s)
+
+    @property
+    def needs_netem(self) -> bool:
+        """Whether it needs more than shaping of rates."""
+        return (self.delay_s, self.jitter_s, self.loss, self.reorder) != (0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostShape:
+    """A host's access link; None: unshaped."""
+
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_rates(self.up_bits_per_s, self.down_bits_per_s)
+
+
+def _check_rates(*rates_bits_per_s: float | None) -> None:
+    for rate in rates_bits_per_s:
+        if rate is not None and rate < MIN_RATE_BITS_PER_S:
+            raise ConfigError(f"a rate must be at least {MIN_RATE_BITS_PER_S:g} bit/s; got {rate:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    """A network with every exception applied; `paths` has every ordered pair of different hosts."""
+
+    hosts: tuple[str, ...]
+    host_shapes: Mapping[str, HostShape]
+    paths: Mapping[tuple[str, str], PathShape]
+    congestion_control: str | None = None
+    tcp_slow_start_after_idle: bool | None = None
+
+    @property
+    def needs_netem(self) -> bool:
+        """Whether any path needs more than shaping of rates."""
+        return any(path.needs_netem for path in self.paths.values())
+
+    def with_rates(self, host: str, up: RateChange = ..., down: RateChange = ...) -> "NetworkPlan":
+        """The plan with other rates of a host in bit/s (None: unshaped, ...: unchanged)."""
+        shape = self.host_shapes[known_host(host, self.hosts)]
+        changed = HostShape(
+            shape.up_bits_per_s if isinstance(up, EllipsisType) else up,
+            shape.down_bits_per_s if isinstance(down, EllipsisType) else down,
+        )
+        return replace(self, host_shapes={**self.host_shapes, host: changed})
+
+    def with_path(self, source: str, destination: str, shape: PathShape) -> "NetworkPlan":
+        """The plan with another path from `source` to `destination`."""
+        for host in (source, destination):
+            known_host(host, self.hosts)
+        if source == destination:
+            raise ConfigError(f"a path joins two hosts; got {source} twice")
+        return replace(self, paths={**self.paths, (source, destination): shape})
+
+    def rate_bits_per_s(self, source: str, destination: str) -> float | None:
+        """The smallest of the source's up, the destination's down and the pair's cap; None: unshaped."""
+        rates = (
+            self.host_shapes[source].up_bits_per_s,
+            self.host_shapes[destination].down_bits_per_s,
+            self.paths[source, destination].rate_bits_per_s,
+        )
+        return min((rate for rate in rates if rate is not None), default=None)
+
+    def round_trip_s(self, one: str, other: str) -> float:
+        """Round trip between two hosts without queues."""
+        return self.paths[one, other].delay_s + self.paths[other, one].delay_s
+
+
+def known_host(name: str, hosts: Iterable[str]) -> str:
+    """Return `name` if it is one of `hosts`.
+
+    Raises:
+        ConfigError: it is not; lists the hosts and the nearest name.
+    """
+    names = list(hosts)
+    if name not in names:
+        raise ConfigError(f"no host {name!r} in this network of {listed(names)}{nearest(name, names)}")
+    return name
+
+
+def uniform(
+    num_hosts: int,
+    *,
+    rate: float | None = None,
+    up: float | None = None,
+    down: float | None = None,
+    delay: float = 0.0,
+    jitter: float = 0.0,
+    loss: float = 0.0,
+    reorder: float = 0.0,
+    names: Sequence[str] | None = None,
+    congestion_control: str | None = None,
+    tcp_slow_start_after_idle: bool | None = None,
+    backend: BackendName = "auto",
+) -> NetworkConfig:
+    """A network of identical hosts, called host0, host1, … unless `names` says otherwise.
+
+    Args:
+        num_hosts: number of hosts.
+        rate: bit/s of each host's uplink and downlink; None: unshaped.
+        up: bit/s of each uplink, if not `rate`.
+        down: bit/s of each downlink, if not `rate`.
+        delay: one-way, in seconds.
+        jitter: ± seconds around the delay.
+        loss: share of packets, 0 to 1.
+        reorder: share of packets that overtake, 0 to 1.
+        names: the hosts' names.
+        congestion_control: TCP's; None: cubic.
+        tcp_slow_start_after_idle: whether TCP restarts slowly after a pause; None: the kernel's default.
+        backend: kernel, tun or auto.
+    """
+    host = HostConfig(
+        up=rate if up is None else up,
+        down=rate if down is None else down,
+        delay=delay,
+        jitter=jitter,
+        loss=loss,
+        reorder=reorder,
+    )
+    chosen = host_names(num_hosts) if names is None else list(names)
+    return NetworkConfig(
+        hosts=dict.fromkeys(chosen, host),
+        congestion_control=congestion_control,
+        tcp_slow_start_after_idle=tcp_slow_start_after_idle,
+        backend=backend,
+    )
+
+
+def plan_network(config: NetworkConfig) -> NetworkPlan:
+    """Apply the exceptions: host pair, then host and site, then site pair, then the host's own figures.
+
+    Raises:
+        ConfigError: a path would reorder packets without a delay.
+    """
+    return NetworkPlan(
+        hosts=tuple(config.hosts),
+        host_shapes={name: HostShape(host.up, host.down) for name, host in config.hosts.items()},
+        paths={
+            (source, destination): _path(config, source, destination)
+            for source in config.hosts
+            for destination in config.hosts
+            if source != destination
+        },
+        congestion_control=config.congestion_control,
+        tcp_slow_start_after_idle=config.tcp_slow_start_after_idle,
+    )
+
+
+def _path(config: NetworkConfig, source: str, destination: str) -> PathShape:
+    levels: list[PathConfig | PairConfig] = [*_exceptions(config, source, destination), config.hosts[source]]
+    try:
+        return PathShape(
+            delay_s=_first(levels, "delay"),
+            jitter_s=_first(levels, "jitter"),
+            loss=_first(levels, "loss"),
+            reorder=_first(levels, "reorder"),
+            rate_bits_per_s=next(
+                (pair.rate for pair in levels[:-1] if isinstance(pair, PairConfig) and pair.rate), None
+            ),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"from {source} to {destination}: {error}") from None
+
+
+def _first(levels: Sequence[PathConfig | PairConfig], field: str) -> float:
+    return next(float(value) for level in levels if (value := getattr(level, field)) is not None)
+
+
+def _exceptions(config: NetworkConfig, source: str, destination: str) -> list[PairConfig]:
+    """The exceptions for a pair of hosts, the most specific first."""
+    source_site, destination_site = config.hosts[source].site, config.hosts[destination].site
+    levels: list[set[frozenset[str | None]]] = [
+        {frozenset((source, destination))},
+        {frozenset((source, destination_site)), frozenset((source_site, destination))},
+        {frozenset((source_site, destination_site))},
+    ]
+    return [pair for level in levels for pair in config.pairs if frozenset(pair.between) in level]

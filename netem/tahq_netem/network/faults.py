@@ -1,0 +1,215 @@
+"""Faults on a timeline: a link that is down for a time, a rate that changes, a burst of loss, a connection reset.
+
+A timeline is a list that a user writes::
+
+    - {at: 10s, link: host1, what: down, for: 2s}
+    - {at: 20s, link: host0, what: rate, to: 10mbit, for: 30s}
+    - {step: 40, link: [host0, host1], what: loss, to: 0.05, for: 5s}
+    - {step: 50, link: host2, what: reset}
+
+`link` is a host (its whole link, its rate both ways, the delay and loss of everything it sends), or
+``[source, destination]`` for one direction. Without `for` a fault lasts to the end; `up` ends a `down`.
+
+The state of a network is a pure function of its plan and the active faults, later faults on top of earlier ones. So
+overlapping faults may end in any order, and without an active fault the network is as planned. `fault_player` applies
+it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from tahq.errors import ConfigError
+from tahq.typed_yaml import positions as yaml_positions
+from tahq.typed_yaml.mistakes import Origin, Origins, one_line
+from tahq.typed_yaml.positions import YamlError, parse_yaml
+from tahq.units import WRITTEN_BY_HAND, Duration, Section, parse_duration, parse_rate
+from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host
+
+What = Literal["down", "up", "rate", "loss", "delay", "reset"]
+"""Kind of fault."""
+
+_AT_ONCE: Final = ("up", "reset")
+_WITH_VALUE: Final = ("rate", "loss", "delay")
+
+
+class Fault(Section):
+    """A fault of a link at a time or a step, for some time."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    at: Duration | None = None
+    """Since the timeline began; or `step`."""
+    step: Annotated[int, Field(ge=0)] | None = None
+    """When this many steps are done; or `at`."""
+    link: str | tuple[str, str]
+    """A host, or [source, destination]."""
+    what: What
+    to: float | str | None = None
+    """The new `rate`, `loss` or `delay`: 10mbit, 0.05, 200ms."""
+    lasts: Duration | None = Field(default=None, alias="for")
+    """How long; null: to the end."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if (self.at is None) == (self.step is None):
+            raise ValueError("a fault happens at a time or at a step: give exactly one of `at` and `step`")
+        if self.what == "reset" and not isinstance(self.link, str):
+            raise ValueError("reset ends the connections of a host; give one host as `link`")
+        if self.what in _AT_ONCE and self.lasts is not None:
+            raise ValueError(f"{self.what} has no duration; leave `for` out")
+        if (self.what in _WITH_VALUE) != (self.to is not None):
+            needs = f"needs `to`, such as {_EXAMPLES[self.what]}" if self.what in _WITH_VALUE else "takes no `to`"
+            raise ValueError(f"{self.what} {needs}")
+        if self.what in _WITH_VALUE:
+            _ = self.value  # raises where it cannot be read
+        return self
+
+    @property
+    def value(self) -> float:
+        """`to` in bit/s, seconds, or as a share.
+
+        Raises:
+            ValueError: it cannot be read as such.
+        """
+        if self.what in _READERS and isinstance(self.to, str):
+            return _READERS[self.what](self.to)
+        if self.what in _READERS:
+            raise ValueError(f"a {self.what} needs a unit, such as {_EXAMPLES[self.what]}; got {self.to!r}")
+        if isinstance(self.to, float | int) and 0 <= self.to <= 1:
+            return float(self.to)
+        raise ValueError(f"a loss is a share of packets, 0 to 1; got {self.to!r}")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that `link` names."""
+        return (self.link,) if isinstance(self.link, str) else self.link
+
+
+_READERS: Final[dict[str, Callable[[object], float]]] = {"rate": parse_rate, "delay": parse_duration}
+_EXAMPLES: Final = {"rate": "10mbit", "loss": "0.05", "delay": "200ms"}
+
+
+class Timeline(Section):
+    """The faults of a run."""
+
+    faults: list[Fault] = Field(default_factory=list)
+
+    @classmethod
+    def parse(cls, text: str, source: str = "faults") -> "Timeline":
+        """Read a timeline: YAML with a list of faults, or with such a list under the key `faults`.
+
+        Args:
+            text: the YAML.
+            source: its name in messages.
+
+        Raises:
+            ConfigError: it makes no sense; one line that names source and line.
+        """
+        try:
+            document = parse_yaml(text)
+        except YamlError as error:
+            raise ConfigError(f"{source}:{error.line}: {error}") from error
+        values, lines = document.value, dict(document.lines)
+        if isinstance(values, list):
+            values, lines = {"faults": values}, {("faults", *where): line for where, line in lines.items()}
+        return cls._checked(values, source, lines)
+
+    @classmethod
+    def load(cls, path: Path) -> "Timeline":
+        """Read a timeline from a file.
+
+        Raises:
+            ConfigError: it cannot be read, or makes no sense.
+        """
+        try:
+            return cls.parse(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+
+    @classmethod
+    def _checked(cls, values: Any, source: str, lines: Mapping[yaml_positions.Path, int]) -> "Timeline":
+        try:
+            return cls.model_validate(values, context=WRITTEN_BY_HAND)
+        except ValidationError as error:
+            known = {where: Origin(f"{source}:{line}", line) for where, line in lines.items()}
+            raise ConfigError(
+                one_line(error, values, cls, Origins(source, known | {(): Origin(source)}, {}))
+            ) from error
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether a fault waits for a step."""
+        return any(fault.step is not None for fault in self.faults)
+
+    def check(self, plan: NetworkPlan, *, has_steps: bool = True) -> None:
+        """Refuse faults that this network cannot have.
+
+        Args:
+            plan: the network's.
+            has_steps: whether steps are counted.
+
+        Raises:
+            ConfigError: a fault names an unknown host, makes an impossible path, or waits for a step where steps are
+                not counted.
+        """
+        if self.needs_steps and not has_steps:
+            raise ConfigError(
+                "the timeline has faults at steps, but steps are not counted here; give them a time with `at`"
+            )
+        for fault in self.faults:
+            for host in fault.hosts:
+                known_host(host, plan.hosts)
+            conditions(plan, [fault])
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The state of a network at a moment."""
+
+    host_shapes: Mapping[str, HostShape]
+    paths: Mapping[tuple[str, str], PathShape]
+    cut_off: frozenset[str] = field(default_factory=frozenset)
+
+
+def conditions(plan: NetworkPlan, active: Sequence[Fault]) -> Conditions:
+    """Apply faults to the plan, in this order.
+
+    Raises:
+        ConfigError: an impossible path, such as one that reorders without a delay.
+    """
+    current = Conditions(plan.host_shapes, plan.paths)
+    for fault in active:
+        current = _with_fault(current, fault)
+    return current
+
+
+def _with_fault(current: Conditions, fault: Fault) -> Conditions:
+    if fault.what in _AT_ONCE:
+        return current
+    if isinstance(fault.link, str) and fault.what == "down":
+        return replace(current, cut_off=current.cut_off | {fault.link})
+    if isinstance(fault.link, str) and fault.what == "rate":
+        return replace(current, host_shapes={**current.host_shapes, fault.link: HostShape(fault.value, fault.value)})
+    changed = {ends: _on_path(shape, fault) for ends, shape in current.paths.items() if _is_on(fault, ends)}
+    return replace(current, paths={**current.paths, **changed})
+
+
+def _is_on(fault: Fault, ends: tuple[str, str]) -> bool:
+    return ends[0] == fault.link if isinstance(fault.link, str) else ends == fault.link
+
+
+def _on_path(shape: PathShape, fault: Fault) -> PathShape:
+    match fault.what:
+        case "down":
+            return replace(shape, loss=1.0)
+        case "rate":
+            return replace(shape, rate_bits_per_s=fault.value)
+        case "loss":
+            return replace(shape, loss=fault.value)
+        case "delay":
+            return replace(shape, delay_s=fault.value)
+    raise AssertionError(f"{fault.what} changes no path")

@@ -1,0 +1,159 @@
+"""Named kinds of connections, and networks of hosts that have them.
+
+The figures and their sources are in profiles.yaml. A user's own file holds one such entry, without the name.
+"""
+
+import functools
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from tahq.errors import ConfigError
+from tahq.units import WRITTEN_BY_HAND, Section, format_rate
+from tahq_netem.network.description import HostConfig, NetworkConfig, PairConfig, host_names, nearest
+
+
+class Profile(Section):
+    """One kind of connection: the same for every host, or hosts are divided among different sites."""
+
+    title: str
+    source: list[str] = Field(min_length=1)
+    """Where each figure comes from."""
+    host: HostConfig | None = None
+    """The connection of every host, if there are no sites."""
+    sites: dict[str, HostConfig] = Field(default_factory=dict)
+    """The connection of each site's hosts; the first hosts are in the first site."""
+    pairs: list[PairConfig] = Field(default_factory=list)
+    """Exceptions between sites."""
+
+    @model_validator(mode="after")
+    def _one_kind_or_sites(self) -> "Profile":
+        if (self.host is None) == (not self.sites):
+            raise ValueError("expected either host (all hosts are alike) or sites")
+        return self
+
+    def network(self, num_hosts: int, names: list[str] | None = None) -> NetworkConfig:
+        """A network of `num_hosts` hosts, divided evenly among the sites if there are any.
+
+        Raises:
+            ConfigError: fewer hosts than sites, or invalid names.
+        """
+        names = host_names(num_hosts) if names is None else names
+        if num_hosts < max(1, len(self.sites)):
+            raise ConfigError(f"{self.title} needs at least {max(1, len(self.sites))} hosts; got {num_hosts}")
+        try:
+            return NetworkConfig(hosts=dict(zip(names, self._hosts(num_hosts), strict=True)), pairs=self.pairs)
+        except ValidationError as error:
+            raise ConfigError(f"{self.title}: {_first_mistake(error)}") from None
+
+    def _hosts(self, num_hosts: int) -> list[HostConfig]:
+        if self.host is not None:
+            return [self.host] * num_hosts
+        sites = list(self.sites)
+        places = [sites[index * len(sites) // num_hosts] for index in range(num_hosts)]
+        return [self.sites[site].model_copy(update={"site": site}) for site in places]
+
+
+def profile(name: str, num_hosts: int, names: list[str] | None = None) -> NetworkConfig:
+    """A network of hosts with a profile's connections.
+
+    Args:
+        name: a profile's name, or the path of a YAML file with one.
+        num_hosts: number of hosts.
+        names: their names; None: host0, host1, …
+
+    Raises:
+        ConfigError: there is no such profile or file, or it does not make sense.
+    """
+    return load_profile(name).network(num_hosts, names)
+
+
+def profile_names() -> list[str]:
+    """The built-in profiles, in the order of the file."""
+    return list(_own_profiles())
+
+
+def load_profile(name: str) -> Profile:
+    """The profile of that name, or in the YAML file of that path.
+
+    Raises:
+        ConfigError: there is no such profile; lists the names and the nearest.
+    """
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return _read_file(Path(name))
+    known = _own_profiles()
+    if name not in known:
+        raise ConfigError(f"no profile {name!r}; there are {', '.join(known)}{nearest(name, list(known))}")
+    return known[name]
+
+
+@functools.cache
+def _own_profiles() -> dict[str, Profile]:
+    entries = yaml.safe_load((files("tahq_netem") / "profiles.yaml").read_text(encoding="utf-8"))
+    return {str(name): _validated(entry) for name, entry in entries.items()}
+
+
+def _validated(entry: Any) -> Profile:
+    return Profile.model_validate(entry, context=WRITTEN_BY_HAND)
+
+
+def _read_file(path: Path) -> Profile:
+    try:
+        return _validated(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the profile {path}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_mistake(error)}") from None
+
+
+def _first_mistake(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(step) for step in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
+
+def profile_lines() -> list[str]:
+    """A paragraph for each profile."""
+    return "\n\n".join("\n".join(_paragraph(name, load_profile(name))) for name in profile_names()).splitlines()
+
+
+def _paragraph(name: str, profile: Profile) -> Iterator[str]:
+    yield f"{name}: {profile.title}"
+    if profile.host is not None:
+        yield f"  {_host(profile.host)}"
+    for site, host in profile.sites.items():
+        yield f"  {site}: {_host(host)}"
+    for pair in profile.pairs:
+        yield f"  between {' and '.join(pair.between)}: {_pair(pair)}"
+    for source in profile.source:
+        yield f"    {source}"
+
+
+def _host(host: HostConfig) -> str:
+    return ", ".join([f"up {_rate(host.up)}", f"down {_rate(host.down)}", *_path(host)])
+
+
+def _pair(pair: PairConfig) -> str:
+    return ", ".join([*([f"rate {_rate(pair.rate)}"] if pair.rate is not None else []), *_path(pair)])
+
+
+def _path(path: HostConfig | PairConfig) -> Iterator[str]:
+    if path.delay is not None:
+        yield f"delay {1000 * path.delay:g} ms one-way"
+    if path.jitter:
+        yield f"jitter ± {1000 * path.jitter:g} ms"
+    if path.loss:
+        yield f"loss {100 * path.loss:g} %"
+    if path.reorder:
+        yield f"reordered {100 * path.reorder:g} %"
+
+
+def _rate(bits_per_s: float | None) -> str:
+    return format_rate(bits_per_s) if bits_per_s is not None else "not shaped"

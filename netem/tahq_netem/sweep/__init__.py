@@ -1,0 +1,1 @@
+"""Sweeps: sweep.yaml, its points, their measurement, results, tables and plots."""

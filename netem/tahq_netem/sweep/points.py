@@ -1,0 +1,175 @@
+"""The points of a sweep: one a combination, each with an id that stays the same for as long as it means the same.
+
+Points that differ only in the network are measured one after another in one *session*: workers that keep
+training while the network under them changes. Starting workers takes longer than most measurements, and
+a connection that has been up for a while is what training has.
+
+Invariants:
+- an id depends on everything that a measurement depends on, but the machine and the versions;
+- it does not depend on what else the sweep measures, or in which order.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from tahq.models.config import SleepConfig
+from tahq.units import format_rate, write_duration
+from tahq_netem.network.description import NetworkConfig, NetworkPlan, plan_network, uniform
+from tahq_netem.network.profiles import profile
+from tahq_netem.sweep.spec import InFlight, RuntimeConfig, SweepConfig, split_wire
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkChoice:
+    """One network of a sweep: all hosts alike with a rate and a round trip, or a profile of that name."""
+
+    rate_bits_per_s: float | None = None
+    round_trip_s: float = 0.0
+    profile: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Such as `100 Mbit/s, 50ms`."""
+        if self.profile is not None:
+            return self.profile
+        rate = "unshaped" if self.rate_bits_per_s is None else format_rate(self.rate_bits_per_s)
+        return f"{rate}, {write_duration(self.round_trip_s)}" if self.round_trip_s else rate
+
+    def config(
+        self, num_hosts: int, congestion_control: str | None = None, after_idle: bool | None = None
+    ) -> NetworkConfig:
+        """The network for so many hosts; `after_idle`: whether TCP begins slowly again after a pause."""
+        of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
+        if self.profile is None:
+            network = uniform(num_hosts, rate=self.rate_bits_per_s, delay=self.round_trip_s / 2)
+        else:
+            network = profile(self.profile, num_hosts)
+        return network.model_copy(update=of_tcp)
+
+    def plan(self, num_hosts: int) -> NetworkPlan:
+        """The same, resolved for every pair."""
+        return plan_network(self.config(num_hosts))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """What workers are started with; all but the network.
+
+    `compute` is real, calibrated or sleep; `forward_s` and `backward_s` are its durations in the last case,
+    for this number of stages and size of micro-batch.
+    """
+
+    runtime: str
+    schedule: str
+    activations: str
+    gradients: str
+    stages: int
+    micro_batch: int
+    compute: str
+    forward_s: tuple[float, ...] = ()
+    backward_s: tuple[float, ...] = ()
+    in_flight: int | tuple[int, ...] | None = None
+    """Micro-batches under way on every stage, or on each; None: as the schedule has it."""
+
+    @property
+    def wire(self) -> str:
+        """`activations / gradients`, or one of them where they are alike."""
+        return self.activations if self.activations == self.gradients else f"{self.activations} / {self.gradients}"
+
+    @property
+    def label(self) -> str:
+        """Such as `tahq 1f1b, tah / fixed:bits=6, 4 stages of 4, sleep`."""
+        depth = "" if self.in_flight is None else f" {self.in_flight}"
+        stages = f"{self.stages} stages of {self.micro_batch}"
+        return f"{self.runtime} {self.schedule}{depth}, {self.wire}, {stages}, {self.compute}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement."""
+
+    id: str
+    session: SessionKey
+    network: NetworkChoice
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.session.label}, {self.network.label}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its coordinates, fit for JSON."""
+        return asdict(self.session) | asdict(self.network)
+
+
+def sweep_points(config: SweepConfig) -> list[Point]:
+    """Every point of a sweep, those of a session together, in the order of the file."""
+    workload = _workload(config)
+    points: dict[str, Point] = {}
+    for session in _sessions(config):
+        for network in _networks(config):
+            point = Point(_id(workload, session, network), session, network)
+            points.setdefault(point.id, point)
+    return list(points.values())
+
+
+def by_session(points: Iterable[Point]) -> dict[SessionKey, list[Point]]:
+    """The points of each session, in order."""
+    sessions: dict[SessionKey, list[Point]] = {}
+    for point in points:
+        sessions.setdefault(point.session, []).append(point)
+    return sessions
+
+
+def _networks(config: SweepConfig) -> Iterator[NetworkChoice]:
+    for round_trip_s, rate in product(config.round_trips, config.rates):
+        yield NetworkChoice(rate, round_trip_s)
+    yield from (NetworkChoice(profile=name) for name in config.profiles)
+
+
+def _sessions(config: SweepConfig) -> Iterator[SessionKey]:
+    axes = product(config.compute, config.stages, config.micro_batches, config.runtimes)
+    for compute, stages, micro_batch, runtime in axes:
+        kind, forward_s, backward_s = _compute(config, compute, stages, micro_batch)
+        for schedule, (activations, gradients), depth in _variants(runtime):
+            yield SessionKey(
+                *(runtime.name, schedule, activations, gradients, stages, micro_batch, kind, forward_s, backward_s),
+                in_flight=depth,
+            )
+
+
+def _variants(runtime: RuntimeConfig) -> Iterator[tuple[str, tuple[str, str], InFlight | None]]:
+    yield from product(runtime.schedules, map(split_wire, runtime.wires), runtime.in_flight)
+
+
+def _compute(
+    config: SweepConfig, compute: str | SleepConfig, stages: int, micro_batch: int
+) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
+    """The kind, and durations in proportion to the samples of a micro-batch and the share of the model."""
+    if isinstance(compute, str):
+        return compute, (), ()
+    scale = micro_batch / config.micro_batches[0] * config.stages[0] / stages
+    of_stages = [compute.of(stage) for stage in range(stages)]
+    return "sleep", tuple(scale * f for f, _ in of_stages), tuple(scale * b for _, b in of_stages)
+
+
+def _workload(config: SweepConfig) -> dict[str, Any]:
+    """What all points have in common and depend on."""
+    kept = {"model", "data", "seq_len", "global_batch", "device", "threads", "congestion_control", "backend", "steps"}
+    if config.faults:
+        kept.add("faults")
+    kept |= {key for key in ("tcp_slow_start_after_idle", "piece") if getattr(config, key) is not None}
+    return config.model_dump(mode="json", include=kept)
+
+
+def _id(workload: dict[str, Any], session: SessionKey, network: NetworkChoice) -> str:
+    # A profile's file may change under its name.
+    shapes = None if network.profile is None else repr(network.plan(session.stages))
+    # Keys that came later are left out where they say nothing: ids of earlier results stay what they were.
+    said = {key: value for key, value in asdict(session).items() if (key, value) != ("in_flight", None)}
+    content = json.dumps([workload, said, asdict(network), shapes], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

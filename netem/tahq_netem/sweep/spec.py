@@ -1,0 +1,228 @@
+"""sweep.yaml: what is measured over which networks, as the product of lists.
+
+    name: four-stages
+    model: {family: gpt2, num_layers: 4, hidden_size: 512, num_heads: 8, vocab_size: 257}
+    compute: {forward: 73ms, backward: 152ms}        # sleep so long; or real, or calibrated
+    rates: [unshaped, 300mbit, 100mbit]
+    round_trips: [0, 50ms]
+    runtimes:
+      - {name: tahq, wires: ["raw:dtype=fp32", "tah / fixed:bits=6"]}
+      - {name: torch, schedules: [gpipe, 1f1b]}
+
+Everything but `runtimes` holds for all runtimes; a runtime has its own schedules and wires, since not
+every one takes all of them. `sweep_points` makes the product.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from tahq.comm.config import Device
+from tahq.comm.network_config import BackendName, CongestionControl, Speed
+from tahq.data.config import DataConfig
+from tahq.errors import ConfigError
+from tahq.models.config import ModelConfig, SleepConfig
+from tahq.quant.spec import CodecSpec
+from tahq.typed_yaml.section_file import read_section_file
+from tahq.units import Duration, Section, Size
+from tahq_netem.network.faults import Fault, Timeline
+
+UNSHAPED = "unshaped"
+PLAIN_WIRE = "raw:dtype=fp32"
+HALF_WIRE = "raw:dtype=bf16"
+_ALWAYS_SAID = ("bits", "dtype")
+RuntimeName = Literal["tahq", "torch", "bare"]
+ScheduleName = Literal["gpipe", "1f1b", "zero-bubble", "1f1b-deep", "1f1b-runtime"]
+SCHEDULES: dict[RuntimeName, tuple[ScheduleName, ...]] = {
+    "tahq": ("gpipe", "1f1b", "zero-bubble"),
+    "torch": ("gpipe", "1f1b", "1f1b-runtime"),
+    "bare": ("gpipe", "1f1b", "1f1b-deep"),
+}
+"""The schedules that each runtime knows; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r, and
+`1f1b-runtime` is 1F1B in torch's `_PipelineScheduleRuntime`, which does not wait for what it sends."""
+WIRES: dict[RuntimeName, tuple[str, ...] | None] = {
+    "tahq": None,
+    "torch": (PLAIN_WIRE, HALF_WIRE),
+    "bare": (PLAIN_WIRE,),
+}
+"""What each runtime can send; None: any pair of codecs."""
+
+
+def _a_list(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+def _all_different(values: list[Any]) -> list[Any]:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise ValueError(f"{value!r} stands there twice")
+    return values
+
+
+def _unshaped_is_none(value: object) -> object:
+    return None if value == UNSHAPED else value
+
+
+def _written(spec: CodecSpec) -> str:
+    """What differs from the defaults, and in any case how many bits, or of what type."""
+    usual = type(spec)().parameters()
+    said = {key: value for key, value in spec.parameters().items() if key in _ALWAYS_SAID or value != usual[key]}
+    return ":".join(filter(None, (spec.name, ",".join(f"{key}={value}" for key, value in said.items()))))
+
+
+def split_wire(text: str) -> tuple[str, str]:
+    """(activations, gradients) of `tah / fixed:bits=6`; one codec alone is for both directions.
+
+    Raises:
+        ValueError: three codecs or more, or one that is unknown.
+    """
+    parts = [part.strip() for part in text.split("/")]
+    if len(parts) > 2:
+        raise ValueError(f"a wire is one codec, or two with / between them; got {text!r}")
+    try:
+        specs = [_written(CodecSpec.parse(part)) for part in parts]
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return specs[0], specs[-1]
+
+
+def _known_wire(text: str) -> str:
+    split_wire(text)
+    return text
+
+
+Axis = (BeforeValidator(_a_list), AfterValidator(_all_different), Field(min_length=1))
+Wires = Annotated[list[Annotated[str, AfterValidator(_known_wire)]], *Axis]
+Rates = Annotated[list[Annotated[Speed | None, BeforeValidator(_unshaped_is_none)]], *Axis]
+Durations = Annotated[list[Duration], *Axis]
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[list[Count], *Axis]
+InFlight = Count | Annotated[tuple[Count, ...], Field(min_length=2)]
+Compute = Literal["real", "calibrated"] | SleepConfig
+"""What stages do: compute, sleep as long as computing took here, or sleep as long as is said."""
+
+
+class RuntimeConfig(Section):
+    """One runtime with the schedules and wires that it is measured with."""
+
+    name: RuntimeName
+    schedules: Annotated[list[ScheduleName], *Axis] = Field(default=["1f1b"])
+    wires: Wires = Field(default=[PLAIN_WIRE])
+    """`activations / gradients`, or one codec for both. torch takes raw fp32 or bf16, the bare loop raw fp32."""
+    in_flight: Annotated[list[InFlight | None], *Axis] = Field(default=[None])
+    """Micro-batches that a stage may have under way, for all or by stage; None: as the schedule has it. Only tahq's."""
+
+    @model_validator(mode="after")
+    def _can_do_that(self) -> "RuntimeConfig":
+        unknown = [name for name in self.schedules if name not in SCHEDULES[self.name]]
+        if unknown:
+            raise ValueError(f"{self.name} has the schedules {', '.join(SCHEDULES[self.name])}; got {unknown[0]}")
+        sendable = WIRES[self.name] or self.wires
+        known = [split_wire(wire) for wire in sendable]
+        packed = [wire for wire in self.wires if split_wire(wire) not in known]
+        if packed:
+            raise ValueError(f"{self.name} sends {' or '.join(sendable)} and nothing else; got {packed[0]}")
+        if self.in_flight != [None] and self.name != "tahq":
+            raise ValueError(f"in_flight is tahq's; {self.name} has what its schedule has")
+        return self
+
+
+class StepsConfig(Section):
+    """How many steps a point is measured for: as many as fit into `about`, and not fewer than `at_least`.
+
+    How long a step takes is estimated from its bound. Before, `settle` steps go by: the first one was begun
+    under the network before, and TCP has to find its window.
+    """
+
+    settle: int = Field(default=1, ge=1)
+    at_least: int = Field(default=2, ge=1)
+    at_most: int = Field(default=5, ge=1)
+    about: Duration = 15.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "StepsConfig":
+        if self.at_most < self.at_least:
+            raise ValueError(f"at_most {self.at_most} is below at_least {self.at_least}")
+        return self
+
+
+class SweepConfig(Section):
+    """A sweep: every runtime with every network, number of stages, micro-batch size and way of computing."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelConfig
+    data: DataConfig | None = None
+    """None: random tokens, one global batch of them, so that every step is an epoch."""
+    seq_len: int = Field(default=256, ge=1)
+    """Tokens of a sample, where `data` does not say."""
+    global_batch: int = Field(default=32, ge=1)
+    micro_batches: Counts = Field(default=[4])
+    stages: Annotated[list[Annotated[int, Field(ge=2, le=64)]], *Axis] = Field(default=[4])
+    compute: Annotated[list[Compute], *Axis] = Field(default=["real"])
+    """Durations are those of the first of `stages` and `micro_batches`, and scaled to the others."""
+    rates: Rates = Field(default=[None])
+    """Of each host's uplink and downlink."""
+    round_trips: Durations = Field(default=[0.0])
+    """Between any two hosts, half of it each way."""
+    profiles: list[str] = Field(default_factory=list)
+    """More networks, by name."""
+    runtimes: list[RuntimeConfig] = Field(min_length=1)
+    steps: StepsConfig = StepsConfig()
+    faults: list[Fault] = Field(default_factory=list)
+    """What happens to the links at every point, since the first step that counts began; `step` counts from there."""
+    device: Device = "cpu"
+    threads: int = Field(default=1, ge=1)
+    """Compute threads of a worker."""
+    backend: BackendName = "auto"
+    congestion_control: CongestionControl = "cubic"
+    tcp_slow_start_after_idle: bool | None = None
+    """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it."""
+    piece: Size | None = Field(default=None, ge=4096, le=1024 * 1024)
+    """tahq's `links.piece`; None: what that is by itself."""
+    calibrate: bool = True
+    """Measure every network first, and skip its points where it is not what it should be."""
+    max_busy_cores: float | None = Field(default=None, gt=0)
+    """Above, a point whose stages sleep is rejected; None: 0.6 of the cores there are, 1.2 of two."""
+    timeout: Duration = 120.0
+    """Longest wait for a start, and beyond what a step should take, for a step."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "SweepConfig":
+        for size in self.micro_batches:
+            if self.global_batch % size:
+                raise ValueError(f"global_batch {self.global_batch} is not divisible by micro-batches of {size}")
+        if self.model.sleep is not None:
+            raise ValueError("say under compute how long stages sleep, not in model.sleep")
+        layers = self.model.num_layers
+        if layers is not None and max(self.stages) > layers:
+            raise ValueError(f"{max(self.stages)} stages need as many layers; model.num_layers is {layers}")
+        for sleep in (compute for compute in self.compute if isinstance(compute, SleepConfig)):
+            if max(len(sleep.forward), len(sleep.backward)) > 1 and len(self.stages) > 1:
+                raise ValueError("durations listed by stage fit one number of stages; stages lists several")
+        return self
+
+    @property
+    def timeline(self) -> Timeline:
+        """The faults, to be played."""
+        return Timeline(faults=self.faults)
+
+    @property
+    def sample_len(self) -> int:
+        """Tokens of a sample."""
+        return self.data.seq_len if self.data is not None else self.seq_len
+
+
+def load_sweep(path: Path, changes: Sequence[tuple[str, Any]] = ()) -> SweepConfig:
+    """Read and check a sweep.yaml.
+
+    Args:
+        path: the file.
+        changes: (key, value) of keys at the top that replace the file's.
+
+    Raises:
+        ConfigError: the file cannot be read or does not make sense; one line that names the place.
+    """
+    file = read_section_file(path, "rates", "is it a sweep.yaml?")
+    return file.with_values({**file.values, **dict(changes)}).check(SweepConfig)

@@ -1,0 +1,110 @@
+"""What stages compute in a sweep, the same under every runtime: a slice of the model, or one that sleeps as long.
+
+`calibrated` times the stages' slices in a process of its own with as many threads as a worker has, and has
+the workers sleep for that. They are timed before any worker runs and one after another, since two that share a
+core measure each other.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_from_json, config_json
+from tahq.errors import TahqError
+from tahq.models.keyed_dropout import RandomContext
+from tahq.models.slice import ModelSlice, sharing_copies_of
+from tahq.worker.assembly import chunk_module, computes_in_bf16, resolved_spec
+from tahq_netem.programs import module_argv, module_environment
+
+REPEATS = 7
+"""Timings of a stage, after two that are not counted; their median counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of a micro-batch's forward and backward, by stage."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
+def build_stage(config: ClusterConfig, stage: int, device: torch.device) -> ModelSlice:
+    """A stage's module with its weights.
+
+    Args:
+        config: with the model's vocabulary and the layers of each stage said, or to be divided by counted cost.
+        stage: which.
+        device: where it lives.
+    """
+    spec = resolved_spec(config, config.model.vocab_size)
+    return chunk_module(config, spec, stage, device=device, random=RandomContext(config.run.seed))
+
+
+def calibrate(config: ClusterConfig) -> StageTimes:
+    """Time every stage on this machine, one after another.
+
+    Raises:
+        TahqError: a stage cannot be computed here; ends with what its process said.
+    """
+    done = subprocess.run(
+        module_argv("tahq_netem.sweep.stage_times"),
+        env=module_environment(),
+        input=config_json(config),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        last_words = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise TahqError(f"the stages could not be timed: {last_words}")
+    rows = json.loads(done.stdout)
+    return StageTimes(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+
+
+def time_stage(config: ClusterConfig, stage: int, repeats: int = REPEATS) -> tuple[float, float]:
+    """Seconds of a stage's forward and backward, medians; the loss is not in them."""
+    torch.set_num_threads(config.run.threads or 1)
+    device = torch.device("cuda" if config.run.device == "auto" and torch.cuda.is_available() else config.run.device)
+    module = build_stage(config, stage, device)
+    with sharing_copies_of([module]):
+        timings = [_time_once(config, module, device) for _ in range(repeats + 2)][2:]
+    return statistics.median(f for f, _ in timings), statistics.median(b for _, b in timings)
+
+
+def _time_once(config: ClusterConfig, module: ModelSlice, device: torch.device) -> tuple[float, float]:
+    x = _input(config, module, device)
+    begin_s = _now(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(config, device)):
+        y = module(x)
+    forward_end_s = _now(device)
+    y.backward(torch.full_like(y, 1e-3))
+    return forward_end_s - begin_s, _now(device) - forward_end_s
+
+
+def _input(config: ClusterConfig, module: ModelSlice, device: torch.device) -> torch.Tensor:
+    shape = (config.training.micro_batch, config.data.seq_len)
+    if module.parts.embedding:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+    return torch.randn(*shape, module.spec.hidden_size, device=device, requires_grad=True)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def main() -> None:
+    """Time every stage of the configuration on stdin; writes a [forward, backward] for each to stdout."""
+    config = config_from_json(sys.stdin.read())
+    print(json.dumps([time_stage(config, stage) for stage in range(config.pipeline.stages)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""From a point of a sweep to the cluster.yaml that every runtime is given: the same model, data and steps for all.
+
+`hosts` stays `local` in it: which host a stage runs on, and what the links are like, is the network's business,
+and nothing is shaped in user space.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tahq.comm.config import LinksConfig
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import resolve
+from tahq.config.run import RunConfig
+from tahq.data.config import DataConfig
+from tahq.data.tokenizer import load_tokenizer
+from tahq.errors import ConfigError
+from tahq.models.config import SleepConfig
+from tahq.models.sleeping_slice import INPUT_GRADIENT_SHARE
+from tahq.pipeline.config import PipelineConfig, TrainingConfig
+from tahq.pipeline.schedule.generators import GENERATORS
+from tahq.plan.simulate.costs import StepWork
+from tahq.quant import get_codec
+from tahq.quant.config import WireConfig
+from tahq_netem.bound import LinkSpeed, step_bound_s
+from tahq_netem.sweep.measurement import num_steps
+from tahq_netem.sweep.points import Point, SessionKey, by_session
+from tahq_netem.sweep.spec import SweepConfig
+from tahq_netem.sweep.stage_times import StageTimes
+
+MANY_STEPS = 1_000_000
+"""A session trains until it is ended."""
+NUM_BYTE_TOKENS = 256
+SPLIT_SCHEDULES = ("zero-bubble",)
+"""Those that take the gradient of the input first and that of the weights later."""
+
+
+def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: StageTimes | None) -> ClusterConfig:
+    """The configuration of a session's workers.
+
+    Args:
+        sweep: what is measured.
+        key: the session.
+        folder: where relative paths start, and where the data is if it is made up.
+        times: how long stages sleep; None: they compute.
+
+    Raises:
+        ConfigError: the model, the data or the wire do not fit each other.
+    """
+    data = _absolute(sweep.data) if sweep.data is not None else _random_data(sweep, folder)
+    model = sweep.model.model_copy(update={"sleep": _sleep(times)})
+    if model.path is None and model.vocab_size is None:
+        model = model.model_copy(update={"vocab_size": load_tokenizer(data).vocab_size})
+    values = ClusterConfig(
+        run=RunConfig(name="session", dir="runs", threads=sweep.threads, device=sweep.device, peer_timeout=60.0),
+        model=model,
+        data=data,
+        training=TrainingConfig(steps=MANY_STEPS, global_batch=sweep.global_batch, micro_batch=key.micro_batch),
+        pipeline=_pipeline(key),
+        wire=WireConfig(activations=key.activations, gradients=key.gradients),
+        links=LinksConfig() if sweep.piece is None else LinksConfig(piece=sweep.piece),
+    )
+    return resolve(ClusterConfig.model_validate(values.model_dump()))
+
+
+def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) -> StepWork:
+    """What a step is expected to be made of: codecs' largest streams, and no time for compute that is real."""
+    hidden_size = sweep.model.hidden_size
+    if hidden_size is None:
+        raise ConfigError("a sweep needs model.hidden_size: how long a step takes is estimated from it")
+    shape = (key.micro_batch, sweep.sample_len, hidden_size)
+    cuts = key.stages - 1
+    nothing = (0.0,) * key.stages
+    return StepWork(
+        forward_s=times.forward_s if times is not None else nothing,
+        backward_s=times.backward_s if times is not None else nothing,
+        activation_nbytes=(float(get_codec(key.activations).encoded_nbytes(shape)),) * cuts,
+        gradient_nbytes=(float(get_codec(key.gradients).encoded_nbytes(shape)),) * cuts,
+        num_micro_batches=sweep.global_batch // key.micro_batch,
+        input_gradient_s=input_gradients(key, times),
+    )
+
+
+def input_gradients(key: SessionKey, times: StageTimes | None) -> tuple[float, ...] | None:
+    """Seconds by stage; None where a backward is one.
+
+    What sleeping stages take for it, and nothing where nobody knows how much it is.
+    """
+    if key.schedule not in SPLIT_SCHEDULES:
+        return None
+    if times is None:
+        return (0.0,) * key.stages
+    return tuple(INPUT_GRADIENT_SHARE * seconds for seconds in times.backward_s)
+
+
+def _pipeline(key: SessionKey) -> PipelineConfig:
+    values: dict[str, Any] = {"stages": key.stages, "schedule": _known_schedule(key.schedule)}
+    if key.in_flight is not None:
+        values["in_flight"] = key.in_flight if isinstance(key.in_flight, int) else list(key.in_flight)
+    return PipelineConfig.model_validate(values)
+
+
+def _known_schedule(name: str) -> str:
+    """What tahq has no schedule for, the runtime that has it knows by the session's name for it."""
+    return name if name in GENERATORS else "1f1b"
+
+
+def _sleep(times: StageTimes | None) -> SleepConfig | None:
+    if times is None:
+        return None
+    return SleepConfig(forward=list(times.forward_s), backward=list(times.backward_s))
+
+
+def _absolute(data: DataConfig) -> DataConfig:
+    """The data, found from any working folder; what is relative starts where the sweep was started."""
+    changed = {key: _absolute_paths(getattr(data, key)) for key in ("text", "tokens", "jsonl")}
+    if data.tokenizer != "bytes":
+        changed["tokenizer"] = str(Path(data.tokenizer).absolute())
+    return data.model_copy(update=changed)
+
+
+def _absolute_paths(paths: str | list[str] | None) -> str | list[str] | None:
+    if paths is None or paths == "stdlib":
+        return paths
+    if isinstance(paths, str):
+        return str(Path(paths).absolute())
+    return [path if path == "stdlib" else str(Path(path).absolute()) for path in paths]
+
+
+def _random_data(sweep: SweepConfig, folder: Path) -> DataConfig:
+    """One global batch of random bytes: a step is an epoch, so AQ-SGD has seen every sample after the first."""
+    path = folder / "tokens.bin"
+    tokens = np.random.default_rng(0).integers(0, NUM_BYTE_TOKENS, sweep.global_batch * sweep.seq_len + 1)
+    path.write_bytes(tokens.astype("<u2").tobytes())
+    return DataConfig(tokens=str(path.absolute()), seq_len=sweep.seq_len, validation=0.0, shuffle=False)
+
+
+START_S = 15.0
+"""What starting a session is expected to take."""
+
+
+def expected_step_s(config: SweepConfig, point: Point, times: StageTimes | None) -> float:
+    """Seconds of a step; `times` is what stages sleep, None where that is not known."""
+    speed = LinkSpeed.of(point.network.plan(point.session.stages))
+    return step_bound_s(planned_work(config, point.session, times), speed)
+
+
+def expected_point_s(config: SweepConfig, point: Point, times: StageTimes | None) -> float:
+    """Seconds of all steps of a point, those that settle included."""
+    step_s = expected_step_s(config, point, times)
+    return step_s * (config.steps.settle + num_steps(config.steps, step_s))
+
+
+def expected_sweep_s(config: SweepConfig, points: Sequence[Point]) -> float:
+    """Seconds of points and of the starts of their sessions, as far as the configuration says."""
+    seconds = sum(expected_point_s(config, point, _said_times(point)) for point in points)
+    return seconds + START_S * len(by_session(points))
+
+
+def _said_times(point: Point) -> StageTimes | None:
+    key = point.session
+    return StageTimes(key.forward_s, key.backward_s) if key.forward_s else None

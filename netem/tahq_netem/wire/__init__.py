@@ -1,0 +1,1 @@
+"""The user-space wire of the tun backend: packets, queues, paths, and the process that moves them."""

@@ -1,0 +1,213 @@
+"""How the owner of a network talks to the process that carries it, a wire or a relay: JSON, one object a line.
+
+The owner sends its process an order over a socket pair, then one request at a time, each of which is answered.
+A wire's::
+
+    → {"plan": …, "addresses": […], "seed": 0}
+    ← {"ready": {…}}                                            once, when the wire moves packets
+    → {"do": "rates", "host": "a", "shape": {…HostShape}}       ← {"done": {}}
+    → {"do": "path", "source": "a", "destination": "b", "shape": {…PathShape}}
+    → {"do": "link", "host": "a", "is_up": false}
+    → {"do": "counters"}                                        ← {"done": {…}}
+                                                                ← {"error": "why"}
+
+End of file is the order to end: the process goes with its owner, however that goes.
+"""
+
+import json
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Final
+
+from tahq.errors import NetworkError, TahqError
+from tahq_netem.network.description import HostShape, NetworkPlan, PathShape
+
+ANSWER_TIMEOUT_S: Final = 10.0
+START_TIMEOUT_S: Final = 60.0
+"""For a process to start and to take its order. The 62,250 paths of 250 hosts take a wire 7 s."""
+_PIECE_BYTES: Final = 65536
+
+CarryOut = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Does what a request says; returns what is to be answered, or raises what was wrong with it."""
+
+
+def plan_to_json(plan: NetworkPlan) -> dict[str, Any]:
+    """A plan as JSON holds it."""
+    return {
+        "hosts": [{"name": name, "shape": asdict(plan.host_shapes[name])} for name in plan.hosts],
+        "paths": [
+            {"source": source, "destination": destination, "shape": asdict(shape)}
+            for (source, destination), shape in plan.paths.items()
+        ],
+    }
+
+
+def plan_from_json(entry: Mapping[str, Any]) -> NetworkPlan:
+    """The plan that `plan_to_json` wrote, but for the congestion control, which is the owner's concern."""
+    return NetworkPlan(
+        hosts=tuple(host["name"] for host in entry["hosts"]),
+        host_shapes={host["name"]: HostShape(**host["shape"]) for host in entry["hosts"]},
+        paths={(path["source"], path["destination"]): PathShape(**path["shape"]) for path in entry["paths"]},
+    )
+
+
+class LineReader:
+    """Lines from a socket, which is read in large pieces; what follows a line is kept for the next one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = bytearray()
+        self._num_searched = 0
+
+    def read_line(self) -> bytes | None:
+        """The next line, waited for; None: the other end has closed before the line's end."""
+        while (line := self.next_line()) is None:
+            if not self.receive():
+                return None
+        return line
+
+    def next_line(self) -> bytes | None:
+        """The next line of what has been received; None: there is no whole one."""
+        end = self._received.find(b"\n", self._num_searched)
+        if end < 0:
+            self._num_searched = len(self._received)
+            return None
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        self._num_searched = 0
+        return line
+
+    def receive(self) -> bool:
+        """Take a piece of what has come; False: the other end has closed."""
+        try:
+            piece = self._connection.recv(_PIECE_BYTES)
+        except ConnectionError:
+            return False
+        self._received += piece
+        return bool(piece)
+
+
+class WireControl:
+    """The owner's end. Threads may share it."""
+
+    process = "wire"
+    """What is at the other end, for messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = LineReader(connection)
+        self._turn = threading.Lock()
+        self._owner = os.getpid()
+        self._failure: str | None = None
+
+    def start(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Send the process its first line; returns what it says once it is ready."""
+        return self._exchange(order, "ready", START_TIMEOUT_S)
+
+    def set_rates(self, host: str, shape: HostShape) -> None:
+        """Change a host's access link."""
+        self._ask({"do": "rates", "host": host, "shape": asdict(shape)})
+
+    def set_path(self, source: str, destination: str, shape: PathShape) -> None:
+        """Change what packets from `source` to `destination` meet."""
+        self._ask({"do": "path", "source": source, "destination": destination, "shape": asdict(shape)})
+
+    def set_link(self, host: str, *, is_up: bool) -> None:
+        """Cut a host off or join it again."""
+        self._ask({"do": "link", "host": host, "is_up": is_up})
+
+    def counters(self) -> dict[str, Any]:
+        """Packets so far; see `Switch.counters`."""
+        return self._ask({"do": "counters"})
+
+    def close(self) -> None:
+        """Tell the process to end; also from a signal handler, or while another thread waits for an answer."""
+        # Closing alone would not wake that thread up. A forked child only lets go of its copy.
+        if os.getpid() == self._owner:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._exchange(request, "done", ANSWER_TIMEOUT_S)
+
+    def _exchange(self, entry: Mapping[str, Any], expected: str, timeout_s: float) -> dict[str, Any]:
+        with self._turn:
+            answer = json.loads(self._exchange_lines(_line(entry), timeout_s))
+        if expected not in answer:
+            raise NetworkError(f"the network's {self.process} process refused: {answer.get('error')}")
+        return dict(answer[expected])
+
+    def _exchange_lines(self, line: bytes, timeout_s: float) -> bytes:
+        """After a failure there is no other exchange: what came next could be the answer to an earlier line."""
+        if self._failure is None:
+            try:
+                self._connection.settimeout(timeout_s)
+                self._connection.sendall(line)
+                if (answer := self._lines.read_line()) is not None:
+                    return answer
+                self._failure = "has ended (its last words are on stderr)"
+            except TimeoutError:
+                self._failure = f"did not answer within {timeout_s:g} s"
+            except OSError as error:
+                self._failure = f"is gone ({error.strerror})"
+        raise NetworkError(f"the network's {self.process} process {self._failure}; build the network again")
+
+
+class Orders:
+    """The other end: takes the order that the process starts with, then answers requests and never waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.descriptor = connection.fileno()
+        self._connection = connection
+        self._lines = LineReader(connection)
+        self._unsent = bytearray()
+
+    def read_order(self) -> dict[str, Any] | None:
+        """The first line, waited for; None: the owner was gone before it had sent all of it."""
+        line = self._lines.read_line()
+        self._connection.setblocking(False)
+        return None if line is None else dict(json.loads(line))
+
+    def ready(self, facts: Mapping[str, Any]) -> None:
+        """Say that the network is up."""
+        self._unsent += _line({"ready": facts})
+        self._send()
+
+    @property
+    def events(self) -> int:
+        """What epoll is to wait for before the next `serve`."""
+        return select.EPOLLIN | select.EPOLLOUT if self._unsent else select.EPOLLIN
+
+    def serve(self, carry_out: CarryOut) -> bool:
+        """Answer what has come in, as far as the owner has room for answers; False: the owner is gone."""
+        try:
+            is_open = self._lines.receive()
+        except BlockingIOError:
+            is_open = True
+        for line in iter(self._lines.next_line, None):
+            self._unsent += _line(_answer(line, carry_out))
+        self._send()
+        return is_open
+
+    def _send(self) -> None:
+        # An owner that is gone is noticed by what comes in: the end.
+        with suppress(BlockingIOError, ConnectionError):
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+
+
+def _answer(line: bytes, carry_out: CarryOut) -> dict[str, Any]:
+    try:
+        return {"done": carry_out(json.loads(line))}
+    except (TahqError, OSError, ValueError, KeyError, TypeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
