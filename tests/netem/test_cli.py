@@ -110,7 +110,9 @@ def test_mistake_is_one_line_that_says_what_would_be_right(netem, arguments, par
 
 def test_fault_that_cannot_happen_is_told_before_anything_is_built(netem, tmp_path):
     (tmp_path / "faults.yaml").write_text("- {step: 3, link: host1, what: down}\n")
-    assert_one_line(netem("run", "cable", "--faults", "faults.yaml", "--", "true"), "nothing counts steps", "`at`")
+    assert_one_line(
+        netem("run", "cable", "--faults", "faults.yaml", "--", "true"), "steps are not counted here", "`at`"
+    )
     (tmp_path / "faults.yaml").write_text("- {at: 3s, link: host7, what: down}\n")
     assert_one_line(netem("run", "cable", "--faults", "faults.yaml", "--", "true"), "no host 'host7'")
 

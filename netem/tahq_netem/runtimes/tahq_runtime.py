@@ -1,16 +1,15 @@
-"""tahq itself: its coordinator and its workers, by their own commands, on the hosts of a network.
+"""tahq itself: its coordinator and workers, started by their own commands, on the hosts of a network.
 
-The coordinator runs on the first stage's host, as it does for most who start a run on a machine that takes part in
-it; so a step's commit crosses the network, from every other host, as any message does.
+The coordinator runs on the first stage's host, as it usually does; so every other host's part of a step's commit
+crosses the network.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tahq.comm.security_config import SecurityConfig
 from tahq.comm.zmq.addresses import format_address
 from tahq.config.file import dump_yaml
-from tahq_netem.backends.network import Network
 from tahq_netem.programs import module_argv
 from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
 
@@ -24,11 +23,7 @@ _STDIN_WATCH = "tahq_netem.programs"
 
 
 class TahqSession(Session):
-    """A run of tahq.
-
-    Args:
-        request: what to run.
-    """
+    """A run of tahq."""
 
     def __init__(self, request: SessionRequest) -> None:
         super().__init__()
@@ -36,7 +31,7 @@ class TahqSession(Session):
         self._num_cuts = config.pipeline.stages - 1
         self._processes = HostProcesses(request)
         self._metrics = GrowingLines(request.folder / config.run.dir / config.run.name / "metrics.jsonl")
-        # Without CURVE, as all that it is compared with.
+        # Without CURVE, like everything that it is compared with.
         plain = config.model_copy(update={"security": SecurityConfig(curve=False)})
         (request.folder / "cluster.yaml").write_text(dump_yaml(plain), encoding="utf-8")
         try:
@@ -63,13 +58,14 @@ class TahqSession(Session):
 
     def _start(self, request: SessionRequest) -> None:
         network, hosts = request.network, request.hosts
-        bind = format_address(network.address(hosts[0]), CONTROL_PORT)
-        coordinator = module_argv(_STDIN_WATCH, _TAHQ, "coordinator", "cluster.yaml", "--bind", bind)
+        peer = format_address(network.address(hosts[0]), CONTROL_PORT)
+        coordinator = module_argv(_STDIN_WATCH, _TAHQ, "coordinator", "cluster.yaml", "--bind", peer)
         self._processes.start("coordinator", hosts[0], coordinator)
         for stage, host in enumerate(hosts):
             core = request.cores[stage] if request.cores else None
-            places = _places(network, hosts, stage)
-            worker = module_argv(_TAHQ, "worker", "--stage", str(stage), *places, "--no-curve", "--exit-with-stdin")
+            bind = format_address(network.address(host), DATA_PORT)
+            places = ("--stage", str(stage), "--peer", peer, "--bind", bind)
+            worker = module_argv(_TAHQ, "worker", *places, "--no-curve", "--exit-with-stdin")
             self._processes.start(f"stage {stage}", host, worker, core=core)
 
     def _record(self, row: Mapping[str, Any]) -> StepRecord:
@@ -86,7 +82,7 @@ class TahqSession(Session):
 
 
 def _pairs(timings: Iterable[Mapping[str, Any]], one: Names, other: Names) -> tuple[tuple[float, float], ...]:
-    """Seconds of two kinds of activity, by stage; 0 where there was none of it."""
+    """Seconds of two kinds of activity, by stage."""
 
     def seconds(timing: Mapping[str, Any], names: Names) -> float:
         return sum(float(timing.get(name, 0.0)) for name in names)
@@ -97,13 +93,3 @@ def _pairs(timings: Iterable[Mapping[str, Any]], one: Names, other: Names) -> tu
 def _by_cut(links: Iterable[Mapping[str, Any]], direction: str, num_cuts: int) -> tuple[float, ...]:
     nbytes = {link["link"]: float(link["payload_bytes"]) for link in links if link["direction"] == direction}
     return tuple(nbytes.get(cut, 0.0) for cut in range(num_cuts))
-
-
-def _places(network: Network, hosts: Sequence[str], stage: int) -> tuple[str, ...]:
-    """Where a worker finds the coordinator, listens, and is dialled: by the stage after it, if there is one."""
-    host = hosts[stage]
-    peer = format_address(*network.dial_address(host, hosts[0], CONTROL_PORT))
-    places = ("--peer", peer, "--bind", format_address(network.address(host), DATA_PORT))
-    if stage == len(hosts) - 1:
-        return places
-    return (*places, "--advertise", format_address(*network.dial_address(hosts[stage + 1], host, DATA_PORT)))
