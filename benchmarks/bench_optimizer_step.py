@@ -92,7 +92,7 @@ def layout_entries() -> Iterator[tuple[Entry, tuple[int, int]]]:
 
 def with_layout(step: Callable[[], object], layout: tuple[int, int]) -> Callable[[], object]:
     """A step with another layout of the kernel."""
-    from tahq.memory.adam import triton as adamw_triton
+    from tahq.memory.adam import kernels as adamw_triton
 
     def stepped() -> None:
         kept = adamw_triton.ELEMENTS, adamw_triton.ELEMENTS_PER_WARP

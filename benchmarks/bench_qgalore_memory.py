@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from harness import describe
 
-from tahq.memory.adam.adamw8bit import adamw8bit_states
-from tahq.memory.adam.state_spec import states_nbytes
+from tahq.memory.adam.adamw import adamw8bit_states
+from tahq.memory.adam.loop import states_nbytes
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.models.config import ModelConfig

@@ -9,9 +9,7 @@ from pydantic import BaseModel
 from tahq.comm.config import HostConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config.cluster import ClusterConfig
-from tahq.memory.config import CoatConfig
-from tahq.memory.galore.config import QGaLoreConfig
-from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
+from tahq.memory.config import AdamW8bitConfig, CoatConfig, Fp8AdamWConfig, QGaLoreConfig
 from tahq.quant.config import FollowConfig, GuardConfig
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND

@@ -5,8 +5,7 @@ from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import chunks_of, stage_estimate
-from tahq.memory.deferred_tensors import deferred_by_slice
-from tahq.memory.saved_tensors import MicroBatchShape, saved_by_slice
+from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_slice
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.worker.assembly import block_ranges, resolved_spec
 

@@ -17,7 +17,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import DataError, ModelError, UserError
-from tahq.memory.galore.snapshot_weight import snapshot_weight
+from tahq.memory.galore.stored_weight import snapshot_weight
 from tahq.models.export import copy_generation_config, export_folder
 from tahq.models.model_spec import CONFIG_FILE, ModelSpec, load_spec, untying_note
 from tahq.pipeline.checkpoint.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders

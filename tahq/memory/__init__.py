@@ -1,1 +1,1 @@
-"""What a stage keeps in memory, one technique a file."""
+"""Techniques that reduce a stage's memory, and its estimate."""

@@ -1,7 +1,7 @@
-"""What a stage keeps in memory, estimated before anything is allocated.
+"""A stage's memory, estimated before anything is allocated.
 
-The total is a floor for what the process takes: Python, torch and its kernels' own workspaces, the data
-and the allocator's fragments come on top.
+The total is a lower bound for the process: Python, torch, workspaces of kernels, the data and the allocator's
+fragmentation are not counted.
 """
 
 import math
@@ -10,13 +10,13 @@ from dataclasses import asdict, astuple, dataclass
 
 import torch
 
-from tahq.memory.deferred_tensors import deferred_by_slice
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
     MicroBatchShape,
     copied_by_block,
     copied_by_head,
+    deferred_by_slice,
     saved_by_block,
     saved_by_slice,
 )
@@ -29,12 +29,12 @@ _FP32 = 4
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """What a stage's memory depends on beside the model.
+    """The inputs of a stage's estimate other than the model.
 
     `in_flight`: micro-batches whose activations are held at once (`Schedule.max_in_flight`).
-    `optimizer_nbytes`: bytes that the optimizer keeps of fp32 parameters of these shapes.
+    `optimizer_nbytes`: shapes of fp32 parameters -> bytes of their optimizer states.
     `frame_nbytes`: encoded bytes of one micro-batch on all the stage's cuts, both directions.
-    `low_rank`: how the matrices of blocks, and perhaps those of the ends, are kept; None: in fp32, as everything else.
+    `low_rank`: format of the matrices of blocks, and possibly of the ends; None: fp32.
     """
 
     shape: MicroBatchShape
@@ -43,12 +43,12 @@ class StepNumbers:
     checkpoint_blocks: bool
     frame_nbytes: int
     kept_code_nbytes: int = 0
-    """Bytes kept beside an element of a block's matrix (`memory.coat.keep_weight_codes`)."""
+    """Bytes of FP8 codes per element of a block's matrix (`memory.coat.keep_weight_codes`)."""
     low_rank: LowRankSettings | None = None
     splits_backward: bool = False
-    """Whether the gradients of weights are computed apart from those of inputs."""
+    """Whether gradients of weights are computed separately from those of inputs."""
     put_off: int = 0
-    """Micro-batches in flight of which only the gradients of weights are left to compute."""
+    """Micro-batches in flight that only lack gradients of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,51 +62,47 @@ class StageMemory:
     boundary: int
     workspace: int
     copies: int = 0
-    """Of `weights`: autocast's copies and FP8 codes of matrices, which no snapshot has."""
+    """Part of `weights`: autocast's copies and FP8 codes of matrices, which are not checkpointed."""
 
     def kinds(self) -> dict[str, int]:
-        """Each kind by its name; together they are all that is kept."""
+        """Bytes by kind; their sum is the total."""
         kinds = asdict(self)
         del kinds["copies"]
         return kinds
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """The sum of all kinds."""
         return sum(self.kinds().values())
 
     @property
     def snapshot(self) -> int:
-        """What a snapshot has of it: weights, and what the optimizer keeps of them."""
+        """Bytes in a checkpoint: weights and optimizer states."""
         return self.weights - self.copies + self.optimizer
 
 
 def combined(memories: Iterable[tuple[StageMemory, int]]) -> StageMemory:
-    """Several of them, each so many times, kind by kind."""
+    """The sum of (memory, count) pairs, kind by kind."""
     rows = [[nbytes * num for nbytes in astuple(memory)] for memory, num in memories]
     return StageMemory(*map(sum, zip(*rows, strict=True)))
 
 
 def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> StageMemory:
-    """Estimate what a stage keeps at its peak.
+    """Estimate a stage's peak memory.
 
     With N parameters, n micro-batches in flight, T = B·S tokens, C channels, V vocabulary:
 
-    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too; what the optimizer keeps of each of them; of
-      low-rank weights what `low_rank_bytes` counts; with the weights, FP8 codes of the blocks' matrices where they are
-      kept, and autocast's copies of matrices; with checkpointing, where nothing is shared, those of one block, and
-      one of the head for each micro-batch in flight (split backwards keep none: one for the product at hand);
-    - activations n · `saved_by_slice`; where only gradients of weights are left, `deferred_by_slice` if that is more;
-    - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a gradient received
-      (not the last) and one to send (not the first), 4·T·C each; n frames, encoded;
-    - workspace, taken for one micro-batch at a time: with checkpointing one block computed again,
-      `saved_by_block`; on the last stage the logits or their gradient, 4·T·V, and as bf16 2·T·V more; with
-      low-rank weights the largest of blocks, decoded, and its gradient, and with the logits the head's.
-
-    Args:
-        spec: the model.
-        blocks: the stage's part of it.
-        numbers: the rest.
+    - weights 4·N and gradients 4·N, fp32 under bf16 autocast too, and their optimizer states; `low_rank_bytes` for
+      low-rank weights; counted as weights, the FP8 codes and autocast's copies of matrices. With checkpointing copies
+      are not shared: those of one block, and one of the head per micro-batch in flight (one in all with split
+      backwards);
+    - activations n · `saved_by_slice`, or `deferred_by_slice` where only gradients of weights are missing and it is
+    more;
+    - boundary: outputs kept for their backward, n · 4·T·C (not the last stage); a received gradient (not the last) and
+      one to send (not the first), 4·T·C each; n encoded frames;
+    - workspace for one micro-batch: with checkpointing one recomputed block, `saved_by_block`; on the last stage the
+      logits or their gradient, 4·T·V, and 2·T·V more as bf16; with low-rank weights the largest decoded matrix of a
+      block and its gradient, and with the logits the head's.
     """
     shapes, covered = _shapes(spec, blocks, numbers.low_rank)
     low_rank = low_rank_bytes((each.shape, each.settings) for each in covered.values())
@@ -129,7 +125,7 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
 def _shapes(
     spec: ModelSpec, blocks: BlockRange, low_rank: LowRankSettings | None
 ) -> tuple[list[torch.Size], dict[str, Covered]]:
-    """Of ordinary parameters; and the layers with low-rank weights."""
+    """Shapes of ordinary parameters; and the layers with low-rank weights."""
     if low_rank is None:
         return list(slice_parameters(spec, blocks).values()), {}
     ordinary, covered = divided_parameters(spec, blocks, low_rank)
@@ -157,5 +153,5 @@ def _workspace(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers, covere
     matrix = 2 * numbers.shape.element_nbytes
     largest = max((math.prod(each.shape) for each in covered.values() if not each.settings.is_end), default=0)
     head = math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0
-    # The head's backward is over before a block is computed again.
+    # The head's backward ends before a block is recomputed.
     return max(again + matrix * largest, logits + matrix * head)

@@ -1,4 +1,4 @@
-"""What a device has free for a stage."""
+"""Free memory of a device, and errors that mean that it is full."""
 
 import resource
 from collections.abc import Iterator
@@ -8,13 +8,22 @@ import torch
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+_TEXTS = ("can't allocate memory", "CUDA error: out of memory")
+"""Messages of the CPU's allocator, and of CUDA's for pinned host memory."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch has no exception type for the CPU's memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    )
 
 
 def free_bytes(device: torch.device, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Bytes that could be allocated on a device now; 0: nothing, or this system does not say.
+    """Bytes that could be allocated on a device now; 0: none, or unknown.
 
-    CUDA: as the driver has it. CPU: the least of MemAvailable, what the limits of this process's control groups (v2)
-    leave, and what its limit on address space does.
+    CUDA: as the driver reports. CPU: the least of MemAvailable and what is left under the limits of this process's
+    control groups (v2) and of its address space.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -26,7 +35,7 @@ def free_bytes(device: torch.device, proc: Path = _PROC, cgroups: Path = _CGROUP
 
 
 def _left_by_groups(membership: Path, cgroups: Path) -> Iterator[int]:
-    """Of every group of the unified hierarchy that this process is in, and that has a limit."""
+    """What is left of every limit in the unified hierarchy that applies to this process."""
     path = next((line[3:] for line in _lines(membership) if line.startswith("0::")), None)
     if path is None:
         return
@@ -36,13 +45,10 @@ def _left_by_groups(membership: Path, cgroups: Path) -> Iterator[int]:
             break
         limit, used = (next(iter(_lines(folder / f"memory.{name}")), "") for name in ("max", "current"))
         if limit.isdecimal() and used.isdecimal():
-            yield int(limit) - (int(used) - _given_back_on_demand(folder))
-
-
-def _given_back_on_demand(group: Path) -> int:
-    """Cached files that count as used until somebody needs the memory."""
-    rows = (line.split() for line in _lines(group / "memory.stat"))
-    return next((int(row[1]) for row in rows if row[:1] == ["inactive_file"]), 0)
+            rows = (line.split() for line in _lines(folder / "memory.stat"))
+            # cached files count as used until the memory is needed
+            reclaimable = next((int(row[1]) for row in rows if row[:1] == ["inactive_file"]), 0)
+            yield int(limit) - (int(used) - reclaimable)
 
 
 def _left_of_addresses(status: Path) -> Iterator[int]:

@@ -1,16 +1,17 @@
 """Bytes that autograd keeps of one micro-batch, counted from a model's sizes.
 
-Nothing is measured here: the counts follow from which tensors the operations of transformers' layers
-save for their backward. Tests compare them with what autograd saves in fact.
+The counts follow from which tensors the operations of transformers' layers save for their backward; tests compare them
+with what autograd saves.
 
-Letters: T = B·S tokens of a micro-batch, C hidden channels, H query heads, K key and value heads, D
-channels a head, I inner channels of the MLP, V vocabulary, a = 4 bytes an element in fp32, 2 under bf16
-autocast. The residual stream, norms' statistics and softmax stay in fp32. Parameters are not counted, nor
-the bf16 copies of matrices that autocast makes, which all micro-batches share (`weight_copies.py`): `copied_by_block`
-and `copied_by_head` have those.
+Letters: T = B·S tokens of a micro-batch, C hidden channels, H query heads, K key and value heads, D channels per head,
+I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 under bf16 autocast. The residual stream,
+norms' statistics and softmax stay in fp32. Parameters are not counted, nor autocast's bf16 copies of matrices, which
+all micro-batches share: see `copied_by_block` and `copied_by_head`.
 
-With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`fp8_functions.py`), and no
-copy of a matrix.
+With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`coat/fp8_functions.py`), and no copies.
+
+Between a split backward's input gradients, I, and its weight gradients, W, each product with a weight keeps its input
+and the gradient of its output (`deferred_by_*`), with activation checkpointing too, since I recomputes each block.
 """
 
 import math
@@ -30,10 +31,10 @@ _WRITTEN_OUT = "gelu_new"
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """What a micro-batch is made of, and how it is computed.
+    """The sizes of a micro-batch, and how it is computed.
 
-    `copies_weights` False: what matrices multiply by under bf16 is decoded for each product, and not kept;
-    `copies_head`: the same of the head's.
+    `copies_weights` False: low-rank weights are decoded for each product under bf16, so no copy is kept;
+    `copies_head`: the same for the head.
     """
 
     micro_batch: int
@@ -42,7 +43,7 @@ class MicroBatchShape:
     coat: bool = False
     """`memory.activations: coat`."""
     coat_gradient_nbytes: int = 0
-    """Bytes of an element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
+    """Bytes per element of an output's gradient in FP8, in all its layouts; 0: it is not coded."""
     copies_weights: bool = True
     copies_head: bool = True
 
@@ -53,15 +54,15 @@ class MicroBatchShape:
 
     @property
     def element_nbytes(self) -> int:
-        """a: bytes of an element of what matrices multiply."""
+        """a: bytes per element of matrix operands."""
         return _BF16 if self.bf16 else _FP32
 
 
 def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape, *, checkpoint_blocks: bool) -> int:
     """Bytes that one micro-batch in flight keeps in a stage.
 
-    Without checkpointing: Σ `saved_by_block`, rotary tables, and the ends. With it: of each block
-    its input, 4·T·C bytes, instead.
+    Without checkpointing: Σ `saved_by_block`, rotary tables, and the ends. With it: each block's input, 4·T·C bytes,
+    instead.
     """
     if checkpoint_blocks:
         inner = len(blocks) * _FP32 * shape.num_tokens * spec.hidden_size
@@ -75,14 +76,12 @@ def saved_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape, 
 def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """Bytes that one block keeps of a micro-batch.
 
-    GPT-2: 8·T·C + 16·T of the two LayerNorms (input; mean and rstd), a·T·(6·C + 5·I) of what the
-    matrices and the tanh GELU keep (norm outputs, Q, K, V, attention output; five of the MLP, two where the GELU is
-    one operation, `gelu_pytorch_tanh`).
-    Llama and its kin: 16·T·C + 8·T of the two RMSNorms (input, normalised input; rstd), their outputs
-    once in fp32 (8·T·C), or once a matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C),
-    and a·T·(2·H·D + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics,
-    see `_attention_weights`.
-    With COAT instead of norms, outputs and MLP: see `_coat_block`; attention keeps what it keeps otherwise.
+    GPT-2: 8·T·C + 16·T for the two LayerNorms (input; mean and rstd), a·T·(6·C + 5·I) for the matrices and the tanh
+    GELU (norm outputs, Q, K, V, attention output; five in the MLP, two where the GELU is one operation,
+    `gelu_pytorch_tanh`). Llama and similar: 16·T·C + 8·T for the two RMSNorms (input, normalised input; rstd), their
+    outputs once in fp32 (8·T·C), or once per matrix in bf16 (2·T·C each for Q, K, V, gate, up: 10·T·C), and a·T·(2·H·D
+    + 2·K·D + 4·I). Qwen3 adds the norms of Q and K. Both add attention's statistics, see `_attention_weights`. With
+    COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`.
     """
     if shape.coat:
         return _coat_block(spec, shape) + _attention(spec, block, shape)
@@ -112,8 +111,8 @@ def saved_by_embedding(spec: ModelSpec, shape: MicroBatchShape) -> int:
 def saved_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Bytes that final norm, head and loss keep.
 
-    The norm's input (and, RMSNorm, normalised input) and statistics; its output, a·T·C; log-probabilities
-    in fp32, 4·T·V, and their labels, 8·T, and number, 4.
+    The norm's input (RMSNorm: and normalised input) and statistics; its output, a·T·C; log-probabilities in fp32,
+    4·T·V, their labels, 8·T, and their number, 4.
     """
     tokens, hidden = shape.num_tokens, spec.hidden_size
     is_layer_norm = spec.layout.rotary is None
@@ -133,7 +132,7 @@ def _layer_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 
 def _rms_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """A block of Llama's kind without its attention: two RMSNorms and a gated MLP."""
+    """A block like Llama's without its attention: two RMSNorms and a gated MLP."""
     tokens, hidden = shape.num_tokens, spec.hidden_size
     norms = 2 * _FP32 * tokens * (2 * hidden + 1)
     # Under autocast each of Q, K, V, gate and up makes its own bf16 copy of the norm's output.
@@ -143,7 +142,7 @@ def _rms_norm_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 
 def _coat_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """A block of Llama's kind with FP8 flow, without its attention.
+    """A block like Llama's with FP8 flow, without its attention.
 
     Norm inputs, gate and up in groups of 16, with a bf16 scale each: T·(1 + 2/16)·(2·C + 2·I); norm outputs and
     the MLP's product with one scale: T·(2·C + I); rstd of two norms, 8·T; four scales in fp32, attention's among them.
@@ -154,7 +153,7 @@ def _coat_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 
 def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:
-    """Qwen3's RMSNorms of Q and K: input in fp32, normalised input, rstd a head."""
+    """Qwen3's RMSNorms of Q and K: input in fp32, normalised input, rstd per head."""
     if spec.family != "qwen3":
         return 0
     heads = int(spec.hf_config.num_attention_heads) + num_kv_heads(spec.hf_config)
@@ -163,10 +162,9 @@ def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:
 
 
 def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
-    """Q, K, V and the output, a·T·D·(2·H + 2·K), and what the softmax needs.
+    """Q, K, V and the output, a·T·D·(2·H + 2·K), and the softmax's part.
 
-    Keys and values are repeated for every query head (K = H) where the fused kernel cannot group them:
-    with a mask or with dropout.
+    With a mask or with dropout the fused kernel cannot group keys and values: they are repeated for every query head.
     """
     config = spec.hf_config
     heads, dropped = int(config.num_attention_heads), _attention_dropout(spec) > 0
@@ -180,8 +178,7 @@ def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
 def _attention_weights(heads: int, shape: MicroBatchShape, *, dropped: bool, masked: bool) -> int:
     """Fused: log-sum-exp in fp32, 4·T·H, and a mask of a·S² if there is a window.
 
-    With dropout attention is written out: softmax in fp32, the mask in a byte and the dropped
-    weights, (4 + 1 + a)·B·H·S², and the causal mask, S².
+    With dropout: softmax in fp32, the mask in bytes and the dropped weights, (4 + 1 + a)·B·H·S²; the causal mask, S².
     """
     squared = shape.seq_len**2
     if dropped:
@@ -197,3 +194,32 @@ def _attention_dropout(spec: ModelSpec) -> float:
 def rotary_tables(spec: ModelSpec, shape: MicroBatchShape) -> int:
     """Cosine and sine, [S, D] in fp32 each, shared by all blocks."""
     return 0 if spec.layout.rotary is None else 2 * _FP32 * shape.seq_len * head_dim(spec.hf_config)
+
+
+def deferred_by_slice(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
+    """Bytes that one micro-batch keeps in a stage between I and W."""
+    return len(blocks) * deferred_by_block(spec, shape) + (deferred_by_head(spec, shape) if blocks.last else 0)
+
+
+def deferred_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """Bytes that a block keeps between I and W; N = 2·C + H·D + 2·K·D + 2·I outputs of the seven matrices of a Llama
+    block.
+
+    GPT-2: a·T·(3·C + I) for inputs and a·T·(5·C + I) for gradients. Llama and similar: the norms' outputs as they are
+    saved, 8·T·C in fp32 and 10·T·C in bf16, a·T·(H·D + I) for attention's output and the MLP's product, a·T·N for
+    gradients. With COAT all of these but attention's output in FP8, T·(2·C + I), and T·N·`coat_gradient_nbytes`.
+    """
+    tokens, hidden, config, element = shape.num_tokens, spec.hidden_size, spec.hf_config, shape.element_nbytes
+    if spec.layout.rotary is None:
+        return element * tokens * (8 * hidden + 2 * int(config.n_inner or 4 * hidden))
+    inner, width = int(config.intermediate_size), int(config.num_attention_heads) * head_dim(config)
+    outputs = 2 * hidden + width + 2 * num_kv_heads(config) * head_dim(config) + 2 * inner
+    if shape.coat:
+        return tokens * (2 * hidden + inner + element * width + (shape.coat_gradient_nbytes or element) * outputs)
+    norms = hidden * (5 * _BF16 if shape.bf16 else 2 * _FP32)
+    return tokens * (norms + element * (width + inner + outputs))
+
+
+def deferred_by_head(spec: ModelSpec, shape: MicroBatchShape) -> int:
+    """Bytes of the head: its input and the gradient of the logits, a·T·(C + V)."""
+    return shape.element_nbytes * shape.num_tokens * (spec.hidden_size + spec.vocab_size)

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tahq.errors import ScheduleError
-from tahq.memory.galore.config import QGaLoreConfig
-from tahq.memory.optimizer_config import AdamW8bitConfig, Fp8AdamWConfig
+from tahq.memory.config import AdamW8bitConfig, Fp8AdamWConfig, QGaLoreConfig
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Schedule, validate
 from tahq.units import Section

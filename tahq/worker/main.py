@@ -61,7 +61,7 @@ from tahq.errors import (
     TahqError,
 )
 from tahq.fault_points import reached
-from tahq.memory.exhaustion import is_out_of_memory
+from tahq.memory.free_memory import is_out_of_memory
 from tahq.pipeline.checkpoint.writer import SnapshotWriter
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.pipeline.stage import Stage

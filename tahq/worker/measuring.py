@@ -9,8 +9,7 @@ from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, Measure
 from tahq.comm.control.messages import Assign
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
-from tahq.memory.exhaustion import is_out_of_memory
-from tahq.memory.free_memory import free_bytes
+from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.plan.measure.meter import Meter, MeterServer, Peer, StreamTimes
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S
 from tahq.worker.assembly import resolved_spec

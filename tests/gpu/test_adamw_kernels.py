@@ -6,7 +6,7 @@ from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, chec
 from support.device_waits import host_must_not_wait
 from torch.nn import Parameter
 
-from tahq.memory.adam import side_streams
+from tahq.memory.adam import loop
 from tahq.memory.adam.blockwise8 import decode, encode
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -141,7 +141,7 @@ def test_side_by_side_on_streams_as_one_by_one(keys, monkeypatch):
         return torch.stack(sums), {name: parameter.detach() for name, parameter in parameters.items()}
 
     sums, weights = trained()
-    monkeypatch.setattr(side_streams, "_dealt_out", lambda jobs, count: [list(jobs), *[[] for _ in range(count - 1)]])
+    monkeypatch.setattr(loop, "_dealt_out", lambda jobs, count: [list(jobs), *[[] for _ in range(count - 1)]])
     expected_sums, expected = trained()
     assert torch.equal(sums, expected_sums)
     assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []

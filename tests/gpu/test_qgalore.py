@@ -4,12 +4,10 @@ import pytest
 import torch
 from support.device_waits import host_must_not_wait
 
-from tahq.memory.galore.full_weight import FullWeight
-from tahq.memory.galore.int8_weight import Int8Weight
-from tahq.memory.galore.lazy_subspace import LazyRule
-from tahq.memory.galore.low_rank_embedding import LowRankEmbedding
+from tahq.memory.galore.low_rank_layers import LowRankEmbedding
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
-from tahq.memory.galore.projection import Int4Projection
+from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
+from tahq.memory.galore.subspace import Int4Projection, LazyRule
 
 pytestmark = pytest.mark.gpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,7 +5,7 @@ import torch
 from support.runs import Run, finish, launch, tiny
 from transformers import AutoModelForCausalLM
 
-from tahq.memory.galore.snapshot_weight import snapshot_weight
+from tahq.memory.galore.stored_weight import snapshot_weight
 
 LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
 # Searches at steps 0, 2 and 4; each is found stable at once, so gaps double.

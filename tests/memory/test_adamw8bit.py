@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tahq.memory.adam.adamw8bit import AdamW8bit, adamw8bit_states
+from tahq.memory.adam.adamw import AdamW8bit, PlainAdamW, adamw8bit_states
 from tahq.memory.adam.blockwise8 import decode, encode
-from tahq.memory.adam.plain_adamw import PlainAdamW
-from tahq.memory.adam.state_spec import states_nbytes
+from tahq.memory.adam.loop import states_nbytes
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 

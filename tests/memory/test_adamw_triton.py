@@ -5,7 +5,6 @@ import torch
 from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
 from torch.nn import Parameter
 
-from tahq.memory.adam.backend import has_kernels
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, optimizer_tensors
 from tahq.quant.backends import interprets_triton
@@ -65,7 +64,7 @@ def test_kernels_stay_with_their_tensors_and_no_longer(monkeypatch):
     """An optimizer whose weights, gradients and states are replaced in between, against one that has no kernels."""
 
     def trained(uses_kernels: bool) -> dict[str, torch.Tensor]:
-        monkeypatch.setattr("tahq.memory.adam.adamw8bit.has_kernels", has_kernels if uses_kernels else lambda *_: False)
+        monkeypatch.setattr("tahq.memory.adam.adamw._has_kernels", lambda _: uses_kernels)
         parameter = Parameter(normal((60, 70), 0))
         config = TrainingConfig(steps=1, optimizer="adamw8bit", lr=1e-2, adamw8bit={"min_elements": 0})
         optimizer = build_optimizer(config, {"w": parameter}, lambda *_: True)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tahq.memory.galore.full_weight import FullWeight
-from tahq.memory.galore.int8_weight import Int8Weight
-from tahq.memory.galore.projection import Int4Projection
+from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
+from tahq.memory.galore.subspace import Int4Projection
 from tahq.quant.backends import interprets_triton
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -56,7 +55,7 @@ def values_of(shape, seed=0) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (7, 129), (33, 129), (16, 256)], ids=str)
 @pytest.mark.parametrize("key", [None, 5, 2**63 + 11])
 def test_update_and_decoding_are_the_plain_ones(shape, key):
-    from tahq.memory.galore import affine_triton
+    from tahq.memory.galore import affine_kernels as affine_triton
 
     values = values_of(shape)
     plain, kernel = weights(values)
@@ -72,7 +71,7 @@ def test_update_and_decoding_are_the_plain_ones(shape, key):
 @pytest.mark.parametrize("shape", [(1, 1), (7, 129), (33, 129)], ids=str)
 @pytest.mark.parametrize("key", [5, 2**63 + 11])
 def test_bf16_is_updated_as_by_plain_torch(shape, key):
-    from tahq.memory.galore import affine_triton
+    from tahq.memory.galore import affine_kernels as affine_triton
 
     plain = FullWeight(shape, torch.device("cpu"), torch.bfloat16)
     plain.assign(values_of(shape))
@@ -86,7 +85,7 @@ def test_bf16_is_updated_as_by_plain_torch(shape, key):
 
 @interpreted
 def test_bf16_keeps_what_is_not_finite():
-    from tahq.memory.galore import affine_triton
+    from tahq.memory.galore import affine_kernels as affine_triton
 
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32)
     values = torch.zeros(6, dtype=torch.bfloat16)
@@ -97,7 +96,7 @@ def test_bf16_keeps_what_is_not_finite():
 
 @interpreted
 def test_nearest_is_half_to_even():
-    from tahq.memory.galore import affine_triton
+    from tahq.memory.galore import affine_kernels as affine_triton
 
     halves = torch.arange(-127, 127.5, 0.5)
     plain, kernel = weights(torch.zeros(halves.numel()))
@@ -109,7 +108,7 @@ def test_nearest_is_half_to_even():
 @interpreted
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 85), (33, 129)], ids=str)
 def test_projections_are_decoded_as_by_plain_torch(shape):
-    from tahq.memory.galore import affine_triton
+    from tahq.memory.galore import affine_kernels as affine_triton
 
     projection = Int4Projection(shape, torch.device("cpu"))
     projection.assign(torch.randn(shape, generator=torch.Generator().manual_seed(1)))

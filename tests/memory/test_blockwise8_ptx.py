@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.ptx import halves, run
 
-from tahq.memory.adam import blockwise8_ptx as ptx
+from tahq.memory.adam import blockwise8_kernels as ptx
 from tahq.memory.adam.blockwise8 import borders
 
 ERROR = 2.0**-20
@@ -15,7 +15,7 @@ def places(quotients, signed):
     """Numbers of borders; and as bytes, which have to be the same."""
     bits = np.asarray(quotients, dtype=np.float32).view(np.uint32)
     fours = np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint32)]).reshape(-1, 4)
-    *found, together = run(ptx.places(signed), 5, *fours.T)
+    *found, together = run(ptx.places_ptx(signed), 5, *fours.T)
     found = np.stack(found, axis=1).reshape(-1)[: len(bits)].astype(int)
     assert np.array_equal(together.view(np.uint8)[: len(bits)], found)
     return found
@@ -68,5 +68,5 @@ def test_codes_are_put_together_from_places_and_signs(signed):
     together = np.ascontiguousarray(place[shuffled].astype(np.uint8)).view(np.uint32)
     operands = [together, *(differences[each] for each in fours)]
     operands += [elements[each] for each in fours] if signed else []
-    (found,) = run(ptx.codes(signed), 1, *operands)
+    (found,) = run(ptx.codes_ptx(signed), 1, *operands)
     assert np.array_equal(found.view(np.uint8), expected[shuffled])

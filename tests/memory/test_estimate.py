@@ -3,10 +3,9 @@ from functools import partial
 import pytest
 import torch
 
-from tahq.memory.deferred_tensors import deferred_by_slice
 from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
-from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block, saved_by_slice
+from tahq.memory.saved_tensors import MicroBatchShape, deferred_by_slice, saved_by_block, saved_by_slice
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec

@@ -12,7 +12,7 @@ from tahq.memory.coat.fp8_adamw_step import CHUNK_GROUPS, step_in_torch
 from tahq.memory.coat.fp8_formats import E4M3, E5M2
 from tahq.memory.coat.fp8_groups import GROUP, as_groups
 from tahq.memory.coat.range_expansion import UNEXPANDED
-from tahq.memory.optimizer_config import Fp8AdamWConfig
+from tahq.memory.config import Fp8AdamWConfig
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_nbytes, optimizer_tensors
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tahq.memory.galore.full_weight import FullWeight, round_to_bf16
+from tahq.memory.galore.stored_weight import FullWeight, round_to_bf16
 from tahq.randomness import derive_seed
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_draws_depend_on_the_key_and_the_place_alone(monkeypatch):
     whole = after(5)
     assert not torch.equal(whole, after(6))
     assert not torch.equal(whole, after(5 + 2**32))
-    monkeypatch.setattr("tahq.memory.galore.full_weight._SLAB", 64)
+    monkeypatch.setattr("tahq.memory.galore.stored_weight._SLAB", 64)
     assert torch.equal(whole, after(5))
 
 

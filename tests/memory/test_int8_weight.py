@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tahq.memory.galore.int8_weight import Int8Weight
+from tahq.memory.galore.stored_weight import Int8Weight
 from tahq.randomness import derive_seed
 
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ def test_slabs_do_not_show(monkeypatch):
     update = torch.randn(1500, generator=torch.Generator().manual_seed(5))
     found = []
     for slab in (2**20, 512):
-        monkeypatch.setattr("tahq.memory.galore.int8_weight._SLAB", slab)
+        monkeypatch.setattr("tahq.memory.galore.stored_weight._SLAB", slab)
         weight = stored(values)
         weight.add(update, keep=0.99, rate=-0.01, key=77)
         found.append(weight)

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tahq.memory.galore.full_weight import FullWeight
-from tahq.memory.galore.int8_weight import Int8Weight
-from tahq.memory.galore.low_rank_embedding import LowRankEmbedding
+from tahq.memory.galore.low_rank_layers import LowRankEmbedding
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 
 CPU = torch.device("cpu")
 NAME = "model.embed_tokens.weight"

@@ -7,9 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from tahq.errors import SnapshotError
-from tahq.memory.galore.lazy_subspace import LazyRule
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
-from tahq.memory.galore.subspace import project
+from tahq.memory.galore.subspace import LazyRule, project
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 128), (127, 1), (128, 127), (33, 65), (65, 33), (48, 48), (3, 4097)]

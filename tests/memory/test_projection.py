@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.memory.galore.projection import FullProjection, Int4Projection, new_projection, pack, unpack
+from tahq.memory.galore.subspace import FullProjection, Int4Projection, new_projection, pack, unpack
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,15 @@ from tahq.memory.coat.fp8_codes import TensorCodes
 from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes
 from tahq.memory.config import CoatConfig
-from tahq.memory.deferred_tensors import deferred_by_slice
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.qgalore import build_low_rank_slice
-from tahq.memory.saved_tensors import MicroBatchShape, copied_by_block, copied_by_head, saved_by_slice
+from tahq.memory.saved_tensors import (
+    MicroBatchShape,
+    copied_by_block,
+    copied_by_head,
+    deferred_by_slice,
+    saved_by_slice,
+)
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext

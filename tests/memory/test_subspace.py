@@ -5,8 +5,9 @@ from collections import deque
 import pytest
 import torch
 
-from tahq.memory.galore.lazy_subspace import LazyRule, LazySubspace
 from tahq.memory.galore.subspace import (
+    LazyRule,
+    LazySubspace,
     exact_basis,
     low_rank_shape,
     next_gap,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tahq.memory.adam.adamw8bit import adamw8bit_step
+from tahq.memory.adam.adamw import adamw8bit_step
 from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode, num_blocks, zero_codes
 from tahq.memory.adam.step import AdamwNumbers, adamw_step
 
@@ -40,6 +40,14 @@ GRADIENTS: dict[str, Callable[[tuple[int, ...], int], torch.Tensor]] = {
 }
 
 
+def step_8bit(weight, gradient, *states, block: int = BLOCK) -> None:
+    """One step by the kernels; `states` end with the step's numbers."""
+    from tahq.memory.adam import kernels
+
+    *tensors, numbers = states
+    kernels.bind_adamw8bit(weight, gradient, *tensors, block)(gradient, numbers.in_order())
+
+
 def check_8bit(
     shape: tuple[int, ...],
     device: torch.device,
@@ -51,8 +59,6 @@ def check_8bit(
     steps: int = 3,
 ) -> None:
     """Assert that some steps on `device` give the weights, codes and scales of plain torch on the CPU."""
-    from tahq.memory.adam import triton as adamw_triton
-
     size = (math.prod(shape),)
     expected = [
         _normal(size, 0).to(weight_dtype),
@@ -65,13 +71,13 @@ def check_8bit(
     for step in range(1, steps + 1):
         gradient, numbers = GRADIENTS[gradients](size, step).to(gradient_dtype), AdamwNumbers.of(GROUP, step)
         adamw8bit_step(expected[0], gradient, *expected[1:], numbers, block)
-        adamw_triton.adamw8bit_step(found[0], gradient.to(device), *found[1:], numbers, block)
+        step_8bit(found[0], gradient.to(device), *found[1:], numbers, block=block)
         _assert_same(("weights", "codes of m", "codes of v", "scales of m", "scales of v"), found, expected)
 
 
 def check_plain(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
     """The same with moments of fp32 or bf16."""
-    from tahq.memory.adam import triton as adamw_triton
+    from tahq.memory.adam import kernels
 
     size = (math.prod(shape),)
     expected = [_normal(size, 0), torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)]
@@ -79,7 +85,7 @@ def check_plain(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
     for step in range(1, 4):
         gradient, numbers = _normal(size, step), AdamwNumbers.of(GROUP, step)
         adamw_step(expected[0], gradient, *expected[1:], numbers)
-        adamw_triton.plain_adamw_step(found[0], gradient.to(device), *found[1:], numbers)
+        kernels.bind_plain_adamw(found[0], on_device := gradient.to(device), *found[1:])(on_device, numbers.in_order())
         _assert_same(("weights", "m", "v"), found, expected)
 
 
@@ -89,8 +95,6 @@ def check_every_border(device: torch.device, signed: bool) -> None:
     The gradient is zero and β is 1, so that the kernel rounds the moment that it has read, which is one of the
     map's: so moments are given as gradients, with β₁ = β₂ = 0 and 1 − β = 1 in their place.
     """
-    from tahq.memory.adam import triton as adamw_triton
-
     edges = borders(signed)
     near = torch.cat([edges, torch.nextafter(edges, torch.tensor(2.0)), torch.nextafter(edges, torch.tensor(0.0))])
     near = (torch.cat([near, -near]) if signed else near).repeat(2)  # for a program that is filled and one that is not
@@ -106,7 +110,7 @@ def check_every_border(device: torch.device, signed: bool) -> None:
         found = [torch.zeros(size), zero_codes(size, True, CPU), zero_codes(size, False, CPU)]
         found += [torch.zeros(len(rows)), torch.zeros(len(rows))]
         found = [each.to(device) for each in found]
-        adamw_triton.adamw8bit_step(found[0], gradient.to(device), *found[1:], numbers)
+        step_8bit(found[0], gradient.to(device), *found[1:], numbers)
         which = (found[1], found[3]) if signed else (found[2], found[4])
         _assert_same(("codes", "scales"), list(which), [codes, scales])
 

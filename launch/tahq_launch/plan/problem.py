@@ -11,12 +11,13 @@ from tahq.comm.link.sending_order import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
 from tahq.errors import ConfigError, UserError
-from tahq.memory.deferred_tensors import deferred_by_block, deferred_by_head
 from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
     copied_by_block,
     copied_by_head,
+    deferred_by_block,
+    deferred_by_head,
     rotary_tables,
     saved_by_block,
     saved_by_embedding,

@@ -1,28 +1,27 @@
-"""Block-wise 8-bit numbers with the dynamic tree map, which 8-bit optimizers keep their states in.
+"""Block-wise 8-bit numbers with the dynamic tree map, the format of 8-bit optimizer states.
 
-A tensor is flattened and cut into blocks of 256 elements, the last one shorter. Of each block the largest
-magnitude is kept in fp32; each element is stored as the number of the nearest of 256 fixed values in [−1, 1],
-or in [0, 1] for states without a sign, times that.  (Dettmers et al. 2022, 8-bit
-Optimizers via Block-wise Quantization, §2.1 and §2.2)
+A tensor is flattened and cut into blocks of 256 elements, the last one shorter. A block's scale is its largest
+magnitude, in fp32; an element is stored as the index of the nearest of 256 fixed values in [−1, 1], or in [0, 1] for
+states without a sign, times the scale.  (Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, §2.1 and
+§2.2)
 
-The map: decades i = 0 … 6, each cut into F_i equal cells whose middles are the values, beside 0 and 1:
+The map: decades i = 0 … 6, each cut into F_i equal cells whose middles are the values, and 0 and 1:
 
     value(i, j) = 10^(i−6) · (0.1 + 0.9 · (j + ½)/F_i),  0 ≤ j < F_i
 
-with F_i = 2^i of either sign, or F_i = 2^(i+1) without: finest near 1, seven decades deep. A code is the place of
-its value in ascending order: 127 is 0 with signs, 0 without; 255 is 1. There is no −1: a block's largest
-magnitude comes back as it was where it is positive, 0.7 % smaller where it is negative.
+with F_i = 2^i for each sign, or F_i = 2^(i+1) without signs: finest near 1, seven decades deep. A code is the index of
+its value in ascending order: 127 is 0 with signs, 0 without; 255 is 1. There is no −1: a block's largest magnitude is
+exact where it is positive, 0.7 % too small where it is negative.
 
-What is settled here, and the paper leaves open:
+Decisions that the paper leaves open:
 
-- an element halfway between two values, their middle times the scale as fp32 has it, takes the one nearer to 0;
-- a block whose largest magnitude is below 2⁻¹²⁶ (all zeros, or subnormal) is zeros, and its scale 0;
-- a block with a NaN or an infinity is NaN altogether: its scale is NaN, so that damage shows;
-- without signs, negative elements are 0, and nothing else is: what is nearer to 0 than to the lowest value takes
-  that. A second moment of 0 beside a first that is not, 4,000 times below the largest of its block, would
-  divide by ε alone as soon as a gradient is 0.
+- an element halfway between two values (their middle times the scale, in fp32) rounds towards 0;
+- a block whose largest magnitude is below 2⁻¹²⁶ (all zeros, or subnormal) is zeros with scale 0;
+- a block with a NaN or an infinity has the scale NaN, so all of it is NaN and damage shows;
+- without signs, negative elements become 0 and positive ones never do: they round to the lowest value instead. A second
+  moment of 0 with a nonzero first moment would divide by ε alone as soon as a gradient is 0.
 
-Every operation is a correctly rounded one of IEEE 754, so codes and values are the same on every device.
+Every operation is correctly rounded by IEEE 754, so codes and values are the same on every device.
 """
 
 import math
@@ -39,18 +38,18 @@ ZERO_SIGNED = 127
 """The code of 0 with signs; without it is 0."""
 _NUM_DECADES = 7
 _LARGEST_NEGATIVE = 127
-"""Magnitudes of negative values are numbered up to this: −1 has no code."""
+"""Index of the largest magnitude with a negative code: −1 has none."""
 
 
 def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and scales of a tensor.
 
-    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, but for what the module's text settles
+    code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, with the exceptions listed above
 
     Args:
-        x: floating point, of any shape and strides; taken as fp32.
+        x: floating point, of any shape and strides; computed in fp32.
         signed: which of the two maps.
-        block: elements a block.
+        block: elements per block.
 
     Returns:
         Codes, uint8 [N], and scales, fp32 [⌈N/block⌉], on x's device.
@@ -73,8 +72,8 @@ def decode(
         codes: uint8, of N = ∏ shape elements in any shape.
         absmax: scales, fp32 [⌈N/block⌉].
         signed: which of the two maps.
-        shape: of what is returned.
-        block: elements a block.
+        shape: of the result.
+        block: elements per block.
 
     Returns:
         fp32 of that shape.
@@ -85,7 +84,7 @@ def decode(
 
 
 def zero_codes(shape: tuple[int, ...], signed: bool, device: torch.device) -> torch.Tensor:
-    """Codes of zeros, uint8 of a shape; their scales are zeros."""
+    """Codes of zeros, uint8 of a shape; their scales are 0."""
     return torch.full(shape, ZERO_SIGNED if signed else 0, dtype=torch.uint8, device=device)
 
 
@@ -96,7 +95,7 @@ def num_blocks(shape: tuple[int, ...], block: int = BLOCK) -> int:
 
 @lru_cache(maxsize=32)
 def dynamic_map(signed: bool, device: torch.device = CPU) -> torch.Tensor:
-    """The 256 values by code, ascending, fp32. Not to be written to: kept for every device."""
+    """The 256 values by code, ascending, fp32; cached, so not to be written to."""
     magnitudes = _magnitudes(signed)
     negative = [-value for value in magnitudes[_LARGEST_NEGATIVE:0:-1]] if signed else []
     return torch.tensor(negative + magnitudes, dtype=torch.float64).float().to(device)
@@ -104,9 +103,9 @@ def dynamic_map(signed: bool, device: torch.device = CPU) -> torch.Tensor:
 
 @lru_cache(maxsize=32)
 def borders(signed: bool, device: torch.device = CPU) -> torch.Tensor:
-    """Middles between neighbouring magnitudes, ascending, fp32: 128 with signs, 255 without. Not to be written to.
+    """Middles between neighbouring magnitudes, ascending, fp32: 128 with signs, 255 without; not to be written to.
 
-    What is above borders[k] is nearer to magnitude k + 1 than to magnitude k; without signs, borders[0] is 0.
+    Above borders[k] a number is nearer to magnitude k + 1 than to magnitude k; without signs, borders[0] is 0.
     """
     values = torch.tensor(_magnitudes(signed), dtype=torch.float64).float().double()
     middles = ((values[:-1] + values[1:]) / 2).float()
@@ -116,7 +115,7 @@ def borders(signed: bool, device: torch.device = CPU) -> torch.Tensor:
 
 
 def _magnitudes(signed: bool) -> list[float]:
-    """The values that are not negative, ascending: 129 with signs, 256 without."""
+    """The values from 0 up: 129 with signs, 256 without."""
     values = [0.0]
     for decade in range(_NUM_DECADES):
         cells = 1 << (decade if signed else decade + 1)
@@ -125,9 +124,9 @@ def _magnitudes(signed: bool) -> list[float]:
 
 
 def _codes(rows: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """int32 [B, block] of rows [B, block]: how many borders, times the row's scale, lie below each magnitude.
+    """int32 [B, block] of rows [B, block]: the number of borders, times the row's scale, below each magnitude.
 
-    Only the border nearest to a magnitude is looked at, which is as exact as a search, and faster.
+    Only the border nearest to a magnitude is compared: as exact as a search, and faster.
     """
     usual = torch.where(scales > 0, scales, 1.0)[:, None]
     magnitudes = rows.abs()
@@ -140,11 +139,11 @@ def _codes(rows: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tens
 
 
 def _estimated_place(quotients: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Places, as if between two values they went on evenly: rounded, the number, from 1, of the border to look at.
+    """The place of each quotient, interpolated between values; rounded, the number, from 1, of the border to compare.
 
-    In terms of the place of a value, decade i is a straight line, u_i(a) = first_i + (10^(6−i)·a − 0.1)·F_i/0.9. From
-    one to the next they are flatter, and meet where they join, so what holds is the lowest of all. Borders
-    lie at whole u inside of a decade, at 0.2 above one where it begins, and 0.25 below one before 1.
+    In decade i the place is a straight line, u_i(a) = first_i + (10^(6−i)·a − 0.1)·F_i/0.9. Each line is flatter than
+    the one before and meets it at their joint, so the place is the lowest of all. Borders lie at whole u inside a
+    decade, at 0.2 above a whole number where one begins, and at 0.25 below one before 1.
     """
     lowest = torch.full_like(quotients, torch.inf)
     for decade in range(_NUM_DECADES):
@@ -156,6 +155,6 @@ def _estimated_place(quotients: torch.Tensor, signed: bool) -> torch.Tensor:
 
 
 def _rows(flat: torch.Tensor, block: int) -> torch.Tensor:
-    """[B, block] of [N], filled up with zeros."""
+    """[B, block] of [N], padded with zeros."""
     missing = -flat.numel() % block
     return torch.nn.functional.pad(flat, (0, missing)).reshape(-1, block)

@@ -1,19 +1,48 @@
-"""A step of AdamW in one kernel: each tensor is read once and written once. See `adamw_step` and `adamw8bit`.
+"""A step of AdamW as one kernel per parameter, launched without waiting for the device.
 
-Compiled without fusing multiplications and additions: codes, scales and moments are the reference's, to the bit.
-Weights move by what the device's fast root and reciprocal give: within 2⁻²⁰ of the reference's change, and to the
-bit in the interpreter. Nothing is specialised on what changes from step to step.
-Shape letters: R blocks a program, B elements a block, in H rows of C.
+Each tensor is read once and written once. Compiled without fusing multiplications and additions: codes, scales and
+moments are bit-equal to the reference (`step.adamw_step`, `adamw.adamw8bit_step`). Weights use the device's fast root
+and reciprocal: within 2⁻²⁰ of the reference's change, and bit-equal in the interpreter. Nothing is specialised on
+numbers that change from step to step. Shape letters: R blocks per program, B elements per block, in H rows of C.
 """
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 
+from tahq.memory.adam.blockwise8 import BLOCK, borders, dynamic_map
 from tahq.memory.adam.blockwise8_kernels import decode_blocks, encode_blocks, largest_of, scales_of
-from tahq.memory.adam.filled_programs import load_once, store
+from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import IS_INTERPRETED
 
+ELEMENTS = 1024
+"""Of a program: of several warps, as one alone would look up tables by shuffles, at three times the instructions."""
+ELEMENTS_PER_WARP = 256
+"""Eight a thread."""
+_PLAIN_ELEMENTS_PER_WARP = 128
+"""Four a thread: 16 bytes of fp32."""
+_ROW = 128
+"""Elements of a block that a warp reads at a time."""
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
+
+
+@triton.jit
+def load_once(pointers, is_real, other, MASKED: tl.constexpr):
+    """What is read once: it leaves the cache before tables do."""
+    if MASKED:
+        return tl.load(pointers, mask=is_real, other=other, eviction_policy="evict_first")
+    return tl.load(pointers, eviction_policy="evict_first")
+
+
+@triton.jit
+def store(pointers, values, is_real, MASKED: tl.constexpr):
+    """Values where they are real."""
+    if MASKED:
+        tl.store(pointers, values, mask=is_real)
+    else:
+        tl.store(pointers, values)
 
 
 @triton.jit
@@ -65,28 +94,10 @@ def _rounded(values, like):
 
 @triton.jit(do_not_specialize=["first_program", "num_elements", *_NUMBERS])
 def adamw8bit_kernel(
-    weights,
-    m_codes,
-    v_codes,
-    m_scales,
-    v_scales,
-    tables,
-    gradients,
-    first_program,
-    num_elements,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    decay,
-    rate,
-    root_factor,
-    epsilon,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    weights, m_codes, v_codes, m_scales, v_scales, tables, gradients, first_program, num_elements, beta1, rest1,
+    beta2, rest2, decay, rate, root_factor, epsilon,
+    R: tl.constexpr, B: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """R blocks of a parameter with 8-bit moments.
 
     A block is H rows of C elements, one warp wide where B allows it, of four each: so a warp has a block, finds
@@ -147,21 +158,9 @@ def _store_by_all(pointers, values, is_real, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def plain_adamw_kernel(
-    weights,
-    ms,
-    vs,
-    gradients,
-    num_elements,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    decay,
-    rate,
-    root_factor,
-    epsilon,
+    weights, ms, vs, gradients, num_elements, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon,
     B: tl.constexpr,
-):
+):  # fmt: skip
     """B elements of a parameter whose moments are stored in fp32 or bf16."""
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     is_real = at < num_elements
@@ -186,3 +185,62 @@ def plain_adamw_kernel(
     tl.store(weights + at, _rounded(moved, weight), mask=is_real)
     tl.store(ms + at, _rounded(new_m, m), mask=is_real)
     tl.store(vs + at, _rounded(new_v, v), mask=is_real)
+
+
+def bind_adamw8bit(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    m_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    m_scales: torch.Tensor,
+    v_scales: torch.Tensor,
+    block: int = BLOCK,
+) -> BoundLaunches:
+    """Launches of `adamw8bit_step` on these tensors and any gradient of the same shape and dtype.
+
+    All are contiguous and aligned to 16 bytes.
+    """
+    tensors = (weight, m_codes, v_codes, m_scales, v_scales, _tables(weight.device), gradient)
+    return BoundLaunches(_plans8bit(weight.numel(), block, ELEMENTS, ELEMENTS_PER_WARP), tensors, moving=6)
+
+
+def bind_plain_adamw(weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> BoundLaunches:
+    """Launches of `adamw_step`, likewise; m and v in fp32, or both in bf16."""
+    return BoundLaunches((_plain_plan(weight.numel(), m.dtype),), (weight, m, v, gradient), moving=3)
+
+
+@lru_cache(maxsize=1024)
+def _plans8bit(num_elements: int, block: int, elements: int, per_warp: int) -> tuple[Launch, ...]:
+    """The full programs, which need no masks, and the last one if it is partial."""
+    elements = max(block, elements)
+    constants = {
+        "R": elements // block,
+        "B": block,
+        "C": min(block, _ROW),
+        "num_warps": elements // per_warp,
+        **EXACT,
+    }
+    whole, left = divmod(num_elements, elements)
+    parts = ((0, whole, False), (whole, int(left > 0), True))
+    return tuple(
+        Launch(adamw8bit_kernel, (programs, 1, 1), (first, num_elements), constants | {"MASKED": is_masked})
+        for first, programs, is_masked in parts
+        if programs
+    )
+
+
+@lru_cache(maxsize=1024)
+def _plain_plan(num_elements: int, dtype: torch.dtype) -> Launch:
+    """One plan per dtype of the moments, which a `Launch` does not distinguish."""
+    grid = (-(-num_elements // ELEMENTS), 1, 1)
+    constants = {"B": ELEMENTS, "num_warps": ELEMENTS // _PLAIN_ELEMENTS_PER_WARP, **EXACT}
+    return Launch(plain_adamw_kernel, grid, (num_elements,), constants)
+
+
+@lru_cache(maxsize=32)
+def _tables(device: torch.device) -> torch.Tensor:
+    """Both maps and both tables of borders, 256 entries each."""
+    tables = torch.zeros(4, 256)
+    for row, values in enumerate((dynamic_map(True), dynamic_map(False), borders(True), borders(False))):
+        tables[row, : len(values)] = values
+    return tables.to(device)

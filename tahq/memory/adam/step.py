@@ -1,27 +1,26 @@
-"""One step of AdamW in plain torch, each operation rounded once, and what a step's number makes of the rates.
+"""One step of AdamW in plain torch, each operation rounded once: the reference of the kernels.
 
     m ← β₁·m + (1 − β₁)·g                     v ← β₂·v + (1 − β₂)·g²
     x ← x·(1 − η·λ) − η/(1 − β₁^t) · m / (√v/√(1 − β₂^t) + ε)     (Loshchilov & Hutter 2019, Alg. 2)
 
-It is torch's AdamW but for the order of some operations, which is fixed here so that kernels can give moments of the
-same bits: no multiply-add is fused, and numbers that a step has in common are computed once, in fp64, and
-rounded to fp32.
+This is torch's AdamW except for the order of some operations, which is fixed so that kernels can give bit-equal
+moments: no multiply-add is fused, and the numbers of a step are computed once, in fp64, and rounded to fp32.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
 SLICE = 1 << 18
-"""Elements that plain torch takes at a time, so that temporaries stay small: a multiple of every block."""
+"""Elements computed at a time, so that temporaries stay small: a multiple of every block."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamwNumbers:
-    """What one step of one parameter needs beside its tensors."""
+    """The scalars of one step of one parameter, in the order of the kernels' arguments."""
 
     beta1: float
     rest1: float
@@ -39,7 +38,7 @@ class AdamwNumbers:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int) -> "AdamwNumbers":
-        """Those of a group of an optimizer with `lr`, `betas`, `eps`, `weight_decay`, at step t = 1, 2, …."""
+        """From an optimizer's group (`lr`, `betas`, `eps`, `weight_decay`) and the step t = 1, 2, …."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         return cls(
             beta1=beta1,
@@ -54,16 +53,7 @@ class AdamwNumbers:
 
     def in_order(self) -> tuple[float, ...]:
         """As kernels take them."""
-        return (
-            self.beta1,
-            self.rest1,
-            self.beta2,
-            self.rest2,
-            self.decay,
-            self.rate,
-            self.root_factor,
-            self.epsilon,
-        )
+        return astuple(self)
 
 
 def slices(num_elements: int) -> Iterator[slice]:
@@ -93,7 +83,7 @@ def adamw_step(
 def adamw_slice(
     weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamwNumbers
 ) -> None:
-    """The same of one slice, with fp32 moments that are left as the step made them."""
+    """The same for one slice, with fp32 moments that are not rounded."""
     gradient = gradient.float()
     m.mul_(numbers.beta1).add_(gradient * numbers.rest1)
     v.mul_(numbers.beta2).add_(gradient.square().mul_(numbers.rest2))

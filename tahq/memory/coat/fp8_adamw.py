@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn import Parameter
 
-from tahq.memory.adam.backend import has_ptx
-from tahq.memory.adam.bound_step import State
-from tahq.memory.adam.loop import AdamwLoop
-from tahq.memory.adam.state_spec import StateSpec, StateSpecs
+from tahq.memory.adam.loop import AdamwLoop, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.adam.step import AdamwNumbers
 from tahq.memory.coat.fp8_adamw_step import step_in_torch
 from tahq.memory.coat.fp8_formats import FP8_FORMATS
 from tahq.memory.coat.fp8_groups import MomentFormat, StoredGroups, num_groups
 from tahq.memory.coat.range_expansion import UNEXPANDED, make_tables
-from tahq.memory.optimizer_config import Fp8AdamWConfig
+from tahq.memory.config import Fp8AdamWConfig
 
 if TYPE_CHECKING:  # needs triton
     from tahq.quant.gpu.launch import BoundLaunches

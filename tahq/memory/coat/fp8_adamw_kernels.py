@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tahq.memory.adam.filled_programs import load_once, store
+from tahq.memory.adam.kernels import load_once, store
 from tahq.memory.coat import fp8_bits
 from tahq.memory.coat.fp8_formats import E4M3, E5M2, NAN
 from tahq.memory.coat.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL
@@ -336,40 +336,12 @@ def _encode(
 
 @triton.jit(do_not_specialize=["first_program", "count", *_NUMBERS])
 def step_kernel(
-    weights,
-    gradients,
-    first_codes,
-    first_scales,
-    first_powers,
-    first_values,
-    first_uppers,
-    first_least,
-    first_exponents,
-    second_codes,
-    second_scales,
-    second_powers,
-    second_values,
-    second_uppers,
-    second_least,
-    second_exponents,
-    first_program,
-    count,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    decay,
-    rate,
-    root_factor,
-    epsilon,
-    FIRST_EXPAND: tl.constexpr,
-    FIRST_FRACTION: tl.constexpr,
-    SECOND_EXPAND: tl.constexpr,
-    SECOND_FRACTION: tl.constexpr,
-    MASKED: tl.constexpr,
-    FAST: tl.constexpr,
-    R: tl.constexpr,
-):
+    weights, gradients, first_codes, first_scales, first_powers, first_values, first_uppers, first_least,
+    first_exponents, second_codes, second_scales, second_powers, second_values, second_uppers, second_least,
+    second_exponents, first_program, count, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon,
+    FIRST_EXPAND: tl.constexpr, FIRST_FRACTION: tl.constexpr, SECOND_EXPAND: tl.constexpr,
+    SECOND_FRACTION: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     """One step of R groups; `AdamwNumbers` says what the numbers are."""
     # Where this program begins may be beyond 2³¹; what it adds to that is not.
     program = tl.program_id(0) + first_program

@@ -78,19 +78,10 @@ def _load_grouped(codes, scales, tokens, channels, groups, M: tl.constexpr, N: t
 
 @triton.jit
 def quantize_kernel(
-    x,
-    scale,
-    rows,
-    columns,
-    tokens,
-    channels,
-    MANTISSA: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NATIVE: tl.constexpr,
-    M: tl.constexpr,
+    x, scale, rows, columns, tokens, channels,
+    MANTISSA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
-):
+):  # fmt: skip
     """Codes with one scale, in one layout or both."""
     row, column, is_real = _tile(tokens, channels, M, N)
     values = tl.load(x + row.to(tl.int64) * channels + column, mask=is_real, other=0.0).to(tl.float32)
@@ -101,22 +92,9 @@ def quantize_kernel(
 
 @triton.jit
 def norm_forward_kernel(
-    x,
-    added,
-    weight,
-    total,
-    codes,
-    scales,
-    rstd,
-    maxima,
-    channels,
-    groups,
-    epsilon,
-    ADDED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    EVEN: tl.constexpr,
-    G: tl.constexpr,
-):
+    x, added, weight, total, codes, scales, rstd, maxima, channels, groups, epsilon,
+    ADDED: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
     """One row: the sum with a branch, its codes in groups, rstd, and the largest magnitude of the norm's output.
 
     What is the same for a group, scales and rstd, is multiplied by once a group. EVEN: a row fills its block.
@@ -145,22 +123,9 @@ def norm_forward_kernel(
 
 @triton.jit
 def norm_output_kernel(
-    codes,
-    scales,
-    rstd,
-    weight,
-    scale,
-    rows,
-    columns,
-    tokens,
-    channels,
-    groups,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NATIVE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    codes, scales, rstd, weight, scale, rows, columns, tokens, channels, groups,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """A tile of a norm's output, from the codes of its input."""
     row, column, is_real = _tile(tokens, channels, M, N)
     values = _load_grouped(codes, scales, tokens, channels, groups, M, N, NATIVE)
@@ -173,23 +138,9 @@ def norm_output_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def norm_backward_kernel(
-    first,
-    second,
-    third,
-    codes,
-    scales,
-    rstd,
-    weight,
-    residual,
-    of_input,
-    of_weight,
-    tokens,
-    channels,
-    groups,
-    NUM: tl.constexpr,
-    NATIVE: tl.constexpr,
-    G: tl.constexpr,
-):
+    first, second, third, codes, scales, rstd, weight, residual, of_input, of_weight, tokens, channels, groups,
+    NUM: tl.constexpr, NATIVE: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
     """Rows of the input's gradient, and their part of the weight's: every program has a share of the rows."""
     group = tl.arange(0, G)
     column = group[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -235,20 +186,9 @@ def _groups(num_groups, channels, groups, G: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def gated_forward_kernel(
-    gate,
-    up,
-    gate_codes,
-    gate_scales,
-    up_codes,
-    up_scales,
-    maxima,
-    num_groups,
-    channels,
-    groups,
-    EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
-    G: tl.constexpr,
-):
+    gate, up, gate_codes, gate_scales, up_codes, up_scales, maxima, num_groups, channels, groups,
+    EVEN: tl.constexpr, NATIVE: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
     """Codes of gate and up in groups, and the largest magnitude of SiLU(gate)·up."""
     group, at, is_group, is_real = _groups(num_groups, channels, groups, G, EVEN)
     codes, scales, decoded, scale = code_groups(tl.load(gate + at, mask=is_real, other=0.0).to(tl.float32), NATIVE)
@@ -265,22 +205,9 @@ def gated_forward_kernel(
 
 @triton.jit
 def gated_output_kernel(
-    gate_codes,
-    gate_scales,
-    up_codes,
-    up_scales,
-    scale,
-    rows,
-    columns,
-    tokens,
-    channels,
-    groups,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NATIVE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    gate_codes, gate_scales, up_codes, up_scales, scale, rows, columns, tokens, channels, groups,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """A tile of SiLU(gate)·up, from the codes of both."""
     row, column, is_real = _tile(tokens, channels, M, N)
     opened = _load_grouped(gate_codes, gate_scales, tokens, channels, groups, M, N, NATIVE)
@@ -299,21 +226,9 @@ def _through_gate(flowing, opened, raised):
 
 @triton.jit
 def gated_backward_kernel(
-    gradient,
-    gate_codes,
-    gate_scales,
-    up_codes,
-    up_scales,
-    of_gate,
-    of_up,
-    num_groups,
-    channels,
-    groups,
-    STORED: tl.constexpr,
-    EVEN: tl.constexpr,
-    NATIVE: tl.constexpr,
-    G: tl.constexpr,
-):
+    gradient, gate_codes, gate_scales, up_codes, up_scales, of_gate, of_up, num_groups, channels, groups,
+    STORED: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
     """Gradients of gate and up, or, unless they are STORED, their largest magnitudes alone, one a program."""
     group, at, is_group, is_real = _groups(num_groups, channels, groups, G, EVEN)
     incoming = tl.load(gradient + at, mask=is_real, other=0.0)
@@ -336,25 +251,10 @@ def gated_backward_kernel(
 
 @triton.jit
 def gated_gradient_kernel(
-    gradient,
-    gate_codes,
-    gate_scales,
-    up_codes,
-    up_scales,
-    scale,
-    rows,
-    columns,
-    tokens,
-    channels,
-    groups,
-    UP: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NATIVE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    gradient, gate_codes, gate_scales, up_codes, up_scales, scale, rows, columns, tokens, channels, groups,
+    UP: tl.constexpr, MANTISSA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """A tile of the gradient of gate, or of UP, coded with one scale."""
     row, column, is_real = _tile(tokens, channels, M, N)
     flowing = tl.load(gradient + row.to(tl.int64) * channels + column, mask=is_real, other=0.0).to(tl.float32)
@@ -371,17 +271,9 @@ def gated_gradient_kernel(
 
 @triton.jit
 def rotary_kernel(
-    x,
-    cosine,
-    sine,
-    rotated,
-    positions,
-    heads,
-    half,
-    SIGN: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-):
+    x, cosine, sine, rotated, positions, heads, half,
+    SIGN: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """All heads of a token: pairs of channels (i, i + half) turned by the position's angles; SIGN −1: back.
 
     Cosine and sine of both channels of a pair are looked up, since tables need not be made of two equal halves.

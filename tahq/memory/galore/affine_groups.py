@@ -12,6 +12,10 @@ Shapes: G groups of 256 values.
 """
 
 import math
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch.nn import functional
@@ -75,3 +79,13 @@ def affine_nbytes(shape: tuple[int, ...], bits: int) -> int:
 def _up_to_bf16(x: torch.Tensor) -> torch.Tensor:
     """The least bf16 not below x, as fp32; x positive and finite."""
     return x.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
+
+
+def affine_kernels(codes: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels, for codes on CUDA where triton is installed; None: plain torch."""
+    return _loaded() if codes.is_cuda else None
+
+
+@cache
+def _loaded() -> ModuleType | None:
+    return import_module("tahq.memory.galore.affine_kernels") if find_spec("triton") is not None else None

@@ -1,18 +1,32 @@
-"""INT8 weights and INT4 projections on CUDA: decoding them, and updating a weight in one read and one write; bf16 too.
+"""INT8 weights and INT4 projections in Triton: decoding, and updating a weight in one read and one write; bf16 too.
 
-The same operations in the same order as `int8_weight.py`, `projection.py` and `full_weight.py`, none of them fused, and
-the hash's own words: codes, scales and values are equal to the bit.
+The same operations in the same order as `stored_weight.py` and `subspace.py`, none of them fused, and the same hash
+words: codes, scales and values are bit-equal.
 
-Shape letters: R groups of a block, 256 elements a group.
+Shape letters: R groups per program, 256 elements per group.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
 import triton
 import triton.language as tl
 
 from tahq.memory.galore.affine_groups import GROUP, SMALLEST_SCALE
-from tahq.memory.galore.int8_weight import FINER, MARGIN, OFFSET, STEPS, TOP_CODE
+from tahq.memory.galore.stored_weight import FINER, MARGIN, OFFSET, STEPS, TOP_CODE
 from tahq.quant.gpu.hash import hash_words
+from tahq.quant.gpu.launch import EXACT, on_device_of
 
+if TYPE_CHECKING:
+    from tahq.memory.galore.stored_weight import Int8Weight
+    from tahq.memory.galore.subspace import Int4Projection
+
+GROUPS_PER_PROGRAM = 8
+ELEMENTS_PER_PROGRAM = GROUP * GROUPS_PER_PROGRAM
+OPTIONS: dict[str, Any] = {**EXACT, "num_warps": 4}
+_INDEX_LIMIT = 2**31 - GROUP * GROUPS_PER_PROGRAM
 _GROUP, _STEPS, _OFFSET = tl.constexpr(GROUP), tl.constexpr(float(STEPS)), tl.constexpr(float(OFFSET))
 _SMALLEST, _FINER = tl.constexpr(SMALLEST_SCALE), tl.constexpr(FINER)
 _MARGIN, _TOP_CODE = tl.constexpr(float(MARGIN)), tl.constexpr(float(TOP_CODE))
@@ -61,19 +75,9 @@ def decode4_kernel(packed, zero, scale, out, numel, num_groups, R: tl.constexpr)
 
 @triton.jit(do_not_specialize=["keep", "rate", "key_low", "key_high"])
 def add8_kernel(
-    codes,
-    zero,
-    scale,
-    update,
-    keep,
-    rate,
-    key_low,
-    key_high,
-    numel,
-    num_groups,
-    IS_STOCHASTIC: tl.constexpr,
-    R: tl.constexpr,
-):
+    codes, zero, scale, update, keep, rate, key_low, key_high, numel, num_groups,
+    IS_STOCHASTIC: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     """codes, zero, scale ← those of keep · W + rate · update."""
     groups = tl.program_id(0) * R + tl.arange(0, R)
     is_group = groups < num_groups
@@ -126,3 +130,67 @@ def add16_kernel(values, update, keep, rate, key_low, key_high, numel, SIZE: tl.
     draw = (hash_words(at, key_low, key_high) >> 16).to(tl.int32)
     rounded = tl.where(size < 0x7F800000, (bits + draw) & -0x10000, rounded)
     tl.store(values + at, rounded.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=is_real)
+
+
+def decoded8(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
+    """See `Int8Weight.decoded`."""
+    return _launch_decode(decode8_kernel, weight.codes, weight.zero, weight.scale, weight.shape, dtype)
+
+
+def decoded4(projection: Int4Projection, dtype: torch.dtype) -> torch.Tensor:
+    """See `Int4Projection.decoded`."""
+    return _launch_decode(decode4_kernel, projection.packed, projection.zero, projection.scale, projection.shape, dtype)
+
+
+def add8(weight: Int8Weight, update: torch.Tensor, *, keep: float, rate: float, key: int | None) -> None:
+    """See `Int8Weight.add`."""
+    low, high = _words(key) if key is not None else (0, 0)
+    with on_device_of(update):
+        add8_kernel[_grid(weight.scale)](
+            weight.codes, weight.zero, weight.scale, update.contiguous(), keep, rate, low, high,
+            update.numel(), weight.scale.numel(),
+            IS_STOCHASTIC=key is not None, R=GROUPS_PER_PROGRAM, **OPTIONS,
+        )  # fmt: skip
+
+
+def add16(values: torch.Tensor, update: torch.Tensor, *, keep: float, rate: float, key: int) -> None:
+    """See `FullWeight.add`: contiguous bf16, rounded stochastically."""
+    numel = values.numel()
+    _check_count(numel)
+    with on_device_of(values):
+        add16_kernel[(-(-numel // ELEMENTS_PER_PROGRAM),)](
+            values, update.contiguous(), keep, rate, *_words(key), numel, SIZE=ELEMENTS_PER_PROGRAM, **OPTIONS
+        )
+
+
+def _launch_decode(
+    kernel: Any,
+    codes: torch.Tensor,
+    zero: torch.Tensor,
+    scale: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    with on_device_of(out):
+        kernel[_grid(scale)](codes, zero, scale, out, out.numel(), scale.numel(), R=GROUPS_PER_PROGRAM, **OPTIONS)
+    return out
+
+
+def _grid(scale: torch.Tensor) -> tuple[int]:
+    _check_count(GROUP * scale.numel())
+    return (-(-scale.numel() // GROUPS_PER_PROGRAM),)
+
+
+def _check_count(numel: int) -> None:
+    if numel > _INDEX_LIMIT:
+        raise ValueError(f"a tensor of {numel} elements; the kernels count up to {_INDEX_LIMIT}")
+
+
+def _words(key: int) -> tuple[int, int]:
+    """A key's low and high half."""
+    return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word

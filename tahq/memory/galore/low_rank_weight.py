@@ -1,14 +1,13 @@
-"""One weight that is trained in a low-rank subspace: what is kept of it, and what is done with its gradients.
+"""One weight that is trained in a low-rank subspace: its storage, its subspace, its moments.
 
 Invariants:
-- the gradient of a micro-batch is projected as soon as it is there and added to `grad`, in ascending order; nothing
+- the gradient of a micro-batch is projected as soon as it is computed and added to `grad`, in ascending order; nothing
   of its full size outlives that;
 - between two steps' `apply` the weight does not change, and `discard` leaves no trace of a step;
-- everything is a function of (weight, states, gradients, step, name): not of the stage that owns the weight.
+- everything is a function of (weight, states, gradients, step, name), not of the stage that owns the weight.
 
-At a rank that is the whole of the smaller dimension there is nothing to project: a rotation would be all that is left
-of it, so the gradient is taken as it is, and without quantisation the update is AdamW's. Embedding and head, which are
-never projected, are such weights.
+At a rank equal to the smaller dimension a projection would only be a rotation, so the gradient is used directly, and
+without quantisation the update is AdamW's. Embedding and head are such weights.
 
 Source: Q-GaLore §3.5; GaLore (Zhao et al. 2024), Alg. 2.
 """
@@ -20,14 +19,24 @@ from typing import Literal
 import torch
 
 from tahq.errors import SnapshotError
-from tahq.memory.galore.full_weight import FullWeight
-from tahq.memory.galore.int8_weight import Int8Weight
-from tahq.memory.galore.lazy_subspace import LazyRule, LazySubspace, SvdMethod
-from tahq.memory.galore.low_rank_adam import LowRankAdam, MomentType
-from tahq.memory.galore.projection import FLOATS, ProjectionType
-from tahq.memory.galore.subspace import low_rank_shape, project, project_back, rank_of
+from tahq.memory.adam.adamw import bind_kernels, step_in_torch
+from tahq.memory.adam.blockwise8 import num_blocks, zero_codes
+from tahq.memory.adam.step import AdamwNumbers
+from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
+from tahq.memory.galore.subspace import (
+    FLOATS,
+    LazyRule,
+    LazySubspace,
+    ProjectionType,
+    SvdMethod,
+    low_rank_shape,
+    project,
+    project_back,
+    rank_of,
+)
 from tahq.randomness import derive_seed
 
+MomentType = Literal["int8", "fp32"]
 WeightType = Literal["int8", "bf16", "fp32"]
 _WHOLE = 2**63
 """A rank at which nothing is projected."""
@@ -58,6 +67,57 @@ class LowRankSettings:
     def of_ends(self) -> "LowRankSettings":
         """Those of embedding and head: nothing is projected, so no update is scaled either."""
         return replace(self, rank=_WHOLE, scale=1.0, weights=self.ends, is_end=True)
+
+
+class LowRankAdam:
+    """Adam's direction in the low rank, with moments in fp32 or 8 bits.
+
+        m ← β₁·m + (1 − β₁)·g,  v ← β₂·v + (1 − β₂)·g²
+        direction = m / (1 − β₁ᵗ) / (√v / √(1 − β₂ᵗ) + ε)                (Kingma & Ba 2015, Alg. 1)
+
+    t counts this weight's own steps. The step is that of tahq's AdamW, at rate −1 on a weight of 0, so it uses the same
+    kernels, and the direction uses the moments before they are rounded to 8 bits.
+
+    Args:
+        shape: of the projected gradient.
+        device: of the moments.
+        kind: of the moments.
+        betas: β₁ and β₂.
+        epsilon: ε.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        device: torch.device,
+        kind: MomentType,
+        betas: tuple[float, float],
+        epsilon: float,
+    ) -> None:
+        self.num_steps = 0
+        self._group = {"lr": -1.0, "betas": betas, "eps": epsilon, "weight_decay": 0.0}
+        names = {"exp_avg": True, "exp_avg_sq": False}
+        if kind == "fp32":
+            self._states = {name: torch.zeros(shape, device=device) for name in names}
+        else:
+            self._states = {name: zero_codes(shape, signed, device) for name, signed in names.items()}
+            self._states |= {f"{name}_scale": torch.zeros(num_blocks(shape), device=device) for name in names}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The moments by the name of the state in a checkpoint; the tensors themselves."""
+        return dict(self._states)
+
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Update the moments with a step's gradient, fp32; returns the direction, fp32, to be descended."""
+        self.num_steps += 1
+        numbers = AdamwNumbers.of(self._group, self.num_steps)
+        direction = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+        flat, flat_gradient = direction.view(-1), gradient.reshape(-1)
+        if launches := bind_kernels(flat, flat_gradient, self._states):
+            launches(flat_gradient, numbers.in_order())
+        else:
+            step_in_torch(flat, flat_gradient, self._states, numbers)
+        return direction
 
 
 class LowRankWeight:

@@ -16,8 +16,7 @@ from torch import nn
 
 from tahq.memory.adam.blockwise8 import num_blocks
 from tahq.memory.galore.affine_groups import affine_nbytes
-from tahq.memory.galore.low_rank_embedding import LowRankEmbedding
-from tahq.memory.galore.low_rank_linear import LowRankLinear
+from tahq.memory.galore.low_rank_layers import LowRankEmbedding, LowRankLinear
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.subspace import low_rank_shape, rank_of
 from tahq.models.keyed_dropout import RandomContext

@@ -1,27 +1,44 @@
-"""Which subspace a gradient is projected into, and how long it stays: pure functions.
+"""The subspace into which a weight's gradients are projected: finding its basis, storing it, and how long it stays.
 
-A gradient G [m, n] with m ≥ n is projected from the right, by its first r right singular vectors, else from the left
-by its first r left ones. Either way the basis is [r, d] with d = min(m, n), a vector a row, the leading one first.
+A gradient G [m, n] with m ≥ n is projected from the right, by its first r right singular vectors, otherwise from the
+left by its first r left ones. Either way the basis is [r, d] with d = min(m, n), one vector per row, the leading one
+first.
 
     m ≥ n:  R = G·Pᵀ  [m, r],  back  R·P
     m < n:  R = P·G   [r, n],  back  Pᵀ·R
 
-The basis is found anew every `gap` steps. If the leading vector has stayed where it was each of the last `queue`
-times, |cos| ≥ threshold, the gap doubles, up to a cap: a layer that has settled is looked at less often.
-The sign of a singular vector is arbitrary, hence |cos|; the authors' code has cos, and takes half of the stable
-layers for unstable. Only the leading vector is compared, as their code does: those further down have nearly equal
-singular values, and turn among themselves without the subspace moving.
+The basis is searched anew every `gap` steps. If the leading vector has stayed similar, |cos| ≥ threshold, in each of
+the last `queue` searches, the gap doubles, up to a limit. The sign of a singular vector is arbitrary, hence |cos|; the
+authors' code has cos, and takes half of the stable layers for unstable. Only the leading vector is compared, as in
+their code: later ones have nearly equal singular values and rotate among themselves while the subspace stays.
 
-Source: GaLore (Zhao et al. 2024) Alg. 1; Q-GaLore §3.2.
+A step with a search finds the new basis in the gradient of its *first* micro-batch and projects all of the step's
+micro-batches by it; the basis is kept only if the step is applied. A gradient with NaN or infinity finds nothing, and a
+skipped step keeps nothing: the search is then due again at the next step. (docs/decisions/0020-projected-gradients.md)
+
+An INT4 basis has a bf16 scale and a one-byte zero-point per 256 codes, 4.09 bits per number in all (the authors' code
+uses a byte per code). Element 2i of the flattened basis is the low half of byte i, element 2i + 1 the high half.
+
+Source: GaLore (Zhao et al. 2024) Alg. 1; Q-GaLore §3.2 and §3.3.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from tahq.memory.galore.affine_groups import affine_kernels, as_groups, decode, num_groups, scales
+
+ProjectionType = Literal["int4", "bf16", "fp32"]
+FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_STEPS = 15
 OVERSAMPLING = 8
 POWER_ITERATIONS = 2
+SvdMethod = Literal["exact", "randomised"]
+_NEVER = -1
+_NO_SIMILARITY = -1.0
 
 
 def is_right(shape: Sequence[int]) -> bool:
@@ -99,3 +116,192 @@ def rank_of(shape: Sequence[int], rank: int | None) -> int:
     """The rank for a weight of this shape: as given, or a quarter of the smaller dimension; in [1, d]."""
     smaller = min(shape)
     return max(1, min(smaller, math.ceil(smaller / 4) if rank is None else rank))
+
+
+class Int4Projection:
+    """[r, d] in INT4.
+
+    Args:
+        shape: r vectors of d numbers.
+        device: where it lies; zeros until it is assigned or loaded.
+    """
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.shape = shape
+        numel = shape[0] * shape[1]
+        self.packed = torch.zeros(-(-numel // 2), dtype=torch.uint8, device=device)
+        self.zero = torch.zeros(num_groups(numel), dtype=torch.uint8, device=device)
+        self.scale = torch.zeros(num_groups(numel), dtype=torch.bfloat16, device=device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the name of the state in a snapshot; the tensors themselves."""
+        return {"projection": self.packed, "projection_zero": self.zero, "projection_scale": self.scale}
+
+    def assign(self, basis: torch.Tensor) -> None:
+        """Round fp32 [r, d] to nearest; an element moves by half a step at most.
+
+        Both ends of the range are rounded to the same side only where both lie halfway, so that the code above 15
+        that would come of it is at most half a step off as 15.
+        """
+        groups = as_groups(basis.reshape(-1).float())
+        scale, zero = scales(groups, _STEPS)
+        zero = zero.round_()
+        codes = (groups / scale[:, None]).round_().add_(zero[:, None]).clamp_(0, _STEPS)
+        self.packed.copy_(pack(codes.to(torch.uint8).view(-1)[: basis.numel()]))
+        self.zero.copy_(zero)
+        self.scale.copy_(scale)
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """[r, d], in memory of its own."""
+        kernels = affine_kernels(self.packed)
+        if kernels is not None:
+            out: torch.Tensor = kernels.decoded4(self, dtype)
+            return out
+        numel = self.shape[0] * self.shape[1]
+        codes = as_groups(unpack(self.packed, numel))
+        return decode(codes, self.zero, self.scale, dtype).view(-1)[:numel].view(self.shape)
+
+
+class FullProjection:
+    """[r, d] in fp32 or bf16."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the name of the state in a snapshot; the tensor itself."""
+        return {"projection": self.values}
+
+    def assign(self, basis: torch.Tensor) -> None:
+        """Take [r, d]."""
+        self.values.copy_(basis)
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """[r, d]; the tensor itself where it has this type."""
+        return self.values.to(dtype)
+
+
+Projection = Int4Projection | FullProjection
+
+
+def new_projection(kind: ProjectionType, shape: tuple[int, int], device: torch.device) -> Projection:
+    """Room for a basis, all zeros."""
+    return Int4Projection(shape, device) if kind == "int4" else FullProjection(shape, device, FLOATS[kind])
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [N] below 16 -> uint8 [⌈N/2⌉]: codes 1, 2, 3 are bytes 0x21, 0x03."""
+    if codes.numel() % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4
+
+
+def unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """What `pack` was given, uint8 [count]."""
+    return torch.stack((packed & 15, packed >> 4), dim=1).view(-1)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class LazyRule:
+    """How often a basis is looked for.
+
+    `gap`: steps from one search to the next, at first; `max_gap`: at most. `queue` similarities in a row of at least
+    `threshold` double it; `is_lazy` False: never.
+    """
+
+    gap: int = 200
+    max_gap: int = 3200
+    queue: int = 5
+    threshold: float = 0.4
+    is_lazy: bool = True
+
+
+class LazySubspace:
+    """A basis [r, d] and its history.
+
+    Args:
+        shape: (r, d).
+        device: where it lies.
+        kind: how the basis is kept.
+        rule: how often it is looked for.
+        svd: how.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], device: torch.device, kind: ProjectionType, rule: LazyRule, svd: SvdMethod
+    ) -> None:
+        self.gap = rule.gap
+        self.refreshed_at = _NEVER
+        """Step of the last search; -1: there has been none."""
+        self.num_searches = 0
+        self._shape, self._device, self._kind, self._rule, self._svd = shape, device, kind, rule, svd
+        self._kept = new_projection(kind, shape, device)
+        self._found: Projection | None = None
+        self._similarities: list[float] = []
+
+    def is_due(self, step: int) -> bool:
+        """Whether a basis is looked for at this step."""
+        return self.refreshed_at == _NEVER or step - self.refreshed_at >= self.gap
+
+    def search(self, gradient: torch.Tensor, seed: int) -> None:
+        """Find a basis in a gradient [m, n]; in one that is not finite, none."""
+        if not bool(torch.isfinite(gradient).all()):
+            return
+        rank = self._shape[0]
+        basis = exact_basis(gradient, rank) if self._svd == "exact" else randomised_basis(gradient, rank, seed)
+        self._found = new_projection(self._kind, self._shape, self._device)
+        self._found.assign(basis)
+
+    def basis(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What this step projects by; None where none has ever been found."""
+        if self._found is not None:
+            return self._found.decoded(dtype)
+        return None if self.refreshed_at == _NEVER else self._kept.decoded(dtype)
+
+    @property
+    def found_nbytes(self) -> int:
+        """What is kept until COMMIT of a step that has found a basis."""
+        return 0 if self._found is None else sum(tensor.nbytes for tensor in self._found.tensors().values())
+
+    def keep(self, step: int) -> None:
+        """The step is applied: what it found, if anything, stays."""
+        if self._found is None:
+            return
+        if self.refreshed_at != _NEVER:
+            self._note(similarity(self._kept.decoded(torch.float32), self._found.decoded(torch.float32)))
+        for name, tensor in self._kept.tensors().items():
+            tensor.copy_(self._found.tensors()[name])
+        self.refreshed_at, self._found = step, None
+        self.num_searches += 1
+
+    def drop(self) -> None:
+        """The step is not applied: forget what it found."""
+        self._found = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the name of the state in a snapshot; tensors of numbers are copies."""
+        missing = [_NO_SIMILARITY] * (self._rule.queue - len(self._similarities))
+        numbers = {
+            "gap": torch.tensor([self.gap, self.refreshed_at, self.num_searches]),
+            "similarities": torch.tensor([*self._similarities, *missing], dtype=torch.float64),
+        }
+        return self._kept.tensors() | numbers
+
+    def load(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Take the numbers of a snapshot; the tensors have been copied already."""
+        self.gap, self.refreshed_at, self.num_searches = (int(number) for number in states["gap"])
+        self._similarities = [x for x in states["similarities"].tolist() if x != _NO_SIMILARITY]
+        self._found = None
+
+    def _note(self, cosine: float) -> None:
+        self._similarities = [*self._similarities, cosine][-self._rule.queue :]
+        if self._rule.is_lazy:
+            self.gap = next_gap(
+                self.gap,
+                self._similarities,
+                queue=self._rule.queue,
+                threshold=self._rule.threshold,
+                max_gap=self._rule.max_gap,
+            )

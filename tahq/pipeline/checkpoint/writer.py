@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tahq.memory.exhaustion import is_out_of_memory
+from tahq.memory.free_memory import is_out_of_memory
 from tahq.pipeline.spans import Stopwatch
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,11 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from tahq.errors import SnapshotError
-from tahq.memory.adam.adamw8bit import AdamW8bit, adamw8bit_states
-from tahq.memory.adam.backend import has_ptx
-from tahq.memory.adam.plain_adamw import PlainAdamW, plain_adamw_states
-from tahq.memory.adam.state_spec import StateSpec, StateSpecs, states_nbytes
+from tahq.memory.adam.adamw import AdamW8bit, PlainAdamW, adamw8bit_states, plain_adamw_states
+from tahq.memory.adam.loop import StateSpec, StateSpecs, has_ptx, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
-from tahq.memory.galore.lazy_subspace import LazyRule
 from tahq.memory.galore.low_rank_weight import LowRankSettings
+from tahq.memory.galore.subspace import LazyRule
 from tahq.pipeline.config import TrainingConfig
 
 Groups = list[dict[str, Any]]

@@ -1,10 +1,14 @@
-"""A linear layer over a `LowRankWeight`: what it decodes for a product is gone after the product.
+"""A linear layer and an embedding over a `LowRankWeight`.
 
-The forward pass keeps the layer's input and no copy of the weight; the backward decodes it again, computes the input's
-gradient, then the weight's, which goes to `LowRankWeight.take` and nowhere else.
+The linear layer decodes its weight for each product and frees it afterwards: the forward keeps the layer's input and no
+copy of the weight; the backward decodes the weight again, computes the input's gradient, then the weight's, which goes
+to `LowRankWeight.take` only. (Q-GaLore, Listing 1)
 
-Source: Q-GaLore, Listing 1.
-Shapes: N positions; W is [out, in] (`is_linear`, nn.Linear) or [in, out] (GPT-2's Conv1D).
+The embedding decodes only the rows that are looked up. Its backward makes the gradient of the whole table, fp32 [V, C],
+with torch's operator, for `LowRankWeight.take`. It is cheap compared with a matrix product, so a split backward does
+not defer it.
+
+Shapes: W is [out, in] (`is_linear`, nn.Linear) or [in, out] (GPT-2's Conv1D); V words, C channels.
 """
 
 from typing import Any
@@ -15,6 +19,8 @@ from torch.nn import functional
 
 from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.models.deferred_gradients import DeferredGradients, current_deferral, product_dtype
+
+_NO_PADDING = -1
 
 
 class LowRankLinear(nn.Module):
@@ -86,3 +92,43 @@ def _input_gradient(ctx: Any, gradient: torch.Tensor, shape: torch.Size) -> torc
     matrix = ctx.weight.storage.decoded(gradient.dtype)
     product = gradient.mm(matrix if ctx.is_linear else matrix.t())
     return product.view(shape).to(ctx.input_dtype)
+
+
+class LowRankEmbedding(nn.Module):
+    """The rows of a table [V, C].
+
+    Args:
+        weight: the table; no parameter of the module.
+        padding: token whose row gets no gradient; None: there is none.
+    """
+
+    def __init__(self, weight: LowRankWeight, padding: int | None) -> None:
+        super().__init__()
+        self.low_rank = weight
+        self._padding = _NO_PADDING if padding is None else padding
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [...] -> fp32 [..., C], under autocast too, as an ordinary embedding's."""
+        # autograd records what depends on something that has a gradient, and tokens have none
+        anchor = torch.empty(0, device=tokens.device, requires_grad=True)
+        rows: torch.Tensor = _Rows.apply(tokens, anchor, self.low_rank, self._padding)  # type: ignore[no-untyped-call]
+        return rows
+
+
+class _Rows(torch.autograd.Function):
+    """The look-up whose backward takes the table's gradient out of autograd's hands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, anchor: torch.Tensor, weight: LowRankWeight, padding: int
+    ) -> torch.Tensor:
+        ctx.weight, ctx.padding = weight, padding
+        ctx.save_for_backward(tokens)
+        return weight.storage.rows(tokens, torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        num_rows = ctx.weight.shape[0]
+        ctx.weight.take(torch.ops.aten.embedding_dense_backward(gradients[0], tokens, num_rows, ctx.padding, False))
+        return None, None, None, None

@@ -1,25 +1,29 @@
-"""A weight in INT8, changed by adding in fp32 and rounding stochastically.
+"""A trained weight as it is stored: INT8, bf16 or fp32, updated by adding in fp32 and rounding.
 
 There is no other copy of the weight. An update is added to the decoded weight in *fp32*, and only the sum is rounded:
 adding in bf16 first would lose most updates, which are a thousandth of the weight.
 
-A group's scale and zero-point are its grid. A new one spans the group's range by 240 of 255 steps, with 7 spare codes
-at either end. It is kept for as long as all elements fit with room to be rounded either way, and it is not a third
-coarser than need be. So no code is ever clamped, rounding is unbiased for the largest element of a group as for any
-other, and an update of nothing changes nothing. With a grid from each step's range, as the paper seems to have, every
-element is rounded anew whenever the largest one has moved: the noise of a whole rounding at each step.
+*INT8*: a group's scale and zero-point are its grid. A new grid spans the group's range by 240 of 255 steps, with 7
+spare codes at either end. It is kept while all elements fit with room to be rounded either way and it is at most a
+third coarser than necessary. So no code is ever clamped, rounding is unbiased for a group's largest element too, and an
+update of zero changes nothing. With a new grid from each step's range, as the paper seems to do, every element would be
+rounded anew whenever the largest one moved: a whole rounding's noise at each step.
 
-The draw for an element is a hash of its place in the weight and of the caller's key: the same on every device, and
-under Triton the codes are the reference's to the bit.
+*bf16* has 8 significant bits: rounded to nearest, an update below a 512th of a weight is lost, however often it comes.
+So with a key the sum is rounded stochastically, with the probability that makes the mean correct.
+
+The draw for an element is a hash of its index in the weight and of the caller's key: the same on every device, and the
+Triton kernels' codes are bit-equal.
 
 Source: Q-GaLore §3.1 and §3.4.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
-from tahq.memory.galore.affine_backend import affine_kernels
-from tahq.memory.galore.affine_groups import GROUP, as_groups, decode, num_groups, scales
+from tahq.memory.galore.affine_groups import GROUP, affine_kernels, as_groups, decode, num_groups, scales
 from tahq.quant.stochastic_rounding import hashes, shift_right
 
 STEPS = 240
@@ -31,7 +35,9 @@ FINER = 0.75
 OFFSET = 128
 """Codes and zero-points 0 to 255 lie in int8 less this."""
 _SLAB = 2**20
-"""Elements that the plain path changes at a time: its temporaries are 40 bytes each."""
+"""Elements that plain torch updates at a time, with temporaries of up to 40 bytes each."""
+_LOST_BITS = 16
+"""Of fp32's 23 bits of mantissa, bf16 does not have these."""
 
 
 class Int8Weight:
@@ -155,3 +161,93 @@ def _round_stochastic(steps: torch.Tensor, first: int, key: int) -> torch.Tensor
     draw = shift_right(hashes(first, steps.numel(), key, steps.device), 8).to(torch.float32).mul_(2.0**-24)
     floor = steps.floor()
     return steps.sub_(floor).gt_(draw.view(steps.shape)).add_(floor)
+
+
+class FullWeight:
+    """One tensor of the weight's shape.
+
+    Args:
+        shape: the weight's.
+        device: where it lies; uninitialised until it is assigned or loaded.
+        dtype: fp32 or bf16. An update is added in fp32 under either, and the sum rounded.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = torch.Size(shape)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the folder of a snapshot that they are kept in; the tensors themselves."""
+        return {"model": self.values}
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight; the tensor itself where it has this type."""
+        return self.values.to(dtype)
+
+    def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows [..., n] of the weight [m, n] for int64 indices [...]."""
+        return functional.embedding(indices, self.values).to(dtype)
+
+    @torch.no_grad()
+    def assign(self, values: torch.Tensor) -> None:
+        """Take these values (of any float type), rounded to nearest."""
+        self.values.copy_(values)
+
+    @torch.no_grad()
+    def add(self, update: torch.Tensor, *, keep: float, rate: float, key: int | None) -> None:
+        """W ← keep · W + rate · update, in fp32; see `Int8Weight.add`. For fp32 nothing is drawn."""
+        if key is not None and self.values.dtype == torch.bfloat16:
+            self._add_stochastic(update, keep, rate, key)
+            return
+        if keep == 1.0:  # torch adds bf16 in fp32 and rounds once
+            self.values.add_(update, alpha=rate)
+            return
+        weight = self.values.mul_(keep) if self.values.dtype == torch.float32 else self.values.float().mul_(keep)
+        weight.add_(update.to(torch.float32), alpha=rate)
+        if weight is not self.values:
+            self.values.copy_(weight)
+
+    def _add_stochastic(self, update: torch.Tensor, keep: float, rate: float, key: int) -> None:
+        kernels = affine_kernels(self.values)
+        if kernels is not None:
+            kernels.add16(self.values, update, keep=keep, rate=rate, key=key)
+            return
+        flat, values = update.reshape(-1), self.values.view(-1)
+        for first in range(0, flat.numel(), _SLAB):
+            part = values[first : first + _SLAB]
+            # two roundings, not a fused one: every device gets the same bits
+            weight = part.float().mul_(keep).add_(flat[first : first + _SLAB].to(torch.float32).mul(rate))
+            part.copy_(round_to_bf16(weight, first, key))
+
+
+def round_to_bf16(x: torch.Tensor, first: int, key: int) -> torch.Tensor:
+    """Round fp32 [N] stochastically to numbers that bf16 has; what it has, infinities and NaN stay as they are.
+
+    x lies between two neighbours in bf16, the share f from the smaller in size towards the larger, a multiple of 2^−16:
+    it becomes the larger with probability f. Added to the bits of x, a draw of 16 bits carries into those that stay
+    where it is at least 2^16·(1 − f). The mean over keys is x, exactly.
+
+    Args:
+        x: contiguous.
+        first: number of the first element, whose draw depends on it and the key.
+        key: 64 bits.
+    """
+    draw = shift_right(hashes(first, x.numel(), key, x.device), 32 - _LOST_BITS)
+    rounded = x.view(torch.int32).add(draw).bitwise_and_(-(2**_LOST_BITS)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
+
+
+def snapshot_weight(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """A model's weight from a snapshot.
+
+    Args:
+        name: canonical.
+        read: a tensor by its name in the snapshot, such as `model/<name>`.
+    """
+    stored = read(f"model/{name}")
+    if stored.dtype != torch.int8:
+        return stored.float()
+    weight = Int8Weight(tuple(stored.shape), stored.device)
+    for folder, tensor in weight.tensors().items():
+        tensor.copy_(stored if folder == "model" else read(f"{folder}/{name}"))
+    return weight.decoded(torch.float32)
