@@ -21,7 +21,7 @@ from tahq.memory.galore.stored_weight import snapshot_weight
 from tahq.models.export import copy_generation_config, export_folder
 from tahq.models.model_spec import CONFIG_FILE, ModelSpec, load_spec, untying_note
 from tahq.pipeline.checkpoint.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders
-from tahq.pipeline.checkpoint.reader import SnapshotReader
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 from tahq_launch.start.run_folder import RunFolder
 
 MODEL_PREFIX = "model/"

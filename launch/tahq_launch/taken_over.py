@@ -4,8 +4,8 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, load_config
 from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.errors import SnapshotError, UserError
-from tahq.pipeline.checkpoint.choice import choose_snapshot
 from tahq.pipeline.checkpoint.resume import compare_configs
+from tahq.pipeline.checkpoint.snapshot import choose_snapshot
 from tahq_launch.start.run_folder import RunFolder
 
 

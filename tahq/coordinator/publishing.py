@@ -17,7 +17,8 @@ from tahq.coordinator.journal import gone
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import SnapshotError
 from tahq.fault_points import PUBLISHED, PUBLISHING, reached
-from tahq.pipeline.checkpoint.snapshot import StageFile, discard, prune, publish
+from tahq.pipeline.checkpoint.manifest import StageFile
+from tahq.pipeline.checkpoint.snapshot import discard, prune, publish
 
 log = logging.getLogger(__name__)
 

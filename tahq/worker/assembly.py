@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from tahq import __version__
 from tahq.comm.control.messages import Assign, Plan, Snapshotted
 from tahq.comm.transport import Transport
 from tahq.config.cluster import ClusterConfig
+from tahq.config.stage_estimate import stage_estimate
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
@@ -29,11 +31,11 @@ from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, Parts, build_parts, build_slice, fill_weights
-from tahq.pipeline.arithmetic import arithmetic_differences, arithmetic_of
-from tahq.pipeline.checkpoint.manifest import StageMeta
-from tahq.pipeline.checkpoint.reader import SnapshotReader
+from tahq.pipeline.checkpoint.durable_file import check_room, wait_for_room
+from tahq.pipeline.checkpoint.manifest import StageMeta, arithmetic_differences, arithmetic_of, snapshot_folder
 from tahq.pipeline.checkpoint.restoring import own_file
-from tahq.pipeline.checkpoint.snapshot import prune, snapshot_folder, write_stage
+from tahq.pipeline.checkpoint.snapshot import prune
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader, write_stage
 from tahq.pipeline.checkpoint.writer import SnapshotWriter
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.stage import Stage, StagePlan, keep_batch
@@ -168,6 +170,8 @@ class Assembly:
         self._reader = reader
         self._batches = self._batch_source()
         self._arithmetic = arithmetic_of(device, config.wire.backend)
+        self.last_checkpoint: int | None = None
+        """Steps behind the run's last checkpoint, which waits for room on a full disk; None: it is not due yet."""
         self.complete_snapshot = assign.start_step
         """Steps behind the newest snapshot that all stages have written, as the coordinator has said."""
 
@@ -194,6 +198,7 @@ class Assembly:
         data = StageData.load(config) if needs_data else None
         working("building the model")
         spec = resolved_spec(config, data.tokenizer.vocab_size if data is not None else None)
+        _check_room(config, spec, stage)
         reader = _open_snapshot(assign, config)
         random = RandomContext(config.run.seed)
         modules = {
@@ -280,19 +285,34 @@ class Assembly:
             stage.load(self._reader.tensor, set(self._reader.names()))
         return stage
 
-    def snapshot_writer(self, stage: Stage, report: Callable[[Snapshotted], None]) -> SnapshotWriter:
-        """What writes this stage's part of snapshots; `report` is called in any thread, with every part."""
+    def snapshot_writer(
+        self, stage: Stage, report: Callable[[Snapshotted], None], pause: Callable[[float], None]
+    ) -> SnapshotWriter:
+        """The writer of this stage's part of checkpoints.
+
+        Args:
+            stage: whose tensors are written.
+            report: called with every part, in any thread.
+            pause: sleeps this many seconds while the disk is full; may raise to end the wait.
+        """
         return SnapshotWriter(
-            lambda step, tensors: report(self._write_snapshot(step, tensors)),
+            lambda step, tensors: report(self._write_snapshot(step, tensors, pause)),
             self.config.run.snapshot_buffers,
             stage.stopwatch,
         )
 
-    def _write_snapshot(self, step: int, tensors: Mapping[str, torch.Tensor]) -> Snapshotted:
-        """Write this stage's part of the snapshot after `step` steps; a failure is reported, not raised."""
+    def _write_snapshot(
+        self, step: int, tensors: Mapping[str, torch.Tensor], pause: Callable[[float], None]
+    ) -> Snapshotted:
+        """Write this stage's part of the checkpoint after `step` steps; a failure is reported, not raised.
+
+        If the disk is full, the next checkpoint replaces this one; the last one waits for room.
+        """
         number = self._assign.stage
+        write = partial(write_stage, snapshot_folder(self._snapshots(), step), number, tensors, self._meta(step))
         try:
-            written = write_stage(snapshot_folder(self._snapshots(), step), number, tensors, self._meta(step))
+            is_last = step == self.last_checkpoint
+            written = wait_for_room(write, self.config.run.give_up, pause) if is_last else write()
             if isinstance(self.config.hosts, list):
                 prune(self._snapshots(), self.config.run.keep_snapshots, self.complete_snapshot, self.complete_snapshot)
         except SnapshotError as error:
@@ -371,6 +391,20 @@ class Assembly:
 def snapshots_folder(config: ClusterConfig) -> Path:
     """Where a run's snapshots lie on this machine."""
     return Path(config.run.dir) / config.run.name / "snapshots"
+
+
+def _check_room(config: ClusterConfig, spec: ModelSpec, stage: int) -> None:
+    """Refuse a run whose checkpoint does not fit on the disk; stages on one machine share it, and stage 0 checks.
+
+    Raises:
+        UserError: there is too little room.
+    """
+    are_together = isinstance(config.hosts, str)
+    if config.model.sleep is not None or (are_together and stage > 0):
+        return
+    stages = range(config.pipeline.stages) if are_together else [stage]
+    nbytes = sum(stage_estimate(config, spec, number, bf16=False).snapshot for number in stages)
+    check_room(snapshots_folder(config), nbytes)
 
 
 def _open_snapshot(assign: Assign, config: ClusterConfig) -> SnapshotReader | None:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -306,7 +307,7 @@ class Worker:
     # -- training --------------------------------------------------------------------------------
 
     def _train(self, stage: Stage, assembly: Assembly, meter: StepMeter, first_step: int) -> None:
-        snapshots = assembly.snapshot_writer(stage, self._tell_snapshot)
+        snapshots = assembly.snapshot_writer(stage, self._tell_snapshot, self._wait_for_room)
         meter.begin(first_step)
         self._num_decided = first_step
         for step in range(first_step, stage.plan.total_steps):
@@ -337,6 +338,13 @@ class Worker:
         if self._off_host is not None:
             self._off_host.snapshotted(part)
         self._client.send(part)
+
+    def _wait_for_room(self, seconds: float) -> None:
+        """Sleep while the disk has no room for the last checkpoint; leaves if the run is aborted."""
+        self._working("waiting for room on the disk")
+        time.sleep(seconds)
+        if self._client.aborted is not None:
+            raise RunAbortedError(self._client.aborted.message, self._client.aborted.exit_status)
 
     def _await_commit(self, step: int, stage: Stage, assembly: Assembly) -> Commit:
         try:
@@ -378,6 +386,7 @@ class Worker:
             self._working("snapshot")
             # nothing changes after the last step, and state that memory has no room for cannot be copied
             copy = not (commit.stop or stage.keeps_state_on_disk)
+            assembly.last_checkpoint = commit.step + 1 if commit.stop else None
             snapshots.take(commit.step + 1, stage.tensors(), copy=copy)
         if commit.stop:
             snapshots.finish()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
-from tahq.pipeline.checkpoint.reader import SnapshotReader
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from support.at_once import Sooner
 from tahq.comm.control.messages import Commit, Plan, Published, Snapshotted
 from tahq.coordinator.publishing import Publishing, SnapshotParts, publish_to_folder
 from tahq.errors import SnapshotError, UserError
-from tahq.pipeline.checkpoint.snapshot import StageMeta, latest_folder, read_manifest, snapshot_folder, write_stage
+from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, read_manifest, snapshot_folder
+from tahq.pipeline.checkpoint.stage_file import write_stage
 
 LONG_S = 30.0
 

@@ -2,6 +2,8 @@
 disk costs a snapshot and nothing else."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 
@@ -12,7 +14,7 @@ from support.runs import Run, launch, start, tiny, write_config
 
 from tahq.fault_points import FAULTS
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest, snapshot_folders
-from tahq.pipeline.checkpoint.reader import SnapshotReader
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 
 def config(**sections) -> dict:
@@ -107,6 +109,41 @@ def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, 
     steps = [row["step"] for row in Run(folder, 0, "", "").metrics]
     assert steps == list(range(1, len(steps) + 1))
     newest = latest_folder(snapshots)
+    SnapshotReader(newest, read_manifest(newest).sha256).verify()
+
+
+def test_disk_too_small_for_a_checkpoint_is_refused_before_the_first_step(tmp_path, small_disk):
+    folder, resize = small_disk
+    resize(1 << 20)
+    run = launch(tmp_path, config())
+    assert run.returncode == 2, run.stderr
+    assert re.search(r"a checkpoint of this run takes [\d,]+ bytes \(.* MB\), but \S+/snapshots has", run.stderr)
+    assert "free; free space there, or set run.dir to another disk" in run.stderr
+    assert not (folder / "metrics.jsonl").exists() or not run.metrics
+
+
+def test_full_disk_after_the_last_step_is_waited_for(tmp_path, small_disk):
+    folder, resize = small_disk
+    resize(16 << 20)
+    steps = {"steps": 14, "eval_every": None}
+    write_config(tmp_path, config(run={"snapshot_every": None}, training=steps, links={"delay": "40ms"}))
+    launcher, filler = start(tmp_path, "tahq-launch", "cluster.yaml"), folder / "filler"
+
+    def is_waiting():
+        return any("waiting for room" in path.read_text() for path in folder.rglob("stage-*.log"))
+
+    try:
+        wait_until(lambda: (folder / "metrics.jsonl").exists() and Run(folder, 0, "", "").metrics, 60, "a step")
+        filler.write_bytes(bytes(shutil.disk_usage(folder).free - (800 << 10)))  # room for the journal only
+        wait_until(is_waiting, 30, "the last checkpoint finds no room")
+        filler.unlink()
+        stdout, stderr = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == 0, stdout + stderr
+    newest = latest_folder(folder / "snapshots")
+    assert newest.name == "step-00000014"
     SnapshotReader(newest, read_manifest(newest).sha256).verify()
 
 

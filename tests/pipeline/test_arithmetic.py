@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tahq.pipeline import arithmetic
-from tahq.pipeline.arithmetic import arithmetic_differences, arithmetic_of
+from tahq.pipeline.checkpoint import manifest
+from tahq.pipeline.checkpoint.manifest import arithmetic_differences, arithmetic_of
 
 EPYC = {"device": "AMD EPYC 7B13", "torch": "2.13.0", "threads": "4", "codec backend": "cpu"}
 
@@ -45,7 +45,7 @@ def test_nothing_is_said_of_a_snapshot_that_does_not_say():
 
 
 def test_processor_without_a_model_name_has_its_architecture(tmp_path, monkeypatch):
-    monkeypatch.setattr(arithmetic, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(manifest, "CPU_INFO", tmp_path / "cpuinfo")
     for content in (None, "processor\t: 0\nBogoMIPS\t: 50.00\n"):
         if content:
             (tmp_path / "cpuinfo").write_text(content)

@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,19 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tahq.errors import SnapshotError
-from tahq.pipeline.checkpoint.safetensors_writer import DTYPE_NAMES
-from tahq.pipeline.checkpoint.snapshot import (
-    SnapshotReader,
-    StageMeta,
-    latest_folder,
-    prune,
-    publish,
-    read_latest,
-    read_manifest,
-    snapshot_folder,
-    write_stage,
-)
+from tahq.errors import SnapshotError, UserError
+from tahq.pipeline.checkpoint.durable_file import DiskFullError, check_room, wait_for_room, write_durably
+from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, read_latest, read_manifest, snapshot_folder
+from tahq.pipeline.checkpoint.snapshot import prune, publish
+from tahq.pipeline.checkpoint.stage_file import DTYPE_NAMES, SnapshotReader, write_stage
 
 META = StageMeta(
     step=100,
@@ -71,24 +64,15 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_stage_reads_back_to_the_bit(tmp_path):
-    tensors = make_tensors()
-    written = write_stage(tmp_path / "step", 1, tensors, META)
-    reader = SnapshotReader(tmp_path / "step", {written.file: written.sha256})
-    assert reader.names() == set(tensors) == set(written.tensors)
-    for name, tensor in tensors.items():
-        found = reader.tensor(name)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor)
-    assert reader.meta == META
-
-
 def test_file_is_what_the_safetensors_library_reads(tmp_path):
     tensors = make_tensors()
     written = write_stage(tmp_path, 0, tensors, META)
     content = (tmp_path / written.file).read_bytes()
     assert written.nbytes == len(content)
     assert written.sha256 == hashlib.sha256(content).hexdigest()
+    reader = SnapshotReader(tmp_path, written_hash := {written.file: written.sha256})
+    assert reader.names() == set(tensors) == set(written.tensors)
+    assert reader.meta == SnapshotReader(tmp_path, written_hash).stage_meta(written.file) == META
     loaded = load_file(tmp_path / written.file)
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
@@ -159,15 +143,12 @@ def test_damage_is_found_and_the_file_named(tmp_path, place):
         _ = SnapshotReader(tmp_path, {written.file: written.sha256}).meta
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(SnapshotError, match=r"none of stage-000-gone\.safetensors is in"):
-        SnapshotReader(tmp_path, {"stage-000-gone.safetensors": "00"})
-
-
 def test_missing_tensor_names_the_files_that_are_elsewhere(tmp_path):
     written = write_stage(tmp_path, 0, make_tensors(), META)
+    with pytest.raises(SnapshotError, match=r"none of stage-000-gone\.safetensors is in"):
+        SnapshotReader(tmp_path, {"stage-000-gone.safetensors": "00"})
     reader = SnapshotReader(tmp_path, {written.file: written.sha256, "stage-001-far.safetensors": "00"})
-    with pytest.raises(SnapshotError, match=r"has model/wte; not there: stage-001-far\.safetensors"):
+    with pytest.raises(SnapshotError, match=r"has model/wte; missing here: stage-001-far\.safetensors"):
         reader.tensor("model/wte")
     assert torch.equal(reader.tensor("model/h.4.weight"), make_tensors()["model/h.4.weight"])
 
@@ -196,10 +177,10 @@ def test_foreign_safetensors_file_is_refused(tmp_path):
 
     save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     sha256 = hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
-    with pytest.raises(SnapshotError, match="has no description by tahq"):
+    with pytest.raises(SnapshotError, match="was not written by tahq"):
         _ = SnapshotReader(tmp_path, {"x.safetensors": sha256}).meta
     (tmp_path / "y.safetensors").write_bytes(b"not at all")
-    with pytest.raises(SnapshotError, match=r"y\.safetensors is no safetensors file"):
+    with pytest.raises(SnapshotError, match=r"y\.safetensors is not a safetensors file"):
         SnapshotReader(tmp_path, {"y.safetensors": "00"})
 
 
@@ -266,18 +247,18 @@ BROKEN = {
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
 def test_broken_manifest_is_one_error(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(SnapshotError, match=r"manifest\.json is no usable manifest"):
+    with pytest.raises(SnapshotError, match=r"manifest\.json is not a usable manifest"):
         read_manifest(tmp_path)
 
 
 def test_missing_manifest_and_latest_are_one_error(tmp_path):
     with pytest.raises(SnapshotError, match=r"cannot read .*manifest\.json: No such file"):
         read_manifest(tmp_path)
-    with pytest.raises(SnapshotError, match=r"no complete snapshot in .*: nothing to resume"):
+    with pytest.raises(SnapshotError, match=r"no complete checkpoint in .*: nothing to resume"):
         latest_folder(tmp_path)
     for name in ("step-00000009", "..", "", "step-x"):
         (tmp_path / "latest").write_text(name)
-        with pytest.raises(SnapshotError, match="which is no complete snapshot"):
+        with pytest.raises(SnapshotError, match="which is not a complete checkpoint"):
             latest_folder(tmp_path)
 
 
@@ -294,13 +275,13 @@ def test_any_bytes_as_latest_or_manifest_are_one_error(tmp_path_factory, content
 
 
 def test_prune_keeps_the_newest(tmp_path):
-    for step in (10, 20, 30, 40):
+    for step in (10, 99_999_998, 99_999_999, 100_000_000):  # compared as numbers
         write_snapshot(tmp_path, step)
-    assert [folder.name for folder in prune(tmp_path, 2)] == ["step-00000010", "step-00000020"]
-    assert names_in(tmp_path) == ["latest", "step-00000030", "step-00000040"]
+    assert [folder.name for folder in prune(tmp_path, 2)] == ["step-00000010", "step-99999998"]
+    assert names_in(tmp_path) == ["latest", "step-100000000", "step-99999999"]
     assert prune(tmp_path, 2) == []
     prune(tmp_path, 1)
-    assert names_in(tmp_path) == ["latest", "step-00000040"]
+    assert names_in(tmp_path) == ["latest", "step-100000000"]
 
 
 def test_prune_keeps_where_a_lost_stage_may_begin_again_and_what_is_newer(tmp_path):
@@ -335,12 +316,6 @@ def test_prune_on_a_host_without_manifests_goes_by_what_is_complete_elsewhere(tm
         write_stage(snapshot_folder(tmp_path, step), 1, make_tensors(), META)
     removed = prune(tmp_path, 2, complete)
     assert [folder.name for folder in removed] == ["step-00000010", "step-00000020"][:num_removed]
-
-
-def test_step_numbers_are_compared_as_numbers(tmp_path):
-    for step in (99_999_999, 100_000_000):
-        write_snapshot(tmp_path, step)
-    assert [folder.name for folder in prune(tmp_path, 1)] == ["step-99999999"]
 
 
 @pytest.fixture
@@ -396,7 +371,8 @@ KILLED_WRITER = textwrap.dedent("""
     import os, signal, sys, torch
     from pathlib import Path
     from tahq.pipeline.checkpoint import durable_file
-    from tahq.pipeline.checkpoint import snapshot
+    from tahq.pipeline.checkpoint.manifest import StageMeta
+    from tahq.pipeline.checkpoint.stage_file import write_stage
 
     fsync = os.fsync
 
@@ -407,7 +383,7 @@ KILLED_WRITER = textwrap.dedent("""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True)
     durable_file.os.fsync = die_before_the_first_rename
-    snapshot.write_stage(folder, 0, {"model/x": torch.ones(1000)}, snapshot.StageMeta(5, 0, 1, 0, 1, {}, ""))
+    write_stage(folder, 0, {"model/x": torch.ones(1000)}, StageMeta(5, 0, 1, 0, 1, {}, ""))
 """)
 
 
@@ -429,3 +405,63 @@ def test_stage_meta_ignores_what_later_versions_add():
 def test_stage_meta_refuses_what_is_none(text):
     with pytest.raises(ValueError):
         StageMeta.from_json(text)
+
+
+# -- files that others have put there, and disks without room -----------------------------------------
+
+NOT_FILES = {
+    "FIFO": os.mkfifo,
+    "folder": os.mkdir,
+    "1 GiB": lambda path: (path.touch(), os.truncate(path, 1 << 30)),
+}
+
+
+@pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
+@pytest.mark.parametrize("name", ["latest", "manifest.json"])
+@pytest.mark.timeout(20)
+def test_latest_or_manifest_that_is_not_a_small_file_is_one_error(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(SnapshotError, match=rf"^cannot read {tmp_path / name}: [^\n]*$"):
+        latest_folder(tmp_path) if name == "latest" else read_manifest(tmp_path)
+
+
+def test_manifest_of_100_000_brackets_is_one_error(tmp_path):
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(SnapshotError, match="is not a usable manifest"):
+        read_manifest(tmp_path)
+
+
+def test_run_folder_removed_while_a_checkpoint_is_written_is_one_error(tmp_path):
+    folder = snapshot_folder(tmp_path / "run" / "snapshots", 5)
+
+    def vanish(file):
+        shutil.rmtree(tmp_path / "run")
+        return "x"
+
+    with pytest.raises(SnapshotError, match=r"^cannot write [^\n]*stage-000\.tmp: No such file or directory[^\n]*$"):
+        write_durably(folder / "stage-000.tmp", vanish)
+
+
+def test_disk_without_room_for_a_checkpoint_is_refused_with_both_sizes(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    check_room(tmp_path / "runs" / "x" / "snapshots", free // 2)
+    with pytest.raises(UserError, match=r"takes [\d,]+ bytes \(.*\), but .*/runs/x has [\d,]+ bytes \(.*\) free; free"):
+        check_room(tmp_path / "runs" / "x", 2 * free)
+
+
+def test_write_waits_for_room_and_gives_up_in_time(caplog):
+    attempts, pauses = [], []
+
+    def attempt(succeeds_at):
+        attempts.append(1)
+        if len(attempts) < succeeds_at:
+            raise DiskFullError("cannot write x: No space left on device")
+        return "written"
+
+    assert wait_for_room(lambda: attempt(4), 60, pauses.append) == "written"
+    assert pauses == [1, 2, 4]
+    assert caplog.text.count("waiting for room, for at most 60 s (run.give_up)") == 1
+    attempts.clear(), pauses.clear()
+    with pytest.raises(DiskFullError, match=r"No space left on device; there was no room within 10 s \(run.give_up\)"):
+        wait_for_room(lambda: attempt(100), 10, pauses.append)
+    assert sum(pauses) == 10

@@ -1,15 +1,16 @@
 """What is damaged is passed over with a warning that names it, and nothing is passed over silently."""
 
 import json
+import os
 import re
 
 import pytest
 import torch
 
 from tahq.errors import SnapshotError
-from tahq.pipeline.checkpoint.choice import choose_snapshot, turn_back
 from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, snapshot_folder
-from tahq.pipeline.checkpoint.snapshot import publish, write_stage
+from tahq.pipeline.checkpoint.snapshot import choose_snapshot, publish, turn_back
+from tahq.pipeline.checkpoint.stage_file import write_stage
 
 CONFIG = {"run": {"name": "demo"}, "training": {"lr": 0.001}}
 
@@ -65,8 +66,8 @@ DAMAGE = {
     "a bit in the header": (lambda folder: flip(next(folder.glob("stage-000-*")), 20), "stage-000-.* is damaged"),
     "a file cut short": (lambda folder: truncate(next(folder.glob("stage-000-*"))), "stage-000-.* bytes, expected"),
     "a missing file": (lambda folder: next(folder.glob("stage-001-*")).unlink(), r"stage-001-.* is missing"),
-    "a manifest cut short": (lambda folder: truncate(folder / "manifest.json"), r"manifest\.json is no usable"),
-    "an empty manifest": (lambda folder: (folder / "manifest.json").write_text(""), r"manifest\.json is no usable"),
+    "a manifest cut short": (lambda folder: truncate(folder / "manifest.json"), r"manifest\.json is not a usable"),
+    "an empty manifest": (lambda folder: (folder / "manifest.json").write_text(""), r"manifest\.json is not a usable"),
     "a missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "latest says 'step-00000030', which is"),
     "a missing folder": (lambda folder: folder.rename(folder.with_name("gone")), "latest says 'step-00000030'"),
 }
@@ -86,8 +87,8 @@ def test_the_one_before_is_taken_with_a_warning_that_names_what_is_wrong(snapsho
 def test_every_bit_of_a_manifest_counts(snapshots):
     path = snapshot_folder(snapshots, 30) / "manifest.json"
     whole = path.read_bytes()
-    for at in range(len(whole)):
-        for bit in (0, 3, 6):
+    for at in range(0, len(whole), 3):
+        for bit in (at % 8, 6):
             content = bytearray(whole)
             content[at] ^= 1 << bit
             path.write_bytes(content)
@@ -126,15 +127,25 @@ def test_refusal_names_what_is_wrong_with_every_one(snapshots):
     with pytest.raises(SnapshotError) as caught:
         choose(snapshots)
     assert all(path.name in str(caught.value) for path in damaged)
-    assert str(caught.value).endswith("there is no other snapshot that is whole")
+    assert str(caught.value).endswith("there is no other undamaged checkpoint")
 
 
-@pytest.mark.parametrize("content", ["step-00000099\n", "", "../elsewhere", None])
-def test_latest_that_names_nothing_is_replaced_by_the_newest_complete_one(snapshots, content):
-    if content is None:
-        (snapshots / "latest").unlink()
-    else:
-        (snapshots / "latest").write_text(content)
+LATEST = {
+    "not there": lambda path: path.unlink(),
+    "another name": lambda path: path.write_text("step-00000099\n"),
+    "empty": lambda path: path.write_text(""),
+    "another folder": lambda path: path.write_text("../elsewhere"),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
+    "FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "1 GiB": lambda path: os.truncate(path, 1 << 30),
+}
+
+
+@pytest.mark.parametrize("damage", LATEST.values(), ids=LATEST)
+@pytest.mark.timeout(20)
+def test_unusable_latest_is_replaced_by_the_newest_complete_checkpoint(snapshots, damage):
+    damage(snapshots / "latest")
     step, (warning,) = choose(snapshots)
     assert step == 30
     assert "resuming from step-00000030 instead" in warning
@@ -147,7 +158,7 @@ def test_what_is_newer_than_latest_is_never_taken(snapshots):
 
 
 def test_no_snapshot_at_all_is_an_error(tmp_path):
-    with pytest.raises(SnapshotError, match="no complete snapshot"):
+    with pytest.raises(SnapshotError, match="no complete checkpoint"):
         choose_snapshot(tmp_path, all_files_here=True)
 
 

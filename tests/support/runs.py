@@ -14,7 +14,7 @@ import yaml
 
 from support.warm_process import WarmProcess
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest
-from tahq.pipeline.checkpoint.reader import SnapshotReader
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 TINY: dict[str, Any] = {
     "run": {"name": "tiny", "seed": 7, "threads": 1, "peer_timeout": "20s"},

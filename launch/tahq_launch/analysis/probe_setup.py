@@ -24,8 +24,8 @@ from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import HEAD_WEIGHT, build_slice
 from tahq.models.weights import FolderWeights
 from tahq.pipeline.checkpoint.manifest import read_latest
-from tahq.pipeline.checkpoint.reader import SnapshotReader
 from tahq.pipeline.checkpoint.resume import compare_configs
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.probe.cut_model import CutModel, Wire
 from tahq.pipeline.update.update import StageUpdate

@@ -23,8 +23,8 @@ from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError, NothingToDoError
-from tahq.pipeline.checkpoint.choice import choose_snapshot, turn_back
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
+from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.typed_yaml.mistakes import Origins, one_line
 from tahq_launch.export import keep_source
 from tahq_launch.start.codec_choice import codec_options

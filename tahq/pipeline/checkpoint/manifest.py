@@ -1,47 +1,55 @@
-"""What a snapshot is made of, and where it lies.
+"""The parts of a checkpoint, their places, and what computed them.
 
 ::
 
     snapshots/
-    ├── latest                              the name of the newest complete folder, one line
+    ├── latest                              name of the newest complete folder, one line
     └── step-00000100/                      after 100 committed steps
-        ├── manifest.json                   what belongs to it; written when all stages have reported
+        ├── manifest.json                   its files; written when all stages have reported
         ├── stage-000-1f0c….safetensors     named by stage and content
         └── stage-001-88ab….safetensors
 
-`latest` is a text file rather than a symbolic link, because rsync, object stores and shares keep it.
-What is read here comes from a disk that others write to: it is checked, and complained about by name.
+`latest` is a text file rather than a symbolic link, because rsync, object stores and network shares preserve it. Others
+may write to the disk, so everything read here is bounded and checked.
 """
 
 import hashlib
 import json
+import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from tahq.errors import SnapshotError
+from tahq.pipeline.checkpoint.durable_file import read_bounded
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FOLDER_PREFIX = "step-"
+MAX_LATEST_NBYTES = 1024
+MAX_MANIFEST_NBYTES = 64 << 20
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
 class StageMeta:
-    """What a stage's file says about itself, in plain values.
+    """The description in a stage's file, in plain values.
 
     Attributes:
         step: committed steps behind it.
-        stage: who wrote it.
+        stage: the stage that wrote it.
         num_stages: stages of the run that wrote it.
         block_start: its first transformer block.
-        block_stop: one past its last; of several chunks, whose blocks others have between.
-        cursor: where the data goes on.
-        config_hash: of the configuration that it ran under.
+        block_stop: one past its last; with several chunks, other stages have blocks in between.
+        cursor: where the data continues.
+        config_hash: of the run's configuration.
         skipped: steps skipped in a row just before, for non-finite gradients.
         versions: of tahq and torch.
-        arithmetic: what computed it (`arithmetic.py`); empty in files of earlier versions.
+        arithmetic: `arithmetic_of`; empty in files of earlier versions.
     """
 
     step: int
@@ -56,27 +64,26 @@ class StageMeta:
     arithmetic: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """As it stands in the file's header."""
+        """The text in the file's header."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Back from `to_json`; keys of later versions are ignored.
+        """Parse `to_json`; keys of later versions are ignored.
 
         Raises:
-            ValueError: no such object, or fields are missing.
+            ValueError: not such an object, or fields are missing.
         """
-        values = json.loads(text)
         names = {entry.name for entry in fields(cls)}
         try:
-            return cls(**{name: value for name, value in values.items() if name in names})
-        except (TypeError, AttributeError) as error:
+            return cls(**{name: value for name, value in json.loads(text).items() if name in names})
+        except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not the description of a stage: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class StageFile:
-    """A stage's part of a snapshot; `tensors` are the names in it, where they are known."""
+    """A stage's part of a checkpoint; `tensors` are the names in it, if they are known."""
 
     file: str
     sha256: str
@@ -86,7 +93,7 @@ class StageFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What belongs to a snapshot. `meta` holds `run_id`, the resolved `config`, and whatever else was given."""
+    """The contents of a checkpoint. `meta` has `run_id`, the resolved `config`, and anything else that was given."""
 
     step: int
     files: tuple[StageFile, ...]
@@ -99,31 +106,31 @@ class Manifest:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration that the run had."""
+        """The run's resolved configuration."""
         return dict(self.meta["config"])
 
     @property
     def sha256(self) -> dict[str, str]:
-        """Hash by file name, as `SnapshotReader` expects it."""
+        """Hash by file name, for `SnapshotReader`."""
         return {entry.file: entry.sha256 for entry in self.files}
 
     def to_json(self) -> str:
-        """As it stands in manifest.json."""
+        """The text of manifest.json."""
         files = [asdict(entry) for entry in self.files]
         content = {"format": FORMAT, "step": self.step, "meta": self.meta, "files": files}
         return json.dumps({**content, "sha256": _digest(content)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Back from `to_json`.
+        """Parse `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not a manifest of this format, or is damaged.
+            ValueError, KeyError, TypeError, RecursionError: not a manifest of this format, or damaged.
         """
         content = json.loads(text)
-        digest = content.pop("sha256", None)  # older ones have none
+        digest = content.pop("sha256", None)  # absent in older manifests
         if digest is not None and digest != _digest(content):
-            raise ValueError("its content is not what was written")
+            raise ValueError("its content was changed")
         if set(content) != {"format", "step", "meta", "files"}:
             raise ValueError(f"expected format, step, meta and files; got {', '.join(sorted(content))}")
         if content["format"] != FORMAT:
@@ -134,7 +141,7 @@ class Manifest:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """SHA-256, in hex, of a manifest without its own."""
+    """SHA-256, in hex, of a manifest without its hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -146,34 +153,34 @@ def _stage_file(entry: dict[str, Any]) -> StageFile:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of one snapshot's folder.
+    """The manifest in a checkpoint's folder.
 
     Raises:
         SnapshotError: it is missing, damaged, or of a format that this version does not know.
     """
     path = folder / MANIFEST
     try:
-        return Manifest.from_json(path.read_text())
-    except OSError as error:
-        raise SnapshotError(f"cannot read {path}: {error.strerror}; resume from another snapshot") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Manifest.from_json(read_bounded(path, MAX_MANIFEST_NBYTES).decode())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SnapshotError(f"cannot read {path}: {error.strerror}; resume from another checkpoint") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotError(
-            f"{path} is no usable manifest ({type(error).__name__}: {error}); resume from another snapshot"
+            f"{path} is not a usable manifest ({type(error).__name__}: {error}); resume from another checkpoint"
         ) from error
 
 
 def snapshot_name(step: int) -> str:
-    """What the folder of the snapshot after so many committed steps is called."""
+    """Name of the folder of the checkpoint after this many committed steps."""
     return f"{FOLDER_PREFIX}{step:08d}"
 
 
 def snapshot_folder(snapshots: Path, step: int) -> Path:
-    """Where that folder lies."""
+    """Path of that folder."""
     return snapshots / snapshot_name(step)
 
 
 def snapshot_folders(snapshots: Path) -> dict[int, Path]:
-    """The folders of snapshots that are there, complete or not, by step in ascending order."""
+    """The existing folders of checkpoints, complete or not, by step in ascending order."""
     paths = {
         int(number): path
         for path in snapshots.glob(f"{FOLDER_PREFIX}*")
@@ -183,24 +190,73 @@ def snapshot_folders(snapshots: Path) -> dict[int, Path]:
 
 
 def latest_folder(snapshots: Path) -> Path:
-    """The newest complete snapshot.
+    """The newest complete checkpoint.
 
     Raises:
-        SnapshotError: there is none, or `latest` names something that is not there.
+        SnapshotError: there is none, or `latest` cannot be read or names something else.
     """
+    path = snapshots / LATEST
     try:
-        name = (snapshots / LATEST).read_text().strip()
+        name = read_bounded(path, MAX_LATEST_NBYTES).decode().strip()
     except FileNotFoundError as error:
-        raise SnapshotError(f"no complete snapshot in {snapshots}: nothing to resume, start the run anew") from error
-    except (OSError, ValueError) as error:
-        raise SnapshotError(f"cannot read {snapshots / LATEST}: {error}") from error
+        raise SnapshotError(f"no complete checkpoint in {snapshots}: nothing to resume, start the run anew") from error
+    except ValueError as error:
+        raise SnapshotError(f"cannot read {path}: {error}") from error
     folder = snapshots / name
     if folder not in snapshot_folders(snapshots).values() or not (folder / MANIFEST).is_file():
-        raise SnapshotError(f"{snapshots / LATEST} says {name!r}, which is no complete snapshot; write the name of one")
+        raise SnapshotError(f"{path} says {name[:80]!r}, which is not a complete checkpoint; write the name of one")
     return folder
 
 
 def read_latest(snapshots: Path) -> tuple[Path, Manifest]:
-    """Folder and manifest of the newest complete snapshot; SnapshotError if there is none."""
+    """Folder and manifest of the newest complete checkpoint; SnapshotError if there is none."""
     folder = latest_folder(snapshots)
     return folder, read_manifest(folder)
+
+
+# -- what computed a checkpoint ----------------------------------------------------------------------
+
+
+def arithmetic_of(device: torch.device, codec_backend: str) -> dict[str, str]:
+    """What the bits of a stage's results depend on besides the configuration, as short texts by name.
+
+    A stage that continues on another processor, library or number of threads still runs, but sooner or later rounds
+    differently; so a checkpoint records these, and a difference is announced.
+
+    Args:
+        device: where the stage computes.
+        codec_backend: `wire.backend`; `auto` means the device's own.
+    """
+    own = "triton" if device.type == "cuda" else "cpu"
+    common = {"torch": str(torch.__version__), "codec backend": own if codec_backend == "auto" else codec_backend}
+    if device.type == "cuda":
+        return common | {
+            "device": torch.cuda.get_device_name(device),
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        }
+    return common | {
+        "device": _cpu_model(),
+        "vector instructions": torch.backends.cpu.get_cpu_capability(),
+        "matrix library": "MKL" if torch.backends.mkl.is_available() else "other",  # type: ignore[no-untyped-call]
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def arithmetic_differences(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """Differences of two `arithmetic_of`, one text each: ``device: AMD EPYC 7B13 -> Intel Xeon 8481C``.
+
+    Names that only one side has come from another version of tahq or another kind of device, and are ignored.
+    """
+    common = (name for name in before if name in now)
+    return tuple(f"{name}: {before[name]} -> {now[name]}" for name in common if before[name] != now[name])
+
+
+def _cpu_model() -> str:
+    """The kernel's name for it, or the architecture."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

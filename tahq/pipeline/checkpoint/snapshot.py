@@ -1,109 +1,61 @@
-"""Snapshots of committed steps: written so that a crash at any moment leaves a whole one to go back to.
+"""The checkpoints of a run: publishing, pruning, and choosing the one to resume from.
 
-Invariants (manifest.py draws the folders):
-- a file appears under its name only when it is whole and durable, and its name carries its content's hash, so
-  no file ever changes under its name;
+A crash at any moment leaves a complete checkpoint to return to (manifest.py draws the folders):
+- a file appears under its name only when it is complete and durable, and its name carries its content's hash, so no
+  file ever changes under its name;
 - the manifest comes after the files, `latest` after the manifest; readers start from `latest`;
-- what a killed writer leaves goes with the next write of its stage, the next `publish` or the next `prune`.
+- what a killed writer leaves is removed by the next write of its stage, the next `publish` or the next `prune`.
 
-Tensors are named `model/<canonical name>` and `optimizer/<state>/<canonical name>`, never by stage, so a run
-can be resumed with another number of stages. Of a weight in INT8 `model/` has the codes, `model_zero/` and
-`model_scale/` the rest.
+Tensors are named `model/<canonical name>` and `optimizer/<state>/<canonical name>`, never by stage, so a run can be
+resumed with another number of stages. Of an INT8 weight `model/` has the codes, `model_zero/` and `model_scale/` the
+rest.
 """
 
+import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
+from typing import Any
 
 from tahq.errors import SnapshotError
-from tahq.fault_points import SNAPSHOT, reached
-from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably, write_text_durably
+from tahq.pipeline.checkpoint.durable_file import write_text_durably
 from tahq.pipeline.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     Manifest,
     StageFile,
-    StageMeta,
     latest_folder,
-    read_latest,
     read_manifest,
     snapshot_folder,
     snapshot_folders,
-    snapshot_name,
 )
-from tahq.pipeline.checkpoint.reader import META_KEY, SnapshotReader
-from tahq.pipeline.checkpoint.safetensors_writer import write_safetensors
+from tahq.pipeline.checkpoint.stage_file import SnapshotReader, check_sha256
 
-__all__ = [
-    "Manifest",
-    "SnapshotReader",
-    "StageFile",
-    "StageMeta",
-    "discard",
-    "latest_folder",
-    "prune",
-    "publish",
-    "read_latest",
-    "read_manifest",
-    "snapshot_folder",
-    "snapshot_name",
-    "write_stage",
-]
+SET_ASIDE = MANIFEST + ".left"
+"""Name of the manifest of a checkpoint that the run has turned back from."""
 
-NAME_DIGITS = 16
-"""Hexadecimal digits of the content's hash in a file's name."""
-
-
-def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], meta: StageMeta) -> StageFile:
-    """Write one stage's part of a snapshot, durably, or not at all.
-
-    Args:
-        folder: `snapshot_folder(snapshots, step)`; made if it is not there.
-        stage: the writer; one process a stage.
-        tensors: by their names in the snapshot; on any device.
-        meta: goes into the file's header.
-
-    Returns:
-        The file's name, SHA-256 and size, for the coordinator's manifest.
-
-    Raises:
-        SnapshotError: the disk is full, or would not take it; the message names the file, and nothing
-            is left of it.
-    """
-    digest = ""
-
-    def write(file: BinaryIO) -> str:
-        nonlocal digest
-        digest = write_safetensors(file, tensors, {META_KEY: meta.to_json()})
-        reached(SNAPSHOT, stage=stage, step=meta.step)
-        return f"stage-{stage:03d}-{digest[:NAME_DIGITS]}.safetensors"
-
-    path = write_durably(folder / f"stage-{stage:03d}{TEMPORARY_SUFFIX}", write)
-    return StageFile(path.name, digest, path.stat().st_size, tuple(sorted(tensors)))
+log = logging.getLogger(__name__)
 
 
 def publish(snapshots: Path, step: int, files: Iterable[StageFile], meta: Mapping[str, Any]) -> Manifest:
-    """Declare a snapshot complete: write its manifest, then point `latest` at it.
+    """Declare a checkpoint complete: write its manifest, then point `latest` to it.
 
-    What else lies in its folder, left by killed writers or by another division of the model, is removed.
-    Names of tensors that a `StageFile` lacks are read from the file, where it is at hand.
+    Other files in its folder, left by killed writers or another division of the model, are removed. Names of tensors
+    that a `StageFile` lacks are read from the file, if it is here.
 
     Args:
-        snapshots: the run's folder of snapshots.
+        snapshots: the run's folder of checkpoints.
         step: committed steps behind it.
-        files: one a stage, each reported durable.
-        meta: `run_id`, the resolved `config`, and what else shall be kept; plain values.
+        files: one per stage, each reported durable.
+        meta: plain values: `run_id`, the resolved `config`, and anything else to keep.
 
     Returns:
-        What was written.
+        The manifest.
 
     Raises:
-        SnapshotError: it could not be written; `latest` still names the one before.
+        SnapshotError: it cannot be written; `latest` still names the previous checkpoint.
     """
     missing = sorted({"run_id", "config"} - set(meta))
     if missing:
@@ -113,21 +65,21 @@ def publish(snapshots: Path, step: int, files: Iterable[StageFile], meta: Mappin
     manifest = Manifest(step, tuple(_with_tensor_names(folder, entry) for entry in entries), dict(meta))
     write_text_durably(folder / MANIFEST, manifest.to_json())
     write_text_durably(snapshots / LATEST, folder.name + "\n")
-    _sweep(folder, {MANIFEST, *(entry.file for entry in manifest.files)})
+    _remove_unlisted(folder, manifest)
     return manifest
 
 
 def discard(snapshots: Path, step: int) -> None:
-    """Remove what stages have written of a snapshot that came to nothing: it takes the room of the next one.
+    """Remove an incomplete checkpoint, which takes the room of the next one.
 
-    A complete snapshot in the same folder, of an earlier start of the run, stays.
+    A complete checkpoint in the same folder, of an earlier start of the run, stays.
 
     Raises:
-        SnapshotError: it could not be removed.
+        SnapshotError: it cannot be removed.
     """
     folder = snapshot_folder(snapshots, step)
     if (folder / MANIFEST).is_file():
-        _sweep(folder, {MANIFEST, *(entry.file for entry in read_manifest(folder).files)})
+        _remove_unlisted(folder, read_manifest(folder))
     elif folder.is_dir():
         _remove_folder(folder)
 
@@ -140,61 +92,149 @@ def _with_tensor_names(folder: Path, entry: StageFile) -> StageFile:
 
 
 def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep` snapshots, and what killed writers left before them.
+    """Remove all but the newest `keep` checkpoints, and what killed writers left before them.
 
-    What `latest` names stays, and so does whatever is newer: it may be under way. Where there is no
-    `latest`, on a host that has only its own stage's files, `complete` stands for it, and every older folder
-    counts as a snapshot.
+    The checkpoint that `latest` names stays, and so do newer ones, which may be in progress. Without a `latest`, on a
+    host that has only its own stage's files, `complete` replaces it, and every older folder counts as a checkpoint.
 
     Args:
-        snapshots: the run's folder of snapshots.
-        keep: complete snapshots to keep, at least 1.
+        snapshots: the run's folder of checkpoints.
+        keep: complete checkpoints to keep, at least 1.
         complete: steps behind the newest one that the coordinator has; 0: it has none, so nothing is removed.
-        base: steps behind the oldest one at which a lost stage may begin again; it and newer ones stay. None: no such.
+        base: steps behind the oldest one that a lost stage may restart from; it and newer ones stay. None: no limit.
 
     Returns:
         The folders that were removed.
 
     Raises:
-        SnapshotError: one could not be removed.
+        SnapshotError: one cannot be removed.
     """
     folders = snapshot_folders(snapshots)
     if (snapshots / LATEST).is_file():
-        stale = _older_than_latest(folders, latest_folder(snapshots), keep)
+        ascending, latest = list(folders.values()), latest_folder(snapshots)
+        older = ascending[: ascending.index(latest)]
+        whole = [folder for folder in older if (folder / MANIFEST).is_file()]
+        kept = whole[max(0, len(whole) - (keep - 1)) :]
+        stale = [folder for folder in older if folder not in kept]
     else:
         stale = [folder for step, folder in folders.items() if step <= complete][:-keep]
     if base is not None:
-        stale = [folder for folder in stale if folder in [folders[step] for step in folders if step < base]]
+        stale = [folder for step, folder in folders.items() if folder in stale and step < base]
     for folder in stale:
         _remove_folder(folder)
     return stale
 
 
-def _older_than_latest(folders: Mapping[int, Path], latest: Path, keep: int) -> list[Path]:
-    """What comes before `latest`, but for the newest complete ones of it."""
-    ascending = list(folders.values())
-    older = ascending[: ascending.index(latest)]
-    complete = [folder for folder in older if (folder / MANIFEST).is_file()]
-    kept = complete[max(0, len(complete) - (keep - 1)) :]
-    return [folder for folder in older if folder not in kept]
-
-
 def _remove_folder(folder: Path) -> None:
     try:
-        # the manifest first: what is half removed is no snapshot any more
-        (folder / MANIFEST).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):  # somebody else is removing it too
+        (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed folder is not a checkpoint
+        with suppress(FileNotFoundError):  # another process removes it too
             shutil.rmtree(folder)
     except OSError as error:
         raise SnapshotError(f"cannot remove {folder}: {error.strerror}; remove it by hand") from error
 
 
-def _sweep(folder: Path, listed: set[str]) -> None:
-    """Remove the files of a folder that are not listed."""
-    for path in folder.iterdir():
-        if path.name in listed:
+def _remove_unlisted(folder: Path, manifest: Manifest) -> None:
+    """Remove the files of a checkpoint's folder that do not belong to it."""
+    listed = {MANIFEST, *(entry.file for entry in manifest.files)}
+    try:
+        for path in folder.iterdir():
+            if path.name not in listed:
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise SnapshotError(f"cannot remove {error.filename}: {error.strerror}; remove it by hand") from error
+
+
+# -- choosing ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSnapshot:
+    """Folder and manifest of a checkpoint, and why it is not the newest (empty: it is)."""
+
+    folder: Path
+    manifest: Manifest
+    warnings: tuple[str, ...] = ()
+
+
+def choose_snapshot(snapshots: Path, *, all_files_here: bool) -> ChosenSnapshot:
+    """The newest checkpoint that is complete and undamaged; every file that is here is read and its hash compared.
+
+    `latest` names the one that is meant. If it is damaged, the one before it is taken, and so on, with a warning for
+    each; never one newer than `latest`, which may belong to a history that was turned back from. Only if `latest` names
+    no complete checkpoint does the newest complete one replace it.
+
+    Args:
+        snapshots: the run's folder of checkpoints.
+        all_files_here: whether a file that is not here is missing, or may be on its stage's host.
+
+    Raises:
+        SnapshotError: there is none; the message says what is wrong with each.
+    """
+    reasons = []
+    for candidate in _candidates(snapshots):
+        if isinstance(candidate, str):
+            reasons.append(candidate)
             continue
         try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise SnapshotError(f"cannot remove {path}: {error.strerror}; remove it by hand") from error
+            manifest = _verified(candidate, all_files_here=all_files_here)
+        except SnapshotError as error:
+            reasons.append(str(error).removesuffix("; resume from another checkpoint"))
+        else:
+            warnings = tuple(f"{reason}; resuming from {candidate.name} instead" for reason in reasons)
+            return ChosenSnapshot(candidate, manifest, warnings)
+    raise SnapshotError("; ".join([*reasons, "there is no other undamaged checkpoint"]))
+
+
+def turn_back(snapshots: Path, chosen: Path) -> None:
+    """Make this checkpoint the latest and disable newer ones, because the run continues from here.
+
+    The files of newer ones stay until they are overwritten. Called by the process that holds the run's folder.
+
+    Raises:
+        SnapshotError: a file cannot be written or renamed.
+    """
+    folders = list(snapshot_folders(snapshots).values())
+    for manifest in (folder / MANIFEST for folder in folders[folders.index(chosen) + 1 :]):
+        if manifest.is_file():
+            try:
+                manifest.replace(manifest.with_name(SET_ASIDE))
+            except OSError as error:
+                raise SnapshotError(f"cannot rename {manifest}: {error.strerror}; remove {manifest.parent}") from error
+            log.warning("the run turns back from %s; its manifest is now called %s", manifest.parent.name, SET_ASIDE)
+    try:
+        is_named = latest_folder(snapshots) == chosen
+    except SnapshotError:
+        is_named = False
+    if not is_named:
+        write_text_durably(snapshots / LATEST, chosen.name + "\n")
+
+
+def _candidates(snapshots: Path) -> Iterator[Path | str]:
+    """Folders with a manifest, the preferred one first; or what is wrong with `latest`."""
+    complete = [folder for folder in snapshot_folders(snapshots).values() if (folder / MANIFEST).is_file()]
+    try:
+        latest = latest_folder(snapshots)
+    except SnapshotError as error:
+        if not complete:
+            raise
+        yield str(error)
+        yield from reversed(complete)
+    else:
+        yield from reversed(complete[: complete.index(latest) + 1])
+
+
+def _verified(folder: Path, *, all_files_here: bool) -> Manifest:
+    manifest = read_manifest(folder)
+    if snapshot_folders(folder.parent).get(manifest.step) != folder:
+        raise SnapshotError(f"{folder / MANIFEST} belongs to the checkpoint after step {manifest.step}")
+    for entry in manifest.files:
+        path = folder / entry.file
+        if path.is_file():
+            nbytes = path.stat().st_size
+            if nbytes != entry.nbytes:
+                raise SnapshotError(f"{path} is damaged: it has {nbytes:,} bytes, expected {entry.nbytes:,}")
+            check_sha256(path, entry.sha256)
+        elif all_files_here:
+            raise SnapshotError(f"{path} is missing")
+    return manifest

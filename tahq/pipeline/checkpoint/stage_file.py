@@ -1,0 +1,237 @@
+"""The file of one stage in a checkpoint: written as a stream, and read by tensor name once its hash is verified.
+
+The format is safetensors: u64 length of the header, little-endian; the header as JSON, name -> dtype, shape, offsets;
+then the tensors' bytes without gaps. Writing holds one tensor in memory at a time and hashes it on its way to the disk,
+so a disk that stores something else is found out on reading. (`safetensors.torch.save_file` wants all tensors on the
+CPU at once, needs another read for the hash, and hides the errno of a full disk.)
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tahq.errors import SnapshotError
+from tahq.fault_points import SNAPSHOT, reached
+from tahq.pipeline.checkpoint.durable_file import TEMPORARY_SUFFIX, write_durably
+from tahq.pipeline.checkpoint.manifest import StageFile, StageMeta
+
+META_KEY = "tahq"
+"""Key of the StageMeta in a file's metadata."""
+NAME_DIGITS = 16
+"""Hexadecimal digits of the content's hash in a file's name."""
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+HEADER_ALIGNMENT = 8
+
+
+def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], meta: StageMeta) -> StageFile:
+    """Write one stage's part of a checkpoint, durably, or not at all.
+
+    Args:
+        folder: `snapshot_folder(snapshots, step)`; made if it does not exist.
+        stage: the writer; one process per stage.
+        tensors: by their names in the checkpoint, on any device.
+        meta: goes into the file's header.
+
+    Returns:
+        The file's name, SHA-256 and size, for the coordinator's manifest.
+
+    Raises:
+        SnapshotError: the file cannot be written (DiskFullError: for lack of room); nothing is left of it.
+    """
+    digest, nbytes = "", 0
+
+    def write(file: BinaryIO) -> str:
+        nonlocal digest, nbytes
+        digest = write_safetensors(file, tensors, {META_KEY: meta.to_json()})
+        nbytes = file.tell()
+        reached(SNAPSHOT, stage=stage, step=meta.step)
+        return f"stage-{stage:03d}-{digest[:NAME_DIGITS]}.safetensors"
+
+    path = write_durably(folder / f"stage-{stage:03d}{TEMPORARY_SUFFIX}", write)
+    return StageFile(path.name, digest, nbytes, tuple(sorted(tensors)))
+
+
+def write_safetensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """Write named tensors, on any device and of any strides, to an open file; returns the SHA-256 in hex.
+
+    Raises:
+        OSError: from the file.
+        KeyError: a dtype that is not in `DTYPE_NAMES`.
+    """
+    # widest types first, so that every tensor is aligned to its own type
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    digest = hashlib.sha256()
+    header = _header(names, tensors, metadata)
+    for piece in (len(header).to_bytes(8, "little"), header):
+        digest.update(piece)
+        file.write(piece)
+    for name in names:
+        content = tensors[name].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+        digest.update(content)
+        file.write(content)
+    return digest.hexdigest()
+
+
+def _header(names: list[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % HEADER_ALIGNMENT)
+
+
+class SnapshotReader(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint by name, read on demand; nothing is trusted before its file's hash is verified.
+
+    Headers say which file has a tensor, so a stage finds its tensors whatever stages wrote them, and files that hold
+    none of them are neither hashed nor needed. An unverified header only serves as this hint.
+
+    Args:
+        folder: the checkpoint's.
+        expected: SHA-256 (hex) by file name. A missing file is an error only when something is asked for that no other
+            file has: a host needs only its own stage's.
+
+    Raises:
+        SnapshotError: none of the files exists, or one is not a safetensors file.
+    """
+
+    def __init__(self, folder: Path, expected: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._expected = dict(expected)
+        self._present = [name for name in self._expected if (folder / name).is_file()]
+        if not self._present:
+            names = ", ".join(expected) or "no files"
+            raise SnapshotError(f"none of {names} is in {folder}; copy the checkpoint there")
+        self._file_of = {name: file for file in self._present for name in _header_names(folder / file)}
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor in memory of its own, on the CPU.
+
+        Raises:
+            KeyError: no file here has it (see `tensor`).
+            SnapshotError: its file is damaged.
+        """
+        file = self._file_of[name]
+        opened = self._verified(file)
+        try:
+            # a copy, because the tensor may be in the mapped file
+            tensor: torch.Tensor = opened.get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise SnapshotError(f"cannot read {name} from {self._folder / file}: {error}") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that are here."""
+        return tuple(self._present)
+
+    def names(self) -> set[str]:
+        """All tensors in the files that are here."""
+        return set(self._file_of)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor in memory of its own, on the CPU.
+
+        Raises:
+            SnapshotError: its file is damaged, or no file here has it; names what is missing.
+        """
+        if name not in self._file_of:
+            self.verify()  # a damaged header is more likely, and says more
+            missing = sorted(set(self._expected) - set(self._present))
+            there = f"; missing here: {', '.join(missing)}" if missing else ": it is from another model"
+            raise SnapshotError(f"no file in {self._folder} has {name}{there}")
+        return self[name]
+
+    @property
+    def meta(self) -> StageMeta:
+        """The description in the first file that is here."""
+        return self.stage_meta(self._present[0])
+
+    def stage_meta(self, file: str) -> StageMeta:
+        """The description in a file's header.
+
+        Raises:
+            SnapshotError: it is damaged, or was not written by tahq.
+        """
+        metadata = self._verified(file).metadata() or {}
+        try:
+            return StageMeta.from_json(metadata[META_KEY])
+        except (KeyError, ValueError) as error:
+            raise SnapshotError(f"{self._folder / file} was not written by tahq: {error}") from error
+
+    def verify(self) -> None:
+        """Compare the hashes of all files that are here; SnapshotError names the first that differs."""
+        for file in self._present:
+            self._verified(file)
+
+    def close(self) -> None:
+        """Release the files; reading again opens and verifies them again."""
+        self._open.clear()
+
+    def _verified(self, file: str) -> Any:
+        """The file, opened once its content is known to be what was written."""
+        if file not in self._open:
+            path = self._folder / file
+            check_sha256(path, self._expected[file])
+            self._open[file] = _open(path)
+        return self._open[file]
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """Compare a file's SHA-256, read as a stream.
+
+    Raises:
+        SnapshotError: it differs, or the file cannot be read; the message names it.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SnapshotError(f"cannot read {path}: {error.strerror}; copy it there, or resume from another") from error
+    if digest != expected:
+        raise SnapshotError(
+            f"{path} is damaged: its SHA-256 is {digest[:16]}…, expected {expected[:16]}…; resume from another "
+            "checkpoint"
+        )
+
+
+def _header_names(path: Path) -> list[str]:
+    return list(_open(path).keys())
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise SnapshotError(f"{path} is not a safetensors file ({error}); resume from another checkpoint") from error
