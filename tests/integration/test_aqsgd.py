@@ -120,7 +120,7 @@ def test_resume_with_other_cuts_keeps_what_is_known_and_sends_the_rest_whole(tmp
     run(tmp_path, half)
     changes = ("training.steps=9", "pipeline.stages=3", "pipeline.layers=[1,1,2]")
     resumed = run(tmp_path, half, "--resume", *(word for change in changes for word in ("--set", change)))
-    assert "AQ-SGD starts with nothing at the cuts before block 1 (from 0)" in resumed.stdout + resumed.stderr
+    assert "AQ-SGD starts empty at the cuts before block 1 (from 0)" in resumed.stdout + resumed.stderr
     assert "no longer exact" in resumed.stdout + resumed.stderr
     new, kept = zip(*bits(resumed)[7:], strict=True)
     assert all(value > 16 for value in new)
@@ -134,7 +134,7 @@ def test_a_run_can_come_to_aqsgd_from_another_codec(tmp_path):
     half = config(training={"steps": 7}, pipeline={"stages": 2}, wire={"activations": "fixed:bits=8"})
     run(tmp_path, half)
     late = run(tmp_path, half, "--resume", "--set", "training.steps=8", "--set", "wire.activations=aqsgd")
-    assert "AQ-SGD starts with nothing at every cut" in late.stdout + late.stderr
+    assert "AQ-SGD starts empty at every cut" in late.stdout + late.stderr
     assert bits(late)[7][0] > 16
 
 

@@ -46,4 +46,4 @@ def test_resume_in_other_formats_is_refused(tmp_path):
     assert launch(tmp_path, config).returncode == 0
     run = launch(tmp_path, config, "--resume", "--set", "training.fp8_adamw.second=e5m2")
     assert run.returncode == 2
-    assert "training.fp8_adamw.second was 'e4m3', is 'e5m2' (the snapshot has moments in those formats)" in run.stderr
+    assert "training.fp8_adamw.second was 'e4m3', is 'e5m2' (the checkpoint has moments in those formats)" in run.stderr

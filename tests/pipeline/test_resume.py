@@ -194,7 +194,7 @@ def test_refusal_lists_every_key_with_both_values_on_one_line():
 def test_lines_say_what_changed_and_why():
     assert compare({"wire.gradients": "tah"}, {"wire.gradients": "raw", "training.steps": 70}).lines() == [
         "training.steps: 60 -> 70 (exact: the rate is constant)",
-        "wire.gradients: 'tah' -> 'raw' (no longer exact: what crosses a cut is rounded differently)",
+        "wire.gradients: 'tah' -> 'raw' (no longer exact: tensors at cuts are rounded differently)",
         "the continuation is no longer exact, to the bit",
     ]
 
@@ -204,8 +204,8 @@ def test_a_run_whose_codecs_follow_its_links_does_not_promise_the_same_bits():
     report = compare_configs(config() | follow, config() | follow)
     assert not report.exact
     assert report.lines() == [
-        "resuming with the configuration of the snapshot: codecs go on following the links, so it is exact only as far "
-        "as they are chosen alike"
+        "resuming with the configuration of the checkpoint: codecs keep following the links, so it is exact only if "
+        "they are chosen alike"
     ]
     replayed = {"wire": {**follow["wire"], "replay": "metrics.jsonl"}}
     assert compare_configs(config() | replayed, config() | replayed).exact
@@ -252,10 +252,10 @@ AQSGD = {"wire.activations": "aqsgd", "pipeline.layers": [2, 2, 2, 2]}
         (AQSGD, AQSGD | {"pipeline.stages": 2, "pipeline.layers": [4, 4]}, None),  # that cut was there before
         (AQSGD, AQSGD | {"pipeline.stages": 2, "pipeline.layers": [3, 5]}, "the cuts before block 3 "),
         (AQSGD, AQSGD | {"pipeline.layers": [1, 2, 3, 2]}, "the cuts before block 1, 3 "),
-        (AQSGD, AQSGD | {"data.seq_len": 64}, "nothing at every cut"),
-        ({"wire.activations": "tah"}, AQSGD, "nothing at every cut"),
-        (AQSGD, {"wire.activations": "tah"}, "is left behind"),
-        (AQSGD, {"wire.activations": "aqsgd:cache=none"}, "is left behind"),
+        (AQSGD, AQSGD | {"data.seq_len": 64}, "empty at every cut"),
+        ({"wire.activations": "tah"}, AQSGD, "empty at every cut"),
+        (AQSGD, {"wire.activations": "tah"}, "are dropped"),
+        (AQSGD, {"wire.activations": "aqsgd:cache=none"}, "are dropped"),
     ],
 )
 def test_what_aqsgd_forgets_is_said(old, new, note):

@@ -1,8 +1,8 @@
-"""What may change when a run is resumed, and whether it then still gives the bits that it would have given.
+"""Which keys may change when a run is resumed, and whether the continuation is still bit-exact.
 
-`exact` means: every later step has the losses and weights that the uninterrupted, unchanged run would have
-had, on the same machines. Each key of the configuration has one rule, found by the longest prefix of its
-dotted name; a key without a rule is refused, so a new one cannot slip through.
+`exact` means: every later step has the losses and weights that the uninterrupted, unchanged run would have had, on the
+same machines. Each key of the configuration has one rule, found by the longest prefix of its dotted name; a key without
+a rule is refused, so a new one cannot slip through.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ from tahq.errors import SnapshotError
 from tahq.quant.spec import AqsgdSpec, CodecSpec, RawSpec
 
 Config = Mapping[str, Any]
-"""A configuration as nested plain values, such as JSON gives."""
+"""A configuration as nested plain values, as from JSON."""
 
 Condition = Callable[[Config, Config], bool]
 """(old, new) -> whether a rule applies."""
 
 
 class Verdict(Enum):
-    """What a change does to the continuation."""
+    """The effect of a change on the continuation."""
 
     EXACT = "exact"
     INEXACT = "no longer exact"
@@ -31,10 +31,10 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The verdict on a change of some keys, and why.
+    """The verdict on a change of some keys, and the reason.
 
-    A condition looks at both configurations: where `allowed_if` does not hold the change is refused, where
-    that of `exact_if` holds it is exact, for the reason beside it.
+    Conditions look at both configurations: if `allowed_if` does not hold, the change is refused; if the condition of
+    `exact_if` holds, it is exact, for the reason given there.
     """
 
     verdict: Verdict
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value is another than in the snapshot."""
+    """A key whose value differs from the checkpoint's."""
 
     key: str
     old: Any
@@ -67,26 +67,26 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """All differences between a snapshot's configuration and the one to go on with, and what they cost beside."""
+    """All differences between a checkpoint's configuration and the new one, and what else is lost."""
 
     changed: tuple[Change, ...]
     refused: tuple[Change, ...]
     notes: tuple[str, ...] = ()
     follows: bool = False
-    """Whether codecs are chosen by what is measured, and so perhaps otherwise than they would have been."""
+    """Whether codecs are chosen from measurements, and so perhaps differently than without the interruption."""
 
     @property
     def inexact(self) -> tuple[Change, ...]:
-        """The changes that are allowed but cost the promise of equal bits."""
+        """Changes that are allowed but not bit-exact."""
         return tuple(change for change in self.changed if change.verdict is Verdict.INEXACT)
 
     @property
     def exact(self) -> bool:
-        """Whether the continuation is, to the bit, what the unchanged run would have given."""
+        """Whether the continuation has the bits of the unchanged run."""
         return not self.refused and not self.inexact and not self.follows
 
     def check(self) -> None:
-        """Raise SnapshotError that lists every refused key, its values and what to do; else do nothing."""
+        """Raise SnapshotError if a change is refused; it lists every such key, its values and what to do."""
         if not self.refused:
             return
         keys = "; ".join(f"{c.key} was {c.old!r}, is {c.new!r} ({c.reason})" for c in self.refused)
@@ -96,9 +96,9 @@ class ResumeReport:
         )
 
     def lines(self) -> list[str]:
-        """For the user: one line a change, and one that says whether the continuation is exact."""
+        """For the user: one line per change, and one that says whether the continuation is exact."""
         if not self.changed and not self.refused:
-            unchanged = "resuming with the configuration of the snapshot"
+            unchanged = "resuming with the configuration of the checkpoint"
             return [f"{unchanged}: {_FOLLOWS if self.follows else 'exact'}"]
         summary = "the continuation is exact" if self.exact else "the continuation is no longer exact, to the bit"
         return [*(str(change) for change in (*self.refused, *self.changed)), *self.notes, summary]
@@ -108,11 +108,8 @@ def compare_configs(old: Config, new: Config) -> ResumeReport:
     """Judge every difference between two resolved configurations.
 
     Args:
-        old: the snapshot's, as nested plain values (`Manifest.config`).
-        new: the one to go on with, likewise; best after `keep_model_sizes`.
-
-    Returns:
-        The changes that are allowed, and those that are not.
+        old: the checkpoint's (`Manifest.config`).
+        new: the one to continue with.
     """
     before, after = _flatten(keep_model_sizes(old, old)), _flatten(keep_model_sizes(old, new))
     changes = [
@@ -126,10 +123,10 @@ def compare_configs(old: Config, new: Config) -> ResumeReport:
 
 
 def keep_model_sizes(old: Config, new: Config) -> dict[str, Any]:
-    """The new configuration, with sizes of the model that it leaves open as the snapshot has them.
+    """The new configuration, with the checkpoint's values for model sizes that it does not set.
 
-    `model.max_seq_len` follows `data.seq_len` where it is not set; but how many positions a model has must
-    not change with the length of the samples that it is trained on next. So with its vocabulary.
+    An unset `model.max_seq_len` follows `data.seq_len`, but the number of positions of a trained model must not change
+    with the length of its next samples; likewise its vocabulary.
     """
     model = dict(new["model"])
     for key, size in (("max_seq_len", longest_sequence(old)), ("vocab_size", _get(old, "model.vocab_size"))):
@@ -139,7 +136,7 @@ def keep_model_sizes(old: Config, new: Config) -> dict[str, Any]:
 
 
 def longest_sequence(config: Config) -> int | None:
-    """Positions that the model of a configuration has, in tokens; None: its folder says."""
+    """Positions of a configuration's model, in tokens; None: its folder says."""
     length = _get(config, "model.max_seq_len")
     if length is None and _get(config, "model.path") is None:
         length = _get(config, "data.seq_len")
@@ -177,40 +174,47 @@ def _get(config: Config, key: str) -> Any:
     return _flatten(config).get(key)
 
 
-def _lossless_wire(old: Config, new: Config) -> bool:
-    """Whether every tensor crosses every cut unchanged, so that it does not matter where the cuts are."""
-    return all(spec == RawSpec("fp32") for config in (old, new) for spec in _codecs(config))
+def _both(key: str, test: Callable[[Any], bool]) -> Condition:
+    """The condition that a key's value passes a test in both configurations."""
+    return lambda old, new: all(test(_get(config, key)) for config in (old, new))
 
 
-def _same_codecs(old: Config, new: Config) -> bool:
-    """Another backend may rank two tiles otherwise whose entropies lie within rounding of each other."""
-    same_backend = _get(old, "wire.backend") == _get(new, "wire.backend")
-    return same_backend and list(map(_arithmetic, _codecs(old))) == list(map(_arithmetic, _codecs(new)))
+def _neither(condition: Condition) -> Condition:
+    return lambda old, new: not condition(old, new)
 
 
-def _arithmetic(spec: CodecSpec) -> CodecSpec:
-    """A spec without what changes no number: where AQ-SGD keeps what it remembers."""
-    return replace(spec, cache="memory") if isinstance(spec, AqsgdSpec) and spec.has_cache else spec
+def _same(value: Callable[[Config], Any]) -> Condition:
+    """The condition that both configurations have the same value."""
+    return lambda old, new: bool(value(old) == value(new))
 
 
 def _codecs(config: Config) -> list[CodecSpec]:
     return [CodecSpec.parse(_get(config, f"wire.{direction}")) for direction in ("activations", "gradients")]
 
 
-def forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
-    """What is lost of the samples that AQ-SGD remembers, for the user; nothing if nothing is.
+def _coding(config: Config) -> tuple[Any, list[CodecSpec]]:
+    """Everything about codecs that changes a number: the backend too, which may break ties of entropies differently."""
+    return _get(config, "wire.backend"), [
+        # not where AQ-SGD keeps its samples
+        replace(spec, cache="memory") if isinstance(spec, AqsgdSpec) and spec.has_cache else spec
+        for spec in _codecs(config)
+    ]
 
-    A cut keeps what its ends remember as long as it lies before the same block and samples have the same length.
+
+def forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
+    """What AQ-SGD forgets of the samples it remembers, for the user.
+
+    A cut keeps its samples as long as it is before the same block and samples have the same length.
     """
     before, after = _remembers_samples(old), _remembers_samples(new)
     if not after:
-        return ("what AQ-SGD remembered of the samples is left behind",) if before else ()
-    anew = "there each sample is sent whole, in fp16, at its next visit"
+        return ("the samples that AQ-SGD remembered are dropped",) if before else ()
+    anew = "it sends each sample whole, in fp16, at its next visit"
     if not before or _get(old, "data.seq_len") != _get(new, "data.seq_len"):
-        return (f"AQ-SGD starts with nothing at every cut: {anew}",)
+        return (f"AQ-SGD starts empty at every cut: {anew}",)
     added = sorted(_cuts(new) - _cuts(old))
     blocks = ", ".join(map(str, added))
-    return (f"AQ-SGD starts with nothing at the cuts before block {blocks} (from 0): {anew}",) if added else ()
+    return (f"AQ-SGD starts empty at the cuts before block {blocks} (from 0): {anew}",) if added else ()
 
 
 def _chooses_codecs(config: Config) -> bool:
@@ -223,59 +227,17 @@ def _remembers_samples(config: Config) -> bool:
 
 
 def _cuts(config: Config) -> set[int]:
-    """Blocks before each cut; none where the layers are not yet divided."""
+    """Blocks before each cut; empty if the layers are not divided yet."""
     layers = _get(config, "pipeline.layers") or []
     return set(accumulate(layers[:-1]))
 
 
-def _constant_rate(old: Config, new: Config) -> bool:
-    return all(_get(config, "training.lr_schedule") == "constant" for config in (old, new))
-
-
-def _no_wsd(old: Config, new: Config) -> bool:
-    return all(_get(config, "training.lr_schedule") != "wsd" for config in (old, new))
-
-
-def _has_momentum(old: Config, new: Config) -> bool:
-    """Whether the optimizer is SGD of some kind; every other one is an AdamW."""
-    return all(_get(config, "training.optimizer") in ("sgd", "ema_sgd") for config in (old, new))
-
-
-def _is_adamw(old: Config, new: Config) -> bool:
-    return not _has_momentum(old, new)
-
-
-def _is_not_fp8_adamw(old: Config, new: Config) -> bool:
-    return all(_get(config, "training.optimizer") != "fp8_adamw" for config in (old, new))
-
-
-def _has_no_8bit_states(old: Config, new: Config) -> bool:
-    return not any(map(_has_8bit_states, (old, new)))
-
-
 def _has_8bit_states(config: Config) -> bool:
-    """Whether moments are laid out as `training.adamw8bit` says; those beside low-rank weights are, unless in fp32."""
+    """Whether moments are stored as `training.adamw8bit` says; also those beside low-rank weights, unless in fp32."""
     optimizer, states = _get(config, "training.optimizer"), _get(config, "training.qgalore.states")
     if optimizer in ("qgalore", "galore"):
         return bool((states or ("int8" if optimizer == "qgalore" else "fp32")) == "int8")
     return bool(optimizer == "adamw8bit")
-
-
-def _is_not_low_rank(old: Config, new: Config) -> bool:
-    return all(_get(config, "training.optimizer") not in ("qgalore", "galore") for config in (old, new))
-
-
-def _activations(config: Config) -> str:
-    """`memory.activations`, which a snapshot of an older version does not have."""
-    return _get(config, "memory.activations") or "none"
-
-
-def _same_activations(old: Config, new: Config) -> bool:
-    return _activations(old) == _activations(new)
-
-
-def _no_coat(old: Config, new: Config) -> bool:
-    return all(_activations(config) != "coat" for config in (old, new))
 
 
 def _sequence_fits(old: Config, new: Config) -> bool:
@@ -283,57 +245,60 @@ def _sequence_fits(old: Config, new: Config) -> bool:
     return longest is None or int(_get(new, "data.seq_len")) <= longest
 
 
-def _same_machines(old: Config, new: Config) -> bool:
-    return _machines(old) == _machines(new)
-
-
 def _machines(config: Config) -> object:
-    """What computes, as far as the configuration tells: this machine, or addresses and devices in order."""
+    """What computes, as far as the configuration says: this machine, or addresses and devices in order."""
     hosts = config.get("hosts")
     return [(host["address"], host.get("device")) for host in hosts] if isinstance(hosts, list) else "this machine"
 
 
 _UNUSED = "not used by this optimizer"
+_IS_SGD = _both("training.optimizer", lambda name: name in ("sgd", "ema_sgd"))
+_IS_NOT_LOW_RANK = _both("training.optimizer", lambda name: name not in ("qgalore", "galore"))
 _LOW_RANK_FORMAT = Rule(
     Verdict.REFUSED,
-    "the snapshot has weights and states of that form",
-    (_is_not_low_rank, _UNUSED),
-    allowed_if=_is_not_low_rank,
+    "the checkpoint has weights and states in that format",
+    (_IS_NOT_LOW_RANK, _UNUSED),
+    allowed_if=_IS_NOT_LOW_RANK,
 )
-_FOLLOWS = "codecs go on following the links, so it is exact only as far as they are chosen alike"
+_IS_NOT_FP8_ADAMW = (_both("training.optimizer", lambda name: name != "fp8_adamw"), _UNUSED)
+_HAS_NO_8BIT_STATES = (lambda old, new: not (_has_8bit_states(old) or _has_8bit_states(new)), _UNUSED)
+_IS_NOT_WSD = (_both("training.lr_schedule", lambda name: name != "wsd"), "only wsd uses it")
+_IS_NOT_COAT = (_both("memory.activations", lambda name: name != "coat"), "only coat uses it")
+_SAME_ACTIVATIONS = (_same(lambda config: _get(config, "memory.activations") or "none"), "it is the default")
+_FOLLOWS = "codecs keep following the links, so it is exact only if they are chosen alike"
 _SEEN = "which samples were seen, and which are held out, would no longer be known"
-_DECAY_LENGTH = "the rate's decay is spread over another length"
-_IS_CONSTANT = (_constant_rate, "the rate is constant")
-_IS_LOSSLESS = (_lossless_wire, "nothing is rounded at a cut")
-_BITS_OF_A_STEP = "every later update differs"
-_CUTS = "with a lossy codec other tensors are rounded; raw:dtype=fp32 both ways would keep it exact"
-_NOT_IN_THE_ARITHMETIC = "has no part in the arithmetic"
+_DECAY_LENGTH = "the rate decays over another number of steps"
+_IS_CONSTANT = (_both("training.lr_schedule", lambda name: name == "constant"), "the rate is constant")
+_IS_LOSSLESS = (
+    lambda old, new: all(spec == RawSpec("fp32") for config in (old, new) for spec in _codecs(config)),
+    "nothing is rounded at a cut",
+)
+_UPDATES = "every later update differs"
+_CUTS = "with a lossy codec other tensors are rounded; raw:dtype=fp32 in both directions would keep it exact"
+_NOT_ARITHMETIC = "it has no part in the arithmetic"
+_NO_EFFECT = "an evaluation changes no weight and draws no shared randomness"
 
 RULES: Mapping[str, Rule] = {
-    "run": Rule(Verdict.EXACT, _NOT_IN_THE_ARITHMETIC),
-    "run.seed": Rule(Verdict.REFUSED, "order of the data, dropout and codec keys follow from it"),
-    "run.threads": Rule(Verdict.INEXACT, "sums inside an operation may be split in another way"),
+    "run": Rule(Verdict.EXACT, _NOT_ARITHMETIC),
+    "run.seed": Rule(Verdict.REFUSED, "the order of the data, dropout and codec keys depend on it"),
+    "run.threads": Rule(Verdict.INEXACT, "sums inside an operation may be split differently"),
     "run.device": Rule(Verdict.INEXACT, "another device adds in another order"),
-    "model": Rule(Verdict.REFUSED, "the snapshot's weights are of that model"),
+    "model": Rule(Verdict.REFUSED, "the checkpoint's weights are of that model"),
     "data": Rule(Verdict.REFUSED, _SEEN),
     "data.tokenizer": Rule(Verdict.REFUSED, "the embedding has a row for each of its tokens"),
     "data.seq_len": Rule(
         Verdict.INEXACT,
-        "samples are cut anew, up to the length that the model was made for",
+        "samples are cut differently, up to the model's length",
         allowed_if=_sequence_fits,
     ),
     "training.steps": Rule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
     "training.epochs": Rule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
-    "training.global_batch": Rule(Verdict.REFUSED, "the place in the data counts steps of that many samples"),
+    "training.global_batch": Rule(Verdict.REFUSED, "the position in the data counts steps of that size"),
     "training.micro_batch": Rule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
-    "training.optimizer": Rule(Verdict.REFUSED, "the snapshot has that optimizer's states"),
-    "training.fp8_adamw": Rule(
-        Verdict.REFUSED, "the snapshot has moments in those formats", (_is_not_fp8_adamw, _UNUSED)
-    ),
-    "training.adamw8bit": Rule(
-        Verdict.REFUSED, "the snapshot's states are laid out by it", (_has_no_8bit_states, _UNUSED)
-    ),
-    "training.qgalore": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_not_low_rank, _UNUSED)),
+    "training.optimizer": Rule(Verdict.REFUSED, "the checkpoint has that optimizer's states"),
+    "training.fp8_adamw": Rule(Verdict.REFUSED, "the checkpoint has moments in those formats", _IS_NOT_FP8_ADAMW),
+    "training.adamw8bit": Rule(Verdict.REFUSED, "the checkpoint's states are stored that way", _HAS_NO_8BIT_STATES),
+    "training.qgalore": Rule(Verdict.INEXACT, _UPDATES, (_IS_NOT_LOW_RANK, _UNUSED)),
     "training.qgalore.rank": _LOW_RANK_FORMAT,
     "training.qgalore.queue": _LOW_RANK_FORMAT,
     "training.qgalore.weights": _LOW_RANK_FORMAT,
@@ -341,44 +306,40 @@ RULES: Mapping[str, Rule] = {
     "training.qgalore.states": _LOW_RANK_FORMAT,
     "training.qgalore.ends": _LOW_RANK_FORMAT,
     "training.qgalore.fused": Rule(Verdict.EXACT, "weights get the same bits within the backward and after it"),
-    "training.lr": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
-    "training.betas": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_has_momentum, _UNUSED)),
-    "training.epsilon": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_has_momentum, _UNUSED)),
-    "training.momentum": Rule(Verdict.INEXACT, _BITS_OF_A_STEP, (_is_adamw, _UNUSED)),
-    "training.weight_decay": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
-    "training.lr_schedule": Rule(Verdict.INEXACT, _BITS_OF_A_STEP),
-    "training.warmup_steps": Rule(Verdict.INEXACT, "rates of the warm-up, or of what follows it, differ"),
-    "training.decay_steps": Rule(Verdict.INEXACT, _DECAY_LENGTH, (_no_wsd, "only wsd uses it")),
-    "training.min_lr": Rule(Verdict.INEXACT, "the rate decays to another end", _IS_CONSTANT),
+    "training.lr": Rule(Verdict.INEXACT, _UPDATES),
+    "training.betas": Rule(Verdict.INEXACT, _UPDATES, (_IS_SGD, _UNUSED)),
+    "training.epsilon": Rule(Verdict.INEXACT, _UPDATES, (_IS_SGD, _UNUSED)),
+    "training.momentum": Rule(Verdict.INEXACT, _UPDATES, (_neither(_IS_SGD), _UNUSED)),
+    "training.weight_decay": Rule(Verdict.INEXACT, _UPDATES),
+    "training.lr_schedule": Rule(Verdict.INEXACT, _UPDATES),
+    "training.warmup_steps": Rule(Verdict.INEXACT, "rates during or after the warm-up differ"),
+    "training.decay_steps": Rule(Verdict.INEXACT, _DECAY_LENGTH, _IS_NOT_WSD),
+    "training.min_lr": Rule(Verdict.INEXACT, "the rate decays to another value", _IS_CONSTANT),
     "training.clip_norm": Rule(Verdict.INEXACT, "steps above either norm are scaled differently"),
-    "training.non_finite": Rule(Verdict.EXACT, "matters only at a step with NaN or infinity"),
-    "training.max_skipped_in_a_row": Rule(Verdict.EXACT, "matters only at steps with NaN or infinity"),
-    "training.eval_every": Rule(Verdict.EXACT, "an evaluation changes no weight and draws no shared randomness"),
-    "training.eval_batches": Rule(Verdict.EXACT, "an evaluation changes no weight and draws no shared randomness"),
+    "training.non_finite": Rule(Verdict.EXACT, "it matters only at a step with NaN or infinity"),
+    "training.max_skipped_in_a_row": Rule(Verdict.EXACT, "it matters only at steps with NaN or infinity"),
+    "training.eval_every": Rule(Verdict.EXACT, _NO_EFFECT),
+    "training.eval_batches": Rule(Verdict.EXACT, _NO_EFFECT),
     "training.precision": Rule(Verdict.INEXACT, "products are rounded differently"),
-    "training.activation_checkpointing": Rule(Verdict.EXACT, "what is computed again has the same bits"),
+    "training.activation_checkpointing": Rule(Verdict.EXACT, "recomputed activations have the same bits"),
     "pipeline.stages": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.layers": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.balance": Rule(Verdict.INEXACT, f"the cuts may move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.chunks": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
     "pipeline.in_flight": Rule(Verdict.EXACT, "gradients are added in the same order at every depth"),
     "pipeline.schedule": Rule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
-    "memory.activations": Rule(
-        Verdict.INEXACT, "activations and products are rounded differently", (_same_activations, "as it was before")
-    ),
-    "memory.coat.backward_products": Rule(
-        Verdict.INEXACT, "gradients are rounded differently", (_no_coat, "only coat uses it")
-    ),
-    "memory.coat.keep_weight_codes": Rule(Verdict.EXACT, "weights coded again have the same codes"),
+    "memory.activations": Rule(Verdict.INEXACT, "activations and products are rounded differently", _SAME_ACTIVATIONS),
+    "memory.coat.backward_products": Rule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_COAT),
+    "memory.coat.keep_weight_codes": Rule(Verdict.EXACT, "weights that are encoded again have the same codes"),
     "wire": Rule(
-        Verdict.INEXACT, "what crosses a cut is rounded differently", (_same_codecs, "the same codecs in other words")
+        Verdict.INEXACT, "tensors at cuts are rounded differently", (_same(_coding), "the codecs are equivalent")
     ),
     "wire.follow": Rule(Verdict.INEXACT, "codecs change at other steps"),
     "wire.replay": Rule(Verdict.INEXACT, "codecs change at other steps"),
-    "links": Rule(Verdict.EXACT, "when bytes arrive does not matter"),
-    "security": Rule(Verdict.EXACT, _NOT_IN_THE_ARITHMETIC),
+    "links": Rule(Verdict.EXACT, "the time at which bytes arrive does not matter"),
+    "security": Rule(Verdict.EXACT, _NOT_ARITHMETIC),
     "hosts": Rule(
-        Verdict.INEXACT, "other machines may round differently", (_same_machines, "the same machines compute")
+        Verdict.INEXACT, "other machines may round differently", (_same(_machines), "the same machines compute")
     ),
 }
 """The rule of each key of cluster.yaml, by the longest prefix of its dotted name."""
