@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tahq.comm.group.gloo_group import GlooGroup
-from tahq.comm.group.message import ANNOUNCEMENT_NBYTES, Answer, checksum_of, header_of, pack_announcement
-from tahq.comm.group.payload_path import HostPath
-from tahq.comm.group.receiver import GroupReceiver
-from tahq.comm.group.sender import GroupSender
-from tahq.comm.group.thread import Lane
-from tahq.comm.link.frame import CPU, FrameHeader
+from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES, Answer, Lane, checksum_of, header_of, pack_announcement
+from tahq.comm.group.lane_ends import GroupReceiver, GroupSender
+from tahq.comm.link.frame import FrameHeader
 from tahq.comm.link.spec import PeerIdentity
 from tahq.errors import RemoteProtocolError
 
@@ -44,7 +41,7 @@ class Scene:
     def __init__(self, mine: GlooGroup, other: GlooGroup) -> None:
         self.mine = mine
         self.events: queue.Queue = queue.Queue()
-        self._lane = Lane(other, HostPath(other), IDENTITY, 1, "link 1 to stage 1 (peer)", dist.HashStore())
+        self._lane = Lane(other, other, IDENTITY, 1, "link 1 to stage 1 (peer)", dist.HashStore())
 
     def receiver(self) -> GroupReceiver:
         return GroupReceiver(self._lane, self.events.put, self.events.put, self.events.put)
@@ -110,7 +107,7 @@ def test_damaged_payload_is_a_protocol_error(scene, make_frame, make_id):
     scene.mine.announce(announcement(frame))
     assert scene.wait_answer() == Answer.SEND
     frame.payload[7] ^= 1
-    scene.mine.send_payload(frame.payload)
+    scene.mine.send(frame.payload)
     assert "its checksum does not match" in str(scene.error())
 
 
@@ -119,7 +116,7 @@ def test_shape_and_dtype_that_the_payload_does_not_have_are_passed_on_as_said(sc
     frame = make_frame(100)
     scene.mine.announce(announcement(frame, shape=(2**32 - 1,) * 4, dtype=torch.int64))
     assert scene.wait_answer() == Answer.SEND
-    scene.mine.send_payload(frame.payload)
+    scene.mine.send(frame.payload)
     got = scene.events.get(timeout=SOON_S)
     assert (got.shape, got.dtype) == ((2**32 - 1,) * 4, torch.int64)
     assert torch.equal(got.payload, frame.payload)
@@ -130,7 +127,7 @@ def test_frame_that_was_delivered_is_not_sent_again(scene, make_frame, make_id):
     frame = make_frame(100)
     scene.mine.announce(announcement(frame))
     scene.wait_answer()
-    scene.mine.send_payload(frame.payload)
+    scene.mine.send(frame.payload)
     assert scene.wait_answer() == Answer.RECEIVED
     scene.mine.announce(announcement(frame, sequence=2))
     assert scene.wait_answer() == Answer.HAVE_IT
@@ -150,7 +147,7 @@ def test_sender_is_busy_from_the_queue_to_the_receipt(scene, make_frame):
     sender.send(frame)
     scene.mine.post_announcement(torch.empty(ANNOUNCEMENT_NBYTES, dtype=torch.uint8))()
     payload = torch.empty(100, dtype=torch.uint8)
-    arrived = scene.mine.post_payload(payload)
+    arrived = scene.mine.post(payload)
     scene.answer(Answer.SEND)
     arrived()
     assert torch.equal(payload, frame.payload)
@@ -170,7 +167,3 @@ def test_thread_that_waits_is_woken_by_an_abort(groups, scene):
     groups[1].abort()
     assert all(thread.join(SOON_S) for thread in receiver.threads)
     assert "timeout" in scene.events.get(timeout=SOON_S)
-
-
-def test_payload_paths_of_the_host_are_on_the_cpu(groups):
-    assert HostPath(groups[0]).device == CPU

@@ -110,7 +110,7 @@ def test_peer_that_says_no_address_is_a_protocol_error(connected, make_id):
     below, above, _ = connected
     text = torch.frombuffer(bytearray(b"nowhere"), dtype=torch.uint8)
     above.send(Frame(make_id(0, Direction.BACKWARD)._replace(purpose=4), 0, torch.uint8, (7,), text))
-    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 2 .*said 'nowhere'"):
+    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 2 .*sent 'nowhere'"):
         open_group(below, spec(1))
 
 
@@ -125,7 +125,13 @@ def test_nccl_without_cuda_is_a_mistake_in_the_configuration(connected):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.acceptance),
+    ],
+)
 def test_neighbour_that_dies_is_lost_within_the_timeout_and_closing_does_not_hang(make_endpoint, make_id, number):
     endpoint = make_endpoint(1, peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=PEER_TIMEOUT_S / 5)
     control = endpoint.open_link(1, 2, "child", "")
@@ -152,6 +158,7 @@ def test_neighbour_that_dies_is_lost_within_the_timeout_and_closing_does_not_han
             child.kill()
 
 
+@pytest.mark.acceptance
 @pytest.mark.serial
 def test_neighbour_that_dies_is_waited_for_until_it_is_given_up_or_all_begin_anew(make_endpoint, make_id):
     endpoint = make_endpoint(1, peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=PEER_TIMEOUT_S / 5, give_up_s=60.0)

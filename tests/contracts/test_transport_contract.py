@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES
 from tahq.comm.group.rendezvous import Backend, GroupSpec, open_group
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
 from tahq.comm.link.inproc_transport import InprocPair, VirtualClock

@@ -1,8 +1,8 @@
-"""A gloo process group of the two ends of a link, used in one direction.
+"""A gloo process group of the two ends of a link, used in one direction, and the payload path over it.
 
 torch's own object without `init_process_group`, so that there is no default group, no environment variable, and
 as many groups as there are links. Each message is received into a buffer of its exact length, posted by a
-receiver who was told that length: gloo aborts the process when a message is longer than its buffer. Large
+receiver that was told that length: gloo aborts the process when a message is longer than its buffer. Large
 payloads go in parts, so that waiting for one is bounded by the peer's silence and not by the payload's length.
 """
 
@@ -11,30 +11,64 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
+import torch.distributed
 
-from tahq.comm.group.torch_groups import Store, Work, c10d
+from tahq.comm.link.frame import CPU
 from tahq.errors import ConfigError
 
+# torch.distributed's objects below `init_process_group`, which its type stubs leave out or do not export
+c10d: Any = torch.distributed
+Store: TypeAlias = Any
+"""Where the ends of a group find each other (torch.distributed.Store)."""
+Work: TypeAlias = Any
+"""An operation under way (torch.distributed.Work)."""
+
 PART_NBYTES = 4 * 1024 * 1024
-"""Of a payload: what a slow network must carry within the time limit."""
+"""A part of a payload: what a slow network must carry within the time limit."""
 
 _ANNOUNCEMENTS, _ANSWERS, _PAYLOADS, _NOTHING = 1, 2, 3, 4
 _MAX_ANSWERS = 64
-"""That may be under way: two for each frame of a sender's window, and more."""
-_FOR_EVER_S = 10 * 365 * 86400.0
+"""Most that may be under way: more than two for each frame of a sender's window."""
+_FOREVER_S = 10 * 365 * 86400.0
 _AT_ONCE = timedelta(milliseconds=1)
 T = TypeVar("T")
 
 
 class GroupBrokenError(Exception):
-    """The group can move nothing more: the peer's end is gone, or ours was aborted. What it means, others decide."""
+    """The group can move nothing more: the peer's end is gone, or ours was aborted."""
+
+
+class PayloadPath(Protocol):
+    """Moves payloads whose length both ends know, in order. All of it may raise GroupBrokenError."""
+
+    device: torch.device
+
+    def open(self) -> None:
+        """Do what both ends must do together before the first payload; blocks until the other end does it, too."""
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Call it in the thread that computed a payload; the event after which it is ready, None if it is."""
+
+    def send(self, payload: torch.Tensor, mark: torch.cuda.Event | None) -> None:
+        """Send a payload that the receiver has posted; returns when its memory may be used again."""
+
+    def post(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Begin to receive into this buffer; returns a function that waits until it is whole."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory for a payload."""
+
+    def abort(self) -> None:
+        """End every wait with GroupBrokenError; any thread may call it."""
 
 
 class GlooGroup:
-    """One direction of a link; small messages both ways, payloads one way."""
+    """One direction of a link: small messages both ways, and payloads in host memory one way (see PayloadPath)."""
+
+    device = CPU
 
     def __init__(self, store: Store, name: str, rank: int, address: str, connect_s: float, timeout_s: float) -> None:
         """Connect the two ends; blocks until both are there.
@@ -44,11 +78,11 @@ class GlooGroup:
             name: of the group, unique in the store.
             rank: 0 or 1.
             address: this machine's IP address that the other end reaches.
-            connect_s: how long the other end may take to come.
-            timeout_s: how long it may take to take a message, or a part of a payload.
+            connect_s: time limit for the other end to connect.
+            timeout_s: time limit for it to receive a message, or a part of a payload.
 
         Raises:
-            GroupBrokenError: it did not come.
+            GroupBrokenError: it did not connect in time.
             ConfigError: this torch has no gloo.
         """
         if not c10d.is_gloo_available():
@@ -63,44 +97,54 @@ class GlooGroup:
         self._answers: deque[Work] = deque()
         self._group = _moved(lambda: c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, 2, options))
 
-    # The sender's side
+    # -- the sender's side --------------------------------------------------------------------
 
     def announce(self, message: torch.Tensor) -> None:
         """Send an announcement."""
         self._send(message, _ANNOUNCEMENTS)
 
     def wait_answer(self, answer: torch.Tensor) -> None:
-        """Receive the next answer into this buffer, whenever it comes."""
-        _wait(self._post(answer, _ANSWERS), _FOR_EVER_S)
+        """Receive the next answer into this buffer; waits without a limit."""
+        _wait(self._receive(answer, _ANSWERS), _FOREVER_S)
 
-    def send_payload(self, payload: torch.Tensor) -> None:
-        """Send a payload; returns when the last part is on its way."""
+    def mark(self) -> None:
+        """See PayloadPath; a CPU's results are ready at once."""
+
+    def send(self, payload: torch.Tensor, mark: torch.cuda.Event | None = None) -> None:
+        """See PayloadPath."""
         works = [self._start_send(part, _PAYLOADS) for part in _parts(payload)]
         for work in works:
             _wait(work, self._timeout_s)
 
-    # The receiver's side
+    # -- the receiver's side ------------------------------------------------------------------
 
     def post_announcement(self, message: torch.Tensor) -> Callable[[], None]:
-        """Begin to receive the next announcement; what is returned waits for it, whenever it comes."""
+        """Begin to receive the next announcement; returns a function that waits for it, without a limit."""
         return self._begin([message], _ANNOUNCEMENTS)
 
     def answer(self, message: torch.Tensor) -> None:
-        """Send an answer; does not wait until the sender looks for it, who may be waiting for us."""
+        """Send an answer, without waiting until the sender looks for it: it may be waiting for us."""
         self._answers.append(self._start_send(message, _ANSWERS))
         if len(self._answers) > _MAX_ANSWERS:
             _wait(self._answers.popleft(), self._timeout_s)
 
-    def post_payload(self, buffer: torch.Tensor) -> Callable[[], None]:
-        """Begin to receive a payload of exactly this length; what is returned waits until it is whole."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See PayloadPath."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def post(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """See PayloadPath; the payload has exactly the buffer's length."""
         return self._begin(_parts(buffer), _PAYLOADS)
 
-    # Both sides
+    # -- both sides ---------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """See PayloadPath; the group is connected already."""
 
     def abort(self) -> None:
-        """Break the group, so that whoever waits for a message is woken; any thread may call it.
+        """Break the group, so that every wait for a message ends; any thread may call it.
 
-        A part that the kernel has taken half of is still waited for until the time limit.
+        A wait for a part that the kernel has half sent goes on until the time limit.
         """
         if self._is_aborted:
             return
@@ -116,15 +160,15 @@ class GlooGroup:
     def _start_send(self, message: torch.Tensor, tag: int) -> Work:
         return _moved(lambda: self._group.send([message], self._peer, tag))
 
-    def _post(self, buffer: torch.Tensor, tag: int) -> Work:
+    def _receive(self, buffer: torch.Tensor, tag: int) -> Work:
         return _moved(lambda: self._group.recv([buffer], self._peer, tag))
 
     def _begin(self, buffers: list[torch.Tensor], tag: int) -> Callable[[], None]:
-        works = [self._post(buffer, tag) for buffer in buffers]
+        works = [self._receive(buffer, tag) for buffer in buffers]
 
         def wait() -> None:
             for work in works:
-                _wait(work, _FOR_EVER_S)
+                _wait(work, _FOREVER_S)
 
         return wait
 
@@ -139,7 +183,7 @@ def _wait(work: Work, timeout_s: float) -> None:
 
 
 def _moved(call: Callable[[], T]) -> T:
-    """The call's result; what torch says of a group that fails is always a RuntimeError with a text."""
+    """The call's result; torch reports a broken group as a RuntimeError with a text."""
     try:
         return call()
     except RuntimeError as error:

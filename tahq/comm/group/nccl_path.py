@@ -1,10 +1,10 @@
 """Payloads from one CUDA device's memory to another's, over NCCL; announcements stay on gloo.
 
-A kernel of NCCL's that waits for its other half keeps the device from doing what needs all of it, such as the
-loading of another kernel at its first use, and whoever waits for that may be who should start the other half. So
-none is started before the receiver has memory and has said so, and the two directions of a link take turns, by
+An NCCL kernel that waits for its other half keeps the device from work that needs all of it, such as loading
+another kernel at its first use, and the thread that waits for that may be the one that should start the other half. So
+no kernel is started before the receiver has memory and has said so, and the two directions of a link take turns, by
 a lock that the lower stage holds (`turn`): then of two devices at least one can go on. Seen on two
-H200: without turns, sending both ways at once stood still for ever.
+H200: without turns, sending both ways at once deadlocked.
 """
 
 import atexit
@@ -17,15 +17,14 @@ from datetime import timedelta
 
 import torch
 
-from tahq.comm.group.gloo_group import GroupBrokenError
-from tahq.comm.group.torch_groups import Store, Work, c10d
+from tahq.comm.group.gloo_group import GroupBrokenError, Store, Work, c10d
 from tahq.errors import ConfigError
 
 _FOR_EVER = timedelta(days=365)
 _LOOK_S = 0.2
-"""How often one that waits for its turn looks whether it was aborted."""
+"""How often a thread that waits for its turn checks whether it was aborted."""
 _EXIT_S = 10.0
-"""For what was aborted to end before the process does: torch ends it by a signal if a communicator outlives CUDA."""
+"""Time for aborts to finish at exit: torch ends the process by a signal if a communicator outlives CUDA."""
 
 _aborting: set[threading.Thread] = set()
 
@@ -38,7 +37,7 @@ def _await_aborts() -> None:
 
 
 def _nothing() -> None:
-    """An empty payload needs no kernel, nor a turn."""
+    """An empty payload needs neither kernel nor turn."""
 
 
 class NcclPath:
@@ -60,7 +59,7 @@ class NcclPath:
             store: where the ends find each other; it must outlive the path.
             name: of the group, unique in the store.
             rank: 0 or 1.
-            device: where the payloads lie; each end needs one of its own.
+            device: of the payloads; each end needs a separate one.
             sends: whether this is the sending end.
             turn: shared by both directions of the link at the lower stage; None at the upper one.
 
@@ -69,10 +68,10 @@ class NcclPath:
         """
         if device.type != "cuda" or not c10d.is_nccl_available():
             raise ConfigError(
-                f"links.inside: nccl needs CUDA devices and a torch that has NCCL; here is device {device}, NCCL "
-                f"{'there' if c10d.is_nccl_available() else 'missing'}; use links.inside: gloo or zmq"
+                f"links.inside: nccl needs CUDA devices and a torch that has NCCL; got device {device}, NCCL "
+                f"{'available' if c10d.is_nccl_available() else 'missing'}; use links.inside: gloo or zmq"
             )
-        # A peer that dies is the ZMQ session's business; NCCL's watchdog would end this process, with no message.
+        # The ZMQ session handles a peer that dies; NCCL's watchdog would end this process, with no message.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = _FOR_EVER
@@ -85,17 +84,17 @@ class NcclPath:
         self._group = c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), rank, 2, options)
 
     def open(self) -> None:
-        """Make the communicator, by one byte that crosses."""
+        """Make the communicator by sending one byte across."""
         byte = self.allocate(1)
         self._run(lambda: (self._group.send if self._sends else self._group.recv)([byte], self._peer, 0))
 
     def mark(self) -> torch.cuda.Event:
-        """What this thread has given the device until now."""
+        """See PayloadPath."""
         event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return event
 
     def send(self, payload: torch.Tensor, mark: torch.cuda.Event | None) -> None:
-        """See PayloadPath.send."""
+        """See PayloadPath."""
         if not payload.numel():
             return
         if mark is not None:
@@ -104,22 +103,22 @@ class NcclPath:
         self._run_in_turn(lambda: self._group.send([payload], self._peer, 0))
 
     def post(self, buffer: torch.Tensor) -> Callable[[], None]:
-        """See PayloadPath.post; nothing occupies the device before what is returned is called."""
+        """See PayloadPath; the device is not occupied before the returned function is called."""
         if not buffer.numel():
             return _nothing
         self._take_turn()
         return lambda: self._run_in_turn(lambda: self._group.recv([buffer], self._peer, 0))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See PayloadPath.allocate."""
+        """See PayloadPath."""
         with torch.cuda.stream(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def abort(self) -> None:
-        """See PayloadPath.abort; goes on in a thread of its own.
+        """See PayloadPath; runs in a separate thread.
 
-        NCCL frees memory at the end of it, which waits for the device, and so for whatever another
-        communicator that is yet to be aborted has running there.
+        NCCL frees memory at the end of it, which waits for the device, and so for kernels of another communicator
+        that is yet to be aborted.
         """
         if not self._is_aborted:
             self._is_aborted = True
@@ -145,7 +144,7 @@ class NcclPath:
                 self._turn.release()
 
     def _run(self, start: Callable[[], Work]) -> None:
-        """Do it on our own stream, and wait until the device has."""
+        """Run it on our own stream, and wait until the device has finished."""
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 start().wait()

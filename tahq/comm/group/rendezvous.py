@@ -1,8 +1,8 @@
-"""How the two ends of a link, who have met over ZMQ, make a process group.
+"""Makes a process group of the two ends of a link that is connected over ZMQ.
 
-The end that dialled says which of its addresses it dialled from; the other one opens a TCPStore on the address
-that its own machine has on the way there, and says where. Both then connect the lanes, in the same order. So
-nobody has to name an interface, and nothing listens anywhere but on the network that the link is on.
+The end that dialled says from which of its addresses it dialled; the other one opens a TCPStore on the address
+that its own machine has towards that, and says where. Both then connect the lanes, in the same order. So no
+interface has to be configured, and nothing listens outside the network of the link.
 """
 
 import ipaddress
@@ -14,11 +14,9 @@ from typing import Literal
 
 import torch
 
-from tahq.comm.group.gloo_group import GlooGroup, GroupBrokenError
+from tahq.comm.group.gloo_group import GlooGroup, GroupBrokenError, PayloadPath, Store, c10d
+from tahq.comm.group.lane import Lane
 from tahq.comm.group.nccl_path import NcclPath
-from tahq.comm.group.payload_path import HostPath, PayloadPath
-from tahq.comm.group.thread import Lane
-from tahq.comm.group.torch_groups import Store, c10d
 from tahq.comm.group.transport import GroupTransport, Lanes
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
 from tahq.comm.link.spec import PeerIdentity
@@ -29,33 +27,37 @@ from tahq.errors import PeerLostError, RemoteProtocolError, UserError
 Backend = Literal["gloo", "nccl"]
 _MAX_ADDRESS_NBYTES = 128
 _CONNECT_S = 60.0
-"""For the peer to come to this link's group. Whether it lives meanwhile is watched over ZMQ."""
+"""Time limit for the peer to open this link's group; meanwhile the ZMQ link tells whether it lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """What a group is made with, beside its ZMQ link."""
+    """Settings of a group, besides its ZMQ link.
+
+    Attributes:
+        backend: of the payloads.
+        identity: ours, in the plan's epoch.
+        dial: host:port at which this end dialled the ZMQ link; empty: the other end dialled.
+        device: of this stage.
+        timeout_s: how long the peer may be silent.
+    """
 
     backend: Backend
     identity: PeerIdentity
-    """Ours, in the plan's epoch."""
     dial: str
-    """host:port that the ZMQ link was dialled at from here; empty: it was dialled from the other end."""
     device: torch.device
-    """Where this stage computes."""
     timeout_s: float
-    """How long the peer may be silent."""
 
 
 def open_group(control: ZmqTransport, spec: GroupSpec) -> GroupTransport:
-    """Make the group of a link whose ZMQ part is connected; blocks until both ends are there.
+    """Make the group of a link whose ZMQ part is connected; blocks until both ends have done so.
 
-    Links with groups are opened in the order of their numbers at every worker, so that nobody waits in a circle.
+    Every worker opens links with groups in the order of their numbers, so that no cycle of waits arises.
 
     Raises:
-        PeerLostError: the peer is gone, or did not come.
-        RemoteProtocolError: what it said is no address.
-        ConfigError: this machine has not what the backend needs.
+        PeerLostError: the peer is gone, or did not open the group in time.
+        RemoteProtocolError: the peer sent a malformed address.
+        ConfigError: this machine lacks what the backend needs.
     """
     is_lower = spec.identity.stage < control.spec.peer_stage
     try:
@@ -71,7 +73,7 @@ def open_group(control: ZmqTransport, spec: GroupSpec) -> GroupTransport:
 
 
 def _meet(control: ZmqTransport, spec: GroupSpec, own: Direction) -> tuple[str, Store]:
-    """Our address on the way to the peer, and the store that both ends have."""
+    """Our address towards the peer, and the store that both ends share."""
     if spec.dial:
         address = local_address_towards(spec.dial)
         _tell(control, spec, own, address)
@@ -108,13 +110,13 @@ def _lane(
 ) -> Lane:
     rank, sends = (0 if is_lower else 1), (direction is Direction.FORWARD) == is_lower
     group = GlooGroup(store, f"gloo-{direction.name}", rank, address, _CONNECT_S, spec.timeout_s)
-    path: PayloadPath = HostPath(group)
+    path: PayloadPath = group
     if spec.backend == "nccl":
         path = NcclPath(store, f"nccl-{direction.name}", rank, spec.device, sends=sends, turn=turn)
     return Lane(group, path, spec.identity, control.link, str(control), store)
 
 
-# What is said over ZMQ: an address as text, in a frame of its own purpose
+# -- messages over ZMQ: an address as text, in a frame of purpose GROUP ---------------------------
 
 
 def _id(control: ZmqTransport, spec: GroupSpec, direction: Direction) -> LogicalId:
@@ -127,18 +129,18 @@ def _tell(control: ZmqTransport, spec: GroupSpec, own: Direction, text: str) -> 
 
 
 def _ask(control: ZmqTransport, spec: GroupSpec, own: Direction) -> tuple[str, int]:
-    """IP address and port that the peer says; port 0 where it says none."""
+    """The peer's IP address and port; port 0 if it sends none."""
     control.expect(_id(control, spec, Direction(1 - own)), _MAX_ADDRESS_NBYTES)
     try:
         text = bytes(control.recv(_CONNECT_S).payload.numpy()).decode("ascii", "replace")
     except TimeoutError:
-        raise PeerLostError(f"{control}: said no address for its process group in {_CONNECT_S:g} s") from None
+        raise PeerLostError(f"{control}: sent no address for its process group in {_CONNECT_S:g} s") from None
     try:
         host, port = (text, 0) if _is_ip(text) else parse_address(text, str(control))
     except UserError:
         host, port = "", 0
     if not _is_ip(host):
-        raise RemoteProtocolError(f"{control}: said {text!a} where the address of a process group was next")
+        raise RemoteProtocolError(f"{control}: sent {text!a}; expected the address of its process group")
     return host, port
 
 

@@ -1,11 +1,11 @@
 """A link inside a site: frames over a process group of torch.distributed, everything else over ZMQ.
 
-Each direction is a lane with a group, a sending and a receiving thread of its own, so that activations and
+Each direction is a lane with its own group, sending thread and receiving threads, so that activations and
 gradients never wait for each other. The ZMQ link between the same two ends goes on beside it: its heartbeats
-tell a dead peer from a busy one, its BYE an end in order from a broken connection, and its inbox is
-what `recv` waits for, so that every failure ends this transport as it would end that one. A group that
-breaks says nothing about why. If the peer has died, its next process will want another group, so this end waits as it
-would over ZMQ, until it is told to begin anew or gives the peer up; if the peer is still heard, the link is over.
+tell a dead peer from a busy one, its BYE an orderly end from a broken connection, and `recv` waits for its inbox, so
+that every failure ends this transport as it would end that link. A broken group does not say why. If the peer has
+died, its next process needs another group, so this end waits as it would over ZMQ, until it is told to start over or
+gives the peer up; if the peer is still heard, the link is over.
 """
 
 import time
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.comm.group.message import ANNOUNCEMENT_NBYTES
-from tahq.comm.group.receiver import GroupReceiver
-from tahq.comm.group.sender import GroupSender
-from tahq.comm.group.thread import Lane
+from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES, Lane
+from tahq.comm.group.lane_ends import GroupReceiver, GroupSender
 from tahq.comm.link.frame import Frame, LogicalId, check_sendable
 from tahq.comm.transport import LinkCounter, LinkStats
 from tahq.comm.zmq.transport import MAX_QUEUED_NBYTES, ZmqTransport
@@ -24,7 +22,7 @@ from tahq.errors import LocalProtocolError, PeerLostError, TahqError
 from tahq.units import format_size
 
 _JOIN_S = 1.0
-"""For a thread to end whose lane was aborted; one that a part of a payload holds longer is left to end by itself."""
+"""Wait this long for a thread of an aborted lane; one that half a payload holds longer ends by itself."""
 _POLL_S = 0.02
 
 
@@ -64,7 +62,7 @@ class GroupTransport:
         """Block until both lanes can carry payloads.
 
         Raises:
-            PeerLostError: the other end did not come to it in time, or is gone.
+            PeerLostError: the other end was not ready in time, or is gone.
         """
         deadline_s = time.monotonic() + timeout_s
         for end in (self._sender, self._receiver):
@@ -73,7 +71,7 @@ class GroupTransport:
                 if time.monotonic() > deadline_s:
                     raise PeerLostError(f"{self}: its process group was not open after {timeout_s:g} s")
 
-    # The contract
+    # -- the contract -------------------------------------------------------------------------
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive; see Transport.expect.
@@ -97,26 +95,26 @@ class GroupTransport:
             raise LocalProtocolError(f"{self}: {frame.id} is not of run {self._lanes.outgoing.identity.run_id}")
         if self._sender.queued_nbytes > MAX_QUEUED_NBYTES:
             raise LocalProtocolError(
-                f"{self}: {format_size(self._sender.queued_nbytes)} are queued already; the peer takes them too "
-                f"slowly for what the schedule has in flight"
+                f"{self}: {format_size(self._sender.queued_nbytes)} are queued already; the peer receives them too "
+                f"slowly for the number of micro-batches in flight"
             )
         self._counter.count(frame)
         self._sender.send(frame)
 
     def recv(self, timeout_s: float | None = None) -> Frame:
-        """The next expected frame that is whole; see Transport.recv."""
+        """The next expected frame that has arrived; see Transport.recv."""
         frame = self._control.recv(timeout_s)
         if frame.payload.is_cuda:
-            # It was allocated on the lane's stream; its memory is not to be given away while this one reads it.
+            # It was allocated on the lane's stream; its memory must not be reused while this stream reads it.
             frame.payload.record_stream(torch.cuda.current_stream(frame.payload.device))
         return frame
 
     def take_stats(self) -> list[LinkStats]:
-        """What was sent since the last call; see Transport.take_stats."""
+        """See Transport.take_stats."""
         return self._counter.take(self._sender.busy_s)
 
     def close(self, linger_s: float = 5.0) -> None:
-        """Send what is queued, wait up to `linger_s` for receipts, say BYE, break the group; safe to call twice."""
+        """Send queued frames, wait up to `linger_s` for receipts, say BYE, break the group; safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -128,7 +126,7 @@ class GroupTransport:
         self._break()
 
     def abandon(self) -> None:
-        """Break the group without a word: other processes will take the place of this one, and of the peer."""
+        """Break the group without a message: other processes will replace this one and the peer."""
         self._is_closed = True
         self._sender.abandon()
         self._break()
@@ -139,14 +137,14 @@ class GroupTransport:
         for thread in (self._sender.thread, *self._receiver.threads):
             thread.join(_JOIN_S)
 
-    # Failures
+    # -- failures -----------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
         if self._control.error is not None:
             raise self._control.error.with_traceback(None)
 
     def _on_broken(self, why: str) -> None:
-        """A lane is broken: by our own close, by the peer's, or because it died; the ZMQ link knows which."""
+        """A lane is broken, by our close, by the peer's, or because the peer died; the ZMQ link tells which."""
         verdict_at_s = time.monotonic() + self._verdict_s
         while not self._is_over and not self._control.was_heard_after(verdict_at_s):
             time.sleep(_POLL_S)
