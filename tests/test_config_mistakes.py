@@ -161,10 +161,13 @@ def test_contradiction_names_the_line_to_look_at(file, old, new, line, message):
 @pytest.mark.parametrize(
     ("links", "message"),
     [
-        ("hosts: {host4: {}}", "links.hosts: no host host4; there are host0, host1, host2, host3"),
-        ("hosts: {host1: {site: a}}, pairs: [{between: [a, b]}]", "links.pairs: 'b' is no host or site of host0"),
-        ("pairs: [{between: [host1, host1]}]", "links.pairs: an exception joins two hosts; got host1 twice"),
-        ("profile: cable, delay: 5ms", "links: profile cable says the network's delay too; take one of them away"),
+        ("hosts: {host4: {}}", "links.hosts: unknown host host4; expected host0, host1, host2, host3"),
+        (
+            "hosts: {host1: {site: a}}, pairs: [{between: [a, b]}]",
+            "links.pairs: unknown host or site 'b'; expected host0",
+        ),
+        ("pairs: [{between: [host1, host1]}]", "links.pairs: expected two different hosts; got host1 twice"),
+        ("profile: cable, delay: 5ms", "links: profile cable also sets the network's delay; remove one of them"),
         ("hosts: {host1: {delay: 6s}}", "a peer would look lost: a round trip takes 12 s"),
         ("hosts: {host1: {up: 100kbit}}", "a peer would look lost: a round trip takes 0 s and a piece of 262 kB takes"),
     ],

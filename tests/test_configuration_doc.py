@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from tahq.comm.config import HostConfig
+from tahq.comm.config import MachineConfig
 from tahq.comm.network_config import HostChanges, PairConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.memory.config import AdamW8bitConfig, CoatConfig, Fp8AdamWConfig, QGaLoreConfig
@@ -17,7 +17,7 @@ from tahq.units import WRITTEN_BY_HAND
 DOC = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| ([^|]+) \| (`[^|]*`|\*required\*) \| ([^|]+) \|$", re.MULTILINE)
 SECTIONS: dict[str, type[BaseModel]] = {
-    name: HostConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
+    name: MachineConfig if name == "hosts" else field.annotation for name, field in ClusterConfig.model_fields.items()
 } | {
     "training.fp8_adamw": Fp8AdamWConfig,
     "memory.coat": CoatConfig,

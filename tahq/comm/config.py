@@ -2,11 +2,21 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from decimal import Decimal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 
-from tahq.comm.cap import Cap
 from tahq.comm.keys import parse_public_key
 from tahq.comm.link.sending_order import First
 from tahq.comm.link.spec import MAX_CONNECTIONS
@@ -15,6 +25,7 @@ from tahq.comm.network_config import (
     CongestionControl,
     Delay,
     HostChanges,
+    HostConfig,
     Name,
     NetworkConfig,
     PairConfig,
@@ -24,11 +35,10 @@ from tahq.comm.network_config import (
     host_names,
     listed,
 )
-from tahq.comm.network_config import HostConfig as NetworkHostConfig
-from tahq.units import Rate, Section, Size
+from tahq.units import WRITTEN_BY_HAND, Rate, Section, Size, parse_rate, write_rate
 
 LinkTransport = Literal["zmq", "gloo", "nccl"]
-"""What carries the frames of a link."""
+"""Transport of a link's frames."""
 
 _HOST_PORT = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[^:\s\[\]/]+):([0-9]{1,5})")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
@@ -77,7 +87,7 @@ def _variable_name(text: str) -> str:
 
 
 HostPort = Annotated[str, AfterValidator(_host_port)]
-"""host:port to listen on; port 0 is any free one, an IPv6 address stands in brackets."""
+"""host:port to listen on; port 0 is any free port, an IPv6 address is in brackets."""
 
 DialledHostPort = Annotated[str, AfterValidator(_dialled_host_port)]
 """host:port that others dial; port 0 is refused."""
@@ -86,86 +96,134 @@ Device = Annotated[str, AfterValidator(_device)]
 """auto, cpu, cuda or cuda:N."""
 
 
-class LinksConfig(Section):
-    """How fast and how far away the hosts are from each other.
+LEAST_CAP_BITS_PER_S = 1e5
+"""Below this, heartbeats would wait long for the shortest message, of 4 KiB."""
 
-    `rate` caps each host's uplink and, separately, its downlink; `delay` is one-way. None: not shaped.
-    Under ``hosts: namespaces`` a network of this machine is made so, and the keys from `up` on may say more
-    of it; elsewhere rate and delay are enforced between session and socket, in user space. How tahq uses the
-    links, from `piece` to `cap_down`, holds everywhere.
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+
+
+def parse_cap(value: object) -> float | str:
+    """Bits per second from ``20mbit``, or ``60%`` as text; a float passes unchanged.
+
+    Raises:
+        ValueError: neither a rate of at least 100 kbit/s nor a share of 0 to 100 %.
+    """
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match is not None:
+        percent = Decimal(match.group(1))
+        if not 0 < percent <= 100:
+            raise ValueError(f"a share must be above 0 % and at most 100 %; got {value!r}")
+        return f"{percent.normalize():f}%"
+    try:
+        rate = parse_rate(value)
+    except ValueError as error:
+        raise ValueError(f"a cap must be a rate, such as 20mbit, or a share, such as 60%: {error}") from error
+    if rate < LEAST_CAP_BITS_PER_S:
+        raise ValueError(f"a cap must be at least {write_rate(LEAST_CAP_BITS_PER_S)}; got {value!r}")
+    return rate
+
+
+def cap_bits_per_s(cap: float | str, rate_bits_per_s: float | None) -> float | None:
+    """A cap in bits per second on a line of this rate; None: a share of an unknown rate."""
+    if not isinstance(cap, str):
+        return cap
+    return None if rate_bits_per_s is None else float(Decimal(cap.removesuffix("%")) / 100) * rate_bits_per_s
+
+
+def _validate_cap(value: object, info: ValidationInfo) -> float | str:
+    if isinstance(value, float) and info.context == WRITTEN_BY_HAND:
+        raise ValueError(f"a quantity needs a unit, such as 20mbit or 60%; got {value!r}")
+    return parse_cap(value)
+
+
+def _serialize_cap(value: Any, info: SerializationInfo) -> Any:
+    return write_rate(value) if isinstance(value, float) and info.context == WRITTEN_BY_HAND else value
+
+
+Cap = Annotated[float | str, BeforeValidator(_validate_cap), PlainSerializer(_serialize_cap)]
+"""A pydantic field: a rate (``20mbit``) as bits per second, or a share (``60%``) of the host's rate as text."""
+
+
+class LinksConfig(Section):
+    """The links between the hosts: their speed, and how tahq uses them.
+
+    `rate` limits each host's uplink and, separately, its downlink; `delay` is one-way. None: not shaped.
+    Under ``hosts: namespaces`` they describe a network on this machine, as do the keys from `up` on;
+    elsewhere rate and delay are enforced between session and socket, in user space. The keys from `piece`
+    to `cap_down` hold everywhere.
     """
 
     rate: Rate | None = None
     delay: Delay = 0.0
     piece: Size = Field(default=256 * 1024, ge=4096, le=1024 * 1024)
-    """Longest message; a larger frame travels in pieces, so that control is never stuck behind it."""
+    """Longest message; a larger frame travels in pieces, so that control messages never wait long behind it."""
     inside: LinkTransport = "zmq"
-    """What carries frames between neighbours of one site; between sites it is ZMQ."""
+    """Transport between neighbours of one site; between sites it is ZMQ."""
     first: First = "oldest"
-    """What a host's uplink takes first of all that waits on its links."""
+    """Which of the frames that wait on a host's links its uplink takes first."""
     connections: int = Field(default=1, ge=1, le=MAX_CONNECTIONS)
     """TCP connections of each link."""
     cap_up: Cap | None = None
-    """What tahq may use of each host's uplink."""
+    """Most that tahq uses of each host's uplink."""
     cap_down: Cap | None = None
     measured: str | None = Field(default=None, min_length=1)
-    """A file of `tahq measure`, for a list of hosts: shares are of its rates, connections as many as it found."""
+    """A file of `tahq measure`, for a list of hosts: gives the rates for shares, and the number of connections."""
     up: Speed | None = None
-    """Of each host, in place of `rate`."""
+    """Uplink rate of each host, in place of `rate`."""
     down: Speed | None = None
     jitter: Delay = 0.0
     loss: Share = 0.0
     reorder: Share = 0.0
     profile: str | None = Field(default=None, min_length=1)
-    """A kind of connection, in place of all that says so itself; its name, or the path of a file with one."""
+    """A named kind of connection, or the path of a file with one, in place of rates and delays."""
     hosts: dict[Name, HostChanges] = Field(default_factory=dict)
-    """What is otherwise with some hosts; host0 runs stage 0, and so on."""
+    """Exceptions for some hosts; host0 runs stage 0, and so on."""
     pairs: list[PairConfig] = Field(default_factory=list)
-    """What is otherwise between some hosts or sites."""
+    """Exceptions between some hosts or sites."""
     congestion_control: CongestionControl | None = None
     """TCP's, on every host; None: cubic."""
     tcp_slow_start_after_idle: bool | None = None
-    """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it."""
+    """Whether TCP repeats its slow start after a pause, on every host; None: the kernel's setting."""
     backend: BackendName = "auto"
-    """What imitates the network."""
+    """How the network is imitated."""
 
     @model_validator(mode="after")
     def _profile_says_it_all(self) -> "LinksConfig":
         said = [key for key in ("rate", "up", "down", "delay", "jitter", "loss", "reorder") if getattr(self, key)]
         if self.profile is not None and said:
             raise ValueError(
-                f"profile {self.profile} says the network's {', '.join(said)} too; take one of them away "
-                "(null), or say under hosts what is otherwise"
+                f"profile {self.profile} also sets the network's {', '.join(said)}; remove one of them "
+                "(null), or put exceptions under hosts"
             )
         return self
 
     @property
     def shapes_in_namespaces(self) -> list[str]:
-        """The keys with a value that only a network of namespaces can imitate."""
+        """The keys whose values only a network of namespaces can imitate."""
         fields = type(self).model_fields
         defaults = {key: fields[key].get_default(call_default_factory=True) for key in _OF_NAMESPACES}
         return [key for key, default in defaults.items() if getattr(self, key) != default]
 
     def network(self, num_hosts: int) -> NetworkConfig:
-        """The network of `num_hosts` stages under ``hosts: namespaces``, its profile put in place before.
+        """The network of `num_hosts` stages under ``hosts: namespaces``, after its profile was applied.
 
         Raises:
-            ValueError: `hosts` or `pairs` name what there is not.
+            ValueError: `hosts` or `pairs` name unknown hosts or sites.
         """
         names = host_names(num_hosts)
         unknown = [name for name in self.hosts if name not in names]
         if unknown:
-            raise ValueError(f"hosts: no host {unknown[0]}; there are {listed(names)}, which run the stages in order")
+            raise ValueError(f"hosts: unknown host {unknown[0]}; expected {listed(names)}")
         hosts = {name: self._host(self.hosts.get(name, HostChanges())) for name in names}
         check_pairs(hosts, self.pairs)
         of_all = {key: getattr(self, key) for key in _OF_ALL_HOSTS}
         return NetworkConfig(hosts=hosts, pairs=self.pairs, **of_all)
 
-    def _host(self, own: HostChanges) -> NetworkHostConfig:
+    def _host(self, own: HostChanges) -> HostConfig:
         common = {"up": self.up or self.rate, "down": self.down or self.rate}
         common |= {key: getattr(self, key) for key in ("delay", "jitter", "loss", "reorder")}
         said = {key: value for key, value in own.model_dump().items() if value is not None}
-        return NetworkHostConfig.model_validate({**common, **said})
+        return HostConfig.model_validate({**common, **said})
 
 
 _OF_ALL_HOSTS = ("congestion_control", "tcp_slow_start_after_idle", "backend")
@@ -176,37 +234,37 @@ _OF_NAMESPACES = (
 )
 
 
-class HostConfig(Section):
+class MachineConfig(Section):
     """One machine of a `hosts:` list; the n-th host runs stage n."""
 
     address: Annotated[str, AfterValidator(_bare_host)]
-    """Where its neighbours reach it: a name or an IP address, without a port."""
+    """Name or IP address by which its neighbours reach it, without a port."""
     ssh: Annotated[str, AfterValidator(_ssh_destination)] | None = None
     """Destination for OpenSSH ([user@]host); None: started by hand with `tahq-worker`."""
     ssh_options: list[str] = Field(default_factory=list)
     """More arguments for ssh, such as ["-p", "2222"]."""
     bind: HostPort = "0.0.0.0:0"
-    """Address and port that its worker listens on; port 0: any free one."""
+    """Address and port that its worker listens on; port 0: any free port."""
     advertise: Annotated[str, AfterValidator(_advertised)] | None = None
     """host:port that neighbours dial, if it differs (a port forwarded by a router); `none`: this
     host can only dial out. None: address and the bound port."""
     device: Device = "auto"
     cap_up: Cap | None = None
-    """What tahq may use of its uplink, in place of `links.cap_up`."""
+    """Most that tahq uses of its uplink, in place of `links.cap_up`."""
     cap_down: Cap | None = None
     python: str = Field(default="python3", min_length=1)
     """Interpreter there that has tahq installed."""
     workdir: str | None = None
-    """Folder there that relative paths (runs, data, models) start from; None: the login folder."""
+    """Folder there for relative paths (runs, data, models); None: the login folder."""
     env: dict[Annotated[str, AfterValidator(_variable_name)], str] = Field(default_factory=dict)
-    """Environment of its worker."""
+    """Environment variables of its worker."""
     site: Name | None = None
-    """Hosts of one site are on one fast network; see `links.inside`. None: a site of its own."""
+    """Hosts of one site are on one fast network; see `links.inside`. None: no other host is near."""
     public_key: Annotated[str, AfterValidator(parse_public_key)] | None = None
-    """Of its worker, which then may join, and nobody else for this stage. None: any that may join."""
+    """Key of the only worker that may join for this stage. None: any worker that may join."""
 
     @model_validator(mode="after")
-    def _ssh_settings_need_ssh(self) -> "HostConfig":
+    def _ssh_settings_need_ssh(self) -> "MachineConfig":
         if self.ssh is not None and self.public_key is not None:
             raise ValueError("public_key is for hosts that are started by hand; a worker that ssh starts gets a key")
         if self.ssh is None and (self.ssh_options or self.env or self.workdir):
@@ -220,7 +278,7 @@ def _kind_of_hosts(value: object) -> str:
 
 Hosts = Annotated[
     Annotated[Literal["local", "namespaces"], Tag("name")]
-    | Annotated[Annotated[list[HostConfig], Field(min_length=1)], Tag("list")],
+    | Annotated[Annotated[list[MachineConfig], Field(min_length=1)], Tag("list")],
     Discriminator(_kind_of_hosts),
 ]
-"""`local`, `namespaces`, or the machines; told apart by kind, so that an error speaks of the one meant."""
+"""`local`, `namespaces`, or the machines; discriminated by type, so that errors name the right one."""

@@ -1,18 +1,17 @@
-"""What `links:` and `hosts:` make of the connection of one stage's host: what its worker imitates, and its caps.
+"""The shaping of one stage's host, from `links:` and `hosts:`: the rate and delay that its worker imitates, its caps.
 
-A cap that is a share needs a rate to be a share of: `links.rate` where the workers imitate it, the rates of the
-stage's host under ``hosts: namespaces``, or one that was measured (`with_measured_rates`).
+A cap that is a share refers to `links.rate` where the workers imitate it, to the rates of the stage's host under
+``hosts: namespaces``, or to a measured rate (`with_measured_rates`).
 
-An order of sending (`links.first`) can be kept only among what waits in the worker. What is handed to TCP at once is
-shared out by TCP, so where an order other than the default is wanted and the rate is known, the uplink is capped
-a little below it, as routers do that want the queue to be theirs.
+An order of sending (`links.first`) holds only among frames that wait in the worker; TCP shares an uplink among those
+that it already has. So where another order than the default is wanted and the rate is known, the uplink is capped a
+little below it, as routers do to keep the queue to themselves.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tahq.comm.cap import LEAST_CAP_BITS_PER_S, cap_bits_per_s
-from tahq.comm.config import HostConfig, Hosts, LinksConfig
+from tahq.comm.config import LEAST_CAP_BITS_PER_S, Hosts, LinksConfig, MachineConfig, cap_bits_per_s
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.network_config import host_names
 from tahq.comm.network_model import GOODPUT_SHARE
@@ -20,28 +19,22 @@ from tahq.errors import ConfigError
 from tahq.units import write_rate
 
 _ORDERED_CAP = "95%"
-"""Of an uplink whose order of sending is to be kept."""
+"""Cap of an uplink whose order of sending is to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostRates:
-    """What a host can send and receive, in bits a second of tahq's own bytes; None: not known."""
+    """A host's rates in bits per second of tahq's own bytes; None: not known."""
 
     up_bits_per_s: float | None = None
     down_bits_per_s: float | None = None
 
 
 def host_shaping(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> Shaping:
-    """What the worker of a stage holds back between its sessions and its sockets.
-
-    Args:
-        links: without a profile.
-        hosts: of the same configuration.
-        stage: which.
-        num_stages: of how many.
+    """The limits that the worker of a stage enforces between its sessions and its sockets; `links` has no profile.
 
     Raises:
-        ConfigError: a cap is a share, and the host's rate is not known, or so low that it comes to less than a cap may.
+        ConfigError: a cap is a share, and the host's rate is unknown, or so low that the cap would be below the least.
     """
     rates = _rates(links, hosts, stage, num_stages)
     own = hosts[stage] if isinstance(hosts, list) else None
@@ -65,15 +58,15 @@ def _rates(links: LinksConfig, hosts: Hosts, stage: int, num_stages: int) -> Hos
 
 
 def _ordered_cap(links: LinksConfig, rates: HostRates, is_imitated: bool) -> str | None:
-    """The cap that keeps what waits in the worker; None: none is needed, or can be, or of a rate that nobody knows."""
+    """The cap that keeps frames waiting in the worker; None: not needed, too low, or of an unknown rate."""
     if links.first == "oldest" or rates.up_bits_per_s is None or (is_imitated and links.rate is not None):
         return None
     bits_per_s = cap_bits_per_s(_ORDERED_CAP, rates.up_bits_per_s)
     return _ORDERED_CAP if bits_per_s is not None and bits_per_s >= LEAST_CAP_BITS_PER_S else None
 
 
-def _key(name: str, own: HostConfig | None, stage: int) -> str:
-    """Where the cap is written that holds for a host."""
+def _key(name: str, own: MachineConfig | None, stage: int) -> str:
+    """The key of the cap that holds for a host."""
     return f"hosts.{stage}.{name}" if own is not None and getattr(own, name) is not None else f"links.{name}"
 
 
@@ -87,29 +80,26 @@ def _known(cap: float | str | None, rate_bits_per_s: float | None, key: str, sta
             f"tahq measure, or give the cap as a rate, such as 20mbit"
         )
     if bits_per_s < LEAST_CAP_BITS_PER_S:
-        came_to = write_rate(float(f"{bits_per_s:.3g}"))
-        least = write_rate(LEAST_CAP_BITS_PER_S)
-        raise ConfigError(
-            f"{key}: {cap} of the rate of stage {stage}'s host comes to {came_to}; a cap must be at least {least}"
-        )
+        got, least = write_rate(float(f"{bits_per_s:.3g}")), write_rate(LEAST_CAP_BITS_PER_S)
+        raise ConfigError(f"{key}: {cap} of the rate of stage {stage}'s host is {got}; expected at least {least}")
     return bits_per_s
 
 
 def with_measured_rates(
-    links: LinksConfig, hosts: Sequence[HostConfig], rates: Sequence[HostRates]
-) -> list[HostConfig]:
-    """The machines of a `hosts:` list, each with its caps as rates where they were shares of what was measured.
+    links: LinksConfig, hosts: Sequence[MachineConfig], rates: Sequence[HostRates]
+) -> list[MachineConfig]:
+    """The machines of a `hosts:` list, with shares of measured rates replaced by rates; other shares stay.
 
-    A host whose rate was not measured keeps its share. `HostRates` are what TCP carries.
+    `HostRates` are goodputs of TCP.
 
     Raises:
-        ConfigError: a share comes to less than a cap may be.
+        ConfigError: a share of a rate is below the least cap.
     """
     measured = zip(hosts, rates, strict=True)
     return [_with_measured(links, host, own, stage) for stage, (host, own) in enumerate(measured)]
 
 
-def _with_measured(links: LinksConfig, host: HostConfig, rates: HostRates, stage: int) -> HostConfig:
+def _with_measured(links: LinksConfig, host: MachineConfig, rates: HostRates, stage: int) -> MachineConfig:
     caps = {"cap_up": (host.cap_up or links.cap_up or _ordered_cap(links, rates, True), rates.up_bits_per_s)}
     caps |= {"cap_down": (host.cap_down or links.cap_down, rates.down_bits_per_s)}
     known = {

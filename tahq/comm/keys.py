@@ -1,7 +1,7 @@
-"""Keys of CURVE: one pair a party, as text, and as a file that only its owner can read.
+"""CURVE keys: one pair per party, as text and as a file that only its owner can read; `security:` of cluster.yaml.
 
-A key is 32 bytes, written as 64 hexadecimal digits, which neither a shell nor YAML reads as anything else. The file of
-a secret key begins with a word that says so, so that nobody takes it for the one to hand out.
+A key is 32 bytes, written as 64 hexadecimal digits, which neither a shell nor YAML misreads. The file of a secret key
+begins with a word that says so, so that it is not mistaken for the public one.
 """
 
 import contextlib
@@ -12,19 +12,23 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import zmq
+from pydantic import AfterValidator, Field
 from zmq.utils import z85
 
 from tahq.errors import UserError
+from tahq.units import Section
 
 _KEY = re.compile(r"[0-9a-f]{64}")
+_DIGITS = re.compile(r"[0-9a-fA-F]{16,}")
 _SECRET_WORD = "tahq-secret-key"
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A party's key pair, in hexadecimal digits; the secret one is left out wherever the pair is printed."""
+    """A party's key pair, in hexadecimal digits; printing a pair leaves the secret one out."""
 
     public: str
     secret: str = field(repr=False)
@@ -32,7 +36,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a worker needs to join: a pair of its own, and the public key of the coordinator that it means."""
+    """What a worker needs to join: its own pair, and the public key of its coordinator."""
 
     own: KeyPair
     coordinator: str
@@ -45,7 +49,7 @@ def new_key_pair() -> KeyPair:
 
 
 def key_pair_of(secret: str) -> KeyPair:
-    """The pair that a secret key belongs to; ValueError, which does not repeat it, if it is none."""
+    """The pair of a secret key; ValueError, which does not repeat the text, if it is malformed."""
     if _KEY.fullmatch(secret) is None:
         raise ValueError("expected a secret key of 64 hexadecimal digits")
     public = zmq.curve_public(z85.encode(bytes.fromhex(secret)))
@@ -53,7 +57,7 @@ def key_pair_of(secret: str) -> KeyPair:
 
 
 def parse_public_key(text: str) -> str:
-    """A public key as it is written everywhere; ValueError if this is none."""
+    """A public key in its canonical form; ValueError if it is malformed."""
     key = text.strip().lower()
     if key.startswith(_SECRET_WORD):
         raise ValueError("this is a secret key; expected a public one, as `tahq keygen` prints it")
@@ -65,7 +69,7 @@ def parse_public_key(text: str) -> str:
 
 
 def default_key_path() -> Path:
-    """Where the key of this account is: ``$XDG_CONFIG_HOME/tahq/key.secret``, else under ``~/.config``."""
+    """File of this account's key: ``$XDG_CONFIG_HOME/tahq/key.secret``, else under ``~/.config``."""
     folder = os.environ.get("XDG_CONFIG_HOME")
     return (Path(folder) if folder else Path.home() / ".config") / "tahq" / "key.secret"
 
@@ -74,7 +78,7 @@ def read_key_file(path: Path) -> KeyPair:
     """The pair of the secret key in a file.
 
     Raises:
-        UserError: it cannot be read, others can read it too, or it holds no secret key. The message says what to do.
+        UserError: it is unreadable, readable by others, or holds no secret key. The message says what to do.
     """
     try:
         with path.open(encoding="ascii", errors="replace") as file:
@@ -96,10 +100,10 @@ def read_key_file(path: Path) -> KeyPair:
 
 
 def write_key_file(path: Path, keys: KeyPair) -> None:
-    """Write a secret key to a new file, mode 600, in a folder that is made if need be; it is there whole or not at all.
+    """Write a secret key to a new file, mode 600, atomically; its folder is created if missing.
 
     Raises:
-        FileExistsError: there is a file.
+        FileExistsError: the file exists.
         UserError: it cannot be written.
     """
     try:
@@ -116,7 +120,7 @@ def write_key_file(path: Path, keys: KeyPair) -> None:
 
 @contextlib.contextmanager
 def _private_file(folder: Path) -> Iterator[tuple[int, str]]:
-    """A file of mode 600 under a passing name: its descriptor and that name."""
+    """A temporary file of mode 600: its descriptor and its name."""
     file, name = tempfile.mkstemp(prefix=".key-", dir=folder)
     try:
         yield file, name
@@ -126,19 +130,19 @@ def _private_file(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_or_make_key_file(path: Path) -> KeyPair:
-    """The pair in a file, which is made if there is none; of several processes that make it at once, one does.
+    """The pair in a file, which is created if missing; if several processes do so at once, one wins.
 
     Raises:
         UserError: as `read_key_file` and `write_key_file`.
     """
     if not path.exists():
-        with contextlib.suppress(FileExistsError):  # somebody else was faster
+        with contextlib.suppress(FileExistsError):  # another process was faster
             write_key_file(path, new_key_pair())
     return read_key_file(path)
 
 
 def read_public_keys(path: Path) -> list[str]:
-    """The public keys in a file: one a line, what follows it on its line and lines that begin with # are for people.
+    """The public keys in a file, one per line; the rest of a line, and lines that begin with #, are comments.
 
     Raises:
         UserError: it cannot be read, or a line has no key; the message names file and line.
@@ -146,7 +150,7 @@ def read_public_keys(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"the list of public keys {path} cannot be read: {reason}") from None
     keys = []
     for number, line in enumerate(lines, 1):
@@ -158,3 +162,38 @@ def read_public_keys(path: Path) -> list[str]:
         except ValueError as error:
             raise UserError(f"{path}:{number}: {error}") from None
     return keys
+
+
+def _key_or_file(text: str) -> str:
+    return parse_public_key(text) if _DIGITS.fullmatch(text) else text
+
+
+class SecurityConfig(Section):
+    """The parties that may take part, and the coordinator's key."""
+
+    curve: bool = True
+    """Whether parties are authenticated by their keys and all traffic is encrypted."""
+    key: str | None = Field(default=None, min_length=1)
+    """File of the coordinator's secret key; None: this account's, which is created if missing."""
+    allow: list[Annotated[str, Field(min_length=1), AfterValidator(_key_or_file)]] = Field(default_factory=list)
+    """Public keys of workers that are started by hand, and files with such keys."""
+
+    def allowed_keys(self) -> frozenset[str]:
+        """The public keys that `allow` names.
+
+        Raises:
+            UserError: an entry is neither a key nor a readable file of keys.
+        """
+        return frozenset(key for index, entry in enumerate(self.allow) for key in _keys_of(entry, index))
+
+
+def _keys_of(entry: str, index: int) -> list[str]:
+    if _DIGITS.fullmatch(entry):
+        return [entry]
+    path = Path(entry).expanduser()
+    if not path.exists():
+        raise UserError(f"security.allow.{index}: expected a public key of 64 digits or an existing file; got {entry}")
+    try:
+        return read_public_keys(path)
+    except UserError as error:
+        raise UserError(f"security.allow.{index}: {error}") from None

@@ -1,9 +1,8 @@
-"""What a user writes about a network of hosts: how each is connected, and what is otherwise between two of them.
+"""Configuration of a network of hosts: each host's connection, and exceptions between pairs.
 
-Every network that tahq-netem builds is described by these sections, and `links:` of cluster.yaml is made
-of them under ``hosts: namespaces``, so both mean the same by the same key. They lie here because
-cluster.yaml is checked without tahq-netem; what they come to for each pair of hosts is
-`tahq_netem.network.description.plan_network`.
+Every network that tahq-netem builds is described by these sections, and `links:` of cluster.yaml uses them
+under ``hosts: namespaces``, so the same key means the same in both. They are here because cluster.yaml is checked
+without tahq-netem; `tahq_netem.network.description.plan_network` resolves them for each pair of hosts.
 """
 
 import difflib
@@ -37,10 +36,10 @@ Delay = Annotated[Duration, Field(le=60.0)]
 """A one-way delay of at most a minute."""
 
 Speed = Annotated[Rate, Field(ge=1e4, le=34e9)]
-"""A rate that packets can still be sent at, and that the kernel's shapers can count: 10kbit to 34gbit."""
+"""A rate that the kernel's shapers can handle: 10kbit to 34gbit."""
 
 CongestionControl = Annotated[str, Field(pattern="^[a-z0-9_]{1,15}$")]
-"""A name as Linux has it: cubic, bbr, reno."""
+"""A name known to Linux: cubic, bbr, reno."""
 
 
 def _not_removed(name: object) -> object:
@@ -57,20 +56,20 @@ BackendName = Annotated[Literal["auto", "kernel", "tun"], BeforeValidator(_not_r
 
 
 class PathConfig(Section):
-    """What a host's sending meets on its way."""
+    """The path of a host's outgoing packets."""
 
     delay: Delay = 0.0
-    """One-way, on what this host sends."""
+    """One-way delay of what this host sends."""
     jitter: Delay = 0.0
     """Uniform, ± around `delay` and never below zero; packets keep their order unless `reorder` is set."""
     loss: Share = 0.0
     """Share of packets that are lost: 0.01 is 1 %."""
     reorder: Share = 0.0
-    """Share of packets that overtake, being sent without delay; needs a delay."""
+    """Share of packets that overtake others, being sent without delay; needs a delay."""
 
 
 class HostConfig(PathConfig):
-    """One host: its access link, and what its sending meets. None: not shaped."""
+    """One host: its access link and its outgoing path. None: not shaped."""
 
     up: Speed | None = None
     down: Speed | None = None
@@ -79,7 +78,7 @@ class HostConfig(PathConfig):
 
 
 class PathChanges(Section):
-    """What is otherwise than the next wider place says; None: nothing."""
+    """Exceptions to the general values; None: no exception."""
 
     delay: Delay | None = None
     jitter: Delay | None = None
@@ -88,7 +87,7 @@ class PathChanges(Section):
 
 
 class HostChanges(PathChanges):
-    """What is otherwise with one host of a network whose hosts are alike."""
+    """Exceptions for one host of a network whose hosts are otherwise alike."""
 
     up: Speed | None = None
     down: Speed | None = None
@@ -96,7 +95,7 @@ class HostChanges(PathChanges):
 
 
 class PairConfig(PathChanges):
-    """An exception: traffic between two hosts or sites, in both directions; None: as without it."""
+    """An exception for traffic between two hosts or sites, in both directions; None: no exception."""
 
     between: tuple[Name, Name]
     """Hosts or sites; the same site twice is traffic inside it."""
@@ -113,13 +112,13 @@ class NetworkConfig(Section):
     congestion_control: CongestionControl | None = None
     """TCP's, on every host; None: cubic, as on most machines."""
     tcp_slow_start_after_idle: bool | None = None
-    """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it, which is yes."""
+    """Whether TCP repeats its slow start after a pause, on every host; None: the kernel's setting, which is yes."""
     backend: BackendName = "auto"
 
     @field_validator("hosts", mode="before")
     @classmethod
     def _host_without_figures(cls, value: object) -> object:
-        # `host2:` with nothing behind it is null in YAML and means: as unshaped as they come.
+        # `host2:` with nothing after it is null in YAML and means an unshaped host.
         if isinstance(value, Mapping):
             return {name: {} if host is None else host for name, host in value.items()}
         return value
@@ -136,35 +135,35 @@ def host_names(num_hosts: int) -> list[str]:
 
 
 def check_pairs(hosts: Mapping[str, HostConfig], pairs: Sequence[PairConfig]) -> None:
-    """Raise ValueError for exceptions that name what there is not, or the same twice."""
+    """Raise ValueError for exceptions that name unknown hosts or sites, or the same pair twice."""
     sites = {host.site for host in hosts.values() if host.site is not None}
     both = sites & set(hosts)
     if both:
-        raise ValueError(f"{min(both)!r} is the name of a host and of a site; give one of them another")
+        raise ValueError(f"{min(both)!r} is the name of a host and of a site; rename one of them")
     known = [*hosts, *sorted(sites)]
     seen: set[frozenset[str]] = set()
     for pair in pairs:
         _check_pair(pair, hosts, known)
         if frozenset(pair.between) in seen:
-            raise ValueError(f"pairs: {' and '.join(pair.between)} are named twice; join the two exceptions")
+            raise ValueError(f"pairs: {' and '.join(pair.between)} are named twice; merge the two exceptions")
         seen.add(frozenset(pair.between))
 
 
 def _check_pair(pair: PairConfig, hosts: Iterable[str], known: Sequence[str]) -> None:
     for name in pair.between:
         if name not in known:
-            raise ValueError(f"pairs: {name!r} is no host or site of {listed(known)}{nearest(name, known)}")
+            raise ValueError(f"pairs: unknown host or site {name!r}; expected {listed(known)}{nearest(name, known)}")
     first, second = pair.between
     if first == second and first in hosts:
-        raise ValueError(f"pairs: an exception joins two hosts; got {first} twice")
+        raise ValueError(f"pairs: expected two different hosts; got {first} twice")
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """`; did you mean X?`, or nothing where no name is near."""
+    """`; did you mean X?`, or nothing if no name is near."""
     found = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names with commas, the middle of many left out."""
+    """Names with commas; of many, the middle ones are left out."""
     return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:11])}, … {names[-1]}"

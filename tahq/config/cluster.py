@@ -9,9 +9,9 @@ import math
 
 from pydantic import Field, model_validator
 
-from tahq.comm.config import HostConfig, Hosts, LinksConfig, LinkTransport
+from tahq.comm.config import Hosts, LinksConfig, LinkTransport, MachineConfig
+from tahq.comm.keys import SecurityConfig
 from tahq.comm.network_config import NetworkConfig
-from tahq.comm.security_config import SecurityConfig
 from tahq.config.run import RunConfig
 from tahq.data.config import DataConfig
 from tahq.errors import CodecError, ConfigError, ScheduleError
@@ -127,7 +127,7 @@ class ClusterConfig(Section):
     def _why_no_caps(self) -> str:
         """Which cap a group would not keep to; empty: none."""
         for stage in filter(self.has_group, range(self.pipeline.stages)):
-            where: dict[str, LinksConfig | HostConfig] = {"links": self.links}
+            where: dict[str, LinksConfig | MachineConfig] = {"links": self.links}
             if isinstance(self.hosts, list):
                 where[f"hosts.{stage}"] = self.hosts[stage]
             said = [f"{at}.{key}" for at, caps in where.items() for key in ("cap_up", "cap_down") if getattr(caps, key)]

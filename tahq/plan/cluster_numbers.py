@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from tahq.comm.config import HostConfig
+from tahq.comm.config import MachineConfig
 from tahq.comm.network_config import host_names
 from tahq.errors import ConfigError
 from tahq.quant import CodecSpec
@@ -157,7 +157,7 @@ def _spec_in_full(text: str) -> str:
         raise ValueError(str(error)) from error
 
 
-def host_labels(hosts: str | Sequence[HostConfig], num_stages: int) -> list[str]:
+def host_labels(hosts: str | Sequence[MachineConfig], num_stages: int) -> list[str]:
     """What numbers call the hosts of a configuration, by stage.
 
     Listed machines go by their address, with ``#1``, ``#2`` … behind it where several stages run on one; hosts of this

@@ -2,22 +2,20 @@
 
 import pytest
 
-from tahq.comm.cap import cap_bits_per_s, parse_cap
-from tahq.comm.config import HostConfig, LinksConfig
+from tahq.comm.config import LinksConfig, MachineConfig, cap_bits_per_s, parse_cap
 from tahq.comm.host_shaping import HostRates, host_shaping, with_measured_rates
 from tahq.comm.link.shaping import Shaping
+from tahq.comm.network_model import GOODPUT_SHARE as GOODPUT
 from tahq.errors import ConfigError
 from tahq.units import WRITTEN_BY_HAND
-
-GOODPUT = 1448 / 1514
 
 
 def links(**keys) -> LinksConfig:
     return LinksConfig.model_validate(keys, context=WRITTEN_BY_HAND)
 
 
-def host(**keys) -> HostConfig:
-    return HostConfig.model_validate({"address": "192.0.2.1", **keys}, context=WRITTEN_BY_HAND)
+def host(**keys) -> MachineConfig:
+    return MachineConfig.model_validate({"address": "192.0.2.1", **keys}, context=WRITTEN_BY_HAND)
 
 
 def caps_of(shaping: Shaping) -> tuple[float | None, float | None]:
@@ -104,7 +102,7 @@ def test_entry_of_a_list_goes_before_what_links_say():
     assert [caps_of(host_shaping(config, hosts, stage, 2)) for stage in (0, 1)] == [(5e6, None), (2e7, 1e7)]
 
 
-@pytest.mark.parametrize("hosts", ["local", "namespaces", [HostConfig(address="192.0.2.1")]], ids=str)
+@pytest.mark.parametrize("hosts", ["local", "namespaces", [MachineConfig(address="192.0.2.1")]], ids=str)
 def test_share_of_a_rate_that_nobody_knows_says_what_to_do(hosts):
     with pytest.raises(ConfigError, match=r"links\.cap_down: 60% is a share .* stage 0's host .*tahq measure.*20mbit"):
         host_shaping(links(cap_down="60%"), hosts, 0, 1)
@@ -125,11 +123,11 @@ def test_host_that_was_not_measured_keeps_its_share():
 
 def test_share_that_comes_to_less_than_a_cap_may_be_is_refused_with_what_it_comes_to():
     """A run with such a cap would not get beyond connecting."""
-    at_least = r" comes to 50kbit; a cap must be at least 100kbit"
+    at_least = r" is 50kbit; expected at least 100kbit"
     slow = links(rate="1mbit", cap_down="5%")
     with pytest.raises(ConfigError, match=rf"links\.cap_down: 5% of the rate of stage 0's host{at_least}"):
         host_shaping(slow, "local", 0, 2)
-    with pytest.raises(ConfigError, match=r"links\.cap_up: 0\.0000001% of .* stage 1's host comes to 0\.00956bit"):
+    with pytest.raises(ConfigError, match=r"links\.cap_up: 0\.0000001% of .* stage 1's host is 0\.00956bit"):
         host_shaping(links(rate="10mbit", cap_up="0.0000001%"), "namespaces", 1, 2)
     hosts = [host(), host(cap_up="0.5%")]
     with pytest.raises(ConfigError, match=rf"hosts\.1\.cap_up: 0.5% of the rate of stage 1's host{at_least}"):

@@ -5,9 +5,12 @@ import stat
 import threading
 
 import pytest
+from pydantic import ValidationError
 
+from tahq.comm.config import MachineConfig
 from tahq.comm.keys import (
     Credentials,
+    SecurityConfig,
     default_key_path,
     key_pair_of,
     new_key_pair,
@@ -113,3 +116,36 @@ def test_account_has_one_key(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", "/home/ada")
     assert os.fspath(default_key_path()) == "/home/ada/.config/tahq/key.secret"
+
+
+# -- `security:` of cluster.yaml ------------------------------------------------------------------
+
+KEY = new_key_pair().public
+
+
+def test_curve_is_on_and_nobody_is_listed():
+    config = SecurityConfig()
+    assert config.curve
+    assert config.allowed_keys() == frozenset()
+
+
+def test_keys_and_files_of_keys_may_be_mixed(tmp_path):
+    other = new_key_pair().public
+    (tmp_path / "workers").write_text(f"{other} gpu1\n{KEY} gpu2\n")
+    config = SecurityConfig(allow=[KEY.upper(), str(tmp_path / "workers")])
+    assert config.allow[0] == KEY
+    assert config.allowed_keys() == {KEY, other}
+
+
+@pytest.mark.parametrize("entry", [KEY[:-1], KEY + "0"], ids=["too few", "too many"])
+def test_key_with_a_digit_too_few_or_many_is_not_taken_for_a_file(entry):
+    with pytest.raises(ValidationError, match="expected a public key of 64 hexadecimal digits"):
+        SecurityConfig(allow=[entry])
+
+
+def test_key_of_a_host_is_for_workers_that_are_started_by_hand():
+    assert MachineConfig(address="gpu1", public_key=KEY.upper()).public_key == KEY
+    with pytest.raises(ValidationError, match="public_key is for hosts that are started by hand"):
+        MachineConfig(address="gpu1", ssh="gpu1", public_key=KEY)
+    with pytest.raises(ValidationError, match="expected a public key"):
+        MachineConfig(address="gpu1", public_key="gpu1")

@@ -72,7 +72,7 @@ def test_without_curve_there_are_no_keys_and_a_warning_where_others_reach_it(acc
 
 
 def test_list_that_cannot_be_read_is_named(account, tmp_path):
-    nobody = r"^security\.allow\.1: neither a public key of 64 digits nor a file: nowhere\.keys$"
+    nobody = r"^security\.allow\.1: expected a public key of 64 digits or an existing file; got nowhere\.keys$"
     with pytest.raises(UserError, match=nobody):
         make_run_keys(configured(security={"allow": ["5f1c0e" + "0" * 58, "nowhere.keys"]}), starts_workers=True)
     with pytest.raises(

@@ -17,7 +17,7 @@ from support.runs import write_config
 import tahq
 import tahq_launch
 import tahq_netem
-from tahq.comm.config import HostConfig
+from tahq.comm.config import MachineConfig
 from tahq.comm.keys import new_key_pair
 from tahq_launch.start.run_keys import RunKeys
 from tahq_launch.start.worker_command import ssh_command, worker_by_hand
@@ -38,7 +38,7 @@ def words(command) -> list[str]:
 
 
 def test_remote_command_survives_the_remote_shell():
-    host = HostConfig(
+    host = MachineConfig(
         address="gpu1", ssh="me@gpu1", python="/opt/my env/bin/python", workdir="a b/$c", env={"X": "it's; rm -rf ~"}
     )
     command = ssh_command(host, 2, "192.0.2.1:5555", threads=3)
@@ -55,14 +55,14 @@ def test_remote_command_survives_the_remote_shell():
 def test_the_key_of_a_remote_worker_goes_over_stdin_and_nowhere_else():
     own, coordinator = new_key_pair(), new_key_pair()
     secret = RunKeys(coordinator, {2: own}, frozenset()).secret_of(2)
-    command = ssh_command(HostConfig(address="gpu1", ssh="gpu1"), 2, "192.0.2.1:5555", secret=secret)
+    command = ssh_command(MachineConfig(address="gpu1", ssh="gpu1"), 2, "192.0.2.1:5555", secret=secret)
     assert words(command)[-2:] == ["--exit-with-stdin", "--keys-from-stdin"]
     assert command.first_input == f"{own.secret} {coordinator.public}\n".encode()
     assert own.secret not in f"{command.argv} {command.env} {command!r} {secret!r} {own!r}"
 
 
 def test_users_ssh_options_come_first_and_the_destination_is_no_option():
-    host = HostConfig(address="gpu1", ssh="me@gpu1", ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])
+    host = MachineConfig(address="gpu1", ssh="me@gpu1", ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])
     argv = ssh_command(host, 0, "192.0.2.1:5555").argv
     assert argv[:5] == ("ssh", "-p", "2222", "-o", "ConnectTimeout=99")
     assert argv.index("ConnectTimeout=99") < argv.index("ConnectTimeout=15")
@@ -71,7 +71,7 @@ def test_users_ssh_options_come_first_and_the_destination_is_no_option():
 
 
 def test_workdir_starts_at_the_login_folder():
-    host = HostConfig(address="gpu1", ssh="gpu1")
+    host = MachineConfig(address="gpu1", ssh="gpu1")
     assert words(ssh_command(host, 0, "192.0.2.1:1"))[0] == "exec"
     in_home = host.model_copy(update={"workdir": "~/runs of mine"})
     assert words(ssh_command(in_home, 0, "192.0.2.1:1"))[:2] == ["cd", "runs of mine"]
@@ -143,7 +143,7 @@ def over_ssh(config: dict, options: list[str], workdir: Path, **changes) -> dict
 @needs_sshd
 def test_workers_over_ssh_run_the_code_that_is_tested(sshd, tmp_path):
     (host, *_) = over_ssh(TWO_STAGES, sshd, tmp_path)["hosts"]
-    *connect, script = ssh_command(HostConfig.model_validate(host), 0, "192.0.2.1:1").argv
+    *connect, script = ssh_command(MachineConfig.model_validate(host), 0, "192.0.2.1:1").argv
     before, after = script.split(" -m tahq_launch.cli ")
     assert after.startswith("worker")
     show = shlex.quote("import tahq, tahq_launch; print(tahq.__file__, tahq_launch.__file__)")

@@ -157,7 +157,7 @@ def test_reordering_without_a_delay_names_the_path():
         ({"hosts": {}}, "at least 1"),
         ({"hosts": {"a b": {}}}, "letters, digits"),
         ({"hosts": {"a": {"loss": 1.5}}}, "less than or equal to 1"),
-        ({"hosts": {"a": {}}, "pairs": [{"between": ["a", "c"]}]}, "'c' is no host or site"),
+        ({"hosts": {"a": {}}, "pairs": [{"between": ["a", "c"]}]}, "unknown host or site 'c'"),
         ({"hosts": {"a": {"site": "b"}, "b": {}}}, "name of a host and of a site"),
         ({"hosts": {"a": {}, "b": {}}, "pairs": [{"between": ["a", "b"]}, {"between": ["b", "a"]}]}, "named twice"),
         ({"hosts": {f"h{k}": {} for k in range(251)}}, "at most 250"),

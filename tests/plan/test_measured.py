@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tahq.comm.config import HostConfig
+from tahq.comm.config import MachineConfig
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.errors import RemoteProtocolError
 from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
@@ -182,7 +182,7 @@ def test_notes_say_whose_they_are(measured):
 
 
 def test_hosts_are_called_by_their_address_or_by_number():
-    listed = [HostConfig(address=address) for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1")]
+    listed = [MachineConfig(address=address) for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1")]
     assert host_labels(listed, 3) == ["192.0.2.1#1", "192.0.2.2", "192.0.2.1#2"]
     assert host_labels("namespaces", 2) == host_labels("local", 2) == ["host0", "host1"]
 

@@ -15,6 +15,7 @@ from typing import Final
 from tahq.comm.keys import (
     Credentials,
     KeyPair,
+    SecurityConfig,
     default_key_path,
     key_pair_of,
     new_key_pair,
@@ -23,7 +24,6 @@ from tahq.comm.keys import (
     read_or_make_key_file,
     write_key_file,
 )
-from tahq.comm.security_config import SecurityConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import UserError
 

@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tahq.comm.config import HostConfig
+from tahq.comm.config import MachineConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.models.families import FAMILIES
 from tahq.quant import AUTO, CodecSpec
@@ -77,7 +77,7 @@ _OPTIONS = (
 
 
 def ssh_command(
-    host: HostConfig,
+    host: MachineConfig,
     stage: int,
     peer: str,
     *,
@@ -106,14 +106,14 @@ def ssh_command(
     return WorkerCommand(stage, argv, where=host.ssh, env={}, holds_stdin=True, first_input=secret.line)
 
 
-def _remote_script(host: HostConfig, stage: int, peer: str, threads: int | None, flags: Sequence[str]) -> str:
+def _remote_script(host: MachineConfig, stage: int, peer: str, threads: int | None, flags: Sequence[str]) -> str:
     worker = [host.python, "-m", "tahq_launch.cli", "worker", "--stage", str(stage), "--peer", peer]
     script = "exec " + shlex.join(["env", *_assignments(host, threads), *worker, *flags])
     folder = (host.workdir or "").removeprefix("~/")  # ssh starts in the login folder
     return f"cd {shlex.quote(folder)} && {script}" if folder else script
 
 
-def _assignments(host: HostConfig, threads: int | None) -> list[str]:
+def _assignments(host: MachineConfig, threads: int | None) -> list[str]:
     limits: Mapping[str, str] = {} if threads is None else thread_environment(threads)
     return [f"{name}={value}" for name, value in {"PYTHONUNBUFFERED": "1", **limits, **host.env}.items()]
 

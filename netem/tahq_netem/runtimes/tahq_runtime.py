@@ -7,7 +7,7 @@ crosses the network.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tahq.comm.security_config import SecurityConfig
+from tahq.comm.keys import SecurityConfig
 from tahq.comm.zmq.addresses import format_address
 from tahq.config.file import dump_yaml
 from tahq_netem.programs import module_argv
