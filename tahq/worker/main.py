@@ -174,13 +174,12 @@ class Worker:
         )
         if assign.is_measuring:
             return self._measure(assign, config)
-        listening = listening_addresses(self._options, config, assign.stage)
-        self._off_host = OffHost(assign, config, listening, self._options.own_keys, self._client.send)
-        assign = self._off_host.restored(self._working)
         device = self._options.device or (config.run.device if self._options.spare else None)
         self.device = compute_device(config, assign.stage, device)
+        self._endpoint = open_endpoint(self._options, assign, config, self.device, self._client.send)
+        self._off_host = OffHost(assign, config, self._endpoint, self._client.send)
+        assign = self._off_host.restored(self._working)
         assembly = Assembly.build(assign, config, device, self._working)
-        self._endpoint = open_endpoint(self._options, assign, config, assembly.device, self._client.send)
         self._links = WorkerLinks(self._endpoint, assign.stage, self._client.send)
         plan = self._hello(assign, assembly, self._endpoint.address, self._off_host.address)
         if plan is None:

@@ -4,12 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tahq.comm.control.messages import Admit, Assign, Copied, Copy, Published, Snapshotted
-from tahq.comm.files.client import pieces
-from tahq.comm.files.server import FileServer
-from tahq.comm.files.transfer import FileSource
 from tahq.comm.host_shaping import host_shaping
-from tahq.comm.keys import KeyPair
-from tahq.comm.zmq.addresses import format_address, parse_address
+from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.files import FileSource, pieces
 from tahq.config.cluster import ClusterConfig
 from tahq.pipeline.checkpoint.copy_keeper import CopyKeeper
 from tahq.pipeline.checkpoint.manifest import snapshot_folder
@@ -26,28 +23,21 @@ FileOrder = Copy | Published | Admit
 
 
 class OffHost:
-    """File server and keeper of copies of one worker.
+    """One worker's part in copies: the files that it offers, and the keeper of those that it fetches.
 
     Args:
         assign: its stage.
-        config: what `assign` carries, parsed.
-        listening: where this worker listens and what others dial, as for its links; files have any other port there.
-        keys: this worker's; None: no CURVE.
-        report: sends what came of an order to the coordinator; called in another thread.
+        config: the configuration in `assign`, parsed.
+        endpoint: where files come and go.
+        report: sends the outcome of an order to the coordinator; called in another thread.
     """
 
     def __init__(
-        self,
-        assign: Assign,
-        config: ClusterConfig,
-        listening: tuple[str, str | None],
-        keys: KeyPair | None,
-        report: Callable[[Copied], None],
+        self, assign: Assign, config: ClusterConfig, endpoint: ZmqEndpoint, report: Callable[[Copied], None]
     ) -> None:
         self._assign = assign
         self._config = config
-        self._keys = keys
-        self._server = _file_server(assign.run_id, *listening, keys) if config.run.copies else None
+        self._endpoint = endpoint
         self._rate = copy_rate_bits_per_s(config, assign.stage)
         self._keeper = CopyKeeper(self._run_folder / "copies", assign.stage, self._fetch_copy, report, self.offer)
 
@@ -57,8 +47,8 @@ class OffHost:
 
     @property
     def address(self) -> str:
-        """Where this worker's files are had; empty: nobody can ask for them."""
-        return self._server.address if self._server is not None else ""
+        """Where this worker's files can be fetched; empty: nowhere."""
+        return self._endpoint.address if self._config.run.copies else ""
 
     def restored(self, working: Callable[[str], None]) -> Assign:
         """See `restoring.restored`; what this worker begins at is given to others too."""
@@ -71,8 +61,8 @@ class OffHost:
 
     def offer(self, sha256: str, path: Path) -> None:
         """Give this file to others of the run."""
-        if self._server is not None:
-            self._server.offer(sha256, path)
+        if self._config.run.copies:
+            self._endpoint.files.offer(self._assign.run_id, sha256, path)
 
     def snapshotted(self, part: Snapshotted) -> None:
         """This stage's part of a snapshot is written."""
@@ -84,24 +74,21 @@ class OffHost:
         if isinstance(order, Copy):
             self._keeper.order(order)
         elif isinstance(order, Admit):
-            if self._server is not None:
-                self._server.allow(order.public_keys)
+            self._endpoint.allow(order.public_keys)
         else:
             self._keeper.prune(order.base)
 
     def close(self) -> None:
-        """End both threads; what is under way is left."""
+        """End the keeper's thread; a copy that is under way is left."""
         self._keeper.close()
-        if self._server is not None:
-            self._server.close()
 
     def _fetch(self, address: str, public_key: str, sha256: str, offset: int) -> Iterator[bytes]:
         source = FileSource(address, self._assign.run_id, sha256, public_key)
-        return pieces(source, keys=self._keys, offset=offset)
+        return pieces(self._endpoint, source, offset=offset)
 
     def _fetch_copy(self, order: Copy, offset: int, is_wanted: Callable[[], bool]) -> Iterator[bytes]:
         source = FileSource(order.address, self._assign.run_id, order.sha256, order.public_key)
-        return pieces(source, keys=self._keys, offset=offset, rate_bits_per_s=self._rate, is_wanted=is_wanted)
+        return pieces(self._endpoint, source, offset=offset, rate_bits_per_s=self._rate, is_wanted=is_wanted)
 
 
 def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
@@ -110,12 +97,3 @@ def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
         return config.run.copy_rate
     rate = host_shaping(config.links, config.hosts, stage, config.pipeline.stages).down_bits_per_s
     return RATE_SHARE * rate if rate < float("inf") else RATE_BITS_PER_S
-
-
-def _file_server(run: int, bind: str, advertise: str | None, keys: KeyPair | None) -> FileServer | None:
-    """None where nobody can dial in."""
-    if advertise == "none":
-        return None
-    host, _ = parse_address(bind, "bind")
-    shown = None if advertise is None else format_address(parse_address(advertise, "advertise")[0], 0)
-    return FileServer(run, format_address(host, 0), shown, keys)

@@ -91,7 +91,7 @@ def test_peer_that_was_refused_comes_again(ends, make_id, monkeypatch):
         (
             STRANGER,
             LOWER.public,
-            "does not take this worker's key",
+            "refuses this worker's key",
             f"public key {STRANGER.public} is not one of the 1",
         ),
         (UPPER, STRANGER.public, "hangs up in the handshake", "given another public key"),
@@ -139,7 +139,7 @@ def test_member_cannot_take_another_members_link(ends, make_endpoint, caplog, ma
     receiver = upper.open_link(1, 1, "lower", lower.address, LOWER.public)
     upper.wait_connected(SOON_S)
     check_carried(make_id, sender, receiver)
-    assert "has another key than this member; he was refused" in caplog.text
+    assert "has another key than this member; it was refused" in caplog.text
 
 
 def test_member_is_no_stranger_whether_its_connections_are_new_or_come_again(ends, make_id, make_frame, caplog):

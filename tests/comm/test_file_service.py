@@ -1,43 +1,55 @@
-"""Files from worker to worker over real sockets, and what becomes of those who ask oddly."""
+"""Files from worker to worker over real sockets: which bytes come, who may ask, and what odd requests get."""
 
 import hashlib
 import logging
 import os
+import random
+import struct
 import threading
 import time
+from collections import deque
 
 import pytest
-import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tahq.comm.files import server as file_server
-from tahq.comm.files.client import pieces
-from tahq.comm.files.server import FileServer
-from tahq.comm.files.transfer import FileSource, Patience
-from tahq.comm.files.wire import FileRequest, Status, pack_request, unpack_reply
 from tahq.comm.keys import new_key_pair
+from tahq.comm.link.frame import Direction
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.zmq.files import (
+    MAX_PIECE_NBYTES,
+    WINDOW_PIECES,
+    FileRequest,
+    FileSource,
+    FileTransfer,
+    pieces,
+    unpack_request,
+)
 from tahq.errors import PeerLostError, RemoteProtocolError
 from tahq.pipeline.checkpoint.fetched_file import PARTIAL_SUFFIX, fetch_file, has_file
 
 RUN = 77
-SHORT = Patience(0.3, 1.0)
 SERVER_KEYS, ASKER_KEYS = new_key_pair(), new_key_pair()
 
 
 @pytest.fixture
-def server():
-    server = FileServer(RUN, "127.0.0.1:0", None, None)
-    yield server
-    server.close()
+def asker(make_endpoint):
+    return make_endpoint(0, bind="")
+
+
+@pytest.fixture
+def server(make_endpoint):
+    return make_endpoint(1)
 
 
 @pytest.fixture
 def offered(server, tmp_path):
-    """Content of 3 MB and a bit, its hash, and where it lies."""
+    """Content of 3 MB and a bit, its hash, and its path."""
     content = os.urandom(3_000_017)
     path = tmp_path / "here.safetensors"
     path.write_bytes(content)
     sha256 = hashlib.sha256(content).hexdigest()
-    server.offer(sha256, path)
+    server.files.offer(RUN, sha256, path)
     return content, sha256, path
 
 
@@ -45,16 +57,16 @@ def source(server, sha256, run=RUN):
     return FileSource(server.address, run, sha256)
 
 
-def test_file_arrives_as_it_is(server, offered, tmp_path):
+def test_file_arrives_as_it_is(asker, server, offered, tmp_path):
     content, sha256, _ = offered
     target = tmp_path / "other" / "there.safetensors"
-    assert fetch_file(target, sha256, lambda offset: pieces(source(server, sha256), offset=offset))
+    assert fetch_file(target, sha256, lambda offset: pieces(asker, source(server, sha256), offset=offset))
     assert target.read_bytes() == content
     assert has_file(target, sha256)
     assert os.listdir(target.parent) == [target.name]
 
 
-def test_partial_file_is_gone_on_with(server, offered, tmp_path):
+def test_partial_file_is_gone_on_with(asker, server, offered, tmp_path):
     content, sha256, _ = offered
     target = tmp_path / "there"
     (tmp_path / f"there{PARTIAL_SUFFIX}").write_bytes(content[:1_000_000])
@@ -62,108 +74,111 @@ def test_partial_file_is_gone_on_with(server, offered, tmp_path):
 
     def counted(offset):
         offsets.append(offset)
-        return pieces(source(server, sha256), offset=offset)
+        return pieces(asker, source(server, sha256), offset=offset)
 
     assert fetch_file(target, sha256, counted)
     assert offsets == [1_000_000]
     assert target.read_bytes() == content
 
 
-def test_damaged_bytes_are_not_kept(server, offered, tmp_path):
+def test_damaged_bytes_are_not_kept(asker, server, offered, tmp_path):
     content, sha256, path = offered
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     target = tmp_path / "there"
     with pytest.raises(RemoteProtocolError, match="there has the SHA-256"):
-        fetch_file(target, sha256, lambda offset: pieces(source(server, sha256), offset=offset))
+        fetch_file(target, sha256, lambda offset: pieces(asker, source(server, sha256), offset=offset))
     assert not target.exists()
     assert not (tmp_path / f"there{PARTIAL_SUFFIX}").exists()
 
 
 @pytest.mark.parametrize("why", ["hash", "run", "gone"])
-def test_what_is_not_offered_is_not_there(server, offered, why):
+def test_what_is_not_offered_is_not_there(asker, server, offered, why):
     _, sha256, path = offered
     if why == "gone":
         path.unlink()
     wanted = source(server, "ab" * 32 if why == "hash" else sha256, RUN + (why == "run"))
     with pytest.raises(PeerLostError, match="not there any more"):
-        list(pieces(wanted))
+        list(pieces(asker, wanted))
 
 
-def test_odd_requests_are_not_answered_and_others_are(server, offered, caplog):
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"/etc/passwd",
+        FileRequest(RUN, 0, MAX_PIECE_NBYTES + 1, bytes(32)).pack(),
+        FileRequest(RUN, 0, 0, bytes(32)).pack(),
+    ],
+    ids=["no request", "too much", "nothing"],
+)
+def test_odd_request_ends_the_link_and_others_are_answered(asker, server, offered, caplog, request_bytes):
     content, sha256, _ = offered
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.connect(f"tcp://{server.address}")
-    try:
-        with caplog.at_level(logging.WARNING, logger=file_server.__name__):
-            dealer.send(pack_request(FileRequest(RUN, 1, bytes.fromhex(sha256), 0, 256 * 1024 + 1)))
-            dealer.send(b"/etc/passwd")
-            dealer.send_multipart([b"a", b"b"])
-            dealer.send(pack_request(FileRequest(RUN, 2, bytes.fromhex(sha256), len(content) + 9, 1)))
-            assert dealer.poll(5000)
-            header, data = dealer.recv_multipart()
-    finally:
-        context.destroy(linger=0)
-    assert (unpack_reply(header, "server").status, data) == (Status.BEYOND, b"")
-    assert "asked for 262145 bytes" in caplog.text
-    assert b"".join(pieces(source(server, sha256))) == content
+    with caplog.at_level(logging.WARNING, "tahq.comm"), asker.fetching(source(server, sha256)) as link:
+        link.send(request_bytes)
+        with pytest.raises(PeerLostError, match=r"the peer ended it: files for stage 0: (sent a request|asked for)"):
+            link.recv(5.0)
+    assert "files for stage 0" in caplog.text
+    assert b"".join(pieces(asker, source(server, sha256))) == content
 
 
-def test_server_that_is_gone_and_back_goes_on(offered, server, tmp_path):
+def test_peer_that_asks_for_too_much_at_once_is_cut_off(asker, server, offered):
+    _, sha256, _ = offered
+    request = FileRequest(RUN, 0, MAX_PIECE_NBYTES, bytes.fromhex(sha256)).pack()
+    with asker.fetching(source(server, sha256)) as link:
+        for _ in range(1000):
+            link.send(request)
+        with pytest.raises(PeerLostError, match="pieces at once"):
+            all(link.recv(5.0) for _ in range(1000))
+
+
+def test_server_that_is_gone_and_back_goes_on(asker, server, offered, make_endpoint):
     content, sha256, path = offered
-    wanted = FileSource(server.address, RUN, sha256)
     got = bytearray()
-    for piece in pieces(wanted, rate_bits_per_s=1e8, patience=Patience(0.2, 20.0)):
+
+    def again():
+        make_endpoint(1, bind=server.address).files.offer(RUN, sha256, path)
+
+    timer = threading.Timer(0.5, again)
+    for piece in pieces(asker, source(server, sha256), rate_bits_per_s=1e8, give_up_s=20.0):
         if not got:
-            server.close()
-            threading.Timer(0.5, lambda: again(server.address, sha256, path)).start()
+            server.close(0.1)
+            timer.start()
         got += piece
     assert bytes(got) == content
-    AGAIN.pop().close()
+    timer.join()
 
 
-AGAIN = []
-
-
-def again(address, sha256, path):
-    server = FileServer(RUN, address, None, None)
-    server.offer(sha256, path)
-    AGAIN.append(server)
-
-
-def test_server_that_stays_away_is_given_up_and_what_came_is_kept(offered, server, tmp_path):
+def test_server_that_stays_away_is_given_up_and_what_came_is_kept(asker, offered, server, tmp_path):
     content, sha256, _ = offered
     target = tmp_path / "there"
 
     def interrupted(offset):
-        for piece in pieces(source(server, sha256), offset=offset, rate_bits_per_s=5e7, patience=SHORT):
-            server.close()
+        for piece in pieces(asker, source(server, sha256), offset=offset, rate_bits_per_s=5e7, give_up_s=1.0):
+            server.close(0.1)
             yield piece
 
-    with pytest.raises(PeerLostError, match=r"silent for 1 s"):
+    with pytest.raises(PeerLostError, match=r"silent for 1 s|closed the link"):
         fetch_file(target, sha256, interrupted)
     assert content.startswith((tmp_path / f"there{PARTIAL_SUFFIX}").read_bytes())
 
 
-def test_file_that_is_no_longer_wanted_is_left(server, offered, tmp_path):
+def test_file_that_is_no_longer_wanted_is_left(asker, server, offered, tmp_path):
     _, sha256, _ = offered
     begin_s = time.monotonic()
     wanted = {"is_wanted": lambda: time.monotonic() < begin_s + 0.3}
     target = tmp_path / "there"
     slow = {"rate_bits_per_s": 1e6, **wanted}
     assert not fetch_file(
-        target, sha256, lambda offset: pieces(source(server, sha256), offset=offset, **slow), **wanted
+        target, sha256, lambda offset: pieces(asker, source(server, sha256), offset=offset, **slow), **wanted
     )
     assert time.monotonic() - begin_s < 2.0
     assert not target.exists()
 
 
 @pytest.mark.serial
-def test_cap_is_kept_and_used(server, offered):
+def test_cap_is_kept_and_used(asker, server, offered):
     content, sha256, _ = offered
     begin_s = time.monotonic()
-    assert b"".join(pieces(source(server, sha256), rate_bits_per_s=2e7)) == content
+    assert b"".join(pieces(asker, source(server, sha256), rate_bits_per_s=2e7)) == content
     rate = len(content) * 8 / (time.monotonic() - begin_s)
     assert 1.4e7 < rate < 2.25e7  # at most a tenth of a second's piece is free
 
@@ -173,43 +188,136 @@ def keyed(server, sha256):
 
 
 @pytest.fixture
-def keyed_server(offered):
+def keyed_asker(make_endpoint):
+    return make_endpoint(0, bind="", keys=ASKER_KEYS)
+
+
+@pytest.fixture
+def keyed_server(make_endpoint, offered):
     _, sha256, path = offered
-    server = FileServer(RUN, "127.0.0.1:0", None, SERVER_KEYS)
-    server.offer(sha256, path)
-    yield server
-    server.close()
+    server = make_endpoint(1, keys=SERVER_KEYS)
+    server.files.offer(RUN, sha256, path)
+    return server
 
 
-def test_owner_of_a_key_that_was_named_gets_the_file(keyed_server, offered):
+@pytest.mark.parametrize("named_after_s", [0.0, 0.5], ids=["before", "a moment later"])
+def test_owner_of_a_key_that_was_named_gets_the_file(keyed_asker, keyed_server, offered, named_after_s):
     content, sha256, _ = offered
-    keyed_server.allow([ASKER_KEYS.public])
-    assert b"".join(pieces(keyed(keyed_server, sha256), keys=ASKER_KEYS)) == content
-
-
-def test_asker_who_is_named_a_moment_later_waits(keyed_server, offered):
-    content, sha256, _ = offered
-    naming = threading.Timer(0.5, keyed_server.allow, ([ASKER_KEYS.public],))
+    naming = threading.Timer(named_after_s, keyed_server.allow, ([ASKER_KEYS.public],))
     naming.start()
-    assert b"".join(pieces(keyed(keyed_server, sha256), keys=ASKER_KEYS, patience=Patience(5.0, 20.0))) == content
+    assert b"".join(pieces(keyed_asker, keyed(keyed_server, sha256))) == content
     naming.join()
 
 
-def test_asker_whom_nobody_named_is_told_that_it_is_the_key(keyed_server, offered, caplog):
+def test_asker_that_was_not_named_is_told_that_it_is_the_key(keyed_asker, keyed_server, offered, caplog):
     _, sha256, _ = offered
-    with pytest.raises(PeerLostError, match=r"silent for 5 s; the peer does not take this worker's key"):
-        list(pieces(keyed(keyed_server, sha256), keys=ASKER_KEYS, patience=Patience(1.0, 5.0)))
+    with pytest.raises(PeerLostError, match=r"silent for 5 s; the peer refuses this worker's key"):
+        list(pieces(keyed_asker, keyed(keyed_server, sha256), give_up_s=5.0))
     assert f"its public key {ASKER_KEYS.public} is not one of the 0 that may connect" in caplog.text
 
 
-def test_asker_without_curve_gets_nothing(keyed_server, offered):
+def test_asker_without_curve_gets_nothing(asker, keyed_server, offered):
     _, sha256, _ = offered
     # Which of the two is seen depends on how far the handshake came in that time.
     with pytest.raises(PeerLostError, match=r"one end uses CURVE and the other does not|without CURVE"):
-        list(pieces(source(keyed_server, sha256), patience=Patience(0.5, 2.0)))
+        list(pieces(asker, source(keyed_server, sha256), give_up_s=2.0))
 
 
-def test_key_for_who_has_none_is_refused_at_once(server, offered):
+def test_key_for_a_worker_that_has_none_is_refused_at_once(asker, server, offered):
     _, sha256, _ = offered
     with pytest.raises(RemoteProtocolError, match="CURVE is on at one end and off at the other"):
-        list(pieces(keyed(server, sha256)))
+        list(pieces(asker, keyed(server, sha256)))
+
+
+def test_copy_and_training_share_a_port_and_the_copy_delays_no_frame(make_endpoint, offered, make_frame):
+    """An unpaced copy of 3 MB over an uplink of 8 Mbit/s takes 3 s; frames wait for a piece of it at most."""
+    content, sha256, path = offered
+    shaping = Shaping(rate_bits_per_s=8e6, piece_nbytes=16384)
+    upper, lower = make_endpoint(1, shaping=shaping), make_endpoint(0, bind="", shaping=shaping)
+    upper.files.offer(RUN, sha256, path)
+    down, up = lower.open_link(0, 1, "upper", upper.address), upper.open_link(0, 0, "lower", "")
+    upper.wait_connected(10.0)
+    copy = threading.Thread(target=lambda: got.append(b"".join(pieces(lower, source(upper, sha256)))))
+    got = []
+    copy.start()
+    time.sleep(0.5)
+    waits_s = []
+    for number in range(10):
+        frame = make_frame(1000, number, Direction.BACKWARD)
+        down.expect(frame.id, 1000)
+        started_s = time.monotonic()
+        up.send(frame)
+        down.recv(10.0)
+        waits_s.append(time.monotonic() - started_s)
+    assert copy.is_alive()
+    assert sorted(waits_s)[5] < 0.15
+    copy.join()
+    assert got == [content]
+
+
+# Which pieces are asked for, and when: no socket, no clock
+
+
+def source_of(content):
+    return FileSource("host1:7000", RUN, hashlib.sha256(content).hexdigest())
+
+
+def answer(content, request):
+    piece = content[request.offset : request.offset + request.length]
+    return struct.pack("<BQQ", 0, request.offset, len(content)) + piece
+
+
+def fetched(content, dice, *, rate=None, offset=0):
+    """Over a line that takes its time, and breaks now and then."""
+    now_s = 0.0
+    transfer = FileTransfer(source_of(content), offset, rate, now_s)
+    line, got = deque(), b""
+    while not transfer.is_done:
+        line.extend(answer(content, unpack_request(data, "test")) for data in transfer.requests(now_s))
+        if dice.random() < 0.05:
+            line.clear()
+            transfer.begin_again()
+        elif line and dice.random() < 0.8:
+            got += transfer.take(line.popleft(), now_s)
+        else:
+            now_s += min(transfer.wait_s(now_s), 0.3) + 1e-6
+    return got, now_s
+
+
+@given(st.binary(max_size=30000), st.integers(0, 2**32), st.floats(0, 1))
+def test_bytes_come_once_and_in_order_over_links_that_break(content, seed, share):
+    offset = int(share * len(content))
+    got, _ = fetched(content, random.Random(seed), rate=3e5, offset=offset)
+    assert got == content[offset:]
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1e5, 1e6, 1e7]))
+def test_rate_is_kept(seed, rate):
+    content = bytes(50000)
+    got, took_s = fetched(content, random.Random(seed), rate=rate)
+    last_piece = max(4096, rate * 0.1 / 8)
+    assert len(got) == len(content)
+    assert took_s >= (len(content) - last_piece) * 8 / rate * 0.99
+
+
+def test_no_more_than_a_window_is_under_way():
+    content = bytes(3 * WINDOW_PIECES * MAX_PIECE_NBYTES)
+    transfer = FileTransfer(source_of(content), 0, None, 0.0)
+    (first,) = transfer.requests(0.0)
+    transfer.take(answer(content, unpack_request(first, "test")), 0.0)
+    asked = [unpack_request(data, "test") for data in transfer.requests(0.0)]
+    assert sum(request.length for request in asked) == WINDOW_PIECES * MAX_PIECE_NBYTES
+    assert list(transfer.requests(0.0)) == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"", struct.pack("<BQQ", 2, 0, 1000), struct.pack("<BQQ", 0, 8, 1000) + bytes(1000),
+     struct.pack("<BQQ", 0, 0, 1000) + bytes(999), struct.pack("<BQQ", 0, 0, 1000) + bytes(1001)],
+    ids=["empty", "status", "offset", "short", "long"],
+)  # fmt: skip
+def test_reply_that_makes_no_sense_is_refused(reply):
+    transfer = FileTransfer(source_of(bytes(1000)), 0, None, 0.0)
+    list(transfer.requests(0.0))
+    with pytest.raises(RemoteProtocolError, match="host1:7000"):
+        transfer.take(reply, 0.0)

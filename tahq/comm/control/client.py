@@ -24,7 +24,7 @@ from tahq.comm.inbox import Inbox
 from tahq.comm.keys import Credentials
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.zmq.addresses import dial_endpoint
-from tahq.comm.zmq.dialled import Handshakes, Listener, Outcome, redial, who_listens
+from tahq.comm.zmq.dialled import Dialled, Listener, Outcome, who_listens
 from tahq.comm.zmq.socket_wait import Socket, WaitSet, Waker, has_input
 from tahq.comm.zmq.sockets import dial_curve, limit_handshakes, replace_silent_connections
 from tahq.errors import LocalProtocolError, PeerLostError, RefusedError, RemoteProtocolError, StartOverError, TahqError
@@ -103,7 +103,7 @@ class ControlClient:
         self._credentials = credentials
         self._listener: Listener | None = None
         """What answers at its address, once that has hung up so often that somebody has looked."""
-        self._redial_at_s: float | None = None
+        self.obstacle = ""
         self._heartbeat = Heartbeat()
         self._echo: tuple[float, float] | None = None
         """When the heartbeat heard last was sent, by the coordinator's clock, and when it was heard, by this one."""
@@ -134,12 +134,11 @@ class ControlClient:
         limit_handshakes(self._dealer)
         if self._credentials is not None:
             dial_curve(self._dealer, self._credentials.own, self._credentials.coordinator)
-        self._handshakes = Handshakes(self._dealer)
-        self._dealer.connect(endpoint)
+        self._dialled = Dialled(self._dealer, endpoint.removeprefix("tcp://"), self)
         self._waker = Waker()
         self._wait_set = WaitSet(self._waker)
         self._wait_set.add(self._dealer)
-        self._wait_set.add(self._handshakes.socket)
+        self._wait_set.add(self._dialled.events)
 
     # The main thread's side
 
@@ -231,7 +230,7 @@ class ControlClient:
     def _turn(self) -> None:
         self._waker.clear()
         self._receive()
-        self._check_handshakes()
+        self._dialled.look()
         self._hand_over(time.monotonic())
         self._check_silence()
         self._send_heartbeat()
@@ -239,38 +238,37 @@ class ControlClient:
         if not self._outbox and not self._is_finished():
             self._wait_set.wait(self._next_s() - time.monotonic())
 
-    def _check_handshakes(self) -> None:
-        """Notice that the two ends will never agree, which waiting would not mend.
+    @property
+    def spec(self) -> str:
+        """Name of the channel in messages."""
+        return self._peer
+
+    def reconnected(self, connection: int) -> None:
+        """A new connection has replaced one that was lost: see at once what is missing."""
+        if self._heard_s is not None:
+            self._numbering.ask()
+            self._heartbeat_at_s = time.monotonic()
+
+    def note_outcome(self, outcome: Outcome, dialled: Dialled) -> None:
+        """Notice that the two ends will never agree; called in the client's thread.
 
         Raises:
             RefusedError: with what is wrong, and what to do.
         """
-        for outcome in self._handshakes.take():
-            if outcome is Outcome.SUCCEEDED and self._heard_s is not None:
-                self._ask_at_once()
-            if outcome in (Outcome.REFUSED, Outcome.NO_CURVE):
-                raise RefusedError(f"{self._peer}: {_refusal(outcome, self._credentials)}")
-            if outcome is Outcome.BROKEN:
-                _log.warning("%s: %s; dialling again", self._peer, outcome.value)
-                self._redial_at_s = time.monotonic() + _RECONNECT_MAX_MS / 1000
-        if self._redial_at_s is not None and self._redial_at_s <= time.monotonic():
-            self._redial_at_s = None
-            redial(self._dealer, dial_endpoint(self._address, "coordinator"))
-        if self._handshakes.has_succeeded or self._handshakes.num_hang_ups < _SUSPICIOUS_HANG_UPS:
+        if outcome in (Outcome.REFUSED, Outcome.NO_CURVE):
+            raise RefusedError(f"{self._peer}: {_refusal(outcome, self._credentials)}")
+        if outcome is Outcome.BROKEN:
+            _log.warning("%s: %s; dialling again", self._peer, outcome.value)
+        if dialled.has_succeeded or dialled.num_hang_ups < _SUSPICIOUS_HANG_UPS:
             return
         if self._listener is None:
             self._listener = who_listens(self._address)
         reason = _disagreement(self._listener, self._credentials)
-        if reason and self._handshakes.num_hang_ups >= _CONVINCING_HANG_UPS:
+        if reason and dialled.num_hang_ups >= _CONVINCING_HANG_UPS:
             raise RefusedError(f"{self._peer}: {reason}")
 
-    def _ask_at_once(self) -> None:
-        """Another connection has taken the place of one that was lost: see at once what is missing."""
-        self._numbering.ask()
-        self._heartbeat_at_s = time.monotonic()
-
     def _next_s(self) -> float:
-        times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s, self._redial_at_s)
+        times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s, self._dialled.redial_s)
         lines = (self._uplink.next_s(), self._downlink.next_s())
         return min(time_s for time_s in (*times, *lines) if time_s is not None)
 

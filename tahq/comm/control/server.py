@@ -18,7 +18,7 @@ from tahq.comm.keys import KeyPair
 from tahq.comm.zmq.addresses import advertised_address, bind_router
 from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
-from tahq.comm.zmq.sockets import peer_key, replace_stuck_connections
+from tahq.comm.zmq.sockets import peer_key, replace_silent_connections
 from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class ControlServer:
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             self._router.setsockopt(option, value)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
-        replace_stuck_connections(self._router, _HEARTBEATS_A_TIMEOUT * heartbeat_s)
+        replace_silent_connections(self._router, _HEARTBEATS_A_TIMEOUT * heartbeat_s)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._gate = Gate(self._router, keys, allowed, where="coordinator", clock=clock)

@@ -150,6 +150,11 @@ class Session:
         """Whether this end is closed, and everything sent was acknowledged (or the peer has left)."""
         return self.local is End.CLOSED and self.outbound.is_settled
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be said at either end."""
+        return not self._ack_due and (self.remote is End.CLOSED or self.is_settled)
+
     def trouble(self, now_s: float) -> str:
         """Why the link is degraded; empty if it is not."""
         if self.remote is not End.OPEN:

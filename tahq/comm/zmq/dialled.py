@@ -1,4 +1,8 @@
-"""A connection that is dialled from here, and dialled again where ZMQ has given it up."""
+"""A connection that is dialled from here, and dialled again where ZMQ has given it up.
+
+ZMQ dials again by itself where a connection was closed. It gives up for good, without a word, where the peer refuses
+our key, where the two ends do not agree about CURVE, and where the peer's bytes break ZMQ's protocol.
+"""
 
 import errno
 import logging
@@ -18,60 +22,135 @@ from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import HANDSHAKE_S
 from tahq.errors import UserError
 
-_KINDS = (monitor.CONNECTED, monitor.SUCCEEDED, monitor.DISCONNECTED, *monitor.FAILURES)
+_log = logging.getLogger(__name__)
+_KINDS = (monitor.CONNECTED, monitor.SUCCEEDED, monitor.DISCONNECTED, monitor.RETRIED, *monitor.FAILURES)
+_REDIAL_S = 1.0
+_GIVEN_UP_S = 0.5
+"""If ZMQ has not begun to dial again so long after a connection was lost, it never will."""
+_SUSPICIOUS_HANG_UPS = 3
 
 
 class Outcome(Enum):
     """How a handshake ended."""
 
-    SUCCEEDED = "the peer has taken us in"
+    SUCCEEDED = "the peer has let us in"
     REFUSED = "it refuses our key"
     NO_CURVE = "one end uses CURVE and the other does not"
     BROKEN = "it broke ZMQ's protocol"
     HUNG_UP = "it hung up"
-    """Which is what a peer does whose public key is not the one that we were given."""
+    """As a peer does whose public key is not the one that we were given."""
 
 
-class Handshakes:
-    """Those of one DEALER; used by the thread that owns it, made before it connects."""
+_OBSTACLES = {
+    Outcome.REFUSED: "the peer refuses this worker's key; are both of this run, and of this start of it?",
+    Outcome.NO_CURVE: "one end uses CURVE and the other does not",
+    Outcome.BROKEN: "the program that answers there is not a worker of tahq",
+    Outcome.HUNG_UP: "the peer hangs up in the handshake; is it another worker, with another key or without CURVE?",
+}
 
-    def __init__(self, dealer: Socket, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._monitor = Monitor(dealer, *_KINDS)
-        self._connected_s = clock()
-        self._is_undecided = False
+
+class Dialling(Protocol):
+    """The owner of a connection that is dialled."""
+
+    obstacle: str
+    """Why it is not connected, as far as that is known."""
+
+    @property
+    def spec(self) -> object:
+        """Its name in messages."""
+
+    def reconnected(self, connection: int) -> None:
+        """A new connection has replaced one that was lost."""
+
+    def note_outcome(self, outcome: Outcome, dialled: "Dialled") -> None:
+        """A handshake has ended; may raise RefusedError if dialling again is useless."""
+
+
+class Dialled:
+    """A DEALER, which it connects; after that used by one thread.
+
+    Args:
+        socket: set up, and not connected yet.
+        address: host:port.
+        end: owner of the connection.
+        connection: which one of the link's.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        address: str,
+        end: Dialling,
+        connection: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.socket = socket
+        self.address = address
+        self.redial_s: float | None = None
+        """When to call `look` at the latest."""
         self.num_hang_ups = 0
         """Connections that ended at once, in a row: the peer may have another key, be no ZMQ socket, or just start."""
         self.has_succeeded = False
-        """Whether one ever has: keys that were right stay right."""
+        """Whether a handshake ever has: keys that were right stay right."""
+        self._end = end
+        self._connection = connection
+        self._clock = clock
+        self._is_again = False
+        """Whether the next connection is not the first."""
+        self._connected_s = clock()
+        self._is_undecided = False
+        self._warnings = RateLimitedLog(_log, clock=clock)
+        self._monitor = Monitor(socket, *_KINDS)
+        self._endpoint = f"tcp://{address}"
+        socket.connect(self._endpoint)
 
     @property
-    def socket(self) -> Socket:
-        """Has input when one has ended."""
+    def events(self) -> Socket:
+        """Has input when a handshake has ended."""
         return self._monitor.socket
 
-    def take(self) -> list[Outcome]:
-        """How those ended that have since the last call."""
-        outcomes = [self._outcome(event) for event in self._monitor.take()]
-        return [outcome for outcome in outcomes if outcome is not None]
-
-    def close(self) -> None:
-        """Look no more."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Release the sockets; messages that they hold have so long to leave."""
         self._monitor.close()
+        self.socket.close(linger=linger_ms)
+
+    def look(self) -> None:
+        """Handle events, and dial again if that is due."""
+        for event in self._monitor.take():
+            if event.kind in (monitor.CONNECTED, monitor.RETRIED):
+                self.redial_s = None  # ZMQ dials by itself
+            if (outcome := self._outcome(event)) is not None:
+                self._note(outcome)
+        if self.redial_s is not None and self.redial_s <= self._clock():
+            self.redial_s = None
+            self._is_again = True
+            self._redial()
+
+    def warn_of(self, outcome: Outcome) -> None:
+        """Remember, and log, why the peer is not connected; the default for `Dialling.note_outcome`."""
+        if outcome is Outcome.SUCCEEDED:
+            self._end.obstacle = ""
+        elif outcome is not Outcome.HUNG_UP or self.num_hang_ups >= _SUSPICIOUS_HANG_UPS:
+            self._end.obstacle = _OBSTACLES[outcome]
+            self._warnings.warning(f"{self._end.spec}: {self._end.obstacle}")
 
     def _outcome(self, event: Event) -> Outcome | None:
+        if event.kind == monitor.RETRIED:
+            return None
         if event.kind == monitor.CONNECTED:
             self._connected_s, self._is_undecided = self._clock(), True
             return None
-        # Of who does not even begin as ZMQ does, all that is told is that the connection is gone.
+        # A peer that does not even begin as ZMQ does shows only as a connection that is gone.
         was_undecided, self._is_undecided = self._is_undecided, False
         if event.kind == monitor.DISCONNECTED:
+            self.redial_s = self._clock() + _GIVEN_UP_S
             return self._count(Outcome.BROKEN) if was_undecided else None
         if event.kind == monitor.SUCCEEDED:
             self.num_hang_ups, self.has_succeeded = 0, True
             return Outcome.SUCCEEDED
         if event.kind == monitor.CLOSED:
-            # One that took its time has run out of it, which says nothing about keys.
+            # A handshake that ran out of time says nothing about keys.
             is_prompt = self._clock() - self._connected_s < HANDSHAKE_S / 2
             return self._count(Outcome.HUNG_UP) if is_prompt else Outcome.HUNG_UP
         if event.kind == monitor.REFUSED:
@@ -82,112 +161,27 @@ class Handshakes:
         self.num_hang_ups += 1
         return outcome
 
-
-def redial(dealer: Socket, endpoint: str) -> None:
-    """Connect anew a DEALER that ZMQ has given up, or that it has not; what it had queued is dropped."""
-    try:
-        dealer.disconnect(endpoint)
-    except zmq.ZMQError as error:
-        if error.errno != errno.ENOENT:
-            raise
-    dealer.connect(endpoint)
-
-
-_log = logging.getLogger(__name__)
-_REDIAL_S = 1.0
-_SUSPICIOUS_HANG_UPS = 3
-_OBSTACLES = {
-    Outcome.REFUSED: "the peer does not take this worker's key; are both of this run, and of this start of it?",
-    Outcome.NO_CURVE: "one end uses CURVE and the other does not",
-    Outcome.BROKEN: "what answers there is no worker of tahq",
-    Outcome.HUNG_UP: "the peer hangs up in the handshake; is it another worker, with another key or without CURVE?",
-}
-
-
-class Dialling(Protocol):
-    """What somebody is dialled for."""
-
-    obstacle: str
-    """Why it is not connected, as far as that is known."""
-
-    @property
-    def spec(self) -> object:
-        """What messages call it."""
-
-    def reconnected(self, connection: int) -> None:
-        """Another connection has taken the place of one that was lost."""
-
-
-class Dialled:
-    """A DEALER, which it connects; after that used by one thread.
-
-    Args:
-        socket: set up, and not connected yet.
-        endpoint: what to connect it to.
-        end: what it is for; told why it is not connected, and when it is again.
-        connection: which one of a link's.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(
-        self,
-        socket: Socket,
-        endpoint: str,
-        end: Dialling,
-        connection: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.socket = socket
-        self.redial_s: float | None = None
-        """When to call `look` at the latest."""
-        self._endpoint = endpoint
-        self._end = end
-        self._connection = connection
-        self._is_again = False
-        """Whether the next connection is not the first."""
-        self._clock = clock
-        self._handshakes = Handshakes(socket, clock)
-        self._warnings = RateLimitedLog(_log, clock=clock)
-        socket.connect(endpoint)
-
-    @property
-    def events(self) -> Socket:
-        """Has input when a handshake has ended."""
-        return self._handshakes.socket
-
-    @property
-    def obstacle(self) -> str:
-        """Why it is not connected, as far as that is known; "": it is, or nothing is."""
-        return self._end.obstacle
-
-    def close(self) -> None:
-        """Release the sockets; what they hold is dropped."""
-        self._handshakes.close()
-        self.socket.close(linger=0)
-
-    def look(self) -> None:
-        """See how it stands, and dial again if that is due."""
-        for outcome in self._handshakes.take():
-            self._note(outcome)
-        if self.redial_s is not None and self.redial_s <= self._clock():
-            self.redial_s = None
-            self._is_again = True
-            redial(self.socket, self._endpoint)
-
     def _note(self, outcome: Outcome) -> None:
         if outcome is Outcome.SUCCEEDED:
-            self._end.obstacle = ""
+            self.redial_s = None
             if self._is_again:
                 self._end.reconnected(self._connection)
             self._is_again = True
-            return
-        if outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself
+        elif outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself
             self.redial_s = self._clock() + _REDIAL_S
-        elif self._handshakes.num_hang_ups < _SUSPICIOUS_HANG_UPS:
-            return
-        self._end.obstacle = _OBSTACLES[outcome]
-        self._warnings.warning(f"{self._end.spec}: {self._end.obstacle}")
+        self._end.note_outcome(outcome, self)
 
+    def _redial(self) -> None:
+        """Connect again; what the socket had queued is dropped."""
+        try:
+            self.socket.disconnect(self._endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != errno.ENOENT:
+                raise
+        self.socket.connect(self._endpoint)
+
+
+# What listens at an address, by the first bytes that every ZMQ socket sends
 
 _NBYTES = 64
 _MECHANISM = slice(12, 32)
@@ -196,13 +190,13 @@ _BEGINNING = b"\xff" + bytes(8) + b"\x7f" + b"\x03"
 
 
 class Listener(Enum):
-    """Who answers."""
+    """What kind of program answers."""
 
     CURVE = "a ZMQ socket with CURVE"
     OTHER_ZMQ = "a ZMQ socket without CURVE"
     STRANGER = "another program"
     NOBODY = "nobody"
-    """Or a tunnel whose other end reaches nobody."""
+    """Or a tunnel whose other end reaches nothing."""
 
 
 def who_listens(address: str, timeout_s: float = 2.0) -> Listener:

@@ -9,29 +9,41 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import zmq
 
 from tahq.comm.keys import KeyPair
-from tahq.comm.link.frame import MAX_PIECE_NBYTES
+from tahq.comm.link.frame import MAX_PIECE_NBYTES, Channel
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.inbound import Allocate, pageable
 from tahq.comm.link.sending_order import First
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.link.spec import DEFAULT_WINDOW_NBYTES, LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.spec import (
+    ANY_STAGE,
+    DEFAULT_WINDOW_NBYTES,
+    FILES_LINK,
+    Hello,
+    LinkSpec,
+    PeerIdentity,
+    SessionLimits,
+)
+from tahq.comm.link.transitions import End
+from tahq.comm.zmq import files
 from tahq.comm.zmq.addresses import advertised_address, bind_router, dial_endpoint
 from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.endpoint_loop import EndpointLoop, OnTrouble
+from tahq.comm.zmq.files import FetchingEnd, FetchingLink, FileSource, FileStore, ServingEnd
 from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import CURVE_NBYTES, dial_curve, limit_handshakes, replace_silent_connections
-from tahq.comm.zmq.transport import ALL, LinkEnd, Wanted, ZmqTransport
-from tahq.errors import LocalProtocolError, PeerLostError
+from tahq.comm.zmq.transport import ALL, DataEnd, LinkEnd, Wanted, ZmqTransport
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 _log = logging.getLogger(__name__)
 _RECONNECT_MS = 50
@@ -97,19 +109,21 @@ class ZmqEndpoint:
         _start_zero_copy()
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
-            reception = self._listen(bind, advertise) if bind else None
+            self._reception = self._listen(bind, advertise) if bind else None
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        if reception is None:
+        if self._reception is None:
             self.address = ""
         self._frame_log = frame_log
         self._first_step = 0
-        self._ends: dict[int, LinkEnd] = {}
+        self._ends: dict[int, DataEnd] = {}
         self._transports: list[ZmqTransport] = []
+        self.files = FileStore(self._send_piece)
+        """What other workers may fetch from here."""
         self._aborted: Exception | None = None
         self._is_closed = False
-        self._loop = EndpointLoop(reception, shaping, on_trouble)
+        self._loop = EndpointLoop(self._reception, shaping, on_trouble)
         self._thread = threading.Thread(target=self._loop.run, name="tahq-io", daemon=True)
         self._thread.start()
 
@@ -120,7 +134,7 @@ class ZmqEndpoint:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         gate = Gate(router, self._keys, where="data port", hold_s=_HOLD_S)
         self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
-        return Reception(router, gate)
+        return Reception(router, gate, {FILES_LINK: self._visit}, time.monotonic)
 
     def _socket(self, kind: int) -> Socket:
         socket = self._context.socket(kind)
@@ -162,7 +176,7 @@ class ZmqEndpoint:
         log = self._frame_log(link) if self._frame_log is not None else None
         if log is not None:
             log.begin(self._first_step)
-        end = LinkEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log, peer_key)
+        end = DataEnd(spec, Session(self._identity, spec, self._limits, self._allocate), wanted, log, peer_key)
         self._loop.open(end, self._dial_all(end, dial, peer_key))
         self._ends[link] = end
         if self._aborted is not None:
@@ -233,7 +247,53 @@ class ZmqEndpoint:
         limit_handshakes(dealer)
         if self._keys is not None:
             dial_curve(dealer, self._keys, peer_key)
-        return Dialled(dealer, endpoint, end, connection)
+        return Dialled(dealer, endpoint.removeprefix("tcp://"), end, connection)
+
+    # Files
+
+    def allow(self, public_keys: Iterable[str]) -> None:
+        """Let the owners of these keys in, to fetch files; any thread may call it."""
+        if self._reception is not None:
+            for key in public_keys:
+                self._loop.submit(None, partial(self._reception.gate.allow, key))
+
+    def _files_session(self, spec: LinkSpec) -> Session:
+        limits = replace(
+            self._limits, connections=1, give_up_s=files.GIVE_UP_S, max_message_nbytes=files.MAX_MESSAGE_NBYTES
+        )
+        return Session(replace(self._identity, epoch=0), spec, limits)
+
+    def _visit(self, route: bytes, hello: Hello, key: str) -> LinkEnd:
+        """This end of a link that another worker has opened to fetch files."""
+        spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=False, title=f"files for stage {hello.stage}")
+        return ServingEnd(spec, self._files_session(spec), key, self.files)
+
+    def _send_piece(self, end: LinkEnd, data: bytes) -> None:
+        def send() -> None:
+            if end.session.local is End.OPEN:
+                end.session.send_message(Channel.FILES, data, time.monotonic())
+
+        self._loop.submit(end, send)
+
+    @contextmanager
+    def fetching(self, source: FileSource) -> Iterator[FetchingLink]:
+        """A link for files to a worker; returns before it is connected. Any thread may call it.
+
+        Raises:
+            UserError: the address is malformed.
+            RemoteProtocolError: the plan says CURVE for one end and not for the other.
+        """
+        if self._is_closed:
+            raise PeerLostError(f"{source}: this worker is leaving")
+        if bool(source.public_key) != (self._keys is not None):
+            raise RemoteProtocolError(f"{source}: CURVE is on at one end and off at the other")
+        spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=True, title=str(source))
+        end = FetchingEnd(spec, self._files_session(spec), source.public_key)
+        self._loop.open(end, [self._dial(end, source.address, source.public_key, 0)])
+        try:
+            yield FetchingLink(end, partial(self._send_piece, end))
+        finally:
+            self._loop.submit(end, partial(self._loop.leave, end))
 
     def wait_connected(self, timeout_s: float) -> None:
         """Block until every open link has met its peer.
@@ -288,7 +348,8 @@ class ZmqEndpoint:
     def _release(self) -> None:
         self._loop.stop()
         self._thread.join()
-        self._context.term()
+        self.files.close()
+        self._context.destroy(linger=0)  # of sockets that the loop has not closed: commands that came too late
         for end in self._ends.values():
             if end.log is not None:
                 end.log.close()

@@ -1,12 +1,12 @@
-"""The I/O thread of a worker: it owns every data socket, and moves bytes between them, shaping and sessions.
+"""The I/O thread of a process: it owns the sockets, and moves bytes between them, shaping and sessions.
 
-One turn: run what the compute thread has asked for; take what the sockets have; give the sessions
-what the downlink releases; fire timers; let the uplink take the sessions' next messages, urgent ones
-first and then pieces in the order that the user wants, and put on the sockets what has left it; wait. No call
-blocks but that wait, whoever is slow on the other side.
+One turn: run what other threads have asked for; take what the sockets have; give the sessions what the downlink
+releases; fire timers; let the uplink take the sessions' next messages, urgent ones first and then pieces by rank, and
+put on the sockets what has left it; wait. No call blocks but that wait, however slow a peer is.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,11 +25,13 @@ from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.reception import Arrival, Reception, Wire, take_messages
 from tahq.comm.zmq.socket_wait import WaitSet, Waker
 from tahq.comm.zmq.transport import LinkEnd
-from tahq.errors import PeerLostError, RemoteProtocolError, TahqError, UserError
+from tahq.errors import RemoteProtocolError, TahqError, UserError
 
 _log = logging.getLogger(__name__)
 
 _MESSAGES_A_TURN = 64
+_LATE_S = 10.0
+"""After so long the user is told that a peer has not connected."""
 _HANDLING_S = 0.0006
 """What a message spends in threads and sockets at both ends, which is part of the delay that a user sets. Measured
 as what a set delay was exceeded by, 0.8 to 1.2 ms on two slow cores, less some for faster ones (bench_links.py)."""
@@ -58,18 +60,33 @@ OnTrouble = Callable[[Trouble], None]
 
 
 class EndpointLoop:
-    """The body of the I/O thread; only `submit`, `open` and `stop` are called from elsewhere."""
+    """Moves messages between sockets, shaping and sessions; only `submit`, `open` and `stop` are for other threads.
 
-    def __init__(self, reception: Reception | None, shaping: Shaping, on_trouble: OnTrouble | None = None) -> None:
+    Args:
+        reception: the ROUTER and its gate; None: nothing listens here.
+        shaping: what the host's connection to others is held to.
+        on_trouble: told of links that become degraded, and of those that are as before.
+        is_remote: whether messages that come in are held for the delay, too, since their senders do not shape.
+    """
+
+    def __init__(
+        self,
+        reception: Reception | None,
+        shaping: Shaping,
+        on_trouble: OnTrouble | None = None,
+        *,
+        is_remote: bool = False,
+    ) -> None:
         self._on_trouble = on_trouble
         self._reception = reception
-        held_s = max(0.0, shaping.delay_s - _HANDLING_S)
-        self._uplink: Uplink[tuple[Wire, Outgoing]] = Uplink(replace(shaping, delay_s=held_s))
+        self._is_remote = is_remote
+        self._uplink: Uplink[tuple[Wire, Outgoing]] = Uplink(shaping)
         self._downlink: Downlink[Arrival] = Downlink(shaping)
+        self.reshape(shaping)
         self._waker = Waker()
         self._commands: deque[tuple[LinkEnd | None, Callable[[], None]]] = deque()
         self._wires: list[Wire] = []
-        self._dialled: list[Dialled] = []
+        self._dialled: dict[Dialled, LinkEnd] = {}
         self._wait_set = WaitSet(self._waker)
         if reception is not None:
             for socket in (reception.router, *reception.gate.sockets):
@@ -82,7 +99,7 @@ class EndpointLoop:
     def submit(self, end: LinkEnd | None, action: Callable[[], None], urgent: bool = True) -> None:
         """Have the I/O thread do this; an error of tahq's that it raises fails the link.
 
-        What is not urgent is done when the thread next wakes, before it looks at what has come.
+        An action that is not urgent is done when the thread next wakes, before it looks at what has come.
         """
         self._commands.append((end, action))
         if urgent:
@@ -108,29 +125,37 @@ class EndpointLoop:
     # The thread
 
     def run(self) -> None:
-        """Turn until stopped; whatever goes wrong reaches everyone who waits."""
+        """Turn until stopped; an error reaches everyone who waits."""
         try:
             while not self._is_stopped:
-                self._turn()
+                self.turn()
         except Exception as error:
             _log.exception("the I/O thread has failed")
             for wire in self._wires:
-                self._give_up(wire.end, TahqError(f"{wire.end.spec}: the I/O thread has failed: {error!r}"))
+                wire.end.give_up(TahqError(f"{wire.end.spec}: the I/O thread has failed: {error!r}"))
         finally:
-            self._release()
+            self.release()
 
-    def _turn(self) -> None:
+    def turn(self, until_s: float = math.inf) -> None:
+        """Do everything that is due, then wait until something is, at most until `until_s`."""
         self._waker.clear()
         self._run_commands()
         self._shake_hands()
         self._receive()
-        self._hand_over()
+        for arrival in self._downlink.take_due(time.monotonic()):
+            self._take_in(arrival)
         self._handle_timers()
         self._note_trouble()
         self._transmit()
         self._note_flushed()
         if not self._commands and not self._is_stopped:
-            self._wait_set.wait(self._timeout_s())
+            self._wait_set.wait(min(until_s, self._next_s()) - time.monotonic())
+
+    def reshape(self, shaping: Shaping) -> None:
+        """Hold messages to other rates and another delay from now on; in the I/O thread."""
+        self._uplink.reshape(replace(shaping, delay_s=max(0.0, shaping.delay_s - _HANDLING_S)))
+        self._downlink.reshape(shaping)
+        self._delay_in_s = shaping.delay_s if self._is_remote else 0.0
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -142,22 +167,23 @@ class EndpointLoop:
         except TahqError as error:
             if end is None:
                 raise
-            self._fail(end, error)
+            end.fail(error)
         if end is not None:
-            self._publish(end)
+            end.publish()
 
-    def _timeout_s(self) -> float | None:
+    def _next_s(self) -> float:
         times = [wire.end.session.next_timer_s() for wire in self._wires]
+        times += [wire.opened_s + _LATE_S for wire in self._wires if self._may_be_late(wire)]
         times += [self._uplink.next_s(), self._downlink.next_s(), self._resume_s]
         times += [dialled.redial_s for dialled in self._dialled]
         times += [self._reception.gate.next_s] if self._reception is not None else []
-        known = [time_s for time_s in times if time_s is not None]
-        return min(known) - time.monotonic() if known else None
+        return min((time_s for time_s in times if time_s is not None), default=math.inf)
 
     def _stop(self) -> None:
         self._is_stopped = True
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Close the sockets; in the I/O thread."""
         self._wait_set.close(_SOCKET_LINGER_MS)
         self._waker.close()
         for wire in self._wires:
@@ -169,21 +195,20 @@ class EndpointLoop:
         """Let in who may come in, and see who has let us in."""
         if self._reception is not None:
             self._reception.gate.serve()
-        for dialled in self._dialled:
-            dialled.look()
+        for dialled, end in list(self._dialled.items()):
+            self._guard(end, dialled.look)
 
     def _open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
         if dealers:
             for dealer in dealers:
                 self._wait_set.add(dealer.socket)
                 self._wait_set.add(dealer.events)
-            self._dialled += dealers
-            self._wires.append(Wire(end, [dealer.socket for dealer in dealers], is_dialled=True, routes=[]))
+            self._dialled |= dict.fromkeys(dealers, end)
+            self._wires.append(Wire(end, [dealer.socket for dealer in dealers], True, [], time.monotonic()))
         elif self._reception is not None:
-            count = end.session.num_connections
-            wire = Wire(end, [self._reception.router] * count, is_dialled=False, routes=[None] * count)
+            wire, arrivals = self._reception.open(end)
             self._wires.append(wire)
-            for arrival in self._reception.open(wire):
+            for arrival in arrivals:
                 self._arrive(arrival)
 
     def _relink(self, end: LinkEnd, dealers: list[Dialled], switch: Callable[[], None]) -> None:
@@ -191,41 +216,36 @@ class EndpointLoop:
         switch()
         self._open(end, dealers)
 
+    def leave(self, end: LinkEnd) -> None:
+        """Say BYE on a temporary link, and forget it when that has gone; in the I/O thread."""
+        end.close("")
+        if end.session.remote is End.CONNECTING:
+            self.forget(end)
+
+    def forget(self, end: LinkEnd) -> None:
+        """Close a link without a word; in the I/O thread."""
+        for wire in [wire for wire in self._wires if wire.end is end]:
+            self._close(wire)
+            end.flushed.set()
+
     def _close(self, wire: Wire) -> None:
         self._wires.remove(wire)
         if wire.is_dialled:
             for dialled in [dialled for dialled in self._dialled if dialled.socket in wire.sockets]:
-                self._dialled.remove(dialled)
+                del self._dialled[dialled]
                 self._wait_set.remove(dialled.socket)
                 self._wait_set.remove(dialled.events)
-                dialled.close()
+                dialled.close(_SOCKET_LINGER_MS if wire.end.is_temporary else 0)
         elif self._reception is not None:
             self._reception.close(wire)
 
-    def _publish(self, end: LinkEnd) -> None:
-        for frame in end.session.take_delivered():
-            end.inbox.put(frame)
-        if end.session.remote is not End.CONNECTING and not end.met.is_set():
-            end.met.set()
-        if end.session.remote is End.CLOSED and end.inbox.error is None:
-            end.inbox.fail(PeerLostError(f"{end.spec}: the peer has closed it; nothing more will come"))
-
-    def _fail(self, end: LinkEnd, error: TahqError) -> None:
-        if end.inbox.error is None:
-            _log.warning("%s", error)
-        for frame in end.session.take_delivered():
-            end.inbox.put(frame)
-        self._give_up(end, error)
-        end.session.close(time.monotonic(), reason=str(error))
-
-    def _give_up(self, end: LinkEnd, error: TahqError) -> None:
-        end.inbox.fail(error)
-        end.met.set()
-
     def _note_flushed(self) -> None:
-        for wire in self._wires:
-            if wire.in_transit == 0 and wire.end.session.is_settled:
+        for wire in list(self._wires):
+            session = wire.end.session
+            if wire.in_transit == 0 and session.is_settled:
                 wire.end.flushed.set()
+            if wire.in_transit == 0 and wire.end.is_temporary and session.is_over:
+                self.forget(wire.end)
 
     def _handle_timers(self) -> None:
         now_s = time.monotonic()
@@ -234,11 +254,20 @@ class EndpointLoop:
             if due_s is not None and due_s <= now_s:
                 self._guard(wire.end, partial(wire.end.session.handle_timer, now_s))
 
+    @staticmethod
+    def _may_be_late(wire: Wire) -> bool:
+        session = wire.end.session
+        is_waiting = session.remote is End.CONNECTING and session.local is not End.CLOSED
+        return wire.end.warns and is_waiting and not wire.is_late
+
     def _note_trouble(self) -> None:
-        """Tell once when a link becomes degraded, and when it is as before."""
+        """Report a link once when it becomes degraded, and when it is as before; and one that does not connect."""
         now_s = time.monotonic()
         for wire in self._wires:
-            reason = wire.end.session.trouble(now_s)
+            if now_s - wire.opened_s >= _LATE_S and self._may_be_late(wire):
+                wire.is_late = True
+                _log.warning("%s", self._lateness(wire))
+            reason = wire.end.session.trouble(now_s) if wire.end.warns else ""
             if reason and wire.degraded_s is None:
                 wire.degraded_s = now_s
                 self._tell(Trouble(wire.end.spec, reason))
@@ -246,6 +275,20 @@ class EndpointLoop:
                 lasted_s, wire.degraded_s = now_s - wire.degraded_s, None
                 if wire.end.session.remote is End.OPEN:
                     self._tell(Trouble(wire.end.spec, "", lasted_s, wire.end.session.outbound.num_again))
+
+    def _lateness(self, wire: Wire) -> str:
+        end = wire.end
+        late = f"{end.spec}: not connected after {_LATE_S:g} s"
+        for dialled in self._dialled:
+            if dialled.socket in wire.sockets:
+                hint = end.obstacle or "check that the peer runs, and that its address can be reached from here"
+                return f"{late}: cannot reach {dialled.address} from this host; {hint}"
+        return f"{late}: the peer has not dialled this host; check that it can reach {self._own_address()}"
+
+    def _own_address(self) -> str:
+        if self._reception is None:
+            return "this host"
+        return str(self._reception.router.getsockopt_string(zmq.LAST_ENDPOINT)).removeprefix("tcp://")
 
     def _tell(self, trouble: Trouble) -> None:
         _log.warning("%s", trouble)
@@ -255,7 +298,7 @@ class EndpointLoop:
     # In
 
     def _receive(self) -> None:
-        for wire in self._wires:
+        for wire in list(self._wires):
             for connection, dealer in enumerate(wire.sockets if wire.is_dialled else ()):
                 for parts in take_messages(dealer, _MESSAGES_A_TURN):
                     self._arrive_from(wire, connection, parts)
@@ -269,13 +312,15 @@ class EndpointLoop:
         if known is not None:
             self._arrive_from(*known, parts)
         elif (arrival := reception.sort(route, parts)) is not None:
+            self._wires += reception.opened
+            reception.opened.clear()
             self._arrive(arrival)
 
     def _arrive_from(self, wire: Wire, connection: int, parts: list[zmq.Frame]) -> None:
         if len(parts) == 2:
             self._arrive(Arrival(wire, connection, *parts))
         else:
-            self._fail(wire.end, RemoteProtocolError(f"{wire.end.spec}: sent {len(parts)} message parts; expected 2"))
+            wire.end.fail(RemoteProtocolError(f"{wire.end.spec}: sent {len(parts)} message parts; expected 2"))
 
     def _arrive(self, arrival: Arrival) -> None:
         now_s = time.monotonic()
@@ -284,11 +329,7 @@ class EndpointLoop:
         if peek_kind(arrival.header.buffer) == FrameKind.ACK:
             self._take_in(arrival)
         else:
-            self._downlink.receive(arrival, arrival.nbytes, now_s)
-
-    def _hand_over(self) -> None:
-        for arrival in self._downlink.take_due(time.monotonic()):
-            self._take_in(arrival)
+            self._downlink.receive(arrival, arrival.nbytes, now_s + self._delay_in_s)
 
     def _take_in(self, arrival: Arrival) -> None:
         end, header, payload = arrival.wire.end, arrival.header.buffer, arrival.payload.buffer

@@ -1,18 +1,21 @@
-"""Who dials in on the ROUTER: a stranger, until a HELLO of his names a link of ours and all in it matches.
+"""Messages on ZMQ sockets (two parts, behind a routing id on a ROUTER), and who sent those that come in on the ROUTER.
 
-A HELLO for a link that is not open yet is kept, since a peer may have its plan a moment before us.
-Everything else from a stranger is dropped with a line in the log; nothing of it is ever delivered.
+A sender is a stranger until its HELLO names a link that is open here, or one that anybody who was let in may open (for
+control or files), and everything in it matches. A HELLO for a link that is not open yet is kept, since a peer may have
+its plan a moment before us. All else from strangers is dropped with a line in the log; nothing of it is delivered.
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import zmq
 
 from tahq.comm.link.frame import FrameHeader, FrameKind, LogicalId, pack_header, unpack_header
 from tahq.comm.link.outbound import Outgoing
+from tahq.comm.link.session import pack_reset
+from tahq.comm.link.spec import Hello, unpack_hello
 from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
 from tahq.comm.zmq.socket_wait import Socket, has_input
@@ -20,8 +23,13 @@ from tahq.comm.zmq.sockets import peer_key
 from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import RemoteProtocolError
 
+_log = logging.getLogger(__name__)
 _NOWAIT = int(zmq.NOBLOCK)
 _NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+_MAX_WAITING = 64
+
+Accept = Callable[[bytes, Hello, str], LinkEnd]
+"""(routing id, HELLO, public key) -> this end of a link that a peer opens; may raise RemoteProtocolError."""
 
 
 @dataclass(slots=True)
@@ -32,11 +40,14 @@ class Wire:
     sockets: list[Socket]
     is_dialled: bool
     routes: list[bytes | None]
-    """Of a link that is dialled from elsewhere; None: not yet."""
+    """Of a link that is dialled by the peer; None: not yet."""
+    opened_s: float
     in_transit: int = 0
     """Messages that the uplink holds."""
     degraded_s: float | None = None
     """Since when the link has been degraded; None: it is not."""
+    is_late: bool = False
+    """Whether it was logged that the peer has not connected."""
 
     def put(self, outgoing: Outgoing) -> None:
         """Put a message on the socket; a long payload is not copied. Raises zmq.ZMQError if its peer is gone."""
@@ -75,59 +86,54 @@ def take_messages(socket: Socket, limit: int) -> Iterator[list[zmq.Frame]]:
         yield parts
 
 
-def whence(part: zmq.Frame) -> str:
-    """The IP address that a message came from, for the log."""
-    try:
-        return str(part.get("Peer-Address")).removeprefix("::ffff:")
-    except zmq.ZMQError:
-        return "an unknown address"
-
-
-def pack_refusal(hello: FrameHeader, reason: str) -> tuple[bytes, bytes]:
-    """Header and payload of the BYE that answers a HELLO which is not welcome."""
-    payload = f"refused: {reason}".encode()[:1024]
-    id: LogicalId = hello.id
-    bye = FrameHeader(FrameKind.BYE, hello.epoch, hello.link, sequence=0, id=id, payload_nbytes=len(payload))
-    return pack_header(bye, payload), payload
-
-
-_log = logging.getLogger(__name__)
-_MAX_WAITING = 64
-
-
 class Reception:
-    """Sorts what comes in on the ROUTER by the link that it belongs to."""
+    """Sorts messages that come in on the ROUTER by link.
 
-    def __init__(self, router: Socket, gate: Gate) -> None:
+    Args:
+        router: bound.
+        gate: decides who is let in.
+        accept: by link number, what makes this end of a link that a peer opens.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, router: Socket, gate: Gate, accept: dict[int, Accept], clock: Callable[[], float]) -> None:
         self.router = router
         self.gate = gate
+        self.opened: list[Wire] = []
+        """Links that peers have opened since this was last emptied."""
+        self._accept = accept
+        self._clock = clock
         self._wires: dict[int, Wire] = {}
         self._routes: dict[bytes, tuple[Wire, int]] = {}
         self._waiting: dict[bytes, list[zmq.Frame]] = {}
-        self._warnings = RateLimitedLog(_log)
+        self._warnings = RateLimitedLog(_log, clock=clock)
 
-    def open(self, wire: Wire) -> list[Arrival]:
-        """Admit the peer of this link from now on; the HELLOs that may have come before their time."""
-        self._wires[wire.end.spec.link] = wire
-        if wire.end.peer_key:
-            self.gate.allow(wire.end.peer_key)
+    def open(self, end: LinkEnd) -> tuple[Wire, list[Arrival]]:
+        """Admit the peer of this link from now on; returns the HELLOs that came before their time, too."""
+        count = end.session.num_connections
+        wire = Wire(end, [self.router] * count, False, [None] * count, self._clock())
+        self._wires[end.spec.link] = wire
+        if end.peer_key:
+            self.gate.allow(end.peer_key)
         waiting, self._waiting = self._waiting, {}
         arrivals = [self.sort(route, parts) for route, parts in waiting.items()]
-        return [arrival for arrival in arrivals if arrival is not None]
+        return wire, [arrival for arrival in arrivals if arrival is not None]
 
     def close(self, wire: Wire) -> None:
         """Hear no more of the peer of this link."""
-        del self._wires[wire.end.spec.link]
-        for route in [route for route, (known, _) in self._routes.items() if known is wire]:
-            del self._routes[route]
+        if self._wires.get(wire.end.spec.link) is wire:
+            del self._wires[wire.end.spec.link]
+        for route in wire.routes:
+            if route is not None:
+                self._routes.pop(route, None)
 
     def wire_of(self, route: bytes) -> tuple[Wire, int] | None:
         """The link, and which connection of it, whose admitted peer has this routing id."""
         return self._routes.get(route)
 
     def sort(self, route: bytes, parts: list[zmq.Frame]) -> Arrival | None:
-        """What the stranger with this routing id has sent, if it makes him one of our peers."""
-        name = f"a stranger at {whence(parts[0])}" if parts else "a stranger"
+        """A message from the stranger with this routing id, if it makes the stranger one of our peers."""
+        name = f"a stranger at {_origin(parts[0])}" if parts else "a stranger"
         try:
             return self._admit(route, parts, name)
         except RemoteProtocolError as error:
@@ -138,17 +144,33 @@ class Reception:
         if len(parts) != 2:
             raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
         header = unpack_header(parts[0].buffer, parts[1].buffer, name)
-        if header.kind is not FrameKind.HELLO:
-            raise RemoteProtocolError(f"{name}: sent {header.kind.name} before HELLO")
         wire = self._wires.get(header.link)
-        if wire is None:
-            self._keep(route, parts)
-            return None
+        if header.kind is not FrameKind.HELLO:
+            if header.link in self._accept and header.kind is not FrameKind.RESET:
+                self._send(route, pack_reset(header.id.run, header.epoch, header.link))
+                return None
+            raise RemoteProtocolError(f"{name}: sent {header.kind.name} before HELLO")
         try:
+            if header.link in self._accept:
+                return self._visit(route, header, parts, name)
+            if wire is None:
+                self._keep(route, parts)
+                return None
             connection = self._check(wire, header, *parts)
         except RemoteProtocolError as error:
-            self._refuse(route, header, str(error))
+            self._send(route, pack_refusal(header, str(error)))
             raise
+        return self._arrival(route, wire, connection, parts)
+
+    def _visit(self, route: bytes, header: FrameHeader, parts: list[zmq.Frame], name: str) -> Arrival:
+        hello = unpack_hello(parts[1].buffer, name)
+        end = self._accept[header.link](route, hello, peer_key(parts[0]))
+        end.session.check_hello(header, parts[1].buffer)
+        wire = Wire(end, [self.router], False, [None], self._clock())
+        self.opened.append(wire)
+        return self._arrival(route, wire, 0, parts)
+
+    def _arrival(self, route: bytes, wire: Wire, connection: int, parts: list[zmq.Frame]) -> Arrival:
         wire.routes[connection] = route
         self._routes[route] = (wire, connection)
         return Arrival(wire, connection, *parts)
@@ -157,7 +179,7 @@ class Reception:
         if None not in wire.routes:
             raise RemoteProtocolError(f"{wire.end.spec}: is connected already; a second peer for it was refused")
         if peer_key(hello) != wire.end.peer_key:
-            raise RemoteProtocolError(f"{wire.end.spec}: has another key than this member; he was refused")
+            raise RemoteProtocolError(f"{wire.end.spec}: has another key than this member; it was refused")
         connection = wire.end.session.check_hello(header, payload.buffer).connection
         if wire.routes[connection] is not None:
             raise RemoteProtocolError(f"{wire.end.spec}: has connection {connection} already; a second was refused")
@@ -168,7 +190,23 @@ class Reception:
         if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
 
-    def _refuse(self, route: bytes, hello: FrameHeader, reason: str) -> None:
-        # He may have hung up before he hears it.
+    def _send(self, route: bytes, message: tuple[bytes, bytes]) -> None:
+        # The peer may have hung up.
         with contextlib.suppress(zmq.ZMQError):
-            self.router.send_multipart([route, *pack_refusal(hello, reason)], zmq.NOBLOCK)
+            self.router.send_multipart([route, *message], zmq.NOBLOCK)
+
+
+def _origin(part: zmq.Frame) -> str:
+    """The IP address that a message came from, for the log."""
+    try:
+        return str(part.get("Peer-Address")).removeprefix("::ffff:")
+    except zmq.ZMQError:
+        return "an unknown address"
+
+
+def pack_refusal(hello: FrameHeader, reason: str) -> tuple[bytes, bytes]:
+    """Header and payload of the BYE that answers a HELLO which is refused."""
+    payload = f"refused: {reason}".encode()[:1024]
+    id: LogicalId = hello.id
+    bye = FrameHeader(FrameKind.BYE, hello.epoch, hello.link, sequence=0, id=id, payload_nbytes=len(payload))
+    return pack_header(bye, payload), payload

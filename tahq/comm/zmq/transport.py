@@ -4,6 +4,7 @@ It owns nothing but a place in the I/O thread's queue of commands and an inbox t
 fills, so nothing here can block but `recv` and `close`.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from tahq.comm.link.frame import CPU, Frame, LogicalId, Purpose, check_sendable
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec
+from tahq.comm.link.transitions import End
 from tahq.comm.transport import LinkCounter, LinkStats
-from tahq.errors import LocalProtocolError, TahqError
+from tahq.comm.zmq.dialled import Dialled, Outcome
+from tahq.errors import LocalProtocolError, PeerLostError, TahqError
 from tahq.units import format_size
 
+_log = logging.getLogger(__name__)
 MAX_QUEUED_NBYTES = 4 << 30
 """What `send` accepts ahead of the peer's acknowledgements; more than any schedule has in flight."""
 
@@ -49,29 +53,64 @@ ALL = Wanted()
 
 
 class LinkEnd:
-    """What the compute thread and the I/O thread share about one link; each field is written by one of them."""
+    """State of one link that its owner and the I/O thread share; each field is written by one of them."""
 
-    def __init__(
-        self,
-        spec: LinkSpec,
-        session: Session,
-        wanted: Wanted = ALL,
-        log: FrameLog | None = None,
-        peer_key: str = "",
-    ) -> None:
+    warns = True
+    """Whether the user is told of a link that is degraded or not connected yet."""
+    is_temporary = False
+    """Whether the I/O thread forgets the link when it is over."""
+
+    def __init__(self, spec: LinkSpec, session: Session, peer_key: str = "") -> None:
         self.spec = spec
+        self.session = session
         self.peer_key = peer_key
         """The peer's public key; "" without CURVE."""
         self.obstacle = ""
-        """Why the peer has not taken us in, as far as its socket says."""
-        self.session = session
-        self.log = log
-        self._wanted = wanted
-        self.inbox: Inbox[Frame] = Inbox(str(spec))
+        """Why the peer has not let us in, as far as its socket says."""
         self.met = threading.Event()
         """Set when the peer has said HELLO, or never will."""
         self.flushed = threading.Event()
         """Set when everything was sent and acknowledged after a close, or never will be."""
+
+    # Called in the I/O thread
+
+    def publish(self) -> None:
+        """Hand over what the session has for its owner."""
+        if self.session.remote is not End.CONNECTING and not self.met.is_set():
+            self.met.set()
+
+    def fail(self, error: TahqError) -> None:
+        """The link ends with this error, of which the peer is told."""
+        self.give_up(error)
+        self.session.close(time.monotonic(), reason=str(error))
+
+    def give_up(self, error: TahqError) -> None:
+        """Tell everyone who waits."""
+        self.met.set()
+
+    def close(self, reason: str) -> None:
+        """Say BYE."""
+        self.session.close(time.monotonic(), reason)
+
+    def reconnected(self, connection: int) -> None:
+        """A new connection has replaced one that was lost."""
+        self.session.reconnected(connection)
+
+    def note_outcome(self, outcome: Outcome, dialled: Dialled) -> None:
+        """A handshake of ours has ended."""
+        dialled.warn_of(outcome)
+
+
+class DataEnd(LinkEnd):
+    """One end of a link between neighbours, which carries frames."""
+
+    def __init__(
+        self, spec: LinkSpec, session: Session, wanted: Wanted = ALL, log: FrameLog | None = None, peer_key: str = ""
+    ) -> None:
+        super().__init__(spec, session, peer_key)
+        self.log = log
+        self._wanted = wanted
+        self.inbox: Inbox[Frame] = Inbox(str(spec))
 
     # Called in the I/O thread
 
@@ -84,20 +123,33 @@ class LinkEnd:
         """Post a receive."""
         self.session.expect(id, max_nbytes)
 
-    def close(self, reason: str) -> None:
-        """Say BYE."""
-        self.session.close(time.monotonic(), reason)
+    def publish(self) -> None:
+        """Hand over frames that were expected, and say when no more will come."""
+        for frame in self.session.take_delivered():
+            self.inbox.put(frame)
+        super().publish()
+        if self.session.remote is End.CLOSED and self.inbox.error is None:
+            self.inbox.fail(PeerLostError(f"{self.spec}: the peer has closed it; nothing more will come"))
 
-    def reconnected(self, connection: int) -> None:
-        """Another connection has taken the place of one that was lost."""
-        self.session.reconnected(connection)
+    def fail(self, error: TahqError) -> None:
+        """Deliver what has come, then the error; tell the peer."""
+        if self.inbox.error is None:
+            _log.warning("%s", error)
+        for frame in self.session.take_delivered():
+            self.inbox.put(frame)
+        super().fail(error)
+
+    def give_up(self, error: TahqError) -> None:
+        """Have `recv` raise this."""
+        self.inbox.fail(error)
+        super().give_up(error)
 
     def hold(self) -> None:
         """Bear the peer's silence until it is replaced."""
         self.session.hold()
 
     def relink(self, spec: LinkSpec, session: Session, wanted: Wanted, peer_key: str) -> None:
-        """Go on with another process at the other end, which begins with these frames.
+        """Continue with another process at the other end, which begins with these frames.
 
         Raises:
             PeerLostError: the log does not have them all.
@@ -109,7 +161,7 @@ class LinkEnd:
         self.widen(wanted.through)
 
     def widen(self, through: int | None) -> None:
-        """The peer has come further: send it what it wants of the steps through this one; None: of all.
+        """The peer has come further: send it the frames of the steps through this one; None: of all.
 
         Raises:
             PeerLostError: the log does not have them all.
@@ -135,7 +187,7 @@ class ZmqTransport:
 
     def __init__(
         self,
-        end: LinkEnd,
+        end: DataEnd,
         piece_nbytes: int,
         submit: Callable[[LinkEnd | None, Callable[[], None], bool], None],
     ) -> None:

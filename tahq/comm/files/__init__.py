@@ -1,1 +1,0 @@
-"""Copies of checkpoint files between workers."""
