@@ -26,9 +26,18 @@ from adam_states import BATCH, EPSILON, MODELS, SEQ_LEN, Moments, states_of_trai
 from harness import describe
 from stored_otherwise import STORINGS, Storing
 
-from tahq.memory.coat.fp8_formats import DE8, DE8_UNSIGNED, E4M3, E5M2, EightBitFormat
-from tahq.memory.coat.fp8_groups import MomentFormat, as_groups, decode, encode
-from tahq.memory.coat.range_expansion import make_tables
+from tahq.memory.coat.fp8_groups import (
+    DE8,
+    DE8_UNSIGNED,
+    E4M3,
+    E5M2,
+    EightBitFormat,
+    MomentFormat,
+    as_groups,
+    decode,
+    encode,
+    make_tables,
+)
 
 RESULT = Path(__file__).parent / "results" / "coat_states_epyc2_202611.md"
 FORMATS: Mapping[str, tuple[EightBitFormat, EightBitFormat]] = {

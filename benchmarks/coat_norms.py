@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from tahq.memory.coat.fp8_codes import E4M3
-from tahq.memory.coat.fp8_kernels import kernels_for
+from tahq.memory.coat.fp8_codes import E4M3, kernels_for
 
 EPSILON = 1e-5
 CALLS = 20

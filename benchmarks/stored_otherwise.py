@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tahq.memory.coat.fp8_adamw_reference import nearest_code
-from tahq.memory.coat.fp8_formats import E4M3
-from tahq.memory.coat.fp8_groups import as_groups
+from tahq.memory.coat.fp8_groups import E4M3, as_groups
 
 _MAGNITUDES = torch.tensor(E4M3.magnitudes, dtype=torch.float64)
 _RANGE = 1 / E4M3.smallest_share
@@ -21,6 +19,15 @@ LARGEST_POWER, SMALLEST_POWER = 32, 1 / 16
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 """fp64 [P] as it would be stored."""
+
+
+def nearest_code(y: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    """The code of the nearest magnitude, the even one of two as near; beyond the last, the last. int64."""
+    upper = torch.searchsorted(magnitudes, y).clamp(1, len(magnitudes) - 1)
+    lower = upper - 1
+    from_lower, to_upper = y - magnitudes[lower], magnitudes[upper] - y
+    goes_up = (to_upper < from_lower) | ((to_upper == from_lower) & (upper % 2 == 0))
+    return torch.where(goes_up, upper, lower)
 
 
 @dataclass(frozen=True, slots=True)

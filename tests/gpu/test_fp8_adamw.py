@@ -10,10 +10,9 @@ from support.device_waits import host_must_not_wait
 from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, numbers_of, same_bits
 from torch.nn import Parameter
 
+from tahq.memory.coat.fp8_adamw import step_in_torch
 from tahq.memory.coat.fp8_adamw_numba import step_on_cpu
-from tahq.memory.coat.fp8_adamw_step import step_in_torch
-from tahq.memory.coat.fp8_formats import E4M3, E5M2
-from tahq.memory.coat.fp8_groups import StoredGroups, encode
+from tahq.memory.coat.fp8_groups import E4M3, E5M2, StoredGroups, encode
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
@@ -41,7 +40,7 @@ def assert_weights_agree(got: torch.Tensor, expected: torch.Tensor, moved: float
 
 
 def step_on_device(*arguments) -> None:
-    from tahq.memory.coat.fp8_adamw_triton import step_on_cuda
+    from tahq.memory.coat.fp8_adamw_kernels import step_on_cuda
 
     step_on_cuda(*arguments)
 

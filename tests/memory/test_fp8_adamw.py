@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from support.fp8_adamw_reference import adamw_reference, decode_reference, encode_reference
 from support.fp8_moments import Trained, magnitudes_of, moment_format
 from torch.nn import Parameter
 
-from tahq.memory.coat.fp8_adamw import Fp8AdamW
+from tahq.memory.coat.fp8_adamw import CHUNK_GROUPS, Fp8AdamW, step_in_torch
 from tahq.memory.coat.fp8_adamw_numba import step_on_cpu
-from tahq.memory.coat.fp8_adamw_reference import adamw_reference, decode_reference, encode_reference
-from tahq.memory.coat.fp8_adamw_step import CHUNK_GROUPS, step_in_torch
-from tahq.memory.coat.fp8_formats import E4M3, E5M2
-from tahq.memory.coat.fp8_groups import GROUP, as_groups
-from tahq.memory.coat.range_expansion import UNEXPANDED
+from tahq.memory.coat.fp8_groups import E4M3, E5M2, GROUP, UNEXPANDED, as_groups
 from tahq.memory.config import Fp8AdamWConfig
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tensors, optimizer_nbytes, optimizer_tensors

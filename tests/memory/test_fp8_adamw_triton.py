@@ -4,9 +4,8 @@ import pytest
 import torch
 from support.fp8_moments import Trained, Unaligned, awkward_groups, moment_format, numbers_of, same_bits
 
-from tahq.memory.coat.fp8_adamw_step import step_in_torch
-from tahq.memory.coat.fp8_formats import E4M3, E5M2
-from tahq.memory.coat.fp8_groups import StoredGroups, encode
+from tahq.memory.coat.fp8_adamw import step_in_torch
+from tahq.memory.coat.fp8_groups import E4M3, E5M2, StoredGroups, encode
 from tahq.quant.backends import interprets_triton
 
 pytestmark = [
@@ -26,7 +25,7 @@ every_format = pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
 
 
 def step_in_triton(*arguments) -> None:
-    from tahq.memory.coat.fp8_adamw_triton import step_on_cuda
+    from tahq.memory.coat.fp8_adamw_kernels import step_on_cuda
 
     step_on_cuda(*arguments)
 

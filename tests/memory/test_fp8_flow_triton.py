@@ -14,8 +14,8 @@ from support.fp8_flow_checks import (
     same,
 )
 
+from tahq.memory.coat import fp8_codes, fp8_flow, fp8_linear
 from tahq.memory.coat import fp8_flow_reference as reference
-from tahq.memory.coat import fp8_kernels, fp8_linear, rotary
 from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.config import CoatConfig
 from tahq.models.config import ModelConfig
@@ -81,8 +81,8 @@ def test_a_layer_of_kernels_computes_what_the_reference_does(kernels, monkeypatc
     # As on a device with FP8 units: transposed codes are kept, and torch multiplies FP8.
     monkeypatch.setattr(fp8_linear, "has_fp8_units", lambda device: True)
     expected = layer_gradients(products)
-    monkeypatch.setattr(fp8_kernels, "_kernels_for", lambda device_type: kernels)
-    monkeypatch.setattr(rotary, "_kernel_for", lambda device_type: kernels.rotated)
+    monkeypatch.setattr(fp8_codes, "_kernels_for", lambda device_type: kernels)
+    monkeypatch.setattr(fp8_flow, "_kernel_for", lambda device_type: kernels.rotated)
     got = layer_gradients(products)
     for name, value in expected.items():
         # Last bits of sums and of SiLU may move a number over the edge between two codes, by 2⁻³ of it at most.

@@ -2,12 +2,25 @@
 
 import pytest
 import torch
+from support.fp8_adamw_reference import decode_reference, encode_reference
 from support.fp8_moments import awkward_groups, magnitudes_of, moment_format, same_bits
 
-from tahq.memory.coat.fp8_adamw_reference import decode_reference, encode_reference
-from tahq.memory.coat.fp8_formats import DE8, DE8_UNSIGNED, E4M3, E5M2, FP8_FORMATS, NAN
-from tahq.memory.coat.fp8_groups import as_groups, decode, encode, stored_scales
-from tahq.memory.coat.range_expansion import NUM_POWERS, UNEXPANDED, make_tables, power
+from tahq.memory.coat.fp8_groups import (
+    DE8,
+    DE8_UNSIGNED,
+    E4M3,
+    E5M2,
+    FP8_FORMATS,
+    NAN,
+    NUM_POWERS,
+    UNEXPANDED,
+    as_groups,
+    decode,
+    encode,
+    make_tables,
+    power,
+    stored_scales,
+)
 
 TORCH_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORMATS = [E4M3, E5M2, DE8, DE8_UNSIGNED]

@@ -3,8 +3,8 @@
 import torch
 
 from support.kernel_checks import awkward
+from tahq.memory.coat import fp8_flow as rotary
 from tahq.memory.coat import fp8_flow_reference as reference
-from tahq.memory.coat import rotary
 from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes, TensorCodes
 
 # A sigmoid that differs in its last bits moves a product of three numbers by less than this, relatively.

@@ -3,9 +3,7 @@
 import torch
 
 from tahq.memory.adam.step import AdamwNumbers
-from tahq.memory.coat.fp8_formats import EightBitFormat
-from tahq.memory.coat.fp8_groups import MomentFormat, StoredGroups, num_groups
-from tahq.memory.coat.range_expansion import UNEXPANDED, make_tables
+from tahq.memory.coat.fp8_groups import UNEXPANDED, EightBitFormat, MomentFormat, StoredGroups, make_tables, num_groups
 
 
 def moment_format(format: EightBitFormat, expand: bool, device: str = "cpu") -> MomentFormat:

@@ -1,16 +1,25 @@
-"""AdamW whose moments are kept in FP8 with dynamic range expansion (COAT, §4): 2.05 bytes a parameter instead of 8.
+"""AdamW with moments in FP8 with dynamic range expansion (COAT, §4): 2.05 bytes per parameter instead of 8.
 
-Each moment of a parameter is three states: `<moment>` its codes, uint8 of the parameter's shape; `<moment>_scale`,
-bf16, and `<moment>_power`, uint8, one of each for 128 consecutive elements of the flattened parameter; no `_power`
-where ranges are not expanded. Together 8 + (16 + 8)/128 = 8.19 bits. Why so: decision 0018.
+Each moment of a parameter is three states: `<moment>` the codes, uint8 of the parameter's shape; `<moment>_scale`,
+bf16, and `<moment>_power`, uint8, one each per 128 consecutive elements of the flattened parameter; no `_power` where
+ranges are not expanded. Together 8 + (16 + 8)/128 = 8.19 bits. Reasons: decision 0018.
 
-For equal gradients the states are equal to the bit after every step, in plain torch on any device, in the CPU's kernel
-and in CUDA's (`tests/memory/test_fp8_adamw*.py`, `tests/gpu/test_fp8_adamw.py`): states saved on one device go on on
-another. Weights are equal to the bit in plain torch and on the CPU; CUDA's kernel rounds their update in its own way.
+    m ← m + (1 − β₁)·(g − m);   v ← β₂·v + ((1 − β₂)·g)·g
+    w ← w·(1 − η·λ) − η/(1 − β₁ᵗ) · (m / (√v · 1/√(1 − β₂ᵗ) + ε))
+
+The order of operations is a contract: single sums, products, quotients and roots in fp32, each rounded once, none
+fused. So for equal gradients the states are bit-equal after every step, in plain torch on any device, in the CPU's
+kernel and in CUDA's: states saved on one device continue on another. Weights are bit-equal too, except in CUDA's
+kernel, which approximates root and quotient (`fp8_adamw_kernels.UPDATE_ERROR`).
+
+The root's correction is a factor, since torch divides by a number differently on a CPU and on CUDA. Otherwise this is
+torch's AdamW: decay is decoupled, ε stands outside the root (COAT's Eq. 1 has it inside). The weights use m and v
+before they are quantised.
 """
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,10 +27,18 @@ from torch.nn import Parameter
 
 from tahq.memory.adam.loop import AdamwLoop, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.adam.step import AdamwNumbers
-from tahq.memory.coat.fp8_adamw_step import step_in_torch
-from tahq.memory.coat.fp8_formats import FP8_FORMATS
-from tahq.memory.coat.fp8_groups import MomentFormat, StoredGroups, num_groups
-from tahq.memory.coat.range_expansion import UNEXPANDED, make_tables
+from tahq.memory.coat.fp8_groups import (
+    FP8_FORMATS,
+    GROUP,
+    UNEXPANDED,
+    MomentFormat,
+    StoredGroups,
+    as_groups,
+    decode,
+    encode,
+    make_tables,
+    num_groups,
+)
 from tahq.memory.config import Fp8AdamWConfig
 
 if TYPE_CHECKING:  # needs triton
@@ -30,6 +47,8 @@ if TYPE_CHECKING:  # needs triton
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 Formats = tuple[MomentFormat, MomentFormat]
 Step = Callable[[torch.Tensor, torch.Tensor, tuple[StoredGroups, StoredGroups], Formats, AdamwNumbers], None]
+CHUNK_GROUPS = 512
+"""Groups computed at a time, a quarter of a megabyte in fp32: temporaries stay small and in the cache."""
 
 
 class Fp8AdamW(AdamwLoop):
@@ -56,7 +75,7 @@ class Fp8AdamW(AdamwLoop):
         if weight.numel() == 0 or not has_ptx(weight.device.type):
             return None
         moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
-        bind = import_module("tahq.memory.coat.fp8_adamw_triton").bind_step
+        bind = import_module("tahq.memory.coat.fp8_adamw_kernels").bind_step
         return cast("BoundLaunches | None", bind(weight, gradient, moments, self._formats_on(weight.device)))
 
     def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
@@ -100,7 +119,7 @@ def _step_on(device_type: str) -> Step:
     if device_type == "cpu":
         return cast(Step, import_module("tahq.memory.coat.fp8_adamw_numba").step_on_cpu)
     if has_ptx(device_type):
-        return cast(Step, import_module("tahq.memory.coat.fp8_adamw_triton").step_on_cuda)
+        return cast(Step, import_module("tahq.memory.coat.fp8_adamw_kernels").step_on_cuda)
     return step_in_torch
 
 
@@ -111,3 +130,59 @@ def _moment_format(name: str, expand: bool, device: torch.device) -> MomentForma
 
 def _stored_groups(state: Mapping[str, torch.Tensor], moment: str) -> StoredGroups:
     return StoredGroups(state[moment].view(-1), state[f"{moment}_scale"], state.get(f"{moment}_power"))
+
+
+def step_in_torch(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[StoredGroups, StoredGroups],
+    formats: tuple[MomentFormat, MomentFormat],
+    numbers: AdamwNumbers,
+) -> None:
+    """Take one step, in place, on any device.
+
+    Args:
+        weights: fp32 [N], contiguous.
+        gradients: fp32 [N].
+        moments: m and v, with codes [N].
+        formats: theirs, with tables on the same device.
+        numbers: of this step.
+    """
+    count = weights.numel()
+    starts = [*range(0, count, CHUNK_GROUPS * GROUP), count]
+    for start, stop in pairwise(starts):
+        chunks = tuple(_part(moment, start, stop) for moment in moments)
+        first, second = (
+            decode(as_groups(chunk.codes), chunk.scales, chunk.powers, by)
+            for chunk, by in zip(chunks, formats, strict=True)
+        )
+        part = weights[start:stop]
+        updated, *new = _adamw(as_groups(part), as_groups(gradients[start:stop]), first, second, numbers)
+        part.copy_(updated.view(-1)[: stop - start])
+        for chunk, values, by in zip(chunks, new, formats, strict=True):
+            _store(chunk, values, by)
+
+
+def _adamw(
+    weights: torch.Tensor, gradients: torch.Tensor, first: torch.Tensor, second: torch.Tensor, numbers: AdamwNumbers
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first = first + (gradients - first) * numbers.rest1
+    second = second * numbers.beta2 + (gradients * numbers.rest2) * gradients
+    # torch's square root of fp32 errs by an ulp on a CPU; that of fp64 is right once it is rounded.
+    denominator = second.double().sqrt().float() * numbers.root_factor + numbers.epsilon
+    return weights * numbers.decay - (first / denominator) * numbers.rate, first, second
+
+
+def _part(moment: StoredGroups, start: int, stop: int) -> StoredGroups:
+    """A view of the groups of elements from `start`, a multiple of 128, to `stop`."""
+    groups = slice(start // GROUP, -(-stop // GROUP))
+    powers = moment.powers[groups] if moment.powers is not None else None
+    return StoredGroups(moment.codes[start:stop], moment.scales[groups], powers)
+
+
+def _store(moment: StoredGroups, values: torch.Tensor, by: MomentFormat) -> None:
+    codes, scales, powers = encode(values, by)
+    moment.codes.copy_(codes.view(-1)[: moment.codes.numel()])
+    moment.scales.copy_(scales)
+    if moment.powers is not None:
+        moment.powers.copy_(powers)

@@ -1,4 +1,9 @@
-"""The kernel of `fp8_adamw_triton`: weights, gradients and moments are read once and written once.
+"""The step of `fp8_adamw` on CUDA as one kernel: weights, gradients and moments are read once and written once.
+
+Codes, scales and powers are bit-equal to `fp8_adamw.step_in_torch` at every step, for equal gradients: powers of two
+and logarithms, which every device rounds in its own way, decide nothing that their error could change. The change of a
+weight is within `UPDATE_ERROR` of that in `step_in_torch`, relative. Full programs run without masks, the last one with
+them.
 
 Codes are decoded by table, and found in one of two ways, which lead to the same:
 
@@ -20,17 +25,41 @@ each, which is a line of memory; a warp, two groups, and what is done once a gro
 """
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from tahq.memory.adam.kernels import load_once, store
+from tahq.memory.adam.step import AdamwNumbers
 from tahq.memory.coat import fp8_bits
-from tahq.memory.coat.fp8_formats import E4M3, E5M2, NAN
-from tahq.memory.coat.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL
-from tahq.memory.coat.range_expansion import NUM_POWERS, STEPS_PER_OCTAVE, UNEXPANDED
+from tahq.memory.coat.fp8_bits import (
+    exp2,
+    log2,
+    look_up,
+    moved_weight,
+    product_without_subnormals,
+    put,
+    reciprocal_ftz,
+)
+from tahq.memory.coat.fp8_codes import has_fp8_units
+from tahq.memory.coat.fp8_groups import (
+    E4M3,
+    E5M2,
+    GROUP,
+    LARGEST_SCALE,
+    NAN,
+    NUM_POWERS,
+    SMALLEST_NORMAL,
+    STEPS_PER_OCTAVE,
+    UNEXPANDED,
+    MomentFormat,
+    StoredGroups,
+)
+from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch, aligned, on_device_of
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED
+from tahq.quant.stream import ALIGNMENT
 
 UPDATE_ERROR = 2.0**-21
 """Of m/(√v·c + ε): 2⁻²² of the root (PTX: sqrt.approx), 2⁻²³ of the reciprocal, and three roundings of 2⁻²⁴."""
@@ -70,9 +99,12 @@ _BOTH = """{
     mov.b32 $3, 0;
     mov.b32 $4, 0;
 }"""
-_LOOK_UP = tl.constexpr(
-    "{ .reg .b64 place; mad.wide.u32 place, $2, 4, $1; ld.global.nc.L1::evict_last.f32 $0, [place]; }"
-)
+ROWS, WARPS = 2, 1
+"""Groups of a program, and its warps."""
+_FRACTIONS = {"e4m3": 3, "e5m2": 2}
+"""Bits of the fraction, by which the kernel knows the format."""
+Kinds = tuple[tuple[bool, str], ...]
+"""Of both moments: whether ranges are expanded, and the format's name."""
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 _PUT_8, _PUT_16 = (
     tl.constexpr(
@@ -81,85 +113,6 @@ _PUT_8, _PUT_16 = (
     for bits in ("8", "16")
 )
 _BOTH_E4M3, _BOTH_E5M2 = (tl.constexpr(_BOTH.replace("FORMAT", name)) for name in ("e4m3x2", "e5m2x2"))
-
-
-@triton.jit
-def _log2(x):
-    """log₂ of x ≥ 0, no subnormal, to some 10⁻⁶; −∞ of 0. Triton's own is a polynomial of twenty terms."""
-    if IS_INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _exp2(x):
-    """2^x to some 10⁻⁷; 0 where that is subnormal."""
-    if IS_INTERPRETED:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _reciprocal(x):
-    """1/x of x from 2⁻¹²⁶ to 2¹²⁶, or ∞; rounded as IEEE has it."""
-    if IS_INTERPRETED:
-        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
-    return tl.inline_asm_elementwise("rcp.rn.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _product_without_subnormals(x, y):
-    """x·y, where 0 stands for any of the three that is subnormal; as long as y is normal."""
-    if IS_INTERPRETED:
-        product = tl.where(x < _SMALLEST_NORMAL, 0.0, x) * y
-        return tl.where(product < _SMALLEST_NORMAL, 0.0, product)
-    return tl.inline_asm_elementwise(
-        "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _moved(weight, m, v, decay, rate, root_factor, epsilon):
-    """w·decay − m/(√v·root_factor + ε)·rate; root and reciprocal are one instruction each, and not rounded right.
-
-    Rounded to the bit they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
-    """
-    if IS_INTERPRETED:
-        return weight * decay - tl.div_rn(m, tl.sqrt_rn(v) * root_factor + epsilon) * rate
-    root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
-    denominator = tl.fma(root, tl.broadcast_to(root_factor, root.shape), epsilon)
-    inverse = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
-    )
-    return tl.fma(m * inverse, tl.broadcast_to(-rate, root.shape), weight * decay)
-
-
-@triton.jit
-def _look_up(table, row, LENGTH: tl.constexpr, place):
-    """table[row, place] of fp32 [rows, LENGTH] that nobody writes to; rows of groups, and places in them.
-
-    Triton would give a load without an order a layout of its own, and carry all numbers there and back.
-    """
-    if IS_INTERPRETED:
-        return tl.load(table + row * LENGTH + place)
-    start = table.to(tl.int64) + row.to(tl.int64) * (4 * LENGTH)
-    return tl.inline_asm_elementwise(
-        _LOOK_UP, "=f,l,r", [tl.broadcast_to(start, place.shape), place], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _put(pointers, numbers, ASM: tl.constexpr):
-    """Store one number of each group, all threads of the group the same.
-
-    To Triton's own store, groups would be dealt out anew, and all that leads to the number be computed a second time.
-    """
-    if IS_INTERPRETED:
-        tl.store(pointers, numbers.to(pointers.dtype.element_ty))
-    else:
-        tl.inline_asm_elementwise(
-            ASM, "=r,l,r", [pointers.to(tl.int64), numbers], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -186,7 +139,7 @@ def _decode(codes, scales, powers, values, offset, is_real, row, is_row, MASKED:
     power = tl.full(row.shape, _UNEXPANDED, tl.int32)
     if EXPAND:
         power = load_once(powers + row, is_row, 0, MASKED).to(tl.int32)
-    return _look_up(values, power, 256, code) * bits.to(tl.float32, bitcast=True)
+    return look_up(values, power, 256, code) * bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -200,7 +153,7 @@ def _scale_bits(largest):
 @triton.jit
 def _inverse_of(scale_bits):
     """1/M; 0 where M is 0."""
-    return _reciprocal(tl.where(scale_bits > 0, scale_bits, INFINITY).to(tl.float32, bitcast=True))
+    return reciprocal_ftz(tl.where(scale_bits > 0, scale_bits, INFINITY).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -209,12 +162,12 @@ def _last_usable(least, ratio, RANGE: tl.constexpr):
 
     The guess, 28·(log₂ k + 4), is right but for its rounding, so the right one is at most one away.
     """
-    k = RANGE / tl.maximum(-_log2(ratio), 1e-6)
-    guess = tl.minimum(tl.maximum((_log2(k) + 4.0) * _STEPS, 0.0), _LAST_POWER * 1.0).to(tl.int32)
+    k = RANGE / tl.maximum(-log2(ratio), 1e-6)
+    guess = tl.minimum(tl.maximum((log2(k) + 4.0) * _STEPS, 0.0), _LAST_POWER * 1.0).to(tl.int32)
     above = tl.minimum(guess + 1, _LAST_POWER)
     start = tl.zeros(ratio.shape, tl.int32)
-    found = tl.where(_look_up(least, start, 1, above) <= ratio, above, guess)
-    return tl.where(_look_up(least, start, 1, guess) <= ratio, found, tl.maximum(guess - 1, 0))
+    found = tl.where(look_up(least, start, 1, above) <= ratio, above, guess)
+    return tl.where(look_up(least, start, 1, guess) <= ratio, found, tl.maximum(guess - 1, 0))
 
 
 @triton.jit
@@ -253,7 +206,7 @@ def _encode_exactly(
     scale_bits = _scale_bits(largest)
     store(scales + row, (scale_bits >> 16).to(tl.int16), is_row, MASKED)
     inverse = _inverse_of(scale_bits)
-    ratio = _product_without_subnormals(
+    ratio = product_without_subnormals(
         magnitude.to(tl.float32, bitcast=True), tl.broadcast_to(inverse, magnitude.shape)
     )
     LARGEST: tl.constexpr = _E4M3_LARGEST if FRACTION == 3 else _E5M2_LARGEST
@@ -262,13 +215,13 @@ def _encode_exactly(
         smallest = _smallest(tl.where(ratio > 0, ratio, float("inf")))
         power = _power_of(smallest, largest.to(tl.float32, bitcast=True) * inverse, least, FRACTION)
         store(powers + row, power.to(tl.uint8), is_row, MASKED)
-        k = tl.broadcast_to(_look_up(exponents, power, 1, tl.zeros(power.shape, tl.int32)), ratio.shape)
+        k = tl.broadcast_to(look_up(exponents, power, 1, tl.zeros(power.shape, tl.int32)), ratio.shape)
         LOG2_LARGEST: tl.constexpr = _E4M3_LOG2_LARGEST if FRACTION == 3 else _E5M2_LOG2_LARGEST
-        y = _exp2(tl.fma(_log2(ratio), k, LOG2_LARGEST))
+        y = exp2(tl.fma(log2(ratio), k, LOG2_LARGEST))
     else:
         y = ratio * LARGEST
     floor = _floor_code(y, FRACTION)
-    code = floor + (ratio > _look_up(uppers, power, 128, floor)).to(tl.int32)
+    code = floor + (ratio > look_up(uppers, power, 128, floor)).to(tl.int32)
     code = code | ((bits >> 24) & 0x80)
     store(codes + offset, tl.where(is_finite, code, _NAN).to(tl.uint8), is_real, MASKED)
 
@@ -299,7 +252,7 @@ def _encode(
         largest = _largest(magnitude.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
         scale_bits = _scale_bits(largest)
         inverse = _inverse_of(scale_bits)
-        ratio = _product_without_subnormals(tl.abs(x) if IS_SIGNED else x, tl.broadcast_to(inverse, x.shape))
+        ratio = product_without_subnormals(tl.abs(x) if IS_SIGNED else x, tl.broadcast_to(inverse, x.shape))
         smallest = _smallest(ratio)
         largest_ratio = largest.to(tl.float32, bitcast=True) * inverse
         is_odd = (largest >= INFINITY) | (largest < 0)
@@ -308,8 +261,8 @@ def _encode(
         if EXPAND:
             is_odd = is_odd | ((smallest == 0) & (largest_ratio > 0))
             power = _power_of(smallest, largest_ratio, least, FRACTION)
-            k = tl.broadcast_to(_look_up(exponents, power, 1, tl.zeros(power.shape, tl.int32)), ratio.shape)
-            low = _exp2(tl.fma(_log2(ratio), k, LOG2_LARGEST + _LOG2_BELOW))
+            k = tl.broadcast_to(look_up(exponents, power, 1, tl.zeros(power.shape, tl.int32)), ratio.shape)
+            low = exp2(tl.fma(log2(ratio), k, LOG2_LARGEST + _LOG2_BELOW))
         else:
             low = ratio * (LARGEST * _BELOW)
         if IS_SIGNED:
@@ -324,9 +277,9 @@ def _encode(
                 MASKED, EXPAND, FRACTION,
             )  # fmt: skip
         else:
-            _put(scales + row, scale_bits >> 16, _PUT_16)
+            put(scales + row, scale_bits >> 16, _PUT_16)
             if EXPAND:
-                _put(powers + row, power, _PUT_8)
+                put(powers + row, power, _PUT_8)
             store(codes + offset, code, is_real, MASKED)
     else:
         _encode_exactly(
@@ -374,7 +327,7 @@ def step_kernel(
     )
     m = m + (gradient - m) * rest1
     v = v * beta2 + (gradient * rest2) * gradient
-    store(weights + offset, _moved(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
+    store(weights + offset, moved_weight(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
     _encode(
         m, first_codes, first_scales, first_powers, first_uppers, first_least, first_exponents,
         offset, is_real, row, is_row, MASKED, FIRST_EXPAND, FIRST_FRACTION, FAST, True,
@@ -383,3 +336,77 @@ def step_kernel(
         v, second_codes, second_scales, second_powers, second_uppers, second_least, second_exponents,
         offset, is_real, row, is_row, MASKED, SECOND_EXPAND, SECOND_FRACTION, FAST, False,
     )  # fmt: skip
+
+
+def step_on_cuda(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[StoredGroups, StoredGroups],
+    formats: tuple[MomentFormat, MomentFormat],
+    numbers: AdamwNumbers,
+) -> None:
+    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing.
+
+    What is compiled for a shape is launched by itself from the second step on: in Triton's way a launch takes longer
+    than most tensors of a model.
+    """
+    gradients = aligned(gradients)
+    launches = bind_step(weights, gradients, moments, formats)
+    if launches is not None:
+        launches(gradients, numbers.in_order())
+        return
+    with on_device_of(weights):
+        # A launch that is kept takes aligned tensors only.
+        for launch in _launches.__wrapped__(weights.numel(), *_kinds(weights.device, formats)):
+            launch(*_tensors(weights, gradients, moments, formats), last=numbers.in_order())
+
+
+def bind_step(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[StoredGroups, StoredGroups],
+    formats: tuple[MomentFormat, MomentFormat],
+) -> BoundLaunches | None:
+    """`step_on_cuda` on these tensors, and any gradient like this one; None where a tensor is not aligned."""
+    tensors = _tensors(weights, gradients, moments, formats)
+    if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+        return None
+    return BoundLaunches(_launches(weights.numel(), *_kinds(weights.device, formats)), tensors, moving=1)
+
+
+def _tensors(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: tuple[StoredGroups, StoredGroups],
+    formats: tuple[MomentFormat, MomentFormat],
+) -> list[torch.Tensor]:
+    """As the kernel takes them."""
+    tensors = [weights, gradients]
+    for moment, by in zip(moments, formats, strict=True):
+        powers = moment.codes if moment.powers is None else moment.powers
+        tables = (by.tables.values, by.tables.uppers, by.tables.least, by.tables.exponents)
+        tensors += [moment.codes, moment.scales.view(torch.int16), powers, *tables]
+    return tensors
+
+
+def _kinds(device: torch.device, formats: tuple[MomentFormat, MomentFormat]) -> tuple[Kinds, bool, int, int]:
+    """Formats, whether codes may be found fast, and the shape of a program."""
+    fast = bool(IS_INTERPRETED.value) or has_fp8_units(device)
+    return tuple((by.expand, by.format.name) for by in formats), fast, ROWS, WARPS
+
+
+@lru_cache(maxsize=4096)
+def _launches(count: int, kinds: Kinds, fast: bool, rows: int, warps: int) -> tuple[Launch, ...]:
+    """The programs that are filled, and the last one, which is not."""
+    constants: dict[str, int | bool] = {"R": rows, "num_warps": warps, **EXACT}
+    for name, (expand, format) in zip(("FIRST", "SECOND"), kinds, strict=True):
+        constants |= {f"{name}_EXPAND": expand, f"{name}_FRACTION": _FRACTIONS[format]}
+    whole, left = divmod(count, rows * GROUP)
+    parts = ((0, whole, False), (whole, int(left > 0), True))
+    return tuple(
+        Launch(
+            step_kernel, (programs, 1, 1), (first, count), constants | {"MASKED": masked, "FAST": fast and not masked}
+        )
+        for first, programs, masked in parts
+        if programs
+    )

@@ -10,9 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from tahq.memory.adam.step import AdamwNumbers
-from tahq.memory.coat.fp8_formats import NAN
-from tahq.memory.coat.fp8_groups import GROUP, LARGEST_SCALE, SMALLEST_NORMAL, MomentFormat, StoredGroups
-from tahq.memory.coat.range_expansion import UNEXPANDED
+from tahq.memory.coat.fp8_groups import (
+    GROUP,
+    LARGEST_SCALE,
+    NAN,
+    SMALLEST_NORMAL,
+    UNEXPANDED,
+    MomentFormat,
+    StoredGroups,
+)
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.numbers import Fp32Array, Int16Array, bits_of, float_of
 

@@ -1,4 +1,4 @@
-"""What the FP8 kernels share: numbers to FP8 codes and back, scales of groups, maxima that keep NaN.
+"""Device functions of the FP8 kernels: FP8 codes, scales of groups, maxima that keep NaN, fast approximations.
 
 Devices with FP8 conversions use them (`NATIVE`); elsewhere, and in the interpreter, the same rounding is written out.
 """
@@ -12,7 +12,11 @@ from tahq.quant.gpu.tiles import IS_INTERPRETED
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _NAN_BF16 = tl.constexpr(0x7FC0)
+_LOOK_UP = tl.constexpr(
+    "{ .reg .b64 place; mad.wide.u32 place, $2, 4, $1; ld.global.nc.L1::evict_last.f32 $0, [place]; }"
+)
 _FOUR = """{
     .reg .b16 low, high;
     cvt.rn.satfinite.FORMAT.f32 low, $2, $1;
@@ -129,3 +133,82 @@ def inverse_root(x):
 def sigmoid(x):
     """1/(1 + e⁻ˣ)."""
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def log2(x):
+    """log₂ of x ≥ 0, no subnormal, to some 10⁻⁶; −∞ of 0. Triton's own is a polynomial of twenty terms."""
+    if IS_INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def exp2(x):
+    """2^x to some 10⁻⁷; 0 where that is subnormal."""
+    if IS_INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal_ftz(x):
+    """1/x of x from 2⁻¹²⁶ to 2¹²⁶, or ∞; rounded as IEEE has it."""
+    if IS_INTERPRETED:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return tl.inline_asm_elementwise("rcp.rn.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def product_without_subnormals(x, y):
+    """x·y, where 0 stands for any of the three that is subnormal; as long as y is normal."""
+    if IS_INTERPRETED:
+        product = tl.where(x < _SMALLEST_NORMAL, 0.0, x) * y
+        return tl.where(product < _SMALLEST_NORMAL, 0.0, product)
+    return tl.inline_asm_elementwise(
+        "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def moved_weight(weight, m, v, decay, rate, root_factor, epsilon):
+    """w·decay − m/(√v·root_factor + ε)·rate; root and reciprocal are one instruction each, and not rounded right.
+
+    Rounded to the bit they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
+    """
+    if IS_INTERPRETED:
+        return weight * decay - tl.div_rn(m, tl.sqrt_rn(v) * root_factor + epsilon) * rate
+    root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+    denominator = tl.fma(root, tl.broadcast_to(root_factor, root.shape), epsilon)
+    inverse = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.fma(m * inverse, tl.broadcast_to(-rate, root.shape), weight * decay)
+
+
+@triton.jit
+def look_up(table, row, LENGTH: tl.constexpr, place):
+    """table[row, place] of fp32 [rows, LENGTH] that nobody writes to; rows of groups, and places in them.
+
+    Triton would give a load without an order a layout of its own, and carry all numbers there and back.
+    """
+    if IS_INTERPRETED:
+        return tl.load(table + row * LENGTH + place)
+    start = table.to(tl.int64) + row.to(tl.int64) * (4 * LENGTH)
+    return tl.inline_asm_elementwise(
+        _LOOK_UP, "=f,l,r", [tl.broadcast_to(start, place.shape), place], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def put(pointers, numbers, ASM: tl.constexpr):
+    """Store one number of each group, all threads of the group the same.
+
+    To Triton's own store, groups would be dealt out anew, and all that leads to the number be computed a second time.
+    """
+    if IS_INTERPRETED:
+        tl.store(pointers, numbers.to(pointers.dtype.element_ty))
+    else:
+        tl.inline_asm_elementwise(
+            ASM, "=r,l,r", [pointers.to(tl.int64), numbers], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,10 +1,13 @@
-"""FP8 tensors as COAT's activations have them: codes with their scales, for groups of 16 or a whole tensor.
+"""FP8 tensors of COAT's activations: codes with scales for groups of 16 or a whole tensor; and the choice of kernels.
 
 Letters: T tokens, C channels, N output channels of a matrix.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -16,17 +19,17 @@ E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """Δmax of each format."""
 SMALLEST_SCALE = 2.0**-120
-"""No scale is below it, so that neither a scale nor its reciprocal leaves fp32's normal range; zeros stay zeros."""
+"""Lower limit of scales, so that a scale and its reciprocal stay within fp32's normal range; zeros stay zeros."""
 
 Layouts = Literal["rows", "columns", "both"]
-"""Which layouts of a tensor's codes are written: as it is, transposed, or one beside the other."""
+"""Layouts of a tensor's codes that are written: not transposed, transposed, or both."""
 
 _FIRST_WITH_FP8 = (8, 9)
 
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
-    """Whether a device converts to FP8, and multiplies it, by itself: NVIDIA's from compute capability 8.9 on."""
+    """Whether a device has FP8 conversions and products: NVIDIA's from compute capability 8.9 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
@@ -45,11 +48,11 @@ class GroupCodes:
 
 @dataclass(frozen=True, slots=True)
 class TensorCodes:
-    """A matrix [T, C] with one scale, in whichever layouts are at hand.
+    """A matrix [T, C] with one scale, in one or both layouts.
 
     `row_codes`: [T, C]; `column_codes`: [C, T], both contiguous; `scale`: fp32 [1], on their device.
-    FP8 matrix units want both operands contiguous along what is summed over, so that a backward needs the transposed
-    codes; where products are emulated, a view does.
+    FP8 matrix units need both operands contiguous along the summed dimension, so a backward needs the transposed codes;
+    where products are emulated, a view suffices.
     """
 
     row_codes: torch.Tensor | None
@@ -76,13 +79,24 @@ class TensorCodes:
 
 @dataclass(frozen=True, slots=True)
 class NormForward:
-    """What the first pass of an RMSNorm leaves.
+    """The results of an RMSNorm's first pass.
 
     `total`: its input, the sum of residual stream and branch, in the stream's dtype; `codes`: the same in groups;
-    `rstd`: fp32 [T], of the coded input; `maxima`: fp32, of the output's magnitudes, in no particular order.
+    `rstd`: fp32 [T], of the coded input; `maxima`: fp32, maxima of the output's magnitudes, in no particular order.
     """
 
     total: torch.Tensor
     codes: GroupCodes
     rstd: torch.Tensor
     maxima: torch.Tensor
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """`fp8_flow_triton` on CUDA with triton, else `fp8_flow_reference`, which documents the functions of both."""
+    return _kernels_for(device.type)
+
+
+@cache
+def _kernels_for(device_type: str) -> ModuleType:
+    has_triton = device_type == "cuda" and find_spec("triton") is not None
+    return import_module(f"tahq.memory.coat.fp8_flow_{'triton' if has_triton else 'reference'}")

@@ -1,35 +1,38 @@
 """COAT's mixed-granularity FP8 precision flow in a slice of a Llama: each block computed by `CoatBlock`.
 
-Linear layers have one scale a tensor, from the maxima of groups (group scaling), and multiply in FP8; non-linear
-layers have a scale for 16 channels of a token. What a block keeps for its backward are those codes
-(`fp8_functions.py` lists them); attention computes in bf16, and keeps Q, K, V and its output once. Gradients between
-layers and of weights are bf16 or fp32. The residual stream stays as it is, in the dtype in which it comes: fp32 from
-a cut, as without COAT; a norm reads its codes.
+Linear layers have one scale per tensor, from the maxima of groups (group scaling), and multiply in FP8; non-linear
+layers have one scale per 16 channels of a token. A block saves those codes for its backward (listed in
+`fp8_functions.py`); attention computes in bf16, and keeps Q, K, V and its output once. Gradients between layers and of
+weights are bf16 or fp32. The residual stream keeps its dtype, fp32 from a cut, as without COAT; a norm reads its codes.
 
-A block computes from its own input and weights alone, so that it matters to no result where the model is cut, how many
-micro-batches are in flight, or whether blocks are computed again in the backward.
+A block computes from its own input and weights only, so results do not depend on where the model is cut, how many
+micro-batches are in flight, or whether blocks are recomputed in the backward.
 
 Source: COAT §5, Figure 1, appendices D and G.
+Letters: B samples, S positions, H heads, D channels per head, C channels.
 """
 
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from tahq.errors import ModelError
-from tahq.memory.coat.fp8_functions import AfterAttention, BeforeAttention, Flow
+from tahq.memory.coat.fp8_functions import AfterAttention, BeforeAttention, FlowOptions
 from tahq.memory.coat.fp8_linear import WeightCodes
-from tahq.memory.coat.rotary import rotate
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
-from tahq.models.deferred_gradients import DeferredGradients
+from tahq.models.deferred_gradients import DeferredGradients, product_dtype
 from tahq.models.keyed_dropout import keyed_attention
 from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import ModelSlice
 
 
 class CoatBlock(nn.Module):
-    """A Llama layer with the weights of a transformers layer, under its names, and FP8 between its parts.
+    """A Llama layer with the parameters of a transformers layer, under their names, computing in FP8.
 
     Args:
         block: the layer; its modules become this one's.
@@ -39,7 +42,7 @@ class CoatBlock(nn.Module):
     splits_backward = True
     """Takes `deferred`: see `ModelSlice`."""
 
-    # A transformers layer's: which classes they are, only its family knows.
+    # modules of the transformers layer
     self_attn: Any
     mlp: Any
     input_layernorm: Any
@@ -70,12 +73,12 @@ class CoatBlock(nn.Module):
             hidden: [B, S, C].
             position_embeddings: cosine and sine [1, S, D].
             attention_mask: as `keyed_attention` takes it.
-            deferred: where the backward leaves what the weights' gradients need; None: it computes them.
+            deferred: where the backward leaves the weights' gradients; None: it computes them.
 
         Returns:
             [B, S, C] in the dtype of `hidden`.
         """
-        flow = Flow(_product_dtype(hidden), self._config.backward_products, deferred)
+        flow = FlowOptions(product_dtype(hidden), self._config.backward_products, deferred)
         norm = self.input_layernorm
         query, key, value, hidden = BeforeAttention.apply(  # type: ignore[no-untyped-call]
             hidden, norm.weight, norm.variance_epsilon, flow, self._before, *_parameters(self._before)
@@ -88,14 +91,14 @@ class CoatBlock(nn.Module):
         return out
 
     def train(self, mode: bool = True) -> Self:
-        """Choose training or evaluation; a step and an evaluation begin with it, so weights are coded anew after it."""
+        """Choose training or evaluation, and recode the weights: a step and an evaluation begin with it."""
         for weight in (*self._before, *self._after):
             weight.forget()
         return super().train(mode)
 
     @property
     def weight_codes_nbytes(self) -> int:
-        """Bytes of the weights' codes and scales that are kept at present."""
+        """Bytes of the weights' codes and scales that are kept now."""
         return sum(weight.nbytes for weight in (*self._before, *self._after))
 
     def _attend(
@@ -120,7 +123,7 @@ class CoatBlock(nn.Module):
 
 
 def use_fp8_flow(module: ModelSlice, config: CoatConfig) -> None:
-    """Have a slice's blocks computed with FP8 flow; its parameters stay where and what they are.
+    """Compute a slice's blocks with FP8 flow; its parameters do not change.
 
     Raises:
         ModelError: another family, or a Llama with another activation.
@@ -136,7 +139,7 @@ def check_fp8_flow(spec: ModelSpec) -> None:
     if spec.family not in COAT_FAMILIES:
         raise ModelError(
             f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}; this one is "
-            f"{spec.family}, whose layers are built otherwise; use memory.activations: none"
+            f"{spec.family}, whose layers differ; use memory.activations: none"
         )
     activation = spec.hf_config.hidden_act
     if activation != "silu":
@@ -148,7 +151,46 @@ def _parameters(weights: tuple[WeightCodes, ...]) -> list[torch.Tensor | None]:
     return [parameter for weight in weights for parameter in (weight.linear.weight, weight.linear.bias)]
 
 
-def _product_dtype(x: torch.Tensor) -> torch.dtype:
-    """What matrices multiply in and Q, K, V have: autocast's dtype inside autocast."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: x·cos + half(x)·sin, half(x₁, x₂) = (−x₂, x₁), in fp32, rounded to the dtype of x.
+
+    One function that saves only its tables; written out in torch it is eight operations in forward and in backward.
+
+    Args:
+        x: [B, S, H, D].
+        cosine: [1, S, D].
+        sine: [1, S, D].
+    """
+    rotated: torch.Tensor = _Rotation.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """A linear map of pairs of channels; its transpose takes the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _kernel_for(x.device.type)(x, cosine, sine, False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _kernel_for(gradients[0].device.type)(gradients[0], cosine, sine, True), None, None
+
+
+@cache
+def _kernel_for(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+    if device_type == "cuda" and find_spec("triton") is not None:
+        of_triton: Callable[..., torch.Tensor] = import_module("tahq.memory.coat.fp8_flow_triton").rotated
+        return of_triton
+    return rotated
+
+
+def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The reference: `rotate`, or its transpose, x₁·c₁ + x₂·s₂ and x₂·c₂ − x₁·s₁."""
+    first, second = x.float().chunk(2, dim=-1)
+    (c1, c2), (s1, s2) = (table.float()[:, :, None].chunk(2, dim=-1) for table in (cosine, sine))
+    if transposed:
+        return torch.cat((first * c1 + second * s2, second * c2 - first * s1), -1).to(x.dtype)
+    return torch.cat((first * c1 - second * s1, second * c2 + first * s2), -1).to(x.dtype)

@@ -1,30 +1,29 @@
-"""The two halves of a Llama layer around its attention, each one function for autograd: what they keep is FP8.
+"""The two halves of a Llama layer around its attention, each one autograd function that saves FP8 tensors.
 
 `BeforeAttention` is the norm and the projections to Q, K and V, `AfterAttention` the output projection, the residual
-sum, the second norm, the gated MLP and the second sum. The residual stream passes through both, so that its gradient
-is added where a norm's is computed.
+sum, the second norm, the gated MLP and the second sum. The residual stream passes through both, so its gradient is
+added where a norm's is computed.
 
-Kept for backward, in units U of a bf16 tensor [T, C] (COAT Table 2; heads as in Llama-2, I = 2⅔·C):
+Saved for the backward, in units U of a bf16 tensor [T, C] (COAT Table 2; heads as in Llama-2, I = 2⅔·C):
 
-- either norm's input, E4M3 in groups of 16, 0.5 U, and its scales in bf16, 0.06 U;
-- either norm's output, E4M3 with one scale, once for all the matrices that take it, 0.5 U;
-- the outputs of gate and up, E4M3 in groups, 2.67 U, and scales 0.33 U; SiLU is computed again;
+- each norm's input, E4M3 in groups of 16, 0.5 U, and its scales in bf16, 0.06 U;
+- each norm's output, E4M3 with one scale, once for all matrices that take it, 0.5 U;
+- the outputs of gate and up, E4M3 in groups, 2.67 U, and scales 0.33 U; SiLU is recomputed;
 - their product, E4M3 with one scale, 1.33 U;
-- the attention's output as it is, 1 U, which is the tensor that attention itself keeps: no FP8 copy of it, only its
-  scale (appendix D).
+- the attention's output, 1 U, the same tensor that attention itself saves: no FP8 copy, only its scale (appendix D).
 
 Letters: B samples, S positions, T = B·S tokens, C channels, I inner channels, N output channels.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from tahq.memory.coat.fp8_codes import E4M3, GroupCodes, Layouts, TensorCodes
-from tahq.memory.coat.fp8_kernels import FlowKernels, kernels_for
+from tahq.memory.coat.fp8_codes import E4M3, GroupCodes, Layouts, TensorCodes, kernels_for
 from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, gradient_format, layouts_for, linear_forward
 from tahq.models.deferred_gradients import DeferredGradients, accumulate
 
@@ -32,11 +31,11 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
-    """How a layer is computed in one forward pass.
+class FlowOptions:
+    """Options of a layer in one forward pass.
 
-    `dtype`: of products, Q, K, V and gradients between layers; `deferred`: where a split backward leaves what weights'
-    gradients need.
+    `dtype`: of products, Q, K, V and gradients between layers; `deferred`: where a split backward leaves the weights'
+    gradients.
     """
 
     dtype: torch.dtype
@@ -53,13 +52,13 @@ class BeforeAttention(torch.autograd.Function):
         hidden: torch.Tensor,
         norm_weight: torch.Tensor,
         epsilon: float,
-        flow: Flow,
+        flow: FlowOptions,
         weights: tuple[WeightCodes, ...],
         *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         """Hidden states [B, S, C] to each projection's [B, S, N], and the hidden states.
 
-        `parameters`, the weights and biases once more, are named for autograd.
+        `parameters` repeats the weights and biases for autograd.
         """
         kernels = kernels_for(hidden.device)
         norm = kernels.norm_forward(_matrix(hidden), None, norm_weight, epsilon)
@@ -98,7 +97,7 @@ class AfterAttention(torch.autograd.Function):
         hidden: torch.Tensor,
         norm_weight: torch.Tensor,
         epsilon: float,
-        flow: Flow,
+        flow: FlowOptions,
         weights: tuple[WeightCodes, ...],
         *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -125,7 +124,8 @@ class AfterAttention(torch.autograd.Function):
             gate_codes.codes, gate_codes.scales, up_codes.codes, up_codes.scales,
             *_parts(kept_y), *_parts(kept_p),
         )  # fmt: skip
-        return out.view(hidden.shape)
+        result: torch.Tensor = out.view(hidden.shape)
+        return result
 
     @staticmethod
     @once_differentiable
@@ -158,7 +158,8 @@ class AfterAttention(torch.autograd.Function):
 
         def a() -> TensorCodes:
             layouts: Layouts = "columns" if layouts_for(attended) == "both" else "rows"
-            return kernels.quantize_tensor(attended, a_scale, E4M3, layouts)
+            codes: TensorCodes = kernels.quantize_tensor(attended, a_scale, E4M3, layouts)
+            return codes
 
         of_project = _weight_gradients(ctx, 6, of_output, project, a)
         shape = gradients[0].shape
@@ -175,15 +176,15 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _normalised(
-    kernels: FlowKernels, codes: GroupCodes, rstd: torch.Tensor, weight: torch.Tensor, maxima: torch.Tensor
+    kernels: ModuleType, codes: GroupCodes, rstd: torch.Tensor, weight: torch.Tensor, maxima: torch.Tensor
 ) -> tuple[TensorCodes, TensorCodes]:
-    """A norm's output as the matrices behind it take it, and as it is kept."""
+    """A norm's output for the matrices that follow, and as it is saved."""
     scale = kernels.tensor_scale(maxima, E4M3)
     return _kept(kernels.norm_output(codes, rstd, weight, scale, layouts_for(codes.codes)))
 
 
 def _kept(x: TensorCodes) -> tuple[TensorCodes, TensorCodes]:
-    """Codes for a forward, and the one layout that its backward needs."""
+    """Codes for a forward, and those that its backward needs."""
     return x, x if x.column_codes is None else TensorCodes(None, x.column_codes, x.scale)
 
 
@@ -195,18 +196,18 @@ def _tensor_codes(parts: list[Any]) -> TensorCodes:
     return TensorCodes(*parts)
 
 
-def _prepared(flow: Flow, weight: WeightCodes, gradient: torch.Tensor) -> OutputGradient:
+def _prepared(flow: FlowOptions, weight: WeightCodes, gradient: torch.Tensor) -> OutputGradient:
     return OutputGradient.of(gradient, weight, flow.dtype, flow.backward_products)
 
 
 def _gated_gradients(
-    flow: Flow,
-    kernels: FlowKernels,
+    flow: FlowOptions,
+    kernels: ModuleType,
     gradient: torch.Tensor,
     codes: tuple[GroupCodes, GroupCodes],
     weights: tuple[WeightCodes, WeightCodes],
 ) -> Iterator[OutputGradient]:
-    """The gradients of gate's and then of up's output, one after the other, so that both need not be held."""
+    """The gradients of gate's and then of up's output, one at a time to save memory."""
     fp8 = gradient_format(flow.backward_products)
     if fp8 is None or any(weight.linear.bias is not None for weight in weights):
         for weight, each in zip(weights, kernels.gated_backward(gradient, *codes), strict=True):
@@ -223,8 +224,9 @@ def _gated_gradients(
 def _weight_gradients(
     ctx: Any, argument: int, of_output: OutputGradient, weight: WeightCodes, x: Callable[[], TensorCodes]
 ) -> list[torch.Tensor | None]:
-    """Gradients of a linear layer's weight and bias, arguments number `argument` of the forward and the next; or None
-    for both, and what computes them left to the split backward's second part.
+    """Gradients of a linear layer's weight and bias; None for both if they are deferred.
+
+    They are the forward's arguments number `argument` and `argument` + 1.
     """
     wants_weight, wants_bias = ctx.needs_input_grad[argument : argument + 2]
     linear = weight.linear

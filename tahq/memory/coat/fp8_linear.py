@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tahq.memory.coat.fp8_codes import E4M3, E5M2, Layouts, TensorCodes, has_fp8_units
-from tahq.memory.coat.fp8_kernels import kernels_for
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, Layouts, TensorCodes, has_fp8_units, kernels_for
 
 _FORMATS = {"e5m2": E5M2, "e4m3": E4M3}
 _MULTIPLE = 16
@@ -107,9 +106,9 @@ class WeightCodes:
             self._scale = kernels.tensor_scale(kernels.group_maxima(weight), E4M3)
         needs_columns = fits_fp8_units(weight.device, *weight.shape)
         if not self._keep:
-            return kernels.quantize_tensor(
-                weight, self._scale, E4M3, "columns" if columns and needs_columns else "rows"
-            )
+            layouts = "columns" if columns and needs_columns else "rows"
+            codes: TensorCodes = kernels.quantize_tensor(weight, self._scale, E4M3, layouts)
+            return codes
         self._codes = kernels.quantize_tensor(weight, self._scale, E4M3, "both" if needs_columns else "rows")
         return self._codes
 
