@@ -1,4 +1,4 @@
-"""What each codec costs and loses on one tensor: bytes, errors, bias and speed, measured, not estimated.
+"""Measures what each codec costs and loses on one tensor: bytes, errors, bias and speed.
 
 Squared error alone misleads (an error that repeats on every token hurts a gradient more than a larger one
 that averages out), so a report has several yardsticks: the error of the whole tensor, of its worst token, and
@@ -35,7 +35,7 @@ USUAL_SPECS = (
     "wf:bits=3.5",
     "wf:bits=4",
 )
-"""What is compared if nothing else is asked for."""
+"""The codecs that are compared by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def compare(
         clock: seconds, for the timing alone.
 
     Raises:
-        ConfigError: a spec or a backend that is none.
+        ConfigError: an unknown spec or backend.
         CodecError: x is empty, all zero, not finite, or of another type, or the backend cannot take it.
     """
     check_comparable(x)

@@ -46,13 +46,13 @@ Rungs = Annotated[list[Annotated[str, AfterValidator(_stateless)]], Field(min_le
 
 
 class GuardConfig(Section):
-    """When bits are raised for the sake of what is learned, whatever the links are like.
+    """When bits are raised because training quality drops, whatever the bandwidth.
 
     Attributes:
-        max_error: ‖x̂ − x‖/‖x‖ of a tensor above which its link and direction are raised; None: not looked at.
+        max_error: ‖x̂ − x‖/‖x‖ of a tensor above which its link and direction are raised; None: ignored.
         measure_every: steps between measurements of it, on one micro-batch.
-        loss_rise: share by which the loss may exceed its moving average, step after step; None: not looked at.
-        hold: steps for which bits that were raised here are not lowered again.
+        loss_rise: share by which the loss may exceed its moving average, step after step; None: ignored.
+        hold: steps for which bits raised here are not lowered again.
     """
 
     max_error: float | None = Field(default=0.5, gt=0)
@@ -62,14 +62,14 @@ class GuardConfig(Section):
 
 
 class FollowConfig(Section):
-    """Bits that follow the bandwidth: the codecs to choose from, and how readily another one is taken.
+    """Bits that follow the bandwidth: the codecs to choose from, and how fast to change.
 
     Attributes:
         activations: rungs; None: those around `wire.activations`.
         gradients: rungs; None: those around `wire.gradients`.
-        raise_after: steps in a row in which more bits would have fitted.
-        lower_after: steps in a row in which a link was the bottleneck.
-        guard: what raises bits besides.
+        raise_after: consecutive steps in which more bits would have fitted.
+        lower_after: consecutive steps in which a link was the bottleneck.
+        guard: raises bits for training quality.
     """
 
     activations: Rungs | None = None
@@ -80,10 +80,10 @@ class FollowConfig(Section):
 
 
 class WireConfig(Section):
-    """Which codec packs what crosses a cut, by direction, and what computes it; docs/wire-format.md has the specs.
+    """The codec of each direction, and its backend; docs/wire-format.md has the specs.
 
-    In place of the section the word `paper` may stand: TAH activations, gradients in 8 bits of fixed point; in place
-    of `follow`, true or false.
+    The word `paper` in place of the section means TAH activations and 8-bit fixed-point gradients. `follow` may be
+    true or false.
     """
 
     activations: str = "wf"

@@ -1,11 +1,11 @@
-"""Where processes of one machine are about to compile the same kernels, one does, and the others read its cache.
+"""If several processes of a machine need the same kernels, one compiles them and the others load its cache.
 
-Four workers that start together would otherwise compile all at once, each slowing the others. The lock is the
-operating system's (flock), so a process that dies inside it does not keep it.
+Four workers that start together would otherwise all compile at once, each slowing the others. The lock is the
+operating system's (flock), so a process that dies while holding it releases it.
 
-A lock is for one set of kernels in one cache. Others on the machine, of another run or another installation, are none
-of a worker's business: a stage that comes back in the middle of a run waits for nobody but who compiles what it needs
-itself. And for him not for ever: he may have been stopped, and two who compile are slower, not wrong.
+There is one lock per set of kernels and cache, so a stage that returns in the middle of a run only waits for a process
+that compiles the same kernels. It does not wait forever: the other process may have been stopped, and compiling twice
+is slower, not wrong.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 _POLL_S = 0.02
 _TELLING_S = 1.0
-"""Who has waited longer than this says so."""
+"""Longer waits are logged."""
 _LONGEST_S = 60.0
 _CACHES = ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR")
 _INSTALLATION = Path(__file__).resolve().parent
@@ -29,15 +29,14 @@ _INSTALLATION = Path(__file__).resolve().parent
 
 @contextmanager
 def one_compiles(kernels: str, folder: Path | None = None, longest_s: float = _LONGEST_S) -> Iterator[None]:
-    """A context for whatever compiles or loads kernels.
+    """A context in which kernels are compiled or loaded.
 
-    Who is first goes ahead; who comes meanwhile waits until the first has left, and then goes ahead at once
-    with all others: from then on they load.
+    The first process enters at once. The others wait until it has left, then enter together, and load.
 
     Args:
-        kernels: names what is compiled or loaded; who says something else is not waited for.
-        folder: where the locks are; by default the system's for temporary files.
-        longest_s: who has waited for so long goes ahead.
+        kernels: names the kernels; processes with another name do not wait for each other.
+        folder: of the lock files; the default is the system's temporary folder.
+        longest_s: after waiting this long a process enters anyway.
     """
     path = (folder or Path(tempfile.gettempdir())) / f"tahq-kernels-{os.getuid()}" / f"{_name_of(kernels)}.lock"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,7 +50,7 @@ def one_compiles(kernels: str, folder: Path | None = None, longest_s: float = _L
 
 
 def _name_of(kernels: str) -> str:
-    """The same for all that would read each other's cache."""
+    """Equal for processes that would read each other's cache."""
     told = "\n".join((kernels, str(_INSTALLATION), *(os.environ.get(name, "") for name in _CACHES)))
     return blake2b(told.encode(), digest_size=8).hexdigest()
 

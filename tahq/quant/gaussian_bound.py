@@ -1,4 +1,4 @@
-"""What no codec can beat if values were Gaussian: the rate-distortion bound, to draw beside measured errors.
+"""The rate-distortion bound: the least error of any codec if values were Gaussian, to compare with measured errors.
 
 The model: elements are independent zero-mean Gaussians whose variance is that of their tile, the mean square
 of its G consecutive channels, and both ends know the variances for nothing. At G = 64 and 3.8 bits it says
@@ -47,7 +47,7 @@ def relative_error_bound(x: torch.Tensor, bits: float, group: int = 64) -> float
 
     Args:
         x: [..., C], finite, any floating-point type, with at least one element.
-        bits: R, bits an element.
+        bits: R, bits per element.
         group: G of the tiles, as codecs take it: cut down to what divides C (`Tiling`).
 
     Raises:

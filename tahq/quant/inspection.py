@@ -1,6 +1,6 @@
-"""Looking into a stream: what its header says, where its sections lie, what they add up to.
+"""Inspect a stream: the fields of its header, the places of its sections, totals over its metadata.
 
-A stream does not say which codec wrote it, nor of what shape; without both, `header_guesses` is all there is.
+A stream does not say which codec wrote it or its shape; without these, only `header_guesses` can help.
 Everything here works for every codec that has a `Description`.
 """
 
@@ -46,18 +46,18 @@ class SectionRow:
 
 
 def codec_summaries() -> dict[str, str]:
-    """What each codec is, by name."""
+    """A short description of each codec, by name."""
     return {name: description.summary for name, description in _DESCRIPTIONS.items()}
 
 
 def header_guesses(buf: torch.Tensor) -> dict[str, tuple[HeaderField, ...]]:
-    """The codecs, by name, whose header the first 16 bytes could be, each with what they would say.
+    """The codecs, by name, whose header the first 16 bytes could be, each with the fields read that way.
 
     Args:
         buf: uint8 [nbytes].
 
     Returns:
-        Nothing where no codec with a header writes such bytes, or there are fewer than 16.
+        Empty if no codec with a header writes such bytes, or there are fewer than 16.
     """
     framed = {name: each for name, each in _DESCRIPTIONS.items() if each.header}
     return {name: _read_header(each, buf) for name, each in framed.items() if _could_be(each, buf)}
@@ -76,10 +76,10 @@ def header_fields(spec: CodecSpec, buf: torch.Tensor) -> tuple[HeaderField, ...]
 
 
 def section_table(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[SectionRow, ...]:
-    """Where everything lies in the stream of a tensor of this shape, header included.
+    """The sections of the stream of a tensor of this shape, header included.
 
     Raises:
-        CodecError: a shape that the codec does not take, or a stream whose layout cannot be told.
+        CodecError: the codec refuses the shape, or the stream's layout cannot be determined.
     """
     description = _description(spec)
     sections = description.sections(spec, shape, buf)
@@ -89,9 +89,9 @@ def section_table(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor) -> t
 
 
 def statistics(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor, *, key: int = 0) -> Statistics:
-    """What a stream's metadata adds up to, and the range of the values that it decodes to.
+    """Totals over a stream's metadata, and the range of its decoded values.
 
-    A stream of a stateful codec has no values without what its ends remember: of these it says metadata alone.
+    Streams of a stateful codec cannot be decoded without its memory: for these only metadata.
 
     Args:
         spec: which codec wrote the stream.
@@ -107,7 +107,7 @@ def statistics(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor, *, key:
     said = description.statistics(spec, shape, accepted)
     values = {} if codec.is_stateful else _range(codec.decode(accepted, shape, key=key))
     num_elements = math.prod(shape)
-    return {"bits an element": 8 * buf.numel() / num_elements if num_elements else 0.0, **said, **values}
+    return {"bits per element": 8 * buf.numel() / num_elements if num_elements else 0.0, **said, **values}
 
 
 def hex_rows(buf: torch.Tensor, rows: Sequence[SectionRow], limit: int) -> Iterator[str]:

@@ -1,7 +1,6 @@
-"""Ladders of codecs: what a link may be packed with, from the fewest bits to the most.
+"""Ladders of codecs that a link may use, from the fewest bits to the most.
 
-A ladder holds stateless codecs only. One that remembers what has crossed would lose it at every change, and both
-ends would have to forget the same.
+A ladder holds stateless codecs only: a stateful codec would lose its memory at every change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ class Ladder:
     nbytes: tuple[int, ...]
 
     def rung(self, spec: str) -> int | None:
-        """Where a spec, however it is written, stands; None: nowhere."""
+        """The place of a spec on the ladder, however it is written; None if it is not there."""
         canonical = str(CodecSpec.parse(spec))
         return self.specs.index(canonical) if canonical in self.specs else None
 
@@ -42,14 +41,14 @@ def default_ladder(text: str) -> list[str]:
     `high` bits from none to all. `raw`: 16 bits and 32. `aqsgd` without a cache: a bit less and a bit more.
 
     Raises:
-        ConfigError: the codec is none, or remembers samples.
+        ConfigError: an unknown codec, or one that remembers samples.
     """
     spec = refuse_memory(text)
     return [str(rung) for rung in _AROUND[type(spec)](spec)]
 
 
 def refuse_memory(text: str) -> CodecSpec:
-    """The codec that a rung names; ConfigError if it is none, or remembers samples."""
+    """The codec that a rung names; ConfigError if it is unknown or remembers samples."""
     spec = CodecSpec.parse(text)
     if isinstance(spec, AqsgdSpec) and spec.has_cache:
         raise ConfigError(
@@ -77,7 +76,7 @@ def ladder_for(specs: Sequence[str], shape: Sequence[int]) -> Ladder:
     for (lower, less), (upper, more) in pairwise(zip(canonical, nbytes, strict=True)):
         if less >= more:
             raise ConfigError(
-                f"rungs go from the fewest bits to the most, but {upper} ({more} bytes a frame) comes after {lower} "
+                f"rungs go from the fewest bits to the most, but {upper} ({more} bytes per frame) comes after {lower} "
                 f"({less} bytes)"
             )
     return Ladder(canonical, nbytes)

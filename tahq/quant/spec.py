@@ -1,4 +1,4 @@
-"""What a user writes for a codec, ``name:key=value,…``, as typed values with one canonical text.
+"""Codec specs as users write them, ``name:key=value,…``: typed values with one canonical text.
 
 Invariants: a spec that exists is valid; `CodecSpec.parse(str(spec)) == spec`; two texts that mean the
 same codec parse to equal specs, whatever was left to its default and in whatever order it was given.
@@ -26,7 +26,7 @@ _ALLOCATION_TILES = "group, token, or a number of channels that is a multiple of
 
 @dataclass(frozen=True, slots=True)
 class CodecSpec:
-    """One codec with all of its parameters; the subclasses below are what there is to choose from."""
+    """One codec with all of its parameters; each subclass below is one codec."""
 
     name: ClassVar[str] = ""
     optional: ClassVar[frozenset[str]] = frozenset()
@@ -106,8 +106,8 @@ class TahSpec(CodecSpec):
     `tau` times its second largest is transformed: 0 transforms every tile that is not zero, inf none.
 
     Bits are given to allocation tiles of `alloc` channels: `group` (each tile by itself), `token` (all of a
-    token's channels), or a number, a multiple of the group that divides the channels. `select` says who gets
-    `high` bits: the tiles of `high` entropy (the paper's rule) or of `low`. With `adaptive` off as many
+    token's channels), or a number, a multiple of the group that divides the channels. `select` says which tiles
+    get `high` bits: those of `high` entropy (the paper's rule) or of `low`. With `adaptive` off as many
     get `low` bits, spread evenly, whatever the data.
     """
 

@@ -1,6 +1,6 @@
 """How a tensor [..., C] is cut into tiles of G consecutive channels, and put together again.
 
-Shape letters: B samples, S tokens a sample, C channels, M tiles a token, G channels a tile,
+Shape letters: B samples, S tokens per sample, C channels, M tiles per token, G channels per tile,
 T = B·S·M tiles in all. A tile never spans two tokens; where no allowed G divides C, every token's
 last tile is filled up with zeros.
 """

@@ -47,15 +47,15 @@ END = {name: section.stop for name, section in LAYOUT.sections.by_name.items()}
         (AT["records"] + 12, None, "sample 4 differently"),
         (AT["marks"], 1, "flag for non-finite values does not agree"),
         (END["marks"] - 1, 0x80, "bits behind the marks or the codes"),
-        (END["marks"], 1, "filling behind a section"),
+        (END["marks"], 1, "padding after a section"),
         (AT["scale"] + 1, 0x7C, "a scale is not finite"),
         (AT["scale"] + 1, 0x7E, "a scale is not finite"),
         (AT["scale"] + 1, 0xBC, "a scale is negative"),
-        (END["scale"], 1, "filling behind a section"),
+        (END["scale"], 1, "padding after a section"),
         (AT["values"] + 1, 0x7E, "a value is not finite"),
         (AT["values"] + 1, 0xFC, "a value is not finite"),
         (END["planes"] - 1, 0xFF, "bits behind the marks or the codes"),
-        (END["planes"], 1, "filling behind a section"),
+        (END["planes"], 1, "padding after a section"),
     ],
 )
 def test_damaged_byte_is_refused(place, value, message):

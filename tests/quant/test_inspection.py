@@ -80,7 +80,7 @@ def test_any_shape_can_be_inspected(text, shape):
     assert section_table(parsed, shape, buf)
     num_elements = math.prod(shape)
     said = statistics(parsed, shape, buf)
-    assert said["bits an element"] == (8 * buf.numel() / num_elements if num_elements else 0.0)
+    assert said["bits per element"] == (8 * buf.numel() / num_elements if num_elements else 0.0)
 
 
 def test_statistics_of_tah_count_its_tiles():

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
     [
         "test_tah_triton.py",
         "test_fixed_triton.py",
-        "test_eden_triton.py",
-        "test_wf_triton.py",
+        "test_gaussian_triton.py",
         "../memory/test_adamw_triton.py",
     ],
 )

@@ -51,7 +51,7 @@ def test_a_rung_is_found_however_it_is_written():
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        (["wf", "wf:bits=3"], r"wf:bits=3\S* \(\d+ bytes a frame\) comes after wf:bits=4"),
+        (["wf", "wf:bits=3"], r"wf:bits=3\S* \(\d+ bytes per frame\) comes after wf:bits=4"),
         (["wf", "wf:group=128"], "from the fewest bits to the most"),
         (["wf:group=64", "tah:alloc=48"], "does not go with tensors of shape"),
         (["aqsgd", "raw"], "remembers the samples"),

@@ -53,6 +53,8 @@ def test_mutated_buffers_never_crash_or_over_read_a_decoder(count, parts):
     assert len(finished) == len(CASES)
     assert sum(each["decoded"] for each in finished) >= count
     for each in finished:
+        if each["decoded"] < 1000:  # too few for a share
+            continue
         assert 0.05 < each["share_refused"] < 0.95, f"{each}: mutations that all decode, or none, try little"
 
 

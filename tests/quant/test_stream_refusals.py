@@ -52,9 +52,9 @@ FIXED_END = {name: section.stop for name, section in FixedLayout.of(FIXED.spec, 
         (TAH_AT["bit map"], 0xFF, "must give H bits to 3 tiles of every sample"),
         (TAH_AT["bit map"], 0x00, "must give H bits to 3 tiles of every sample"),
         (TAH_AT["bit map"] + 1, 0xF0, "bits behind the bit map or the pivots"),
-        (TAH_END["bit map"], 1, "filling behind a section is not zero"),
-        (TAH_END["scale"], 1, "filling behind a section is not zero"),
-        (TAH_END["pivot"], 0x80, "filling behind a section is not zero"),
+        (TAH_END["bit map"], 1, "padding after a section is not zero"),
+        (TAH_END["scale"], 1, "padding after a section is not zero"),
+        (TAH_END["pivot"], 0x80, "padding after a section is not zero"),
     ],
 )
 def test_damaged_tah_byte_is_refused(place, value, message, backend):
@@ -148,7 +148,7 @@ def test_decoder_takes_what_changes_no_value(backend):
         (5, 9, "bytes 5 to 15 must be zero"),
         (FIXED_AT["scale"] + 1, 0x7C, "flag for non-finite values|a scale is infinite"),
         (FIXED_AT["scale"] + 1, 0xC0, "a scale is negative"),
-        (FIXED_END["scale"], 1, "filling behind a section is not zero"),
+        (FIXED_END["scale"], 1, "padding after a section is not zero"),
     ],
 )
 def test_damaged_fixed_byte_is_refused(place, value, message, backend):

@@ -76,7 +76,7 @@ def test_exponent_and_centering_that_are_not_the_specs_are_refused_by_wf(spec, b
 def test_filling_behind_a_section_is_refused(spec, backend):
     for section in sections(spec).values():
         for place in {section.stop, section.end - 1} if section.stop < section.end else ():
-            assert_refused(spec, backend, place, 0x10, "filling behind a section is not zero")
+            assert_refused(spec, backend, place, 0x10, "padding after a section is not zero")
 
 
 @both

@@ -1,11 +1,11 @@
-"""What one end of a cut remembers: the activation that was last sent for each sample, in fp16, in the host's memory.
+"""The memory of one end of a cut: the last activation sent for each sample, in fp16, in the host's memory.
 
 Invariants:
 - samples get a place in the order of their first visit, in blocks that are made as they are needed; nothing here
   knows how many samples there will be;
-- the state is what `records`, `entries` and `tensors` say, wherever the blocks lie;
+- `records`, `entries` and `tensors` describe the whole state, wherever the blocks lie;
 - a block on disk is a memory-mapped file without a name: the kernel takes it back when the process ends, however
-  it ends, so no run ever finds what another one left. What shall outlive the process is in snapshots.
+  it ends, so no run finds files of another. Checkpoints hold the state that outlives the process.
 
 Shape letters: S tokens, C channels, E samples a block.
 """
@@ -31,14 +31,14 @@ Allocate = Callable[[int], torch.Tensor]
 
 
 def in_memory(num_values: int) -> torch.Tensor:
-    """A block in memory, of which the system gives what is written to."""
+    """A block in memory; the system provides pages as they are written."""
     return torch.empty(num_values, dtype=torch.float16)
 
 
 def mapped_file(folder: Path, num_values: int) -> torch.Tensor:
-    """A block in a file in `folder`, mapped into memory and no longer to be found by its name.
+    """A block in an unnamed file in `folder`, mapped into memory.
 
-    Its space is reserved at once: a disk that is full shall be an error here, not a signal at some later write.
+    Its space is reserved at once, so that a full disk is an error here and not a signal at a later write.
 
     Raises:
         UserError: the folder cannot be written, or the disk is full.

@@ -1,13 +1,13 @@
 """`aqsgd`: the activation compression of AQ-SGD, as a codec that remembers every sample at both ends of a cut.
 
-At a sample's first visit its values are sent, in fp16; later what has changed since, in `bits` bits. Whether a visit
-is the first is decided sample by sample: a warm-up epoch without compression is what comes of it in a run that
-starts at the beginning, and a sample that is new, or forgotten, in the midst of a run needs no epoch of its own.
+At a sample's first visit its values are sent in fp16; later the change since the last visit, in `bits` bits. Whether a
+visit is the first is decided sample by sample: a run from the beginning so has a warm-up epoch without compression, and
+a sample that is new or forgotten in the middle of a run needs no special epoch.
 
-Rules, all of which both ends follow alike:
+Rules, which both ends follow:
 - every sample of a micro-batch is taken relative to what was remembered *before* it; if one occurs twice in it, the
   last occurrence is remembered (the one scale of a micro-batch is not known before all changes are);
-- a sample with NaN or infinity is not remembered: what was stays, and its visit does not count;
+- a sample with NaN or infinity is not remembered: the old value stays, and its visit does not count;
 - without sample ids (evaluation) samples are sent whole, as at a first visit, and not remembered;
 - `cache=none` remembers nothing and sends Q(x) every time, whatever the ids: the paper's control.
 

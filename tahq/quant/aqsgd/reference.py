@@ -1,4 +1,4 @@
-"""AQ-SGD's arithmetic in plain torch: what changed of a sample's activation, one scale a channel, symmetric codes.
+"""AQ-SGD's arithmetic in plain torch: the change of a sample's activation, one scale per channel, symmetric codes.
 
 Both ends remember m, the activation that was last sent for a sample, and move it alike: m ← fp16(m + Q(x − m)).
 The quantiser is that of the authors' code: s is a channel's largest magnitude over the micro-batch, in fp16;

@@ -191,7 +191,7 @@ def unpack(layout: AqsgdLayout, buf: torch.Tensor) -> AqsgdParts:
     num_codes = (samples - num_whole) * tokens * channels
     codes, left_of_codes = _from_planes(layout.sections.view(buf, "planes"), num_codes, layout.spec.bits)
     problems = {
-        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
+        "padding after a section is not zero": layout.sections.has_dirty_filling(buf),
         "bits behind the marks or the codes are not zero": left_over.any() | left_of_codes.any(),
         "a scale is negative": (scale.view(torch.int16) < 0).any(),
         "a scale is not finite": ~scale.isfinite().all(),

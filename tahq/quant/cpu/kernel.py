@@ -1,4 +1,4 @@
-"""What the CPU backends compile with, and how their kernels are spread over threads.
+"""How the CPU backends compile their kernels and spread them over threads.
 
 Every kernel releases the GIL and is cached on disk, beside its source or in NUMBA_CACHE_DIR. Arithmetic is
 strict IEEE fp32: no fused multiply-add, no reassociation, true division, subnormals kept. `estimate` is for the one
@@ -23,7 +23,7 @@ MIN_ELEMENTS_A_THREAD = 1 << 15
 
 
 def kernel(function: F) -> F:
-    """Compile at the first call, for good: strict fp32, x/0 as IEEE has it, inlined into other kernels."""
+    """Compile at the first call: strict fp32, x/0 as IEEE has it, inlined into other kernels."""
     return _compile(function)
 
 
@@ -35,7 +35,7 @@ def estimate(function: F) -> F:
 def _compile(function: F, **options: Any) -> F:
     """Without numba's runtime: counting the references to every array and slice took most of the time.
 
-    A kernel therefore cannot make arrays; it is given room to work in.
+    A kernel therefore cannot allocate arrays; it is given memory to work in.
     """
     options |= {"nogil": True, "cache": True, "error_model": "numpy", "forceinline": True, "_nrt": False}
     function.__qualname__ += f"-{_stamp_of_sources()}"

@@ -1,7 +1,7 @@
 """Magnitudes against the levels of a Gaussian quantiser: which level each gets, and the tables that takes.
 
 The index of a magnitude is the number of thresholds below it, thresholds scaled to the tile in fp32 (t·s, rounded
-once). Two ways lead to it, equal to the bit:
+once). Two methods give it, equal to the bit:
 - a sweep over the tile for every four thresholds, in vector code: fewest steps up to 6 bits;
 - a table of buckets, each of which holds at most one threshold, so that one comparison settles an index: from 7 bits.
 """

@@ -18,7 +18,6 @@ Integer = int | np.integer[Any]
 
 FP32, BF16, FP16 = 0, 1, 2
 INFINITY_BITS = 0x7F800000
-NAN_BITS = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
 """All bits of an fp32 but its sign; the bits of magnitudes are in the order of their values."""
 HALF_MIN_NORMAL = 0x38800000

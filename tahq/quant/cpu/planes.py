@@ -1,6 +1,6 @@
 """Codes of one tile to bit planes and back, 32 at a time where a tile has as many, else eight as one 64-bit word.
 
-A word holds eight codes, one a byte. Bit k of its bytes, gathered by one multiplication, is one byte of plane k;
+A word holds eight codes, one per byte. Bit k of its bytes, gathered by one multiplication, is one byte of plane k;
 the other way, one multiplication spreads a plane's byte over the word. `cpu.lanes` does that for four words at once.
 Callers answer for `planes` being long enough.
 """
@@ -103,7 +103,7 @@ _TO_TOP, _TO_BYTE_7 = np.uint64(56), np.uint64(49)
 
 @kernel
 def write_planes(words: WordArray, first_bit: int, num_bits: int, planes: ByteArray, at: int) -> None:
-    """Planes first_bit … first_bit + num_bits − 1 of the codes in `words`, one byte a word, from planes[at] on."""
+    """Planes first_bit … first_bit + num_bits − 1 of the codes in `words`, one byte per word, from planes[at] on."""
     for k in range(num_bits):
         start, place = at + k * words.size, first_bit + k
         whole = words.size & -WORDS

@@ -1,4 +1,4 @@
-"""What both framed codecs do tile by tile on the CPU: where a tile lies, its largest magnitude, its exponent."""
+"""Tiles on the CPU, for all framed codecs: where a tile lies, its largest magnitude, its exponent."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
 
 
 class Magnitudes(NamedTuple):
-    """What one reading of a tensor finds.
+    """Largest magnitudes, found in one pass over a tensor.
 
     Attributes:
         of_tiles: int32 [T], fp32 bits of each tile's max|x|; INFINITY_BITS or above where it is not finite.

@@ -10,8 +10,8 @@ know and are never sent.
 Of our own: a mean number of bits that need not be whole, spread over tiles by water-filling; a scale of 8 bits,
 rounded stochastically, so that it stays unbiased; a power of two for the whole tensor.
 
-Shape letters: T tiles, G channels a tile. Everything is fp32, asks the device nothing in encoding, and is equal to the
-bit on every device but for sums (‖z‖² and ⟨z, ẑ⟩): where these round differently, a width or a scale may differ.
+Shape letters: T tiles, G channels per tile. Everything is fp32, encoding asks the device nothing, and all is equal to
+the bit on every device but for sums (‖z‖² and ⟨z, ẑ⟩): where these round differently, a width or a scale may differ.
 """
 
 import torch

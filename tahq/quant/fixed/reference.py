@@ -1,11 +1,11 @@
-"""Fixed point's arithmetic in plain torch: symmetric codes, one scale a group, Eq. 24's constant.
+"""Fixed point's arithmetic in plain torch: symmetric codes, one scale per group, Eq. 24's constant.
 
 ĝ = Q(c·g)/c (TAH-Quant, Eq. 24). The constant c is a power of two, 2^e, that takes the largest magnitude
 of the tensor into [2^14, 2^15), near the top of fp16: groups down to 2^−28 of the largest then keep a
 scale of full precision, and gradients of 1e-9 code like gradients of 1. A group's scale is its largest
 magnitude rounded *up* to fp16, so that no value is clipped, and stochastic rounding has no bias.
 
-Shape letters: T groups, G channels a group. Equal to the bit on every device.
+Shape letters: T groups, G channels per group. Equal to the bit on every device.
 """
 
 import torch
@@ -34,7 +34,7 @@ def encode_tiles(x: torch.Tensor, bits: int, key: int | None) -> FixedTiles:
     Args:
         x: fp32 [T, G]; not written.
         bits: 2 to 16.
-        key: of the draws of stochastic rounding, one an element; None: round half to even.
+        key: of the draws of stochastic rounding, one per element; None: round half to even.
     """
     finite = largest_magnitude(x).isfinite()
     exponent = top_exponent(x, finite, TOP_EXPONENT)

@@ -92,7 +92,7 @@ def unpack(layout: FixedLayout, buf: torch.Tensor) -> FixedTiles:
     is_flagged, exponent = layout.read_header(buf)
     scale = layout.sections.view(buf, "scale").view(torch.float16)
     problems = {
-        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
+        "padding after a section is not zero": layout.sections.has_dirty_filling(buf),
         "a scale is infinite": scale.isinf().any(),
         "a scale is negative": (scale.view(torch.int16) < 0).any(),
         "the flag for non-finite values does not agree with the scales": scale.isnan().any() != is_flagged,

@@ -90,7 +90,7 @@ def unpack(layout: TileLayout, buf: torch.Tensor) -> CodedTiles:
     width = less_one.to(torch.int32) + 1
     mean = layout.sections.view(buf, "mean").view(torch.float16) if layout.has_mean else None
     problems = {
-        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
+        "padding after a section is not zero": layout.sections.has_dirty_filling(buf),
         "bits behind the widths are not zero": left_over.any(),
         f"the widths must sum to {layout.num_planes}": width.sum() != layout.num_planes,
         "the flag for non-finite values does not agree with the scales": (scale == NOT_FINITE).any() != is_flagged,

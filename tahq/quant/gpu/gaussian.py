@@ -1,9 +1,9 @@
-"""What `eden` and `wf` streams have in common on CUDA: where tiles begin, the header, filling, and what is refused.
+"""Common parts of `eden` and `wf` on CUDA: where tiles begin, the header, padding, refusals; and how kernels launch.
 
 A decoder's first kernel sums the widths, which nothing says beforehand, into `starts` as `gpu.allocation` has
 them, and looks at what is outside of the tiles. Whatever a buffer holds, `starts` ascend and end at K planes at most,
 so no byte outside the buffer is ever read. Each of its programs counts for itself what the ones before it have: three
-bits a tile are few.
+bits per tile are few.
 
 `work` of a decoder: the verdict, a word that is not 0 where the widths do not sum to K, and from SLOTS on `starts`.
 """
@@ -187,7 +187,7 @@ class Work:
 
     Attributes:
         levels: of tiles, behind the programs' largest magnitudes.
-        counts: histograms of levels, one a program.
+        counts: histograms of levels, one per program.
         starts: the plane at which each tile begins, and their number.
         end: where a codec may keep more; a multiple of 16.
     """

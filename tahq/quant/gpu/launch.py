@@ -1,4 +1,4 @@
-"""How the Triton kernels of every codec are launched: options, block sizes, grids, tensors that kernels take.
+"""Launching Triton kernels: options, block sizes, grids, and the plan of launches that encodes or decodes.
 
 Block sizes are fixed numbers by G, so that nothing is tuned, and nothing compiled twice, in a training step.
 """

@@ -1,13 +1,13 @@
-"""What the Triton kernels of every codec share: tiles in and out, powers of two, bit planes.
+"""Parts that the Triton kernels of every codec share: tiles in and out, powers of two, bit planes.
 
 A block is TILES consecutive tiles of G channels, fp32 [TILES, G]. Kernels walk over blocks in strides of the
 grid, so a grid never has more programs than fill the device. Everything here is equal to the reference bit
 for bit: additions, multiplications, comparisons and bit operations, each rounded once (kernels are compiled
 without fusion into multiply-adds).
 
-Nothing is initialised beforehand. The first kernel of an encoder leaves one word a program in `work`: the
+Nothing is initialised beforehand. The first kernel of an encoder leaves one word per program in `work`: the
 bits of the largest finite magnitude that the program saw, and as sign bit whether it saw a tile that is not
-finite. Whoever needs the tensor's exponent reduces these words, a few hundred at most, for itself.
+finite. Each kernel that needs the tensor's exponent reduces these words, a few hundred at most, itself.
 """
 
 import triton

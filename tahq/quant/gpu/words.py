@@ -29,7 +29,7 @@ def locate_words(
 ):
     """`locate` for rows [BYTES·TILES·words, 8] that are a block of words [BYTES, TILES, words, 8].
 
-    A thread shall have all of the channels of its words, so that it reads them, and builds the words, alone. In two
+    A thread has all channels of its words, so that it reads them and builds the words alone. In two
     dimensions there is but one order in which a compiler can give rows to threads: the words of a tile, then tiles.
     """
     WORDS: tl.constexpr = G // 8 // BYTES

@@ -1,7 +1,7 @@
 """TAH-Quant's arithmetic, transcribed from the paper in plain torch; every other backend answers to it.
 
-Shape letters: B samples, S tokens, M tiles a token, G channels a tile (a power of two), R tiles an
-allocation tile, n allocation tiles a sample. Everything is fp32 and runs on the tensor's device. Encoding
+Shape letters: B samples, S tokens, M tiles per token, G channels per tile (a power of two), R tiles an
+allocation tile, n allocation tiles per sample. Everything is fp32 and runs on the tensor's device. Encoding
 asks the device nothing: no shape depends on data, but on CPU, where it costs no synchronisation, only the
 tiles with an outlier are transformed.
 
@@ -109,7 +109,7 @@ def spread_high(low_share: Fraction, count: int, device: torch.device) -> torch.
     Args:
         low_share: of a numerator and denominator that fit 64 bits when multiplied by `count`.
         count: n.
-        device: where the result shall be.
+        device: of the result.
     """
     steps = torch.arange(count + 1, dtype=torch.int64, device=device)
     floors = (steps * low_share.numerator).div_(low_share.denominator, rounding_mode="floor")

@@ -219,7 +219,7 @@ def unpack(layout: TahLayout, buf: torch.Tensor) -> TahTiles:
     zero_point = layout.sections.view(buf, "zero-point").view(torch.float16)
     expected, marked = layout.allocs_per_sample - layout.num_low, zero_point.isnan()
     problems = {
-        "filling behind a section is not zero": layout.sections.has_dirty_filling(buf),
+        "padding after a section is not zero": layout.sections.has_dirty_filling(buf),
         "bits behind the bit map or the pivots are not zero": torch.cat((left_of_map, left_of_pivots)).any(),
         f"the bit map must give H bits to {expected} tiles of every sample": (high.sum(dim=1) != expected).any(),
         "a scale is not finite": ~scale.view(torch.float16).isfinite().all(),

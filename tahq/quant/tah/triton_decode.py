@@ -5,7 +5,7 @@ bits, and looks at what is outside of the tiles. The second turns tiles into val
 leave in `work`, whose first word is the verdict. Whatever the buffer holds, no byte outside it is read: places beyond
 the number of H-bit tiles are taken for L bits, and nothing else in a stream is an address.
 
-`work` holds the verdict, a word a sample that is not 0 where its bit map is wrong, and the places.
+`work` holds the verdict, a word per sample that is not 0 where its bit map is wrong, and the places.
 """
 
 import triton

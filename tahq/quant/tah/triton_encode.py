@@ -1,10 +1,10 @@
-"""`tah` on CUDA, an encoder's last kernel: it reads the tensor again and writes all of the stream.
+"""`tah` on CUDA, an encoder's first and last kernel: one measures tiles, the other writes the whole stream.
 
 Most tiles have no outlier, and no quotient near the middle of two codes. A block's tiles of that kind are coded
 together, a thread having whole words of planes for itself, by one fused multiply-add a channel; the others one after
 the other, exactly (`tah.triton_tile`). Which way a tile takes changes no bit of the stream.
 
-Shape letters: T tiles of a block, G channels a tile. Of a block [BYTES, T, words, 8], see `gpu.words.locate_words`.
+Shape letters: T tiles of a block, G channels per tile. Of a block [BYTES, T, words, 8], see `gpu.words.locate_words`.
 """
 
 import triton
@@ -82,7 +82,7 @@ def measure_kernel(
     PADDED: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Four numbers a tile, see `triton_select.locate_measured`; largest magnitude of every program; no counts yet.
+    """Four numbers per tile, see `triton_select.locate_measured`; largest magnitude of every program; no counts yet.
 
     A tile has no outlier if two of its magnitudes are at least `most_second` of the largest: a little more than 1/τ,
     and 2 where τ < 1, so that every tile is looked at. The sign of its entropy says that it may have one.

@@ -3,12 +3,12 @@
 A tile's entropy becomes a whole number, its key: ⌊H·2^20⌋, below 2^24, so that a rank is found by counting keys.
 (Entropies closer than 2^-20 may so be taken for equal, and then the lower index ranks first, as of equal ones; sums of
 logarithms in fp32 are not more exact than that.) What is looked for is the border: the key of rank ⌊(1−p)·n⌋, and how
-many of the keys that equal it get L bits. Up to `MAX_KEYS_IN_REGISTERS` tiles a sample, one program a sample holds all
-keys and bisects; beyond, histograms of the keys' bytes are counted, one byte after the other. Then every block of keys
-is told how many above the border, and how many at it, lie in the blocks before.
+many of the keys that equal it get L bits. Up to `MAX_KEYS_IN_REGISTERS` tiles per sample, one program per sample holds
+all keys and bisects; beyond, histograms of the keys' bytes are counted, one byte after the other. Then every block
+of keys is told how many above the border, and how many at it, lie in the blocks before.
 
 What is left is, for every allocation tile, its place among those with H bits, or −1 for L bits. Shape letters: n
-allocation tiles a sample.
+allocation tiles per sample.
 """
 
 import triton
@@ -42,7 +42,7 @@ _TINY = tl.constexpr(1e-37)
 
 @triton.jit
 def _store_exponent(work, exponent, is_flagged):
-    """What `tensor_exponent` says, for the last kernel, of whose many programs none shall have to look for it."""
+    """Store the result of `tensor_exponent`, so that no program of the last kernel has to compute it."""
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(work + _MEASURED, exponent)
         tl.store(work + _MEASURED + 1, is_flagged.to(tl.int32))
@@ -135,13 +135,13 @@ def _own_lanes(allocs_per_sample):
 
 @triton.jit
 def _borders(work, tile_slots, alloc_slots):
-    """Where the borders of samples are, and how many of the keys at them get L bits: two words a sample."""
+    """Where the borders of samples are, and how many of the keys at them get L bits: two words per sample."""
     return places_in(work, tile_slots) + 2 * alloc_slots
 
 
 @triton.jit
 def _tallies(work, tile_slots, alloc_slots, sample, num_blocks, num_samples):
-    """Where the tallies of a sample are, two words a block: how many of its keys are above the border, and at it."""
+    """Where the tallies of a sample are, two words per block: how many of its keys are above the border, and at it."""
     return _borders(work, tile_slots, alloc_slots) + 2 * num_samples + sample * (2 * num_blocks)
 
 

@@ -5,7 +5,7 @@ length. So bits go where they take away most squared error *relative to the toke
 the scale of each tile is the one of five with the least error, and nothing is random: an error that is drawn anew
 costs more here than one that is small. What channels have in common over the tensor, their mean, travels apart.
 
-Shape letters: N tokens, M tiles a token, G channels a tile, T = N·M. Everything is fp32 (means are summed in fp64),
+Shape letters: N tokens, M tiles per token, G channels per tile, T = N·M. Everything is fp32 (means are summed in fp64),
 asks the device nothing in encoding, and is equal to the bit on every device but for sums (means, energies, errors):
 where these round differently, a width, a scale or a mean's last bit may differ.
 """

@@ -1,6 +1,6 @@
-"""`wf` on CUDA, the kernels that code: quantising, which chooses steps and writes most of the stream, and values.
+"""`wf` on CUDA, the kernels: means, energies and levels before bits are allocated; then quantising, and decoding.
 
-Shape letters: T tiles of a block, G channels a tile.
+Shape letters: T tiles of a block, G channels per tile.
 """
 
 import triton
