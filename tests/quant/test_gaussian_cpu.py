@@ -1,4 +1,4 @@
-"""The numba backend of `eden` and `wf` against the reference: values are equal, streams unless sums round differently."""
+"""The numba backend of `eden` and `wf` against the reference: equal values; equal streams but where sums round."""
 
 import math
 
