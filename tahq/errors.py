@@ -22,13 +22,24 @@
     ├── RunAbortedError           any   the coordinator ended the run; its message, its status
     └── InterruptedRunError        130   stopped by SIGINT (130) or SIGTERM (143)
 
-A message says what was got, what was expected, where, and what to do next.
+A message says what was got, what was expected, where, and what to do next. Values in it are cut by `brief`.
 """
+
+import re
+
+_LONG_WORD = re.compile(r"\S{300,}")
+_MAX_MESSAGE = 4000
+
+
+def brief(text: str, most: int = 80) -> str:
+    """A value for an error message, cut to about `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 20]}… ({len(text):,} characters)"
 
 
 def message_of(error: BaseException) -> str:
-    """What an error says, and what was noted on it on its way."""
-    return "; ".join([str(error), *getattr(error, "__notes__", [])])
+    """An error's message and its notes; overlong values in it are cut."""
+    text = "; ".join([str(error), *getattr(error, "__notes__", [])])
+    return brief(_LONG_WORD.sub(lambda word: brief(word[0]), text), _MAX_MESSAGE)
 
 
 class TahqError(Exception):

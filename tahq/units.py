@@ -23,6 +23,8 @@ from pydantic import (
     field_validator,
 )
 
+from tahq.errors import brief
+
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]*)\s*")
 _RATES: Final = {"bit": Decimal(1), "kbit": Decimal(10**3), "mbit": Decimal(10**6), "gbit": Decimal(10**9)}
 _DURATIONS: Final = {
@@ -49,13 +51,13 @@ WRITTEN_BY_HAND: Final = {"units": "written"}
 
 def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) -> float:
     if isinstance(text, bool) or not isinstance(text, str):
-        raise ValueError(f"{what} needs a unit, such as {example}; got {text!r}")
+        raise ValueError(f"{what} needs a unit, such as {example}; got {brief(repr(text))}")
     match = _NUMBER.fullmatch(text)
     unit = match.group(2).lower() if match else ""
     if table is _RATES:
         unit = unit.removesuffix("/s")
     if match is None or unit not in table:
-        raise ValueError(f"{what} must be like {example} (units: {', '.join(table)}); got {text!r}")
+        raise ValueError(f"{what} must be like {example} (units: {', '.join(table)}); got {brief(repr(text))}")
     return float(Decimal(match.group(1)) * table[unit])
 
 
@@ -67,7 +69,7 @@ def parse_rate(text: object) -> float:
     """
     rate = text if isinstance(text, float) else _parse(text, _RATES, "a rate", "100mbit")
     if not 0 < rate < math.inf:
-        raise ValueError(f"a rate must be above zero and finite; got {text!r}")
+        raise ValueError(f"a rate must be above zero and finite; got {brief(repr(text))}")
     return rate
 
 
@@ -81,7 +83,7 @@ def parse_duration(text: object) -> float:
         return 0.0
     duration = text if isinstance(text, float) else _parse(text, _DURATIONS, "a duration", "20ms")
     if not 0 <= duration < math.inf:
-        raise ValueError(f"a duration must be zero or more, and finite; got {text!r}")
+        raise ValueError(f"a duration must be zero or more, and finite; got {brief(repr(text))}")
     return duration
 
 
@@ -94,7 +96,7 @@ def parse_size(text: object) -> int:
     is_whole = isinstance(text, int) and not isinstance(text, bool)
     size: Any = text if is_whole else _parse(text, _SIZES, "a size", "64KiB")
     if size < 0 or size % 1 != 0:
-        raise ValueError(f"a size must be a whole number of bytes, zero or more; got {text!r}")
+        raise ValueError(f"a size must be a whole number of bytes, zero or more; got {brief(repr(text))}")
     return int(size)
 
 
@@ -160,7 +162,7 @@ def _validate_duration(value: object, info: ValidationInfo) -> float:
 def _with_unit(value: object, info: ValidationInfo) -> object:
     """Refuse a bare float in YAML, as a bare integer is: `rate: 1.5` could be anything."""
     if isinstance(value, float) and value != 0 and _is_by_hand(info.context):
-        raise ValueError(f"a quantity needs a unit, such as 100mbit or 20ms; got {value!r}")
+        raise ValueError(f"a quantity needs a unit, such as 100mbit or 20ms; got {brief(repr(value))}")
     return value
 
 
@@ -244,5 +246,5 @@ class Section(BaseModel):
         # Of a key that takes no number, pydantic says itself what was expected.
         kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
-            raise ValueError(f"{str(value).lower()} is for switches, and this key is none")
+            raise ValueError(f"expected a number; got {str(value).lower()}")
         return value

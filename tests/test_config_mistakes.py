@@ -3,6 +3,10 @@
 import pytest
 from support.cluster_files import LEAST, ClusterFile, changed
 
+from tahq.config.file import load_config
+from tahq.errors import UserError, message_of
+from tahq_launch.start.resolution import resolve_for_run
+
 
 @pytest.fixture
 def file(tmp_path, monkeypatch) -> ClusterFile:
@@ -31,13 +35,13 @@ MISTYPED = [
     ("steps: 10", "steps: 10.5", 10, "training.steps: expected a whole number; got 10.5"),
     ("steps: 10", "steps: [10]", 10, "training.steps: expected a whole number; got a list of 1"),
     ("steps: 10", "steps: {a: 1}", 10, "training.steps: expected a whole number; got keys and values (a)"),
-    ("steps: 10", "steps: true", 10, "training.steps: true is for switches, and this key is none"),
+    ("steps: 10", "steps: true", 10, "training.steps: expected a number; got true"),
     (
         *_inside("steps", "activation_checkpointing: true"),
         *(11, "training.activation_checkpointing: expected none or block; got true"),
     ),
     ("stdlib", "true", 8, "data.text: expected text (put it in quotes) or a list; got true"),
-    (*_inside("rate", "delay: true"), 15, "links.delay: true is for switches, and this key is none"),
+    (*_inside("rate", "delay: true"), 15, "links.delay: expected a number; got true"),
     (*_inside("steps", "lr: .nan"), 11, "training.lr: expected a finite number; got nan"),
     (*_inside("steps", "betas: [0.9]"), 11, "training.betas: expected 2 or more entries; got fewer"),
     (*_inside("steps", "betas: [0, 0, 0]"), 11, "training.betas: expected at most 2 entries; got a list of 3"),
@@ -62,7 +66,7 @@ OUT_OF_RANGE = [
     (*_inside("text", "tokenizer: ''"), 9, "data.tokenizer: expected text that is not empty; got ''"),
     (*_inside("rate", "piece: 1KiB"), 15, "links.piece: expected 4KiB or more; got '1KiB'"),
     (*_inside("rate", "delay: 5min"), 15, "links.delay: expected at most 60s; got '5min'"),
-    ("{name: test}", "{name: ../x}", 1, "run.name: expected letters, digits, dots, dashes and underscores"),
+    ("{name: test}", "{name: ../x}", 1, "run.name: expected at most 100 letters, digits, dots, dashes, underscores"),
     ("{name: test}", "{seed: -1}", 1, "run.seed: expected 0 or more; got -1"),
     ("{name: test}", "{copies: 2}", 1, "run.copies: expected at most 1; got 2"),
     ("{name: test}", "{copy_rate: 5kbit}", 1, "run.copy_rate: expected 10kbit or more; got '5kbit'"),
@@ -297,3 +301,13 @@ def test_many_mistakes_are_counted(file):
 
 def test_long_value_is_shortened(file):
     assert len(file.refusal(changed("steps: 10", f"steps: {'x' * 5000}"))) < 200
+
+
+@pytest.mark.parametrize("key", ["run.name", "run.bind", "links.rate", "wire.activations", "data.tokenizer", "x"])
+def test_values_of_any_length_are_cut_in_messages(tmp_path, key):
+    value = "a " * 2_000_000
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: {family: gpt2}\ndata: {text: stdlib}\ntraining: {steps: 1, global_batch: 1}\n")
+    with pytest.raises(UserError) as refused:
+        resolve_for_run(load_config(path, [f"{key}={value}"]))
+    assert len(message_of(refused.value)) < 5000

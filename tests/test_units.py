@@ -144,7 +144,7 @@ def test_section_is_frozen_and_closed():
 
 @pytest.mark.parametrize("key", ["count", "rate", "piece", "delay"])
 def test_switch_for_a_number_is_refused(key):
-    with pytest.raises(ValidationError, match="true is for switches"):
+    with pytest.raises(ValidationError, match="expected a number; got true"):
         Quantities(**{key: True})
 
 

@@ -11,7 +11,7 @@ from tahq.worker.place import WorkerOptions, listening_addresses
 
 HOSTS = [
     {"address": "192.0.2.1"},
-    {"address": "192.0.2.2", "bind": "0.0.0.0:7001", "advertise": "203.0.113.9:7002"},
+    {"address": "198.51.100.2", "bind": "0.0.0.0:7001", "advertise": "203.0.113.9:7002"},
 ]
 
 
@@ -31,6 +31,14 @@ def test_a_listed_host_listens_and_is_dialled_as_its_entry_says():
     config = configured(hosts=HOSTS)
     assert listening_addresses(options(), config, 0) == ("0.0.0.0:0", "192.0.2.1:0")
     assert listening_addresses(options(), config, 1) == ("0.0.0.0:7001", "203.0.113.9:7002")
+
+
+def test_a_takeover_on_another_machine_advertises_that_machine(caplog):
+    taking = options(takeover=True, stage=1)
+    assert listening_addresses(taking, configured(hosts=HOSTS), 1) == ("127.0.0.1:0", None)
+    assert "does not have the address 198.51.100.2 of hosts.1" in caplog.text
+    own = configured(hosts=[HOSTS[0], {"address": "localhost", "bind": "127.0.0.1:7001"}])
+    assert listening_addresses(taking, own, 1) == ("127.0.0.1:7001", "localhost:0")
 
 
 def test_the_command_line_wins():

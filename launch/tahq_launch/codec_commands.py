@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tahq.errors import UserError
+from tahq.errors import UserError, brief
 
 Shape = Annotated[
     str | None,
@@ -131,7 +131,7 @@ def _shape(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.split(","))
     except ValueError:
         raise UserError(
-            f"--shape must be whole numbers with commas between them, as in 2,1024,1600; got {text!r}"
+            f"--shape must be whole numbers with commas between them, as in 2,1024,1600; got {brief(repr(text))}"
         ) from None
 
 

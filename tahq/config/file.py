@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from tahq.config.cluster import ClusterConfig
-from tahq.errors import ConfigError, UserError
+from tahq.errors import ConfigError, UserError, brief
 from tahq.quant.config import PAPER, PAPER_WORD
 from tahq.typed_yaml import positions as yaml_positions
 from tahq.typed_yaml.mistakes import Origin, Origins, dotted, one_line, with_place
@@ -89,7 +89,7 @@ class _Draft:
             raise ConfigError(f"{source} is empty; the least it needs are the sections model, data and training")
         if not isinstance(document.value, dict):
             line = document.lines[()]
-            raise ConfigError(f"{source}:{line}: expected sections such as `model:`, got {document.value!r:.60}")
+            raise ConfigError(f"{source}:{line}: expected sections such as `model:`, got {brief(repr(document.value))}")
         known = {where: Origin(f"{source}:{line}", line) for where, line in document.lines.items()}
         # The whole file has no line: what is missing from it is missing everywhere.
         known[()] = Origin(source)
@@ -97,7 +97,7 @@ class _Draft:
 
     def apply(self, override: str) -> None:
         """Change one value, making the sections on its way."""
-        label = f"--set {' '.join(override.splitlines())}"
+        label = f"--set {brief(' '.join(override.splitlines()), 200)}"
         where, value = _parse_override(override, label)
         *parents, last = where
         target: Any = self.values
@@ -186,7 +186,7 @@ def _step(target: Any, path: yaml_positions.Path, name: str, label: str) -> str 
         return name
     where = dotted(path)
     if not isinstance(target, list):
-        raise ConfigError(f"{label}: {where} is {target!r:.60}, which has no keys")
+        raise ConfigError(f"{label}: {where} is {brief(repr(target))}, which has no keys")
     if not (name.isascii() and name.isdigit() and int(name) < len(target)):
         raise ConfigError(f"{label}: {where} has the entries 0 to {len(target) - 1}; got {name}")
     return int(name)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from tahq.comm.config import Device, DialledHostPort, HostPort
+from tahq.errors import brief
 from tahq.units import Duration, Rate, Section, Size
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -13,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def _folder_name(text: str) -> str:
     if _NAME.fullmatch(text) is None:
-        raise ValueError(f"expected letters, digits, dots, dashes and underscores, at most 100; got {text!r}")
+        raise ValueError(f"expected at most 100 letters, digits, dots, dashes, underscores; got {brief(repr(text))}")
     return text
 
 

@@ -32,7 +32,7 @@ class DataConfig(Section):
     jsonl: Paths | None = None
     tokenizer: str = Field(default="bytes", min_length=1)
     """`bytes` (one token a byte, 0 after each document), a local Hugging Face folder, or a tokenizer.json."""
-    seq_len: int = Field(default=256, ge=1)
+    seq_len: int = Field(default=256, ge=1, le=2**24)
     """Tokens a sample that are trained on."""
     validation: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the data held out for validation; which part depends on the data alone."""

@@ -187,26 +187,26 @@ def finite(number: float) -> float | None:
 
 
 def keep_until(path: Path, last_step: int) -> None:
-    """Cut off what a metrics file says about steps after this one, and a line that was cut short.
+    """Remove the lines of later steps from a metrics file, and lines that are damaged or not UTF-8.
 
     The new content is on disk before it takes the old one's place. A file that is not there stays so.
     """
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _is_kept(line, last_step)]
     if kept == lines:
         return
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with temporary.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
-def _is_kept(line: str, last_step: int) -> bool:
-    if not line.endswith("\n"):
+def _is_kept(line: bytes, last_step: int) -> bool:
+    if not line.endswith(b"\n"):
         return False
     try:
         step = json.loads(line)["step"]

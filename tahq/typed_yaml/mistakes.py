@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from tahq.errors import brief
 from tahq.typed_yaml.positions import Path
 from tahq.units import Section, writer_of
 
@@ -76,7 +77,7 @@ class Mistake:
 
 def dotted(path: Path) -> str:
     """``hosts.1.device``: as a `--set` would write it."""
-    return ".".join(str(step) for step in path)
+    return ".".join(brief(str(step)) for step in path)
 
 
 def one_line(error: ValidationError, data: Any, root: type[BaseModel], origins: Origins) -> str:
@@ -189,7 +190,10 @@ def _message(path: Path, group: list[ErrorDetails], data: Any, root: type[BaseMo
         return _missing(path, details)
     if details["type"] == "value_error":
         cause = details["ctx"]["error"]
-        return str(cause) if isinstance(cause, DisagreementError) or not path else f"{dotted(path)}: {cause}"
+        if isinstance(cause, DisagreementError) or not path:
+            return str(cause)
+        got = repr(_value_at(data, path))
+        return f"{dotted(path)}: {str(cause).replace(got, brief(got))}"
     expected = list(dict.fromkeys(_expected(each, _writer_at(root, path)) for each in group))
     return f"{dotted(path) or 'the top level'}: expected {' or '.join(expected)}; got {_shown(_value_at(data, path))}"
 
@@ -256,16 +260,12 @@ def _writer_at(root: type[BaseModel], path: Path) -> Callable[[Any], str] | None
 def _shown(value: Any) -> str:
     """The value as people would write it, shortened."""
     if isinstance(value, Mapping):
-        return f"keys and values ({_shortened(', '.join(value))})" if value else "no keys"
+        return f"keys and values ({brief(', '.join(value))})" if value else "no keys"
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
         return {None: "nothing (null)", True: "true", False: "false"}[value]
-    return _shortened(repr(value))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return brief(repr(value))
 
 
 def _value_at(data: Any, path: Path) -> Any:
@@ -280,10 +280,10 @@ def _value_at(data: Any, path: Path) -> Any:
 def _unknown_key(path: Path, root: type[BaseModel]) -> str:
     *parents, key = path
     known = _fields_at(root, tuple(parents))
-    hint = _hint(str(key), known, _all_keys(root))
+    hint = _hint(str(key)[:100], known, _all_keys(root))
     owner = dotted(tuple(parents))
     if not owner:
-        return f"{key} is not a section of a configuration{hint}"
+        return f"{brief(str(key))} is not a section of a configuration{hint}"
     return f"{dotted(path)} is not a key of {owner}{hint}"
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from tahq.errors import ConfigError
+from tahq.errors import ConfigError, brief
 from tahq.typed_yaml import positions as yaml_positions
 from tahq.typed_yaml.mistakes import Origin, Origins, one_line
 from tahq.typed_yaml.positions import MAX_VALUES, YamlError, parse_yaml
@@ -67,5 +67,5 @@ def read_section_file(path: Path, example: str, hint: str = "", max_values: int 
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}{f'; {hint}' if hint else ''}") from error
     if not isinstance(document.value, dict):
-        raise ConfigError(f"{path}: expected keys such as `{example}:`, got {document.value!r:.60}")
+        raise ConfigError(f"{path}: expected keys such as `{example}:`, got {brief(repr(document.value))}")
     return SectionFile(path, document.value, document.lines)

@@ -1,5 +1,7 @@
 """Where a worker is: what its command line says, where it listens, and the sockets that links go over."""
 
+import logging
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ from tahq.comm.zmq.addresses import format_address, local_address_towards
 from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.comm.zmq.endpoint_loop import Trouble
 from tahq.config.cluster import ClusterConfig
-from tahq.errors import TahqError
+from tahq.errors import TahqError, UserError
+
+log = logging.getLogger(__name__)
 
 Send = Callable[[Message], None]
 
@@ -112,17 +116,33 @@ def _frame_logs(
 
 
 def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: int) -> tuple[str, str | None]:
-    """Where this worker listens, and what others dial: the command line, then `hosts:`, then a guess.
+    """Address to bind, and address that neighbours dial if it differs; port 0 of the latter stands for the bound port.
 
-    The guess is the address that this machine reaches the coordinator from, on any free port. In an
-    advertised address port 0 stands for the port that is bound. A spare is on another host than its stage was.
+    The command line comes first, then the stage's `hosts:` entry, then the address from which this machine reaches the
+    coordinator. The entry describes the machine that was planned for the stage: a spare, or a worker that takes the
+    stage over on a machine without the entry's address, does not use it.
     """
+    bind, advertise = format_address(local_address_towards(options.peer), 0), None
     if isinstance(config.hosts, list) and not options.spare:
         host = config.hosts[stage]
-        bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
-    else:
-        bind, advertise = format_address(local_address_towards(options.peer), 0), None
+        if not options.takeover or is_local_address(host.address):
+            bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
+        elif options.advertise is None:
+            log.warning(
+                "this machine does not have the address %s of hosts.%d, so neighbours are told %s; if they reach it "
+                "at another address, give --advertise",
+                *(host.address, stage, options.bind or bind),
+            )
     return options.bind or bind, options.advertise or advertise
+
+
+def is_local_address(host: str) -> bool:
+    """Whether a name or IP address is one of this machine's: what is sent there then has it as its source, too."""
+    try:
+        addresses = {str(row[4][0]) for row in socket.getaddrinfo(host, None)}
+        return local_address_towards(format_address(host, 9)) in addresses
+    except (OSError, UserError):
+        return False
 
 
 def control_shaping(config: ClusterConfig) -> Shaping:

@@ -108,8 +108,8 @@ def test_inspect_shows_header_sections_statistics_and_bytes(tahq, tmp_path):
     status, stdout, stderr = tahq("inspect", "x.tah", "--spec", "tah", "--shape", "2,3,100", "--hex", "48")
     assert (status, stderr) == (0, "")
     words = " ".join(stdout.split())
-    assert "2 log2 G 6 G, channels a tile" in words
-    assert "zero-point 64 24 8 fp16 a tile" in words
+    assert "2 log2 G 6 G, channels per tile" in words
+    assert "zero-point 64 24 8 fp16 per tile" in words
     assert "00  01 00 06 03 04" in stdout
     assert "bit map\n  20  " in stdout
     assert "share of allocation tiles with H bits" in stdout

@@ -11,7 +11,7 @@ from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config, resolve
-from tahq.errors import ModelError
+from tahq.errors import ConfigError, ModelError
 from tahq.models.model_spec import load_spec
 from tahq.pipeline.schedule.generators import generate
 from tahq.quant import get_codec
@@ -225,6 +225,19 @@ def test_nothing_is_allocated(monkeypatch):
     # 96 layers of 12,288 channels: 700 GB of weights, were they allocated.
     sizes = ("model.num_layers=96", "model.hidden_size=12288", "model.num_heads=96")
     assert "173,970,972,672 parameters" in dry_run(load(*sizes))
+
+
+@pytest.mark.parametrize(("installed", "warned"), [(10**6, True), (10**12, False)])
+def test_stages_that_share_this_machine_are_compared_with_its_memory(monkeypatch, installed, warned):
+    monkeypatch.setattr("tahq_launch.plan.dry_run.installed_bytes", lambda device: installed)
+    assert ("warning: the stages on this machine together need" in dry_run(load("run.device=cpu"))) is warned
+    assert not warned or "it has 1 MB" in dry_run(load("run.device=cpu"))
+
+
+@pytest.mark.parametrize("value", [2**62, 2**40, 0, -1])
+def test_samples_of_impossible_length_are_refused(value):
+    with pytest.raises(ConfigError, match=r"data\.seq_len: expected (at most 16777216|1 or more); got"):
+        load(f"data.seq_len={value}")
 
 
 def test_model_folder_that_is_missing_is_refused(tmp_path):

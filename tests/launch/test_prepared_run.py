@@ -1,6 +1,7 @@
 """What a run is started with: options of the command line, what a resumed run keeps, who can dial whom."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
-from tahq.config.file import config_hash
+from tahq.config.file import config_hash, load_config
 from tahq.errors import ConfigError
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
-from tahq_launch.start.prepared_run import StartRequest, check_reachable, continued_config
+from tahq_launch.start.prepared_run import StartRequest, check_reachable, continued_config, prepared_run
 from tahq_launch.start.resolution import resolve_for_run
 
+OLD_RUN = Path(__file__).parents[1] / "integration" / "runs_5e6a489" / "gpt2"
 TINY = ClusterConfig.model_validate(tiny(pipeline={"stages": 2}))
 
 
@@ -89,6 +91,20 @@ def test_measured_balance_divides_all_layers():
     resolved = resolve_for_run(changed(TINY, "pipeline", balance="measured"))
     assert sum(resolved.pipeline.layers) == TINY.model.num_layers
     assert min(resolved.pipeline.layers) >= 1
+
+
+@pytest.mark.parametrize("damage", [None, b"\xff\xfe", b"run: ["])
+def test_run_without_a_readable_config_yaml_is_resumed_from_its_checkpoint(tmp_path, monkeypatch, damage):
+    shutil.copytree(OLD_RUN, tmp_path / "runs" / "gpt2")
+    shutil.copy(OLD_RUN / "text.txt", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "runs" / "gpt2" / "config.yaml"
+    kept.unlink() if damage is None else kept.write_bytes(damage)
+    request = StartRequest(OLD_RUN / "cluster.yaml", ("training.steps=8",), resume=True)
+    with prepared_run(request, lambda config: None) as prepared:
+        assert prepared.options.start_step == 4
+        assert any("the configuration is that of the checkpoint after step 4" in note for note in prepared.notes)
+    assert load_config(kept).training.steps == 8
 
 
 def test_continued_run_keeps_its_cuts_while_it_is_divided_the_same_way():

@@ -43,7 +43,14 @@ def test_check_startable_offers_resume_where_there_is_a_snapshot(folder, trace):
 
 
 def test_check_startable_refuses_to_resume_nothing(folder):
-    with pytest.raises(UserError, match="no snapshot to resume from"):
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
+        folder.check_startable(resume=True)
+
+
+def test_resumption_by_the_journal_alone_needs_the_configuration(folder):
+    folder.path.mkdir(parents=True)
+    folder.journal.touch()
+    with pytest.raises(UserError, match=r"needs config\.yaml, which is missing; start it again under another name"):
         folder.check_startable(resume=True)
 
 

@@ -206,9 +206,11 @@ def test_line_that_was_cut_short_is_removed(path):
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("garbage", ["null\n", "[]\n", '{"a": 1}\n', "\n", '{"step": "2"}\n'])
+@pytest.mark.parametrize(
+    "garbage", [b"null\n", b"[]\n", b'{"a": 1}\n', b"\n", b'{"step": "2"}\n', b'{"step": "\xff"}\n']
+)
 def test_lines_that_are_no_steps_are_removed(path, garbage):
-    path.write_text('{"step": 1}\n' + garbage)
+    path.write_bytes(b'{"step": 1}\n' + garbage)
     keep_until(path, 3)
     assert read(path) == [{"step": 1}]
 

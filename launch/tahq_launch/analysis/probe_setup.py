@@ -18,7 +18,7 @@ from tahq.coordinator.commit import clip_factor, global_norm
 from tahq.data.batches import BatchSource
 from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor
-from tahq.errors import ConfigError, UserError
+from tahq.errors import ConfigError, UserError, brief
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import HEAD_WEIGHT, build_slice
@@ -140,7 +140,7 @@ def parse_wire(text: str) -> Wire:
     """
     specs = _SEPARATOR.split(text.strip())
     if len(specs) != 2:
-        raise ConfigError(f"--wire {text!r}: expected two codecs, forward / backward, as in 'tah / fixed:bits=8'")
+        raise ConfigError(f"--wire {brief(repr(text))}: expected 'FORWARD / BACKWARD', as in 'tah / fixed:bits=8'")
     return canonical_wire(*specs)
 
 

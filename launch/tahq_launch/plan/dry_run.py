@@ -6,6 +6,9 @@ alone, apart from `device: auto`, and is at most 100 columns wide.
 """
 
 import math
+import os
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -172,7 +175,40 @@ def _memory(plan: _Plan) -> str:
     ]
     note = "estimated from sizes; Python, torch, data and fragmentation come on top"
     table = f"Memory at the peak ({note})\n" + plain_table(["stage", "in flight", *kinds, "total"], rows)
-    return f"{table}\n{_snapshot_copies(plan)}" if plan.config.run.snapshot_every is not None else table
+    copies = [_snapshot_copies(plan)] if plan.config.run.snapshot_every is not None else []
+    return "\n".join([table, *copies, *_too_large(plan)])
+
+
+def _too_large(plan: _Plan) -> Iterator[str]:
+    """A warning for each memory of this machine that the stages on it exceed together."""
+    if not isinstance(plan.config.hosts, str):
+        return
+    needed: Counter[str] = Counter()
+    for stage, memory in enumerate(plan.memory):
+        needed[_placed(_device(plan.config, stage), stage)] += memory.total
+    for device, nbytes in needed.items():
+        there = installed_bytes(device)
+        if there and nbytes > there:
+            owner = "this machine" if device == "cpu" else device
+            yield (
+                f"  warning: the stages on {owner} together need {format_size(nbytes)} or more; "
+                f"it has {format_size(there)}"
+            )
+
+
+def _placed(device: str, stage: int) -> str:
+    """A device with its number, as `compute_device` chooses it for `auto`."""
+    if device == "cuda":
+        return f"cuda:{stage % max(1, torch.cuda.device_count())}"
+    return device
+
+
+def installed_bytes(device: str) -> int:
+    """Memory of a device of this machine; 0: there is no such device."""
+    if device == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    index = int(device.partition(":")[2])
+    return int(torch.cuda.get_device_properties(index).total_memory) if index < torch.cuda.device_count() else 0
 
 
 def _snapshot_copies(plan: _Plan) -> str:

@@ -10,7 +10,7 @@ from tahq.comm.host_shaping import host_shaping
 from tahq.comm.link.sending_order import First
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import kept_code_nbytes, micro_batch_shape
-from tahq.errors import ConfigError, UserError
+from tahq.errors import ConfigError, UserError, brief
 from tahq.memory.estimate import StepNumbers, stage_memory
 from tahq.memory.galore.qgalore import divided_parameters
 from tahq.memory.saved_tensors import (
@@ -93,7 +93,7 @@ def _schedules(config: ClusterConfig, named: tuple[str, ...]) -> tuple[str, ...]
     """
     unknown = [name for name in named if name not in GENERATORS]
     if unknown:
-        raise UserError(f"--schedules: unknown schedule {unknown[0]!r}; known: {', '.join(GENERATORS)}")
+        raise UserError(f"--schedules: unknown schedule {brief(repr(unknown[0]))}; known: {', '.join(GENERATORS)}")
     may_split = config.training.activation_checkpointing == "none" and not config.training.is_fused
     return named or ("1f1b", "gpipe", *(["zero-bubble"] if may_split else []))
 

@@ -22,7 +22,7 @@ from tahq.config.file import config_hash, config_json, dump_yaml, load_config, r
 from tahq.coordinator.journal import Journal, JournalFacts
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.options import CoordinatorOptions
-from tahq.errors import ConfigError, NothingToDoError
+from tahq.errors import ConfigError, NothingToDoError, UserError
 from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.typed_yaml.mistakes import Origins, one_line
@@ -183,15 +183,26 @@ def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, 
     report = compare_configs(manifest.config, config.model_dump(mode="json"))
     report.check()
     _check_is_left(config, manifest.step)
+    lost = _unreadable_config(folder)
+    warning = (f"{lost}; the configuration is that of the checkpoint after step {manifest.step}",) if lost else ()
     return config, Origin(
         run_id=manifest.run_id,
         start_step=manifest.step,
         snapshot=str(chosen.folder.relative_to(folder.path)),
         files=manifest.sha256,
         notes=tuple(report.lines()),
-        warnings=chosen.warnings,
+        warnings=(*chosen.warnings, *warning),
         codecs=dict(manifest.meta.get("codecs") or {}),
     )
+
+
+def _unreadable_config(folder: RunFolder) -> str:
+    """What is wrong with the run's config.yaml; empty: nothing."""
+    try:
+        load_config(folder.config)
+    except UserError as error:
+        return str(error) if folder.config.exists() else f"{folder.config} is missing"
+    return ""
 
 
 def _check_is_left(config: ClusterConfig, num_done: int) -> None:
@@ -240,10 +251,10 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
 
 def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> None:
     """Write config.yaml; one that says something else is kept beside it when a run is continued."""
-    text = dump_yaml(config)
-    if origin.snapshot and folder.config.exists() and folder.config.read_text(encoding="utf-8") != text:
+    text = dump_yaml(config).encode()
+    if origin.snapshot and folder.config.exists() and folder.config.read_bytes() != text:
         folder.config.replace(folder.path / f"config-until-step-{origin.start_step}.yaml")
-    folder.config.write_text(text, encoding="utf-8")
+    folder.config.write_bytes(text)
 
 
 def _with_codecs(config: ClusterConfig, origin: Origin) -> tuple[ClusterConfig, Origin, CodecOptions]:

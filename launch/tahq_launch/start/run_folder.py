@@ -96,8 +96,14 @@ class RunFolder:
         Raises:
             UserError: with what can be done instead.
         """
-        if resume and not (self.config.exists() and (self.has_snapshot() or self.journal.exists())):
-            raise UserError(f"--resume: {self.path} has no snapshot to resume from; start it without --resume")
+        if resume and not self.has_snapshot():
+            if not self.journal.exists():
+                raise UserError(f"--resume: {self.path} has no checkpoint to resume from; start it without --resume")
+            if not self.config.exists():
+                raise UserError(
+                    f"--resume: {self.path} has no checkpoint, and its journal needs config.yaml, which is missing; "
+                    "start it again under another name (--set run.name=…)"
+                )
         if not resume and self.has_snapshot():
             raise UserError(
                 f"{self.path} already holds a run; continue it with --resume, "
