@@ -1,77 +1,39 @@
-"""The demo, run and summed up: seconds, loss, bits an element, bytes against fp32.
+"""The demo, run and summed up.
 
-Run:  python benchmarks/bench_demo.py [--output benchmarks/results/demo_<hardware>_<yyyymm>.md]
+python benchmarks/bench_demo.py [--output benchmarks/results/demo_<hardware>_<yyyymm>.md]
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from harness import describe
+from harness import Table, launch, main
 
 DEMO = Path(__file__).parents[1] / "launch/examples/demo.yaml"
 
 
-def run_demo(folder: str) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds from the command to its end, and the metrics."""
-    begin = time.perf_counter()
-    subprocess.run(
-        [str(Path(sys.executable).with_name("tahq-launch")), str(DEMO)],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        check=True,
+def rows(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    run = launch(DEMO)
+    links = [link for step in run.steps for link in step["links"]]
+    losses = [step["loss"] for step in run.steps]
+    yield "from the command to its end", f"{run.seconds:.0f} s"
+    yield "steps", f"{len(run.steps)}, {statistics.median(run.step_times_s()):.2f} s in median"
+    yield (
+        "loss, first step; mean of the last ten",
+        f"{losses[0]:.2f}; {statistics.fmean(losses[-10:]):.2f} nats per byte",
     )
-    seconds = time.perf_counter() - begin
-    lines = (Path(folder) / "runs/demo/metrics.jsonl").read_text().splitlines()
-    return seconds, [json.loads(line) for line in lines]
-
-
-def report(seconds: float, metrics: list[dict[str, Any]]) -> str:
-    """The result file."""
-    links = [link for row in metrics for link in row["links"]]
-    bits = {
-        way: 8 * sum(link["payload_bytes"] for link in links if link["direction"] == way)
-        / sum(link["elements"] for link in links if link["direction"] == way)
-        for way in ("activations", "gradients")
-    }  # fmt: skip
+    for direction in ("activations", "gradients"):
+        mine = [link for link in links if link["direction"] == direction]
+        bits = 8 * sum(link["payload_bytes"] for link in mine) / sum(link["elements"] for link in mine)
+        yield f"{direction} on the wire", f"{bits:.3f} bits per element"
     sent, plain = sum(link["wire_bytes"] for link in links), 4 * sum(link["elements"] for link in links)
-    last = [row["loss"] for row in metrics[-10:]]
-    return "\n".join(
-        [
-            "# The demo",
-            "",
-            f"{describe()}. `python benchmarks/bench_demo.py`, which runs launch/examples/demo.yaml.",
-            "",
-            "| what | figure |",
-            "|---|---|",
-            f"| from the command to its end | {seconds:.0f} s |",
-            f"| steps | {len(metrics)}, {statistics.median(row['step_time_s'] for row in metrics):.2f} s in median |",
-            f"| loss, first step | {metrics[0]['loss']:.2f} nats a byte |",
-            f"| loss, mean of the last ten steps | {sum(last) / len(last):.2f} nats a byte |",
-            f"| activations on the wire | {bits['activations']:.3f} bits an element |",
-            f"| gradients on the wire | {bits['gradients']:.3f} bits an element |",
-            f"| sent on all links | {sent / 1e6:.0f} MB; {plain / sent:.1f} times that in fp32 |",
-            "",
-        ]
-    )
+    yield "sent on all links", f"{sent / 1e6:.0f} MB; fp32 would be {plain / sent:.1f} times as much"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        text = report(*run_demo(folder))
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    yield Table(("what", "figure"), rows(options), "launch/examples/demo.yaml by `tahq-launch`.")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, tables)

@@ -1,36 +1,27 @@
-"""What the runtime itself costs: milliseconds an action, and seconds from start to first step.
+"""What the runtime itself costs: milliseconds per action, and seconds from start to first step.
 
-Two measurements, both with real processes and real sockets on loopback:
+One process per stage runs the real engine, boundary, sessions and ZMQ endpoint on loopback under 1F1B. The model is
+one multiplication and the tensors are tiny, so what is left is the runtime: wait, decode, autograd, encode, send,
+threads, sockets. A step of m micro-batches on P stages is a chain of 2(m + P − 1) actions. Measured are the wall time
+of an action from its start to the next one's start, waiting for its frame included; a step's time divided by the
+chain's length; and user and system time of all threads. On two cores, two stages have a core each. The start is that
+of `tahq-launch` with four workers of a small GPT-2, from the command to the first line of metrics.jsonl.
 
-1. *An action.* One process a stage runs the real engine, boundary, sessions and ZMQ endpoint under 1F1B. The
-   model is one multiplication and the tensors are tiny, so what is left is the runtime: wait, decode,
-   autograd's bookkeeping, encode, send, threads, GIL, sockets, the kernel. A step of m micro-batches on P stages is a
-   chain of 2(m + P − 1) actions. Given are: the wall time of an action, from its start to the next one's, waiting
-   for its frame included, as the median over all actions of all stages; the mean over the chain, which is a
-   step's time divided by its length; and the cost, user and system time of all threads. With two stages each has
-   a core of two; with four, two stages share one, and the mean over the chain is about twice the cost.
-2. *The start.* `tahq-launch` with four workers of a small GPT-2: from the command to the first line of
-   metrics.jsonl.
-
-Run:  python benchmarks/bench_runtime.py [--output benchmarks/results/runtime_<hardware>_<yyyymm>.md]
+    python benchmarks/bench_runtime.py [--output benchmarks/results/runtime_<hardware>_<yyyymm>.md]
 """
 
 import argparse
-import json
 import multiprocessing
 import resource
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
-from harness import describe
+from harness import Table, launch, main
 
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity
@@ -46,6 +37,14 @@ WORKERS = 4
 MICRO_BATCHES = 64
 SHAPE = StepShape(MICRO_BATCHES, micro_batch=1, seq_len=8, hidden_size=16)
 WARM_UP_STEPS = 5
+START = {
+    "run": {"name": "start", "threads": 1},
+    "model": {"family": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 2},
+    "data": {"text": "stdlib", "seq_len": 32},
+    "training": {"steps": 2, "global_batch": 8, "micro_batch": 2},
+    "pipeline": {"stages": WORKERS},
+    "wire": {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
+}
 
 
 class Multiplication(torch.nn.Module):
@@ -208,90 +207,31 @@ def pooled(runs: list[ActionCost]) -> ActionCost:
     )
 
 
-def measure_start() -> float:
-    """Seconds from `tahq-launch` to the first committed step of four workers."""
-    config = {
-        "run": {"name": "start", "threads": 1},
-        "model": {"family": "gpt2", "num_layers": 4, "hidden_size": 64, "num_heads": 2},
-        "data": {"text": "stdlib", "seq_len": 32},
-        "training": {"steps": 2, "global_batch": 8, "micro_batch": 2},
-        "pipeline": {"stages": WORKERS},
-        "wire": {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cluster.yaml"
-        path.write_text(json.dumps(config))  # JSON is YAML
-        metrics = Path(folder) / "runs/start/metrics.jsonl"
-        begin = time.perf_counter()
-        process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("tahq-launch")), str(path)],
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-        )
-        while not (metrics.is_file() and metrics.stat().st_size) and process.poll() is None:
-            time.sleep(0.02)
-        seconds = time.perf_counter() - begin
-        if process.wait() != 0:
-            raise SystemExit("tahq-launch failed")
-    return seconds
+def actions(options: argparse.Namespace) -> Iterator[list[str]]:
+    for num_stages in (2, WORKERS):
+        cost = pooled([measure_actions(num_stages, options.steps) for _ in range(options.repeats)])
+        yield [f"{num_stages} stages, wall ms per action", *quantiles(cost.actions_ms)]
+        yield [f"{num_stages} stages, mean over the chain, wall ms", *quantiles(cost.chain_ms)]
+        yield [f"{num_stages} stages, core ms per action", f"{cost.core_ms:.2f}", "", ""]
+        for name, share in sorted(cost.shares.items(), key=lambda item: -item[1]):
+            yield [f"share of stage 1's time: {name}", f"{share:.0%}", "", ""]
+    starts_s = [launch(START).first_step_s for _ in range(options.repeats)]
+    yield ["command to first committed step, s", *quantiles(starts_s)]
 
 
-def report(costs: list[ActionCost], starts_s: list[float]) -> str:
-    """The result file."""
-    rows = []
-    for cost in costs:
-        what = f"{cost.num_stages} stages, an action,"
-        rows.append((f"{what} wall ms", cost.actions_ms, *_tails(cost.actions_ms), "< 1.0"))
-        rows.append((f"{what} mean over the chain, wall ms", cost.chain_ms, *_tails(cost.chain_ms), ""))
-        rows.append((f"{what} core ms", [cost.core_ms], cost.core_ms, cost.core_ms, ""))
-    rows.append(("command to first committed step, s", starts_s, min(starts_s), max(starts_s), "< 20"))
-    shares = sorted(costs[-1].shares.items(), key=lambda item: -item[1])
-    return "\n".join(
-        [
-            "# What the runtime itself costs",
-            "",
-            f"{describe()}. `python benchmarks/bench_runtime.py`",
-            "",
-            f"One process a stage, 1F1B, {MICRO_BATCHES} micro-batches of [1, 8, 16], `raw:dtype=fp32`, no shaping;",
-            f"{len(costs[0].chain_ms)} steps after {WARM_UP_STEPS} of warm-up, each a chain of 2(m + P − 1) actions.",
-            f"The start: `tahq-launch` with four workers of a small GPT-2, {len(starts_s)} times (least and most).",
-            "",
-            "| what | median | 5 % | 95 % | target |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {what} | {statistics.median(values):.2f} | {low:.2f} | {high:.2f} | {target} |"
-                for what, values, low, high, target in rows
-            ),
-            "",
-            f"Stage 1 of {costs[-1].num_stages}: {', '.join(f'{name} {share:.0%}' for name, share in shares)}.",
-            "",
-        ]
+def quantiles(values: list[float]) -> list[str]:
+    """The median, the 5 % and the 95 % quantile."""
+    cuts = statistics.quantiles(values, n=20) if len(values) > 1 else values
+    return [f"{value:.2f}" for value in (statistics.median(values), cuts[0], cuts[-1])]
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    caption = (
+        f"One process per stage, 1F1B, {MICRO_BATCHES} micro-batches of [1, 8, 16], `raw:dtype=fp32`, no shaping; "
+        f"{options.steps} steps after {WARM_UP_STEPS} of warm-up. The start: `tahq-launch` with four workers."
     )
-
-
-def _tails(values: list[float]) -> tuple[float, float]:
-    """The 5 % and the 95 % quantile."""
-    quantiles = statistics.quantiles(values, n=20)
-    return quantiles[0], quantiles[-1]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    costs = [
-        pooled([measure_actions(num_stages, options.steps) for _ in range(options.repeats)])
-        for num_stages in (2, WORKERS)
-    ]
-    text = report(costs, [measure_start() for _ in range(options.starts)])
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    yield Table(("what", "median", "5 %", "95 %"), actions(options), caption)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, tables, {"--steps": {"type": int, "default": 60}})

@@ -13,12 +13,15 @@ script's docstring is the title of the result; `--output` says where the result 
 """
 
 import argparse
+import json
 import os
 import platform
 import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +30,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,45 @@ def spread(values: Sequence[float], digits: int = 2, unit: str = "") -> str:
     """The median, with the least and the largest value."""
     low, middle, high = (f"{value:,.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return f"{middle}{unit} ({low} to {high})" if len(values) > 1 else f"{middle}{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of `tahq-launch` that ended well: its lines of metrics.jsonl, its output, and seconds in all."""
+
+    steps: list[dict[str, Any]]
+    output: str
+    seconds: float
+    first_step_s: float
+
+    def step_times_s(self, settle: int = 0) -> list[float]:
+        """Seconds of each step after the first `settle`."""
+        return [step["step_time_s"] for step in self.steps[settle:]]
+
+
+def launch(config: Mapping[str, Any] | Path, env: Mapping[str, str] = MappingProxyType({})) -> Run:
+    """Run a cluster.yaml, as users do, in a folder of its own; a run that fails ends the program."""
+    with tempfile.TemporaryDirectory(prefix="tahq-bench-") as name:
+        folder = Path(name)
+        path = folder / "cluster.yaml"
+        path.write_text(config.read_text() if isinstance(config, Path) else yaml.safe_dump(dict(config)))
+        metrics = folder / "runs" / yaml.safe_load(path.read_text())["run"]["name"] / "metrics.jsonl"
+        with (folder / "output").open("w+") as output:
+            begin = time.perf_counter()
+            command = [sys.executable, "-m", "tahq_launch.cli", "launch", str(path)]
+            process = subprocess.Popen(
+                command, cwd=folder, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            while not (metrics.is_file() and metrics.stat().st_size) and process.poll() is None:
+                time.sleep(0.02)
+            first_step_s = time.perf_counter() - begin
+            status = process.wait()
+            seconds = time.perf_counter() - begin
+            output.seek(0)
+            text = output.read()
+        if status:
+            sys.exit(f"tahq-launch ended with status {status}: {text[-2000:]}")
+        return Run([json.loads(line) for line in metrics.read_text().splitlines()], text, seconds, first_step_s)
 
 
 def processor() -> str:
