@@ -25,7 +25,7 @@ READY := $(VENV)/.ready
 CODE  := tahq launch netem tests benchmarks
 
 # Those that need no root, GPU or data; the first lines of the others say how they are run.
-IN_BENCH   := assumption coat_states codec curve demo links optimizer_memory planner qgalore_memory \
+IN_BENCH   := assumption coat_states codec demo links optimizer_memory planner qgalore_memory \
               runtime
 BENCHMARKS := $(patsubst %,benchmarks/bench_%.py,$(IN_BENCH))
 
