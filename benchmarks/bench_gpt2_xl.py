@@ -9,9 +9,9 @@
 micro-batches a step, of one sample of 1,024 tokens or of more; 50 to 1000 Mbit/s up and down, without delay. Needs
 root.
 
-*Share of the bound*: `tahq_netem.bound`, with the bytes that crossed and the seconds that forward and backward took, by
-marks in the GPUs' queues, in the same steps. Where stages share a GPU their times hold waiting for each other, so the
-bound takes the least that each stage took in other results (`--least-of`), where it had a GPU of its own.
+*Share of the bound*: `tahq.plan.simulate.bound`, with the bytes that crossed and the seconds that forward and backward
+took, by marks in the GPUs' queues, in the same steps. Where stages share a GPU their times hold waiting for each other,
+so the bound takes the least that each stage took in other results (`--least-of`), where it had a GPU of its own.
 
 *Overhead* (part `trace`): a run of its own over open links, some steps of which are recorded, with and without the
 codecs. `trace_overhead` says what counts. A share of the step, on the worst stage.
@@ -34,11 +34,10 @@ from engine_rows import predicted_again, quartiles, size_text, step_work, wire_t
 from harness import need_gpu
 from trace_overhead import MICRO_BATCHES, TracedRun, overhead_lines, read_runs, trace_run
 
-from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.measure.machine import one_line
 from tahq_netem.sweep.command import run_sweep
 from tahq_netem.sweep.points import NetworkChoice, sweep_points
-from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth
+from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, schedule_with_depth, step_bound_s
 from tahq_netem.sweep.results import DONE, Row, done, read_results
 from tahq_netem.sweep.spec import SweepConfig, split_wire
 from tahq_netem.sweep.stage_times import StageTimes
@@ -181,7 +180,7 @@ def report(rows: Sequence[Row], runs: Sequence[TracedRun], least_of: Sequence[Pa
     yield (
         f"Stages: {stages}, in network namespaces; 32 micro-batches a step, of one sample of 1,024 tokens or as\n"
         "said; rates of each host's uplink and downlink, no delay, cubic without slow start after pauses. Tokens a\n"
-        "second by the median step. *share*: of the bound that compute, bytes and rates set (tahq_netem/bound.py),\n"
+        "second by the median step. *share*: of the bound that compute, bytes and rates set,\n"
         "with the seconds that forward and backward took on the GPUs in the same steps. *predicted*: by the\n"
         "simulator, with the codecs' times of the same steps. Pieces of 1 MiB.\n"
     )
@@ -283,7 +282,7 @@ def with_least_times(row: Row, least: StageTimes) -> Row:
         return row
     point = row["point"]
     plan = NetworkChoice(point["rate_bits_per_s"], point["round_trip_s"]).plan(point["stages"])
-    return {**row, "bound_s": step_bound_s(step_work(row, least), LinkSpeed.of(plan))}
+    return {**row, "bound_s": step_bound_s(step_work(row, least), plan)}
 
 
 def _ms(seconds: Iterable[float]) -> str:

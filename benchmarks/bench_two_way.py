@@ -25,9 +25,9 @@ from pathlib import Path
 
 from harness import describe
 
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
-from tahq_netem.measure.figures import GOODPUT_SHARE
 from tahq_netem.network.description import uniform
 
 PORT = 7000

@@ -2,8 +2,8 @@
 
     share = bound / step        share with the commit = (bound + one round trip to the coordinator) / step
 
-The bound is `tahq_netem.bound`'s, of the bytes that crossed. tahq decides a step when every stage has said that it is
-done, which may take a round trip to the coordinator; targets were written down with it. Here the coordinator
+The bound is `tahq.plan.simulate.bound`'s, of the bytes that crossed. tahq decides a step when every stage has said that
+it is done, which may take a round trip to the coordinator; targets were written down with it. Here the coordinator
 is on the first stage's host, where the step ends and the next one begins, so that round trip passes unseen and the
 sum of both is no bound. So targets are held to the stricter share, and the other stands beside.
 """
@@ -294,7 +294,7 @@ def _lines(rows: Sequence[EngineRow], machine: str, failed: Sequence[Row]) -> It
         f"Stages asleep for 73 and 152 ms a micro-batch of {MICRO_BATCH} × {SEQ_LEN} tokens, activations of 2.1 MB\n"
         "in fp32; network namespaces, rates of each host's uplink and downlink. A step is the median of those that\n"
         "count, in brackets the quartiles. *bound*: the shortest time that compute, bytes, rates and delays leave\n"
-        "open (tahq_netem/bound.py); *share*: of that; *and commit*: of that and, for tahq, one round trip to the\n"
+        "open; *share*: of that; *and commit*: of that and, for tahq, one round trip to the\n"
         "coordinator, which here passes unseen. *predicted*: by the simulator as it is, with the codecs' times of\n"
         "the same steps. *busy cores*: by the measurement, in brackets by anything else. No slow start after pauses.\n"
     )

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from tahq.comm.network_config import HostConfig, NetworkConfig
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.errors import ConfigError
 from tahq.typed_yaml.section_file import read_section_file
 from tahq.units import Section
-from tahq_netem.measure.figures import GOODPUT_SHARE
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes

@@ -12,13 +12,13 @@ from engine_points import CONGESTION_CONTROL, SETTLING_FRAMES
 
 from tahq.comm.config import LinksConfig
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.errors import TahqError
 from tahq.pipeline.schedule.schedule import ActionKind
 from tahq.plan.cluster_numbers import ClusterNumbers, CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.prediction import Speed, plan_costs
 from tahq.plan.problem import PipelinePlan, PlanProblem
 from tahq.plan.search.table import ClusterTable
-from tahq_netem.measure.figures import GOODPUT_SHARE
 from tahq_netem.network.description import NetworkPlan, plan_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.prediction import CodecSeconds

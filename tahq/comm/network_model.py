@@ -19,12 +19,13 @@ carries `GOODPUT_SHARE` of itself as TCP's data. Pure: times are arguments, in s
 
 import math
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # tahq-netem's own processes start without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
-Quantity = TypeVar("Quantity", float, NDArray[np.float64])
+Quantity = TypeVar("Quantity", float, "NDArray[np.float64]")
 
 ETHERNET_HEADER_NBYTES: Final = 14
 MTU_NBYTES: Final = 1500

@@ -4,9 +4,8 @@ import pytest
 from engine_points import ASSUMED_CODEC, FP32, PLACES, QUEUES_S, TAH, Choices, chosen_depth, depths, sweeps
 
 from tahq.pipeline.schedule.generators import generate
-from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.sweep.points import sweep_points
-from tahq_netem.sweep.prediction import predicted_step_s
+from tahq_netem.sweep.prediction import predicted_step_s, step_bound_s
 from tahq_netem.sweep.stage_times import StageTimes
 from tahq_netem.sweep.workload import planned_work
 
@@ -59,7 +58,7 @@ def test_bound_of_the_issues_example():
     config = next(sweeps([place("100")], Choices(runtimes=("tahq",), wires=("tah",), micro_batches=(8,), depth=4)))
     point = sweep_points(config)[0]
     work = planned_work(config, point.session, StageTimes(point.session.forward_s, point.session.backward_s))
-    assert step_bound_s(work, LinkSpeed.of(point.network.plan(4))) == pytest.approx(2.650, abs=0.01)
+    assert step_bound_s(work, point.network.plan(4)) == pytest.approx(2.650, abs=0.01)
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 8), ("zero-bubble", 11)])

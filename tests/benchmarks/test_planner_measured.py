@@ -18,11 +18,11 @@ from small_clusters import (
     sweep,
 )
 
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.errors import TahqError
 from tahq.plan.prediction import predict
 from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.table import ClusterTable
-from tahq_netem.measure.figures import GOODPUT_SHARE
 from tahq_netem.measure.machine import BusyCores
 from tahq_netem.runtimes.session import StepRecord
 from tahq_netem.sweep.measurement import Measurement

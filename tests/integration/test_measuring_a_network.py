@@ -3,10 +3,10 @@
 import pytest
 from support.runs import finish, tiny, write_config
 
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.plan.cluster_numbers import ClusterNumbers
 from tahq.typed_yaml.positions import parse_yaml
 from tahq.units import WRITTEN_BY_HAND
-from tahq_netem.measure.figures import GOODPUT_SHARE
 
 pytestmark = [pytest.mark.netns, pytest.mark.serial, pytest.mark.slow]
 

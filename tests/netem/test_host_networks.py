@@ -9,9 +9,9 @@ import pytest
 from support.host_traffic import begin, run
 from support.real_networks import BUILDERS, on_each_backend
 
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.errors import ConfigError, NetworkError
 from tahq_netem.measure.agents import MeasuringAgent, MeasuringAgents
-from tahq_netem.measure.figures import GOODPUT_SHARE
 from tahq_netem.measure.path_measurements import FULL
 from tahq_netem.network.description import PairConfig, PathShape, plan_network, uniform
 

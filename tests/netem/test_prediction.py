@@ -3,22 +3,21 @@
 import pytest
 from support.sweeps import small
 
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
 from tahq.plan.simulate.costs import StepWork
-from tahq_netem.bound import LinkSpeed, step_bound_s
-from tahq_netem.measure.figures import GOODPUT_SHARE
 from tahq_netem.measure.machine import BusyCores
-from tahq_netem.network.description import plan_network, uniform
+from tahq_netem.network.description import PathShape, plan_network, uniform
 from tahq_netem.runtimes.session import StepRecord
-from tahq_netem.sweep.measurement import Measurement
+from tahq_netem.sweep.measurement import Measurement, prediction_of
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.prediction import (
     CodecSeconds,
     predicted_step_s,
-    prediction_of,
     schedule_with_depth,
     session_schedule,
+    step_bound_s,
     step_costs,
 )
 from tahq_netem.sweep.stage_times import StageTimes
@@ -51,6 +50,27 @@ def test_codecs_of_both_ends_are_told_apart():
 def test_runtime_that_says_nothing_of_its_codecs_has_no_figures():
     assert CodecSeconds.measured([record()], 4) is None
     assert CodecSeconds.measured([], 4) is None
+
+
+def test_bound_is_the_pipeline_with_its_fill_and_counts_hosts_by_their_own_links():
+    work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 4)
+    assert step_bound_s(work, plan_network(uniform(2))) == 1 + 4 * 3 + 2
+    assert step_bound_s(work, plan_network(uniform(2, delay=0.5))) == 1 + 0.5 + 12 + 0.5 + 2
+    assert step_bound_s(work, plan_network(uniform(2, rate=1e6))) == pytest.approx(17)
+    assert step_bound_s(work, plan_network(uniform(2, up=0.1e6))) == pytest.approx(1 + 40 + 3 + 10 + 2)
+    asymmetric = plan_network(uniform(2, delay=0.5)).with_path("host1", "host0", PathShape())
+    assert step_bound_s(work, asymmetric) == 15.0  # of the two directions the shorter: never above the truth
+
+
+@pytest.mark.parametrize("parts", [[1.0], [1.0, 3.0]])
+def test_input_gradient_is_a_part_of_every_backward(parts):
+    with pytest.raises(ValueError, match="part of each of the 2 backwards"):
+        StepWork([1.0, 1.0], [2.0, 2.0], [1.0], [1.0], 4, input_gradient_s=parts)
+
+
+def test_work_that_does_not_fit_together_is_refused():
+    with pytest.raises(ValueError, match="one cut less"):
+        StepWork([1.0, 1.0], [2.0, 2.0], [1.0, 1.0], [1.0], 4)
 
 
 def test_step_without_a_wire_is_the_pipeline_and_its_codecs():
@@ -110,9 +130,9 @@ def test_prediction_lies_above_the_bound_and_is_part_of_a_row():
     work = planned_work(small(), key(), times)
     plan = plan_network(uniform(2, rate=20e6, delay=0.01))
     codec = ((0.001, 0.001),) * 2
-    measured = Measurement((record(codec_s=codec),), BusyCores(0.1, 0.1), work, None, tokens_a_step=256)
+    measured = Measurement((record(codec_s=codec),), BusyCores(0.1, 0.1), work, None, tokens_per_step=256)
     row = prediction_of(key(), work, plan, measured)
-    assert row["predicted_step_s"] >= step_bound_s(work, LinkSpeed.of(plan))
+    assert row["predicted_step_s"] >= step_bound_s(work, plan)
     assert row["predicted_tokens_per_s"] == pytest.approx(256 / row["predicted_step_s"])
     assert row["codec_s"]["forward_encode_s"] == pytest.approx(0.001 / 4)
 

@@ -6,23 +6,23 @@ from random import Random
 import pytest
 from support.ethernet_frames import tcp_frame
 
+from tahq.comm.network_model import FULL_FRAME_NBYTES, burst_nbytes, queue_limit_nbytes
 from tahq_netem.wire.lines import (
+    LONGEST_RUN_S,
     Agenda,
     Gaps,
     Transmitter,
     Uplink,
-    burst_bytes,
-    longest_run_segments,
-    queue_limit_bytes,
+    segments_within,
 )
-from tahq_netem.wire.packet import FULL_FRAME_BYTES, Packet, read_packet
+from tahq_netem.wire.packet import Packet, read_packet
 
 RATE = 8e6  # one byte a microsecond
 SECONDS_PER_FRAME = 1514e-6
 
 
 def full_frame(name: bytes = b"") -> Packet:
-    return Packet(name, FULL_FRAME_BYTES)
+    return Packet(name, FULL_FRAME_NBYTES)
 
 
 class Arrivals:
@@ -70,7 +70,7 @@ def test_uplink_without_a_rate_delivers_at_once() -> None:
 def test_uplink_hands_a_flows_frames_over_in_longer_runs_the_longer_it_lasts() -> None:
     agenda, arrivals = Agenda(), Arrivals()
     uplink, frame = Uplink(agenda, 1e9), read_packet(tcp_frame(bytes(40 * 1448), 1448))
-    duration_s = 8 * 40 * FULL_FRAME_BYTES / 1e9
+    duration_s = 8 * 40 * FULL_FRAME_NBYTES / 1e9
     num_runs = []
     for index in range(30):
         before = len(arrivals.times_s)
@@ -117,14 +117,14 @@ def test_late_wake_up_loses_no_rate() -> None:
 
 def test_queue_drops_at_the_tail_and_counts() -> None:
     agenda, arrivals, line = make_line()
-    limit = queue_limit_bytes(RATE, 0.0)
-    num_sent = limit // FULL_FRAME_BYTES + 50
+    limit = queue_limit_nbytes(RATE, 0.0)
+    num_sent = limit // FULL_FRAME_NBYTES + 50
     for index in range(num_sent):
         line.enter(5.0, full_frame(index.to_bytes(4, "big")))
     agenda.run_until(math.inf)
     num_kept = num_sent - line.num_dropped
     assert arrivals.names == [index.to_bytes(4, "big") for index in range(num_kept)]
-    assert limit <= num_kept * FULL_FRAME_BYTES <= limit + 3 * FULL_FRAME_BYTES
+    assert limit <= num_kept * FULL_FRAME_NBYTES <= limit + 3 * FULL_FRAME_NBYTES
 
 
 def test_new_rate_holds_for_what_waits() -> None:
@@ -153,20 +153,20 @@ def test_line_without_a_rate_any_more_lets_everything_go() -> None:
 
 
 def test_queue_holds_a_round_trip_and_never_less_than_200_ms() -> None:
-    assert queue_limit_bytes(1e9, 0.3) == 37_500_000
-    assert queue_limit_bytes(1e8, 0.02) == 2_500_000
-    assert queue_limit_bytes(1e6, 0.0) == 128 * 1514
+    assert queue_limit_nbytes(1e9, 0.3) == 37_500_000
+    assert queue_limit_nbytes(1e8, 0.02) == 2_500_000
+    assert queue_limit_nbytes(1e6, 0.0) == 128 * 1514
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(1e7, 3028), (1e8, 3028), (1e9, 12500)])
 def test_burst_is_small_enough_not_to_show_in_a_message(rate: float, expected: int) -> None:
-    assert burst_bytes(rate) == expected
+    assert burst_nbytes(rate) == expected
     assert expected / 1e6 < 0.0126
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(1e6, 1), (1e7, 1), (1e8, 8), (1e9, 82)])
 def test_runs_last_a_millisecond_at_most(rate: float, expected: int) -> None:
-    assert longest_run_segments(rate) == expected
+    assert segments_within(LONGEST_RUN_S, rate) == expected
 
 
 @pytest.mark.parametrize("probability", [0.001, 0.01, 0.05, 0.5])

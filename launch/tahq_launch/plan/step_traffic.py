@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES
 from tahq.comm.host_shaping import host_shaping
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
+from tahq.comm.network_model import GOODPUT_SHARE
 from tahq.config.cluster import ClusterConfig
 from tahq.models.model_spec import ModelSpec
 from tahq.pipeline.schedule.schedule import ActionKind, Schedule
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
 from tahq.plan.simulate.simulator import simulate
 from tahq.quant import get_codec
-from tahq_netem.measure.figures import GOODPUT_SHARE
 from tahq_netem.network.description import NetworkPlan, plan_network
 
 

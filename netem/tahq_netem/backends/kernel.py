@@ -21,6 +21,7 @@ from typing import Any, Final
 from pyroute2 import IPRoute
 from pyroute2.netlink.rtnl import ndmsg
 
+from tahq.comm.network_model import FULL_FRAME_NBYTES, queue_limit_nbytes
 from tahq.errors import NetworkError
 from tahq_netem.backends.namespaces import (
     HOST_DEVICE,
@@ -33,8 +34,6 @@ from tahq_netem.backends.namespaces import (
 from tahq_netem.backends.network import Network
 from tahq_netem.backends.traffic_control import SOURCE_FIELD, Leaf, Shaper, Tree
 from tahq_netem.network.description import NetworkPlan, PathShape, known_host
-from tahq_netem.wire.lines import queue_limit_bytes
-from tahq_netem.wire.packet import FULL_FRAME_BYTES
 
 _BRIDGE: Final = "switch"
 _FORWARDING: Final = 3
@@ -46,7 +45,7 @@ _CATCH_UP_NBYTES: Final = 12_500
 """How much a host's shaper may catch up after a late wake-up: 12,500 bytes make a message of 1 MB look 1.2 % faster;
 with 3,000, a virtual machine whose cores sleep in between loses 4 to 8 % of 100 Mbit/s."""
 _SECOND_BURST_S: Final = 5e-4
-_SECOND_BURST_NBYTES: Final = 10 * FULL_FRAME_BYTES
+_SECOND_BURST_NBYTES: Final = 10 * FULL_FRAME_NBYTES
 _UNSHAPED_QUEUE_BITS_PER_S: Final = 10e9
 _SPARE_PACKETS: Final = 1000
 
@@ -180,7 +179,7 @@ def _line_bits_per_s(plan: NetworkPlan, source: str, destination: str) -> float:
 
 def _queue_nbytes(plan: NetworkPlan, host: str, rate_bits_per_s: float | None) -> int:
     longest_s = max((plan.round_trip_s(host, other) for other in plan.hosts if other != host), default=0.0)
-    return queue_limit_bytes(rate_bits_per_s or _UNSHAPED_QUEUE_BITS_PER_S, longest_s)
+    return queue_limit_nbytes(rate_bits_per_s or _UNSHAPED_QUEUE_BITS_PER_S, longest_s)
 
 
 def _netem_limit(plan: NetworkPlan, source: str, destination: str, queue_nbytes: int) -> int:
@@ -192,7 +191,7 @@ def _netem_limit(plan: NetworkPlan, source: str, destination: str, queue_nbytes:
     fastest = max(rate or _UNSHAPED_QUEUE_BITS_PER_S for rate in rates)
     path = plan.paths[source, destination]
     under_way_nbytes = fastest / 8 * (path.delay_s + path.jitter_s)
-    return int((under_way_nbytes + queue_nbytes) / FULL_FRAME_BYTES) + _SPARE_PACKETS
+    return int((under_way_nbytes + queue_nbytes) / FULL_FRAME_NBYTES) + _SPARE_PACKETS
 
 
 def _most_segments(plan: NetworkPlan, host: str) -> int | None:
@@ -206,4 +205,4 @@ def _most_segments(plan: NetworkPlan, host: str) -> int | None:
     if any(path.loss or path.reorder or path.jitter_s for path in paths):
         return 1
     rates = [rate for other in others if (rate := plan.rate_bits_per_s(host, other)) is not None]
-    return max(_FEWEST_SEGMENTS, int(min(rates) * _LONGEST_RUN_S / 8 / FULL_FRAME_BYTES)) if rates else None
+    return max(_FEWEST_SEGMENTS, int(min(rates) * _LONGEST_RUN_S / 8 / FULL_FRAME_NBYTES)) if rates else None

@@ -25,10 +25,9 @@ from pyroute2.netlink.rtnl import RTM_NEWQDISC
 from pyroute2.netlink.rtnl.tcmsg import sched_netem, tcmsg
 from pyroute2.protocols import ETH_P_IP
 
+from tahq.comm.network_model import FULL_FRAME_NBYTES, burst_nbytes
 from tahq.errors import NetworkError
 from tahq_netem.network.description import PathShape
-from tahq_netem.wire.lines import burst_bytes
-from tahq_netem.wire.packet import FULL_FRAME_BYTES
 
 UNSHAPED_BITS_PER_S: Final = 32e9
 """The rate of a class that must exist but should not slow anything down: near the most that a veth carries."""
@@ -69,7 +68,7 @@ class Tree:
     queue_nbytes: int
     leaves: Mapping[int, Leaf]
     burst_s: float = 0.0
-    """Burst of an idle line, as time at its rate; never less than `burst_bytes`."""
+    """Burst of an idle line, as time at its rate; never less than `burst_nbytes`."""
     most_segments: int | None = None
     """Packets that TCP may hand to the device as one; None: the kernel's default."""
 
@@ -164,11 +163,11 @@ class Shaper:
 
     def _set_class(self, kernel: IPRoute, handle: int, tree: Tree, cap_bits_per_s: float | None = None) -> None:
         rate = min(rate for rate in (tree.rate_bits_per_s, cap_bits_per_s, UNSHAPED_BITS_PER_S) if rate is not None)
-        burst = max(burst_bytes(rate), int(rate / 8 * tree.burst_s))
+        burst = max(burst_nbytes(rate), int(rate / 8 * tree.burst_s))
         options = {"rate": int(rate / 8), "burst": burst, "cburst": burst, "quantum": _QUANTUM_NBYTES}
         if handle != _ROOT_CLASS:
             # htb always grants a class its own rate, so that is almost nothing, and the rest is borrowed.
-            options |= {"rate": _OWN_BYTES_PER_S, "burst": FULL_FRAME_BYTES, "ceil": int(rate / 8)}
+            options |= {"rate": _OWN_BYTES_PER_S, "burst": FULL_FRAME_NBYTES, "ceil": int(rate / 8)}
         parent = _QDISC if handle == _ROOT_CLASS else _ROOT_CLASS
         kernel.tc("replace-class", "htb", self._index, handle, parent=parent, **options)
 

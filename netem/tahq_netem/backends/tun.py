@@ -32,7 +32,7 @@ from tahq_netem.backends.traffic_control import Tree
 from tahq_netem.network.description import NetworkPlan, PathShape, RateChange, known_host
 from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.wire.control import WireControl, plan_to_json
-from tahq_netem.wire.lines import longest_run_segments
+from tahq_netem.wire.lines import LONGEST_RUN_S, segments_within
 from tahq_netem.wire.packet import VNET_HEADER_BYTES
 
 _TUN: Final = "/dev/net/tun"
@@ -168,7 +168,7 @@ def wire_tree(plan: NetworkPlan, host: str) -> Tree:
     as many segments as the host's own line sends within 1 ms; the wire cuts frames for slower lines further on.
     """
     up = plan.host_shapes[host].up_bits_per_s
-    most_segments = MOST_SEGMENTS if up is None else min(MOST_SEGMENTS, longest_run_segments(up))
+    most_segments = MOST_SEGMENTS if up is None else min(MOST_SEGMENTS, segments_within(LONGEST_RUN_S, up))
     return replace(egress_tree(plan, host), most_segments=most_segments, burst_s=CATCH_UP_S)
 
 

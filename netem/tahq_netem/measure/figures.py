@@ -9,20 +9,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from tahq.comm.network_model import DATAGRAM_HEADERS_NBYTES, GOODPUT_SHARE
 from tahq.units import format_rate
 from tahq_netem.network.description import NetworkPlan
 
-WIRE_BYTES: Final = 1514
-GOODPUT_SHARE: Final = 1448 / WIRE_BYTES
-ACKNOWLEDGED: Final = 66 / (2 * 1448)
-"""Bytes on the wire of acknowledgements for a byte of data: a frame without data for every second segment. So it is
-where packets come one by one; on fast links the kernel merges some (benchmarks/results/two_way_epyc2_202611.md)."""
 RATE_TOLERANCE: Final = 0.03
 ROUND_TRIP_TOLERANCE_S: Final = 2e-3
 LOSS_CONFIDENCE: Final = 0.999
-
-DATAGRAM_HEADERS_BYTES: Final = 42
-"""Ethernet, IP and UDP."""
 
 Unit = Literal["s", "bit/s", "share"]
 
@@ -128,7 +121,7 @@ def _jitter_spread(plan: NetworkPlan, source: str, destination: str, num_trips: 
 
 def _serialisation(plan: NetworkPlan, source: str, destination: str, datagram_bytes: int) -> float:
     """Seconds of serialisation of a datagram and its echo, at both ends of each path."""
-    bits = 8 * (datagram_bytes + DATAGRAM_HEADERS_BYTES)
+    bits = 8 * (datagram_bytes + DATAGRAM_HEADERS_NBYTES)
     rates = plan.rate_bits_per_s(source, destination), plan.rate_bits_per_s(destination, source)
     return sum(2 * bits / rate for rate in rates if rate is not None)
 

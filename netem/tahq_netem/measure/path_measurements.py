@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tahq.comm.network_model import DATAGRAM_HEADERS_NBYTES, FULL_FRAME_NBYTES
 from tahq.errors import NetworkError
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.agents import MeasuringAgents
 from tahq_netem.measure.figures import (
-    DATAGRAM_HEADERS_BYTES,
-    WIRE_BYTES,
     Figure,
     goodput,
     goodput_figure,
@@ -142,7 +141,7 @@ class PathMeasurements:
         """The share of a train of datagrams that does not arrive, on a path with a loss."""
         plan = self._network.plan
         rate = plan.rate_bits_per_s(source, destination)
-        wire_bits = 8 * (COUNTED_BYTES + DATAGRAM_HEADERS_BYTES)
+        wire_bits = 8 * (COUNTED_BYTES + DATAGRAM_HEADERS_NBYTES)
         # At half the rate no queue fills, so no datagrams are dropped there.
         datagrams_per_s = _COUNTED_PER_S if rate is None else min(_COUNTED_PER_S, rate / 2 / wire_bits)
         wanted = _LOST_WANTED / plan.paths[source, destination].loss
@@ -198,7 +197,7 @@ class PathMeasurements:
         plan = self._network.plan
         rate = plan.rate_bits_per_s(source, destination)
         skip_s = self._effort.skip_s + 4 * plan.round_trip_s(source, destination)
-        fewest_s = 0.0 if rate is None else 8 * WIRE_BYTES * _FEWEST_PACKETS / rate
+        fewest_s = 0.0 if rate is None else 8 * FULL_FRAME_NBYTES * _FEWEST_PACKETS / rate
         duration_s = skip_s + max(self._effort.steady_s, fewest_s)
         stream = self._stream(
             "steady",

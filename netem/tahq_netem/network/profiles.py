@@ -33,7 +33,7 @@ class Profile(Section):
     @model_validator(mode="after")
     def _one_kind_or_sites(self) -> "Profile":
         if (self.host is None) == (not self.sites):
-            raise ValueError("expected either host (all hosts are alike) or sites")
+            raise ValueError("expected host (all hosts are alike) or sites, not both")
         return self
 
     def network(self, num_hosts: int, names: list[str] | None = None) -> NetworkConfig:

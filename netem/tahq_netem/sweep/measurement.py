@@ -1,29 +1,30 @@
-"""One point measured: the network is changed under a running session, some steps go by, the next ones count.
+"""One point measured: the network is changed under a running session, some steps pass, the next ones count.
 
-What is recorded is a step's time, its tokens a second, the bytes that crossed, how many cores were busy meanwhile,
-and what share of the bound the step came to.
+A row has a step's time, its tokens per second, the bytes that crossed, the busy cores, and the share of the bound.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tahq.errors import TahqError
 from tahq.plan.simulate.costs import StepWork
 from tahq_netem.backends.network import Network
-from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.measure.machine import BusyCores, BusyMeter, num_usable_cores
+from tahq_netem.network.description import NetworkPlan
 from tahq_netem.network.fault_player import FaultEvent, play
 from tahq_netem.network.faults import Fault
 from tahq_netem.runtimes.session import Session, StepRecord
+from tahq_netem.sweep.points import SessionKey
+from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, session_schedule, step_bound_s
 from tahq_netem.sweep.spec import StepsConfig, SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
 
 PATIENCE = 4.0
-"""A step may take so many times its bound, beyond `timeout`, before its session counts as stuck."""
+"""A session counts as stuck after this many times a step's bound, beyond `timeout`."""
 BUSY_SHARE = 0.6
-"""Of the cores there are: above, sleeping stages would have met each other's codecs."""
+"""Of the cores: if more are busy, the codecs of sleeping stages would have delayed each other."""
 
 
 class TooBusyError(TahqError):
@@ -31,34 +32,34 @@ class TooBusyError(TahqError):
 
 
 class MissedFaultError(TahqError):
-    """The steps of a point ended before a fault that was to happen during them."""
+    """The steps of a point ended before a fault that should have happened during them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was seen of a point."""
+    """The measured steps of a point."""
 
     steps: tuple[StepRecord, ...]
     busy: BusyCores
     work: StepWork | None
-    """With the bytes that crossed and the time that compute took; None where nobody knows the latter."""
+    """With the measured bytes and compute times; None if the latter are not known."""
     bound_s: float | None
-    tokens_a_step: int
+    tokens_per_step: int
     faults: tuple[FaultEvent, ...] = ()
     missed: tuple[Fault, ...] = ()
     """Faults that should have happened meanwhile and did not."""
 
     @property
     def step_s(self) -> float:
-        """Mean over the steps that count: their sum is what passed, whoever ended which step when."""
+        """Mean over the steps that count."""
         return statistics.fmean(step.seconds for step in self.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """The measurement, fit for JSON."""
         seconds = [step.seconds for step in self.steps]
         work = self.work
         return {
-            "tokens_per_s": self.tokens_a_step / self.step_s,
+            "tokens_per_s": self.tokens_per_step / self.step_s,
             "step_s": self.step_s,
             "step_s_spread": max(seconds) - min(seconds),
             "steps": [{"step": step.step, "seconds": step.seconds, "loss": step.loss} for step in self.steps],
@@ -74,7 +75,7 @@ class Measurement:
 
 
 def num_steps(steps: StepsConfig, expected_step_s: float) -> int:
-    """As many as fit into `about`, within the limits."""
+    """As many steps as fit into `about`, within the limits."""
     fitting = int(steps.about / expected_step_s) if expected_step_s > 0 else steps.at_most
     return max(steps.at_least, min(steps.at_most, fitting))
 
@@ -87,21 +88,21 @@ def measure_point(
     times: StageTimes | None,
     busy_meter: Callable[[], BusyMeter] = BusyMeter,
 ) -> Measurement:
-    """Take the steps of one point, under a network that has been changed just now.
+    """Take the steps of one point, under a network that has just been changed.
 
     Args:
         session: running.
-        config: says how many steps, how long to wait for one, and what happens to the links meanwhile.
-        network: as it is without faults.
-        planned: the step as expected.
-        times: what stages sleep; None where they compute.
-        busy_meter: begins to count busy cores when it is made.
+        config: the number of steps, the timeout, and the faults.
+        network: without faults.
+        planned: the expected step.
+        times: how long stages sleep; None: they compute.
+        busy_meter: counts busy cores from its creation on.
 
     Raises:
-        TahqError: the session was lost, or stands still; the network cannot do what a fault is.
+        TahqError: the session was lost or is stuck, or the network cannot apply a fault.
     """
     plan = network.plan
-    expected_s = step_bound_s(planned, LinkSpeed.of(plan))
+    expected_s = step_bound_s(planned, plan)
     timeout_s = config.timeout + PATIENCE * expected_s
     session.take_finished()
     for _ in range(config.steps.settle):
@@ -113,7 +114,7 @@ def measure_point(
             steps.append(session.next_step(timeout_s))
         missed, busy = faults.waiting, meter.read()
     work = _work_done(steps, planned, times)
-    bound_s = step_bound_s(work, LinkSpeed.of(plan)) if work is not None else None
+    bound_s = step_bound_s(work, plan) if work is not None else None
     tokens = config.global_batch * config.sample_len
     return Measurement(tuple(steps), busy, work, bound_s, tokens, tuple(faults.log), missed)
 
@@ -135,39 +136,54 @@ def _work_done(steps: Sequence[StepRecord], planned: StepWork, times: StageTimes
 
 
 def _mean_times(steps: Sequence[StepRecord], count: int) -> StageTimes:
-    """Seconds of a micro-batch, as the stages themselves measured them."""
+    """Seconds of a micro-batch, as measured by the stages."""
     stages = range(len(steps[0].compute_s))
     forward_s, backward_s = (
-        tuple(statistics.fmean(step.compute_s[stage][way] for step in steps) / count for stage in stages)
-        for way in (0, 1)
+        tuple(statistics.fmean(step.compute_s[stage][kind] for step in steps) / count for stage in stages)
+        for kind in (0, 1)
     )
     return StageTimes(forward_s, backward_s)
 
 
+def prediction_of(key: SessionKey, planned: StepWork, plan: NetworkPlan, measured: Measurement) -> dict[str, Any]:
+    """The simulator's step for a measured point, fit for JSON; None where it cannot be predicted.
+
+    Bytes, compute and codec times are those of the measured steps.
+    """
+    schedule = session_schedule(key, planned.num_micro_batches)
+    codec = CodecSeconds.measured(measured.steps, planned.num_micro_batches)
+    if schedule is None or codec is None or measured.work is None:
+        return {"codec_s": None, "predicted_step_s": None, "predicted_tokens_per_s": None}
+    work = replace(measured.work, input_gradient_s=planned.input_gradient_s)
+    step_s = predicted_step_s(schedule, work, plan, codec, has_coordinator=key.runtime == "tahq")
+    predicted = {"predicted_step_s": step_s, "predicted_tokens_per_s": measured.tokens_per_step / step_s}
+    return {"codec_s": asdict(codec), **predicted}
+
+
 def check_faults(measured: Measurement) -> None:
-    """Refuse a measurement during which not all happened that should have.
+    """Refuse a measurement during which a fault did not happen.
 
     Raises:
-        MissedFaultError: a fault is still to come.
+        MissedFaultError: a fault has not begun.
     """
     if measured.missed:
         first, seconds = measured.missed[0], sum(step.seconds for step in measured.steps)
         raise MissedFaultError(
-            f"{first.what} of {first.link} did not happen within {len(measured.steps)} steps of together "
-            f"{seconds:.1f} s; raise steps.at_least and steps.at_most"
+            f"{first.what} of {first.link} did not happen within {len(measured.steps)} steps ({seconds:.1f} s); raise "
+            "steps.at_least and steps.at_most"
         )
 
 
 def check_busy(busy: BusyCores, limit: float | None) -> None:
-    """Refuse a measurement with sleeping stages during which the cores were busy all the same.
+    """Refuse a measurement with sleeping stages during which too many cores were busy.
 
     Raises:
-        TooBusyError: more than `limit` were (None: `BUSY_SHARE` of those there are).
+        TooBusyError: more than `limit` were (None: `BUSY_SHARE` of all cores).
     """
     cores = num_usable_cores()
     limit = BUSY_SHARE * cores if limit is None else limit
     if busy.own > limit:
         raise TooBusyError(
-            f"{busy.own:.2f} of {cores} cores were busy, the limit is {limit:.2f}: this would be a measurement of the "
-            "machine; take fewer stages, a larger micro-batch or a cheaper codec, or a machine with more cores"
+            f"{busy.own:.2f} of {cores} cores were busy, the limit is {limit:.2f}: this would measure the machine; "
+            "take fewer stages, a larger micro-batch or a cheaper codec, or a machine with more cores"
         )

@@ -28,10 +28,9 @@ from tahq_netem.runtimes.bare_async import start_bare
 from tahq_netem.runtimes.session import Session, SessionRequest, StartSession
 from tahq_netem.runtimes.tahq_runtime import TahqSession
 from tahq_netem.runtimes.torch_pipelining import start_torch
-from tahq_netem.sweep.measurement import Measurement, check_busy, check_faults, measure_point
+from tahq_netem.sweep.measurement import Measurement, check_busy, check_faults, measure_point, prediction_of
 from tahq_netem.sweep.networks import apply_plan, by_network_kind, calibrate_quickly, demands, open_network
 from tahq_netem.sweep.points import NetworkChoice, Point, SessionKey, by_session, sweep_points
-from tahq_netem.sweep.prediction import prediction_of
 from tahq_netem.sweep.progress import SweepProgress
 from tahq_netem.sweep.results import DONE, FAILED, ResultFile
 from tahq_netem.sweep.spec import SweepConfig
@@ -216,7 +215,7 @@ class SweepRun:
         seconds = self.outside.clock() - begin_s
         row = self._row(point, DONE) | measured.as_dict() | {"seconds": seconds, "stage_times": _as_rows(times)}
         row |= prediction_of(key, work, plan, measured)
-        row["elements_a_step"] = measured.tokens_a_step * (self.config.model.hidden_size or 0)
+        row["elements_a_step"] = measured.tokens_per_step * (self.config.model.hidden_size or 0)
         row["calibration"] = self._calibrations.get((key.stages, point.network))
         error = self._objection(measured, times)
         if error is not None:

@@ -24,9 +24,9 @@ from tahq.pipeline.schedule.generators import GENERATORS
 from tahq.plan.simulate.costs import StepWork
 from tahq.quant import get_codec
 from tahq.quant.config import WireConfig
-from tahq_netem.bound import LinkSpeed, step_bound_s
 from tahq_netem.sweep.measurement import num_steps
 from tahq_netem.sweep.points import Point, SessionKey, by_session
+from tahq_netem.sweep.prediction import step_bound_s
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
 
@@ -143,8 +143,7 @@ START_S = 15.0
 
 def expected_step_s(config: SweepConfig, point: Point, times: StageTimes | None) -> float:
     """Seconds of a step; `times` is what stages sleep, None where that is not known."""
-    speed = LinkSpeed.of(point.network.plan(point.session.stages))
-    return step_bound_s(planned_work(config, point.session, times), speed)
+    return step_bound_s(planned_work(config, point.session, times), point.network.plan(point.session.stages))
 
 
 def expected_point_s(config: SweepConfig, point: Point, times: StageTimes | None) -> float:

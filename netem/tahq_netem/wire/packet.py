@@ -1,29 +1,26 @@
-"""A frame as the kernel hands it to the wire, counted and cut the way a real network card would.
+"""A frame as the kernel hands it to the wire, counted and cut as a real network card would.
 
-A TUN device with IFF_VNET_HDR puts a virtio-net header before each frame. Where the kernel leaves
-segmentation to the device (TSO), one frame holds many TCP segments, up to 64 kB. The wire moves such a
-frame whole, which is what makes Python fast enough, but counts it as the packets that it stands for:
+A TUN device with IFF_VNET_HDR puts a virtio-net header before each frame. Where the kernel leaves segmentation to the
+device (TSO), one frame holds many TCP segments, up to 64 kB. The wire moves such a frame whole, which makes Python fast
+enough, but counts it as the packets that it stands for:
 
     wire bytes = (bytes of the frame) + (segments − 1) · (bytes of its headers)
 
-`cut` takes a run of segments out of it, so that losing, overtaking and queueing happen to single
-packets of MTU size, as if segmentation offload were off, at a fraction of its cost. What is cut is again
-a valid frame: length, IP identification, IP checksum, sequence number, flags and the pseudo-header sum
-(the checksum that the kernel left to the device, NEEDS_CSUM) are those of that run; every other bit,
-the virtio-net header included, is as the kernel wrote it.
+`cut` takes a run of segments out of it, so that loss, overtaking and queueing happen to single packets of MTU size. The
+result is again a valid frame: length, IP identification, IP checksum, sequence number, flags and the pseudo-header sum
+(the checksum that the kernel left to the device, NEEDS_CSUM) are those of that run; every other bit is unchanged.
 """
 
 from dataclasses import dataclass
 from struct import Struct
 from typing import Final
 
-VNET_HEADER_BYTES: Final = 10
-ETHERNET_HEADER_BYTES: Final = 14
-FULL_FRAME_BYTES: Final = 1514
-"""An MTU of 1,500 and the Ethernet header: what rates are counted in, as on a real interface."""
-LARGEST_FRAME_BYTES: Final = VNET_HEADER_BYTES + ETHERNET_HEADER_BYTES + 65536
+from tahq.comm.network_model import ETHERNET_HEADER_NBYTES
 
-_IP: Final = VNET_HEADER_BYTES + ETHERNET_HEADER_BYTES
+VNET_HEADER_BYTES: Final = 10
+_IP: Final = VNET_HEADER_BYTES + ETHERNET_HEADER_NBYTES
+LARGEST_FRAME_BYTES: Final = _IP + 65536
+
 _DESTINATION: Final = slice(_IP + 16, _IP + 20)
 _ETHERTYPE: Final = slice(_IP - 2, _IP)
 _IPV4: Final = b"\x08\x00"
@@ -40,8 +37,8 @@ _FIN_PSH: Final = 0x09
 class Packet:
     """A frame with its virtio-net header, and the packets that it stands for.
 
-    `header_bytes` counts Ethernet, IP and TCP headers, `segment_bytes` the payload of each segment but
-    the last; both are 0 for a frame that is one packet.
+    `header_bytes` counts Ethernet, IP and TCP headers, `segment_bytes` the payload of each segment but the last; both
+    are 0 for a frame of one packet.
     """
 
     frame: bytes
@@ -108,7 +105,7 @@ def _headers_of_run(header: bytes, first: int, count: int, packet: Packet, paylo
 
 
 def _change_ip(header: bytearray, tcp: int, tcp_bytes: int, first: int) -> None:
-    """Total length; identification, which a card counts up by one for each segment; checksum."""
+    """Set total length, identification (a card adds one per segment) and checksum."""
     _U16.pack_into(header, _IP + 2, tcp - _IP + tcp_bytes)
     (identification,) = _U16.unpack_from(header, _IP + 4)
     _U16.pack_into(header, _IP + 4, (identification + first) & 0xFFFF)
@@ -117,7 +114,7 @@ def _change_ip(header: bytearray, tcp: int, tcp_bytes: int, first: int) -> None:
 
 
 def _change_tcp(header: bytearray, tcp: int, offset: int, *, is_last: bool) -> None:
-    """Sequence number; FIN and PSH belong to the last segment. (A frame with CWR the kernel cuts itself.)"""
+    """Set the sequence number; FIN and PSH belong to the last segment. (The kernel itself cuts a frame with CWR.)"""
     (sequence,) = _U32.unpack_from(header, tcp + 4)
     _U32.pack_into(header, tcp + 4, (sequence + offset) & 0xFFFFFFFF)
     if not is_last:
@@ -135,7 +132,7 @@ def _words(data: bytearray) -> tuple[int, ...]:
 
 
 def _fold(total: int) -> int:
-    """Ones' complement: carries go round."""
+    """Fold carries, as ones' complement needs."""
     while total > 0xFFFF:
         total = (total & 0xFFFF) + (total >> 16)
     return total

@@ -1,11 +1,11 @@
-"""The wire's hosts and what joins them: where a frame goes, and what it meets on its way. Pure.
+"""The wire's hosts and what joins them: where a frame goes, and what it meets there. Pure.
 
 ::
 
     frame of a → [a up?] → Uplink(a) → Path(a→b): loss · pair's rate · delay → Transmitter(b) → [b up?] → frame to b
 
-Hosts are known by their place in the plan and by their IPv4 address; frames to anybody else (multicast,
-addresses outside) are counted and dropped.
+Hosts are known by their index in the plan and by their IPv4 address; frames to other addresses (multicast, outside) are
+counted and dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from tahq_netem.wire.lines import Agenda, Path, Transmitter, Uplink
 from tahq_netem.wire.packet import Packet, destination_address, read_packet
 
 Deliver = Callable[[int, bytes], bool]
-"""Gives a frame to a host; returns whether the host took it."""
+"""Gives a frame to a host; returns whether the host accepted it."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Host:
 
 
 class Switch:
-    """Everything between the hosts' devices; `deliver(host, frame)` is called with what arrives.
+    """Everything between the hosts' devices; `deliver(host, frame)` is called with each frame that arrives.
 
     Args:
         plan: hosts and shapes; `set_rates` and `set_path` replace it.
@@ -67,7 +67,7 @@ class Switch:
 
     @property
     def next_due_s(self) -> float | None:
-        """When `run_until` next has something to do; None: not before another frame is sent."""
+        """When `run_until` next has something to do; None: not before the next frame."""
         return self._agenda.next_due_s
 
     def run_until(self, now_s: float) -> None:
@@ -75,7 +75,7 @@ class Switch:
         self._agenda.run_until(now_s)
 
     def send(self, now_s: float, source: int, frame: bytes) -> None:
-        """Take a frame that the host `source` has begun to send."""
+        """Take a frame that the host `source` has started to send."""
         destination = self._by_address.get(destination_address(frame))
         if destination is None or destination == source:
             self.num_elsewhere += 1
@@ -94,14 +94,14 @@ class Switch:
             self.num_refused += packet.num_segments
 
     def set_link(self, host: str, *, is_up: bool) -> None:
-        """Cut a host off (what it sends, and what arrives for it, is lost) or join it again."""
+        """Cut a host off (its traffic is lost in both directions) or join it again."""
         self._hosts[self._plan.hosts.index(host)].is_up = is_up
 
     def set_rates(self, now_s: float, host: str, shape: HostShape) -> None:
         """Another access link for a host."""
         self._plan = self._plan.with_rates(host, shape.up_bits_per_s, shape.down_bits_per_s)
         entry = self._hosts[self._plan.hosts.index(host)]
-        entry.uplink.rate_bits_per_s = shape.up_bits_per_s
+        entry.uplink.set_rate(shape.up_bits_per_s)
         entry.downlink.set_rate(now_s, shape.down_bits_per_s, self._longest_round_trip_s(host))
 
     def set_path(self, now_s: float, source: str, destination: str, shape: PathShape) -> None:
@@ -111,10 +111,10 @@ class Switch:
         rtt_s = self._plan.round_trip_s(source, destination)
         self._paths[hosts.index(source), hosts.index(destination)].set_shape(now_s, shape, rtt_s)
         for host in (source, destination):
-            self.set_rates(now_s, host, self._plan.host_shapes[host])  # the depth of a queue follows the round trip
+            self.set_rates(now_s, host, self._plan.host_shapes[host])  # the length of a queue follows the round trip
 
     def counters(self) -> dict[str, Any]:
-        """Packets so far, fit for JSON: by path, by downlink, and those that went nowhere."""
+        """Packets so far, fit for JSON: by path, by downlink, and those not delivered."""
         names = self._plan.hosts
         return {
             "paths": [
