@@ -1,10 +1,15 @@
-"""Debian packages from the machine's own apt sources, kept in a cache outside the tree.
+"""Debian packages from the machine's own apt sources, kept in a cache outside the tree, and the kernel modules in them.
 
-Only qemu is installed; the kernel and busybox are downloaded and unpacked, so the machine never boots them. What was
-fetched once is taken from the cache, and then neither apt nor a network is needed.
+Only qemu is installed; the kernel and busybox are downloaded and unpacked, so the machine never boots them. With a
+filled cache, neither apt nor a network is needed.
+
+A kernel package has no modules.dep (it is made after installation), so the dependencies of a module are read from its
+`.modinfo` section, a list of `key=value` ended by zero bytes. Compressed modules (newer Debian) are unpacked here.
 """
 
+import lzma
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -12,6 +17,77 @@ from pathlib import Path
 from typing import Final
 
 from tahq.errors import UserError
+
+KERNEL_BACKEND_MODULES: Final = (
+    *("veth", "bridge", "tun", "dummy"),
+    *("sch_netem", "sch_htb", "sch_tbf", "sch_fq", "sch_prio", "sch_ingress"),
+    *("cls_u32", "cls_flower", "cls_basic", "cls_matchall", "cls_fw", "act_mirred", "act_police"),
+    *("tcp_bbr", "tcp_diag", "udp_diag"),
+)
+"""What the kernel backend, and the ways to do without it, may ask a kernel for."""
+
+_DEPENDS: Final = re.compile(rb"(?:^|\0)depends=([^\0]*)\0")
+_SUFFIX: Final = re.compile(r"\.ko(\.xz)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelModules:
+    """The modules of one unpacked kernel package.
+
+    Attributes:
+        paths: module name (with underscores) -> its file.
+        built_in: names of what is part of the kernel image itself.
+    """
+
+    paths: dict[str, Path]
+    built_in: frozenset[str]
+
+    def load_order(self, names: tuple[str, ...]) -> list[str]:
+        """The modules to load for `names`, each after those that it depends on; built-in ones are left out.
+
+        Raises:
+            UserError: the package has no such module.
+        """
+        order: dict[str, None] = {}
+        for name in names:
+            self._visit(name, order)
+        return list(order)
+
+    def _visit(self, name: str, order: dict[str, None]) -> None:
+        if name in order or name in self.built_in:
+            return
+        if name not in self.paths:
+            raise UserError(f"the kernel package has no module {name}; take another with --kernel-package")
+        for dependency in dependencies(read_module(self.paths[name])):
+            self._visit(dependency, order)
+        order[name] = None
+
+
+def find_modules(folder: Path) -> KernelModules:
+    """What lies in lib/modules/<release> of an unpacked package."""
+    files = [path for path in folder.rglob("*.ko*") if _SUFFIX.search(path.name)]
+    built_in = (folder / "modules.builtin").read_text(encoding="ascii").split()
+    return KernelModules(
+        {module_name(path.name): path for path in files},
+        frozenset(module_name(line.rpartition("/")[2]) for line in built_in),
+    )
+
+
+def module_name(file_name: str) -> str:
+    """``sch_netem`` of ``sch-netem.ko.xz``: the kernel counts - and _ as one."""
+    return _SUFFIX.sub("", file_name).replace("-", "_")
+
+
+def read_module(path: Path) -> bytes:
+    """The module as plain ELF."""
+    return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+
+
+def dependencies(module: bytes) -> list[str]:
+    """The modules that this one needs, out of its `.modinfo`."""
+    found = _DEPENDS.search(module)
+    return [name.replace("-", "_") for name in found.group(1).decode().split(",") if name] if found else []
+
 
 QEMU: Final = "qemu-system-x86_64"
 _QEMU_PACKAGE: Final = "qemu-system-x86"

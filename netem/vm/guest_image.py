@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .cpio_archive import write_archive
+from .debian_packages import KERNEL_BACKEND_MODULES, find_modules, read_module
 from .guest_python import Interpreter, add_python, find_interpreter
-from .guest_tree import GuestTree
-from .kernel_modules import KERNEL_BACKEND_MODULES, find_modules, read_module
+from .guest_tree import GuestTree, write_archive
 
 CHECKOUT: Final = "/tahq"
 ATTACHED: Final = "/attached"

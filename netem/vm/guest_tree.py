@@ -1,15 +1,64 @@
-"""The files of the guest before they are packed: guest path -> entry, with every parent folder made on the way.
+"""The files of the guest before they are packed, and the archive that Linux unpacks as its first root file system.
 
-A path is added once; a second time with other content is a mistake of ours, and is refused. Links of this machine
-stay links, and what they point at must be added as well.
+A path is added once; adding it again with other content is an error. Links of this machine stay links, and their
+targets must be added as well. The archive is cpio, format "newc": one entry is a header of 110 ASCII characters, the
+path, then the content, each padded to 4 bytes. Modification times are kept, because Python's compiled files are valid
+only beside a source of the recorded time.
 """
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Final
 
-from .cpio_archive import Entry
+_MAGIC: Final = b"070701"
+_TRAILER: Final = "TRAILER!!!"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file, folder, link or device of the guest.
+
+    Attributes:
+        path: where in the guest, relative to its root, without a leading slash.
+        mode: type and permissions, as `os.stat` gives them.
+        content: bytes, or the file of this machine that has them; a link's target.
+        mtime_s: seconds since 1970.
+        device: major and minor number; only a device has them.
+    """
+
+    path: str
+    mode: int
+    content: bytes | Path = b""
+    mtime_s: int = 0
+    device: tuple[int, int] = (0, 0)
+
+
+def write_archive(entries: Iterable[Entry], stream: BinaryIO) -> None:
+    """Write entries in the order given; a folder must come before what is in it."""
+    for number, entry in enumerate(entries, start=1):
+        _write_entry(entry, number, stream)
+    _write_entry(Entry(_TRAILER, 0), 0, stream)
+
+
+def _write_entry(entry: Entry, inode: int, stream: BinaryIO) -> None:
+    content = entry.content.read_bytes() if isinstance(entry.content, Path) else entry.content
+    path = entry.path.encode() + b"\0"
+    num_links = 2 if stat.S_ISDIR(entry.mode) else 1
+    numbers = (
+        *(inode, entry.mode, 0, 0, num_links, entry.mtime_s, len(content)),
+        *(0, 0, *entry.device, len(path), 0),
+    )
+    header = _MAGIC + b"".join(b"%08x" % number for number in numbers)
+    _write_padded(header + path, stream)
+    _write_padded(content, stream)
+
+
+def _write_padded(data: bytes, stream: BinaryIO) -> None:
+    stream.write(data)
+    stream.write(bytes(-len(data) % 4))
 
 
 class GuestTree:

@@ -1,10 +1,14 @@
 """``python -m vm``: run the kernel backend's tests, or any command, on a kernel that has netem.
 
-The exit status is the command's; 1 if the guest came to no end, 2 if something is missing here, 130 and 143 if
+The tests are collected here, where everything can be imported: the guest has no torch, and a file that imports it would
+fail to be collected although none of its tests is wanted.
+
+The exit status is the command's; 1 if the guest did not end, 2 if something is missing here, 130 and 143 if
 interrupted.
 """
 
 import argparse
+import os
 import shlex
 import signal
 import subprocess
@@ -15,14 +19,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from tahq.errors import TahqError
+from tahq.errors import TahqError, UserError
 
 from .debian_packages import PackageCache, default_cache, ensure_qemu
 from .guest_image import ATTACHED, Unpacked, write_image
-from .outcomes import parse_outcomes
 from .qemu import Machine, boot, choose_machine, command_line
-from .result_page import Run, write_page
-from .selection import MARKER, files_of, select_tests
+from .result_page import Run, parse_outcomes, write_page
+
+MARKER: Final = "netem_kernel"
+_NO_TESTS_COLLECTED: Final = 5
+
+
+def select_tests(checkout: Path, arguments: list[str]) -> list[str]:
+    """The ids of the tests, relative to the checkout.
+
+    Args:
+        checkout: the folder with pyproject.toml.
+        arguments: to narrow the choice, as pytest takes them (`-k jitter`).
+
+    Raises:
+        UserError: collecting failed, or nothing is marked.
+    """
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", MARKER, "tests/netem", *arguments]
+    environment = os.environ | {"PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    selected = [line for line in done.stdout.splitlines() if line.startswith("tests/") and "::" in line]
+    if done.returncode not in (0, _NO_TESTS_COLLECTED):
+        raise UserError(f"pytest could not collect tests/netem:\n{done.stdout.strip()}")
+    if not selected:
+        raise UserError(f"no test of tests/netem is marked {MARKER} and fits {' '.join(arguments) or 'anything'}")
+    return selected
+
+
+def files_of(selected: list[str]) -> list[str]:
+    """The files of these tests, each once, in order."""
+    return list(dict.fromkeys(test.partition("::")[0] for test in selected))
+
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,12 @@ from tahq_netem.measure.path_measurements import FULL
 from tahq_netem.network.description import HostConfig, NetworkConfig, uniform
 
 pytestmark = [pytest.mark.netns, on_each_backend]
-at_each_rate = pytest.mark.parametrize("rate", [10e6, 100e6, 1000e6], ids=["10mbit", "100mbit", "1000mbit"])
+SLOW = pytest.mark.acceptance
+at_each_rate = pytest.mark.parametrize(
+    "rate",
+    [pytest.param(10e6, marks=SLOW), 100e6, pytest.param(1000e6, marks=SLOW)],
+    ids=["10mbit", "100mbit", "1000mbit"],
+)
 
 
 def skip_what_needs_punctual_cores(backend: str, rate: float) -> None:
@@ -46,13 +51,15 @@ def test_steady_flow_fills_its_rate(backend, build, measure, judge, rate):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("round_trip_s", [0.02, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize(
+    "round_trip_s", [0.02, *(pytest.param(round_trip_s, marks=SLOW) for round_trip_s in (0.05, 0.1, 0.3))]
+)
 def test_round_trip_is_the_sum_of_both_delays(backend, build, measure, judge, round_trip_s):
     judge(measure(build(backend, uniform(2, rate=100e6, delay=round_trip_s / 2)), FULL).round_trip("host0", "host1"))
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("loss", [0.001, 0.01, 0.05])
+@pytest.mark.parametrize("loss", [pytest.param(0.001, marks=SLOW), 0.01, pytest.param(0.05, marks=SLOW)])
 def test_loss_is_inside_its_interval(backend, build, measure, judge, loss):
     judge(measure(build(backend, uniform(2, rate=100e6, loss=loss)), FULL).loss("host0", "host1"))
 

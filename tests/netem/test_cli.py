@@ -184,6 +184,7 @@ def test_what_runs_beside_is_ready_before_the_command_and_goes_after_it(tmp_path
     assert "host1 | 10.77.0.1 - - [" in done.stderr
 
 
+@pytest.mark.acceptance
 @pytest.mark.netns
 def test_each_of_two_servers_on_a_host_is_ready_before_the_command():
     late = "import socket, time; time.sleep({}); server = socket.create_server(('', {})); time.sleep(60)"
@@ -323,6 +324,7 @@ def test_calibrate_prints_and_keeps_every_figure(tmp_path):
     assert abs(trip["measured"] - 0.030) < 0.002 + 1e-3
 
 
+@pytest.mark.acceptance
 @pytest.mark.netns
 def test_nothing_runs_on_a_network_that_is_off(tmp_path):
     # More than a process can carry from one device to another.

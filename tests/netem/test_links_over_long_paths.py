@@ -46,6 +46,7 @@ def goodputs(program: subprocess.Popen[str]) -> dict[int, float]:
     return {int(number): goodput for number, goodput in json.loads(output).items()}
 
 
+@pytest.mark.acceptance
 def test_link_of_four_connections_carries_what_one_cannot(network):
     receiver = begin(network, "host1", TRANSFER, "receive", "ADDRESS", "1", "4")
     got = goodputs(begin(network, "host0", TRANSFER, "send", "ADDRESS", "1", "4"))

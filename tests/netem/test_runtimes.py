@@ -41,7 +41,13 @@ def losses():
 
 
 @pytest.mark.parametrize(
-    ("runtime", "schedule"), [("tahq", "1f1b"), ("torch", "1f1b"), ("torch", "1f1b-runtime"), ("bare", DEEP)]
+    ("runtime", "schedule"),
+    [
+        ("tahq", "1f1b"),
+        ("torch", "1f1b"),
+        pytest.param("torch", "1f1b-runtime", marks=pytest.mark.acceptance),
+        pytest.param("bare", DEEP, marks=pytest.mark.acceptance),
+    ],
 )
 def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtime, schedule):
     with RUNTIMES[runtime](request(tmp_path, runtime, schedule)) as session:
@@ -65,6 +71,7 @@ def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtim
     assert max(first) - min(first) < 1e-4
 
 
+@pytest.mark.acceptance
 def test_torch_sends_bf16_both_ways_when_asked_to(tmp_path):
     half, whole = tmp_path / "bf16", tmp_path / "fp32"
     half.mkdir()
@@ -123,7 +130,9 @@ def test_program_that_does_not_watch_its_stdin_is_watched(tmp_path):
         assert held.wait(60) == 1
 
 
-@pytest.mark.parametrize(("runtime", "num_processes"), [("tahq", 3), ("bare", 2)])
+@pytest.mark.parametrize(
+    ("runtime", "num_processes"), [("tahq", 3), pytest.param("bare", 2, marks=pytest.mark.acceptance)]
+)
 def test_nothing_outlives_a_sweep_that_was_killed(tmp_path, runtime, num_processes):
     program = (
         "import sys, time\n"
@@ -187,6 +196,7 @@ def test_modules_are_found_in_the_sessions_folder_too(host_processes, monkeypatc
     assert all(folder.startswith("/") for folder in folders)
 
 
+@pytest.mark.acceptance
 def test_stages_are_timed_in_order(tmp_path):
     key = SessionKey("tahq", "1f1b", RAW, RAW, stages=2, micro_batch=2, compute="calibrated")
     slept = calibrate(session_config(small(), key, tmp_path, StageTimes((0.05, 0.06), (0.1, 0.12))))

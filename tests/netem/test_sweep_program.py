@@ -47,7 +47,7 @@ def sweep(folder: Path, temporary: Path | None = None) -> "subprocess.Popen[str]
 
 
 @pytest.mark.netns
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_sweep_goes_on_where_sigterm_stopped_it(tmp_path, temporary):
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     results = tmp_path / "tiny.jsonl"
@@ -80,7 +80,7 @@ def test_sweep_goes_on_where_sigterm_stopped_it(tmp_path, temporary):
 
 
 @pytest.mark.netns
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_faults_of_a_sweep_happen_at_every_point_and_are_over_for_the_next(tmp_path):
     text = SWEEP.replace("[{name: tahq}]", '[{name: tahq, wires: ["raw:dtype=fp32", "raw:dtype=fp16"]}]')
     text = text.replace("[unshaped, 10mbit]", "100mbit").replace("3, at_most: 3", "4, at_most: 4")

@@ -1,11 +1,19 @@
 """The cache, over a real archive; apt-get is a script that copies it, for there may be no network."""
 
+import lzma
 import os
 import shutil
 import subprocess
 
 import pytest
-from vm.debian_packages import PackageCache, default_cache, ensure_qemu
+from vm.debian_packages import (
+    PackageCache,
+    dependencies,
+    ensure_qemu,
+    find_modules,
+    module_name,
+    read_module,
+)
 
 from tahq.errors import UserError
 
@@ -70,12 +78,6 @@ def test_metapackage_is_followed_to_the_kernel_that_it_names(tmp_path, apt, pack
     assert calls.read_text().splitlines() == ["--quiet download linux-image-6.1.0-56-cloud-amd64"]
 
 
-def test_lists_are_updated_once_where_the_package_is_not_found(tmp_path, apt, package):
-    calls = apt(f'case "$2" in update) touch {tmp_path}/fresh;; *) test -e {tmp_path}/fresh && cp {package} .;; esac')
-    PackageCache(tmp_path / "cache").unpacked("busybox-static")
-    assert [line.split()[1] for line in calls.read_text().splitlines()] == ["download", "update", "download"]
-
-
 def test_failure_is_one_line_and_leaves_nothing(tmp_path, apt):
     apt("echo 'E: first' >&2; echo 'E: Unable to fetch' >&2; exit 100")
     with pytest.raises(UserError, match=r"^`apt-get --quiet update` failed: E: Unable to fetch$"):
@@ -91,9 +93,51 @@ def test_machine_without_apt_says_what_is_expected(tmp_path, monkeypatch):
         ensure_qemu()
 
 
-def test_cache_is_outside_the_tree(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "tahq" / "vm"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert str(default_cache()) == "/home/someone/.cache/tahq/vm"
+def module(depends):
+    return b"\x7fELF....\0license=GPL\0depends=" + depends.encode() + b"\0name=x\0code"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    net = tmp_path / "kernel" / "net"
+    net.mkdir(parents=True)
+    (net / "bridge.ko").write_bytes(module("llc,stp"))
+    (net / "stp.ko").write_bytes(module("llc"))
+    (net / "llc.ko").write_bytes(module(""))
+    (net / "sch-netem.ko.xz").write_bytes(lzma.compress(module("")))
+    (net / "tcp_diag.ko").write_bytes(module("inet-diag"))
+    (net / "loop.ko").write_bytes(module("pool"))
+    (tmp_path / "modules.builtin").write_text("kernel/net/inet_diag.ko\nkernel/net/sched/sch_fq_codel.ko\n")
+    return tmp_path
+
+
+def test_module_comes_after_all_that_it_depends_on_and_only_once(folder):
+    assert find_modules(folder).load_order(("bridge", "stp", "sch_netem")) == ["llc", "stp", "bridge", "sch_netem"]
+
+
+def test_built_in_parts_are_not_loaded(folder):
+    assert find_modules(folder).load_order(("sch_fq_codel", "tcp_diag")) == ["tcp_diag"]
+
+
+def test_missing_module_names_it_and_what_to_do(folder):
+    with pytest.raises(UserError, match=r"no module sch_tbf; take another with --kernel-package"):
+        find_modules(folder).load_order(("sch_tbf",))
+    with pytest.raises(UserError, match=r"no module pool"):
+        find_modules(folder).load_order(("loop",))
+
+
+def test_compressed_module_is_unpacked(folder):
+    path = find_modules(folder).paths["sch_netem"]
+    assert read_module(path) == module("")
+
+
+@pytest.mark.parametrize(
+    ("file_name", "name"), [("veth.ko", "veth"), ("sch-netem.ko.xz", "sch_netem"), ("act_mirred.ko", "act_mirred")]
+)
+def test_name_is_as_the_kernel_says_it(file_name, name):
+    assert module_name(file_name) == name
+
+
+def test_dependencies_of_something_without_modinfo_are_none():
+    assert dependencies(b"") == []
+    assert dependencies(b"undepends=a\0") == []
