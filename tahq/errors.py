@@ -15,6 +15,7 @@
     ├── LocalProtocolError           1   we broke the protocol
     ├── RemoteProtocolError          3   a peer broke the protocol; the message names it
     ├── PeerLostError                3   a peer is gone; the run can be resumed
+    │   └── FrameLogError            3   frames that a neighbour needs again cannot be read
     ├── OutOfMemoryError             4   a stage does not fit
     ├── NonFiniteError               5   halted on NaN or infinity
     ├── NothingToDoError           0   all steps of the run that is to go on were done before
@@ -100,6 +101,14 @@ class PeerLostError(TahqError):
     """A peer has gone; what was committed is safe and the run can be resumed."""
 
     exit_status = 3
+
+
+class FrameLogError(PeerLostError):
+    """Frames that a neighbour needs again are not in the log of a link, or cannot be read."""
+
+    def __init__(self, message: str, link: int) -> None:
+        super().__init__(message)
+        self.link = link
 
 
 class OutOfMemoryError(TahqError):

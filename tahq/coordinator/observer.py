@@ -253,6 +253,9 @@ class RunObserver:
     def step_committed(self, record: StepRecord) -> None:
         """A step was committed (applied or skipped) by all stages."""
 
+    def turned_back(self, step: int) -> None:
+        """All stages go back to the checkpoint after this many steps: later ones are taken again."""
+
     def step_traced(self, trace: StepTrace) -> None:
         """All stages have told what they did in a traced step, some time after its commit."""
 

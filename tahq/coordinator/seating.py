@@ -340,13 +340,14 @@ class Seating:
     def relinked(self, identity: bytes, relinked: Relinked) -> None:
         """A neighbour has made its links ready, or cannot."""
         seat = self._seats.claim(identity, relinked.stage)
-        if relinked.epoch != self._run.returning:
+        if relinked.epoch != self._run.epoch:
             return  # of a return that has begun anew since
-        if relinked.lacking:
+        if relinked.lacking:  # perhaps found only while the frames are sent
             self.roll_back(f"stage {seat.stage} has not kept all that it sent on link {relinked.lacking[0]}")
             return
         seat.relinking_since_s = None
-        self._plan_if_linked()
+        if self._run.returning is not None:
+            self._plan_if_linked()
 
     def _plan_if_linked(self) -> None:
         if all(seat.relinking_since_s is None for seat in self._seats):

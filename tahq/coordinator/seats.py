@@ -294,6 +294,16 @@ class Seats:
         )
         return before
 
+    def turn_back(self, point: RestorePoint) -> None:
+        """Have every stage begin at this point, and forget copies of newer ones."""
+        for seat in self._seats:
+            seat.position, seat.origin = point.step, point
+            for orders in (seat.ordered, seat.copied):
+                for step in [step for step in orders if step > point.step]:
+                    del orders[step]
+            seat.failed.clear()
+            seat.gone.clear()
+
     def add_spare(self, identity: bytes, join: Join, now_s: float) -> bool:
         """Let a worker wait for a stage; whether it is new."""
         is_new = identity not in self.spares

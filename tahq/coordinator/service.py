@@ -27,6 +27,7 @@ from tahq.comm.control.messages import (
     Join,
     LinkState,
     Message,
+    NoCheckpoint,
     NotKept,
     Prepare,
     Ready,
@@ -421,6 +422,19 @@ class Coordinator:
             "last checkpoint"
         )
 
+    def _on_no_checkpoint(self, identity: bytes, lacking: NoCheckpoint) -> None:
+        seat = self._seats.claim(identity, lacking.stage)
+        why = f"{seat.name}: {lacking.reason}"
+        if self._training is None:
+            raise PeerLostError(f"{why}; copy the file to its host, or resume from an older checkpoint")
+        if seat.given_to is not None:
+            self._seating.dismiss(seat, Refuse(lacking.reason))
+            self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
+            return
+        self._training.turn_back(self._run.base.step)
+        self._context.tell_phase()
+        self._seating.start_all_over(why)
+
     def _on_failed(self, identity: bytes, failed: Failed) -> None:
         seat = self._seats.claim(identity, failed.stage)
         why = f"{seat.name}: {failed.message}"
@@ -586,6 +600,7 @@ HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
     Traced: Coordinator._on_traced,
     LinkState: Coordinator._on_link_state,
     NotKept: Coordinator._on_not_kept,
+    NoCheckpoint: Coordinator._on_no_checkpoint,
     StopRequest: Coordinator._on_stop_request,
     Failed: Coordinator._on_failed,
     Heartbeat: Coordinator._on_heartbeat,

@@ -5,6 +5,7 @@ A COMMIT leaves as soon as the last PREPARE is in and the decision is durable, b
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from tahq import fault_points
 from tahq.comm.control.messages import Admit, Commit, Copied, Copy, Evaluated, Prepare, Published, Snapshotted, Traced
@@ -15,12 +16,13 @@ from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
 from tahq.coordinator.publishing import Publishing, SnapshotParts
 from tahq.coordinator.run_state import RunEvent, RunPhase
-from tahq.coordinator.seats import Seat
+from tahq.coordinator.seats import RestorePoint, Seat
 from tahq.coordinator.step_report import step_record
 from tahq.coordinator.tracing import TraceCollector
-from tahq.errors import RemoteProtocolError
+from tahq.errors import RemoteProtocolError, SnapshotError
 from tahq.fault_points import reached
 from tahq.pipeline.checkpoint.manifest import snapshot_name
+from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 from tahq.pipeline.update.learning_rate import learning_rate
 
 
@@ -40,16 +42,20 @@ class Training:
         self._run, self._seats, self._options = context.run, context.seats, context.options
         self._publishing = publishing
         self._rules = CommitRules(context.options.training, context.run.num_steps, context.options.snapshot_every)
-        num_links = context.options.num_stages * context.options.chunks_per_stage - 1
-        self._codecs = LinkCodecs(context.options.codecs, num_links, context.options.start_step)
-        self._traces = TraceCollector([seat.name for seat in self._seats])
+        self._begin_at(context.options.start_step, context.options.codecs.saved)
         self._is_continued = False
         """Whether workers may repeat what a coordinator before this one has heard."""
+        self._go_on()
+
+    def _begin_at(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Begin at the run's base, with what the checkpoint keeps of the links' codecs."""
+        num_links = self._options.num_stages * self._options.chunks_per_stage - 1
+        self._codecs = LinkCodecs(replace(self._options.codecs, saved=saved), num_links, step)
+        self._traces = TraceCollector([seat.name for seat in self._seats])
         self._run.begin_with(self._codecs.start_rows())
         for seat in self._seats:
             seat.origin = self._run.base
-        self._run.step_began_s = context.clock()
-        self._go_on()
+        self._run.step_began_s = self._context.clock()
 
     def _go_on(self) -> None:
         """Take over what the journal has of this run since its base."""
@@ -239,6 +245,31 @@ class Training:
     def _note_published(self, step: int, folder: str, files: Mapping[str, str]) -> None:
         self._run.published(step, folder, files)
         copies.published(self._run, self._seats)
+
+    def turn_back(self, before: int) -> None:
+        """Undo every step after the newest whole checkpoint that is older than this many steps.
+
+        Raises:
+            SnapshotError: there is none, or its configuration is another.
+        """
+        context, run, options = self._context, self._run, self._options
+        self.settle_published(wait=True)
+        snapshots = options.run_folder / "snapshots"
+        chosen = choose_snapshot(snapshots, all_files_here=not options.hosts, before=before)
+        manifest = chosen.manifest
+        if manifest.meta.get("config_hash") != options.config_hash:
+            raise SnapshotError(f"{chosen.folder} is of another configuration; use --resume to continue from it")
+        turn_back(snapshots, chosen.folder)
+        saved = dict(manifest.meta.get("codecs") or {})
+        folder = f"snapshots/{chosen.folder.name}"
+        point = RestorePoint(manifest.step, folder, dict(manifest.sha256), saved_codecs=saved)
+        run.turn_back(point, context.clock())
+        self._seats.turn_back(point)
+        self._begin_at(point.step, saved)
+        facts = context.journal.facts
+        facts = replace(facts, step=point.step, snapshot=folder, files=point.files, codecs=saved, newest={})
+        context.journal.begin(facts)
+        context.observer.turned_back(point.step)
 
     def copied(self, holder: Seat, copied: Copied) -> None:
         """Take the outcome of a copy."""

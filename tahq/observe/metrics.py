@@ -48,6 +48,14 @@ class MetricsFile(RunObserver):
         if not record.evaluating:
             self._release()
 
+    def turned_back(self, step: int) -> None:
+        """Cut off the lines of later steps."""
+        self._held, self._unwritten = None, b""
+        path = Path(self._file.name)
+        self._file.close()
+        keep_until(path, step)
+        self._file = path.open("ab", buffering=0)
+
     def validated(self, record: ValidationRecord) -> None:
         """Complete the line that was held back."""
         if self._held is not None and self._held["step"] == record.step:

@@ -240,6 +240,10 @@ class Observers(RunObserver):
         """Pass it on."""
         self._tell(lambda observer: observer.step_committed(record))
 
+    def turned_back(self, step: int) -> None:
+        """Pass it on."""
+        self._tell(lambda observer: observer.turned_back(step))
+
     def step_traced(self, trace: StepTrace) -> None:
         """Pass it on."""
         self._tell(lambda observer: observer.step_traced(trace))

@@ -36,6 +36,7 @@ class WorkerLinks:
         self._stage = stage
         self._answer = answer
         self._lock = threading.Lock()
+        self._epoch = 0
         self._early: list[LinkOrder] = []
         self._is_open = False
 
@@ -47,6 +48,7 @@ class WorkerLinks:
             RemoteProtocolError: the plan makes no sense, or a peer is not who it should be.
         """
         wanted = _wanted(plan.wanted)
+        self._epoch = plan.epoch
         self._endpoint.set_epoch(plan.epoch, plan.start_step)
         links: dict[int, ZmqTransport] = {}
         for link, peer_stage, peer_name, dial, _, peer_key in plan.links:
@@ -83,7 +85,12 @@ class WorkerLinks:
         else:
             self._endpoint.free_logs(order.base, order.step)
 
+    def say_lacking(self, link: int) -> None:
+        """Tell the coordinator that the frames which a neighbour needs again on this link are lost."""
+        self._say(Relinked(self._stage, self._epoch, [link]))
+
     def _relink(self, order: Relink) -> None:
+        self._epoch = order.epoch
         wanted = _wanted(order.wanted)
         lacking = [link for link, row in wanted.items() if not self._endpoint.has_log(link, row.since)]
         answer = partial(self._say, Relinked(self._stage, order.epoch, lacking))

@@ -31,6 +31,7 @@ from tahq.comm.control.messages import (
     Failed,
     Join,
     Message,
+    NoCheckpoint,
     Order,
     Plan,
     Ready,
@@ -53,6 +54,7 @@ from tahq.comm.zmq.transport import ZmqTransport
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
 from tahq.errors import (
+    FrameLogError,
     NonFiniteError,
     PeerLostError,
     RefusedError,
@@ -178,7 +180,12 @@ class Worker:
         self.device = compute_device(config, assign.stage, device)
         self._endpoint = open_endpoint(self._options, assign, config, self.device, self._client.send)
         self._off_host = OffHost(assign, config, self._endpoint, self._client.send)
-        assign = self._off_host.restored(self._working)
+        try:
+            assign = self._off_host.restored(self._working)
+        except PeerLostError as error:
+            log.error("%s", error)
+            self._client.send(NoCheckpoint(self.stage, assign.start_step, str(error)))
+            return self._await(Bye).exit_status  # or StartOverError, at an older checkpoint
         assembly = Assembly.build(assign, config, device, self._working)
         self._links = WorkerLinks(self._endpoint, assign.stage, self._client.send)
         plan = self._hello(assign, assembly, self._endpoint.address, self._off_host.address)
@@ -192,7 +199,11 @@ class Worker:
         self._client.send(Ready(self.stage))
         start = self._await(Start)
         stage.use_codecs(start.step, start.codecs)
-        self._train(stage, assembly, meter, start.step)
+        try:
+            self._train(stage, assembly, meter, start.step)
+        except FrameLogError as error:
+            log.error("%s; all stages go back to a checkpoint", error)
+            self._links.say_lacking(error.link)
         return self._await(Bye).exit_status
 
     def report(self, error: TahqError) -> None:

@@ -19,6 +19,7 @@ from tahq.comm.control.messages import (
     Heartbeat,
     Hello,
     Join,
+    NoCheckpoint,
     Plan,
     Prepare,
     Ready,
@@ -137,6 +138,8 @@ class ScriptedWorker:
     version: str = VERSION
     snapshot_error: str = ""
     copies_through: float = math.inf
+    damaged: tuple = ()
+    """Checkpoints, by step, of which its host has no whole file."""
     answers: bool = True
     left: bool = False
     silent: bool = False
@@ -170,6 +173,8 @@ class ScriptedWorker:
 
     def react(self, message):
         match message:
+            case Assign() if message.start_step in self.damaged and message.snapshot:
+                self.send(NoCheckpoint(message.stage, message.start_step, "stage-001-ab is damaged"))
             case Assign():
                 first_or_last = self.stage in (0, self.num_stages - 1)
                 data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if first_or_last else {}

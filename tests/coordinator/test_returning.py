@@ -1,16 +1,34 @@
 """Stages that are lost and come back: scripted workers, virtual clock, the coordinator as it is."""
 
+import json
 from dataclasses import replace
 from random import Random
 
 import pytest
-from coordinator.conftest import VERSION
+from coordinator.conftest import VERSION, Recorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_once import Sooner
 
-from tahq.comm.control.messages import Commit, Join, Plan, Published, Relink, Start, StartOver, Widen
+from tahq.comm.control.messages import (
+    Abort,
+    Commit,
+    Join,
+    Plan,
+    Published,
+    Refuse,
+    Relink,
+    Relinked,
+    Start,
+    StartOver,
+    Widen,
+)
+from tahq.coordinator.journal import Journal
+from tahq.coordinator.observer import RunObserver
+from tahq.coordinator.publishing import publish_to_folder
 from tahq.errors import PeerLostError
+from tahq.observe.metrics import MetricsFile
+from tahq.pipeline.checkpoint.manifest import latest_folder
 
 
 class Stage:
@@ -217,6 +235,148 @@ def test_worker_that_takes_a_stage_over_goes_on_and_the_old_one_is_fenced(scene,
 def test_frames_are_freed_when_a_snapshot_is_complete(scene):
     led(scene, [])
     assert [published.step for published in scene.server.told(b"worker-1", Published)] == [3, 6, 8]
+
+
+def start_over_when_told(scene, stages):
+    for stage in stages:
+        if scene.server.told(stage.worker.identity, StartOver) and stage.worker.identity in scene.server.workers:
+            del scene.server.workers[stage.worker.identity]
+            stage.restart()
+
+
+def lead_with_damage(scene, damaged, journal=None):
+    """Kill stage 1 once 5 steps are done; of these checkpoints its host has no whole file."""
+    scene.workers()
+    scene.publish = lambda parts: publish_to_folder(scene.options, parts)
+    # on other hosts, whose files the coordinator does not have
+    scene.build(journal, steps=8, snapshot_every=2, eval_every=3, hosts=("a", "b", "c"))
+    stages = [Stage(scene, stage) for stage in range(3)]
+    scene.coordinator.restart = lambda stage: stages[stage].restart() is None
+    killed = []
+
+    def tick():
+        if not killed and len(scene.losses()) >= 5:
+            killed.append(1)
+            stages[1].worker.damaged = damaged
+            stages[1].kill()
+        start_over_when_told(scene, stages)
+
+    scene.server.poll = one_at_a_time(scene)
+    return scene.run(tick)
+
+
+def test_damaged_newest_checkpoint_sends_all_back_to_the_one_before(scene, tmp_path):
+    scene.observer = Both(MetricsFile(tmp_path / "metrics.jsonl"))
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        assert lead_with_damage(scene, (4,), journal) == 0, scene.end.message
+        facts = journal.facts
+    warning = next(text for text in scene.observer.of("warned") if "go back" in text)
+    assert "stage 1 (b, pid 101): stage-001-ab is damaged: all stages go back to step 2" in warning
+    assert scene.observer.of("turned_back") == [2]
+    steps = [record.step for record in scene.observer.of("step_committed")]
+    assert steps[steps.index(3, 3) :] == [3, 4, 5, 6, 7, 8]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == list(
+        range(1, 9)
+    )
+    assert latest_folder(tmp_path / "snapshots").name == "step-00000008"
+    assert (facts.step, facts.num_steps) == (8, 8)
+    starts = [message.step for _, message in scene.server.sent if isinstance(message, Start)]
+    assert starts == [0, 0, 0, 2, 2, 2]
+
+
+def test_run_whose_checkpoints_are_all_damaged_ends_and_says_so(scene):
+    assert lead_with_damage(scene, (2, 4)) == 2
+    assert "there is no other snapshot that is whole" in scene.end.message
+    assert any(abort.exit_status == 2 for _, abort in scene.server.sent if isinstance(abort, Abort))
+
+
+@pytest.mark.parametrize("phase", ["ready", "connecting"])
+def test_worker_with_another_key_cannot_take_a_stage_over(scene, phase):
+    """The holder keeps its seat, whether it trains or connects."""
+    scene.server.keys = {f"worker-{stage}".encode(): f"key-{stage}" for stage in range(3)} | {b"thief": "key-x"}
+    scene.build(host_keys=("key-0", "key-1", "key-2"), steps=8)
+    workers = scene.workers()
+    tries, held = [], []
+    if phase == "connecting":
+        react = workers[1].react
+        workers[1].react = lambda m: held.append(m) if isinstance(m, Plan) and len(tries) < 5 else react(m)
+
+    def tick():
+        if len(tries) < 5 and (held if phase == "connecting" else len(scene.losses()) >= 2):
+            tries.append(1)
+            scene.server.inbox.append((b"thief", Join(1, VERSION, "elsewhere", 900, takeover=True)))
+        elif held and len(tries) == 5:
+            react(held.pop())
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 0, scene.end.message
+    assert len(tries) == 5
+    assert {refusal.differences[0][1] for refusal in scene.server.told(b"thief", Refuse)} == {"key-x"}
+    assert scene.observer.of("stage_left") == []
+    assert scene.server.told(b"worker-1", StartOver) == []
+
+
+def test_stage_that_comes_back_and_never_connects_ends_the_run_within_its_deadline(scene):
+    """As after a dial that is lost: its worker lives, and says nothing of its links."""
+    scene.workers()
+    scene.build(steps=8, join_timeout_s=200.0, give_up_s=50.0, snapshot_every=2)
+    stages = [Stage(scene, stage) for stage in range(3)]
+
+    def restart(stage):
+        stages[stage].restart()
+        worker = stages[stage].worker
+        worker.react = lambda m, react=worker.react: None if isinstance(m, Plan) else react(m)
+        return True
+
+    scene.coordinator.restart = restart
+    killed = []
+
+    def tick():
+        if not killed and len(scene.losses()) >= 3:
+            killed.append(scene.clock())
+            stages[1].kill()
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 3
+    assert "stage 1 did not connect to the neighbours within 200 s (run.join_timeout)" in scene.end.message
+    assert "resumed" in scene.end.message
+    assert 200.0 <= scene.clock() - killed[0] < 210.0
+
+
+def test_log_that_cannot_be_read_while_a_stage_comes_back_sends_all_back(scene):
+    scene.workers()
+    scene.build(steps=8, snapshot_every=2)
+    stages = [Stage(scene, stage) for stage in range(3)]
+    scene.coordinator.restart = lambda stage: stages[stage].restart() is None
+    done = []
+
+    def tick():
+        if not done and len(scene.losses()) >= 5:
+            done.append(1)
+            stages[1].kill()
+        if len(done) == 1 and scene.server.told(b"worker-1-again", Start):
+            done.append(2)
+            scene.server.inbox.append((b"worker-2", Relinked(2, 2, [1])))
+        start_over_when_told(scene, stages)
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 0, scene.end.message
+    assert "stage 2 has not kept all that it sent on link 1: all stages go back to step" in scene.warnings()
+    assert [record.step for record in scene.observer.of("step_committed")] == list(range(1, 9))
+
+
+class Both(Recorder):
+    """A recorder, and a metrics file that hears the same."""
+
+    def __init__(self, metrics):
+        super().__init__()
+        self.metrics = metrics
+
+    def __getattribute__(self, name):
+        if name in RunObserver.__dict__ and not name.startswith("_"):
+            own, other = super().__getattribute__(name), getattr(self.metrics, name)
+            return lambda *args: (own(*args), other(*args))
+        return super().__getattribute__(name)
 
 
 @settings(max_examples=150, deadline=None)

@@ -75,3 +75,33 @@ def test_run_over_gloo_goes_back_together_and_goes_on(tmp_path, calm, monkeypatc
     assert_same_bits(run, calm)
     assert "all stages go back to step 3" in run.stdout
     assert run.stdout.count("it is started again") == 2
+
+
+@pytest.mark.parametrize("damage", ["checkpoint", "frame log"])
+def test_files_that_are_damaged_while_a_worker_is_away_send_all_back(tmp_path, calm, damage):
+    """Its newest checkpoint, or what a neighbour has kept for it: all stages compute the steps since then again."""
+    write_config(tmp_path, config())
+    folder = tmp_path / "runs" / "tiny"
+    faults = {
+        fault_points.FAULTS: "sleep=8s@backward:stage=1:step=6,kill@backward:stage=1:step=6",
+        fault_points.FOLDER: str(tmp_path),
+    }
+    launcher = start(tmp_path, "tahq-launch", "cluster.yaml", extra=faults)
+    try:
+        lines = iter(launcher.stdout.readline, "")
+        next(line for line in lines if line.startswith("snapshot after step 6"))
+        if damage == "checkpoint":
+            (file,) = (folder / "snapshots" / "step-00000006").glob("stage-001-*")
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+        else:
+            logs = [file for file in folder.rglob("*.frames") if file.stat().st_size]
+            assert logs
+            for file in logs:
+                file.write_bytes(bytes(file.stat().st_size))
+        stdout, stderr = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    told = [line for line in stdout.splitlines() if "all stages go back to step" in line]
+    assert len(told) == 1, stdout + stderr
+    assert f"all stages go back to step {3 if damage == 'checkpoint' else 6}" in told[0]
+    assert_same_bits(Run(folder, launcher.returncode, stdout, stderr), calm)

@@ -198,6 +198,16 @@ class Rejoin:
 
 
 @dataclass(frozen=True, slots=True)
+class NoCheckpoint:
+    """worker → coordinator: I can begin at no checkpoint that ASSIGN names, and wait to start over at an older one."""
+
+    stage: int
+    step: int
+    """Of the newest of them."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StartOver:
     """coordinator → worker: forget what you have, and join again."""
 
@@ -392,7 +402,7 @@ Message = (
     Join | Assign | Hello | Refuse | Plan | Ready | Start | Prepare | Commit | Evaluated | Snapshotted | Traced
     | StopRequest | Failed | Abort | Bye | Heartbeat | MeasureCompute | ComputeMeasured | MeasurePaths | PathsMeasured
     | LinkState | Relink | Relinked | Widen | Published | StartOver | Rejoin | StandBy | Copy | Copied | Hold
-    | Admit | NotKept
+    | Admit | NotKept | NoCheckpoint
 )  # fmt: skip
 
 Order = Relink | Widen | Hold | Published | Copy | Admit

@@ -33,7 +33,7 @@ from tahq.comm.link.frame import (
     peek_payload_nbytes,
     unpack_header,
 )
-from tahq.errors import PeerLostError, RemoteProtocolError
+from tahq.errors import FrameLogError, RemoteProtocolError
 from tahq.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -177,13 +177,13 @@ class FrameLog:
         """The frames of steps first … last (None: to the newest), as they were sent.
 
         Raises:
-            PeerLostError: they are not all here, or damaged; the message names the file.
+            FrameLogError: they are not all here, or damaged; the message names the file.
         """
         if not self.is_complete_from(first):
             since = max(self._first, -1 if self._given_up_at is None else self._given_up_at + 1)
-            raise PeerLostError(
-                f"link {self._link}: what was sent since step {first + 1} is not kept: the log begins at step "
-                f"{since + 1}"
+            raise FrameLogError(
+                f"link {self._link}: frames since step {first + 1} are not kept: the log begins at step {since + 1}",
+                self._link,
             )
         with self._lock:
             files = [(step, file.path, file.nbytes) for step, file in self._files.items()]
@@ -202,7 +202,7 @@ class FrameLog:
                     tensor = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0).byte()
                     yield Frame(header.id, header.codec, header.dtype, header.shape, tensor, header.shard)
         except (OSError, RemoteProtocolError) as error:
-            raise PeerLostError(f"link {self._link}: the log of what was sent cannot be read: {error}") from error
+            raise FrameLogError(f"link {self._link}: its frame log cannot be read: {error}", self._link) from error
 
     def free_before(self, step: int, droppable: int = 0) -> None:
         """Nobody will ask for anything of the steps before this one; those before `droppable` stay if there is room."""

@@ -152,7 +152,7 @@ class DataEnd(LinkEnd):
         """Continue with another process at the other end, which begins with these frames.
 
         Raises:
-            PeerLostError: the log does not have them all.
+            FrameLogError: the log does not have them all.
         """
         now_s = time.monotonic()
         session.take_over(self.session, now_s)
@@ -164,7 +164,7 @@ class DataEnd(LinkEnd):
         """The peer has come further: send it the frames of the steps through this one; None: of all.
 
         Raises:
-            PeerLostError: the log does not have them all.
+            FrameLogError: the log does not have them all.
         """
         before = self._wanted.through
         if before is None or (through is not None and through <= before):

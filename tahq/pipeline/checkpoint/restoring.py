@@ -39,9 +39,9 @@ def restored(assign: Assign, run_folder: Path, num_stages: int, fetch: Fetch, wo
         name = own_file(candidate, num_stages)
         if name is None or _is_here(candidate, name, run_folder, fetch, working, reasons):
             return candidate
-        reasons.append(f"{name} is not on this host")
+        reasons.append(f"{name} is missing or damaged on this host")
     raise PeerLostError(
-        f"stage {assign.stage} cannot begin again: {'; '.join(dict.fromkeys(reasons))}; nobody else has a copy"
+        f"stage {assign.stage} cannot begin again: {'; '.join(dict.fromkeys(reasons))}; no other host has a copy"
     )
 
 

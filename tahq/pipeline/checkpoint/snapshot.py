@@ -12,6 +12,7 @@ rest.
 """
 
 import logging
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -157,7 +158,7 @@ class ChosenSnapshot:
     warnings: tuple[str, ...] = ()
 
 
-def choose_snapshot(snapshots: Path, *, all_files_here: bool) -> ChosenSnapshot:
+def choose_snapshot(snapshots: Path, *, all_files_here: bool, before: float = math.inf) -> ChosenSnapshot:
     """The newest checkpoint that is complete and undamaged; every file that is here is read and its hash compared.
 
     `latest` names the one that is meant. If it is damaged, the one before it is taken, and so on, with a warning for
@@ -167,6 +168,7 @@ def choose_snapshot(snapshots: Path, *, all_files_here: bool) -> ChosenSnapshot:
     Args:
         snapshots: the run's folder of checkpoints.
         all_files_here: whether a file that is not here is missing, or may be on its stage's host.
+        before: only a checkpoint with fewer steps behind it than this.
 
     Raises:
         SnapshotError: there is none; the message says what is wrong with each.
@@ -177,7 +179,7 @@ def choose_snapshot(snapshots: Path, *, all_files_here: bool) -> ChosenSnapshot:
             reasons.append(candidate)
             continue
         try:
-            manifest = _verified(candidate, all_files_here=all_files_here)
+            manifest = _verified(candidate, all_files_here=all_files_here, before=before)
         except SnapshotError as error:
             reasons.append(str(error).removesuffix("; resume from another checkpoint"))
         else:
@@ -224,10 +226,12 @@ def _candidates(snapshots: Path) -> Iterator[Path | str]:
         yield from reversed(complete[: complete.index(latest) + 1])
 
 
-def _verified(folder: Path, *, all_files_here: bool) -> Manifest:
+def _verified(folder: Path, *, all_files_here: bool, before: float) -> Manifest:
     manifest = read_manifest(folder)
     if snapshot_folders(folder.parent).get(manifest.step) != folder:
         raise SnapshotError(f"{folder / MANIFEST} belongs to the checkpoint after step {manifest.step}")
+    if manifest.step >= before:
+        raise SnapshotError(f"a stage cannot begin at {folder.name}")
     for entry in manifest.files:
         path = folder / entry.file
         if path.is_file():
