@@ -56,7 +56,7 @@ def test_log_of_a_later_process_does_not_have_what_was_sent_before_it(log, make_
     assert not log.is_complete_from(4)
     assert log.is_complete_from(5)
     assert len(read(log, 5)) == 1
-    with pytest.raises(PeerLostError, match="since step 5 is not kept: the log begins at step 6"):
+    with pytest.raises(PeerLostError, match="frames since step 5 are not kept: the log begins at step 6"):
         list(log.read(4))
 
 
@@ -83,7 +83,7 @@ def test_log_that_grows_too_long_is_given_up_until_the_next_step(tmp_path, make_
     assert "run.frame_log" in caplog.text
     assert not log.is_complete_from(0)
     assert not log.is_complete_from(2)
-    with pytest.raises(PeerLostError, match="link 3: what was sent since step 1 is not kept"):
+    with pytest.raises(PeerLostError, match="link 3: frames since step 1 are not kept"):
         list(log.read(0))
     log.append(make_frame(1000, micro_batch=1, step=2))
     log.append(make_frame(1000, step=3))

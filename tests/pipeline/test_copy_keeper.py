@@ -138,7 +138,7 @@ def test_stage_begins_at_the_newest_snapshot_that_its_host_has(tmp_path):
     path.write_bytes(CONTENT[10])
     assert begin(assignment(), tmp_path).start_step == 10
     path.write_bytes(CONTENT[10][:-1])
-    with pytest.raises(PeerLostError, match=f"stage 3 cannot begin again: {NAMES[3]} is missing or damaged on this host"):
+    with pytest.raises(PeerLostError, match=f"stage 3 cannot begin again: {NAMES[3]} is missing or damaged"):
         begin(assignment(), tmp_path)
 
 
@@ -158,7 +158,7 @@ def test_another_host_begins_at_the_newest_that_it_can_get(tmp_path, sources, st
 
 
 def test_file_that_nobody_gives_is_named_with_the_reason(tmp_path):
-    with pytest.raises(PeerLostError, match=rf"{NAMES[3]} is missing or damaged on this host; nobody:7: silent for 30 s"):
+    with pytest.raises(PeerLostError, match=rf"{NAMES[3]} is missing or damaged .*; nobody:7: silent for 30 s"):
         begin(assignment((5, "nobody:7")), tmp_path)
 
 
