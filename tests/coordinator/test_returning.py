@@ -286,7 +286,7 @@ def test_damaged_newest_checkpoint_sends_all_back_to_the_one_before(scene, tmp_p
 
 def test_run_whose_checkpoints_are_all_damaged_ends_and_says_so(scene):
     assert lead_with_damage(scene, (2, 4)) == 2
-    assert "there is no other snapshot that is whole" in scene.end.message
+    assert "there is no other undamaged checkpoint" in scene.end.message
     assert any(abort.exit_status == 2 for _, abort in scene.server.sent if isinstance(abort, Abort))
 
 
