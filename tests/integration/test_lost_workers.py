@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.disks import can_mount, kept_full, small_disk
+from support.processes import wait_until
 from support.runs import Run, launch, start, tiny, write_config
 
 from tahq import fault_points
@@ -94,9 +95,8 @@ def test_files_that_are_damaged_while_a_worker_is_away_send_all_back(tmp_path, c
             (file,) = (folder / "snapshots" / "step-00000006").glob("stage-001-*")
             file.write_bytes(file.read_bytes()[:-1] + b"?")
         else:
-            logs = [file for file in folder.rglob("*.frames") if file.stat().st_size]
-            assert logs
-            for file in logs:
+            wait_until(lambda: list(folder.rglob("step-00000006.frames")), 8, "frames of the step")
+            for file in folder.rglob("step-00000006.frames"):
                 file.write_bytes(bytes(file.stat().st_size))
         stdout, stderr = launcher.communicate(timeout=120)
     finally:
