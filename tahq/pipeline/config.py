@@ -17,13 +17,13 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Steps at a run's ends whose number does not follow from its length; 0 decay steps: theirs does."""
+    """Phases of a run with a fixed number of steps; `decay_steps` 0: the decay is a share of the run."""
 
     warmup_steps: int = 0
     decay_steps: int = 0
 
     def misfit(self, num_steps: int, length: str) -> str:
-        """Why a run of so many steps, a length that is called so, has no room for them; empty: it has."""
+        """Why they do not fit into a run of `num_steps`, which the message calls `length`; empty: they do."""
         if self.warmup_steps + self.decay_steps <= num_steps:
             return ""
         decay = f" and decay_steps {self.decay_steps}" if self.decay_steps else ""
@@ -39,14 +39,14 @@ _REMOVED_OPTIMIZERS = {
 
 
 class TrainingConfig(Section):
-    """How the weights learn. Exactly one of `steps` and `epochs` says for how long."""
+    """How weights are trained. Exactly one of `steps` and `epochs` gives the length."""
 
     steps: int | None = Field(default=None, ge=1)
     epochs: float | None = Field(default=None, gt=0)
     global_batch: int = Field(default=32, ge=1)
-    """Samples an optimizer step."""
+    """Samples per optimizer step."""
     micro_batch: int = Field(default=4, ge=1)
-    """Samples that travel through the pipeline together."""
+    """Samples that pass through the pipeline together."""
     optimizer: Literal[
         "adamw",
         "sgd",
@@ -57,8 +57,8 @@ class TrainingConfig(Section):
         "qgalore",
         "galore",
     ] = "adamw"
-    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` (COAT) and those after
-    it are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
+    """`sgd` has torch's momentum; `ema_sgd` the moving average of TAH-Quant Eq. 6; `fp8_adamw` (COAT), `adamw8bit` and
+    `adamw_bf16` are AdamW with moments of fewer bits; `qgalore` and `galore` are AdamW in a low-rank subspace."""
     fp8_adamw: Fp8AdamWConfig = Fp8AdamWConfig()
     adamw8bit: AdamW8bitConfig = AdamW8bitConfig()
     qgalore: QGaLoreConfig = QGaLoreConfig()
@@ -66,22 +66,22 @@ class TrainingConfig(Section):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled; none on norms and biases."""
+    """Decoupled; not applied to norms and biases."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the old momentum that is kept (sgd), 1 − β₁ of TAH-Quant Eq. 6 (ema_sgd)."""
+    """Factor of the old momentum (sgd), or 1 − β₁ of TAH-Quant Eq. 6 (ema_sgd)."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     decay_steps: int | None = Field(default=None, ge=1)
-    """Length of the decay of `wsd`; None: a tenth of the steps."""
+    """Length of `wsd`'s decay; None: a tenth of the steps."""
     min_lr: float = Field(default=0.0, ge=0)
     clip_norm: float | None = Field(default=1.0, gt=0)
-    """Global gradient norm; None: not clipped."""
+    """Largest global gradient norm; None: no clipping."""
     non_finite: Literal["skip", "halt"] = "skip"
-    """What all stages do when any gradient or the loss is NaN or infinite."""
+    """What to do with a step whose loss or gradients are NaN or infinite: skip it, or end the run."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)
     eval_every: int | None = Field(default=None, ge=1)
     eval_batches: int = Field(default=4, ge=1)
-    """Global batches of the validation split an evaluation takes."""
+    """Global batches of the validation split per evaluation."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """`auto`: fp32 on CPU; bf16 autocast with fp32 master weights on CUDA."""
     activation_checkpointing: Literal["none", "block"] = "none"
@@ -106,7 +106,7 @@ class TrainingConfig(Section):
         return self
 
     def _check_phases(self) -> None:
-        """How many steps `epochs` come to is known to the coordinator first, which checks it then."""
+        """With `epochs`, the coordinator checks this once it knows the number of steps."""
         misfit = self.phases.misfit(self.steps, f"steps {self.steps}") if self.steps is not None else ""
         if misfit:
             raise ValueError(misfit)
@@ -116,7 +116,7 @@ class TrainingConfig(Section):
             return
         if self.num_micro_batches > 1:
             raise ValueError(
-                f"qgalore.fused updates within the backward of the only micro-batch, and there are "
+                f"qgalore.fused updates within the backward of the only micro-batch, but there are "
                 f"{self.num_micro_batches}; set micro_batch to global_batch ({self.global_batch}), or fused to false"
             )
         if self.clip_norm is not None:
@@ -126,7 +126,7 @@ class TrainingConfig(Section):
             )
         if self.non_finite != "halt":
             raise ValueError(
-                "qgalore.fused cannot skip a step that is found not to be finite when part of it is applied; "
+                "qgalore.fused cannot skip a non-finite step, because part of it is applied already; "
                 "set non_finite to halt, or fused to false"
             )
 
@@ -137,7 +137,7 @@ class TrainingConfig(Section):
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether the optimizer keeps the matrices of blocks as `qgalore` says."""
+        """Whether the matrices of blocks are low-rank weights, as `qgalore` configures."""
         return self.optimizer in ("qgalore", "galore")
 
     @property
@@ -147,29 +147,29 @@ class TrainingConfig(Section):
 
     @property
     def is_fused(self) -> bool:
-        """Whether weights change within the backward."""
+        """Whether the backward itself updates weights."""
         return self.is_low_rank and self.qgalore.fused
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches a step."""
+        """Micro-batches per step."""
         return self.global_batch // self.micro_batch
 
 
 class PipelineConfig(Section):
-    """How the model is divided and in what order its parts are computed."""
+    """How the model is divided, and in which order its parts are computed."""
 
     stages: int = Field(default=4, ge=1, le=256)
     schedule: Literal["gpipe", "1f1b", "zero-bubble", "interleaved"] = "1f1b"
     in_flight: Depth | list[Depth] | None = None
-    """Most micro-batches that a stage holds at once, for every stage or listed by stage; under `interleaved`, pairs
-    of a chunk and a micro-batch. None: the schedule's own, which hides no latency."""
+    """Micro-batches that a stage may hold at once, one number or a list by stage; under `interleaved`, pairs of a
+    chunk and a micro-batch. None: the schedule's default, which hides no latency."""
     chunks: int = Field(default=1, ge=1, le=16)
-    """Pieces of the model on each stage; `interleaved` needs 2 or more, other schedules have 1."""
+    """Pieces of the model per stage; `interleaved` needs 2 or more, other schedules have 1."""
     layers: list[Annotated[int, Field(ge=1)]] | None = None
-    """Transformer blocks of each chunk, in order (a stage has one but for `interleaved`); None: divided by cost."""
+    """Transformer blocks of each chunk, in order; None: divided by cost."""
     balance: Literal["counted", "measured"] = "counted"
-    """What a layer costs: multiplications counted, or forward and backward timed."""
+    """The cost of a layer: counted multiplications, or measured times of forward and backward."""
 
     @model_validator(mode="after")
     def _listed_layers_fit(self) -> "PipelineConfig":
@@ -181,7 +181,7 @@ class PipelineConfig(Section):
     @model_validator(mode="after")
     def _schedule_exists(self) -> "PipelineConfig":
         try:
-            # Depths are checked against the fewest micro-batches here, against the step's by the whole configuration.
+            # with 1 micro-batch; depths are checked against the step's number by the whole configuration
             generate(self.schedule, self.stages, 1, depths=self.depths, chunks_per_stage=self.chunks)
         except ScheduleError as error:
             raise ValueError(str(error)) from error
@@ -189,19 +189,19 @@ class PipelineConfig(Section):
 
     @property
     def num_chunks(self) -> int:
-        """Pieces that the model is cut into; chunk c lies on stage c mod `stages`."""
+        """Pieces that the model is cut into; chunk c is on stage c mod `stages`."""
         return self.stages * self.chunks
 
     @property
     def depths(self) -> list[int] | None:
-        """`in_flight`, listed by stage; None: the schedule's own."""
+        """`in_flight` as a list by stage; None: the schedule's default."""
         return [self.in_flight] * self.stages if isinstance(self.in_flight, int) else self.in_flight
 
     def actions(self, num_micro_batches: int) -> Schedule:
-        """The schedule of a step of so many micro-batches, checked.
+        """The validated schedule of a step with this many micro-batches.
 
         Raises:
-            ScheduleError: depths that do not go with it.
+            ScheduleError: unsuitable depths.
         """
         schedule = generate(
             self.schedule, self.stages, num_micro_batches, depths=self.depths, chunks_per_stage=self.chunks

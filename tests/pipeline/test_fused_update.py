@@ -138,9 +138,9 @@ def test_a_gradient_that_comes_past_the_hooks_is_an_internal_error_and_takes_no_
 
 
 REFUSED = [
-    ({"global_batch": 4}, "updates within the backward of the only micro-batch, and there are 2"),
+    ({"global_batch": 4}, "updates within the backward of the only micro-batch, but there are 2"),
     ({"clip_norm": 1.0}, "updates before the norm of all gradients is known"),
-    ({"non_finite": "skip"}, "cannot skip a step"),
+    ({"non_finite": "skip"}, "cannot skip a non-finite step"),
 ]
 
 

@@ -113,7 +113,7 @@ def compare_configs(old: Config, new: Config) -> ResumeReport:
     """
     before, after = _flatten(keep_model_sizes(old, old)), _flatten(keep_model_sizes(old, new))
     changes = [
-        _judge(key, before.get(key), after.get(key), old, new)
+        Change(key, before.get(key), after.get(key), *_rule(key).judge(old, new))
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
@@ -141,11 +141,6 @@ def longest_sequence(config: Config) -> int | None:
     if length is None and _get(config, "model.path") is None:
         length = _get(config, "data.seq_len")
     return None if length is None else int(length)
-
-
-def _judge(key: str, before: Any, after: Any, old: Config, new: Config) -> Change:
-    verdict, reason = _rule(key).judge(old, new)
-    return Change(key, before, after, verdict, reason)
 
 
 def _rule(key: str) -> Rule:
@@ -255,10 +250,7 @@ _UNUSED = "not used by this optimizer"
 _IS_SGD = _both("training.optimizer", lambda name: name in ("sgd", "ema_sgd"))
 _IS_NOT_LOW_RANK = _both("training.optimizer", lambda name: name not in ("qgalore", "galore"))
 _LOW_RANK_FORMAT = Rule(
-    Verdict.REFUSED,
-    "the checkpoint has weights and states in that format",
-    (_IS_NOT_LOW_RANK, _UNUSED),
-    allowed_if=_IS_NOT_LOW_RANK,
+    Verdict.REFUSED, "the checkpoint has weights and states in that format", (_IS_NOT_LOW_RANK, _UNUSED)
 )
 _IS_NOT_FP8_ADAMW = (_both("training.optimizer", lambda name: name != "fp8_adamw"), _UNUSED)
 _HAS_NO_8BIT_STATES = (lambda old, new: not (_has_8bit_states(old) or _has_8bit_states(new)), _UNUSED)

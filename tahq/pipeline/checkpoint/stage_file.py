@@ -8,7 +8,7 @@ CPU at once, needs another read for the hash, and hides the errno of a full disk
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,7 +101,7 @@ def _header(names: list[str], tensors: Mapping[str, torch.Tensor], metadata: Map
     return text + b" " * (-len(text) % HEADER_ALIGNMENT)
 
 
-class SnapshotReader(Mapping[str, torch.Tensor]):
+class SnapshotReader:
     """The tensors of a checkpoint by name, read on demand; nothing is trusted before its file's hash is verified.
 
     Headers say which file has a tensor, so a stage finds its tensors whatever stages wrote them, and files that hold
@@ -126,31 +126,6 @@ class SnapshotReader(Mapping[str, torch.Tensor]):
         self._file_of = {name: file for file in self._present for name in _header_names(folder / file)}
         self._open: dict[str, Any] = {}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own, on the CPU.
-
-        Raises:
-            KeyError: no file here has it (see `tensor`).
-            SnapshotError: its file is damaged.
-        """
-        file = self._file_of[name]
-        opened = self._verified(file)
-        try:
-            # a copy, because the tensor may be in the mapped file
-            tensor: torch.Tensor = opened.get_tensor(name).clone()
-        except (SafetensorError, OSError) as error:
-            raise SnapshotError(f"cannot read {name} from {self._folder / file}: {error}") from error
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files that are here."""
@@ -166,17 +141,19 @@ class SnapshotReader(Mapping[str, torch.Tensor]):
         Raises:
             SnapshotError: its file is damaged, or no file here has it; names what is missing.
         """
-        if name not in self._file_of:
+        file = self._file_of.get(name)
+        if file is None:
             self.verify()  # a damaged header is more likely, and says more
             missing = sorted(set(self._expected) - set(self._present))
             there = f"; missing here: {', '.join(missing)}" if missing else ": it is from another model"
             raise SnapshotError(f"no file in {self._folder} has {name}{there}")
-        return self[name]
-
-    @property
-    def meta(self) -> StageMeta:
-        """The description in the first file that is here."""
-        return self.stage_meta(self._present[0])
+        opened = self._verified(file)
+        try:
+            # a copy, because the tensor may be in the mapped file
+            tensor: torch.Tensor = opened.get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise SnapshotError(f"cannot read {name} from {self._folder / file}: {error}") from error
+        return tensor
 
     def stage_meta(self, file: str) -> StageMeta:
         """The description in a file's header.

@@ -28,16 +28,13 @@ from tahq.pipeline.gradients import gradient_scale, scale_gradients, summed_cros
 from tahq.pipeline.tie import TiedEmbedding
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
-from tahq.quant.raw import DTYPES
-from tahq.quant.spec import RawSpec
 
 
 class CodecCut:
     """A cut of the model without a link: the codecs of both directions, as one differentiable function.
 
     The output is what a `Boundary` on the other side would have received, to the bit: decode(encode(x)) forward,
-    decode(encode(g)) backward, in the dtype, shape and device of the input. A codec that changes nothing (None, or
-    `raw` of a type that holds every value) costs nothing.
+    decode(encode(g)) backward, in the dtype, shape and device of the input.
 
     Args:
         activations: codec of the forward direction; None: nothing is encoded.
@@ -45,8 +42,7 @@ class CodecCut:
     """
 
     def __init__(self, activations: Codec | None, gradients: Codec | None) -> None:
-        self._activations = activations
-        self._gradients = gradients
+        self._codecs = activations, gradients
 
     def __call__(self, x: torch.Tensor, *, forward_key: int, backward_key: int) -> torch.Tensor:
         """What the next stage receives of x; its gradient returns through the other codec.
@@ -56,16 +52,13 @@ class CodecCut:
             forward_key: key of the activation's codec; see `boundary.codec_key`.
             backward_key: key of the gradient's codec.
 
-        Returns:
-            A tensor of x's shape, dtype and device; x itself if neither codec changes anything.
-
         Raises:
             CodecError: a codec refuses the tensor.
         """
-        if is_lossless(self._activations, x.dtype) and is_lossless(self._gradients, x.dtype):
+        if self._codecs == (None, None):
             return x
         crossed: torch.Tensor = _Crossing.apply(  # type: ignore[no-untyped-call]
-            x, self._activations, forward_key, self._gradients, backward_key
+            x, self._codecs, (forward_key, backward_key)
         )
         return crossed
 
@@ -75,32 +68,22 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, forward: Codec | None, forward_key: int, backward: Codec | None, backward_key: int
+        ctx: Any, x: torch.Tensor, codecs: tuple[Codec | None, Codec | None], keys: tuple[int, int]
     ) -> torch.Tensor:
         """The tensor that arrives at the next stage."""
-        ctx.codec, ctx.key = backward, backward_key
-        arrived = _decoded(forward, x, forward_key)
-        return x.view_as(x) if arrived is x else arrived
+        ctx.codec, ctx.key = codecs[1], keys[1]
+        return x.view_as(x) if codecs[0] is None else _decoded(codecs[0], x, keys[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradient that arrives back at the previous stage."""
-        return _decoded(ctx.codec, gradient, ctx.key), None, None, None, None
+        return gradient if ctx.codec is None else _decoded(ctx.codec, gradient, ctx.key), None, None
 
 
-def _decoded(codec: Codec | None, x: torch.Tensor, key: int) -> torch.Tensor:
-    """decode(encode(x)), without autograd; x itself if that changes nothing."""
-    if codec is None or is_lossless(codec, x.dtype):
-        return x
+def _decoded(codec: Codec, x: torch.Tensor, key: int) -> torch.Tensor:
+    """decode(encode(x)), without autograd."""
     return codec.decode(codec.encode(x.detach(), key=key), x.shape, x.dtype, key=key)
-
-
-def is_lossless(codec: Codec | None, dtype: torch.dtype) -> bool:
-    """Whether every tensor of `dtype` (fp32, bf16 or fp16) is decoded to the same bits."""
-    if codec is None:
-        return True
-    return isinstance(codec.spec, RawSpec) and DTYPES[codec.spec.dtype] in (torch.float32, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ Engine and simulator rely on what `validate` checks:
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -119,38 +119,26 @@ def in_flight(row: tuple[Action, ...]) -> Iterator[int]:
         held -= action.kind in (ActionKind.B, ActionKind.W)
 
 
-def dependencies(action: Action, num_chunks: int, split: Callable[[int, int], bool]) -> tuple[Action, ...]:
-    """The actions whose results an action needs.
+def schedule_dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
+    """The actions whose results each action of a schedule needs.
 
     F needs the forward of the chunk before it; B and I need their own forward and the gradient from the chunk after
     it (its B or I); W needs its own I.
-
-    Args:
-        action: the action.
-        num_chunks: chunks of the schedule.
-        split: whether the backward of (chunk, micro-batch) is split into I and W.
     """
-    chunk, micro_batch = action.chunk, action.micro_batch
-    if action.kind is ActionKind.F:
-        return (Action(chunk - 1, ActionKind.F, micro_batch),) if chunk else ()
-    if action.kind is ActionKind.W:
-        return (Action(chunk, ActionKind.I, micro_batch),)
-    forward = Action(chunk, ActionKind.F, micro_batch)
-    if chunk == num_chunks - 1:
-        return (forward,)
-    kind = ActionKind.I if split(chunk + 1, micro_batch) else ActionKind.B
-    return forward, Action(chunk + 1, kind, micro_batch)
+    every = {action for row in schedule.actions for action in row}
 
+    def needs(action: Action) -> tuple[Action, ...]:
+        chunk, micro_batch = action.chunk, action.micro_batch
+        if action.kind is ActionKind.F:
+            return (Action(chunk - 1, ActionKind.F, micro_batch),) if chunk else ()
+        if action.kind is ActionKind.W:
+            return (Action(chunk, ActionKind.I, micro_batch),)
+        forward, next_input = Action(chunk, ActionKind.F, micro_batch), Action(chunk + 1, ActionKind.I, micro_batch)
+        if chunk == schedule.num_chunks - 1:
+            return (forward,)
+        return forward, next_input if next_input in every else Action(chunk + 1, ActionKind.B, micro_batch)
 
-def schedule_dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
-    """`dependencies` of every action of a schedule."""
-    every = [action for row in schedule.actions for action in row]
-    splits = {(action.chunk, action.micro_batch) for action in every if action.kind is ActionKind.I}
-
-    def split(chunk: int, micro_batch: int) -> bool:
-        return (chunk, micro_batch) in splits
-
-    return {action: dependencies(action, schedule.num_chunks, split) for action in every}
+    return {action: needs(action) for action in every}
 
 
 # -- validation --------------------------------------------------------------------------------------
