@@ -40,10 +40,6 @@ def test_differences_name_what_was_and_what_is(change, expected):
     assert arithmetic_differences(EPYC, EPYC | change) == expected
 
 
-def test_nothing_is_said_of_a_snapshot_that_does_not_say():
-    assert arithmetic_differences({}, EPYC) == ()
-
-
 def test_processor_without_a_model_name_has_its_architecture(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "CPU_INFO", tmp_path / "cpuinfo")
     for content in (None, "processor\t: 0\nBogoMIPS\t: 50.00\n"):

@@ -59,32 +59,12 @@ def test_rate_does_not_rise_by_rounding():
     assert found == sorted(found, reverse=True)
 
 
-@given(runs())
-def test_rate_does_not_jump_while_the_run_lasts(run):
-    """Steepest: the warm-up's increments, and over n steps of decay (π/2)·(lr − min)/n (the cosine's slope)."""
-    training, total_steps = run
-    warm_up, span = training.warmup_steps, training.lr - training.min_lr
-    if warm_up >= total_steps:
-        return
-    n = total_steps - warm_up
-    if training.lr_schedule == "wsd":
-        n = min(n, training.decay_steps or max(1, total_steps // 10))
-    allowed = max(training.lr / (warm_up + 1), math.pi / 2 * span / n) + 1e-12
-    assert all(abs(b - a) <= allowed for a, b in itertools.pairwise(rates(training, total_steps)))
-
-
 @given(runs(), st.integers(0, 1000))
 def test_rate_past_the_end_stays_where_it_ended(run, beyond):
     training, total_steps = run
     if training.warmup_steps <= total_steps:
         end = training.lr if training.lr_schedule == "constant" else training.min_lr
         assert learning_rate(training, total_steps + beyond, total_steps) == end
-
-
-@given(runs(), st.integers(0, 299))
-def test_rate_depends_on_nothing_but_its_arguments(run, step):
-    training, total_steps = run
-    assert learning_rate(training, step, total_steps) == learning_rate(training, step, total_steps)
 
 
 def test_warm_up_meets_the_peak():

@@ -47,15 +47,6 @@ def test_totals_are_the_sums_of_the_spans():
     assert [span.detail for span in kept if span.activity == "forward"] == list(range(50))
 
 
-def test_what_was_taken_is_not_counted_again():
-    stopwatch = Stopwatch()
-    stopwatch.add("forward", 1.0, 3.0)
-    assert stopwatch.take() == {"forward": 2.0}
-    assert stopwatch.take() == {}
-    stopwatch.add("forward", 5.0, 6.0)
-    assert stopwatch.take() == {"forward": 1.0}
-
-
 def test_threads_beside_are_told_apart():
     stopwatch = Stopwatch()
     stopwatch.is_recording = True
