@@ -1,8 +1,8 @@
-"""The plan of a run, once all stages are there: how long it is, who dials whom, and what carries a link's frames.
+"""The links of a run: which stages they join, which end dials, and the transport of their frames; a run's length.
 
-Link c is the cut between chunk c and c + 1; chunk c lies on stage c mod P, so with one chunk a stage it joins
+Link c is the cut between chunk c and c + 1; chunk c is on stage c mod P, so with one chunk per stage it joins
 stage c and c + 1. The link of tied embeddings, if there is one, has the number P·v − 1 and joins stage 0 and stage
-P − 1. The stage of the later chunk dials the other one; where that only dials out (it has no address), it dials.
+P − 1. The stage of the later chunk dials the earlier one, unless that has no address: then the earlier one dials.
 """
 
 import math
@@ -15,18 +15,23 @@ from tahq.errors import ConfigError, UserError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A worker as its neighbours see it."""
+    """A worker as its neighbours see it.
+
+    Attributes:
+        stage: its number.
+        host: for messages.
+        address: host:port to dial; empty: it only dials out.
+        site: its site; empty: no other host is near.
+        device: of its stage.
+        public_key: its CURVE key; empty: no CURVE.
+    """
 
     stage: int
     host: str
     address: str
-    """host:port that can be dialled; empty: it only dials out."""
     site: str = ""
-    """Which site it is in; empty: one of its own."""
     device: str = "cpu"
-    """Where it computes."""
     public_key: str = ""
-    """By which its neighbours know it; empty: no CURVE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +54,16 @@ def link_ends(num_stages: int, tie_link: bool, chunks_per_stage: int = 1) -> tup
 def plan_links(
     endpoints: Sequence[Endpoint], tie_link: bool, chunks_per_stage: int = 1, inside: LinkTransport = "zmq"
 ) -> list[list[list[str | int]]]:
-    """Rows for each stage, by link: link, peer stage, peer's host, address to dial or "", transport, peer's public key.
+    """Rows for each stage: link, peer stage, peer's host, address to dial or "", transport, peer's public key.
 
     Args:
         endpoints: all workers, by stage.
-        tie_link: whether first and last stage have a link of their own.
-        chunks_per_stage: pieces of the model on each.
-        inside: what carries the frames between two stages of one site.
+        tie_link: whether a link joins the first and the last stage.
+        chunks_per_stage: pieces of the model on each stage.
+        inside: transport between two stages of one site.
 
     Raises:
-        UserError: a pair of which neither can be dialled, or that NCCL cannot join; the message names both.
+        UserError: neither end of a link can be dialled, or NCCL cannot join them; the message names both.
     """
     rows: list[list[list[str | int]]] = [[] for _ in endpoints]
     for ends in link_ends(len(endpoints), tie_link, chunks_per_stage):
@@ -94,7 +99,7 @@ def _check_devices(lower: Endpoint, upper: Endpoint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run begins or goes on: at which step, and at which training sample, counted over all epochs."""
+    """Where a run starts or continues: step, and training sample, counted over all epochs."""
 
     step: int = 0
     sample: int = 0
@@ -103,10 +108,10 @@ class Position:
 def total_steps(
     steps: int | None, epochs: float | None, num_train_samples: int, global_batch: int, start: Position = Position()
 ) -> int:
-    """Length of a run: `steps`, or as many as `epochs` epochs have, at least 1.
+    """Length of a run: `steps`, or the steps of `epochs` epochs, at least 1.
 
-    T = start.step + ⌊(epochs · num_train_samples − start.sample) / global_batch⌋, so that a run that is continued
-    with another number of samples an epoch (another sequence length) still ends where its epochs do.
+    T = start.step + ⌊(epochs · num_train_samples − start.sample) / global_batch⌋, so that a run that continues
+    with another number of samples per epoch (another sequence length) still ends with its epochs.
     """
     if steps is not None:
         return steps
