@@ -108,7 +108,7 @@ def with_depths(num_micro_batches, depths, *, split) -> Schedule:
 
 
 @given(steps(), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_schedule_is_faster_than_the_bound(step, split):
     costs, num_micro_batches, depths = step
     bound = step_bound(step_seconds(costs, num_micro_batches, np.array(depths, dtype=float), split=split))

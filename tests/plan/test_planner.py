@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import get_args
 
@@ -19,7 +20,7 @@ from tahq.pipeline.schedule.schedule import validate
 from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
 from tahq.plan.prediction import Speed, predict, step_time_s
-from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem, divisors
+from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.layers import best_divisions
 from tahq.plan.search.orders import all_orders, improved, stage_counts
@@ -28,9 +29,10 @@ from tahq.plan.search.stages import StageCosts
 from tahq.plan.search.table import ClusterTable, times_of
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+quick = partial(plan, budget_actions=20_000)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_choice_is_within_three_percent_of_the_best_of_all(seed):
     problem = random_problem(seed, num_hosts=3, num_layers=5 + seed % 2, schedules=SCHEDULES[: 2 + seed % 2])
     planned = plan(problem)
@@ -46,10 +48,10 @@ def test_leaving_out_by_bound_loses_nothing():
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_plan_fits_its_hosts(seed):
     problem = random_problem(seed, num_layers=6, schedules=SCHEDULES)
-    planned = plan(problem)
+    planned = quick(problem)
     best = planned.best
     assert sum(best.plan.layers) == 6
     assert len(set(best.plan.hosts)) == len(best.plan.layers) == len(best.in_flight)
@@ -70,7 +72,7 @@ def test_equal_problems_give_equal_plans():
 
 def test_layers_follow_the_speed_of_hosts():
     hosts = [host("slow", 0.04), host("fast", 0.01), host("middle", 0.02)]
-    planned = plan(PlanProblem(model(14, 64), cluster(*hosts), num_stages=3))
+    planned = quick(PlanProblem(model(14, 64), cluster(*hosts), num_stages=3))
     layers = dict(zip(planned.best.plan.hosts, planned.best.plan.layers, strict=True))
     # no wire: 8 · 0.03 = 4 · 0.06 = 2 · 0.12 seconds a micro-batch
     assert layers == {0: 2, 1: 8, 2: 4}
@@ -93,7 +95,7 @@ def test_a_slow_uplink_goes_to_the_end_that_sends_less():
 def test_far_hosts_are_not_neighbours():
     hosts = [host(name, site=name[:1]) for name in ("e1", "w1", "e2", "w2")]
     paths = [PathNumbers(source="e", target="w", round_trip=0.4)]
-    planned = plan(PlanProblem(model(8, 8), cluster(*hosts, paths=paths), num_stages=4))
+    planned = quick(PlanProblem(model(8, 8), cluster(*hosts, paths=paths), num_stages=4))
     sides = [hosts[index].site for index in planned.best.plan.hosts]
     assert sides in (["e", "e", "w", "w"], ["w", "w", "e", "e"])
 
@@ -147,8 +149,8 @@ def test_a_schedule_that_goes_with_no_number_of_stages_is_refused_as_that():
 
 def test_hosts_of_no_use_change_nothing_wherever_they_are_listed():
     tiny, able = host("tiny", memory=1_000), [host(f"h{index}", memory=250_000) for index in range(8)]
-    numbers = model(8, 16, block=1e5, held=2e4)
-    alone, *with_tiny = (plan(PlanProblem(numbers, cluster(*hosts))) for hosts in (able, [tiny, *able], [*able, tiny]))
+    numbers = model(8, 4, block=1e5, held=8e4)
+    alone, *with_tiny = (quick(PlanProblem(numbers, cluster(*hosts))) for hosts in (able, [tiny, *able], [*able, tiny]))
     assert [each.step_s for each in with_tiny] == [alone.step_s] * 2
 
 
@@ -210,7 +212,7 @@ def test_a_better_codec_of_shorter_frames_is_found_above_one_that_is_too_much():
     assert with_best_codecs(problem, coarse, simulations, limit_s=four).activations == ("wf:bits=4",)
 
 
-@pytest.mark.parametrize("kilobytes", [400, 700, 1_000, 2_000])
+@pytest.mark.parametrize("kilobytes", [400, 1_000])
 def test_better_codecs_have_room_in_memory(kilobytes):
     ladder = ("raw:dtype=bf16", "fixed:bits=8", "wf:bits=4", "wf:bits=2")
     planned = plan(narrow_problem(ladder, memory=1_000 * kilobytes, up=1e9))
@@ -364,7 +366,3 @@ def test_prediction_at_another_speed():
     assert all(seconds < usual for seconds in changed)
     # two crossings, and the commit's round trip
     assert usual - changed[1] == pytest.approx(0.1)
-
-
-def test_divisors():
-    assert divisors(12) == (1, 2, 3, 4, 6, 12)

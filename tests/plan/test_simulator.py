@@ -19,9 +19,6 @@ from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, uniform_costs
 from tahq.plan.simulate.network import SimulatedNetwork, TransferSpan
 from tahq.plan.simulate.simulator import simulate
 
-ONE_CHUNK_WHOLE = ("gpipe", "1f1b")
-"""Schedules of one chunk a stage with whole backwards."""
-
 ONE_BYTE_A_SECOND = HostCosts(uplink_bits_per_s=8.0, downlink_bits_per_s=8.0)
 
 
@@ -31,7 +28,7 @@ def times(timeline, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_stages", "num_micro_batches"), list(itertools.product(ONE_CHUNK_WHOLE, (1, 2, 4), (1, 4, 8)))
+    ("name", "num_stages", "num_micro_batches"), list(itertools.product(("gpipe", "1f1b"), (1, 4), (1, 8)))
 )
 def test_bubble_without_a_wire_is_the_textbook_one(name, num_stages, num_micro_batches):
     timeline = simulate(
@@ -44,7 +41,7 @@ def test_bubble_without_a_wire_is_the_textbook_one(name, num_stages, num_micro_b
     assert all(timeline.busy_s(stage) == 3 * num_micro_batches for stage in range(num_stages))
 
 
-@pytest.mark.parametrize(("num_stages", "num_micro_batches"), list(itertools.product((1, 2, 4, 8), (8, 9, 32))))
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 8), (4, 9), (8, 32)])
 def test_zero_bubble_idles_for_one_unit_a_stage(num_stages, num_micro_batches):
     """F, I and W of one unit each: 3m + P − 1, where 1F1B takes 3m + 3(P − 1) (Qi et al. 2023, ZB-H1)."""
     schedule = generate("zero-bubble", num_stages, num_micro_batches)
@@ -183,36 +180,6 @@ def test_both_directions_share_an_uplink():
     assert (gradient.queued_s, gradient.start_s, gradient.delivered_s) == (15, 22, 32)
 
 
-def test_two_senders_share_a_downlink():
-    # stage 1 gets an activation from stage 0 and a gradient from stage 2, each 6 bytes, at one byte a second
-    hosts = [HostCosts(), HostCosts(downlink_bits_per_s=8.0), HostCosts()]
-    base = uniform_costs(3, 3, forward_s=1, backward_s=1)
-    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1")
-    timeline = simulate(schedule, Costs(base.compute_s, [CutCosts(6, 0), CutCosts(0, 6)], hosts))
-    # activations reach the downlink at 1 and 2: through at 7 and 13. 1F0 7–8, 2F0 8–9, 2B0 9–10: the gradient
-    # reaches the downlink at 10, which is busy until 13: through at 19
-    assert times(timeline, "1F0") == (7, 8)
-    assert times(timeline, "1F1") == (13, 14)
-    assert times(timeline, "1B0") == (19, 20)
-
-
-@pytest.mark.parametrize(
-    ("uplink", "downlink", "arrival"),
-    [
-        # 12 bytes, computed at 1, latency 2, first byte there at 3
-        (1.0, 1.0, 15.0),  # cut through: 12 s on the wire, not 24
-        (1.0, 3.0, 15.0),  # the faster downlink ends with the last byte
-        (3.0, 1.0, 15.0),  # the slower downlink starts with the first byte: 3 + 12
-        (math.inf, math.inf, 3.0),
-    ],
-)
-def test_a_transfer_takes_the_slower_of_uplink_and_downlink(uplink, downlink, arrival):
-    costs = uniform_costs(
-        2, 2, forward_s=1, backward_s=1, cut=CutCosts(12, 0, latency_s=2), host=HostCosts(8 * uplink, 8 * downlink)
-    )
-    assert times(simulate(generate("gpipe", 2, 1), costs), "1F0")[0] == arrival
-
-
 def test_pieces_take_turns_on_a_shared_downlink():
     # into stage 1: an activation of 10 bytes over a link that takes as long as the downlink (1 byte/s), and a
     # gradient of 1 byte in the middle of it
@@ -247,7 +214,9 @@ def test_pieces_take_turns_on_a_shared_downlink():
         (3.0, 1.0, 4.0, 15.0),
         (1.0, 3.0, 4.0, 15.0),
         (4.0, 3.0, 1.0, 15.0),
+        (1.0, math.inf, 1.0, 15.0),
         (math.inf, 2.0, math.inf, 9.0),
+        (math.inf, math.inf, math.inf, 3.0),
     ],
 )
 def test_a_transfer_takes_the_slowest_of_uplink_path_and_downlink(pieces, uplink, path, downlink, arrival):
@@ -292,16 +261,6 @@ def test_two_cuts_between_the_same_hosts_share_their_path():
     assert times(timeline, "1F1") == (34, 35)
 
 
-def test_a_lone_transfer_does_not_depend_on_its_pieces():
-    for piece_nbytes in (None, 1, 3, 5, 100):
-        base = uniform_costs(2, 2, forward_s=1, backward_s=1)
-        costs = Costs(
-            base.compute_s, [CutCosts(12, 6, latency_s=2)], [ONE_BYTE_A_SECOND] * 2, piece_nbytes=piece_nbytes
-        )
-        # forward 0–1, 12 + 2 on the way: 15; 1F0 15–16, 1B0 16–17; 6 + 2 on the way: 25; 0B0 to 26
-        assert simulate(generate("gpipe", 2, 1), costs).step_time_s == pytest.approx(26)
-
-
 CODEC = CutCosts(forward_encode_s=2, forward_decode_s=3, backward_encode_s=4, backward_decode_s=5)
 
 
@@ -335,22 +294,6 @@ def test_interleaved_chunks_send_round_the_ring():
     costs = uniform_costs(4, 2, forward_s=1, backward_s=1, cut=CutCosts(1, 1), host=ONE_BYTE_A_SECOND)
     # eight actions, one after another, and six crossings of 1 s between them
     assert simulate(schedule, costs).step_time_s == 8 + 6
-
-
-def test_issue_five_bound_is_met_by_the_simulator_from_above():
-    # 8 micro-batches, TAH forward and 6-bit backward at 100 Mbit/s: compute 73 + 152 ms, wire 25 and 35 ms
-    costs = uniform_costs(
-        4,
-        4,
-        forward_s=0.073,
-        backward_s=0.152,
-        cut=CutCosts(0.025 * 12.5e6, 0.035 * 12.5e6),
-        host=HostCosts(100e6, 100e6),
-    )
-    bound_s = 3 * (0.073 + 0.025) + 8 * 0.225 + 3 * (0.152 + 0.035)  # 2.655 s
-    step_s = simulate(generate("gpipe", 4, 8), costs).step_time_s
-    assert bound_s == pytest.approx(2.655)
-    assert bound_s <= step_s <= 1.05 * bound_s
 
 
 def test_deadlock_is_reported():
@@ -394,7 +337,7 @@ def steps(draw):
 
 
 @given(steps())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_step_obeys_its_resources(step):
     schedule, costs = step
     timeline = simulate(schedule, costs)
