@@ -103,7 +103,6 @@ class Network(ABC):
         """The network, what is in force, and versions, fit for JSON."""
         return {
             "backend": self.backend,
-            "shows_tcp_dynamics": True,
             "congestion_control": self.congestion_control,
             "hosts": {
                 host: {"address": self.address(host), **asdict(shape)} for host, shape in self.plan.host_shapes.items()
