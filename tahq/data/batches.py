@@ -1,8 +1,8 @@
-"""The batch of a step, as a function of (data, seed, step) alone: `sample_order` says which samples, this fetches them.
+"""The batch of a step, as a function of (data, seed, step) only: `sample_order` has the samples' numbers.
 
 There is no state: the first and the last stage each ask for step t and compare digests.
 
-Shapes: B samples a step (`global_batch`), S tokens a sample.
+Shapes: B samples per step (`global_batch`), S tokens per sample.
 """
 
 import hashlib
@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from tahq.data.dataset import I64, NO_LOSS, Dataset
-from tahq.data.permutation import Permutation
-from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
+from tahq.data.sample_order import BEGINNING, Cursor, Permutation, SampleOrder
 from tahq.errors import DataError
 from tahq.randomness import derive_seed
 
@@ -30,7 +29,7 @@ class StepBatch:
         sample_ids: int64 [B].
         num_tokens: labels that count.
         digest: hex BLAKE2b over the three, the same on every stage that derived the same batch.
-        micro_batch_size: samples that travel together.
+        micro_batch_size: samples per micro-batch.
     """
 
     tokens: torch.Tensor
@@ -61,9 +60,9 @@ class BatchSource:
     Args:
         dataset: where the samples come from.
         seed: the run's, in [0, 2**63).
-        global_batch: samples a step.
-        micro_batch: samples that travel together; divides `global_batch`.
-        origin: where this run began or was resumed.
+        global_batch: samples per step.
+        micro_batch: samples per micro-batch; divides `global_batch`.
+        origin: where this run began or resumed.
 
     Raises:
         DataError: an epoch has fewer samples than a batch.
@@ -82,7 +81,7 @@ class BatchSource:
 
     @property
     def num_validation_batches(self) -> int:
-        """Batches after which the validation split is used up, the last one perhaps filled up."""
+        """Batches of the validation split, the last one possibly padded."""
         return -(-self._dataset.num_validation_samples // self.order.global_batch)
 
     def cursor(self, step: int) -> Cursor:
@@ -105,8 +104,8 @@ class BatchSource:
     def validation(self, index: int) -> StepBatch:
         """Batch `index` of the validation split, in one order for all runs: the first few batches are a fair sample.
 
-        Every index gives a full batch, so that all stages may agree on a number of batches without knowing
-        the data: past the end, samples come again with no loss on them, and `num_tokens` does not count them.
+        Every index gives a full batch, so that stages agree on the number of batches without knowing the data: past the
+        end, samples are repeated without loss, and `num_tokens` does not count them.
 
         Raises:
             DataError: nothing is held out.

@@ -18,11 +18,11 @@ Paths = Annotated[str | list[str], AfterValidator(_not_empty)]
 
 
 class DataConfig(Section):
-    """What is learned: one of text, tokens or jsonl, cut into samples of `seq_len` tokens.
+    """The training data: one of text, tokens or jsonl, cut into samples of `seq_len` tokens.
 
     `text: stdlib` is the source of the running Python's standard library. A path may be a file, a
-    folder or a glob. `tokens` are flat files of uint16 or uint32, memory-mapped. `jsonl` has one
-    object a line with `prompt` and `response`; the loss is on the response.
+    folder or a glob. `tokens` are flat files of uint16 or uint32, memory-mapped. `jsonl` has one object per line with
+    `prompt` and `response`; the loss is on the response.
     """
 
     text: Paths | None = None
@@ -31,9 +31,9 @@ class DataConfig(Section):
     """Item of the token files, little-endian."""
     jsonl: Paths | None = None
     tokenizer: str = Field(default="bytes", min_length=1)
-    """`bytes` (one token a byte, 0 after each document), a local Hugging Face folder, or a tokenizer.json."""
+    """`bytes` (one token per byte, 0 after each document), a local Hugging Face folder, or a tokenizer.json."""
     seq_len: int = Field(default=256, ge=1, le=2**24)
-    """Tokens a sample that are trained on."""
+    """Tokens per sample."""
     validation: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the data held out for validation; which part depends on the data alone."""
     shuffle: bool = True

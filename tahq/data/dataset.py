@@ -1,13 +1,21 @@
 """Samples of `seq_len` tokens with their labels, numbered: training first, then validation.
 
-labels[b, s] is the token that follows tokens[b, s], or −100 where there is no loss. Of text and token
-files, samples are consecutive windows: each token is an input once and a label once. Of pairs, each is one
-sample, cut at `seq_len` or filled up to it at its end (harmless under a causal mask, and without loss).
+labels[b, s] is the token that follows tokens[b, s], or −100 where there is no loss. Samples of text and token files are
+consecutive windows: each token is an input once and a label once. Each pair is one sample, cut at `seq_len` or padded
+at its end (harmless under a causal mask, and without loss).
+
+The split into training and validation depends on the size of the data and the share held out only, not on seed or
+sequence length: a run resumed with other values of these never trains on its validation data. Tokens are divided into
+at most 16 equal stripes, and the end of each stripe is held out: this spreads the validation set over the data, and
+long stripes (at least 65,536 held-out tokens, else there are fewer) lose little when cut into windows. Windows never
+cross a boundary, so no token of one part is an input or a label in the other.
 """
 
 import hashlib
 import json
 import logging
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +23,8 @@ import numpy.typing as npt
 
 from tahq.data.config import DataConfig
 from tahq.data.pairs import TextPair, TokenPairs, encode_pairs, hash_pairs, read_pairs
-from tahq.data.sources import as_patterns, find_files
-from tahq.data.split import WindowIndex, split_records, split_tokens
-from tahq.data.text_documents import hash_documents, read_documents
-from tahq.data.token_cache import cached_tokens
-from tahq.data.token_stream import TokenStream, check_vocabulary, hash_token_files, open_token_files
+from tahq.data.sources import as_patterns, find_files, hash_documents, read_documents
+from tahq.data.token_stream import TokenStream, cached_tokens, check_vocabulary, hash_token_files, open_token_files
 from tahq.data.tokenizer import TokenArray, Tokenizer, token_dtype
 from tahq.errors import DataError
 
@@ -27,6 +32,9 @@ NO_LOSS = -100
 """Label of a position that is not scored."""
 
 I64 = npt.NDArray[np.int64]
+
+_MAX_STRIPES = 16
+_MIN_HELD_OUT = 2**16
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +48,7 @@ class Dataset(Protocol):
 
     @property
     def seq_len(self) -> int:
-        """Tokens a sample."""
+        """Tokens per sample."""
 
     @property
     def shuffle(self) -> bool:
@@ -48,7 +56,7 @@ class Dataset(Protocol):
 
     @property
     def num_train_samples(self) -> int:
-        """Samples of an epoch."""
+        """Samples per epoch."""
 
     @property
     def num_validation_samples(self) -> int:
@@ -79,6 +87,62 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
     if config.validation > 0 and dataset.num_validation_samples == 0:
         _log.warning("validation: %g of this little data is not one sample; nothing is held out", config.validation)
     return dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Tokens start … stop−1 of the data."""
+
+    start: int
+    stop: int
+
+    def num_windows(self, seq_len: int) -> int:
+        """Windows of `seq_len` tokens, each with the token after it as its last label."""
+        return max(self.stop - self.start - 1, 0) // seq_len
+
+
+def split_tokens(num_tokens: int, validation: float) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+    """Regions for training and for validation, in ascending order, disjoint, and together everything.
+
+    Args:
+        num_tokens: tokens of the data.
+        validation: share held out, in [0, 1).
+
+    Example:
+        >>> split_tokens(100, 0.1)
+        ((Region(start=0, stop=90),), (Region(start=90, stop=100),))
+    """
+    if validation == 0:
+        return (Region(0, num_tokens),), ()
+    num_stripes = min(max(int(num_tokens * validation) // _MIN_HELD_OUT, 1), _MAX_STRIPES)
+    edges = [num_tokens * k // num_stripes for k in range(num_stripes + 1)]
+    cuts = [stop - int((stop - start) * validation) for start, stop in pairwise(edges)]
+    training = tuple(map(Region, edges, cuts))
+    return training, tuple(map(Region, cuts, edges[1:]))
+
+
+def split_records(num_records: int, validation: float) -> I64:
+    """Indices of the records held out: round(num_records · validation) of them, evenly spread, ascending."""
+    num_held_out = round(num_records * validation)
+    return np.arange(1, num_held_out + 1, dtype=np.int64) * num_records // max(num_held_out, 1) - 1
+
+
+class WindowIndex:
+    """Consecutive windows of `seq_len` tokens in regions, numbered through."""
+
+    def __init__(self, regions: tuple[Region, ...], seq_len: int) -> None:
+        counts = [region.num_windows(seq_len) for region in regions]
+        self._seq_len = seq_len
+        self._starts = np.array([region.start for region in regions], dtype=np.int64)
+        self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def start(self, number: int) -> int:
+        """Position of the first token of window `number`."""
+        region = int(np.searchsorted(self._before, number, side="right")) - 1
+        return int(self._starts[region] + (number - self._before[region]) * self._seq_len)
 
 
 class WindowDataset:
@@ -188,7 +252,7 @@ def _warn_of_cuts(texts: list[TextPair], pairs: TokenPairs, seq_len: int) -> Non
     unscored = np.flatnonzero(~is_scored(pairs, seq_len))
     if len(unscored):
         _log.warning(
-            "%d of %d pairs are left out, their prompt fills seq_len %d or their response is empty; first %s",
+            "%d of %d pairs are left out, because their prompt fills seq_len %d or their response is empty; first %s",
             len(unscored), len(pairs), seq_len, texts[unscored[0]].place,
         )  # fmt: skip
     if num_cut := int((is_scored(pairs, seq_len) & (pairs.lengths > seq_len + 1)).sum()):

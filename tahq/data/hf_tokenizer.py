@@ -1,9 +1,9 @@
-"""Any Hugging Face tokenizer that lies in a local folder; nothing is ever downloaded.
+"""A Hugging Face tokenizer from a local folder; nothing is ever downloaded.
 
-Read, in this order of preference: tokenizer.json; GPT-2's vocab.json and merges.txt; and for other
-folders whatever transformers makes of them (slow to import, so only then). Truncation and padding that a
-tokenizer.json may carry are switched off: a document is never cut. The end of a document is the eos token
-of tokenizer_config.json or special_tokens_map.json, else the first usual name that the vocabulary has.
+Read in this order of preference: tokenizer.json; GPT-2's vocab.json and merges.txt; other folders with transformers
+(slow to import, so only then). Truncation and padding in a tokenizer.json are switched off: a document is never cut.
+The end of a document is the eos token of tokenizer_config.json or special_tokens_map.json, else the first usual name in
+the vocabulary.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from tahq.data.text_documents import read_bytes
+from tahq.data.sources import read_bytes
 from tahq.data.tokenizer import TokenArray, token_dtype
 from tahq.errors import DataError
 
@@ -36,7 +36,7 @@ _BATCH_CHARACTERS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTokenizer:
-    """A `tokenizers.Tokenizer` with the files that it came from."""
+    """A `tokenizers.Tokenizer` and its files."""
 
     backend: tokenizers.Tokenizer
     files: tuple[Path, ...]
@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
         """
         if not path.exists():
             raise DataError(
-                f"data.tokenizer: no such folder: {path} (seen from {Path.cwd()}); tokenizers are local, "
+                f"data.tokenizer: no such folder: {path} (relative to {Path.cwd()}); tokenizers are local, "
                 "nothing is downloaded; `bytes` needs no folder"
             )
         folder = path if path.is_dir() else path.parent
@@ -73,15 +73,15 @@ class HuggingFaceTokenizer:
 
     @property
     def cache_key(self) -> str:
-        """The fingerprint, and the library's version, which might mend how it tokenises."""
+        """The fingerprint and the library's version, since a new version may tokenise differently."""
         return f"{self.fingerprint} tokenizers {tokenizers.__version__}"
 
     def encode(self, text: str) -> TokenArray:
-        """Token ids of a text; the names of special tokens in it are taken for those tokens."""
+        """Token ids of a text; names of special tokens in it become those tokens."""
         return self._array(self.backend.encode(text, add_special_tokens=False))
 
     def encode_all(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Token ids of each text, several at a time on all cores."""
+        """Token ids of each text, in batches on all cores."""
         encoded: list[TokenArray] = []
         for batch in _batches(texts):
             encoded.extend(map(self._array, self.backend.encode_batch_fast(batch, add_special_tokens=False)))
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
-        """Copy the tokenizer's files; write tokenizer.json and its settings where they were missing."""
+        """Copy the tokenizer's files; write tokenizer.json and its settings where they are missing."""
         folder.mkdir(parents=True, exist_ok=True)
         source = self.files[0].parent
         configured = (source / "tokenizer_config.json").is_file()
@@ -178,6 +178,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(read_bytes(path))
+    except RecursionError:
+        raise DataError(f"data.tokenizer: {path}: its JSON is nested too deeply") from None
     except ValueError as error:
         raise DataError(f"data.tokenizer: {path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -1,9 +1,9 @@
 """Pairs of prompt and response from JSON Lines, as token ids.
 
-A pair is the prompt's tokens, the response's, and the end-of-document token (where the tokenizer has
-one). An empty prompt is replaced by the end-of-document token, so that the first token of the response
-has something to follow; where there is no such token, that first one is taken for the prompt. The two are
-tokenised apart and put together as they are: a space between them belongs to one of them.
+A pair is the prompt's tokens, the response's, and the end-of-document token, if the tokenizer has one. An empty prompt
+is replaced by the end-of-document token, so that the first token of the response follows something; without such a
+token, that first token counts as the prompt. The two are tokenised separately and joined without a separator: a space
+between them must belong to one of them.
 """
 
 import hashlib
@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tahq.data.sources import FoundFile
-from tahq.data.text_documents import read_bytes
+from tahq.data.sources import FoundFile, read_bytes
 from tahq.data.tokenizer import TokenArray, Tokenizer
 from tahq.errors import DataError
 
@@ -55,10 +54,10 @@ class TokenPairs:
 
 
 def read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
-    """Every pair of JSON Lines files, in order; blank lines and keys beside the two are passed over.
+    """Every pair of JSON Lines files, in order; blank lines and other keys are skipped.
 
     Raises:
-        DataError: a line is not such an object (the message has file and line), or there is none.
+        DataError: a line is not such an object (the message has file and line), or there are no lines.
     """
     pairs = [pair for file in files for pair in _read_file(file.path)]
     if not pairs:
@@ -67,7 +66,7 @@ def read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
 
 
 def hash_pairs(pairs: Sequence[TextPair]) -> str:
-    """Hex BLAKE2b over prompts and responses and where each ends; file names have no part in it."""
+    """Hex BLAKE2b over prompts and responses with their lengths, not over file names."""
     digest = hashlib.blake2b(digest_size=16)
     for pair in pairs:
         for data in (pair.prompt.encode(), pair.response.encode()):
@@ -114,7 +113,7 @@ def _text_of(record: dict[str, object], key: str, place: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{place}: {key} must be a string, got {type(value).__name__}")
     if "\0" in value:
-        raise DataError(f"{place}: {key} holds a NUL character, which no text has; remove it")
+        raise DataError(f"{place}: {key} holds a NUL character; remove it")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -1,15 +1,16 @@
-"""Which files a pattern of `data:` means, in an order that every machine agrees on.
+"""The files that a pattern of `data:` means, in an order that every machine agrees on, and text files as documents.
 
-A pattern is `stdlib`, a file, a folder (all of its files, at any depth) or a glob (`**` at any depth).
-Patterns keep the order in which they are listed; within one, files are sorted by their path below the
-folder, part by part. A file that several patterns name counts once, where it came first. Hidden files
-and folders are left out of folders.
+A pattern is `stdlib`, a file, a folder (all of its files, at any depth) or a glob (`**` at any depth). Patterns keep
+their listed order; within one, files are sorted by their path below the folder, part by part. A file that several
+patterns name counts once, at its first place. Hidden files and folders are left out of folders.
 """
 
 import glob
+import hashlib
+import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ _STDLIB_LEFT_OUT = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file to read; `named` when the user named it itself rather than a folder or glob it is in."""
+    """A file to read; `named` if the user named the file rather than a folder or glob."""
 
     path: Path
     named: bool
@@ -41,9 +42,9 @@ def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: b
     """The files that patterns mean, in order, each once.
 
     Args:
-        patterns: files, folders and globs; relative ones are seen from the working directory.
-        key: what to call the setting in messages, such as `data.text`.
-        suffix: ending that files of a folder must have; a file that is named needs none.
+        patterns: files, folders and globs; relative to the working directory.
+        key: the setting's name in messages, such as `data.text`.
+        suffix: required ending of files in a folder; a file that is named needs none.
         stdlib: whether the pattern `stdlib` means the standard library.
 
     Raises:
@@ -85,11 +86,13 @@ def _walk(folder: Path, wanted: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def _stdlib_files() -> list[FoundFile]:
-    """Python files of the standard library, without tests, tables and what differs by build or site."""
+    """Python files of the standard library, without tests, tables and files that differ by build or site."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [file for file in _walk(folder, lambda name: name not in _STDLIB_LEFT_OUT) if _is_stdlib_source(file)]
     if not files:
-        raise DataError(f"text: stdlib needs Python's library as source files; {folder} has none, name other text")
+        raise DataError(
+            f"text: stdlib needs the source files of Python's library; {folder} has none, so name other text"
+        )
     return [FoundFile(file, named=False) for file in sorted(files, key=lambda p: p.relative_to(folder).parts)]
 
 
@@ -102,4 +105,61 @@ def _nothing_matched(pattern: str, key: str, suffix: str) -> str:
     if Path(pattern).expanduser().is_dir():
         return f"{key}: the folder {pattern} holds no {'*' + suffix + ' ' if suffix else ''}file"
     kind = "glob matches no file" if glob.has_magic(pattern) else "no such file or folder"
-    return f"{key}: {kind}: {pattern} (relative paths are seen from {Path.cwd()})"
+    return f"{key}: {kind}: {pattern} (relative to {Path.cwd()})"
+
+
+_log = logging.getLogger(__name__)
+
+
+def read_documents(files: Sequence[FoundFile]) -> list[str]:
+    """The text of each file, in order.
+
+    Raises:
+        DataError: a named file is not text, a file cannot be read, or nothing is left.
+    """
+    documents: list[str] = []
+    skipped: list[Path] = []
+    for file in files:
+        text = _read_text(file)
+        if text is None:
+            skipped.append(file.path)
+        elif text:
+            documents.append(text)
+    if skipped:
+        _log.warning("skipped %d of %d files that are not UTF-8 text, first %s", len(skipped), len(files), skipped[0])
+    if not documents:
+        raise DataError(f"data.text: none of {len(files)} files holds text ({len(skipped)} binary, the others empty)")
+    return documents
+
+
+def hash_documents(documents: Iterable[str]) -> str:
+    """Hex BLAKE2b over the documents with their lengths, not over file names."""
+    digest = hashlib.blake2b(digest_size=16)
+    for document in documents:
+        data = document.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file; DataError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_text(file: FoundFile) -> str | None:
+    """The text of a file, None for a binary one; DataError if the user named it and it is binary."""
+    data = read_bytes(file.path)
+    try:
+        text = data.decode("utf-8")
+        offset, reason = data.find(0), "a NUL byte"
+    except UnicodeDecodeError as error:
+        text, offset, reason = "", error.start, f"byte 0x{data[error.start]:02x} is not UTF-8"
+    if offset < 0:
+        return text
+    if file.named:
+        raise DataError(f"{file.path}: {reason}, at byte offset {offset}; convert it (iconv -t UTF-8) or leave it out")
+    return None

@@ -1,11 +1,20 @@
-"""Tokens in one line: an array in memory, or memory-mapped files put end to end.
+"""A stream of tokens: an array in memory, or memory-mapped files end to end; and a cache of tokenised text.
 
-Positions count tokens from the start of the first piece. Token files are flat, little-endian, without a
-header; only the pages that are read take memory.
+Positions count tokens from the start of the first piece. Token files are flat and little-endian, without a header; only
+pages that are read take memory.
+
+The cache lets only the first start of a run pay for tokenising: one .npy file of token ids per (documents, tokenizer),
+under `tokens/` of the cache folder, opened memory-mapped. A file appears complete or not at all (temporary file, fsync,
+rename), and its name is a hash of its inputs, so workers that start together may both write it: the content is the
+same. Where the cache cannot be written or is damaged, text is tokenised again. It is never pruned and may be deleted
+anytime.
 """
 
 import hashlib
-from collections.abc import Sequence
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +26,7 @@ from tahq.data.sources import FoundFile
 from tahq.data.tokenizer import TokenArray
 from tahq.errors import DataError
 
+_log = logging.getLogger(__name__)
 _HASH_BLOCK_NBYTES = 2**16
 _MAX_HASH_BLOCKS = 256
 
@@ -25,7 +35,7 @@ _MAX_HASH_BLOCKS = 256
 class TokenStream:
     """Pieces of tokens, read as if they were one array.
 
-    `names` says what to call each piece in messages.
+    `names` are the pieces' names in messages.
     """
 
     pieces: tuple[TokenArray, ...]
@@ -74,8 +84,8 @@ def open_token_files(files: Sequence[FoundFile], dtype: str) -> TokenStream:
 def hash_token_files(stream: TokenStream, vocab_size: int) -> str:
     """Hex BLAKE2b over each piece's size and blocks of 64 KiB, and a check of the tokens in those blocks.
 
-    At most 256 blocks a piece, the first and the last among them and the others evenly between: pieces of
-    up to 16 MiB are hashed whole, larger ones in a fraction of a second.
+    At most 256 blocks per piece, the first and the last among them and the others evenly between: pieces of up to 16
+    MiB are hashed whole, larger ones in a fraction of a second.
 
     Raises:
         DataError: a token in them is not below `vocab_size`.
@@ -120,3 +130,58 @@ def _map_file(path: Path, item: np.dtype[Any]) -> TokenArray:
         return np.memmap(path, dtype=item, mode="r")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def cache_folder() -> Path:
+    """TAHQ_CACHE if set, else `tahq` in the user's cache folder (XDG_CACHE_HOME, ~/.cache)."""
+    if own := os.environ.get("TAHQ_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tahq"
+
+
+def cached_tokens(key: str, make: Callable[[], TokenArray]) -> TokenArray:
+    """The tokens that `make` gives, from the cache if they were made before under `key`.
+
+    Args:
+        key: identifies everything that the tokens depend on.
+        make: called on a miss.
+    """
+    name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    path = cache_folder() / "tokens" / f"{name}.npy"
+    try:
+        return _load(path)
+    except FileNotFoundError:
+        tokens = make()
+    except (OSError, EOFError, ValueError) as error:
+        _log.warning("token cache: %s cannot be used (%s), tokenising anew", path, error)
+        tokens = make()
+    return _store(path, tokens)
+
+
+def _load(path: Path) -> TokenArray:
+    tokens: TokenArray = np.load(path, mmap_mode="r", allow_pickle=False)
+    if tokens.ndim != 1 or tokens.dtype.kind != "u":
+        raise ValueError(f"expected a flat array of unsigned integers, got {tokens.dtype} of shape {tokens.shape}")
+    return tokens
+
+
+def _store(path: Path, tokens: TokenArray) -> TokenArray:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_atomically(path, tokens)
+        return _load(path)
+    except OSError as error:
+        _log.warning("token cache: %s cannot be written (%s), keeping tokens in memory", path, error)
+        return tokens
+
+
+def _write_atomically(path: Path, tokens: TokenArray) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
+        try:
+            np.save(file, tokens, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tahq.data.bytes_tokenizer import BytesTokenizer
 from tahq.data.config import DataConfig
 from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.tokenizer import BytesTokenizer
 
 SENTENCES = "".join(f"Sentence {i} says that {i * i} is {i} times itself.\n" for i in range(400))
 

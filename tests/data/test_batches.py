@@ -110,6 +110,7 @@ print(dataset.fingerprint, *(batches.train(step).digest for step in range(5)), b
 """
 
 
+@pytest.mark.acceptance
 def test_two_processes_with_other_hash_seeds_agree(dataset: Dataset, text_file: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(text_file)]
     runs = [

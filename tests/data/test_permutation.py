@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.data.permutation import Permutation, mix64
+from tahq.data.sample_order import Permutation, mix64
 
 
-@pytest.mark.parametrize(("key", "stride"), [(0, 1), (1, 7), (2**64 - 1, 11)])
+@pytest.mark.parametrize(("key", "stride"), [(0, 7), (1, 11), (2**64 - 1, 13)])
 def test_permutation_is_a_bijection_for_every_size_up_to_2000(key: int, stride: int) -> None:
     for n in range(1, 2001, stride):
         assert np.bincount(Permutation(n, key)(np.arange(n)), minlength=n).tolist() == [1] * n
@@ -33,7 +33,7 @@ def test_permutation_of_part_is_part_of_permutation() -> None:
 
 
 def test_permutation_of_four_gives_all_orders_equally_often() -> None:
-    num_keys = 2400
+    num_keys = 1200
     orders = Counter(tuple(Permutation(4, int(key))(np.arange(4)).tolist()) for key in mix64(_numbers(num_keys)))
     assert len(orders) == 24
     expected = num_keys / 24

@@ -109,7 +109,7 @@ def test_stdlib_is_a_plain_name_where_text_is_not_meant(tmp_path: Path, monkeypa
 
 def test_stdlib_without_source_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(DataError, match="needs Python's library as source files"):
+    with pytest.raises(DataError, match="needs the source files of Python's library"):
         find_files(["stdlib"], key="data.text", stdlib=True)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.data.split import Region, WindowIndex, split_records, split_tokens
+from tahq.data.dataset import Region, WindowIndex, split_records, split_tokens
 
 shares = st.floats(0, 0.99)
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tahq.data.sources import FoundFile, find_files
-from tahq.data.text_documents import hash_documents, read_documents
+from tahq.data.sources import FoundFile, find_files, hash_documents, read_documents
 from tahq.errors import DataError
 
 
@@ -26,7 +25,7 @@ def test_folder_gives_its_text_and_logs_how_many_binary_files_it_skipped(
     with caplog.at_level(logging.WARNING):
         documents = read_documents(find_files([str(mixed_folder)], key="data.text"))
     assert documents == ["Grüße\r\n", "end"]
-    assert f"skipped 2 of 5 files that are no UTF-8 text, first {mixed_folder / 'b.png'}" in caplog.text
+    assert f"skipped 2 of 5 files that are not UTF-8 text, first {mixed_folder / 'b.png'}" in caplog.text
 
 
 @pytest.mark.parametrize(("content", "offset"), [(b"abc\xff", 3), (b"\xc3\xa9\xc3", 2), (b"ab\0c", 2)])

@@ -9,7 +9,7 @@ import pytest
 
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
-from tahq.data.token_cache import cache_folder, cached_tokens
+from tahq.data.token_stream import cache_folder, cached_tokens
 from tahq.data.tokenizer import load_tokenizer
 
 

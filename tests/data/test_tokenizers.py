@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.data.bytes_tokenizer import BytesTokenizer
 from tahq.data.config import DataConfig
 from tahq.data.hf_tokenizer import HuggingFaceTokenizer
-from tahq.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from tahq.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer, token_dtype
 from tahq.errors import DataError
 
 TRICKY = [
@@ -216,3 +215,10 @@ def test_only_slow_encoders_are_cached(bpe_folder: Path) -> None:
     loaded = load(bpe_folder)
     assert isinstance(loaded, HuggingFaceTokenizer)
     assert loaded.fingerprint in loaded.cache_key
+
+
+def test_settings_nested_too_deeply_are_refused(tmp_path):
+    BytesTokenizer().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: its JSON is nested too deeply"):
+        load(tmp_path)

@@ -9,9 +9,7 @@ from tahq.memory.coat.fp8_groups import E4M3, E5M2, StoredGroups, encode
 from tahq.quant.backends import interprets_triton
 
 pytestmark = [
-    pytest.mark.skipif(
-        not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_fp8_adamw_interpreted.py sets it"
-    ),
+    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
     # numpy reports what a device computes silently: logarithms of 0, ∞ − ∞.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
@@ -22,6 +20,7 @@ FORMATS = {
     "e5m2 second": (moment_format(E4M3, False), moment_format(E5M2, True)),
 }
 every_format = pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
+acceptance = pytest.mark.acceptance
 
 
 def step_in_triton(*arguments) -> None:
@@ -30,37 +29,38 @@ def step_in_triton(*arguments) -> None:
     step_on_cuda(*arguments)
 
 
+def assert_equal_steps(numel, formats, steps=3, gradient_scale=1.0, trained=Trained):
+    got = trained(step_in_triton, numel, formats).take_steps(range(1, steps + 1), gradient_scale)
+    expected = Trained(step_in_torch, numel, formats).take_steps(range(1, steps + 1), gradient_scale)
+    for left, right in zip(got.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(left, right)
+    got.assert_nothing_else_was_written()
+
+
 @every_format
-@pytest.mark.parametrize("numel", [1, 127, 128, 4097, 33 * 77])
+@pytest.mark.parametrize("numel", [300, *(pytest.param(n, marks=acceptance) for n in (1, 127, 128, 4097, 33 * 77))])
 def test_steps_are_equal_to_the_bit_and_write_nothing_else(numel, formats):
-    got = Trained(step_in_triton, numel, formats).take_steps(range(1, 4))
-    expected = Trained(step_in_torch, numel, formats).take_steps(range(1, 4))
-    for left, right in zip(got.tensors(), expected.tensors(), strict=True):
-        assert torch.equal(left, right)
-    got.assert_nothing_else_was_written()
+    """300 elements are a full program and a partial one."""
+    assert_equal_steps(numel, formats, steps=2 if numel == 300 else 3)
 
 
+@acceptance
 def test_tensors_at_any_address():
-    got = Unaligned(step_in_triton, 4100, FORMATS["coat"]).take_steps(range(1, 3))
-    expected = Trained(step_in_torch, 4100, FORMATS["coat"]).take_steps(range(1, 3))
-    for left, right in zip(got.tensors(), expected.tensors(), strict=True):
-        assert torch.equal(left, right)
-    got.assert_nothing_else_was_written()
+    assert_equal_steps(4100, FORMATS["coat"], steps=2, trained=Unaligned)
 
 
+@acceptance
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-22, 1e-19, 1e15], ids=str)
 def test_gradients_of_every_size(scale):
-    got = Trained(step_in_triton, 4097, FORMATS["coat"]).take_steps(range(1, 4), scale)
-    expected = Trained(step_in_torch, 4097, FORMATS["coat"]).take_steps(range(1, 4), scale)
-    for left, right in zip(got.tensors(), expected.tensors(), strict=True):
-        assert torch.equal(left, right)
+    assert_equal_steps(4097, FORMATS["coat"], gradient_scale=scale)
 
 
-@every_format
-@pytest.mark.parametrize("sort", awkward_groups(1))
-def test_groups_of_every_sort(sort, formats):
-    """As old moments, and as gradients: of zeros, constants, subnormal, huge, not finite."""
-    groups = awkward_groups(8)[sort]
+@pytest.mark.parametrize(
+    "formats", [FORMATS["coat"], *(pytest.param(each, marks=acceptance) for each in list(FORMATS.values())[1:])]
+)
+def test_groups_of_every_sort(formats):
+    """As old moments, and as gradients: zeros, constants, subnormal, huge, not finite."""
+    groups = torch.cat(list(awkward_groups(2).values()))
     outcomes = []
     for step in (step_in_triton, step_in_torch):
         stored = [encode(x, by) for x, by in zip((groups, groups.abs()), formats, strict=True)]

@@ -4,15 +4,16 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ModelError
 from tahq.memory.coat import fp8_flow_reference as reference
 from tahq.memory.coat import fp8_linear
-from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes, TensorCodes
 from tahq.memory.coat.fp8_flow import use_fp8_flow
-from tahq.memory.coat.fp8_linear import WeightCodes, product
+from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, linear_forward, product
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
 from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
@@ -194,6 +195,32 @@ def test_a_product_of_codes_is_the_product_of_their_values():
     scales = torch.tensor([0.25]), torch.tensor([3.0])
     expected = (a.double() * 0.25) @ (b.double() * 3).t()
     torch.testing.assert_close(product(a, b, scales, torch.float32, fast=True).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("products", "fp8"), [("e5m2", torch.float8_e5m2), ("e4m3", torch.float8_e4m3fn)])
+def test_backward_products_take_gradients_in_the_configured_format(products, fp8):
+    gradient = normal(4, 32)
+    codes = OutputGradient.of(gradient, WeightCodes(nn.Linear(32, 32), keep=True), torch.float32, products).codes
+    assert codes.rows.dtype == fp8
+    assert codes.scale.item() == pytest.approx(gradient.abs().max().item() / torch.finfo(fp8).max, rel=1e-6)
+    assert torch.equal(codes.rows.float(), (gradient * (1 / codes.scale)).to(fp8).float())
+
+
+def test_gate_up_and_their_product_are_each_rounded_once():
+    module = make_slice(make_spec("llama", intermediate_size=176), CoatConfig())
+    saved = module(normal(MICRO_BATCH, SEQ_LEN, 64).requires_grad_()).grad_fn.saved_tensors
+    (gate, up), y, p = (GroupCodes(*saved[6:8]), GroupCodes(*saved[8:10])), TensorCodes(*saved[10:13]), saved[13:16]
+    mlp = module.get_submodule("model.layers.1.mlp")
+    for codes, linear in ((gate, mlp.gate_proj), (up, mlp.up_proj)):
+        exact = linear_forward(y, WeightCodes(linear, keep=False), torch.float32)
+        scales = (exact.view(-1, 11, 16).abs().amax(-1) / 448).bfloat16()
+        expected = (exact * (1 / scales.float()).repeat_interleave(16, 1)).to(E4M3)
+        assert torch.equal(codes.scales, scales)
+        assert torch.equal(codes.codes.view(torch.uint8), expected.view(torch.uint8))
+    values = [reference.dequantize_groups(codes) for codes in (gate, up)]
+    product = values[0] * torch.sigmoid(values[0]) * values[1]
+    assert p[2].item() == pytest.approx(product.abs().max().item() / 448, rel=1e-6)
+    assert torch.equal(p[0].view(torch.uint8), (product * (1 / p[2])).to(E4M3).view(torch.uint8))
 
 
 def test_a_split_backward_gives_the_bits_of_a_whole_one():

@@ -25,12 +25,11 @@ from tahq.models.slice import Parts, build_parts, fill_weights
 from tahq.quant.backends import interprets_triton
 
 pytestmark = [
-    pytest.mark.skipif(
-        not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_fp8_flow_interpreted.py sets it"
-    ),
+    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-SHAPES = [(1, 1), (5, 20), (2, 130)]
+acceptance = pytest.mark.acceptance
+SHAPES = [(5, 20), pytest.param(1, 1, marks=acceptance), pytest.param(2, 130, marks=acceptance)]
 every_shape = pytest.mark.parametrize(("tokens", "channels"), SHAPES, ids=str)
 
 
@@ -41,7 +40,7 @@ def kernels():
     return fp8_flow_triton
 
 
-@pytest.mark.parametrize(("tokens", "channels"), [*SHAPES, (70, 130)], ids=str)
+@pytest.mark.parametrize(("tokens", "channels"), [*SHAPES, pytest.param(70, 130, marks=acceptance)], ids=str)
 def test_codes_with_one_scale_equal_the_references(kernels, tokens, channels):
     for x in matrices(tokens, channels).values():
         check_tensor_codes(kernels, x)
@@ -76,7 +75,7 @@ def test_every_code_comes_back(kernels):
     assert same(reference.dequantize_groups(got.codes), numbers)
 
 
-@pytest.mark.parametrize("products", ["e5m2", "bf16"])
+@pytest.mark.parametrize("products", ["e5m2", pytest.param("bf16", marks=acceptance)])
 def test_a_layer_of_kernels_computes_what_the_reference_does(kernels, monkeypatch, products):
     # As on a device with FP8 units: transposed codes are kept, and torch multiplies FP8.
     monkeypatch.setattr(fp8_linear, "has_fp8_units", lambda device: True)

@@ -139,6 +139,7 @@ def test_a_configuration_file_is_bounded(text, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.acceptance
 def test_a_spec_needs_no_layers_of_transformers():
     """The modules of layers take seconds to import; only what builds a slice may import them."""
     code = (
