@@ -82,16 +82,6 @@ def test_payloads_of_several_parts_cross_both_ways_at_once(joined, make_id):
     upper.send(backward)
     assert torch.equal(upper.recv(SOON_S).payload, forward.payload)
     assert torch.equal(lower.recv(SOON_S).payload, backward.payload)
-
-
-def test_link_that_is_closed_leaves_no_thread_of_its_own(joined):
-    for transport in joined:
-        transport.close(linger_s=5.0)
-    assert own_threads() == []
-
-
-def test_frame_of_another_run_is_refused_where_it_is_sent(joined, make_id):
-    lower, _ = joined
     with pytest.raises(LocalProtocolError, match="is not of run 77"):
         lower.send(random_frame(make_id(0)._replace(run=78), 4))
 
@@ -104,6 +94,9 @@ def test_peer_is_told_why_its_frame_was_not_taken(joined, make_id):
         upper.recv(SOON_S)
     with pytest.raises(PeerLostError, match=r"link 1 to stage 2 .*the peer ended it: .*at most 99"):
         lower.recv(SOON_S)
+    for transport in joined:
+        transport.close(linger_s=5.0)
+    assert own_threads() == []
 
 
 def test_peer_that_says_no_address_is_a_protocol_error(connected, make_id):

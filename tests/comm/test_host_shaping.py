@@ -2,7 +2,7 @@
 
 import pytest
 
-from tahq.comm.config import LinksConfig, MachineConfig, cap_bits_per_s, parse_cap
+from tahq.comm.config import LinksConfig, MachineConfig, parse_cap
 from tahq.comm.host_shaping import HostRates, host_shaping, with_measured_rates
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.network_model import GOODPUT_SHARE as GOODPUT
@@ -43,12 +43,6 @@ def test_cap_is_a_rate_or_a_share(text, cap):
 def test_what_is_neither_is_told_what_is_expected(text, message):
     with pytest.raises(ValueError, match=message):
         parse_cap(text)
-
-
-def test_share_is_of_a_rate_and_a_rate_is_itself():
-    assert cap_bits_per_s("60%", 1e8) == 6e7
-    assert cap_bits_per_s("60%", None) is None
-    assert cap_bits_per_s(2e7, 1e6) == 2e7
 
 
 @pytest.mark.parametrize("context", [None, WRITTEN_BY_HAND], ids=["json", "yaml"])
@@ -112,10 +106,6 @@ def test_share_of_what_was_measured_becomes_a_rate():
     config = links(cap_up="60%", cap_down="30mbit")
     measured = with_measured_rates(config, [host(), host(cap_up="50%")], [HostRates(1e8, 5e8), HostRates(2e7)])
     assert [caps_of(host_shaping(config, measured, stage, 2)) for stage in (0, 1)] == [(6e7, 3e7), (1e7, 3e7)]
-
-
-def test_host_that_was_not_measured_keeps_its_share():
-    config = links(cap_up="60%")
     (left,) = with_measured_rates(config, [host()], [HostRates()])
     with pytest.raises(ConfigError, match="not known"):
         host_shaping(config, [left], 0, 1)

@@ -1,6 +1,5 @@
 """Key files: whole or not at all, for their owner only, and never mistaken for one another."""
 
-import os
 import stat
 import threading
 
@@ -30,14 +29,9 @@ def test_file_is_its_owners_alone_and_gives_the_pair_back(tmp_path):
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert read_key_file(path) == keys
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_file_that_is_there_is_never_overwritten(tmp_path):
-    path, first = tmp_path / "key.secret", new_key_pair()
-    write_key_file(path, first)
     with pytest.raises(FileExistsError):
         write_key_file(path, new_key_pair())
-    assert read_key_file(path) == first
+    assert read_key_file(path) == keys
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
@@ -75,6 +69,14 @@ def test_of_many_who_make_a_file_at_once_all_get_the_same_pair(tmp_path):
     assert len(set(found)) == 1
 
 
+def test_account_has_one_key(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert default_key_path() == tmp_path / "tahq" / "key.secret"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert str(default_key_path()) == "/home/ada/.config/tahq/key.secret"
+
+
 def test_secret_is_in_no_representation():
     keys = new_key_pair()
     assert keys.secret not in f"{keys} {keys!r} {Credentials(keys, keys.public)!r}"
@@ -108,14 +110,6 @@ def test_list_of_public_keys_has_room_for_names(tmp_path):
     path.write_text(f"{one}\nfoo\n")
     with pytest.raises(UserError, match=r"workers:2: expected a public key"):
         read_public_keys(path)
-
-
-def test_account_has_one_key(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert default_key_path() == tmp_path / "tahq" / "key.secret"
-    monkeypatch.delenv("XDG_CONFIG_HOME")
-    monkeypatch.setenv("HOME", "/home/ada")
-    assert os.fspath(default_key_path()) == "/home/ada/.config/tahq/key.secret"
 
 
 # -- `security:` of cluster.yaml ------------------------------------------------------------------

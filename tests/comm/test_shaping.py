@@ -1,7 +1,5 @@
 """The shaping cores on virtual times; test_shaped_sockets.py measures the real thing."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,65 +19,48 @@ def releases(line: DelayLine[str]) -> list[tuple[str, float]]:
     return out
 
 
-def test_unshaped_uplink_is_always_free_and_holds_nothing():
-    uplink = Uplink(Shaping())
-    for item in "abc":
-        assert uplink.is_free(5.0)
-        uplink.send(item, 10**9, ready_s=5.0)
-    assert list(uplink.take_due(5.0)) == ["a", "b", "c"]
+RATE = Shaping(rate_bits_per_s=8 * MEGABIT)  # a byte takes 1 µs
 
 
-def test_message_is_serialised_and_then_delayed():
-    uplink = Uplink(Shaping(rate_bits_per_s=8 * MEGABIT, delay_s=0.25))
-    uplink.send("a", 500_000, ready_s=10.0)  # 0.5 s on the wire
-    assert releases(uplink) == [("a", 10.75)]
-    assert not uplink.is_free(10.49)
-    assert uplink.is_free(10.5)
+@pytest.mark.parametrize(
+    ("shaping", "sent", "released"),
+    [
+        (Shaping(), [("a", 10**9, 5.0), ("b", 10**9, 5.0)], [("a", 5.0), ("b", 5.0)]),
+        (Shaping(delay_s=0.25), [("a", 10**9, 1.0), ("b", 10**9, 1.0)], [("a", 1.25), ("b", 1.25)]),
+        (Shaping(8 * MEGABIT, 0.25), [("a", 500_000, 10.0)], [("a", 10.75)]),
+        # all were ready at 10.0; the thread enters them late
+        (RATE, [(item, 100_000, 10.0) for item in "abc"], [("a", 10.1), ("b", 10.2), ("c", 10.3)]),
+        (
+            RATE,
+            [("a", 100_000, 10.0), ("b", 100_000, 20.0), ("c", 100_000, 20.0)],
+            [("a", 10.1), ("b", 20.1), ("c", 20.2)],
+        ),
+    ],
+    ids=["unshaped", "delay alone", "serialised, then delayed", "backlog", "idle time is not saved up"],
+)
+def test_uplink_serialises_and_delays(shaping, sent, released):
+    uplink = Uplink(shaping)
+    for item, nbytes, ready_s in sent:
+        uplink.send(item, nbytes, ready_s)
+    is_paced = shaping.rate_bits_per_s is not None
+    assert uplink.is_free(sent[0][2]) is not is_paced
+    assert releases(uplink) == released
 
 
-def test_backlog_is_paced_exactly_however_late_the_thread_wakes():
-    uplink = Uplink(Shaping(rate_bits_per_s=8 * MEGABIT))
-    for item in "abc":  # all were ready at 10.0; the thread enters them late
-        uplink.send(item, 100_000, ready_s=10.0)
-    assert releases(uplink) == [("a", 10.1), ("b", 10.2), ("c", 10.3)]
-
-
-def test_idle_time_is_not_saved_up():
-    uplink = Uplink(Shaping(rate_bits_per_s=8 * MEGABIT))
-    uplink.send("a", 100_000, ready_s=10.0)
-    uplink.send("b", 100_000, ready_s=20.0)
-    uplink.send("c", 100_000, ready_s=20.0)
-    assert releases(uplink) == [("a", 10.1), ("b", 20.1), ("c", 20.2)]
-
-
-def test_delay_alone_does_not_pace():
-    uplink = Uplink(Shaping(delay_s=0.25))
-    for item in "ab":
-        uplink.send(item, 10**9, ready_s=1.0)
-        assert uplink.is_free(1.0)
-    assert releases(uplink) == [("a", 1.25), ("b", 1.25)]
-
-
-def test_downlink_adds_nothing_to_one_sender_of_the_same_rate():
+@pytest.mark.parametrize(
+    ("arrivals", "released"),
+    [
+        ([10.0, 10.1, 10.2], [10.0, 10.1, 10.2]),
+        ([10.0, 10.0, 10.1, 10.1], [10.0, 10.1, 10.2, 10.3]),
+        ([10.0, 90.0], [10.0, 90.0]),
+    ],
+    ids=["one sender of the same rate", "two senders", "after a pause"],
+)
+def test_downlink_paces_only_what_comes_faster_than_its_rate(arrivals, released):
     downlink = Downlink(Shaping(rate_bits_per_s=8 * MEGABIT, delay_s=99.0))
-    for i in range(3):
-        downlink.receive("abc"[i], 100_000, arrival_s=10.0 + 0.1 * i)
-    assert releases(downlink) == [("a", 10.0), ("b", 10.1), ("c", 10.2)]
-
-
-def test_two_senders_share_a_downlink():
-    downlink = Downlink(Shaping(rate_bits_per_s=8 * MEGABIT))
-    for i in range(3):
-        for sender in "xy":
-            downlink.receive(f"{sender}{i}", 100_000, arrival_s=10.0 + 0.1 * i)
-    assert [at for _, at in releases(downlink)] == [pytest.approx(10.0 + 0.1 * i) for i in range(6)]
-
-
-def test_downlink_forgets_a_pause():
-    downlink = Downlink(Shaping(rate_bits_per_s=8 * MEGABIT))
-    downlink.receive("a", 100_000, arrival_s=10.0)
-    downlink.receive("b", 100_000, arrival_s=90.0)
-    assert releases(downlink) == [("a", 10.0), ("b", 90.0)]
+    for arrival_s in arrivals:
+        downlink.receive("x", 100_000, arrival_s)
+    assert [at for _, at in releases(downlink)] == released
 
 
 def test_new_shaping_holds_for_what_enters_from_then_on():
@@ -169,14 +150,10 @@ def test_little_is_under_way_to_a_host_whose_downlink_is_capped(cap, window):
     assert Shaping(cap_down_bits_per_s=cap).receive_window_nbytes(2**26) == window
 
 
-def test_unshaped_rates_are_infinite():
-    assert (Shaping().up_bits_per_s, Shaping().down_bits_per_s) == (math.inf, math.inf)
-
-
 # Through sessions
 
 
-@pytest.mark.parametrize("rate_mbit", [20, 100, 300])
+@pytest.mark.parametrize("rate_mbit", [20, 300])
 def test_goodput_of_a_link_is_what_is_set(rate_mbit, make_frame):
     rate = rate_mbit * MEGABIT
     clock = VirtualClock()
@@ -192,17 +169,6 @@ def test_goodput_of_a_link_is_what_is_set(rate_mbit, make_frame):
     for _ in frames[1:]:
         pair.upper.recv(10.0)
     assert 4 * 8e6 / (clock() - started_s) == pytest.approx(rate, rel=0.01)
-
-
-def test_goodput_in_the_statistics_is_what_is_set(make_frame):
-    clock = VirtualClock()
-    pair = InprocPair(clock, run_id=77, shaping=Shaping(100 * MEGABIT, delay_s=0.02))
-    for i in range(5):
-        pair.lower.send(make_frame(1_000_000, micro_batch=i))
-    clock.advance(60.0)
-    (stats,) = pair.lower.take_stats()
-    # 40 Mbit at 100 Mbit/s, and one round trip until the last acknowledgement.
-    assert stats.busy_s == pytest.approx(0.4 + 0.04, rel=0.01)
 
 
 def test_small_frame_at_idle_takes_the_delay(make_frame):

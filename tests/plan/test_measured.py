@@ -38,12 +38,17 @@ def ways(measured, imitated=NOTHING):
     return {(path.source, path.target): path for path in measured.numbers(imitated, "").paths}
 
 
-def test_figures_get_four_digits(measured):
-    host = measured.numbers(Imitated(), "here").hosts[0]
+def test_figures_get_four_digits_and_are_read_back_by_the_planner(measured):
+    measured.take_paths(PATH, paths(), "stage 1")
+    measured.take_compute(compute(1, memory_bytes=0, notes=["micro-batches of 4 do not fit"]), "cpu", "stage 1")
+    assert measured.notes == ["host1: micro-batches of 4 do not fit"]
+    numbers = measured.numbers(Imitated(), "here")
+    host, unknown = numbers.hosts
     assert host.compute[0].block_forward == 0.01012
     assert host.compute[0].block_input_gradient is None
-    assert host.memory == 8_000_000_000
+    assert (host.memory, unknown.memory) == (8_000_000_000, None)
     assert host.codecs["raw:dtype=fp32"].decode_per_element == 2e-9
+    assert ClusterNumbers.model_validate(numbers.model_dump()) == numbers
 
 
 def test_workers_of_one_device_share_its_memory():
@@ -52,11 +57,6 @@ def test_workers_of_one_device_share_its_memory():
         measured.take_compute(compute(stage), device, "")
     numbers = measured.numbers(Imitated(), "")
     assert [host.memory for host in numbers.hosts] == [4_000_000_000, 4_000_000_000, 8_000_000_000]
-
-
-def test_unknown_memory_is_no_limit(measured):
-    measured.take_compute(compute(0, memory_bytes=0), "cpu", "")
-    assert measured.numbers(Imitated(), "").hosts[0].memory is None
 
 
 def test_the_dialler_sends_out_and_the_peer_in(measured):
@@ -118,6 +118,8 @@ def test_a_way_that_failed_says_why_and_the_rest_stands(measured):
     numbers = measured.numbers(Imitated(), "")
     assert len(numbers.hosts) == 2
     assert {path.failure for path in numbers.paths} == {error}
+    measured.note_apart((0, 1))
+    assert measured.failures[1].startswith("host0 and host1: both only dial out")
 
 
 def test_a_direction_that_was_measured_before_the_other_failed_is_kept(measured):
@@ -126,12 +128,6 @@ def test_a_direction_that_was_measured_before_the_other_failed_is_kept(measured)
     assert (found["host1", "host0"].rate, found["host1", "host0"].failure) == (50e6, None)
     assert found["host0", "host1"].rate is None
     assert found["host0", "host1"].failure
-
-
-def test_hosts_that_only_dial_out_are_named(measured):
-    measured.note_apart((0, 1))
-    assert measured.failures[0].startswith("host0 and host1: both only dial out")
-    assert ways(measured)["host1", "host0"].failure
 
 
 def test_a_host_without_compute_is_left_out_with_its_ways():
@@ -176,18 +172,7 @@ def test_rates_that_cannot_be_are_the_workers_fault(measured, changes):
         measured.take_paths(PATH, paths(**changes), "stage 1")
 
 
-def test_notes_say_whose_they_are(measured):
-    measured.take_compute(compute(0, notes=["micro-batches of 4 do not fit"]), "cpu", "stage 0")
-    assert measured.notes == ["host0: micro-batches of 4 do not fit"]
-
-
 def test_hosts_are_called_by_their_address_or_by_number():
     listed = [MachineConfig(address=address) for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1")]
     assert host_labels(listed, 3) == ["192.0.2.1#1", "192.0.2.2", "192.0.2.1#2"]
     assert host_labels("namespaces", 2) == host_labels("local", 2) == ["host0", "host1"]
-
-
-def test_numbers_are_numbers_as_the_planner_reads_them(measured):
-    measured.take_paths(PATH, paths(), "stage 1")
-    numbers = measured.numbers(Imitated(), "here")
-    assert ClusterNumbers.model_validate(numbers.model_dump()) == numbers
