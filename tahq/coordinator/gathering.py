@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tahq.comm.control.messages import Assign, Hello, Join, Refuse
 from tahq.comm.topology import Endpoint, Position, plan_links, total_steps
+from tahq.coordinator.journal import JournalFacts
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.run_state import RunPhase, RunState
 from tahq.coordinator.seats import Seat, SeatPhase, Seats, stage_list
@@ -135,6 +136,33 @@ def note_data(options: CoordinatorOptions, run: RunState, seats: Seats) -> None:
     run.num_samples = max(hello.num_train_samples for hello in hellos)
     if run.next_sample is None:
         run.next_sample = max(hello.next_sample for hello in hellos)
+
+
+def facts(options: CoordinatorOptions, run: RunState) -> JournalFacts:
+    """The run as its journal begins, once all workers are there."""
+    samples, next_sample = data_position(options, run, options.start_step)
+    return JournalFacts(
+        run_id=options.run_id,
+        config_hash=options.config_hash,
+        epoch=run.epoch,
+        start_step=options.start_step,
+        next_sample=next_sample,
+        num_train_samples=samples,
+        num_steps=run.num_steps,
+        global_batch=options.training.global_batch,
+        step=options.start_step,
+        snapshot=options.snapshot,
+        files=options.snapshot_files,
+        codecs=options.codecs.saved,
+    )
+
+
+def note_facts(options: CoordinatorOptions, run: RunState, facts: JournalFacts) -> None:
+    """Take the run's length and data from the journal of the coordinator before this one."""
+    run.num_steps, run.num_samples = facts.num_steps, facts.num_train_samples
+    if run.next_sample is None:
+        num_done = options.start_step - facts.start_step
+        run.next_sample = facts.next_sample + num_done * facts.global_batch
 
 
 def data_position(options: CoordinatorOptions, run: RunState, step: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""The codecs in force on each link, and who changes them: nobody, the policy, or the record of another run.
+"""The codecs in force on each link; they change by policy, by the record of another run, or never.
 
-What is decided when a step is committed holds from the next step on. The coordinator decides, COMMIT tells, so both
-ends of a link agree; a snapshot keeps what is in force after it.
+A decision made when a step is committed holds from the next step on. COMMIT tells both ends of a link, so they agree; a
+checkpoint keeps the codecs in force after it.
 """
 
 import logging
@@ -24,7 +24,7 @@ from tahq.coordinator.observer import CodecChange, LinkRecord, StepRecord, Traff
 from tahq.errors import SnapshotError
 
 RAW = "raw:dtype=fp32"
-"""What the gradients of tied embeddings cross in, and index 0 of the plan's table."""
+"""The codec of the gradients of tied embeddings, and index 0 of the plan's table."""
 DIRECTIONS: Mapping[Traffic, Direction] = {"activations": Direction.FORWARD, "gradients": Direction.BACKWARD}
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ Recorded = Mapping[int, Mapping[LinkKey, str]]
 
 @dataclass(frozen=True, slots=True)
 class CodecOptions:
-    """What links are packed with.
+    """The links' codecs.
 
     Attributes:
-        start: canonical spec by direction, as configured; empty: nobody says.
-        rules: when to change it; None: never.
-        replay: changes are those of this record.
-        saved: what a snapshot kept, as `LinkCodecs.saved` wrote it.
+        start: canonical spec by direction, as configured; empty: unknown.
+        rules: when to change them; None: never.
+        replay: the recorded run whose changes are repeated; None: the policy decides.
+        saved: the state kept in a checkpoint, as `LinkCodecs.saved` returned it.
     """
 
     start: Mapping[Traffic, str] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class LinkCodecs:
     """The codecs of a run's links, from step to step.
 
     Args:
-        options: what they begin with, and what changes them.
+        options: the codecs to begin with, and what changes them.
         num_links: cuts of the pipeline.
-        start_step: steps that the run has behind it.
+        start_step: steps behind the point where it begins.
 
     Raises:
-        SnapshotError: what a snapshot kept is not what `saved` writes.
+        SnapshotError: the checkpoint's state is not what `saved` returns.
     """
 
     def __init__(self, options: CodecOptions, num_links: int, start_step: int) -> None:
@@ -72,7 +72,7 @@ class LinkCodecs:
         self._adopt(self._replayed(start_step + 1))
 
     def start_rows(self) -> list[list[int]]:
-        """For START: what is not as configured."""
+        """START's rows: links whose codec differs from the configured one."""
         configured = self._configured.links
         return [
             self._row(key, link.rung) for key, link in self._state.links.items() if link.rung != configured[key].rung
@@ -83,7 +83,7 @@ class LinkCodecs:
         return replace(record, links=[replace(r, codec=self._spec(r.link, r.direction)) for r in record.links])
 
     def decide(self, record: StepRecord) -> tuple[tuple[CodecChange, ...], list[list[int]]]:
-        """What changes after this step, for people and, as rows, for COMMIT."""
+        """The changes after this step, for people and, as rows, for COMMIT."""
         if self._options.rules is None:
             return (), []
         changes = self._replay(record) if self._options.replay is not None else self._follow(record)
@@ -93,7 +93,7 @@ class LinkCodecs:
         return changes, [self._row(key, self._state.links[key].rung) for key in keys]
 
     def saved(self) -> dict[str, Any]:
-        """What is in force and what the policy remembers, in plain values, for a snapshot."""
+        """The codecs in force and the policy's state, in plain values, for a checkpoint."""
         if self._options.rules is None:
             return {}
         links = [
@@ -155,12 +155,12 @@ class LinkCodecs:
 
 
 _RUNGS = ("rung", "room", "floor")
-"""Kept by the codec's name, so that a ladder with other rungs in it finds its own."""
+"""Fields kept as codec names, so that a ladder with other rungs can find them."""
 _LOSSES = ("loss_average", "num_losses", "num_rising")
 
 
 def step_load(record: StepRecord, num_links: int) -> StepLoad:
-    """A committed step as the policy sees it, without what ties embeddings: that crosses after the step's work."""
+    """A committed step as the policy sees it, without the link of tied embeddings: it is used after the work."""
     cuts = [link for link in record.links if link.link < num_links]
     compute_s = max((computing_s(stage.timing) for stage in record.stages), default=0.0)
     links = {LinkKey(link.link, link.direction): _link_load(link) for link in cuts}
@@ -168,14 +168,14 @@ def step_load(record: StepRecord, num_links: int) -> StepLoad:
 
 
 def _link_load(link: LinkRecord) -> LinkLoad:
-    """With what the bytes themselves took; where a transport does not tell, the time in which any were under way."""
+    """The load by transmission time; by the time in transit where the transport does not report that."""
     if link.wire_s > 0:
         return LinkLoad(link.payload_bytes, link.wire_s, link.relative_error, uplink=link.sender)
     return LinkLoad(link.payload_bytes, link.busy_s, link.relative_error)
 
 
 def computing_s(timing: Mapping[str, float]) -> float:
-    """Seconds that a stage computed, of those by activity; links are free to send meanwhile."""
+    """Seconds that a stage computed, during which links are free to send."""
     return sum(seconds for name, seconds in timing.items() if not name.startswith(_NOT_COMPUTING))
 
 
@@ -183,10 +183,10 @@ _NOT_COMPUTING = ("wait", "beside:", "commit", "snapshot", "tie")
 
 
 def restored(rules: FollowRules, configured: PolicyState, saved: Mapping[str, Any]) -> PolicyState:
-    """The state that a snapshot kept; what it says of links or codecs that are no more is left behind.
+    """The state kept in a checkpoint, without links and codecs that do not exist any more.
 
     Raises:
-        SnapshotError: it is not what `LinkCodecs.saved` writes.
+        SnapshotError: it is not what `LinkCodecs.saved` returns.
     """
     if not saved:
         return configured
@@ -199,8 +199,8 @@ def restored(rules: FollowRules, configured: PolicyState, saved: Mapping[str, An
         return replace(configured, links=links, **{name: saved[name] for name in _LOSSES})
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(
-            f"what the snapshot keeps of the links' codecs makes no sense ({type(error).__name__}: {error}); resume "
-            "with wire.follow=false"
+            f"the links' codecs in the checkpoint cannot be read ({type(error).__name__}: {error}); resume with "
+            "wire.follow=false"
         ) from error
 
 

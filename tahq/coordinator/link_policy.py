@@ -1,17 +1,16 @@
-"""Which codec each link has in each direction from step to step: bits that follow the bandwidth.
+"""Chooses each link's codec, per direction and step: bits that follow the bandwidth.
 
-Pure: `tick` takes what was and what a step was like, and gives what will be. Invariants:
+Pure: `tick` takes the state before a step and what was measured during it, and returns the next state. Invariants:
 
-- a link's rung depends on what was measured on that link and direction, on what else its host sent, and on what all
-  stages share: the time that computing takes, the loss, and whether all was finite;
-- the time that computing takes is what a host has for sending; of it a link may use what the host's other links leave,
-  and at least an equal part;
-- bits are lowered when sending takes longer than that, at once to the most bits that fit at the rate that was
-  measured, or to the fewest there are; they are raised when more bits would have fitted with room to spare in each of
-  several steps. Between the two limits nothing changes, so measurements that differ by less than a seventh of each
-  other never move a link to and fro;
-- who raised bits and had to lower them soon waits twice as long before the next attempt;
-- the guard raises bits and holds them, whatever the link is like.
+- a link's rung depends on measurements of that link and direction, on the host's other traffic, and on what all stages
+  share: the compute time, the loss, and whether all values were finite;
+- a host can send during its compute time; a link may use the part that the host's other links leave, and at least an
+  equal part;
+- bits are lowered when sending takes longer than that, at once to the most bits that fit at the measured rate, or to
+  the fewest there are; they are raised when more bits would have fitted with room to spare in each of several steps.
+  Between the two limits nothing changes, so measurements within a seventh of each other never make a link oscillate;
+- after a raise that had to be taken back soon, the link waits twice as long before the next attempt;
+- the guard raises bits and holds them, whatever the bandwidth.
 """
 
 import math
@@ -23,17 +22,17 @@ from tahq.coordinator.observer import CodecChange, Traffic
 from tahq.quant.ladder import Ladder
 
 FULL = 1.0
-"""Share of the time there is for it that sending may take; above it the link is the bottleneck."""
+"""Share of the available time that sending may take; above it the link is the bottleneck."""
 FITS = 0.9
-"""Share that is aimed at when bits are lowered."""
+"""Target share when bits are lowered."""
 ROOM = 0.75
-"""Share that more bits would have to leave unexceeded before they are taken."""
+"""Highest share that more bits may take before they are chosen."""
 WARM_UP_STEPS = 1
-"""Steps after a start that say nothing about links: kernels are cold, and so is TCP."""
+"""Steps after a start that are ignored: kernels and TCP are cold."""
 LOSS_WINDOW = 20
-"""Steps over which the loss is averaged (exponentially), and that must have gone by before it says anything."""
+"""Steps over which the loss is averaged (exponentially), and before the average is used."""
 RISING_STEPS = 3
-"""Steps in a row above the average that count as a rise."""
+"""Consecutive steps above the average that count as a rise."""
 MOST_PATIENCE = 16
 
 
@@ -46,7 +45,7 @@ class LinkKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FollowRules:
-    """What decides. Ladders by direction; the rest as `wire.follow` has it."""
+    """The policy's parameters: ladders by direction; the rest as in `wire.follow`."""
 
     ladders: Mapping[Traffic, Ladder]
     raise_after: int = 5
@@ -58,11 +57,10 @@ class FollowRules:
 
 @dataclass(frozen=True, slots=True)
 class LinkLoad:
-    """What crossed one link in one direction during a step.
+    """The traffic of one link in one direction during a step.
 
-    `sending_s` is what sending took, which grows with the bytes. Links with the same `uplink` share one, and their
-    times add up; None: what else the host sends is in `sending_s` already. `error` is the relative error of a tensor,
-    where it was measured.
+    `sending_s` grows with the bytes. Links with the same `uplink` share it, and their times add up; None: the host's
+    other traffic is in `sending_s` already. `error` is the relative error of a tensor, where it was measured.
     """
 
     payload_bytes: int
@@ -76,11 +74,11 @@ class StepLoad:
     """One step as the policy sees it.
 
     Attributes:
-        step: its index, from 0; what is decided holds from `step + 1` on.
-        compute_s: what the stage that computes longest took, waiting left out.
-        loss: nats a token; NaN where nobody knows.
-        finite: whether the step could be applied.
-        links: what crossed; a link that is missing was idle.
+        step: its index, from 0; the decision holds from `step + 1` on.
+        compute_s: compute time of the slowest stage, waiting left out.
+        loss: nats per token; NaN: unknown.
+        finite: whether the step was applied.
+        links: their traffic; a missing link was idle.
     """
 
     step: int
@@ -96,11 +94,11 @@ class LinkState:
 
     Attributes:
         rung: in force.
-        num_slow: steps in a row in which it was the bottleneck.
-        num_room: steps in a row in which more bits would have fitted.
+        num_slow: consecutive steps in which it was the bottleneck.
+        num_room: consecutive steps in which more bits would have fitted.
         room: the highest rung that would have fitted in all of those.
-        patience: how many times `raise_after` to wait.
-        raised_at: step of the last raise for room; None: there was none, or it has proved right.
+        patience: factor on `raise_after`.
+        raised_at: step of the last raise for room; None: none, or it has proved right.
         floor: not to be lowered below this rung
         floor_until: before this step.
     """
@@ -117,7 +115,7 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """All that is remembered between steps."""
+    """The policy's state between steps."""
 
     links: Mapping[LinkKey, LinkState]
     steps_seen: int = 0
@@ -128,7 +126,7 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What holds from the next step on, and what is different from before."""
+    """The state from the next step on, and the changes."""
 
     state: PolicyState
     changes: tuple[CodecChange, ...] = field(default=())
@@ -138,9 +136,9 @@ def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> Decision:
     """Decide about the next step.
 
     Args:
-        rules: what decides.
+        rules: the parameters.
         state: after the step before.
-        load: the step that has just been computed.
+        load: the step that was just computed.
     """
     state, alarm = _watch_loss(rules, state, load)
     is_warm = state.steps_seen >= WARM_UP_STEPS and load.compute_s > 0
@@ -152,14 +150,14 @@ def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> Decision:
         links[key] = after
         if after.rung != before.rung:
             changes.append(CodecChange(*key, ladder.specs[before.rung], ladder.specs[after.rung], reason, detail))
-            if room is not None:  # what comes after it on the same uplink reckons with it
+            if room is not None:  # links after it on the same uplink account for it
                 traffic[key] = replace(traffic[key], sending_s=room.seconds(after.rung))
     return Decision(replace(state, links=links, steps_seen=state.steps_seen + 1), tuple(changes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What sending takes, would take on other rungs, and may take."""
+    """How long sending takes, would take on other rungs, and may take."""
 
     nbytes: tuple[int, ...]
     rung: int
@@ -168,16 +166,16 @@ class _Room:
     words: str
 
     def seconds(self, rung: int) -> float:
-        """On this rung, at the goodput that was measured."""
+        """Sending time on this rung, at the measured goodput."""
         return self.sending_s * self.nbytes[rung] / self.nbytes[self.rung]
 
     def share(self, rung: int) -> float:
-        """Of what it may take."""
+        """Sending time as a share of the budget."""
         return self.seconds(rung) / self.budget_s
 
 
 def _room(key: LinkKey, ladder: Ladder, rung: int, links: Mapping[LinkKey, LinkLoad], compute_s: float) -> _Room | None:
-    """None where nothing was sent."""
+    """The link's room; None if nothing was sent."""
     own = links.get(key)
     if own is None or own.sending_s <= 0:
         return None
@@ -200,7 +198,7 @@ _Outcome = tuple[LinkState, _Reason, str]
 def _decide(
     rules: FollowRules, ladder: Ladder, link: LinkState, load: StepLoad, room: _Room | None, alarm: str
 ) -> _Outcome:
-    """The guard first, then what the link can carry."""
+    """The guard decides first, then the bandwidth."""
     if alarm:
         rung = min(link.rung + 1, len(ladder.specs) - 1)
         held = replace(link, rung=rung, floor=rung, floor_until=load.step + 1 + rules.hold, num_slow=0, num_room=0)
@@ -239,19 +237,19 @@ def _roomy(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkS
 
 
 def _wait(rules: FollowRules, link: LinkState) -> int:
-    """Steps with room before bits are raised; a raise that is taken back within as many was too early."""
+    """Steps with room before bits are raised; a raise that is taken back within as many steps was too early."""
     return rules.raise_after * link.patience
 
 
 def _alarm(rules: FollowRules, traffic: LinkLoad | None) -> str:
-    """Why this link is to be raised; empty: it need not be."""
+    """Why this link must be raised; empty: it need not be."""
     if rules.max_error is None or traffic is None or traffic.error is None or traffic.error <= rules.max_error:
         return ""
-    return f"relative error {traffic.error:.3g}, at most {rules.max_error:g} is wanted"
+    return f"relative error {traffic.error:.3g}, above the limit of {rules.max_error:g}"
 
 
 def _watch_loss(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple[PolicyState, str]:
-    """The state with this step's loss in it, and why all bits are to be raised; empty: they need not be."""
+    """The state after this step's loss, and why all links must be raised; empty: they need not be."""
     if not load.finite:
         return state, "NaN or infinity"
     if not math.isfinite(load.loss):
@@ -267,10 +265,10 @@ def _watch_loss(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple
 
 
 def initial_state(rules: FollowRules, num_links: int, start: Mapping[Traffic, int]) -> PolicyState:
-    """Every link at the rung that a run begins with.
+    """Every link at the rung of the run's start.
 
     Args:
-        rules: for its directions.
+        rules: with its directions.
         num_links: cuts of the pipeline.
         start: rung by direction.
     """

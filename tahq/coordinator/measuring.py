@@ -1,7 +1,7 @@
-"""Leads the workers of `tahq measure`: first what each can do by itself, all at once, then the ways between them.
+"""Leads the workers of `tahq measure`: first each measures its own compute, all at once, then the paths between them.
 
-A way that cannot be measured is noted and the next one is measured; a worker that is lost ends it, with what has
-come in so far kept.
+A path that cannot be measured is noted and the next is measured; a lost worker ends the measurement, and the figures
+so far are kept.
 """
 
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from dataclasses import replace
 from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
 from tahq.comm.topology import Endpoint
 from tahq.coordinator.context import RunContext
-from tahq.coordinator.seats import stage_list
+from tahq.coordinator.seats import Seat, stage_list
 from tahq.errors import RemoteProtocolError
 from tahq.plan.measure.jobs import Job, MeasureRequest, planned_jobs
 from tahq.plan.measure.measured import Measured
 
 MOST_S = 30.0
-"""Of one stream whose rate does not settle."""
+"""Longest measurement of a stream whose rate does not settle."""
 TOGETHER_S = 1.5
-"""Of several streams that share a link, at least: they end together, settled or not."""
+"""Shortest measurement of streams that share a link: they end together, settled or not."""
 
 
 class Measuring:
-    """Gives orders, and takes what comes back.
+    """Orders measurements, and takes their figures.
 
     Args:
         request: what to measure.
-        measured: where figures go.
-        machines: whose connection each stage has; stages of one machine share its uplink.
+        measured: where the figures go.
+        machines: the machine of each stage; stages of one machine share its uplink.
     """
 
     def __init__(self, request: MeasureRequest, measured: Measured, machines: Sequence[str]) -> None:
@@ -42,53 +42,48 @@ class Measuring:
         self._num_orders = 0
 
     def begin(self, context: RunContext) -> None:
-        """All workers are there: have them time what they do by themselves."""
+        """All workers are there: have each measure its own compute."""
         self._context = context
         self._computing = {seat.stage for seat in context.seats.held}
         context.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs)))
-        self._tell()
+        context.tell_phase(self._activity())
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to be asked, and nothing outstanding."""
+        """Whether everything was ordered and has been answered."""
         return self._context is not None and not self._computing and not self._batches and not self._orders
 
-    def computed(self, identity: bytes, figures: ComputeMeasured) -> None:
-        """A worker has timed its device.
+    def take(self, seat: Seat, figures: ComputeMeasured | PathsMeasured) -> None:
+        """Take a worker's figures, and give the next orders.
 
         Raises:
-            RemoteProtocolError: it was not asked, or its figures cannot be.
+            RemoteProtocolError: it was not asked for them, or they are impossible.
         """
-        context = self._begun()
-        seat = context.seats.claim(identity, figures.stage)
-        if figures.stage not in self._computing or set(figures.codecs) - set(self._request.codecs):
+        if isinstance(figures, ComputeMeasured):
+            self._take_compute(seat, figures)
+        else:
+            self._take_paths(seat, figures)
+        if not self._computing and not self._orders:
+            self._next_batch()
+        self._begun().tell_phase(self._activity())
+
+    def _take_compute(self, seat: Seat, figures: ComputeMeasured) -> None:
+        if seat.stage not in self._computing or set(figures.codecs) - set(self._request.codecs):
             raise RemoteProtocolError(f"{seat.name} sent times that it was not asked for")
-        device = seat.hello.device if seat.hello else ""
-        self.measured.take_compute(figures, device, seat.name)
-        self._computing.discard(figures.stage)
+        self.measured.take_compute(figures, seat.hello.device if seat.hello else "", seat.name)
+        self._computing.discard(seat.stage)
         if not self._computing:
             self._plan()
-            self._next_batch()
-        self._tell()
 
-    def paths_measured(self, identity: bytes, figures: PathsMeasured) -> None:
-        """A worker has measured its ways.
-
-        Raises:
-            RemoteProtocolError: it was not asked, or its figures cannot be.
-        """
-        seat = self._begun().seats.claim(identity, figures.stage)
+    def _take_paths(self, seat: Seat, figures: PathsMeasured) -> None:
         job = self._orders.get(figures.order)
-        if job is None or job.dialler != figures.stage:
+        if job is None or job.dialler != seat.stage:
             raise RemoteProtocolError(f"{seat.name} sent figures of order {figures.order}, which is not its own")
         num_failures = len(self.measured.failures)
         self.measured.take_paths(job, figures, seat.name)
         for failure in self.measured.failures[num_failures:]:
             self._begun().observer.warned(failure)
         del self._orders[figures.order]
-        if not self._orders:
-            self._next_batch()
-        self._tell()
 
     def _plan(self) -> None:
         seats = self._begun().seats.held
@@ -100,7 +95,7 @@ class Measuring:
             self._begun().observer.warned(self.measured.failures[-1])
 
     def _next_batch(self) -> None:
-        """Order the next jobs of which any can be done; none: all is measured."""
+        """Order the next jobs, unless all are done."""
         while self._batches and not self._orders:
             for job in self._batches.pop(0):
                 possible = self._without_failed(job)
@@ -108,7 +103,7 @@ class Measuring:
                     self._give_order(possible)
 
     def _without_failed(self, job: Job) -> Job | None:
-        """The job with the peers that could be reached before; None: that leaves nothing to learn."""
+        """The job with the peers that could be reached before; None: fewer than two are left."""
         if job.kind == "path":
             return job
         peers = tuple(peer for peer in job.peers if not self.measured.has_failed(job.dialler, peer))
@@ -132,10 +127,6 @@ class Measuring:
         hello = self._begun().seats[stage].hello
         return [stage, self.measured.names[stage], hello.address if hello else ""]
 
-    def _tell(self) -> None:
-        """Say what is being measured."""
-        self._begun().tell_phase(self._activity())
-
     def _activity(self) -> str:
         if self._computing:
             return f"compute of {stage_list(sorted(self._computing))}"
@@ -153,5 +144,5 @@ class Measuring:
 
     def _begun(self) -> RunContext:
         if self._context is None:
-            raise RemoteProtocolError("a worker sent figures before anybody was asked to measure")
+            raise RemoteProtocolError("a worker sent figures before it was asked to measure")
         return self._context

@@ -1,7 +1,7 @@
-"""What the coordinator tells about a run, as it happens, and to whom.
+"""The records that the coordinator reports about a run, and the interface of their observers.
 
-The records are values; an observer shows or stores them and never answers. `step` counts from 1 here
-and in metrics.jsonl: it is the number of steps committed so far. (Control messages count from 0.)
+An observer shows or stores records and never answers. `step` counts from 1 here and in metrics.jsonl: it is the number
+of steps committed so far. (Control messages count from 0.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ from typing import Literal
 from tahq.coordinator.stage_split import StageSplit
 
 Traffic = Literal["activations", "gradients"]
-"""What a link carries in one direction."""
+"""The kind of data that a link carries in one direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """What is known before anybody has joined."""
+    """The run before any worker has joined."""
 
     name: str
     run_folder: Path
@@ -25,31 +25,31 @@ class RunHeader:
     address: str
     """host:port that workers dial."""
     start_step: int
-    """Steps that the snapshot has behind it; 0 for a new run."""
+    """Steps behind the checkpoint that it continues from; 0 for a new run."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """One worker as the coordinator sees it now."""
+    """A stage's worker as the coordinator sees it now."""
 
     stage: int
     host: str
     pid: int
     device: str
-    """Empty until it has said Hello."""
+    """Empty before HELLO."""
     num_parameters: int
-    """0 until it has said Hello."""
+    """0 before HELLO."""
     activity: str
     step: int
-    """Index of the step it works on, from 0; -1: none yet."""
+    """Index of the step that it works on, from 0; -1: none yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecChange:
-    """A link and direction that has another codec from the next step on.
+    """A link and direction that gets another codec from the next step on.
 
-    `reason`: sending took longest (bottleneck), more bits fit (room), quality asked for it (guard), or a run before
-    this one did so (replay). `detail` has the figures.
+    `reason`: sending took longest (bottleneck), more bits fit (room), training quality dropped (guard), or the
+    recorded run changed it (replay). `detail` has the figures.
     """
 
     link: int
@@ -66,10 +66,10 @@ class CodecChange:
 
 @dataclass(frozen=True, slots=True)
 class LinkRecord:
-    """What one worker sent on one link, in one direction, during one step.
+    """The traffic of one worker on one link, in one direction, during one step.
 
-    `codec` is what packed it, in full, empty where nobody said; `relative_error` that of one tensor, at the steps at
-    which it is measured.
+    `codec` is the full spec of its codec, "" if unknown; `relative_error` that of one tensor, at the steps at which it
+    is measured.
     """
 
     link: int
@@ -81,19 +81,19 @@ class LinkRecord:
     wire_bytes: int
     elements: int
     busy_s: float
-    """Something was queued or not acknowledged."""
+    """While anything was queued or not acknowledged."""
     sending_s: float = 0.0
-    """Of that, bytes were on their way; the rest, what there was waited behind other data."""
+    """Of that, while bytes were in transit; during the rest they waited behind other data."""
     wire_s: float = 0.0
-    """What the bytes themselves took, the length of the way left out (`comm/wire_time.py`)."""
+    """Transmission time of the bytes, without propagation delay."""
     idle_s: float = 0.0
-    """There was nothing to send."""
+    """While there was nothing to send."""
     codec: str = ""
     relative_error: float | None = None
 
     @property
     def queued_s(self) -> float:
-        """Something was there to be sent, and other data went first."""
+        """While its data waited behind other data."""
         return max(0.0, self.busy_s - self.sending_s)
 
     @property
@@ -109,7 +109,7 @@ class LinkRecord:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """How one stage spent one step: seconds by activity as measured, and put in order; what its codecs remember."""
+    """How one stage spent one step: seconds by activity as measured, and split; the size of its codecs' state."""
 
     stage: int
     timing: Mapping[str, float]
@@ -129,8 +129,8 @@ class StageRecord:
 class StepRecord:
     """One committed step.
 
-    `loss` is in nats a token, over the tokens whose loss counts; NaN if there are none. `step_time_s`
-    runs from commit to commit, evaluations left out. A skipped step changed no weight.
+    `loss` is in nats per token, over the tokens whose loss counts; NaN if there are none. `step_time_s` runs from
+    commit to commit, evaluations left out. A skipped step changed no weight.
     """
 
     step: int
@@ -152,7 +152,7 @@ class StepRecord:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens whose loss counts, a second."""
+        """Tokens whose loss counts, per second."""
         return self.tokens / self.step_time_s if self.step_time_s > 0 else 0.0
 
 
@@ -160,7 +160,7 @@ class StepRecord:
 class TracedSpan:
     """One span of a traced step, by the coordinator's clock.
 
-    `frame` names the frame that it was about (empty: none), alike on both ends of its link.
+    `frame` names the frame that it handled (empty: none), equally at both ends of the link.
     """
 
     lane: str
@@ -175,9 +175,9 @@ class TracedSpan:
 
 @dataclass(frozen=True, slots=True)
 class StageTrace:
-    """What one stage did in a traced step.
+    """The spans of one stage in a traced step.
 
-    Its clock was `offset_s` ahead of the coordinator's, to within `clock_error_s` (NaN: not known).
+    Its clock was `offset_s` ahead of the coordinator's, within `clock_error_s` (NaN: unknown).
     """
 
     stage: int
@@ -199,7 +199,7 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class ValidationRecord:
-    """Validation loss after `step` steps, in nats a token: with the wire's codec, and without (`raw`)."""
+    """Validation loss after `step` steps, in nats per token: with the wire's codecs, and without (`raw`)."""
 
     step: int
     tokens: int
@@ -209,7 +209,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """A snapshot after `step` steps that is complete, or why it is not (`error`)."""
+    """A complete checkpoint after `step` steps, or why it failed (`error`)."""
 
     step: int
     nbytes: int
@@ -218,34 +218,34 @@ class SnapshotRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ended. `message` is empty when it simply reached its last step."""
+    """How a run ended. `message` is empty if it reached its last step."""
 
     exit_status: int
     message: str
     steps_done: int
     total_steps: int
-    """0 if the run ended before it was known."""
+    """0: not known yet."""
     last_snapshot: int | None = None
-    """Steps behind the newest complete snapshot; None: there is none."""
+    """Steps behind the newest complete checkpoint; None: there is none."""
 
 
 class RunObserver:
-    """Told by the coordinator, from its thread, what happens; must return quickly and not raise.
+    """Called by the coordinator's thread as things happen; methods must return quickly.
 
-    This one ignores everything; an observer overrides what it cares for.
+    This base class ignores everything; an observer overrides the methods that it needs.
     """
 
     def opened(self, header: RunHeader) -> None:
         """The coordinator listens."""
 
     def phase_changed(self, phase: str, detail: str) -> None:
-        """The run is now `phase` (joining, connecting, training, finishing, over); `detail` says what is missing."""
+        """The run is now `phase` (joining, connecting, training, finishing, over) and waits for `detail`."""
 
     def stage_changed(self, status: StageStatus) -> None:
-        """A worker joined, said what it is, or told what it does."""
+        """A worker joined, was greeted, or reported its activity."""
 
     def stage_left(self, stage: int) -> None:
-        """This stage has no worker any more."""
+        """This stage has lost its worker."""
 
     def planned(self, start_step: int, total_steps: int) -> None:
         """All stages have joined, and the length of the run is known."""
@@ -257,16 +257,16 @@ class RunObserver:
         """All stages go back to the checkpoint after this many steps: later ones are taken again."""
 
     def step_traced(self, trace: StepTrace) -> None:
-        """All stages have told what they did in a traced step, some time after its commit."""
+        """All stages have reported a traced step, some time after its commit."""
 
     def validated(self, record: ValidationRecord) -> None:
         """The validation loss of the step committed last has come in."""
 
     def snapshot_written(self, record: SnapshotRecord) -> None:
-        """A snapshot is complete, or has failed (`record.error`); training goes on either way."""
+        """A checkpoint is complete, or has failed (`record.error`); training goes on either way."""
 
     def warned(self, text: str) -> None:
-        """Something the user should know, in one line."""
+        """A line for the user."""
 
     def ended(self, end: RunEnd) -> None:
         """The run is over; nothing follows."""

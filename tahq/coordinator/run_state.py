@@ -16,6 +16,7 @@ are kept since the base.
 """
 
 import hashlib
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -214,6 +215,16 @@ class RunState:
         command = f" with `{resume_command}`" if resume_command else ""
         return f"the run can be resumed{command} (checkpoint after step {self.last_snapshot})"
 
+    def ending_in_order(self, resume_command: str) -> Ending:
+        """How the run ends when nothing is owed any more."""
+        hint = self.resumable(resume_command)
+        if self.step < self.num_steps and self.stop_signal is not None:
+            text = f"stopped by {signal_name(self.stop_signal)} after step {self.step} of {self.num_steps}"
+            return Ending(128 + self.stop_signal, f"{text}; {hint}")
+        if self.last_snapshot != self.step:
+            return Ending(1, f"all {self.step} steps are done, but the last checkpoint could not be written; {hint}")
+        return Ending(0)
+
     # -- steps and checkpoints -------------------------------------------------------------------
 
     def begin_with(self, codecs: list[list[int]]) -> None:
@@ -272,3 +283,11 @@ def fingerprint(prepare: Prepare) -> str:
     """A hash of what a stage computed in a step, as far as PREPARE tells: equal if it is equal to the bit."""
     told = (prepare.norm2, prepare.finite, prepare.loss_sum, prepare.tokens, prepare.batch_digest)
     return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
+
+
+def signal_name(number: int) -> str:
+    """``SIGINT`` for 2; ``signal 99`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

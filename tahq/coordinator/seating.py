@@ -337,9 +337,8 @@ class Seating:
             self._context.send(self._seats[stage], order)
         self._plan_if_linked()
 
-    def relinked(self, identity: bytes, relinked: Relinked) -> None:
+    def relinked(self, seat: Seat, relinked: Relinked) -> None:
         """A neighbour has made its links ready, or cannot."""
-        seat = self._seats.claim(identity, relinked.stage)
         if relinked.epoch != self._run.epoch:
             return  # of a return that has begun anew since
         if relinked.lacking:  # perhaps found only while the frames are sent

@@ -9,10 +9,9 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
 
 from tahq.comm.control.channel import ControlServer
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
@@ -41,14 +40,14 @@ from tahq.comm.control.messages import (
 )
 from tahq.coordinator import copies, gathering, watch
 from tahq.coordinator.context import RunContext
-from tahq.coordinator.journal import Journal, JournalFacts, NotWritten
+from tahq.coordinator.journal import Journal, NotWritten
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.publishing import Publish, Publishing, publish_to_folder
-from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
+from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState, signal_name
 from tahq.coordinator.seating import Restart, Seating
-from tahq.coordinator.seats import ProcessExit, SeatPhase, Seats
+from tahq.coordinator.seats import ProcessExit, Seat, SeatPhase, Seats
 from tahq.coordinator.training import Training
 from tahq.errors import (
     InterruptedRunError,
@@ -195,15 +194,54 @@ class Coordinator:
             seat.last_seen_s = self._context.clock()
         name = seat.name if seat is not None else "a worker without a stage"
         try:
-            handler = HANDLERS.get(type(message))
-            if handler is None:
-                raise RemoteProtocolError(f"{name} sent {type(message).__name__}, which only a coordinator sends")
             self._run.check(message, name)
-            handler(self, identity, message)
+            self._handle(identity, message, name)
         except RemoteProtocolError as error:
             if self._run.phase is not RunPhase.JOINING or seat is None:
                 raise
             self._seating.dismiss(seat, Refuse(str(error)))
+
+    def _handle(self, identity: bytes, message: Message, name: str) -> None:
+        claim = partial(self._seats.claim, identity)
+        match message:
+            case Join():
+                self._seating.join(identity, message)
+            case Hello():
+                self._on_hello(identity, message)
+            case Ready():
+                self._on_ready(identity, message)
+            case Rejoin():
+                self._on_rejoin(identity, message)
+            case Relinked():
+                self._seating.relinked(claim(message.stage), message)
+            case Prepare():
+                self._on_prepare(claim(message.stage), message)
+            case Evaluated():
+                self._begun().evaluated(claim(len(self._seats) - 1), message)
+            case Snapshotted():
+                self._begun().snapshotted(claim(message.stage), message)
+            case Copied():
+                self._begun().copied(claim(message.holder), message)
+            case Traced():
+                self._begun().traced(claim(message.stage), message)
+            case LinkState():
+                self._on_link_state(claim(message.stage), message)
+            case NotKept():
+                self._on_not_kept(claim(message.stage), message)
+            case NoCheckpoint():
+                self._on_no_checkpoint(claim(message.stage), message)
+            case ComputeMeasured() | PathsMeasured():
+                self._on_measured(claim(message.stage), message)
+            case StopRequest():
+                self._on_stop_request(claim(message.stage), message)
+            case Failed():
+                self._on_failed(claim(message.stage), message)
+            case Heartbeat():
+                self._on_heartbeat(identity, message)
+            case _:
+                raise RemoteProtocolError(f"{name} sent {type(message).__name__}, which only a coordinator sends")
+        if isinstance(message, Evaluated | Snapshotted | Rejoin):
+            self._finish_if_nothing_is_owed()
 
     def _check_timers(self, polled_s: float) -> None:
         for seat in self._seats:
@@ -276,9 +314,6 @@ class Coordinator:
 
     # -- joining and coming back -----------------------------------------------------------------
 
-    def _on_join(self, identity: bytes, join: Join) -> None:
-        self._seating.join(identity, join)
-
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         self._seating.hello(identity, hello)
         if self._run.phase is not RunPhase.JOINING:
@@ -301,30 +336,10 @@ class Coordinator:
             self._say_bye(RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps were done before"))
             return
         if not self._context.journal.is_of(options.run_id, options.config_hash):
-            self._begin_journal()
+            self._context.journal.begin(gathering.facts(options, run))
         self._context.advance(RunEvent.ALL_GREETED)
         self._observer.planned(options.start_step, run.num_steps)
         self._seating.plan()
-
-    def _begin_journal(self) -> None:
-        options, run = self._options, self._run
-        samples, next_sample = gathering.data_position(options, run, options.start_step)
-        self._context.journal.begin(
-            JournalFacts(
-                run_id=options.run_id,
-                config_hash=options.config_hash,
-                epoch=run.epoch,
-                start_step=options.start_step,
-                next_sample=next_sample,
-                num_train_samples=samples,
-                num_steps=run.num_steps,
-                global_batch=options.training.global_batch,
-                step=options.start_step,
-                snapshot=options.snapshot,
-                files=dict(options.snapshot_files),
-                codecs=dict(options.codecs.saved),
-            )
-        )
 
     def _on_ready(self, identity: bytes, ready: Ready) -> None:
         seat = self._seating.ready(identity, ready)
@@ -361,50 +376,28 @@ class Coordinator:
         self._observer.warned(f"{seat.name} goes on where it was")
         self._seating.bring_back()
         self._begun().settle_copies()
-        self._finish_if_nothing_is_owed()
 
     def _go_on(self) -> None:
         """Go on where the coordinator before this one was: one of its workers lives."""
-        run, facts = self._run, self._context.journal.facts
-        run.num_steps, run.num_samples = facts.num_steps, facts.num_train_samples
-        if run.next_sample is None:
-            num_done = self._options.start_step - facts.start_step
-            run.next_sample = facts.next_sample + num_done * facts.global_batch
+        run = self._run
+        gathering.note_facts(self._options, run, self._context.journal.facts)
         self._observer.planned(self._options.start_step, run.num_steps)
         self._context.advance(RunEvent.ALL_GREETED)
         self._begin_training()
         for seat in self._seats:
             self._seating.wait_for(seat)
 
-    def _on_relinked(self, identity: bytes, relinked: Relinked) -> None:
-        self._seating.relinked(identity, relinked)
-
     # -- training --------------------------------------------------------------------------------
 
-    def _on_prepare(self, identity: bytes, prepare: Prepare) -> None:
-        training, seat = self._begun(), self._seats.claim(identity, prepare.stage)
+    def _on_prepare(self, seat: Seat, prepare: Prepare) -> None:
+        training = self._begun()
         if training.is_again(prepare):
             training.prepare_again(seat, prepare)
             self._seating.recomputed(seat)
         else:
             training.prepare(seat, prepare)
 
-    def _on_evaluated(self, identity: bytes, evaluated: Evaluated) -> None:
-        self._begun().evaluated(self._seats.claim(identity, len(self._seats) - 1), evaluated)
-        self._finish_if_nothing_is_owed()
-
-    def _on_snapshotted(self, identity: bytes, part: Snapshotted) -> None:
-        self._begun().snapshotted(self._seats.claim(identity, part.stage), part)
-        self._finish_if_nothing_is_owed()
-
-    def _on_copied(self, identity: bytes, copied: Copied) -> None:
-        self._begun().copied(self._seats.claim(identity, copied.holder), copied)
-
-    def _on_traced(self, identity: bytes, part: Traced) -> None:
-        self._begun().traced(self._seats.claim(identity, part.stage), part)
-
-    def _on_link_state(self, identity: bytes, state: LinkState) -> None:
-        seat = self._seats.claim(identity, state.stage)
+    def _on_link_state(self, seat: Seat, state: LinkState) -> None:
         link = f"link {state.link} to stage {state.peer_stage}"
         if state.reason:
             seat.degraded[state.link] = f"{seat.name}: {link} is silent"
@@ -414,16 +407,14 @@ class Coordinator:
             again = f"; {state.num_sent_again} messages were sent again so far" if state.num_sent_again else ""
             self._observer.warned(f"{seat.name}: {link} works again after {state.lasted_s:.1f} s{again}")
 
-    def _on_not_kept(self, identity: bytes, unkept: NotKept) -> None:
-        seat = self._seats.claim(identity, unkept.stage)
+    def _on_not_kept(self, seat: Seat, unkept: NotKept) -> None:
         self._observer.warned(
             f"{seat.name}: frames that it sends on link {unkept.link} are not kept until the next checkpoint is "
             f"complete: {unkept.reason}; training goes on, and if a worker dies before that, all stages go back to the "
             "last checkpoint"
         )
 
-    def _on_no_checkpoint(self, identity: bytes, lacking: NoCheckpoint) -> None:
-        seat = self._seats.claim(identity, lacking.stage)
+    def _on_no_checkpoint(self, seat: Seat, lacking: NoCheckpoint) -> None:
         why = f"{seat.name}: {lacking.reason}"
         if self._training is None:
             raise PeerLostError(f"{why}; copy the file to its host, or resume from an older checkpoint")
@@ -435,8 +426,7 @@ class Coordinator:
         self._context.tell_phase()
         self._seating.start_all_over(why)
 
-    def _on_failed(self, identity: bytes, failed: Failed) -> None:
-        seat = self._seats.claim(identity, failed.stage)
+    def _on_failed(self, seat: Seat, failed: Failed) -> None:
         why = f"{seat.name}: {failed.message}"
         if self._training is not None and seat.given_to is not None and seat.phase is not SeatPhase.READY:
             self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
@@ -459,24 +449,11 @@ class Coordinator:
             raise LocalProtocolError("training has not begun")
         return self._training
 
-    # -- measuring -------------------------------------------------------------------------------
-
-    def _on_compute_measured(self, identity: bytes, figures: ComputeMeasured) -> None:
-        measuring = self._measures()
-        measuring.computed(identity, figures)
-        self._finish_if_all_is_measured(measuring)
-
-    def _on_paths_measured(self, identity: bytes, figures: PathsMeasured) -> None:
-        measuring = self._measures()
-        measuring.paths_measured(identity, figures)
-        self._finish_if_all_is_measured(measuring)
-
-    def _measures(self) -> Measuring:
-        if self._measuring is None:
+    def _on_measured(self, seat: Seat, figures: ComputeMeasured | PathsMeasured) -> None:
+        measuring = self._measuring
+        if measuring is None:
             raise LocalProtocolError("this is a run, not a measurement")
-        return self._measuring
-
-    def _finish_if_all_is_measured(self, measuring: Measuring) -> None:
+        measuring.take(seat, figures)
         if measuring.is_finished:
             failures = measuring.measured.failures
             ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
@@ -484,8 +461,7 @@ class Coordinator:
 
     # -- stopping --------------------------------------------------------------------------------
 
-    def _on_stop_request(self, identity: bytes, request: StopRequest) -> None:
-        seat = self._seats.claim(identity, request.stage)
+    def _on_stop_request(self, seat: Seat, request: StopRequest) -> None:
         if request.signal_number not in signal.valid_signals():
             raise RemoteProtocolError(f"{seat.name} reported signal {request.signal_number}, which does not exist")
         self._stop(request.signal_number, seat.name)
@@ -529,16 +505,7 @@ class Coordinator:
         owed = self._begun().owed
         self._context.tell_phase(owed)
         if not owed:
-            self._say_bye(RunEvent.NOTHING_OWED, self._ending_in_order())
-
-    def _ending_in_order(self) -> Ending:
-        run, hint = self._run, self._run.resumable(self._options.resume_command)
-        if run.step < run.num_steps and run.stop_signal is not None:
-            text = f"stopped by {signal_name(run.stop_signal)} after step {run.step} of {run.num_steps}"
-            return Ending(128 + run.stop_signal, f"{text}; {hint}")
-        if run.last_snapshot != run.step:
-            return Ending(1, f"all {run.step} steps are done, but the last checkpoint could not be written; {hint}")
-        return Ending(0)
+            self._say_bye(RunEvent.NOTHING_OWED, self._run.ending_in_order(self._options.resume_command))
 
     def _say_bye(self, event: RunEvent, ending: Ending) -> None:
         """End the run, in order."""
@@ -583,33 +550,3 @@ class Coordinator:
         done = run.step if self._training is not None else self._options.start_step
         self._context.tell_phase("")
         self._observer.ended(RunEnd(ending.exit_status, ending.message, done, run.num_steps, run.last_snapshot))
-
-
-HANDLERS: Mapping[type[Message], Callable[[Coordinator, bytes, Any], None]] = {
-    Join: Coordinator._on_join,
-    Hello: Coordinator._on_hello,
-    Ready: Coordinator._on_ready,
-    Rejoin: Coordinator._on_rejoin,
-    Relinked: Coordinator._on_relinked,
-    Prepare: Coordinator._on_prepare,
-    Evaluated: Coordinator._on_evaluated,
-    Snapshotted: Coordinator._on_snapshotted,
-    Copied: Coordinator._on_copied,
-    ComputeMeasured: Coordinator._on_compute_measured,
-    PathsMeasured: Coordinator._on_paths_measured,
-    Traced: Coordinator._on_traced,
-    LinkState: Coordinator._on_link_state,
-    NotKept: Coordinator._on_not_kept,
-    NoCheckpoint: Coordinator._on_no_checkpoint,
-    StopRequest: Coordinator._on_stop_request,
-    Failed: Coordinator._on_failed,
-    Heartbeat: Coordinator._on_heartbeat,
-}
-
-
-def signal_name(number: int) -> str:
-    """``SIGINT`` for 2; ``signal 99`` for a number without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,13 +1,13 @@
-"""What one stage's share of a step was made of.
+"""How one stage spent a step, in parts that add up to it.
 
 A stage's step begins with the COMMIT before (or START) and ends with its own COMMIT. Up to PREPARE the worker has
-measured it (`pipeline/spans.py`); what is left of the step, from commit to commit on the coordinator's clock, it waited
-for the COMMIT: for slower stages to prepare, and for the two ways to the coordinator. So by construction
+measured it (`pipeline/spans.py`); the rest of the step, from commit to commit on the coordinator's clock, it waited for
+the COMMIT: for slower stages to prepare, and for messages to and from the coordinator. So by construction
 
     step = data + forward + backward + encode + decode + waits + optimizer + norms + snapshot + other + commit
 
-where encode and decode are those on the compute thread; what ran on threads beside it is told apart. On a GPU forward
-and backward are times of the device, which overlap with the others, and `other` is then 0 rather than negative.
+where encode and decode are those on the compute thread; work on other threads is listed apart. On a GPU forward and
+backward are device times, which overlap with the others, and `other` is then 0 rather than negative.
 """
 
 from collections.abc import Mapping
@@ -24,23 +24,23 @@ class StageSplit:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """Both gradients, where they are computed apart."""
+    """Of inputs and weights, also where they are computed apart."""
     encode_s: float = 0.0
     decode_s: float = 0.0
     wait_s: Mapping[int, float] = field(default_factory=dict)
-    """For frames, by the stage that they come from."""
+    """For frames, by sending stage."""
     wait_codec_s: float = 0.0
-    """For a thread beside to have encoded or decoded."""
+    """For another thread to encode or decode."""
     wait_memory_s: float = 0.0
-    """For room: as many micro-batches as may be were in flight."""
+    """For memory: the maximum number of micro-batches was in flight."""
     data_s: float = 0.0
     optimizer_s: float = 0.0
-    """Applying the commit before, and summing the norms for this one."""
+    """Applying the previous commit, and summing the norms for this one."""
     snapshot_s: float = 0.0
     other_s: float = 0.0
     commit_s: float = 0.0
     beside_s: Mapping[str, float] = field(default_factory=dict)
-    """Of the threads beside, by activity."""
+    """On other threads, by activity."""
 
     @property
     def compute_s(self) -> float:
@@ -49,18 +49,18 @@ class StageSplit:
 
     @property
     def frames_s(self) -> float:
-        """Waiting for frames, whoever sends them."""
+        """Waiting for frames of any stage."""
         return sum(self.wait_s.values())
 
     @property
     def compute_thread_s(self) -> float:
-        """What the compute thread was busy with, waiting for nobody."""
+        """Work of the compute thread, waiting left out."""
         coding_s = self.encode_s + self.decode_s
         return self.compute_s + coding_s + self.data_s + self.optimizer_s + self.snapshot_s + self.other_s
 
     @property
     def codec_s(self) -> float:
-        """Encoding and decoding, wherever it was done."""
+        """Encoding and decoding, on any thread."""
         return self.encode_s + self.decode_s + sum(self.beside_s.get(what, 0.0) for what in ("encode", "decode"))
 
     @property
@@ -71,7 +71,7 @@ class StageSplit:
 
 
 def stage_split(timing: Mapping[str, float], active_s: float, step_time_s: float) -> StageSplit:
-    """The split of a stage's step.
+    """Split a stage's step.
 
     Args:
         timing: seconds by activity, as `Stopwatch.take` names them.
@@ -101,6 +101,6 @@ def stage_split(timing: Mapping[str, float], active_s: float, step_time_s: float
 
 
 def _waits(timing: Mapping[str, float]) -> dict[int, float]:
-    """Of `wait:N`, by N."""
+    """Seconds of `wait:N`, by N."""
     senders = {name: name.removeprefix(WAIT) for name in timing if name.startswith(WAIT)}
     return {int(sender): timing[name] for name, sender in senders.items() if sender.isdecimal()}

@@ -1,35 +1,37 @@
-"""What a committed step looked like: the stages' PREPAREs as one `StepRecord`.
+"""What the stages report of a step, as records for observers: `StepRecord` from PREPAREs, `StepTrace` from TRACEDs.
 
-A row of `Prepare.links` is (link, direction, frames, payload bytes, wire bytes, elements, busy, sending and wire
-seconds), one of `Prepare.codec_errors` (link, direction, relative error), for what that worker sent.
+Pure: clock offsets and times are arguments. A row of `Prepare.links` is (link, direction, frames, payload bytes, wire
+bytes, elements, busy, sending and wire seconds), a row of `Prepare.codec_errors` (link, direction, relative error), for
+the frames that the worker sent.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tahq.comm.control.messages import Commit, Prepare
+from tahq.comm.control.clock_offset import ClockOffset
+from tahq.comm.control.messages import Commit, Prepare, Traced
 from tahq.comm.link.frame import Direction
-from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord, Traffic
+from tahq.coordinator.observer import LinkRecord, StageRecord, StageTrace, StepRecord, StepTrace, TracedSpan, Traffic
 from tahq.coordinator.stage_split import stage_split
 from tahq.errors import RemoteProtocolError
 
 NUM_COUNTS, ROW_LENGTH = 6, 9
 _MAX_NUMBER = 2.0**53
-"""Whole numbers up to here are what fp64 says they are; and their sums are printed, which infinity cannot be."""
+"""fp64 holds integers up to here exactly; and infinity could not be printed."""
 
 
 def step_record(
     commit: Commit, prepares: Sequence[Prepare], norm: float, step_time_s: float, chunks_per_stage: int = 1
 ) -> StepRecord:
-    """One record of a step that was just decided.
+    """The record of a step that was just decided.
 
     Args:
         commit: the decision.
         prepares: every stage's, by stage; the last one's has the loss.
         norm: global gradient norm before clipping.
         step_time_s: seconds from the commit before to this one.
-        chunks_per_stage: pieces of the model on each stage.
+        chunks_per_stage: chunks of the model on each stage.
 
     Raises:
         RemoteProtocolError: a row about a link that its stage does not have.
@@ -54,10 +56,12 @@ def step_record(
 
 
 def _with_error(record: LinkRecord, row: Sequence[float], prepare: Prepare) -> LinkRecord:
-    """The record with the error that its sender measured, which may be infinite and is never negative."""
+    """The record with the relative error that its sender measured: infinite perhaps, never negative."""
     rows = prepare.codec_errors
     if not all(len(error) == 3 and error[2] >= 0 for error in rows):
-        raise RemoteProtocolError(f"stage {prepare.stage} reported errors of codecs that make no sense: {rows}")
+        raise RemoteProtocolError(
+            f"stage {prepare.stage} reported impossible codec errors: expected rows of [link, direction, error >= 0]"
+        )
     measured = {(link, direction): error for link, direction, error in rows}
     return replace(record, relative_error=measured.get((row[0], row[1])))
 
@@ -76,7 +80,7 @@ def _link_record(
         link, direction, frames, payload_bytes, wire_bytes, elements = (int(number) for number in row[:NUM_COUNTS])
         receiver, traffic = _other_end(stage, link, Direction(direction), num_stages, chunks_per_stage)
     except (ValueError, OverflowError):
-        raise RemoteProtocolError(f"stage {stage} reported traffic that makes no sense: {list(row)}") from None
+        raise RemoteProtocolError(f"stage {stage} reported impossible traffic: {list(row)[:ROW_LENGTH]}") from None
     busy_s, sending_s, wire_s = row[NUM_COUNTS:]
     idle_s = max(0.0, step_time_s - busy_s)
     counts = (frames, payload_bytes, wire_bytes, elements)
@@ -86,7 +90,7 @@ def _link_record(
 def _other_end(
     stage: int, link: int, direction: Direction, num_stages: int, chunks_per_stage: int
 ) -> tuple[int, Traffic]:
-    """Who receives what this stage sends on this link, and what it is.
+    """The stage that receives what this stage sends on this link, and the kind of traffic.
 
     Both directions of the link of tied embeddings (the last number) carry gradients.
     """
@@ -99,3 +103,95 @@ def _other_end(
     if stage == after and link < last and direction is Direction.BACKWARD:
         return before, "gradients"
     raise ValueError
+
+
+MAX_PART = 2048
+"""Spans in one message."""
+MAX_PARTS = 256
+"""Messages of one stage about one step: half a million spans."""
+KEPT_STEPS = 16
+"""Steps whose times and parts are kept."""
+
+_Parts = dict[int, Traced]
+
+
+class TraceCollector:
+    """Collects the parts of traced steps, and brings their spans to the coordinator's clock.
+
+    A step is complete once every stage has sent all of its parts; of incomplete steps the oldest are forgotten. Parts
+    may come a step late, so those of a step that a coordinator before this one committed are dropped without an error.
+
+    Args:
+        names: of all stages, for messages and pictures.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._times: dict[int, tuple[float, float]] = {}
+        self._parts: dict[int, list[_Parts]] = {}
+
+    def committed(self, step: int, begin_s: float, end_s: float) -> None:
+        """Note when a step (from 0) began and was committed."""
+        self._times[step] = (begin_s, end_s)
+        _forget_oldest(self._times)
+
+    def take(self, part: Traced, offsets: Sequence[ClockOffset | None]) -> StepTrace | None:
+        """Count a part; the whole step once it was the last one.
+
+        Args:
+            part: from the worker of its stage.
+            offsets: each stage's clock minus the coordinator's; None: unknown.
+
+        Raises:
+            RemoteProtocolError: a step that was not committed, a repeated part, impossible numbers.
+        """
+        name = self._names[part.stage]
+        if part.step > max(self._times, default=math.inf):
+            raise RemoteProtocolError(f"{name} sent a trace of step {part.step}, which was not committed yet")
+        if part.step not in self._times:
+            return None
+        _check(part, name)
+        stages = self._parts.setdefault(part.step, [{} for _ in self._names])
+        _forget_oldest(self._parts)
+        if part.part in stages[part.stage]:
+            raise RemoteProtocolError(f"{name} sent part {part.part} of its trace of step {part.step} twice")
+        stages[part.stage][part.part] = part
+        if not all(parts and len(parts) == next(iter(parts.values())).num_parts for parts in stages):
+            return None
+        del self._parts[part.step]
+        traces = zip(self._names, stages, offsets, strict=True)
+        return StepTrace(
+            part.step + 1,
+            *self._times[part.step],
+            tuple(_stage_trace(stage, name, parts, offset) for stage, (name, parts, offset) in enumerate(traces)),
+        )
+
+
+def _forget_oldest(by_step: dict[int, object] | dict[int, tuple[float, float]] | dict[int, list[_Parts]]) -> None:
+    while len(by_step) > KEPT_STEPS:
+        del by_step[min(by_step)]
+
+
+def _check(part: Traced, name: str) -> None:
+    columns = (part.lanes, part.categories, part.names, part.frames, part.begins_s, part.ends_s)
+    lengths = {len(column) for column in (*columns, part.nbytes, part.queued_s)}
+    times = zip(part.begins_s, part.ends_s, strict=False)
+    if (
+        len(lengths) != 1
+        or max(lengths) > MAX_PART
+        or not 0 <= part.part < part.num_parts <= MAX_PARTS
+        or not all(math.isfinite(begin_s) and begin_s <= end_s < math.inf for begin_s, end_s in times)
+    ):
+        raise RemoteProtocolError(f"{name} sent a malformed trace of step {part.step}")
+
+
+def _stage_trace(stage: int, name: str, parts: _Parts, offset: ClockOffset | None) -> StageTrace:
+    offset_s, error_s = (offset.offset_s, offset.error_s) if offset is not None else (0.0, math.nan)
+    spans = [span for number in sorted(parts) for span in _spans(parts[number], offset_s)]
+    return StageTrace(stage, name, offset_s, error_s, tuple(sorted(spans, key=lambda span: span.begin_s)))
+
+
+def _spans(part: Traced, offset_s: float) -> list[TracedSpan]:
+    times = ([time_s - offset_s for time_s in column] for column in (part.begins_s, part.ends_s))
+    columns = (part.lanes, part.categories, part.names, *times, part.frames, part.nbytes, part.queued_s)
+    return [TracedSpan(*row) for row in zip(*columns, strict=True)]

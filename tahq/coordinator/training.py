@@ -17,8 +17,7 @@ from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationReco
 from tahq.coordinator.publishing import Publishing, SnapshotParts
 from tahq.coordinator.run_state import RunEvent, RunPhase
 from tahq.coordinator.seats import RestorePoint, Seat
-from tahq.coordinator.step_report import step_record
-from tahq.coordinator.tracing import TraceCollector
+from tahq.coordinator.step_report import TraceCollector, step_record
 from tahq.errors import RemoteProtocolError, SnapshotError
 from tahq.fault_points import reached
 from tahq.pipeline.checkpoint.manifest import snapshot_name

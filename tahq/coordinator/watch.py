@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tahq.coordinator import copies
 from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.run_state import UNDER_WAY, WITH_STEPS, RunPhase, RunState
+from tahq.coordinator.run_state import UNDER_WAY, WITH_STEPS, RunPhase, RunState, signal_name
 from tahq.coordinator.seats import ProcessExit, Seat, SeatPhase, Seats, stage_list
 from tahq.errors import NonFiniteError, OutOfMemoryError, PeerLostError, TahqError, UserError
 
@@ -135,10 +135,7 @@ def _why(run: RunState, seats: Seats, late: Sequence[Seat]) -> str:
 
 def status_name(status: int) -> str:
     """``status 1``; ``status -9 (SIGKILL)`` for a process that a signal ended."""
-    try:
-        return f"status {status}" if status >= 0 else f"status {status} ({signal.Signals(-status).name})"
-    except ValueError:
-        return f"status {status}"
+    return f"status {status}" if status >= 0 else f"status {status} ({signal_name(-status)})"
 
 
 def _when(run: RunState) -> str:

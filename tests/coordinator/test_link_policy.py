@@ -228,7 +228,7 @@ def test_an_error_that_is_too_large_raises_that_direction_alone(one_link):
     links = {FORWARD: LinkLoad(1000, 0.48), BACKWARD: LinkLoad(1000, 0.48, error=0.7)}
     (change,) = one_link.tell(quiet(one_link.step, links=links))
     assert (change.direction, change.new) == ("gradients", "wf:bits=5")
-    assert change.detail == "relative error 0.7, at most 0.5 is wanted"
+    assert change.detail == "relative error 0.7, above the limit of 0.5"
 
 
 def test_a_loss_that_rises_against_its_average_raises_all_bits(one_link):

@@ -655,7 +655,7 @@ def test_codecs_that_change_are_told_to_all_with_the_commit_and_kept_in_the_snap
 def test_a_snapshot_whose_codecs_make_no_sense_ends_the_run_before_its_first_step(scene):
     scene.workers()
     assert scene.run(codecs=follow_options(saved={"links": 3})) == SnapshotError.exit_status
-    assert "makes no sense" in scene.end.message
+    assert "cannot be read" in scene.end.message
 
 
 def test_stage_of_a_key_is_given_to_nobody_else(scene, scripted_worker):

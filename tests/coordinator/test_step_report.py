@@ -47,10 +47,10 @@ def test_links_have_the_error_that_was_measured_of_their_codec(prepare):
 
 
 @pytest.mark.parametrize("rows", [[[]], [[1.0, 0.0]], [[1.0, 0.0, -0.1]], [[1.0, 0.0, math.nan]]])
-def test_errors_that_make_no_sense_name_the_stage(prepare, rows):
+def test_impossible_errors_name_the_stage(prepare, rows):
     prepares = [prepare(4, stage) for stage in range(3)]
     prepares[1] = prepare(4, 1, codec_errors=rows)
-    with pytest.raises(RemoteProtocolError, match="stage 1 reported errors of codecs"):
+    with pytest.raises(RemoteProtocolError, match="stage 1 reported impossible codec errors"):
         record(prepares)
 
 
@@ -72,9 +72,9 @@ def test_one_stage_has_no_links(prepare):
         [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan],
     ],
 )
-def test_traffic_that_makes_no_sense_names_the_stage(prepare, row):
+def test_impossible_traffic_names_the_stage(prepare, row):
     prepares = [prepare(4, 0, links=[row]), prepare(4, 1), prepare(4, 2)]
-    with pytest.raises(RemoteProtocolError, match="stage 0 reported traffic"):
+    with pytest.raises(RemoteProtocolError, match="stage 0 reported impossible traffic"):
         record(prepares)
 
 

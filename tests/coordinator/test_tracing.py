@@ -7,7 +7,7 @@ import pytest
 
 from tahq.comm.control.clock_offset import ClockOffset
 from tahq.comm.control.messages import Prepare, Traced
-from tahq.coordinator.tracing import KEPT_STEPS, MAX_PART, MAX_PARTS, TraceCollector
+from tahq.coordinator.step_report import KEPT_STEPS, MAX_PART, MAX_PARTS, TraceCollector
 from tahq.errors import RemoteProtocolError
 
 EXACT = [ClockOffset(0.0, 0.0)] * 2
@@ -66,12 +66,12 @@ def test_clock_that_was_never_compared_is_said_to_be_unknown(collector):
     ],
 )
 def test_trace_that_makes_no_sense_names_its_stage(collector, changes):
-    with pytest.raises(RemoteProtocolError, match=r"stage 0 \(a, pid 1\) sent a trace of step 4 that makes no sense"):
+    with pytest.raises(RemoteProtocolError, match=r"stage 0 \(a, pid 1\) sent a malformed trace of step 4"):
         collector.take(replace(part(0, 11.0), **changes), EXACT)
 
 
 def test_part_that_is_too_long_or_comes_twice_or_of_no_such_step_is_refused(collector):
-    with pytest.raises(RemoteProtocolError, match="makes no sense"):
+    with pytest.raises(RemoteProtocolError, match="malformed trace"):
         collector.take(part(0, *([11.0] * (MAX_PART + 1))), EXACT)
     collector.take(part(0, 11.0), EXACT)
     with pytest.raises(RemoteProtocolError, match="part 0 of its trace of step 4 twice"):
