@@ -34,7 +34,7 @@ def test_a_listed_host_listens_and_is_dialled_as_its_entry_says():
 
 
 def test_a_takeover_on_another_machine_advertises_that_machine(caplog):
-    taking = options(takeover=True, stage=1)
+    taking = options(replaces_host=True, stage=1)
     assert listening_addresses(taking, configured(hosts=HOSTS), 1) == ("127.0.0.1:0", None)
     assert "does not have the address 198.51.100.2 of hosts.1" in caplog.text
     own = configured(hosts=[HOSTS[0], {"address": "localhost", "bind": "127.0.0.1:7001"}])

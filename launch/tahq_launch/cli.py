@@ -1,9 +1,10 @@
-"""The commands of tahq: `tahq`, and `tahq-launch`, `tahq-worker` and `tahq-netem`, which are three of them.
+"""The programs `tahq`, `tahq-launch`, `tahq-worker` and `tahq-netem`; the last three are commands of the first.
 
-Only words are here: what a command does is imported when it is run, so that `--help` needs no torch.
+Implementations are imported when a command runs, so that `--help` needs no torch.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -16,20 +17,8 @@ from tahq_launch.run_commands import coordinator, export, keygen, launch, trace,
 from tahq_netem.cli import netem_app
 
 
-def _umbrella() -> typer.Typer:
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.callback(invoke_without_command=True)(_version)
-    for command in (launch, worker, coordinator, keygen, measure, plan, export, trace, probe):
-        app.command(command.__name__)(command)
-    app.add_typer(codec_app(), name="codec")
-    app.add_typer(netem_app(), name="netem")
-    return app
-
-
-def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
-) -> None:
-    """Train language models over slow networks, one stage of layers a machine."""
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Train language models over slow networks, with one stage of layers per machine."""
     if version:
         print(f"tahq {__version__}")
         raise typer.Exit
@@ -37,26 +26,34 @@ def _version(
 
 def main() -> int:
     """The program `tahq`."""
-    return run_app(_umbrella(), "tahq", sys.argv[1:] or ["--help"])
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(_version)
+    for command in (launch, worker, coordinator, keygen, measure, plan, export, trace, probe):
+        app.command(command.__name__)(command)
+    app.add_typer(codec_app(), name="codec")
+    app.add_typer(netem_app(), name="netem")
+    return run_app(app, "tahq", sys.argv[1:] or ["--help"])
+
+
+def _one_command(command: Callable[..., int], program: str) -> int:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(command)
+    return run_app(app, program, sys.argv[1:])
 
 
 def launch_main() -> int:
-    """The program `tahq-launch`: `tahq launch` under a name of its own."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(launch)
-    return run_app(app, "tahq-launch", sys.argv[1:])
-
-
-def netem_main() -> int:
-    """The program `tahq-netem`: `tahq netem` under a name of its own."""
-    return run_app(netem_app(), "tahq-netem", sys.argv[1:] or ["--help"])
+    """The program `tahq-launch`: the same as `tahq launch`."""
+    return _one_command(launch, "tahq-launch")
 
 
 def worker_main() -> int:
-    """The program `tahq-worker`: `tahq worker` under a name of its own."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(worker)
-    return run_app(app, "tahq-worker", sys.argv[1:])
+    """The program `tahq-worker`: the same as `tahq worker`."""
+    return _one_command(worker, "tahq-worker")
+
+
+def netem_main() -> int:
+    """The program `tahq-netem`: the same as `tahq netem`."""
+    return run_app(netem_app(), "tahq-netem", sys.argv[1:] or ["--help"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""`tahq codec …`: which codecs there are, what a stream holds, what each codec would do to a tensor.
-
-Only words are here, as in `cli`: what a command does is imported when it is run.
-"""
+"""The command lines of `tahq codec list`, `inspect` and `compare`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,22 +12,21 @@ Shape = Annotated[
     typer.Option(
         "--shape",
         metavar="N,…",
-        show_default=False,
         help="Shape of the encoded tensor, e.g. 2,1024,1600. Default: none.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line. Default: a table.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks. Default: one line an error.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line. Default: a table.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks. Default: one line per error.")]
 
 
 def list_codecs(
     shape: Annotated[
-        str, typer.Option("--shape", metavar="N,…", help="Shape for which bits an element are counted.")
+        str, typer.Option("--shape", metavar="N,…", help="Tensor shape for which bits per element are computed.")
     ] = "2,1024,1600",
     json_lines: Json = False,
     debug: Debug = False,
 ) -> int:
-    """List the codecs: parameters with their defaults, bits an element.
+    """List the codecs with their parameters, defaults and bits per element.
 
     Example: tahq codec list --shape 4,512,768
     """
@@ -43,25 +39,22 @@ def list_codecs(
 def inspect(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", show_default=False, help="A stream as codec.encode returns it, e.g. x.tah."),
+        typer.Argument(metavar="FILE", help="A stream as codec.encode returns it, e.g. x.tah."),
     ],
     spec: Annotated[
         str | None,
-        typer.Option(
-            metavar="SPEC", show_default=False, help="Codec that wrote it, e.g. tah:group=32. Default: a guess."
-        ),
+        typer.Option(metavar="SPEC", help="Codec that wrote it, e.g. tah:group=32. Default: guessed from the header."),
     ] = None,
     shape: Shape = None,
     hex_nbytes: Annotated[
         int, typer.Option("--hex", min=0, metavar="N", help="Also print the first N bytes, annotated.")
     ] = 0,
-    key: Annotated[int, typer.Option(min=0, metavar="K", help="Key it was encoded with; eden's values need it.")] = 0,
+    key: Annotated[int, typer.Option(min=0, metavar="K", help="Key it was encoded with; needed to decode eden.")] = 0,
     debug: Debug = False,
 ) -> int:
-    """Show what a stream holds, and decode it to be sure that it is valid.
+    """Show the header, sections and statistics of an encoded stream, and decode it to check it.
 
-    Header, sections and statistics. A stream does not carry its codec and shape: without --spec and --shape
-    only what the header alone says is shown.
+    A stream does not carry its codec and shape: without --spec and --shape only the header is shown.
 
     Example: tahq codec inspect boundary.tah --spec tah --shape 2,1024,1600 --hex 64
     """
@@ -74,15 +67,14 @@ def inspect(
 def compare(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", show_default=False, help="Tensors [..., C]: .safetensors or .npy."),
+        typer.Argument(metavar="FILE", help="Tensors [..., C]: .safetensors or .npy."),
     ],
     tensors: Annotated[
         list[str] | None,
         typer.Option(
             "--tensor",
             metavar="NAME",
-            show_default=False,
-            help="Which tensor, may be repeated. Default: all that codecs take.",
+            help="Tensor to use; may be repeated. Default: all that codecs accept.",
         ),
     ] = None,
     specs: Annotated[
@@ -90,30 +82,28 @@ def compare(
         typer.Option(
             "--spec",
             metavar="SPEC",
-            show_default=False,
-            help="Which codec, e.g. fixed:bits=6; may be repeated. Default: the usual ones.",
+            help="Codec to try, e.g. fixed:bits=6; may be repeated. Default: a selection of all codecs.",
         ),
     ] = None,
-    draws: Annotated[int, typer.Option(min=2, metavar="N", help="Keys tried of a randomised codec.")] = 16,
+    draws: Annotated[int, typer.Option(min=2, metavar="N", help="Number of keys to try with a randomised codec.")] = 16,
     backend: Annotated[
-        str, typer.Option(metavar="auto|reference|cpu|triton", help="Implementation to use, e.g. reference.")
+        str, typer.Option(metavar="auto|reference|cpu|triton", help="Implementation, e.g. reference.")
     ] = "auto",
-    device: Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="Where to encode, e.g. cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="Device to encode on, e.g. cuda:1.")] = "cpu",
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="OUT.PNG",
-            show_default=False,
-            help="Also draw error against bits with the Gaussian bound (.png, .pdf, .svg). Default: no plot.",
+            help="Also plot error against bits with the Gaussian bound (.png, .pdf, .svg). Default: none.",
         ),
     ] = None,
     json_lines: Json = False,
     debug: Debug = False,
 ) -> int:
-    """Measure what each codec costs and loses on tensors of yours.
+    """Measure size, error and speed of codecs on your tensors.
 
-    Bytes, bits an element, relative error, the Gaussian bound on it, largest error, cosine, bias, the worst token's
-    relative error, and millions of elements a second (one thread on the CPU).
+    Bytes, bits per element, relative error and its Gaussian bound, largest error, cosine, bias, the worst token's
+    relative error, and millions of elements per second (one thread on the CPU).
 
     Example: tahq codec compare boundary.safetensors --spec tah --spec fixed:bits=6 --plot frontier.png
     """
@@ -146,6 +136,6 @@ def codec_app() -> typer.Typer:
 
 
 def _group(context: typer.Context) -> None:
-    """List codecs, look into their streams, compare them on tensors."""
+    """List codecs, inspect their streams, and compare them on tensors."""
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -1,9 +1,8 @@
-"""How a tahq command ends: one line on stderr, the right exit status, a traceback only when asked for.
+"""Options that several commands share, and how a command ends: one line on stderr and an exit status.
 
-Invariants:
-- what the user can mend is one line, ``tahq-launch: cluster.yaml:3: …``, and never a traceback;
-- a traceback is shown with ``--debug`` and always kept in the log of a run that has one;
-- the status comes from the error's class (`tahq.errors`); what is not ours is status 1.
+- What the user can correct is one line, ``tahq-launch: cluster.yaml:3: …``, without a traceback.
+- A traceback is shown with ``--debug``, and is always in the log of a run that has one.
+- The exit status is the error class's (`tahq.errors`); any other exception is status 1.
 """
 
 import logging
@@ -18,40 +17,37 @@ import typer
 from tahq.errors import TahqError, message_of
 
 ConfigPath = Annotated[
-    Path,
-    typer.Argument(metavar="CLUSTER.YAML", show_default=False, help="What to run, e.g. launch/examples/demo.yaml."),
+    Path, typer.Argument(metavar="CLUSTER.YAML", help="Configuration of the run, e.g. launch/examples/demo.yaml.")
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        show_default=False,
         help="Change one key of the file, e.g. --set training.steps=200 --set links.rate=50mbit. May be repeated.",
     ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue the run of this name from its newest snapshot. Default: a new run.")
+    bool, typer.Option("--resume", help="Continue the run of this name from its newest checkpoint. Default: a new run.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, log in detail. Default: one line an error.")]
-
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and log in detail. Default: one line per error.")]
 
 log = logging.getLogger("tahq")
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run one command line and turn whatever comes out of it into an exit status.
+    """Run one command line and return its exit status.
 
     Args:
         app: the commands.
-        program: what error messages and the help call it.
+        program: its name in messages and help.
         arguments: the command line without the program's name.
 
     Returns:
-        What the command returned; 2 for a command line that is wrong; an error's own status; 130 after
-        Ctrl-C (typer's doing); 1 for an error that nobody foresaw.
+        What the command returned; 2 for a wrong command line; an error's own status; 130 after Ctrl-C (typer does
+        that); 1 for an unexpected exception.
     """
-    log.addHandler(logging.NullHandler())  # without one, Python prints errors that nobody handles
+    log.addHandler(logging.NullHandler())  # else Python prints errors that have no handler
     try:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
@@ -63,7 +59,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def report_error(program: str, error: Exception, *, debug: bool) -> int:
-    """Say what went wrong as `run_app` does; returns the exit status."""
+    """Print an error as `run_app` does; returns the exit status."""
     if debug:
         traceback.print_exception(error)
     if isinstance(error, TahqError):
@@ -80,17 +76,17 @@ def _say(program: str, message: str, status: int) -> int:
 
 
 def one_line(message: str) -> str:
-    """A message with its line breaks folded, so that it can be found and quoted as one line."""
+    """A message with its line breaks folded."""
     return " ".join(part.strip() for part in message.splitlines() if part.strip())
 
 
 def log_to_stderr(level: int, *, is_log: bool) -> None:
-    """Send what tahq logs to stderr.
+    """Send tahq's log messages to stderr.
 
     Args:
-        level: the least that is shown.
-        is_log: stderr is a log file: everything goes there, tracebacks too. Else it is read by a
-            person, whom `run_app` tells of an error in one line, so that errors are left out here.
+        level: the lowest level that is shown.
+        is_log: stderr is a log file: everything goes there, tracebacks too. Otherwise a person reads it, and errors
+            are left out, because `run_app` prints them in one line.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -101,5 +97,5 @@ def log_to_stderr(level: int, *, is_log: bool) -> None:
 
 
 def announce(line: str) -> None:
-    """A line for whoever waits for it on the other end of a pipe, too."""
+    """Print a line at once, also into a pipe."""
     print(line, flush=True)

@@ -1,6 +1,6 @@
-"""The commands before a run: `plan`, `measure` and `probe`.
+"""The command lines of `plan`, `measure` and `probe`.
 
-Only words are here: what a command does is imported when it is run, so that `--help` needs no torch.
+Each function imports its implementation when it is called, so that `--help` needs no torch.
 """
 
 from pathlib import Path
@@ -17,49 +17,43 @@ def plan(
         Path | None,
         typer.Option(
             metavar="MEASURED.YAML",
-            show_default=False,
-            help="Numbers of the hosts and of the paths between them, as tahq measure writes them. "
-            "Default: estimated from CLUSTER.YAML.",
+            help="Measured speeds of hosts and network paths, from tahq measure. Default: estimated from CLUSTER.YAML.",
         ),
     ] = None,
     codecs: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SPEC|ladder",
-            show_default=False,
-            help="A codec that may be chosen, link by link, the most faithful first, e.g. --codecs wf:bits=5 "
-            "--codecs wf:bits=3; ladder: those of docs/planner.md. May be repeated. Default: as wire says.",
+            help="A codec that the planner may choose per link, the most accurate first, e.g. --codecs wf:bits=5 "
+            "--codecs wf:bits=3; ladder: the list in docs/planner.md. May be repeated. Default: the codecs of wire.",
         ),
     ] = None,
     schedules: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            show_default=False,
-            help="A schedule that may be chosen, e.g. --schedules zero-bubble. May be repeated. "
+            help="A schedule that the planner may choose, e.g. --schedules zero-bubble. May be repeated. "
             "Default: all but interleaved.",
         ),
     ] = None,
-    stages: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Stages. Default: as many as are best.")
-    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Number of stages. Default: the fastest number.")] = None,
     max_replicas: Annotated[
-        int, typer.Option(min=1, help="Most pipelines side by side, each on hosts of its own.")
+        int, typer.Option(min=1, help="Largest number of pipeline replicas, each on its own hosts.")
     ] = 1,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Write a cluster.yaml with the plan put in."),
+        typer.Option(metavar="FILE", help="Write a cluster.yaml that follows the plan. Default: none."),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write all figures there too.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")
     ] = None,
     grid: Annotated[bool, typer.Option("--grid", help="Draw the simulated step.")] = False,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> int:
-    """Say which hosts, in which order, with how many layers each, train fastest, and why.
+    """Find the fastest assignment of layers to hosts, and explain it.
 
-    Predicts tokens a second by simulation; starts nothing and contacts nobody.
+    Predicts tokens per second by simulation; starts nothing and contacts no host.
 
     Example: tahq plan cluster.yaml --numbers measured.yaml --write planned.yaml
     """
@@ -73,7 +67,7 @@ def plan(
 
 def measure(
     cluster_yaml: ConfigPath,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the figures go, for `tahq plan`.")] = Path(
+    output: Annotated[Path, typer.Option(metavar="FILE", help="File to write, for `tahq plan --numbers`.")] = Path(
         "measured.yaml"
     ),
     micro_batch: Annotated[
@@ -81,47 +75,47 @@ def measure(
         typer.Option(
             min=1,
             metavar="SAMPLES",
-            show_default=False,
-            help="A size to time, e.g. --micro-batch 4. May be repeated. Default: the run's, half of it and twice.",
+            help="Micro-batch size to time, e.g. --micro-batch 4. May be repeated. Default: 0.5, 1 and 2 times the run's.",
         ),
     ] = None,
     codecs: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SPEC",
-            show_default=False,
-            help="A codec to time, e.g. --codecs eden:bits=3. May be repeated. Default: those of wire.",
+            help="Codec to time, e.g. --codecs eden:bits=3. May be repeated. Default: the codecs of wire.",
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long each stream is looked at, at least; 30 at most.")
+        float, typer.Option(metavar="SECONDS", help="Shortest time to observe each stream; at most 30.")
     ] = 1.0,
     connections: Annotated[
         list[int] | None,
         typer.Option(
             metavar="N",
-            show_default=False,
-            help="Try each way over so many connections too, e.g. --connections 4. May be repeated. Default: one.",
+            help="Also measure each path over this many TCP connections, e.g. --connections 4. May be repeated. "
+            "Default: one connection.",
         ),
     ] = None,
     parallel: Annotated[
         bool,
-        typer.Option("--parallel", help="Pairs without a common host at the same time. Default: one pair at a time."),
+        typer.Option(
+            "--parallel", help="Measure pairs without a common host at the same time. Default: one pair at a time."
+        ),
     ] = False,
     access: Annotated[
-        bool, typer.Option(help="Measure each host's uplink and downlink, with all others at once.")
+        bool, typer.Option(help="Measure each host's uplink and downlink with all other hosts at once.")
     ] = True,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> int:
-    """Have the hosts of CLUSTER.YAML measure themselves and each other.
+    """Measure the compute speed of the hosts of CLUSTER.YAML, and the network between them.
 
-    Times the parts of the model and the codecs, and what every way between two hosts carries. Starts workers as
-    tahq-launch does, but touches no run.
+    Times the parts of the model, the codecs, and the path between every two hosts. Starts workers as tahq-launch does,
+    but changes no run folder.
 
     Example: tahq measure launch/examples/demo.yaml --output measured.yaml
 
-    Exit status: as tahq-launch; 3 if a host could not reach another. What was measured is written all the same.
+    Exit status: as tahq-launch; 3 if a host could not reach another (the other measurements are still written).
     """
     from tahq_launch.plan.measure import MeasureOptions
     from tahq_launch.plan.measure import measure as measure_hosts
@@ -147,35 +141,35 @@ def probe(
         list[str] | None,
         typer.Option(
             metavar="'FORWARD / BACKWARD'",
-            show_default=False,
-            help="A pair of codecs to try, e.g. --wire 'tah:group=32 / fixed:bits=8'. May be repeated. "
+            help="Codec pair to try, e.g. --wire 'tah:group=32 / fixed:bits=8'. May be repeated. "
             "Default: the run's, and tah with tiles of 64 and 32, backward raw and with the run's.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of training that are probed.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to probe.")] = 4,
     batches: Annotated[
-        int, typer.Option(min=1, help="Global batches at each of them; their mean stands for the expectation.")
+        int, typer.Option(min=1, help="Global batches per probed step; their mean estimates the expectation.")
     ] = 4,
-    warm_up: Annotated[int, typer.Option(min=0, help="Steps of training before, without codecs.")] = 0,
+    warm_up: Annotated[int, typer.Option(min=0, help="Training steps before the probe, without codecs.")] = 0,
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", show_default=False, help="Hugging Face folder. Default: as the run starts."),
+        typer.Option(metavar="FOLDER", help="Hugging Face folder with weights. Default: the run's initial weights."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda|cuda:N", show_default=False, help="Default: as configured.")
+        str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device. Default: as configured.")
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write all figures there too.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Weights of the run's newest snapshot. Default: as the run starts.")
+        bool,
+        typer.Option("--resume", help="Use the weights of the run's newest checkpoint. Default: its initial weights."),
     ] = False,
     debug: Debug = False,
 ) -> int:
-    """Say before a long run what its codecs do to its gradients.
+    """Measure the error that a run's codecs cause in its gradients.
 
-    Trains a few steps without codecs, in this process, and compares each gradient with what the codecs make of it.
+    Trains a few steps without codecs, in this process, and compares each gradient with the gradient under the codecs.
 
     Example: tahq probe launch/examples/demo.yaml --warm-up 20 --wire 'tah / fixed:bits=6'
     """

@@ -1,10 +1,9 @@
-"""The commands that a run is made of: `launch`, `worker`, `coordinator` and `keygen`.
+"""The command lines of `launch`, `worker`, `coordinator`, `keygen`, `export` and `trace`.
 
-Only words are here: what a command does is imported when it is run, so that `--help` needs no torch.
+Each function imports its implementation when it is called, so that `--help` needs no torch.
 """
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,89 +14,74 @@ from tahq_launch.command_line import ConfigPath, Debug, Overrides, Resume, annou
 
 log = logging.getLogger("tahq")
 
+RunFolderPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, e.g. runs/demo.")]
+
 
 def launch(
     cluster_yaml: ConfigPath,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print layers, memory, bytes on each link and the schedule; start nothing.",
-        ),
+        bool, typer.Option("--dry-run", help="Print layers, memory, bytes per link and the schedule; start nothing.")
     ] = False,
     resume: Resume = False,
     debug: Debug = False,
 ) -> int:
-    """Train what CLUSTER.YAML describes, from start to end.
+    """Train the model that CLUSTER.YAML describes.
 
-    Starts a worker for each stage here or over ssh, leads them, and leaves runs/NAME behind.
+    Starts one worker per stage, on this machine or over ssh, coordinates them, and writes runs/NAME.
 
     Example: tahq-launch launch/examples/demo.yaml --set run.name=first --set training.steps=20
 
-    Exit status: 0 done, 1 our fault, 2 a mistake in the input, 3 a worker was lost (resume the run), 4 out of
-    memory, 5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after a snapshot.
+    Exit status: 0 done, 1 internal error, 2 mistake in the input, 3 worker lost (resume the run), 4 out of memory,
+    5 halted on NaN or infinity, 130 and 143 stopped by Ctrl-C or SIGTERM after writing a checkpoint.
     """
-    from tahq.config.file import placed_errors
-    from tahq_launch.start.prepared_run import StartRequest
+    from tahq.config.file import load_config, placed_errors
 
     with placed_errors(cluster_yaml, overrides or ()):
-        if dry_run:
-            return _dry_run(cluster_yaml, overrides or [])
-        from tahq_launch.start.launcher import launch as launch_run
+        if not dry_run:
+            from tahq_launch.start.launcher import launch as launch_run
+            from tahq_launch.start.prepared_run import StartRequest
 
-        return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
+            return launch_run(StartRequest(cluster_yaml, tuple(overrides or ()), resume, debug), announce)
+        from tahq_launch.plan.dry_run import dry_run as describe
+        from tahq_launch.start.local_checks import check_local
+        from tahq_launch.start.resolution import resolve_for_run
 
-
-def _dry_run(cluster_yaml: Path, overrides: Sequence[str]) -> int:
-    from tahq.config.file import load_config
-    from tahq_launch.plan.dry_run import dry_run
-    from tahq_launch.start.local_checks import check_local
-    from tahq_launch.start.resolution import resolve_for_run
-
-    config = resolve_for_run(load_config(cluster_yaml, overrides))
-    check_local(config)
-    print(dry_run(config))
-    return 0
+        config = resolve_for_run(load_config(cluster_yaml, overrides or ()))
+        check_local(config)
+        print(describe(config))
+        return 0
 
 
 def worker(
-    peer: Annotated[
-        str, typer.Option(metavar="HOST:PORT", show_default=False, help="The coordinator, e.g. 192.0.2.1:5555.")
-    ],
-    stage: Annotated[
-        int | None, typer.Option(min=0, show_default=False, help="Stage to serve, from 0. Default: any that is free.")
-    ] = None,
+    peer: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator, e.g. 192.0.2.1:5555.")],
+    stage: Annotated[int | None, typer.Option(min=0, help="Stage to serve, from 0. Default: any free stage.")] = None,
     bind: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            show_default=False,
-            help="Where neighbours are listened to, e.g. 0.0.0.0:7001; port 0: any free one. "
-            "Default: as the hosts entry says, else the address that faces the coordinator.",
+            help="Address to listen on for neighbours, e.g. 0.0.0.0:7001; port 0: any free port. Default: from the "
+            "stage's hosts entry, else the address that faces the coordinator.",
         ),
     ] = None,
     advertise: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT|none",
-            show_default=False,
-            help="What neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
-            "none: this machine only dials out. Default: as bound.",
+            help="Address that neighbours dial, e.g. 203.0.113.9:7001 behind a router that forwards the port; "
+            "none: this machine only dials out. Default: the bound address.",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="cpu|cuda|cuda:N", show_default=False, help="Where to compute, e.g. cuda:1. Default: as configured."
-        ),
+        typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device, e.g. cuda:1. Default: as configured."),
     ] = None,
     takeover: Annotated[
         bool,
         typer.Option(
             "--takeover",
-            help="Take the stage from whoever holds it: you know that it is gone, or must go. What it has not finished "
-            "is computed again.",
+            help="Take the stage from the worker that holds it, because that worker is gone or must go. Its unfinished "
+            "work is computed again.",
         ),
     ] = False,
     spare: Annotated[
@@ -105,43 +89,41 @@ def worker(
         typer.Option("--spare", help="Wait, and take the stage of a host that is lost. Default: take a free stage."),
     ] = False,
     restarts: Annotated[
-        int, typer.Option(min=0, help="How often to start again by itself after being killed, by a signal or a crash.")
+        int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
     ] = 10,
     key: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            show_default=False,
-            help="This worker's secret key, e.g. ~/gpu1.secret. Default: this account's, made if there is none.",
+            help="File with this worker's secret key, e.g. ~/gpu1.secret. Default: this account's key, created if "
+            "it does not exist.",
         ),
     ] = None,
     coordinator_key: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY",
-            show_default=False,
-            help="The coordinator's public key, which it prints. Default: that it has the same key as this worker.",
+            metavar="KEY", help="The coordinator's public key, as it prints it. Default: this worker's own public key."
         ),
     ] = None,
     no_curve: Annotated[
-        bool, typer.Option("--no-curve", help="For a run with security.curve: off. Default: with CURVE only.")
+        bool, typer.Option("--no-curve", help="For a run with security.curve: off. Default: CURVE is required.")
     ] = False,
     debug: Debug = False,
     die_with_launcher: Annotated[bool, typer.Option("--die-with-launcher", hidden=True)] = False,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
     keys_from_stdin: Annotated[bool, typer.Option("--keys-from-stdin", hidden=True)] = False,
 ) -> int:
-    """Serve one stage of a run, on this machine.
+    """Serve one stage of a run on this machine.
 
-    The configuration comes from the coordinator. A worker that is killed starts again by itself, and the run goes on;
-    one whose coordinator is killed waits for it.
+    The configuration comes from the coordinator. A worker that is killed restarts by itself and the run continues; a
+    worker whose coordinator is killed waits for it.
 
     Example: tahq-worker --stage 1 --peer 192.0.2.1:5555
     """
     from tahq_launch.start import run_keys, worker_lifetime
 
     if no_curve and (key is not None or coordinator_key is not None):
-        raise typer.BadParameter("it goes with neither --key nor --coordinator-key", param_hint="--no-curve")
+        raise typer.BadParameter("it excludes --key and --coordinator-key", param_hint="--no-curve")
     if no_curve:
         credentials = None
     elif keys_from_stdin:
@@ -154,9 +136,9 @@ def worker(
         worker_lifetime.exit_with_stdin()
     launched = die_with_launcher or exit_with_stdin
     if spare and (stage is not None or takeover):
-        raise typer.BadParameter("a spare takes whichever stage needs it; leave out --stage and --takeover")
+        raise typer.BadParameter("a spare takes any stage that needs a worker; leave out --stage and --takeover")
     if takeover and stage is None:
-        raise typer.BadParameter("--takeover needs --stage, the one to take")
+        raise typer.BadParameter("--takeover needs --stage, the stage to take")
     log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
 
     def serve(worker_id: str, is_first: bool) -> int:
@@ -165,13 +147,13 @@ def worker(
 
         wanted = -1 if stage is None else stage
         place = (wanted, peer, bind, advertise, device, worker_id, takeover and is_first)
-        return run_worker(WorkerOptions(*place, credentials, spare))
+        return run_worker(WorkerOptions(*place, credentials, spare, replaces_host=takeover))
 
     if launched:
         return serve("", True)
     from tahq.comm.zmq.addresses import parse_address
 
-    parse_address(peer, "coordinator")  # once, and not in child after child
+    parse_address(peer, "coordinator")  # a mistake is reported once, not by every child
     log.info("dialling %s …", peer)  # before the child, which imports torch first
 
     def served(worker_id: str, is_first: bool) -> int:
@@ -180,9 +162,7 @@ def worker(
         except Exception as error:
             return report_error("tahq-worker", error, debug=debug)
 
-    from tahq_launch.start.worker_lifetime import supervise
-
-    return supervise(served, restarts)
+    return worker_lifetime.supervise(served, restarts)
 
 
 def coordinator(
@@ -191,23 +171,21 @@ def coordinator(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            show_default=False,
-            help="Where to listen for workers, e.g. 0.0.0.0:5555; port 0: any free one. Default: run.bind.",
+            help="Address to listen on for workers, e.g. 0.0.0.0:5555; port 0: any free port. Default: run.bind.",
         ),
     ] = None,
     advertise: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            show_default=False,
-            help="What workers dial, if another, e.g. 203.0.113.9:5555. Default: run.advertise, else as bound.",
+            help="Address that workers dial, e.g. 203.0.113.9:5555. Default: run.advertise, else the bound address.",
         ),
     ] = None,
     overrides: Overrides = None,
     resume: Resume = False,
     debug: Debug = False,
 ) -> int:
-    """Lead a run whose workers are started by hand.
+    """Coordinate a run whose workers are started by hand.
 
     Prints the tahq-worker command of every stage.
 
@@ -227,16 +205,12 @@ def coordinator(
 def keygen(
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="File of the secret key, e.g. gpu1.secret. Default: ~/.config/tahq/key.secret.",
-        ),
+        typer.Option(metavar="FILE", help="File to write, e.g. gpu1.secret. Default: ~/.config/tahq/key.secret."),
     ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Make none: print the public key of the one there is.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the public key of the existing file instead.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Make a key, and print its public half.
+    """Make a key pair and print its public half.
 
     The secret half goes to a file of mode 600. The public half is for security.allow, or for --coordinator-key.
 
@@ -249,17 +223,13 @@ def keygen(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The run's folder, e.g. runs/demo.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False, help="Folder to make, e.g. demo-hf.")],
-    step: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Snapshot after so many steps. Default: the newest.")
-    ] = None,
+    run: RunFolderPath,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create, e.g. demo-hf.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint after this step. Default: the newest.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file, e.g. 2GB.")] = "4GB",
     debug: Debug = False,
 ) -> int:
-    """Write a run's model as a Hugging Face folder.
-
-    It holds config.json, safetensors and the tokenizer.
+    """Write a run's model as a Hugging Face folder: config.json, safetensors and the tokenizer.
 
     Example: tahq export runs/demo demo-hf
     """
@@ -277,21 +247,20 @@ def export(
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The run's folder, e.g. runs/demo.")],
+    run: RunFolderPath,
     step: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Of this step. Default: medians of the last 20.")
+        int | None, typer.Option(min=1, help="Show this step. Default: medians of the last 20 steps.")
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.json",
-            show_default=False,
-            help="Write the steps of run.trace_steps (or --step) as one picture for ui.perfetto.dev. Default: none.",
+            help="Also write the traced steps (run.trace_steps, or --step) as one file for ui.perfetto.dev.",
         ),
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Say what a run's steps are spent on, and what limits them.
+    """Show how a run's steps spend their time, and which resource limits them.
 
     Example: tahq trace runs/demo --step 10 --output demo.json
     """

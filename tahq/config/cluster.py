@@ -27,6 +27,8 @@ from tahq.units import Section, format_size, write_duration
 
 NUM_BYTE_TOKENS = 256
 """Vocabulary of the `bytes` tokenizer."""
+MAX_MICRO_BATCHES = 65_536
+"""Per step; the schedule lists each of them."""
 
 
 class ClusterConfig(Section):
@@ -170,6 +172,12 @@ class ClusterConfig(Section):
 
     def _check_schedule(self) -> None:
         pipeline, count = self.pipeline, self.training.num_micro_batches
+        if count > MAX_MICRO_BATCHES:
+            raise DisagreementError(
+                ("training", "global_batch"),
+                f"training.global_batch {self.training.global_batch} is {count} micro-batches of training.micro_batch "
+                f"{self.training.micro_batch}; at most {MAX_MICRO_BATCHES} micro-batches fit into a step",
+            )
         try:
             generate(
                 pipeline.schedule, pipeline.stages, count, depths=pipeline.depths, chunks_per_stage=pipeline.chunks

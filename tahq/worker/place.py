@@ -36,6 +36,7 @@ class WorkerOptions:
     `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
     this one takes its stage from whoever holds it. Without `credentials` there is no CURVE. A `spare` waits for the
     stage of a host that is lost; one that `stands_by` wants its stage back, and becomes a spare if another has it.
+    One that `replaces_host` was started with --takeover, perhaps on another machine than its stage was planned for.
     """
 
     stage: int
@@ -48,6 +49,7 @@ class WorkerOptions:
     credentials: Credentials | None = None
     spare: bool = False
     stands_by: bool = False
+    replaces_host: bool = False
 
     @property
     def own_keys(self) -> KeyPair | None:
@@ -125,7 +127,7 @@ def listening_addresses(options: WorkerOptions, config: ClusterConfig, stage: in
     bind, advertise = format_address(local_address_towards(options.peer), 0), None
     if isinstance(config.hosts, list) and not options.spare:
         host = config.hosts[stage]
-        if not options.takeover or is_local_address(host.address):
+        if not options.replaces_host or is_local_address(host.address):
             bind, advertise = host.bind, host.advertise or format_address(host.address, 0)
         elif options.advertise is None:
             log.warning(

@@ -157,7 +157,7 @@ def test_finished_run_is_not_overwritten(tahq, tmp_path):
 
 def test_resume_of_nothing_says_so(tahq, tmp_path):
     write_config(tmp_path, TINY)
-    assert_one_line(tahq("tahq-launch", "cluster.yaml", "--resume"), 2, "runs/tiny", "no snapshot")
+    assert_one_line(tahq("tahq-launch", "cluster.yaml", "--resume"), 2, "runs/tiny", "no checkpoint")
 
 
 def test_remote_hosts_need_an_address_that_they_can_dial(tahq, tmp_path):

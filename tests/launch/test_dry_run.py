@@ -240,6 +240,12 @@ def test_samples_of_impossible_length_are_refused(value):
         load(f"data.seq_len={value}")
 
 
+@pytest.mark.parametrize("value", [2**62, 2**40, 10**6])
+def test_steps_of_too_many_micro_batches_are_refused(value):
+    with pytest.raises(ConfigError, match=r"training\.global_batch .* at most 65536 micro-batches"):
+        load(f"training.global_batch={value}")
+
+
 def test_model_folder_that_is_missing_is_refused(tmp_path):
     with pytest.raises(ModelError, match="is not a folder"):
         dry_run(load_config(EXAMPLES / "finetune_folder.yaml", [f"model.path={tmp_path}/none"]))

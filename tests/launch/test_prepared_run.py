@@ -13,7 +13,8 @@ from tahq.config.file import config_hash, load_config
 from tahq.errors import ConfigError
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import ModelSlice
-from tahq_launch.start.prepared_run import StartRequest, check_reachable, continued_config, prepared_run
+from tahq_launch.start.origin import continued_config
+from tahq_launch.start.prepared_run import StartRequest, check_reachable, prepared_run
 from tahq_launch.start.resolution import resolve_for_run
 
 OLD_RUN = Path(__file__).parents[1] / "integration" / "runs_5e6a489" / "gpt2"

@@ -72,6 +72,15 @@ def test_signals_go_to_the_child(tmp_path):
     assert process.returncode == 143
 
 
+def test_signal_that_kills_the_child_before_it_listens_ends_the_parent(tmp_path):
+    process = start(tmp_path, "time.sleep(60)")
+    wait_until(lambda: len(children(tmp_path)) == 1, 30, "the child runs")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert len(children(tmp_path)) == 1
+
+
 def test_child_dies_with_its_parent(tmp_path):
     process = start(tmp_path, "time.sleep(60)")
     wait_until(lambda: len(children(tmp_path)) == 1, 30, "the child runs")

@@ -9,29 +9,24 @@ import logging
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
-from tahq.config.file import config_hash, config_json, dump_yaml, load_config, resolve
-from tahq.coordinator.journal import Journal, JournalFacts
+from tahq.config.file import config_hash, config_json, dump_yaml, load_config
+from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.options import CoordinatorOptions
-from tahq.errors import ConfigError, NothingToDoError, UserError
-from tahq.pipeline.checkpoint.resume import compare_configs, keep_model_sizes
-from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
-from tahq.typed_yaml.mistakes import Origins, one_line
+from tahq.errors import ConfigError
+from tahq.pipeline.checkpoint.snapshot import turn_back
 from tahq_launch.export import keep_source
 from tahq_launch.start.codec_choice import codec_options
+from tahq_launch.start.origin import Origin, resumed
 from tahq_launch.start.resolution import resolve_for_run
 from tahq_launch.start.run_folder import RunFolder
 from tahq_launch.start.run_keys import RunKeys, make_run_keys
-from tahq_launch.taken_over import configuration_of, facts_to_go_on_with, is_same
 
 log = logging.getLogger("tahq")
 
@@ -66,26 +61,6 @@ class StartRequest:
         told = ["--advertise", self.advertise] if self.advertise is not None else []
         changes = [word for override in self.overrides for word in ("--set", override)]
         return f"{self.program} {shlex.join([str(self.config_path), *bound, *told, '--resume', *changes])}"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a run begins: at nothing, or at a snapshot of itself.
-
-    `notes` say what is different from the run that is continued, and `warnings` why it is not its newest snapshot;
-    `codecs` is what its links were packed with. `next_sample` (which `start_step` begins with) and the least `epoch`
-    are known where a coordinator goes on after another.
-    """
-
-    run_id: int
-    start_step: int = 0
-    snapshot: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    codecs: Mapping[str, Any] = field(default_factory=dict)
-    next_sample: int | None = None
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +101,7 @@ def prepared_run(
     fresh = None if request.resume else _with_codecs(resolve_for_run(given), Origin(secrets.randbits(63)))
     with folder.locked() as epoch, Journal(folder.journal) as journal:
         folder.check_startable(resume=request.resume)
-        config, origin, codecs = fresh or _with_codecs(*_resumed(folder, given, journal))
+        config, origin, codecs = fresh or _with_codecs(*resumed(folder, given, journal))
         with _log_file(folder.launcher_log, "debug" if request.debug else config.run.log_level):
             _begin_at(folder, origin)
             _keep_config(folder, config, origin)
@@ -147,106 +122,12 @@ def _warnings(config: ClusterConfig) -> list[str]:
     ]
 
 
-def _resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
-    """The resolved configuration, and where the run goes on: where it was, or else at a snapshot."""
-    kept = configuration_of(folder) if journal.has_run else None
-    if kept is not None:
-        config = resolve_for_run(continued_config(kept.model_dump(mode="json"), given))
-        facts = facts_to_go_on_with(journal, kept, folder) if is_same(kept, config) else None
-        if facts is not None:
-            return kept, _where_it_was(facts)
-    return _continued(folder, given)
-
-
-def _where_it_was(facts: JournalFacts) -> Origin:
-    """The run goes on where its coordinator was killed; stages that have lost their workers begin at the snapshot."""
-    return Origin(
-        run_id=facts.run_id,
-        start_step=facts.step,
-        snapshot=facts.snapshot,
-        files=facts.files,
-        notes=("the coordinator was killed: going on where the run was",),
-        codecs=facts.codecs,
-        next_sample=facts.next_sample + (facts.step - facts.start_step) * facts.global_batch,
-        epoch=facts.epoch + 1,
-    )
-
-
-def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, Origin]:
-    """The configuration to go on with, and where; SnapshotError for changes that cannot be.
-
-    NothingToDoError if there is nothing to go on with.
-    """
-    chosen = choose_snapshot(folder.snapshots, all_files_here=isinstance(given.hosts, str))
-    manifest = chosen.manifest
-    config = resolve_for_run(continued_config(manifest.config, given))
-    report = compare_configs(manifest.config, config.model_dump(mode="json"))
-    report.check()
-    _check_is_left(config, manifest.step)
-    lost = _unreadable_config(folder)
-    warning = (f"{lost}; the configuration is that of the checkpoint after step {manifest.step}",) if lost else ()
-    return config, Origin(
-        run_id=manifest.run_id,
-        start_step=manifest.step,
-        snapshot=str(chosen.folder.relative_to(folder.path)),
-        files=manifest.sha256,
-        notes=tuple(report.lines()),
-        warnings=(*chosen.warnings, *warning),
-        codecs=dict(manifest.meta.get("codecs") or {}),
-    )
-
-
-def _unreadable_config(folder: RunFolder) -> str:
-    """What is wrong with the run's config.yaml; empty: nothing."""
-    try:
-        load_config(folder.config)
-    except UserError as error:
-        return str(error) if folder.config.exists() else f"{folder.config} is missing"
-    return ""
-
-
-def _check_is_left(config: ClusterConfig, num_done: int) -> None:
-    """NothingToDoError where no step is left; how many an epoch has only a worker knows, which reads the data."""
-    steps = config.training.steps
-    if steps is not None and steps <= num_done:
-        raise NothingToDoError(
-            f"nothing to do: training.steps is {steps}, and the run is already after step {num_done}; to train on, set "
-            "it to more"
-        )
-
-
 def _begin_at(folder: RunFolder, origin: Origin) -> None:
     """Leave behind what is newer than the snapshot to continue from."""
     for warning in origin.warnings:
         log.warning("%s", warning)
     if origin.snapshot and origin.next_sample is None:
         turn_back(folder.snapshots, folder.path / origin.snapshot)
-
-
-def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
-    """What is given now, with what it leaves open as the snapshot has it.
-
-    The model keeps its sizes, and where neither the number of chunks on as many stages nor the way of dividing is
-    another, each chunk keeps its layers: costs measured again would move the cuts.
-
-    Args:
-        old: the resolved configuration of the snapshot, as plain values.
-        given: the configuration to go on with, not resolved yet.
-
-    Raises:
-        ConfigError: what is given does not go with what is kept, samples longer than the model's positions, say.
-    """
-    values = keep_model_sizes(old, resolve(given).model_dump(mode="json"))
-    kept, pipeline = old.get("pipeline", {}), values["pipeline"]
-    # a snapshot of an older version has no chunks
-    same_division = all(pipeline[key] == kept.get(key, 1) for key in ("stages", "chunks", "balance"))
-    if pipeline["layers"] is None and same_division:
-        values["pipeline"] = {**pipeline, "layers": kept.get("layers")}
-    try:
-        return ClusterConfig.model_validate(values)
-    except ValidationError as error:
-        source = "cannot resume so, with the model as the snapshot has it"
-        raise ConfigError(one_line(error, values, ClusterConfig, Origins(source, {}, {}))) from error
 
 
 def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> None:
