@@ -75,7 +75,7 @@ def measure(
         typer.Option(
             min=1,
             metavar="SAMPLES",
-            help="Micro-batch size to time, e.g. --micro-batch 4. May be repeated. Default: 0.5, 1 and 2 times the run's.",
+            help="Size to time, e.g. --micro-batch 4. May be repeated. Default: 0.5, 1 and 2 times the run's.",
         ),
     ] = None,
     codecs: Annotated[
