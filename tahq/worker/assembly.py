@@ -31,9 +31,9 @@ from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import build_sleeping_slice
 from tahq.models.slice import ModelSlice, Parts, build_parts, build_slice, fill_weights
+from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room, wait_for_room
 from tahq.pipeline.checkpoint.manifest import StageMeta, arithmetic_differences, arithmetic_of, snapshot_folder
-from tahq.pipeline.checkpoint.restoring import own_file
 from tahq.pipeline.checkpoint.snapshot import prune
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader, write_stage
 from tahq.pipeline.checkpoint.writer import SnapshotWriter

@@ -8,9 +8,8 @@ from tahq.comm.host_shaping import host_shaping
 from tahq.comm.zmq.endpoint import ZmqEndpoint
 from tahq.comm.zmq.files import FileSource, pieces
 from tahq.config.cluster import ClusterConfig
-from tahq.pipeline.checkpoint.copy_keeper import CopyKeeper
+from tahq.pipeline.checkpoint.copies import CopyKeeper, own_file, restored
 from tahq.pipeline.checkpoint.manifest import snapshot_folder
-from tahq.pipeline.checkpoint.restoring import own_file, restored
 from tahq.worker.assembly import snapshots_folder
 
 RATE_SHARE = 0.05
@@ -51,7 +50,7 @@ class OffHost:
         return self._endpoint.address if self._config.run.copies else ""
 
     def restored(self, working: Callable[[str], None]) -> Assign:
-        """See `restoring.restored`; what this worker begins at is given to others too."""
+        """See `copies.restored`; what this worker begins at is given to others too."""
         num_stages = self._config.pipeline.stages
         assign = restored(self._assign, self._run_folder, num_stages, self._fetch, working)
         name = own_file(assign, num_stages)

@@ -26,7 +26,7 @@ from tahq.comm.zmq.files import (
     unpack_request,
 )
 from tahq.errors import PeerLostError, RemoteProtocolError
-from tahq.pipeline.checkpoint.fetched_file import PARTIAL_SUFFIX, fetch_file, has_file
+from tahq.pipeline.checkpoint.copies import PARTIAL_SUFFIX, fetch_file, has_file
 
 RUN = 77
 SERVER_KEYS, ASKER_KEYS = new_key_pair(), new_key_pair()
@@ -85,7 +85,7 @@ def test_damaged_bytes_are_not_kept(asker, server, offered, tmp_path):
     content, sha256, path = offered
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     target = tmp_path / "there"
-    with pytest.raises(RemoteProtocolError, match="there has the SHA-256"):
+    with pytest.raises(RemoteProtocolError, match="there arrived with SHA-256"):
         fetch_file(target, sha256, lambda offset: pieces(asker, source(server, sha256), offset=offset))
     assert not target.exists()
     assert not (tmp_path / f"there{PARTIAL_SUFFIX}").exists()

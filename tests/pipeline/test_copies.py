@@ -7,8 +7,7 @@ import pytest
 
 from tahq.comm.control.messages import Assign, Copied, Copy
 from tahq.errors import PeerLostError
-from tahq.pipeline.checkpoint.copy_keeper import CopyKeeper
-from tahq.pipeline.checkpoint.restoring import restored
+from tahq.pipeline.checkpoint.copies import CopyKeeper, restored
 
 CONTENT = {step: f"stage 3 after step {step}".encode() * 1000 for step in (5, 10)}
 
@@ -80,7 +79,7 @@ def test_newer_order_takes_the_place_of_one_under_way(scene):
     ("changes", "why"),
     [
         ({"address": "nobody:7"}, "silent"),
-        ({"address": ""}, "not here"),
+        ({"address": ""}, "no other worker has it"),
         ({"file": "../stage-003-x"}, "not a plain file name"),
         ({"sha256": "ab" * 32}, "SHA-256"),
     ],
@@ -138,7 +137,7 @@ def test_stage_begins_at_the_newest_snapshot_that_its_host_has(tmp_path):
     path.write_bytes(CONTENT[10])
     assert begin(assignment(), tmp_path).start_step == 10
     path.write_bytes(CONTENT[10][:-1])
-    with pytest.raises(PeerLostError, match=f"stage 3 cannot begin again: {NAMES[3]} is missing or damaged"):
+    with pytest.raises(PeerLostError, match=f"stage 3 cannot restart: {NAMES[3]} is missing or damaged"):
         begin(assignment(), tmp_path)
 
 
