@@ -35,7 +35,7 @@ def free_bytes(device: torch.device, proc: Path = _PROC, cgroups: Path = _CGROUP
 
 
 def _left_by_groups(membership: Path, cgroups: Path) -> Iterator[int]:
-    """What is left of every limit in the unified hierarchy that applies to this process."""
+    """Bytes left under each limit of the unified hierarchy that applies to this process."""
     path = next((line[3:] for line in _lines(membership) if line.startswith("0::")), None)
     if path is None:
         return

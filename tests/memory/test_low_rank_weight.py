@@ -218,7 +218,7 @@ def test_gap_and_similarities_are_saved():
 def test_states_of_another_rank_are_refused():
     saved = everything(new_weight(values_of((33, 65)), rank=8))
     with pytest.raises(
-        SnapshotError, match=r"exp_avg/h\.0\.weight is torch\.uint8 \[8, 65\] in the snapshot, expected"
+        SnapshotError, match=r"exp_avg/h\.0\.weight is torch\.uint8 \[8, 65\] in the checkpoint, expected"
     ):
         new_weight(values_of((33, 65))).load(saved.__getitem__)
 

@@ -31,7 +31,7 @@ import triton.language as tl
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, ROUNDING, ROUNDING_BITS, magnitude_bits
 
 FACTOR = 4.0
-"""What quotients |x|/s are multiplied by, so that in fp16 the lowest are not too coarse nor the slopes too large."""
+"""Factor of quotients |x|/s, so that in fp16 the lowest are not too coarse nor the slopes too large."""
 STEPS: dict[bool, tuple[tuple[float, float, int], ...]] = {
     True: ((1e6 / 9, 1 / 18, 3), *((10.0 ** (6 - i) / 0.9, -1 / 9, 1 << i) for i in range(2, 7))),
     False: (
@@ -40,14 +40,14 @@ STEPS: dict[bool, tuple[tuple[float, float, int], ...]] = {
         *((10.0 ** (6 - i) / 0.9, -1 / 9, 2 << i) for i in range(2, 7)),
     ),
 }
-"""By sign: slope and offset of each x, and what the step is multiplied by. Borders 0 and up are at 0.275, 1.9, 5.5 and
+"""By sign: slope and offset of each x, and the factor of its step. Borders 0 and up are at 0.275, 1.9, 5.5 and
 14.5·10⁻⁶ with signs, 0, 0.55, 1.45, 3.25, 5.5, 7.75 and 12.2·10⁻⁶ without; steps take the place from k to k + 1 between
 the kth and the next: 4 and 7, and 0.1, 1.3, 2.5, 3.7, 6.6 and 9.2·10⁻⁶ of the scale.
 """
 
 
 def places_ptx(signed: bool) -> str:
-    """Numbers, from 0, of the borders to look at for four quotients times FACTOR; and the same four as bytes.
+    """PTX for the indices of the borders to compare for four quotients times FACTOR, also as bytes.
 
     Operands: $0–$3 places; $4 the bytes; $5–$8 the quotients, fp32.
     """
@@ -68,7 +68,7 @@ def places_ptx(signed: bool) -> str:
 
 
 def codes_ptx(signed: bool) -> str:
-    """Four codes, as bytes.
+    """PTX for four codes, as bytes.
 
     With signs, a code is 127 + p or 127 − p; p is 128 for what is nearest to −1, too, and then taken for 127.
 
@@ -153,7 +153,7 @@ def scales_of(largest):
 def largest_of(values, SIGNED: tl.constexpr):
     """Bits of the largest magnitude of each block of values [R, H, C], int32 [R, 1, 1]; a NaN is the largest.
 
-    Without signs, there is none to take off: not even that of a NaN, which comes of arithmetic, on a device.
+    Unsigned values need no sign removed: on a device not even a NaN from arithmetic has one.
     """
     bits = magnitude_bits(values) if SIGNED or IS_INTERPRETED else values.to(tl.int32, bitcast=True)
     return tl.max(tl.max(bits, axis=1, keep_dims=True), axis=2, keep_dims=True)
@@ -163,9 +163,9 @@ def largest_of(values, SIGNED: tl.constexpr):
 def _look_up(tables, first, second):
     """Entries, fp32 [R, H, C], at places, int32 [R, H, C], of a table and of the next one.
 
-    Through shared memory, where an address takes one instruction, not two, and lines of the cache don't matter. Nor
-    does the layout that Triton would choose for a load like this, and bring all other tensors to. For both tables at
-    once: threads wait for each other once.
+    Through shared memory, where an address takes one instruction instead of two and cache lines do not matter, and
+    which avoids the layout that Triton would choose for such a load and convert all other tensors to. Both tables at
+    once, so that threads wait for each other once.
     """
     if not _HAS_GATHER:
         return tl.load(tables + first), tl.load(tables + TABLE + second)
@@ -179,7 +179,7 @@ def _look_up(tables, first, second):
 
 @triton.jit
 def _factors(largest):
-    """What to multiply borders, and magnitudes, by: s, and FACTOR/s to 2⁻²⁰, both fp32 [R, 1, 1].
+    """The factors of borders and of magnitudes: s, and FACTOR/s to 2⁻²⁰, both fp32 [R, 1, 1].
 
     Of s, finite and normal, FACTOR/s is normal, too. Its fraction, in [1, 2), is inverted by itself; with a low bit set
     it is above 1, and the inverse is below 1.
@@ -199,7 +199,7 @@ def _factors(largest):
 
 @triton.jit
 def _places(quotients, SIGNED: tl.constexpr):
-    """The numbers, from 0, of the borders to look at for quotients times FACTOR: int32, and uint8. A NaN is at 0."""
+    """The indices of the borders to compare for quotients times FACTOR: int32, and uint8; 0 for NaN."""
     if IS_INTERPRETED:
         place = _interpreted_place(quotients * (1.0 / _FACTOR), SIGNED)
         return place, place.to(tl.uint8)

@@ -18,11 +18,11 @@ from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import IS_INTERPRETED
 
 ELEMENTS = 1024
-"""Of a program: of several warps, as one alone would look up tables by shuffles, at three times the instructions."""
+"""Per program, of several warps: a single warp would look up tables by shuffles, at three times the instructions."""
 ELEMENTS_PER_WARP = 256
-"""Eight a thread."""
+"""Eight per thread."""
 _PLAIN_ELEMENTS_PER_WARP = 128
-"""Four a thread: 16 bytes of fp32."""
+"""Four per thread: 16 bytes of fp32."""
 _ROW = 128
 """Elements of a block that a warp reads at a time."""
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
@@ -30,7 +30,7 @@ _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", 
 
 @triton.jit
 def load_once(pointers, is_real, other, MASKED: tl.constexpr):
-    """What is read once: it leaves the cache before tables do."""
+    """Load numbers that are read once, to be evicted from the cache before tables are."""
     if MASKED:
         return tl.load(pointers, mask=is_real, other=other, eviction_policy="evict_first")
     return tl.load(pointers, eviction_policy="evict_first")
@@ -38,7 +38,7 @@ def load_once(pointers, is_real, other, MASKED: tl.constexpr):
 
 @triton.jit
 def store(pointers, values, is_real, MASKED: tl.constexpr):
-    """Values where they are real."""
+    """Store values, where they are real if MASKED."""
     if MASKED:
         tl.store(pointers, values, mask=is_real)
     else:
@@ -56,7 +56,7 @@ def _advance(weight, gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, ro
 
 @triton.jit
 def _fma(a, b, c):
-    """a·b + c: rounded once, but as the reference does it in the interpreter."""
+    """a·b + c, rounded once; in the interpreter rounded twice, as the reference does."""
     if IS_INTERPRETED:
         return a * b + c
     return tl.fma(a, b, c)
@@ -84,7 +84,7 @@ def _inverse(values):
 
 @triton.jit
 def _rounded(values, like):
-    """fp32 in the type of `like`, to the nearest, ties to even; which the interpreter, left alone, cuts off."""
+    """fp32 in the type of `like`, to nearest, ties to even; the interpreter alone would truncate."""
     if IS_INTERPRETED:  # noqa: SIM102
         if like.dtype == tl.bfloat16:
             bits = values.to(tl.int32, bitcast=True)
@@ -100,18 +100,18 @@ def adamw8bit_kernel(
 ):  # fmt: skip
     """R blocks of a parameter with 8-bit moments.
 
-    A block is H rows of C elements, one warp wide where B allows it, of four each: so a warp has a block, finds
-    its largest magnitudes alone, and reads and writes 16 bytes a thread of weights and gradients side by side.
+    A block is H rows of C elements, one warp wide if B allows it, four elements per thread: so a warp finds a block's
+    largest magnitudes alone, and a thread reads and writes 16 contiguous bytes of weights and gradients.
     """
     H: tl.constexpr = B // C
     program = tl.program_id(0) + first_program
-    # Where a program begins may be beyond 2³¹; what it adds to that is not.
+    # A program may begin beyond 2³¹; offsets within it do not exceed that.
     start = program.to(tl.int64) * (R * B)
     left = tl.minimum(num_elements - start, R * B).to(tl.int32)
     block = tl.arange(0, R)[:, None, None]
     within = tl.arange(0, H)[None, :, None] * C + tl.arange(0, C)[None, None, :]
-    # Not more than four elements to a thread at a time, although of codes sixteen would be as easily read. The 2 is not
-    # so, and does no more than rank dimensions: threads that a row leaves over take other blocks, not other rows.
+    # At most four elements per thread at a time, although sixteen codes could be read at once. The 2 is not true; it
+    # only ranks dimensions, so that threads left over by a row take other blocks, not other rows.
     at = tl.max_contiguous(tl.multiple_of(block * B + within, [1, 1, 4]), [2, 1, 4])
     is_real, is_block = at < left, block * B < left
     weights += start
@@ -141,7 +141,7 @@ def adamw8bit_kernel(
 
 @triton.jit
 def _store_by_all(pointers, values, is_real, MASKED: tl.constexpr):
-    """By all threads that have a value: Triton would bring it to other threads first, which wait for each other."""
+    """Store from all threads with a value: Triton would first move it to other threads, which wait for each other."""
     if IS_INTERPRETED:
         tl.store(pointers, values, mask=is_real)
     else:

@@ -57,10 +57,10 @@ class Fp8AdamW(AdamwLoop):
     Args:
         params: groups of fp32 parameters.
         stored: formats of the moments.
-        lr, betas, eps, weight_decay: as of `AdamwLoop`, for groups that have none.
+        lr, betas, eps, weight_decay: defaults of groups, as in `AdamwLoop`.
 
     Raises:
-        ValueError: a parameter that is not fp32.
+        ValueError: a parameter is not fp32.
     """
 
     def __init__(self, params: Any, stored: Fp8AdamWConfig, **defaults: Any) -> None:
@@ -103,7 +103,7 @@ class Fp8AdamW(AdamwLoop):
 
 
 def fp8_adamw_states(stored: Fp8AdamWConfig, shape: tuple[int, ...]) -> StateSpecs:
-    """What is kept of a parameter of a shape: 2 bytes an element, 6 bytes for 128, and the number of its steps."""
+    """The state of a parameter of this shape: 2 bytes per element, 6 bytes per 128, and its number of steps."""
     count = num_groups(torch.Size(shape).numel())
     specs = {"step": StateSpec((), torch.float32, is_counter=True)}
     for name, expand in ((FIRST, stored.expand_first), (SECOND, stored.expand_second)):
@@ -115,7 +115,7 @@ def fp8_adamw_states(stored: Fp8AdamWConfig, shape: tuple[int, ...]) -> StateSpe
 
 
 def _step_on(device_type: str) -> Step:
-    """What takes a step on a device; loaded when it is first asked for, since importing tahq needs neither of them."""
+    """The step for a kind of device, imported on first use, since importing tahq needs neither numba nor triton."""
     if device_type == "cpu":
         return cast(Step, import_module("tahq.memory.coat.fp8_adamw_numba").step_on_cpu)
     if has_ptx(device_type):

@@ -5,23 +5,23 @@ and logarithms, which every device rounds in its own way, decide nothing that th
 weight is within `UPDATE_ERROR` of that in `step_in_torch`, relative. Full programs run without masks, the last one with
 them.
 
-Codes are decoded by table, and found in one of two ways, which lead to the same:
+Codes are decoded by table, and encoded in one of two ways with the same result:
 
-*Exactly.* y = Δmax·(|x|/M)^k, by logarithms that are right to some 10⁻⁶, is a guess at the largest magnitude of the
-format that is not above it; whether the next one is nearer is read off the table of `range_expansion`. A subnormal, a
-zero or a number that is not finite may be anywhere.
+*Exact.* y = Δmax·(|x|/M)^k, by logarithms correct to about 10⁻⁶, estimates the largest magnitude of the format that is
+not above it; the table `uppers` decides whether the next one is nearer. Subnormals, zeros and non-finite numbers may
+occur anywhere.
 
-*Fast*, for programs that are filled, on devices that convert to FP8. As long as y·(1 ± 2⁻¹⁷) are rounded to the same
-code by the device, and y errs by less, that code is right, and no table is read. Where they are not, for one of the
-numbers of a program, by estimate in 4 % of programs of 256 numbers for each moment, the program goes the exact way. So
-it does if there is a NaN, an infinity, or a zero beside other numbers. The error of y, relative:
+*Fast*, for full programs, on devices with FP8 conversions. If the device rounds y·(1 ± 2⁻¹⁷) to the same code, and y
+errs by less, that code is correct, and no table is read. If it does not for any number of a program (by estimate in 4 %
+of programs of 256 numbers for each moment), or if there is a NaN, an infinity, or a zero beside other numbers, the
+program uses the exact way. The relative error of y:
 
     log₂: 2⁻²² of it, or absolutely within (½, 2) (PTX, lg2.approx), so k·log₂ errs by at most 32·2⁻²², since k ≤ 32 and
     k·|log₂| ≤ 32, the range of E5M2; k is rounded, 32·2⁻²⁴; the sum, below 16, 2⁻²¹;  times ln 2: 7·10⁻⁶
     2^…: 2⁻²² (PTX, ex2.approx);  together 7.2·10⁻⁶ < 2⁻¹⁷ = 7.6·10⁻⁶
 
-Shape letters: R groups of a program, of 128 elements each in J = 4 runs of 32. Eight threads read a run, four elements
-each, which is a line of memory; a warp, two groups, and what is done once a group is done by its sixteen threads.
+Shape letters: R groups per program, of 128 elements each in J = 4 runs of 32. Eight threads read a run, four elements
+each, one line of memory; a warp has two groups, and work per group is repeated by its sixteen threads.
 """
 
 import math
@@ -83,7 +83,7 @@ _SMALLEST_NORMAL_BITS, _LARGEST_SCALE_BITS = (
 )
 """As bits, which are in the order of magnitudes."""
 _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
-# Codes of four numbers below and four above as whole words, and where the words differ, as the first of four answers.
+# Codes of four lower and four upper bounds as words, and the difference of the words, as the first of four results.
 _BOTH = """{
     .reg .b16 a, b, c, d;
     .reg .b32 low, high;
@@ -100,11 +100,11 @@ _BOTH = """{
     mov.b32 $4, 0;
 }"""
 ROWS, WARPS = 2, 1
-"""Groups of a program, and its warps."""
+"""Groups per program, and its warps."""
 _FRACTIONS = {"e4m3": 3, "e5m2": 2}
-"""Bits of the fraction, by which the kernel knows the format."""
+"""Bits of the fraction, which identify the format to the kernel."""
 Kinds = tuple[tuple[bool, str], ...]
-"""Of both moments: whether ranges are expanded, and the format's name."""
+"""For both moments: whether ranges are expanded, and the format's name."""
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 _PUT_8, _PUT_16 = (
     tl.constexpr(
@@ -158,7 +158,7 @@ def _inverse_of(scale_bits):
 
 @triton.jit
 def _last_usable(least, ratio, RANGE: tl.constexpr):
-    """The largest index of a power whose entry in `least` is not above the ratio; 0 where there is none.
+    """The largest index of a power whose entry in `least` is not above the ratio, else 0.
 
     The guess, 28·(log₂ k + 4), is right but for its rounding, so the right one is at most one away.
     """
@@ -198,7 +198,7 @@ def _encode_exactly(
     x, codes, scales, powers, uppers, least, exponents, offset, is_real, row, is_row,
     MASKED: tl.constexpr, EXPAND: tl.constexpr, FRACTION: tl.constexpr,
 ):  # fmt: skip
-    """code = round(Δmax·(|x|/M)^k) of x [R, J, 32], with M and k as they are stored; whatever x is."""
+    """code = round(Δmax·(|x|/M)^k) of x [R, J, 32], with the stored M and k; for any x."""
     bits = x.to(tl.int32, bitcast=True)
     is_finite = (bits & 0x7FFFFFFF) < INFINITY
     magnitude = tl.where(is_finite, bits & 0x7FFFFFFF, 0)
@@ -246,7 +246,7 @@ def _encode(
 ):  # fmt: skip
     """The same, fast where that is allowed. Without signs there is nothing below 0."""
     if FAST:
-        # Without a sign, what has one is NaN; as a whole number without a sign it is the largest.
+        # An unsigned value with a sign bit is NaN; as an unsigned integer it is the largest.
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF if IS_SIGNED else bits
         largest = _largest(magnitude.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
@@ -270,7 +270,7 @@ def _encode(
         code, differs = _codes_of_both(low, low * _ABOVE, FRACTION)
         differs = tl.reduce(tl.reduce(differs, 1, _either, keep_dims=True), 2, _either, keep_dims=True)
         is_odd = is_odd | (differs != 0)
-        # Axis by axis: all at once, groups would first be given to other threads.
+        # Axis by axis: reduced all at once, groups would first be moved to other threads.
         if tl.max(tl.max(tl.max(is_odd.to(tl.int32), axis=2), axis=1), axis=0) > 0:
             _encode_exactly(
                 x, codes, scales, powers, uppers, least, exponents, offset, is_real, row, is_row,
@@ -296,15 +296,15 @@ def step_kernel(
     SECOND_FRACTION: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """One step of R groups; `AdamwNumbers` says what the numbers are."""
-    # Where this program begins may be beyond 2³¹; what it adds to that is not.
+    # A program may begin beyond 2³¹; offsets within it do not exceed that.
     program = tl.program_id(0) + first_program
     start = program.to(tl.int64) * (R * _GROUP)
     first_row = program * R
     left = tl.minimum(count - start, R * _GROUP).to(tl.int32)
     row = tl.arange(0, R)[:, None, None]
     run = tl.arange(0, _GROUP // _RUN)[None, :, None] * _RUN + tl.arange(0, _RUN)[None, None, :]
-    # Threads are dealt out in the order of these numbers: eight to a run, others to other groups before other runs. The
-    # 2 is not so, and does no more than rank dimensions.
+    # Threads are assigned in the order of these numbers: eight per run, then other groups, then other runs. The 2 is
+    # not true; it only ranks dimensions.
     offset = tl.max_contiguous(tl.multiple_of(row * _GROUP + run, [1, 1, 4]), [2, 1, 4])
     is_real, is_row = offset < left, row * _GROUP < left
     weights += start
@@ -347,8 +347,8 @@ def step_on_cuda(
 ) -> None:
     """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing.
 
-    What is compiled for a shape is launched by itself from the second step on: in Triton's way a launch takes longer
-    than most tensors of a model.
+    From the second step on, the kernel compiled for a shape is launched directly: Triton's launch takes longer than the
+    kernel for most tensors of a model.
     """
     gradients = aligned(gradients)
     launches = bind_step(weights, gradients, moments, formats)
@@ -356,7 +356,7 @@ def step_on_cuda(
         launches(gradients, numbers.in_order())
         return
     with on_device_of(weights):
-        # A launch that is kept takes aligned tensors only.
+        # cached launches take aligned tensors only
         for launch in _launches.__wrapped__(weights.numel(), *_kinds(weights.device, formats)):
             launch(*_tensors(weights, gradients, moments, formats), last=numbers.in_order())
 
@@ -390,14 +390,14 @@ def _tensors(
 
 
 def _kinds(device: torch.device, formats: tuple[MomentFormat, MomentFormat]) -> tuple[Kinds, bool, int, int]:
-    """Formats, whether codes may be found fast, and the shape of a program."""
+    """Formats, whether codes may be encoded fast, and the shape of a program."""
     fast = bool(IS_INTERPRETED.value) or has_fp8_units(device)
     return tuple((by.expand, by.format.name) for by in formats), fast, ROWS, WARPS
 
 
 @lru_cache(maxsize=4096)
 def _launches(count: int, kinds: Kinds, fast: bool, rows: int, warps: int) -> tuple[Launch, ...]:
-    """The programs that are filled, and the last one, which is not."""
+    """The full programs, and the last one if it is partial."""
     constants: dict[str, int | bool] = {"R": rows, "num_warps": warps, **EXACT}
     for name, (expand, format) in zip(("FIRST", "SECOND"), kinds, strict=True):
         constants |= {f"{name}_EXPAND": expand, f"{name}_FRACTION": _FRACTIONS[format]}

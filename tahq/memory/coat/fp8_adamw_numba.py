@@ -1,4 +1,4 @@
-"""The step of `fp8_adamw_step` on the CPU, compiled: group by group, so that moments are in fp32 only 128 at a time.
+"""The step of `fp8_adamw` on the CPU, compiled: group by group, so that only 128 moments at a time are in fp32.
 
 Weights, codes, scales and powers are equal to `step_in_torch`'s to the bit.
 """
@@ -33,7 +33,7 @@ _INFINITY = np.float32(np.inf)
 
 
 class Moment(NamedTuple):
-    """One moment's memory and tables; `powers` is empty where ranges are not expanded."""
+    """One moment's arrays and tables; `powers` is empty where ranges are not expanded."""
 
     codes: NDArray[np.uint8]
     scales: Int16Array
@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 
     @classmethod
     def of(cls, stored: StoredGroups, by: MomentFormat) -> "Moment":
-        """The memory of a moment on the CPU, shared."""
+        """Views of a moment's tensors on the CPU."""
         powers = torch.empty(0, dtype=torch.uint8) if stored.powers is None else stored.powers
         tables = by.tables
         tensors = (stored.codes, stored.scales.view(torch.int16), powers, tables.values, tables.uppers, tables.least)
@@ -52,7 +52,7 @@ class Moment(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a step needs of `AdamwNumbers`, in fp32."""
+    """The numbers of `AdamwNumbers` that a step needs, in fp32."""
 
     decay: np.float32
     rest1: np.float32
@@ -114,7 +114,7 @@ def _decode(moment: Moment, group: int, count: int, x: Fp32Array) -> None:
 
 @kernel
 def _encode(moment: Moment, group: int, count: int, x: Fp32Array) -> None:
-    """code = round(Δmax·(|x|/M)^k), with M and k as they are stored."""
+    """code = round(Δmax·(|x|/M)^k), with the stored M and k."""
     largest = _ZERO
     for i in range(count):
         magnitude = abs(x[i])
@@ -156,7 +156,7 @@ def _ratio(x: np.float32, inverse: np.float32) -> np.float32:
 
 @kernel
 def _last_usable(least: Fp32Array, ratio: np.float32) -> int:
-    """The largest index whose entry is not above the ratio; 0 where there is none."""
+    """The largest index whose entry is not above the ratio, else 0."""
     low, high = 0, len(least)
     while high - low > 1:
         middle = (low + high) // 2
@@ -169,7 +169,7 @@ def _last_usable(least: Fp32Array, ratio: np.float32) -> int:
 
 @kernel
 def _nearest(uppers: Fp32Array, ratio: np.float32) -> int:
-    """How many of 128 rising numbers are below the ratio: seven steps without a branch."""
+    """The number of 128 ascending numbers below the ratio: seven steps without a branch."""
     found = 0
     for exponent in range(7):
         width = 64 >> exponent

@@ -29,7 +29,7 @@ _FOUR_E5M2 = tl.constexpr(_FOUR.replace("FORMAT", "e5m2x2"))
 
 @triton.jit
 def magnitude_bits(x):
-    """Bits of |x|, fp32, as int32: they are ordered as the magnitudes are, infinity and NaN above all."""
+    """Bits of |x|, fp32, as int32, in the order of magnitudes, with infinity and NaN above all."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
@@ -56,7 +56,7 @@ def from_bf16_bits(bits):
 
 @triton.jit
 def reciprocal(x):
-    """1/x, rounded as IEEE has it."""
+    """1/x, correctly rounded."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
@@ -64,8 +64,8 @@ def reciprocal(x):
 def encode(y, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
     """FP8 codes, uint8, of fp32 numbers that are within a rounding of Δmax, or NaN: E4M3 (MANTISSA 3) or E5M2 (2)."""
     if NATIVE:
-        # Four at a time, and used by nobody but as these four: ptxas 12.8, Triton 3.6's, uses the register of a pair
-        # that it has merged with another one before it has written it.
+        # Four at a time, and only used together: ptxas 12.8 (Triton 3.6) merges pairs and reads a pair's register
+        # before it is written.
         if MANTISSA == 3:
             return tl.inline_asm_elementwise(_FOUR_E4M3, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
         return tl.inline_asm_elementwise(_FOUR_E5M2, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
@@ -105,7 +105,7 @@ def _larger(left, right):
 
 @triton.jit
 def largest_magnitude(x, AXIS: tl.constexpr):
-    """max |x|, fp32, NaN if there is one; one instruction an element, which takes the sign off as it compares."""
+    """max |x|, fp32, NaN if there is one; one instruction per element, which compares without the sign."""
     if IS_INTERPRETED:
         return tl.max(magnitude_bits(x), axis=AXIS).to(tl.float32, bitcast=True)
     return tl.reduce(tl.abs(x), AXIS, _larger)
@@ -137,7 +137,7 @@ def sigmoid(x):
 
 @triton.jit
 def log2(x):
-    """log₂ of x ≥ 0, no subnormal, to some 10⁻⁶; −∞ of 0. Triton's own is a polynomial of twenty terms."""
+    """log₂ of x ≥ 0, no subnormal, to some 10⁻⁶; −∞ of 0. Triton's own is a polynomial with twenty terms."""
     if IS_INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -153,7 +153,7 @@ def exp2(x):
 
 @triton.jit
 def reciprocal_ftz(x):
-    """1/x of x from 2⁻¹²⁶ to 2¹²⁶, or ∞; rounded as IEEE has it."""
+    """1/x of x from 2⁻¹²⁶ to 2¹²⁶, or ∞; correctly rounded."""
     if IS_INTERPRETED:
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
     return tl.inline_asm_elementwise("rcp.rn.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -161,7 +161,7 @@ def reciprocal_ftz(x):
 
 @triton.jit
 def product_without_subnormals(x, y):
-    """x·y, where 0 stands for any of the three that is subnormal; as long as y is normal."""
+    """x·y with subnormal x and product replaced by 0; y must be normal."""
     if IS_INTERPRETED:
         product = tl.where(x < _SMALLEST_NORMAL, 0.0, x) * y
         return tl.where(product < _SMALLEST_NORMAL, 0.0, product)
@@ -172,9 +172,9 @@ def product_without_subnormals(x, y):
 
 @triton.jit
 def moved_weight(weight, m, v, decay, rate, root_factor, epsilon):
-    """w·decay − m/(√v·root_factor + ε)·rate; root and reciprocal are one instruction each, and not rounded right.
+    """w·decay − m/(√v·root_factor + ε)·rate; root and reciprocal are one approximate instruction each.
 
-    Rounded to the bit they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
+    Correctly rounded they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
     """
     if IS_INTERPRETED:
         return weight * decay - tl.div_rn(m, tl.sqrt_rn(v) * root_factor + epsilon) * rate
@@ -188,9 +188,9 @@ def moved_weight(weight, m, v, decay, rate, root_factor, epsilon):
 
 @triton.jit
 def look_up(table, row, LENGTH: tl.constexpr, place):
-    """table[row, place] of fp32 [rows, LENGTH] that nobody writes to; rows of groups, and places in them.
+    """table[row, place] of a read-only fp32 [rows, LENGTH].
 
-    Triton would give a load without an order a layout of its own, and carry all numbers there and back.
+    Triton would give an unordered load another layout, and convert all numbers to it and back.
     """
     if IS_INTERPRETED:
         return tl.load(table + row * LENGTH + place)
@@ -202,9 +202,9 @@ def look_up(table, row, LENGTH: tl.constexpr, place):
 
 @triton.jit
 def put(pointers, numbers, ASM: tl.constexpr):
-    """Store one number of each group, all threads of the group the same.
+    """Store one number per group, the same from all threads of the group.
 
-    To Triton's own store, groups would be dealt out anew, and all that leads to the number be computed a second time.
+    For its own store Triton would redistribute the groups and compute everything that leads to the number twice.
     """
     if IS_INTERPRETED:
         tl.store(pointers, numbers.to(pointers.dtype.element_ty))

@@ -1,9 +1,9 @@
-"""COAT's FP8 precision flow on CUDA: the kernels. `fp8_flow_triton` says what each computes, and launches them.
+"""COAT's FP8 precision flow on CUDA: the kernels, launched by `fp8_flow_triton`.
 
 Two shapes of work: rows, or runs of groups of 16 channels, where something is reduced; and tiles of a matrix where each
-element is coded alone, and its codes are stored as they are and transposed.
+element is coded independently, and codes are stored plain and transposed.
 
-Letters: T tokens, C channels, G groups of a block, M × N a tile.
+Letters: T tokens, C channels, G groups per block, M × N the size of a tile.
 """
 
 import triton
@@ -34,7 +34,7 @@ def maxima_kernel(x, maxima, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def scale_kernel(maxima, scale, count, RECIPROCAL: tl.constexpr, BLOCK: tl.constexpr):
-    """A tensor's scale, of the bits of all its parts' maxima, in one program."""
+    """A tensor's scale, from the bits of its parts' maxima, in one program."""
     largest = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def scale_kernel(maxima, scale, count, RECIPROCAL: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _tile(tokens, channels, M: tl.constexpr, N: tl.constexpr):
-    """This program's rows [M, 1] and columns [1, N], and which of them are real."""
+    """This program's rows [M, 1] and columns [1, N], and a mask of the real ones."""
     across = tl.cdiv(channels, N)
     row = (tl.program_id(0) // across) * M + tl.arange(0, M)[:, None]
     column = (tl.program_id(0) % across) * N + tl.arange(0, N)[None, :]
@@ -97,7 +97,7 @@ def norm_forward_kernel(
 ):  # fmt: skip
     """One row: the sum with a branch, its codes in groups, rstd, and the largest magnitude of the norm's output.
 
-    What is the same for a group, scales and rstd, is multiplied by once a group. EVEN: a row fills its block.
+    Scales and rstd are multiplied once per group. EVEN: a row fills its block.
     """
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, G)
@@ -141,7 +141,7 @@ def norm_backward_kernel(
     first, second, third, codes, scales, rstd, weight, residual, of_input, of_weight, tokens, channels, groups,
     NUM: tl.constexpr, NATIVE: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the input's gradient, and their part of the weight's: every program has a share of the rows."""
+    """Rows of the input's gradient and their part of the weight's; each program takes a share of the rows."""
     group = tl.arange(0, G)
     column = group[:, None] * 16 + tl.arange(0, 16)[None, :]
     is_real = column < channels
@@ -170,9 +170,9 @@ def norm_backward_kernel(
 
 @triton.jit
 def _groups(num_groups, channels, groups, G: tl.constexpr, EVEN: tl.constexpr):
-    """This program's groups [G], where their elements lie [G, 16], and which of both are real.
+    """This program's groups [G], the offsets of their elements [G, 16], and masks of the real ones.
 
-    EVEN: groups divide the channels, so that a tensor is one run of them.
+    EVEN: groups divide the channels, so that a tensor is one run of groups.
     """
     group = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
     lane = tl.arange(0, 16)[None, :]
@@ -229,7 +229,7 @@ def gated_backward_kernel(
     gradient, gate_codes, gate_scales, up_codes, up_scales, of_gate, of_up, num_groups, channels, groups,
     STORED: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gate and up, or, unless they are STORED, their largest magnitudes alone, one a program."""
+    """Gradients of gate and up, or, unless STORED, only their largest magnitudes, one per program."""
     group, at, is_group, is_real = _groups(num_groups, channels, groups, G, EVEN)
     incoming = tl.load(gradient + at, mask=is_real, other=0.0)
     flowing = incoming.to(tl.float32)
@@ -274,9 +274,9 @@ def rotary_kernel(
     x, cosine, sine, rotated, positions, heads, half,
     SIGN: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a token: pairs of channels (i, i + half) turned by the position's angles; SIGN −1: back.
+    """All heads of a token: pairs of channels (i, i + half) rotated by the position's angles; SIGN −1: rotated back.
 
-    Cosine and sine of both channels of a pair are looked up, since tables need not be made of two equal halves.
+    Cosine and sine of both channels of a pair are looked up, since the tables' halves need not be equal.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, H)[:, None]

@@ -1,10 +1,11 @@
-"""COAT's FP8 precision flow in plain torch: what the kernels must compute, and what a CPU computes.
+"""COAT's FP8 precision flow in plain torch: the reference of the kernels, and the implementation on CPUs.
 
-A non-linear layer takes its input as E4M3 codes in groups of 1×16, in its forward as in its backward: the gradient
-is that of the function that was computed. Everything between two sets of codes is fp32. Codes and scales are equal to
-the bit on every device where fp32 is IEEE's and a row's mean of squares is added in the same order; see `norm_forward`.
+A non-linear layer takes its input as E4M3 codes in groups of 1×16, in its forward and in its backward: the gradient is
+that of the function that was computed. Everything between two sets of codes is fp32. Codes and scales are bit-equal on
+every device with IEEE's fp32 where a row's mean of squares is added in the same order; see `norm_forward`.
 
-NaN and infinity make codes of their group, or tensor, NaN, so that a loss or a gradient is NaN and the step is skipped.
+NaN and infinity make the codes of their group, or tensor, NaN, so that a loss or a gradient is NaN and the step is
+skipped.
 
 Source: COAT §3 (quantiser), §5.2 (mixed granularity, group scaling), appendices D and G.
 Letters: T tokens, C channels.
@@ -29,7 +30,7 @@ from tahq.memory.coat.fp8_codes import (
 
 
 def group_maxima(x: torch.Tensor) -> torch.Tensor:
-    """max|x| of every group of 1×16, the last of a row perhaps shorter: the first stage of group scaling.
+    """max|x| of every group of 1×16, the last of a row possibly shorter: the first stage of group scaling.
 
     Args:
         x: [T, C].
@@ -45,7 +46,7 @@ def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
 
     Args:
         maxima: fp32, of parts that cover a tensor.
-        fp8: the format whose Δmax is meant.
+        fp8: the format of Δmax.
 
     Returns:
         fp32 [1].
@@ -61,7 +62,7 @@ def quantize_tensor(x: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype, layo
 def quantize_groups(x: torch.Tensor) -> GroupCodes:
     """round(x/S) in groups of 1×16, S = max|x|/448 rounded to bf16.
 
-    A scale rounded down makes of the largest element at most 448·(1 + 2⁻⁸) < 464, which still rounds to 448.
+    With a scale rounded down the largest element is at most 448·(1 + 2⁻⁸) < 464, which still rounds to 448.
 
     Args:
         x: [T, C].
@@ -76,14 +77,14 @@ def dequantize_groups(x: GroupCodes) -> torch.Tensor:
 
 
 def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> NormForward:
-    """Add a branch to the residual stream, code the sum, and take what an RMSNorm of it needs.
+    """Add a branch to the residual stream, code the sum, and compute the statistics of its RMSNorm.
 
-    The mean of squares is a sum of C numbers in an order that is a device's own, so `rstd` may differ between
-    devices in its last bits, and an output code with it where it lies between two; the input's codes may not.
+    The mean of squares is a sum of C numbers in a device-specific order, so `rstd` may differ between devices in its
+    last bits, and with it an output code near the border of two; the input's codes may not.
 
     Args:
         x: residual stream [T, C].
-        added: what a branch adds to it [T, C]; None: nothing.
+        added: a branch's output [T, C]; None: there is no branch.
         weight: the norm's [C].
         epsilon: the norm's.
     """
@@ -113,11 +114,11 @@ def norm_backward(
     With n = x̂·rstd and g = Σ gradients: ∂x = residual + rstd·(g·w − n·mean(g·w·n)), ∂w = Σ_T g·n.
 
     Args:
-        gradients: of the norm's output, one from each matrix that takes it, [T, C].
+        gradients: of the norm's output, one per matrix that takes it, [T, C].
         codes: the norm's input.
         rstd: fp32 [T].
         weight: [C].
-        residual_gradient: what flows past the norm, [T, C]; the result has its dtype.
+        residual_gradient: the gradient of the residual stream after the norm, [T, C]; the result has its dtype.
 
     Returns:
         [T, C], and fp32 [C].
@@ -166,7 +167,7 @@ def gated_gradient(
     fp8: torch.dtype,
     layouts: Layouts,
 ) -> TensorCodes:
-    """The gradient of gate or of up, coded with one scale as it is computed, so that it is never stored otherwise."""
+    """The gradient of gate or of up, coded with one scale while it is computed, and never stored otherwise."""
     of_gate, of_up = _gated_gradients(gradient, gate, up)
     return quantize_tensor(of_gate if of == "gate" else of_up, scale, fp8, layouts)
 
@@ -189,13 +190,13 @@ def _gated_gradients(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -
 
 
 def _grouped(x: torch.Tensor) -> torch.Tensor:
-    """[T, ⌈C/16⌉, 16], the last group filled up with zeros."""
+    """[T, ⌈C/16⌉, 16], the last group padded with zeros."""
     padded = F.pad(x, (0, -x.shape[1] % GROUP))
     return padded.view(x.shape[0], -1, GROUP)
 
 
 def _spread(of_groups: torch.Tensor, channels: int) -> torch.Tensor:
-    """What each group has, for each of its elements: [T, C]."""
+    """A number per group repeated for its elements: [T, C]."""
     return of_groups.repeat_interleave(GROUP, dim=1)[:, :channels]
 
 

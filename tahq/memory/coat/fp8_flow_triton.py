@@ -1,13 +1,13 @@
-"""`fp8_flow_reference` on CUDA, with the same functions and arguments; its docstrings say what each computes.
+"""`fp8_flow_reference` on CUDA, with the same functions and arguments, which are documented there.
 
-Equal to the reference to the bit: scales and codes of a given tensor, whether in groups or with one scale, and a
-norm's output of given `rstd`. Within a few units of fp32's last place: `rstd` (another order of additions) and
-whatever goes through SiLU (another exponential), so that an output code beside them is its neighbour where the number
-lies between two. Gradients are sums in another order.
+Bit-equal to the reference: scales and codes of a given tensor, in groups or with one scale, and a norm's output for a
+given `rstd`. Within a few units of fp32's last place: `rstd` (another order of additions) and everything after SiLU
+(another exponential), so that an output code near the border of two may be its neighbour. Gradients are summed in
+another order.
 
-Quantisation is fused: the norm's kernel codes its input, and takes its output's maxima, in the pass that computes it;
-SiLU's likewise. SiLU's gradients are computed twice, for their maxima and as codes, and never stored otherwise. Maxima
-travel as bits, int32, which order NaN above infinity. No call waits for the device.
+Quantisation is fused: the norm's kernel codes its input and takes its output's maxima in one pass; SiLU's likewise.
+SiLU's gradients are computed twice, for their maxima and as codes, and never stored otherwise. Maxima are passed as
+bits, int32, which order NaN above infinity. No call waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ from tahq.memory.coat.fp8_codes import (
 _MAXIMA_BLOCK = 8192
 _SCALE_BLOCK = 4096
 _GROUPS_BLOCK = 128
-"""Groups a program of SiLU's kernels: 2048 elements of either tensor."""
+"""Groups per program of SiLU's kernels: 2048 elements of each tensor."""
 NORM_ELEMENTS_PER_WARP = 1024
-"""Of a norm's forward: 32 a thread, so that what is done once a row is done by few."""
+"""In a norm's forward: 32 per thread, so that few threads repeat the work done once per row."""
 _TILE = {"M": 64, "N": 128}
 _BACKWARD_PROGRAMS = 256
-"""Rows of partial sums of a norm weight's gradient; fixed, so that no device adds in an order of its own."""
+"""Rows of partial sums of a norm weight's gradient; fixed, so that every device adds in the same order."""
 _EXACT = {"enable_fp_fusion": False}
 """A fused multiply-add rounds once where the reference rounds twice."""
 
@@ -66,7 +66,7 @@ def quantize_tensor(x: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype, layo
 
 
 def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> NormForward:
-    """See the reference; maxima as bits, one a token."""
+    """See the reference; maxima as bits, one per token."""
     tokens, channels = x.shape
     total = x if added is None else torch.empty_like(x)
     coded, rstd = _group_codes(x), torch.empty(tokens, dtype=torch.float32, device=x.device)
@@ -112,7 +112,7 @@ def norm_backward(
 
 
 def gated_forward(gate: torch.Tensor, up: torch.Tensor) -> tuple[GroupCodes, GroupCodes, torch.Tensor]:
-    """See the reference; maxima as bits, one a program."""
+    """See the reference; maxima as bits, one per program."""
     of_gate, of_up = _group_codes(gate), _group_codes(up)
     maxima = _maxima(gate, _num_runs(of_gate))
     outputs = (*_bits(of_gate), *_bits(of_up), maxima)
@@ -136,7 +136,7 @@ def gated_backward(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> 
 
 
 def gated_maxima(gradient: torch.Tensor, gate: GroupCodes, up: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the reference; as bits, one a program."""
+    """See the reference; as bits, one per program."""
     of_gate, of_up = _maxima(gradient, _num_runs(gate)), _maxima(gradient, _num_runs(gate))
     inputs = (gradient, *_bits(gate), *_bits(up))
     _launch_runs(kernels.gated_backward_kernel, gate, *inputs, of_gate, of_up, STORED=False, **_EXACT)
@@ -211,7 +211,7 @@ def _tiled(
 
 
 def _launch_runs(kernel: Any, like: GroupCodes, *arguments: torch.Tensor, **options: Any) -> None:
-    """Over all groups of tensors like this one, a run of them a program."""
+    """Launch over all groups of tensors like this one, a run of groups per program."""
     channels, groups = like.codes.shape[1], like.scales.shape[1]
     _launch(
         kernel, _num_runs(like), *arguments, like.scales.numel(), channels, groups,
@@ -230,7 +230,7 @@ def _group_codes(like: torch.Tensor) -> GroupCodes:
 
 
 def _bits(x: GroupCodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as whole numbers, which kernels take."""
+    """Codes and scales as integers for the kernels."""
     return x.codes.view(torch.uint8), x.scales.view(torch.int16)
 
 
@@ -239,7 +239,7 @@ def _maxima(like: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _row(groups: int, per_warp: int = 512) -> dict[str, int]:
-    """A row's block, and its warps: of 16 elements a thread, unless it is said otherwise."""
+    """A row's block and its warps, by default with 16 elements per thread."""
     block = _power_of_two(groups)
     return {"G": block, "num_warps": min(16, max(1, block * GROUP // per_warp))}
 

@@ -178,7 +178,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 def _normalised(
     kernels: ModuleType, codes: GroupCodes, rstd: torch.Tensor, weight: torch.Tensor, maxima: torch.Tensor
 ) -> tuple[TensorCodes, TensorCodes]:
-    """A norm's output for the matrices that follow, and as it is saved."""
+    """A norm's output for the matrices that follow, and in the saved layout."""
     scale = kernels.tensor_scale(maxima, E4M3)
     return _kept(kernels.norm_output(codes, rstd, weight, scale, layouts_for(codes.codes)))
 

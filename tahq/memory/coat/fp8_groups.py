@@ -49,7 +49,7 @@ import torch
 from torch.nn import functional
 
 NAN = 0x7F
-"""What any value that is not finite becomes in E4M3 and E5M2; torch reads it as NaN too."""
+"""The code of every value that is not finite, in E4M3 and E5M2; torch reads it as NaN too."""
 STEPS_PER_OCTAVE = 28
 NUM_POWERS = 9 * STEPS_PER_OCTAVE + 1
 UNEXPANDED = 4 * STEPS_PER_OCTAVE
@@ -61,9 +61,9 @@ LARGEST_SCALE = 2.0**126
 
 @dataclass(frozen=True, slots=True)
 class EightBitFormat:
-    """One of them.
+    """A format.
 
-    `magnitudes`: finite, rising from 0; a value's place in it is the code, without the sign.
+    `magnitudes`: finite, ascending from 0; a magnitude's index is its code without the sign.
     `is_signed`: bit 7 of a code is the sign, so there are at most 128 magnitudes; else at most 256.
     """
 
@@ -78,7 +78,7 @@ class EightBitFormat:
 
     @property
     def num_codes(self) -> int:
-        """Codes without the sign; those behind the last magnitude are NaN."""
+        """Codes without the sign; those after the last magnitude are NaN."""
         return 128 if self.is_signed else 256
 
     @property
@@ -105,7 +105,7 @@ def _middles(parts: int, decade: int) -> list[float]:
 
 
 def _dynamic_exponent(first_parts: int) -> tuple[float, ...]:
-    """0, seven decades of middles of which the last becomes 1, so that the largest of a group is met."""
+    """0 and seven decades of middles, the last replaced by 1, so that the largest of a group is exact."""
     middles = [middle for place in range(7) for middle in _middles(first_parts << place, place - 6)]
     return (0.0, *middles[:-1], 1.0)
 
@@ -114,7 +114,7 @@ E4M3 = EightBitFormat("e4m3", tuple(_minifloat(code, 3, 7) for code in range(127
 E5M2 = EightBitFormat("e5m2", tuple(_minifloat(code, 2, 15) for code in range(124)))
 DE8 = EightBitFormat("de8", _dynamic_exponent(1))
 DE8_UNSIGNED = EightBitFormat("de8 unsigned", (*_dynamic_exponent(2),), is_signed=False)
-"""Without a sign, for second moments: a bit more for the fraction."""
+"""Unsigned, for second moments: one more bit for the fraction."""
 
 FP8_FORMATS = {each.name: each for each in (E4M3, E5M2)}
 """By their name in cluster.yaml."""
@@ -127,12 +127,12 @@ def power(index: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionTables:
-    """All functions that a group may be stored by; fp32, on one device.
+    """The tables of a format, fp32, on one device.
 
     `values`: [powers, 256], ±(code/Δmax)^(1/k) of every byte, in signed formats with the sign in bit 7; NaN where a
-    byte is no code.
-    `uppers`: [powers, codes], the largest ratio that is rounded to a code, nearest and ties to even; ∞ for the last.
-    `least`: [powers], the smallest ratio of a group's smallest magnitude to M that k may be used for.
+    byte is not a code.
+    `uppers`: [powers, codes], the largest ratio that rounds to a code, to nearest, ties to even; ∞ for the last.
+    `least`: [powers], the smallest ratio of a group's smallest magnitude to M for which k may be used.
     `exponents`: [powers], k.
     """
 
@@ -148,7 +148,7 @@ class ExpansionTables:
 
 
 def make_tables(format: EightBitFormat) -> ExpansionTables:
-    """Tables of a format: 253 · (256 + 128 + 2) numbers, 0.4 megabytes, in some milliseconds."""
+    """Tables of a format: 253 · (256 + 128 + 2) numbers, 0.4 megabytes, computed in milliseconds."""
     count, codes = len(format.magnitudes), format.num_codes
     inverses = np.array([1 / power(index) for index in range(NUM_POWERS)])[:, None]
     shares = np.array(format.magnitudes) / format.largest
@@ -163,7 +163,7 @@ def make_tables(format: EightBitFormat) -> ExpansionTables:
 
 
 def _largest_below_middles(format: EightBitFormat, inverses: np.ndarray) -> np.ndarray:
-    """The largest fp32 not above the middle of each two magnitudes; below it where a tie goes up, to an even code."""
+    """The largest fp32 not above the middle of two magnitudes; below the middle where a tie rounds up to even."""
     magnitudes = np.array(format.magnitudes)
     middles = ((magnitudes[1:] + magnitudes[:-1]) / 2 / format.largest) ** inverses
     found = _rounded(middles, upwards=False)
@@ -172,7 +172,7 @@ def _largest_below_middles(format: EightBitFormat, inverses: np.ndarray) -> np.n
 
 
 def _rounded(exact: np.ndarray, *, upwards: bool) -> np.ndarray:
-    """fp64 as the nearest fp32 on one side."""
+    """fp64 rounded to fp32 in one direction."""
     nearest = exact.astype(np.float32)
     is_wrong = nearest < exact if upwards else nearest > exact
     return np.where(is_wrong, np.nextafter(nearest, np.float32(math.inf if upwards else 0)), nearest)
@@ -180,7 +180,7 @@ def _rounded(exact: np.ndarray, *, upwards: bool) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class MomentFormat:
-    """How one of the two moments is stored: its format, whether ranges are expanded, and the tables for it."""
+    """How a moment is stored: its format, whether ranges are expanded, and the tables."""
 
     format: EightBitFormat
     expand: bool
@@ -189,7 +189,7 @@ class MomentFormat:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """A tensor as it is kept: `codes` uint8 [N], `scales` bf16 [P], `powers` uint8 [P], or None where all are 1."""
+    """A stored tensor: `codes` uint8 [N], `scales` bf16 [P], `powers` uint8 [P], or None where all are 1."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -202,7 +202,7 @@ def num_groups(numel: int) -> int:
 
 
 def as_groups(flat: torch.Tensor) -> torch.Tensor:
-    """[P, 128] from [N]; a view where nothing has to be filled up."""
+    """[P, 128] from [N]; a view unless padding is needed."""
     padding = num_groups(flat.numel()) * GROUP - flat.numel()
     return (functional.pad(flat, (0, padding)) if padding else flat).view(-1, GROUP)
 
@@ -238,7 +238,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, powers: torch.Tensor | Non
 
 
 def stored_scales(largest: torch.Tensor) -> torch.Tensor:
-    """M as it is stored: bf16 [P] of the largest finite magnitudes, fp32 [P], 0 or normal."""
+    """The stored M: bf16 [P] of the largest finite magnitudes, fp32 [P], 0 or normal."""
     return largest.clamp(max=LARGEST_SCALE).to(torch.bfloat16)
 
 

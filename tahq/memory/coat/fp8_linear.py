@@ -1,12 +1,12 @@
-"""Linear layers in FP8, one scale a tensor: products of codes, weights' codes kept while they hold, gradients.
+"""Linear layers in FP8, one scale per tensor: products of codes, cached codes of weights, gradients.
 
 A product runs on FP8 matrix units (`torch._scaled_mm`) where the device has them and the sizes are multiples of
-16; elsewhere the same codes are multiplied as floating-point numbers, which gives the same result but for the order
-of additions and, on CUDA, a rounding of the unscaled sum to bf16.
+16; elsewhere the same codes are multiplied as floating-point numbers, with the same result except for the order of
+additions and, on CUDA, a rounding of the unscaled sum to bf16.
 
-A backward quantises the gradient of its output, bf16 until then, and multiplies in FP8, as the paper's times imply
-(Table 7: a backward 1.71 times as fast) and its code does, E5M2; `backward_products: bf16` multiplies that gradient as
-it is. Decision 0019 weighs the two. What flows between layers, and gradients of weights, are never FP8.
+A backward quantises the bf16 gradient of its output to E5M2 and multiplies in FP8, as the paper's times imply (Table 7:
+a backward 1.71 times as fast) and its code does; `backward_products: bf16` multiplies that gradient unquantised.
+Decision 0019 compares the two. Gradients between layers and of weights are never FP8.
 
 Source: COAT §5.2, appendices D, G.3 and G.5.
 Letters: T tokens, C input channels, N output channels.
@@ -24,7 +24,7 @@ _MULTIPLE = 16
 
 
 def fits_fp8_units(device: torch.device, *sizes: int) -> bool:
-    """Whether a product of these sizes does."""
+    """Whether a product of these sizes runs on FP8 units."""
     return all(size % _MULTIPLE == 0 for size in sizes) and has_fp8_units(device)
 
 
@@ -38,7 +38,7 @@ def product(
         b: FP8 codes [N, K].
         scale: of a and of b, fp32 [1].
         dtype: of the result, bf16 or fp32.
-        fast: may add in the matrix units' own, shorter, accumulators; for forwards.
+        fast: may add in the matrix units' shorter accumulators; for forwards.
 
     Returns:
         [M, N].
@@ -49,22 +49,22 @@ def product(
             a, b.t(), scale_a=of_a, scale_b=of_b, out_dtype=dtype, use_fast_accum=fast
         )
         return of_codes
-    # All codes are bf16 numbers. A CPU multiplies fp32 as fast, and rounds once less.
+    # All codes are bf16 numbers. A CPU multiplies fp32 as fast, with one rounding less.
     wide = torch.float32 if a.device.type == "cpu" else torch.bfloat16
     with torch.autocast(a.device.type, enabled=False):
         return (a.to(wide).mm(b.to(wide).t()).float() * (of_a * of_b)).to(dtype)
 
 
 class WeightCodes:
-    """The codes of one linear layer's weight [N, C], made anew when the weight has changed.
+    """The codes of one linear layer's weight [N, C], recomputed when the weight has changed.
 
-    Weights change at COMMIT only, between steps; all micro-batches of a step share the codes. Whether a weight has
-    changed is told by `forget`, called as a stage begins a step or an evaluation, and by the tensor's version.
+    Weights change at COMMIT only, between steps; all micro-batches of a step share the codes. A change is recognised by
+    `forget`, called when a stage begins a step or an evaluation, and by the tensor's version.
 
     Args:
         linear: whose weight.
-        keep: keep the codes, two bytes a parameter where there are FP8 units and one elsewhere; else their scale only,
-            the weight being coded again for every product.
+        keep: keep the codes, two bytes per parameter on devices with FP8 units and one elsewhere; else only their
+            scale, and code the weight for every product.
     """
 
     def __init__(self, linear: nn.Linear, *, keep: bool) -> None:
@@ -75,12 +75,12 @@ class WeightCodes:
         self._codes: TensorCodes | None = None
 
     def forget(self) -> None:
-        """The weight may have changed."""
+        """Drop the codes, because the weight may have changed."""
         self._scale = self._codes = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of kept codes and scale."""
         codes = self._codes
         kept = [] if codes is None else [codes.row_codes, codes.column_codes]
         return sum(each.nbytes for each in (*kept, self._scale) if each is not None)
@@ -122,12 +122,12 @@ def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> t
 
 
 def layouts_for(x: torch.Tensor) -> Layouts:
-    """In which layouts products take a tensor of the size of x [T, C]: FP8 units want its transposed codes too."""
+    """The layouts that products need of a tensor of the size of x [T, C]: FP8 units need its transposed codes too."""
     return "both" if fits_fp8_units(x.device, *x.shape) else "rows"
 
 
 def gradient_format(products: str) -> torch.dtype | None:
-    """What `backward_products` codes a gradient as; None: as nothing."""
+    """The FP8 format of `backward_products`; None: gradients are not coded."""
     return _FORMATS.get(products)
 
 
@@ -150,7 +150,7 @@ class OutputGradient:
         Args:
             gradient: in any dtype.
             weight: of the layer.
-            dtype: what is computed in.
+            dtype: of products.
             products: `backward_products`.
         """
         fp8 = gradient_format(products)

@@ -1,11 +1,12 @@
-"""Whole numbers for groups of 256 values: a scale and a zero-point each, plain torch.
+"""Affine integer codes for groups of 256 values, with a scale and a zero-point each, in plain torch.
 
     value = (code − zero) · scale,  0 ≤ code ≤ levels
 
-A group's range always includes 0 (else a group of one sign would lose its largest value to the zero-point's clamp), so
-0 is a code of every group, and zeros that fill up the last group change nothing. The scale is bf16, rounded *up* so
-that the range still fits; bf16 has fp32's exponents, so weights of 1e-30 and of 1e30 have the same relative error.
-Code minus zero has 9 bits and the scale 8: their product is exact in fp32, so decoding gives the same bits everywhere.
+A group's range always includes 0 (otherwise clamping the zero-point would lose the largest value of a group of one
+sign), so every group has a code for 0, and zeros that pad the last group change nothing. The scale is bf16, rounded
+*up* so that the range still fits; bf16 has fp32's exponents, so weights of 1e-30 and of 1e30 have the same relative
+error. Code minus zero has 9 bits and the scale 8: their product is exact in fp32, so decoding gives the same bits
+everywhere.
 
 Source: Q-GaLore §3.1, which leaves open how scale and zero-point are stored; 3 bytes for 256 values here.
 Shapes: G groups of 256 values.
@@ -22,35 +23,35 @@ from torch.nn import functional
 
 GROUP = 256
 SMALLEST_SCALE = 2.0**-126
-"""The least normal number: also that of a group of zeros."""
+"""The smallest normal number; also the scale of a group of zeros."""
 
 
 def num_groups(numel: int) -> int:
-    """Groups that so many values fill, the last one perhaps in part."""
+    """Groups of this many values, the last one possibly partial."""
     return -(-numel // GROUP)
 
 
 def as_groups(flat: torch.Tensor) -> torch.Tensor:
-    """[N] as [G, 256], zeros behind the last; a view where N is a multiple of 256."""
+    """[N] as [G, 256], padded with zeros; a view where N is a multiple of 256."""
     missing = -flat.numel() % GROUP
     return (functional.pad(flat, (0, missing)) if missing else flat).view(-1, GROUP)
 
 
 def scales(groups: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one step is worth, and where 0 lies.
+    """The scale and the exact zero-point of groups.
 
     scale = (max(x, 0) − min(x, 0)) / steps, rounded up to bf16; zero = −min(x, 0) / scale, not yet a whole number.
 
     Args:
         groups: fp32 [G, 256], finite.
-        steps: into which the range is divided.
+        steps: number of steps in the range.
 
     Returns:
-        fp32 [G] scale, whose value bf16 has, and fp32 [G] place of 0, in [0, steps].
+        fp32 [G] scale, representable in bf16, and fp32 [G] zero-point, in [0, steps].
     """
     high = groups.amax(1).clamp_(min=0.0)
     low = groups.amin(1).clamp_(max=0.0)
-    # A tensor, by which every device divides; by a number CUDA multiplies its reciprocal, which rounds otherwise.
+    # A tensor: CUDA divides by a number by multiplying with its reciprocal, which rounds differently.
     number = torch.full((), float(steps), device=groups.device)
     # divided before they are subtracted: the range of the largest numbers is infinite
     scale = _up_to_bf16((high / number - low / number).clamp_(min=SMALLEST_SCALE))
@@ -61,8 +62,8 @@ def decode(codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, dtype: 
     """(code − zero) · scale in fp32, then rounded to `dtype`.
 
     Args:
-        codes: [G, 256] of any whole type.
-        zero: [G], of any whole type.
+        codes: [G, 256], any integer type.
+        zero: [G], any integer type.
         scale: [G] bf16.
         dtype: of the result, [G, 256].
     """
@@ -71,13 +72,13 @@ def decode(codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, dtype: 
 
 
 def affine_nbytes(shape: tuple[int, ...], bits: int) -> int:
-    """Bytes of a tensor of this shape in codes of so many bits, with scales (2 a group) and zero-points (1)."""
+    """Bytes of a tensor of this shape in codes of this many bits, with scales (2 per group) and zero-points (1)."""
     numel = math.prod(shape)
     return -(-numel * bits // 8) + 3 * num_groups(numel)
 
 
 def _up_to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """The least bf16 not below x, as fp32; x positive and finite."""
+    """The smallest bf16 not below x, as fp32; x positive and finite."""
     return x.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 

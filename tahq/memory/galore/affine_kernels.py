@@ -34,7 +34,7 @@ _MARGIN, _TOP_CODE = tl.constexpr(float(MARGIN)), tl.constexpr(float(TOP_CODE))
 
 @triton.jit
 def _decoded(codes, zero, scale, at, groups, is_real, is_group):
-    """fp32 [R, 256]; 0 behind the last element."""
+    """fp32 [R, 256]; 0 after the last element."""
     code = tl.load(codes + at, mask=is_real, other=0).to(tl.float32)
     z = tl.load(zero + groups, mask=is_group, other=0).to(tl.float32)
     s = tl.load(scale + groups, mask=is_group, other=0).to(tl.float32)
@@ -43,7 +43,7 @@ def _decoded(codes, zero, scale, at, groups, is_real, is_group):
 
 @triton.jit
 def _store(out, at, values, is_real):
-    """Rounded to out's type, half to even: for bf16 in whole numbers, since the interpreter would cut off."""
+    """Rounded to out's type, half to even; for bf16 in integers, since the interpreter would truncate."""
     if out.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -61,7 +61,7 @@ def decode8_kernel(codes, zero, scale, out, numel, num_groups, R: tl.constexpr):
 
 @triton.jit
 def decode4_kernel(packed, zero, scale, out, numel, num_groups, R: tl.constexpr):
-    """out ← (codes − zero) · scale, with two codes a byte."""
+    """out ← (codes − zero) · scale, with two codes per byte."""
     groups = tl.program_id(0) * R + tl.arange(0, R)
     is_group = groups < num_groups
     at = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
@@ -125,7 +125,7 @@ def add16_kernel(values, update, keep, rate, key_low, key_high, numel, SIZE: tl.
     change = tl.load(update + at, mask=is_real, other=0).to(tl.float32)
     bits = (weight * keep + change * rate).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # a NaN keeps a bit that bf16 has; adding a draw to it could make a number of it
+    # a NaN keeps a bit that bf16 has; adding a draw could turn it into a number
     rounded = tl.where(size > 0x7F800000, bits | 0x400000, bits)
     draw = (hash_words(at, key_low, key_high) >> 16).to(tl.int32)
     rounded = tl.where(size < 0x7F800000, (bits + draw) & -0x10000, rounded)

@@ -27,8 +27,8 @@ class LowRankLinear(nn.Module):
     """x·Wᵀ + b, or x·W + b.
 
     Args:
-        weight: W; no parameter of the module, since its gradient has another shape.
-        bias: b, an ordinary parameter; None: there is none.
+        weight: W; not a parameter of the module, since its gradient has another shape.
+        bias: b, an ordinary parameter, or None.
         is_linear: W is [out, in].
     """
 
@@ -45,7 +45,7 @@ class LowRankLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """The product whose backward takes the weight's gradient out of autograd's hands."""
+    """The product, whose backward passes the weight's gradient to `LowRankWeight.take`."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        # the input's first: taking the weight's gradient may change the weight
+        # the input's gradient first: taking the weight's may change the weight
         of_input = _input_gradient(ctx, gradient, x.shape) if ctx.needs_input_grad[0] else None
         of_bias = gradient.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         rows, weight, is_linear = x.reshape(-1, x.shape[-1]), ctx.weight, ctx.is_linear
@@ -98,8 +98,8 @@ class LowRankEmbedding(nn.Module):
     """The rows of a table [V, C].
 
     Args:
-        weight: the table; no parameter of the module.
-        padding: token whose row gets no gradient; None: there is none.
+        weight: the table; not a parameter of the module.
+        padding: token whose row gets no gradient, or None.
     """
 
     def __init__(self, weight: LowRankWeight, padding: int | None) -> None:
@@ -109,14 +109,14 @@ class LowRankEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [...] -> fp32 [..., C], under autocast too, as an ordinary embedding's."""
-        # autograd records what depends on something that has a gradient, and tokens have none
+        # tokens have no gradient, and autograd only records what depends on a tensor that has one
         anchor = torch.empty(0, device=tokens.device, requires_grad=True)
         rows: torch.Tensor = _Rows.apply(tokens, anchor, self.low_rank, self._padding)  # type: ignore[no-untyped-call]
         return rows
 
 
 class _Rows(torch.autograd.Function):
-    """The look-up whose backward takes the table's gradient out of autograd's hands."""
+    """The look-up, whose backward passes the table's gradient to `LowRankWeight.take`."""
 
     @staticmethod
     def forward(

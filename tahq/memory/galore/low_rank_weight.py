@@ -39,14 +39,14 @@ from tahq.randomness import derive_seed
 MomentType = Literal["int8", "fp32"]
 WeightType = Literal["int8", "bf16", "fp32"]
 _WHOLE = 2**63
-"""A rank at which nothing is projected."""
+"""A rank large enough that nothing is projected."""
 _COUNTERS = ("step", "gap", "similarities")
-"""States that are numbers, made for each snapshot."""
+"""States that are numbers, made for each checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankSettings:
-    """How the weights of a run are kept and trained; `training.qgalore` says what each means."""
+    """How the weights of a run are stored and trained; see `QGaLoreConfig`."""
 
     rank: int | None = None
     scale: float = 0.25
@@ -60,12 +60,12 @@ class LowRankSettings:
     epsilon: float = 1e-8
     seed: int = 0
     ends: WeightType = "fp32"
-    """Embedding and head: fp32 leaves them the parameters that they are."""
+    """Embedding and head: with fp32 they stay ordinary parameters."""
     is_end: bool = False
-    """These are an end's; its bf16 is rounded stochastically too, which GaLore's is not."""
+    """Whether these are for embedding or head, whose bf16 is rounded stochastically too, unlike GaLore's."""
 
     def of_ends(self) -> "LowRankSettings":
-        """Those of embedding and head: nothing is projected, so no update is scaled either."""
+        """Settings of embedding and head: nothing is projected, so no update is scaled."""
         return replace(self, rank=_WHOLE, scale=1.0, weights=self.ends, is_end=True)
 
 
@@ -124,11 +124,11 @@ class LowRankWeight:
     """A weight [m, n], its subspace and its moments.
 
     Args:
-        name: canonical; with the run's seed and the step it is the key of what is drawn.
+        name: canonical; with the run's seed and the step it is the key of random draws.
         shape: (m, n).
         settings: of the run.
-        device: where it lies; uninitialised until it is assigned or loaded.
-        drawn_as: the name in the key, if it is another: two copies of one matrix must be rounded alike.
+        device: of the tensors; zeros until they are assigned or loaded.
+        drawn_as: another name for the key: two copies of one matrix must be rounded alike.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class LowRankWeight:
     ) -> None:
         self.name, self.shape, self.device = name, torch.Size(shape), device
         self.grad: torch.Tensor | None = None
-        """Sum of the step's projected gradients so far, fp32; None: none has come."""
+        """Sum of the step's projected gradients so far, fp32, or None before the first."""
         self.on_gradient: Callable[[LowRankWeight], None] | None = None
-        """Called with each micro-batch's gradient taken: where the update does not wait for COMMIT."""
+        """Called after each micro-batch's gradient, where the update does not wait for COMMIT."""
         self.settings = settings
         self._drawn_as = drawn_as or name
         rank = rank_of(shape, settings.rank)
@@ -169,19 +169,19 @@ class LowRankWeight:
 
     @property
     def pending_nbytes(self) -> int:
-        """What is kept until COMMIT: the sum of the gradients, and a basis that was found."""
+        """Bytes kept until COMMIT: the sum of the gradients, and a new basis."""
         found = self.subspace.found_nbytes if self.subspace is not None else 0
         return found + (self.grad.nbytes if self.grad is not None else 0)
 
     def begin(self, step: int) -> None:
-        """Gradients that come from now on are those of this step."""
+        """Begin a step: later gradients belong to it."""
         self._step = step
 
     @torch.no_grad()
     def take(self, gradient: torch.Tensor) -> None:
         """Project the gradient [m, n] of the step's next micro-batch and add it, in fp32.
 
-        Where there is no basis, because no gradient so far was finite, the sum is NaN: the step will be skipped.
+        Without a basis, because no gradient so far was finite, the sum is NaN and the step is skipped.
         """
         self._dtype = gradient.dtype
         low = self._projected(gradient).to(torch.float32)
@@ -194,7 +194,7 @@ class LowRankWeight:
 
     @torch.no_grad()
     def apply(self, step: int, lr: float, weight_decay: float) -> None:
-        """Take the optimizer's step with what was summed; nothing where no gradient came, or none yet that was finite.
+        """Take the optimizer's step with the summed gradients; none without a gradient, or before the first finite one.
 
         W ← (1 − η·λ)·W − η·scale·back(direction), in fp32, then rounded.
         """
@@ -213,17 +213,17 @@ class LowRankWeight:
         self.storage.add(update, keep=1 - lr * weight_decay, rate=-lr * settings.scale, key=self._rounding_key(step))
 
     def discard(self) -> None:
-        """Forget the step's gradients, and the basis found in them."""
+        """Forget the step's gradients and the basis found in them."""
         self.grad = None
         if self.subspace is not None:
             self.subspace.drop()
 
     def weight_tensors(self) -> dict[str, torch.Tensor]:
-        """What a snapshot has of the weight, by `<folder>/<canonical name>`; the tensors themselves."""
+        """The weight's tensors in a checkpoint, by `<folder>/<canonical name>`; the tensors themselves."""
         return {f"{folder}/{self.name}": tensor for folder, tensor in self.storage.tensors().items()}
 
     def states(self) -> dict[str, torch.Tensor]:
-        """What a snapshot has beside it, by `<state>/<canonical name>`; counters are copies."""
+        """The states in a checkpoint, by `<state>/<canonical name>`; counters are copies."""
         states = self._adam.tensors() | {"step": torch.tensor(self._adam.num_steps)}
         if self.subspace is not None:
             states |= self.subspace.tensors()
@@ -231,7 +231,7 @@ class LowRankWeight:
 
     @torch.no_grad()
     def load(self, read: Callable[[str], torch.Tensor]) -> None:
-        """Take weight and states from a snapshot, bit for bit.
+        """Load weight and states from a checkpoint, bit-exactly.
 
         Args:
             read: a tensor by its name there.
@@ -278,7 +278,7 @@ class LowRankWeight:
 def _checked(name: str, value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise SnapshotError(
-            f"{name} is {value.dtype} {list(value.shape)} in the snapshot, expected {expected.dtype} "
-            f"{list(expected.shape)}: it is from another model, or from other keys of training.qgalore"
+            f"{name} is {value.dtype} {list(value.shape)} in the checkpoint, expected {expected.dtype} "
+            f"{list(expected.shape)}: the checkpoint is from another model, or from other settings of training.qgalore"
         )
     return value

@@ -1,7 +1,7 @@
-"""Q-GaLore in a slice of a model: which weights are covered, how they are put in place, what they take.
+"""Q-GaLore in a slice of a model: which weights are covered, how layers are replaced, how many bytes they take.
 
 The rule is `covered_layers`: the 2-D weights of the linear layers inside the blocks, which are the matrices of
-attention and of the MLP, and, unless they stay in fp32, embedding and head, of which nothing is projected. All else,
+attention and of the MLP, and, unless they stay in fp32, embedding and head, which are not projected. All others,
 norms, biases and learned positions, are ordinary parameters, trained by AdamW, with 8-bit states where the covered
 weights have them.
 
@@ -25,12 +25,12 @@ from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, fill_weights
 
 _CONV1D = "Conv1D"
-"""transformers' linear layer with its weight the other way round; by name, so that it need not be imported."""
+"""transformers' linear layer with a transposed weight; by name, so that it need not be imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """A layer whose weight is covered, and how that is kept and trained."""
+    """A layer whose weight is covered, and its settings."""
 
     layer: nn.Module
     settings: LowRankSettings
@@ -57,18 +57,18 @@ def covered_layers(model: ModelSlice, settings: LowRankSettings) -> dict[str, Co
 
 
 def low_rank_weights(model: nn.Module) -> dict[str, LowRankWeight]:
-    """The covered weights of a model that `cover` has been through, by canonical name."""
+    """The covered weights of a model after `cover`, by canonical name."""
     layers = (module for module in model.modules() if isinstance(module, LowRankLinear | LowRankEmbedding))
     return {layer.low_rank.name: layer.low_rank for layer in layers}
 
 
 def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) -> dict[str, LowRankWeight]:
-    """Replace the covered layers; biases stay the parameters that they are.
+    """Replace the covered layers; biases stay ordinary parameters.
 
     Args:
-        model: on any device, `meta` too: only the shapes of its covered weights are looked at.
+        model: on any device, including `meta`: only the shapes of its covered weights are used.
         settings: of the run.
-        device: where the weights shall lie, uninitialised.
+        device: of the new weights, uninitialised.
 
     Returns:
         The weights, by canonical name.
@@ -82,7 +82,7 @@ def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) ->
 
 
 def _layer_over(weight: LowRankWeight, layer: nn.Module) -> nn.Module:
-    """What takes the place of a covered layer."""
+    """The replacement of a covered layer."""
     if isinstance(layer, nn.Embedding):
         return LowRankEmbedding(weight, layer.padding_idx)
     return LowRankLinear(weight, getattr(layer, "bias", None), is_linear=isinstance(layer, nn.Linear))
@@ -98,7 +98,7 @@ def build_low_rank_slice(
     random: RandomContext,
     weights: bool = True,
 ) -> ModelSlice:
-    """`build_slice` with covered layers: never more than one of their weights is in memory in fp32.
+    """`build_slice` with covered layers: at most one of their weights at a time is in fp32.
 
     Raises:
         ModelError: as `build_slice`.
@@ -146,7 +146,7 @@ def divided_parameters(
 
 @dataclass(frozen=True, slots=True)
 class LowRankBytes:
-    """What covered weights take, by kind; gradients with the bases that a step with a search keeps until COMMIT."""
+    """Bytes of covered weights by kind; gradients include the bases that a step with a search keeps until COMMIT."""
 
     weights: int = 0
     gradients: int = 0
@@ -154,7 +154,7 @@ class LowRankBytes:
 
 
 def low_rank_bytes(weights: Iterable[tuple[tuple[int, int], LowRankSettings]]) -> LowRankBytes:
-    """Bytes of covered weights of these shapes, kept so: what the tensors have, counted from the layout."""
+    """Bytes of covered weights with these shapes and settings, counted without allocating."""
     totals = [_weight_bytes(shape, settings) for shape, settings in weights]
     return LowRankBytes(
         sum(total.weights for total in totals),

@@ -31,21 +31,21 @@ MARGIN = 7
 """Spare codes at either end of a new grid."""
 TOP_CODE = 255
 FINER = 0.75
-"""A grid is given up where a new one would have a step below this share of its own."""
+"""A grid is replaced where a new one would have a step below this share of its step."""
 OFFSET = 128
-"""Codes and zero-points 0 to 255 lie in int8 less this."""
+"""Codes and zero-points from 0 to 255 are stored in int8 minus this."""
 _SLAB = 2**20
 """Elements that plain torch updates at a time, with temporaries of up to 40 bytes each."""
 _LOST_BITS = 16
-"""Of fp32's 23 bits of mantissa, bf16 does not have these."""
+"""Bits of fp32's mantissa that bf16 lacks."""
 
 
 class Int8Weight:
-    """Codes, scales and zero-points of one weight.
+    """A weight in INT8: codes, scales and zero-points.
 
     Args:
         shape: the weight's.
-        device: where it lies; uninitialised until it is assigned or loaded.
+        device: of the tensors; zeros until they are assigned or loaded.
     """
 
     bits = 8
@@ -58,11 +58,11 @@ class Int8Weight:
         self.scale = torch.zeros(groups, dtype=torch.bfloat16, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the folder of a snapshot that they are kept in; the tensors themselves."""
+        """By their folder in a checkpoint; the tensors themselves."""
         return {"model": self.codes, "model_zero": self.zero, "model_scale": self.scale}
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, in memory of its own."""
+        """The weight, in new memory."""
         kernels = affine_kernels(self.codes)
         if kernels is not None:
             out: torch.Tensor = kernels.decoded8(self, dtype)
@@ -71,14 +71,14 @@ class Int8Weight:
         return flat[: self.codes.numel()].view(self.shape)
 
     def rows(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows [..., n] of the weight [m, n] for int64 indices [...]; no other row is decoded."""
+        """Rows [..., n] of the weight [m, n] for int64 indices [...]; only these are decoded."""
         columns = self.shape[1]
         codes = functional.embedding(indices.reshape(-1), self.codes)
         first = indices.reshape(-1, 1) * columns
         if columns % GROUP == 0:
             group = first // GROUP + torch.arange(columns // GROUP, device=indices.device)
             codes = codes.view(-1, GROUP)
-        else:  # rows begin within groups: each element looks its own up
+        else:  # rows begin within groups, so each element has its own group
             group = (first + torch.arange(columns, device=indices.device)) // GROUP
             codes = codes.view(-1, 1)
         group = group.view(-1)
@@ -99,7 +99,7 @@ class Int8Weight:
 
         Args:
             update: the weight's shape, fp32 or bf16.
-            keep: what weight decay leaves of the weight.
+            keep: the factor of weight decay.
             rate: negative to descend.
             key: 64 bits, of the stochastic rounding; None: to nearest.
         """
@@ -113,7 +113,7 @@ class Int8Weight:
             place = self._groups(first, part.numel())
             zero, scale = self.zero[place], self.scale[place]
             weight = decode(as_groups(self.codes.view(-1)[first : first + _SLAB]), zero, scale, torch.float32)
-            # two roundings, not a fused one: every device gets the same bits
+            # two roundings, not fused, for the same bits on every device
             weight = weight.mul_(keep).add_(as_groups(part).to(torch.float32).mul(rate))
             grid = _kept_grid(weight, scale.to(torch.float32), zero.to(torch.float32) + OFFSET)
             self._store(first, part.numel(), weight, *grid, key)
@@ -148,7 +148,7 @@ def _new_grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _kept_grid(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The grid that [G, 256] was on, and a new one where it does not fit."""
+    """The current grid of [G, 256], replaced by a new one where it does not fit."""
     new_scale, new_zero = _new_grid(groups)
     above = (groups.amax(1).clamp_(min=0.0) / scale).ceil_()
     below = (-groups.amin(1).clamp_(max=0.0) / scale).ceil_()
@@ -164,11 +164,11 @@ def _round_stochastic(steps: torch.Tensor, first: int, key: int) -> torch.Tensor
 
 
 class FullWeight:
-    """One tensor of the weight's shape.
+    """A weight in fp32 or bf16.
 
     Args:
         shape: the weight's.
-        device: where it lies; uninitialised until it is assigned or loaded.
+        device: of the tensors; zeros until they are assigned or loaded.
         dtype: fp32 or bf16. An update is added in fp32 under either, and the sum rounded.
     """
 
@@ -177,7 +177,7 @@ class FullWeight:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the folder of a snapshot that they are kept in; the tensors themselves."""
+        """By their folder in a checkpoint; the tensors themselves."""
         return {"model": self.values}
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
@@ -215,13 +215,13 @@ class FullWeight:
         flat, values = update.reshape(-1), self.values.view(-1)
         for first in range(0, flat.numel(), _SLAB):
             part = values[first : first + _SLAB]
-            # two roundings, not a fused one: every device gets the same bits
+            # two roundings, not fused, for the same bits on every device
             weight = part.float().mul_(keep).add_(flat[first : first + _SLAB].to(torch.float32).mul(rate))
             part.copy_(round_to_bf16(weight, first, key))
 
 
 def round_to_bf16(x: torch.Tensor, first: int, key: int) -> torch.Tensor:
-    """Round fp32 [N] stochastically to numbers that bf16 has; what it has, infinities and NaN stay as they are.
+    """Round fp32 [N] stochastically to bf16 values; values that bf16 has, infinities and NaN do not change.
 
     x lies between two neighbours in bf16, the share f from the smaller in size towards the larger, a multiple of 2^−16:
     it becomes the larger with probability f. Added to the bits of x, a draw of 16 bits carries into those that stay
@@ -229,7 +229,7 @@ def round_to_bf16(x: torch.Tensor, first: int, key: int) -> torch.Tensor:
 
     Args:
         x: contiguous.
-        first: number of the first element, whose draw depends on it and the key.
+        first: index of the first element; draws depend on indices and the key.
         key: 64 bits.
     """
     draw = shift_right(hashes(first, x.numel(), key, x.device), 32 - _LOST_BITS)
@@ -238,11 +238,11 @@ def round_to_bf16(x: torch.Tensor, first: int, key: int) -> torch.Tensor:
 
 
 def snapshot_weight(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """A model's weight from a snapshot.
+    """A model's weight from a checkpoint, in fp32 whatever it was trained in.
 
     Args:
         name: canonical.
-        read: a tensor by its name in the snapshot, such as `model/<name>`.
+        read: a tensor by its name in the checkpoint, such as `model/<name>`.
     """
     stored = read(f"model/{name}")
     if stored.dtype != torch.int8:

@@ -57,7 +57,7 @@ def project(gradient: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 
 def project_back(low: torch.Tensor, basis: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """What `project` gave, as [m, n] = `shape`."""
+    """The inverse of `project` within the subspace: [m, n] = `shape`."""
     return low @ basis if is_right(shape) else basis.t() @ low
 
 
@@ -102,7 +102,7 @@ def similarity(old: torch.Tensor, new: torch.Tensor) -> float:
 
 
 def next_gap(gap: int, similarities: Sequence[float], *, queue: int, threshold: float, max_gap: int) -> int:
-    """Steps until the basis is found anew.
+    """Steps until the next search.
 
     Doubled, up to `max_gap`, where all of the last `queue` similarities are at least `threshold`.
     (200, [.5, .5, .5, .5, .5], queue 5, threshold .4) -> 400; with one of them .3, or only four of them, 200.
@@ -123,7 +123,7 @@ class Int4Projection:
 
     Args:
         shape: r vectors of d numbers.
-        device: where it lies; zeros until it is assigned or loaded.
+        device: of the tensors; zeros until they are assigned or loaded.
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
@@ -134,7 +134,7 @@ class Int4Projection:
         self.scale = torch.zeros(num_groups(numel), dtype=torch.bfloat16, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the name of the state in a snapshot; the tensors themselves."""
+        """By the name of the state in a checkpoint; the tensors themselves."""
         return {"projection": self.packed, "projection_zero": self.zero, "projection_scale": self.scale}
 
     def assign(self, basis: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ class Int4Projection:
         self.scale.copy_(scale)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        """[r, d], in memory of its own."""
+        """[r, d], in new memory."""
         kernels = affine_kernels(self.packed)
         if kernels is not None:
             out: torch.Tensor = kernels.decoded4(self, dtype)
@@ -170,7 +170,7 @@ class FullProjection:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the name of the state in a snapshot; the tensor itself."""
+        """By the name of the state in a checkpoint; the tensor itself."""
         return {"projection": self.values}
 
     def assign(self, basis: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ Projection = Int4Projection | FullProjection
 
 
 def new_projection(kind: ProjectionType, shape: tuple[int, int], device: torch.device) -> Projection:
-    """Room for a basis, all zeros."""
+    """An empty basis, all zeros."""
     return Int4Projection(shape, device) if kind == "int4" else FullProjection(shape, device, FLOATS[kind])
 
 
@@ -199,16 +199,16 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """What `pack` was given, uint8 [count]."""
+    """The inverse of `pack`, uint8 [count]."""
     return torch.stack((packed & 15, packed >> 4), dim=1).view(-1)[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class LazyRule:
-    """How often a basis is looked for.
+    """How often a basis is searched.
 
-    `gap`: steps from one search to the next, at first; `max_gap`: at most. `queue` similarities in a row of at least
-    `threshold` double it; `is_lazy` False: never.
+    `gap`: initial steps between searches; `max_gap`: their limit. `queue` similarities in a row of at least `threshold`
+    double the gap; `is_lazy` False: never.
     """
 
     gap: int = 200
@@ -223,10 +223,10 @@ class LazySubspace:
 
     Args:
         shape: (r, d).
-        device: where it lies.
-        kind: how the basis is kept.
-        rule: how often it is looked for.
-        svd: how.
+        device: of the basis.
+        kind: of the stored basis.
+        rule: how often it is searched.
+        svd: how it is computed.
     """
 
     def __init__(
@@ -242,11 +242,11 @@ class LazySubspace:
         self._similarities: list[float] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether a basis is looked for at this step."""
+        """Whether a search is due at this step."""
         return self.refreshed_at == _NEVER or step - self.refreshed_at >= self.gap
 
     def search(self, gradient: torch.Tensor, seed: int) -> None:
-        """Find a basis in a gradient [m, n]; in one that is not finite, none."""
+        """Find a basis in a gradient [m, n], unless it is not finite."""
         if not bool(torch.isfinite(gradient).all()):
             return
         rank = self._shape[0]
@@ -255,18 +255,18 @@ class LazySubspace:
         self._found.assign(basis)
 
     def basis(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What this step projects by; None where none has ever been found."""
+        """This step's basis; None before the first."""
         if self._found is not None:
             return self._found.decoded(dtype)
         return None if self.refreshed_at == _NEVER else self._kept.decoded(dtype)
 
     @property
     def found_nbytes(self) -> int:
-        """What is kept until COMMIT of a step that has found a basis."""
+        """Bytes kept until COMMIT of a step that has found a basis."""
         return 0 if self._found is None else sum(tensor.nbytes for tensor in self._found.tensors().values())
 
     def keep(self, step: int) -> None:
-        """The step is applied: what it found, if anything, stays."""
+        """Keep the basis that the step has found, if any, because the step is applied."""
         if self._found is None:
             return
         if self.refreshed_at != _NEVER:
@@ -277,11 +277,11 @@ class LazySubspace:
         self.num_searches += 1
 
     def drop(self) -> None:
-        """The step is not applied: forget what it found."""
+        """Forget the basis that the step has found, because the step is not applied."""
         self._found = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the name of the state in a snapshot; tensors of numbers are copies."""
+        """By the name of the state in a checkpoint; numbers are copies."""
         missing = [_NO_SIMILARITY] * (self._rule.queue - len(self._similarities))
         numbers = {
             "gap": torch.tensor([self.gap, self.refreshed_at, self.num_searches]),
@@ -290,7 +290,7 @@ class LazySubspace:
         return self._kept.tensors() | numbers
 
     def load(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Take the numbers of a snapshot; the tensors have been copied already."""
+        """Load the numbers from a checkpoint; the tensors have been copied already."""
         self.gap, self.refreshed_at, self.num_searches = (int(number) for number in states["gap"])
         self._similarities = [x for x in states["similarities"].tolist() if x != _NO_SIMILARITY]
         self._found = None
