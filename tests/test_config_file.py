@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cluster_files import EXAMPLES, LEAST, ClusterFile, changed
 
@@ -225,6 +225,7 @@ def test_override_that_contradicts_the_file_is_named_beside_the_line(file, overr
     assert file.refusal(LEAST, override) == f"{place} (changed by --set {override}): {message}"
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=30))
 def test_any_override_is_taken_or_refused_by_name(override):
     try:

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cluster_files import EXAMPLES
 
@@ -69,6 +69,7 @@ def test_yaml_for_people_has_units():
 NAMES = st.text(min_size=1, max_size=12).filter(lambda text: text.isprintable())
 
 
+@settings(max_examples=30)
 @given(
     text=st.one_of(NAMES, st.sampled_from(["null", "1e-3", "no", "012", "~", "true", "- a", "a: b", "#", "'", "{"])),
     rate=st.floats(1e6, 1e12),

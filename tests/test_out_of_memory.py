@@ -149,6 +149,7 @@ def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path, available_kb, l
     assert free_bytes(CPU, proc, groups) == expected
 
 
+@pytest.mark.acceptance
 def test_limit_on_address_space_is_one_on_free_memory():
     """In a process of its own, since a limit cannot be raised again by everybody."""
     program = (

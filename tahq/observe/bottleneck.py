@@ -1,10 +1,10 @@
-"""Which resource a step waits for, and what would change it: the split of a step as one sentence.
+"""Which resource limits a step, and what would help, in one sentence.
 
-The resource with the largest `least` (`resources.py`) is the bottleneck if it explains the step, together with what is
-done once a step (optimizer, data). If nothing does, nobody is busy: micro-batches are on their way, and more of
-them at a time would fill the wait, unless a stage has no room for more.
+The resource with the largest lower bound `least_s` (`resources.py`) is the bottleneck if that bound, together with the
+work done once per step (optimizer, data), explains the step. Otherwise latency limits the step: micro-batches are in
+transit, and more of them in flight would fill the wait, unless a stage has no memory for more.
 
-The share that is told is busy / step. Pure.
+The share reported is busy / step. Pure functions.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def diagnose(step: StepRecord, facts: WireFacts | None = None) -> Diagnosis | No
     top = resources[0]
     once_s = _once_s(step) if top.kind != "coordinator" else 0.0
     if top.least_s + once_s < EXPLAINS * step.step_time_s:
-        return _nobody_is_busy(step, max(resources, key=lambda resource: resource.busy_s))
+        return _latency_bound(step, max(resources, key=lambda resource: resource.busy_s))
     rest = max((r for r in resources if r is not top), key=lambda resource: resource.busy_s, default=None)
     advice = _ADVICE[top.kind](step, top, rest, facts)
     share = top.busy_s / step.step_time_s
@@ -89,7 +89,7 @@ def _codec_advice(step: StepRecord, top: Resource, rest: Resource | None, facts:
 
 
 def _coordinator_advice(step: StepRecord, top: Resource, rest: Resource | None, facts: WireFacts | None) -> str:
-    return f"more work a step (`training.global_batch`) or a coordinator nearer by would help{_until(step, top, rest)}"
+    return f"more work per step (`training.global_batch`) or a nearer coordinator would help{_until(step, top, rest)}"
 
 
 def _until(step: StepRecord, top: Resource, rest: Resource | None) -> str:
@@ -109,7 +109,7 @@ def _filling(top: Resource, share: float) -> str:
     if top.busy_s >= WORTH_FILLING * top.least_s:
         return ""
     rest = figures.share(share * (top.least_s / top.busy_s - 1)) if top.busy_s > 0 else ""
-    return f"; filling and draining the pipeline takes {rest}: more micro-batches a step would make that less"
+    return f"; filling and draining the pipeline takes {rest}: more micro-batches per step would reduce that"
 
 
 _ADVICE = {
@@ -120,7 +120,7 @@ _ADVICE = {
 }
 
 
-def _nobody_is_busy(step: StepRecord, busiest: Resource) -> Diagnosis:
+def _latency_bound(step: StepRecord, busiest: Resource) -> Diagnosis:
     share = busiest.busy_s / step.step_time_s
     crowded = max(step.stages, key=lambda stage: stage.split.wait_memory_s)
     room = crowded.split.wait_memory_s / step.step_time_s
@@ -132,8 +132,8 @@ def _nobody_is_busy(step: StepRecord, busiest: Resource) -> Diagnosis:
         return Diagnosis("memory", room, sentence, f"room on stage {crowded.stage} {figures.share(room)}")
     more = "a greater `pipeline.in_flight` or more" if room > 0 else "more"
     sentence = (
-        f"nobody is busy: {busiest.name}, the busiest, is so for {figures.share(share)} of the step, and for the rest "
-        f"micro-batches or the commit are on their way; {more} micro-batches a step would fill it"
+        f"no resource is saturated: {busiest.name}, the busiest, is busy for {figures.share(share)} of the step, "
+        f"and for the rest micro-batches or the commit are on their way; {more} micro-batches per step would fill it"
     )
     return Diagnosis("latency", share, sentence, f"latency, all below {figures.share(share)}")
 

@@ -1,7 +1,7 @@
-"""A run as a table that renews itself, for a terminal.
+"""A live table of a run, for a terminal.
 
 `render` is a function of the history alone; `LiveTable` only decides when to draw. It has no thread:
-it draws when something happens, and something does at least with every heartbeat.
+it draws on events, of which every heartbeat is one.
 """
 
 import time
@@ -35,7 +35,7 @@ REDRAW_S = 0.2
 
 
 class LiveTable(RunObserver):
-    """Draws the history on a terminal.
+    """Draws the run's history on a terminal.
 
     Args:
         console: the terminal.
@@ -55,11 +55,11 @@ class LiveTable(RunObserver):
         self._draw(now=True)
 
     def phase_changed(self, phase: str, detail: str) -> None:
-        """Draw where the run stands."""
+        """Draw the phase."""
         self._draw(now=True)
 
     def stage_changed(self, status: StageStatus) -> None:
-        """Draw what a stage does."""
+        """Draw a stage's activity."""
         self._draw()
 
     def step_committed(self, record: StepRecord) -> None:
@@ -81,7 +81,7 @@ class LiveTable(RunObserver):
         self._say(f"warning: {text}")
 
     def ended(self, end: RunEnd) -> None:
-        """Draw for the last time, and give the terminal back."""
+        """Draw for the last time and release the terminal."""
         self._draw(now=True)
         self._live.stop()
 
@@ -124,7 +124,7 @@ def headline(history: RunHistory) -> str:
 
 
 def _stage_table(history: RunHistory) -> Table:
-    table = Table("stage", "host", "device", "does", box=None, pad_edge=False)
+    table = Table("stage", "host", "device", "activity", box=None, pad_edge=False)
     for heading in ("computing", "coding", "waiting", "commit"):
         table.add_column(heading, justify="right")
     last = history.last

@@ -1,4 +1,4 @@
-"""A run as plain lines, for output that is not a terminal: no colour, no cursor, one line an event."""
+"""Plain lines about a run, for output that is not a terminal: no colour, no cursor, one line per event."""
 
 import time
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from tahq.observe.run_history import RunHistory
 from tahq.units import format_size
 
 QUIET_S = 0.5
-"""Steps that follow each other faster than this are not all printed, but every `EVERY`-th is."""
+"""Of steps that are faster than this only every `EVERY`-th is printed."""
 EVERY = 10
 PATIENCE_S = 2.0
-"""What a phase waits for changes with every worker that joins; it is said again after this time."""
+"""Shortest time between two lines about what a phase waits for."""
 
 
 class PlainLines(RunObserver):
     """Writes lines as things happen.
 
     Args:
-        stream: where to.
+        stream: output.
         history: told before this observer is.
         clock: seconds, monotonic.
     """
@@ -44,17 +44,17 @@ class PlainLines(RunObserver):
         self._devices: dict[int, str] = {}
 
     def opened(self, header: RunHeader) -> None:
-        """Say what runs where."""
+        """Print the header."""
         continued = f", continuing after step {header.start_step}" if header.start_step else ""
         self._print(f"run {header.name}: {header.num_stages} stages, coordinator at {header.address}{continued}")
 
     def phase_changed(self, phase: str, detail: str) -> None:
-        """Say where the run stands, if that is new."""
+        """Print the phase if it changed."""
         self._state = (phase, detail)
         self._tell_state()
 
     def stage_changed(self, status: StageStatus) -> None:
-        """Say who holds a stage, once its device is known."""
+        """Print a stage's worker once its device is known."""
         if status.device and self._devices.get(status.stage) != status.device:
             self._devices[status.stage] = status.device
             where = f"{status.host}, pid {status.pid}, {status.device}"
@@ -62,7 +62,7 @@ class PlainLines(RunObserver):
         self._tell_state()
 
     def stage_left(self, stage: int) -> None:
-        """The next holder is announced again."""
+        """Announce the next worker of this stage again."""
         self._devices.pop(stage, None)
 
     def step_committed(self, record: StepRecord) -> None:
@@ -80,7 +80,7 @@ class PlainLines(RunObserver):
         self._print(validation_line(record))
 
     def snapshot_written(self, record: SnapshotRecord) -> None:
-        """Say that a snapshot is there, or why not."""
+        """Print a checkpoint, or why it failed."""
         self._print(snapshot_line(record))
 
     def warned(self, text: str) -> None:
@@ -100,13 +100,13 @@ class PlainLines(RunObserver):
 
 
 def step_line(record: StepRecord, history: RunHistory) -> str:
-    """``step 12/60  loss 3.2140  4,812 tokens/s  1.7 s a step  3.42 MB sent  link 2→1 gradients 71 %  1:22 left``."""
+    """``step 12/60  loss 3.2140  4,812 tokens/s  1.7 s per step  3.42 MB sent  link 2→1 gradients 71 %  1:22 left``."""
     remaining_s, diagnosis = history.remaining_s, history.diagnosis()
     parts = [
         f"step {record.step}/{history.total_steps}",
         f"loss {figures.loss(record.loss)}",
         figures.tokens_rate(record.tokens_per_s),
-        f"{figures.duration(record.step_time_s)} a step",
+        f"{figures.duration(record.step_time_s)} per step",
         f"{format_size(sum(link.wire_bytes for link in record.links))} sent",
         *([diagnosis.brief] if diagnosis is not None else []),
         *(["skipped: NaN or infinity"] if record.skipped else []),
@@ -130,7 +130,7 @@ def validation_line(record: ValidationRecord) -> str:
 
 
 def snapshot_line(record: SnapshotRecord) -> str:
-    """``snapshot after step 20: 13.2 MB``, or what went wrong."""
+    """``checkpoint after step 20: 13.2 MB``, or the error."""
     if record.error:
-        return f"warning: no snapshot after step {record.step}: {record.error}; the one before it stands"
-    return f"snapshot after step {record.step}: {format_size(record.nbytes)}"
+        return f"warning: no checkpoint after step {record.step}: {record.error}; the previous checkpoint stays valid"
+    return f"checkpoint after step {record.step}: {format_size(record.nbytes)}"

@@ -76,7 +76,7 @@ def resources_of(step: StepRecord) -> list[Resource]:
     coding = [_coding(stage, pipeline) for stage in step.stages if _beside_s(stage) > 0]
     uplinks = [_uplink(stage.stage, pipeline) for stage in step.stages if pipeline.sent_by(stage.stage)]
     commit_s = min(stage.split.commit_s for stage in step.stages)
-    coordinator = Resource("coordinator", "the way to the coordinator and back", commit_s, commit_s)
+    coordinator = Resource("coordinator", "the round trip to the coordinator", commit_s, commit_s)
     return [*computes, *coding, *uplinks, coordinator]
 
 

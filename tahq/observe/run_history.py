@@ -1,6 +1,6 @@
-"""What is known of a run so far, in one place: what the table, the lines and the summary are made of.
+"""The state of a run so far, from which table, lines and summary are made.
 
-Totals, one number a step and the last few records are kept, never the records of all steps.
+Keeps totals, one number per step and the last few records, never the records of all steps.
 """
 
 from collections import deque

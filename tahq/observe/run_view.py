@@ -1,8 +1,9 @@
-"""All that watches a run, put together: history, metrics.jsonl, table or lines, and the last words."""
+"""What a launcher shows and keeps of a run: history, metrics.jsonl, table or lines, traces, summary."""
 
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from inspect import getmembers, isfunction
 from pathlib import Path
 from statistics import median
 from typing import TextIO
@@ -12,12 +13,7 @@ from rich.console import Console
 from tahq.coordinator.observer import (
     LinkRecord,
     RunEnd,
-    RunHeader,
     RunObserver,
-    SnapshotRecord,
-    StageStatus,
-    StepRecord,
-    StepTrace,
     ValidationRecord,
 )
 from tahq.errors import UserError
@@ -48,15 +44,15 @@ def watch_run(
 
     Args:
         metrics: the run's metrics.jsonl; its folder exists.
-        start_step: steps that the run's snapshot has behind it; later lines of the file are cut off.
-        program: what the last line on `err` begins with.
+        start_step: committed steps in the run's checkpoint; lines of later steps are removed from the file.
+        program: prefix of the last line on `err`.
         resume_command: for the summary.
         export_command: for the summary.
-        facts: of the run's wire, for saying what would make it faster.
-        traces: folder for pictures of traced steps; None: none are kept.
-        start: number of this start of the run, from 1, for the pictures.
-        out: table, lines and summary; None: stdout.
-        err: why the run ended, if not simply at its end, in one line; None: stderr.
+        facts: codecs and shape of the run's links, to advise on them.
+        traces: folder for files of traced steps; None: none are written.
+        start: number of this start of the run, from 1, for those files.
+        out: for table, lines and summary; None: stdout.
+        err: for one line that says why the run ended early; None: stderr.
 
     Raises:
         UserError: metrics.jsonl cannot be written.
@@ -73,14 +69,14 @@ def watch_run(
 
 
 def screen(out: TextIO, history: RunHistory) -> RunObserver:
-    """A table that renews itself where `out` is a terminal that can show it, plain lines elsewhere."""
+    """A live table if `out` is a terminal that can show it, else plain lines."""
     if out.isatty() and os.environ.get("TERM") != "dumb":
         return LiveTable(Console(file=out), history)
     return PlainLines(out, history)
 
 
 class LastWords(RunObserver):
-    """Prints the summary, and why the run ended if not simply at its end.
+    """Prints the summary, and why the run ended if it ended early.
 
     Args:
         out: for the summary.
@@ -101,7 +97,7 @@ class LastWords(RunObserver):
         self._commands = {"resume_command": resume_command, "export_command": export_command}
 
     def ended(self, end: RunEnd) -> None:
-        """The run is over: say what it came to."""
+        """Print the summary."""
         text = summary_text(self._history, end, **self._commands)
         if text:
             print(text, file=self._out, flush=True)
@@ -119,10 +115,10 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
     """The summary of a run; empty if it never made a step.
 
     Args:
-        history: what it has said of itself.
+        history: of the run.
         end: how it ended.
-        resume_command: what continues it.
-        export_command: what makes a Hugging Face folder of it.
+        resume_command: continues the run.
+        export_command: exports the run.
     """
     if history.header is None or not history.losses:
         return ""
@@ -141,7 +137,7 @@ def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", 
 
 
 def _resuming(command: str, end: RunEnd) -> str:
-    """How the run is continued; one that has all its steps takes no more of them unless told to."""
+    """How to continue the run; a finished one also needs more steps."""
     return f"{command}, with training.steps or epochs set to more" if end.steps_done >= end.total_steps else command
 
 
@@ -154,7 +150,7 @@ def _headline(history: RunHistory, end: RunEnd) -> str:
 
 
 def _losses(history: RunHistory) -> str:
-    text = f"{figures.loss(history.losses[0])} → {figures.loss(history.losses[-1])} nats a token"
+    text = f"{figures.loss(history.losses[0])} → {figures.loss(history.losses[-1])} nats per token"
     if len(history.losses) <= AVERAGED_STEPS:
         return text
     first, last = (history.mean_loss(steps) for steps in (slice(AVERAGED_STEPS), slice(-AVERAGED_STEPS, None)))
@@ -163,7 +159,7 @@ def _losses(history: RunHistory) -> str:
 
 def _speed(history: RunHistory) -> str:
     step_s = figures.duration(median(history.step_times_s))
-    return f"{figures.tokens_rate(median(history.tokens_per_s))}, {step_s} a step (medians)"
+    return f"{figures.tokens_rate(median(history.tokens_per_s))}, {step_s} per step (medians)"
 
 
 def _bottleneck(history: RunHistory) -> list[tuple[str, str]]:
@@ -195,11 +191,11 @@ def _against(total: LinkRecord) -> str:
 
 
 def _direction(traffic: LinkRecord) -> str:
-    return f"{format_size(traffic.payload_bytes)}, {traffic.bits_per_element:.2f} bits an element"
+    return f"{format_size(traffic.payload_bytes)}, {traffic.bits_per_element:.2f} bits per element"
 
 
 def _newest_snapshot(end: RunEnd) -> str:
-    return "" if end.last_snapshot is None else f" (snapshot after step {end.last_snapshot})"
+    return "" if end.last_snapshot is None else f" (checkpoint after step {end.last_snapshot})"
 
 
 def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
@@ -207,67 +203,31 @@ def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 
 class Observers(RunObserver):
-    """Passes everything on, in order.
+    """Passes every call on to several observers, in order; an observer that cannot write any more is dropped.
 
     Args:
-        observers: earlier ones may be read by later ones.
+        observers: later ones may read what earlier ones keep.
     """
 
     def __init__(self, observers: Sequence[RunObserver]) -> None:
         self._observers = list(observers)
 
-    def opened(self, header: RunHeader) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.opened(header))
-
-    def phase_changed(self, phase: str, detail: str) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.phase_changed(phase, detail))
-
-    def stage_changed(self, status: StageStatus) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.stage_changed(status))
-
-    def stage_left(self, stage: int) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.stage_left(stage))
-
-    def planned(self, start_step: int, total_steps: int) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.planned(start_step, total_steps))
-
-    def step_committed(self, record: StepRecord) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.step_committed(record))
-
-    def turned_back(self, step: int) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.turned_back(step))
-
-    def step_traced(self, trace: StepTrace) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.step_traced(trace))
-
-    def validated(self, record: ValidationRecord) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.validated(record))
-
-    def snapshot_written(self, record: SnapshotRecord) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.snapshot_written(record))
-
-    def warned(self, text: str) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.warned(text))
-
-    def ended(self, end: RunEnd) -> None:
-        """Pass it on."""
-        self._tell(lambda observer: observer.ended(end))
-
-    def _tell(self, say: Callable[[RunObserver], None]) -> None:
+    def _tell(self, method: str, arguments: Sequence[object]) -> None:
         for observer in tuple(self._observers):
             try:
-                say(observer)
+                getattr(observer, method)(*arguments)
             except OSError as error:
                 self._observers.remove(observer)
                 self.warned(f"{type(observer).__name__} cannot write any more and is left out: {error}")
+
+
+def _passing_on(method: str) -> Callable[..., None]:
+    def pass_on(self: Observers, *arguments: object) -> None:
+        self._tell(method, arguments)
+
+    return pass_on
+
+
+for _method, _ in getmembers(RunObserver, isfunction):
+    if not _method.startswith("_"):
+        setattr(Observers, _method, _passing_on(_method))

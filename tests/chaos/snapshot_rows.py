@@ -71,7 +71,7 @@ def disk_full(attempt: Attempt) -> Figures:
         first = latest_folder(snapshots)
         filler = snapshots / "filler"
         fill(filler)
-        scene.leader.line_with("warning: no snapshot after step", 60)
+        scene.leader.line_with("warning: no checkpoint after step", 60)
         assert latest_folder(snapshots) == first
         filler.unlink()
         outcome = scene.finish(120)

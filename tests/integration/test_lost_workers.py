@@ -90,7 +90,7 @@ def test_files_that_are_damaged_while_a_worker_is_away_send_all_back(tmp_path, c
     launcher = start(tmp_path, "tahq-launch", "cluster.yaml", extra=faults)
     try:
         lines = iter(launcher.stdout.readline, "")
-        next(line for line in lines if line.startswith("snapshot after step 6"))
+        next(line for line in lines if line.startswith("checkpoint after step 6"))
         if damage == "checkpoint":
             (file,) = (folder / "snapshots" / "step-00000006").glob("stage-001-*")
             file.write_bytes(file.read_bytes()[:-1] + b"?")

@@ -87,7 +87,7 @@ def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, 
     launcher = start(tmp_path, "tahq-launch", "cluster.yaml")
     try:
         lines = iter(launcher.stdout.readline, "")
-        *_, megabytes, unit = next(line for line in lines if line.startswith("snapshot after step")).split()
+        *_, megabytes, unit = next(line for line in lines if line.startswith("checkpoint after step")).split()
         assert unit == "MB"
         # room for one stage of the next and not for both: stages of this model are of about equal size
         resize(int(1.7e6 * float(megabytes)))
@@ -95,9 +95,9 @@ def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, 
         good = latest_folder(snapshots).name
         assert "No space left on device" in warning
         assert "/snapshots/step-" in warning
-        assert warning.rstrip().endswith("the one before it stands")
+        assert warning.rstrip().endswith("the previous checkpoint stays valid")
         resize(64 * 1024 * 1024)
-        next(line for line in lines if line.startswith("snapshot after step"))
+        next(line for line in lines if line.startswith("checkpoint after step"))
         assert latest_folder(snapshots).name > good
         launcher.send_signal(signal.SIGINT)
         _, stderr = launcher.communicate(timeout=60)
@@ -164,7 +164,7 @@ def test_what_a_killed_writer_leaves_is_no_snapshot(tmp_path):
     launcher = start(tmp_path / "killed", "tahq-launch", "cluster.yaml", extra=in_the_midst)
     try:
         lines = iter(launcher.stdout.readline, "")
-        next(line for line in lines if line.startswith("snapshot after step 2"))
+        next(line for line in lines if line.startswith("checkpoint after step 2"))
         stages = workers(launcher.pid)
         wait_until(lambda: any(unfinished.glob("stage-001*.tmp")), 60, "a file is being written")
         for pid in (*stages, launcher.pid):

@@ -99,6 +99,7 @@ def test_what_is_not_finite_is_null_in_the_json(probe, tmp_path):
     assert (wire["step_errors"], wire["delta"]) == ([None], None)
 
 
+@pytest.mark.acceptance
 def test_program_prints_plain_lines_to_a_pipe(tmp_path):
     write_config(tmp_path, CONFIG)
     done = subprocess.run(
@@ -203,6 +204,7 @@ def test_another_model_than_the_snapshots_is_refused(run, probe):
     assert_one_line(outcome, 2, "model.num_heads")
 
 
+@pytest.mark.acceptance
 def test_run_of_low_rank_weights_is_taken_up_from_its_export_alone(tmp_path):
     low_rank = {**RAW, "training": {**RAW["training"], "optimizer": "qgalore", "qgalore": {"rank": 8}}}
     trained = launch(tmp_path, low_rank)

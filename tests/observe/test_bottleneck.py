@@ -205,7 +205,7 @@ def test_filling_and_draining_is_mentioned_where_it_takes_much(record):
     diagnosis = diagnose(slow, FACTS)
     assert diagnosis.kind == "compute"
     assert diagnosis.share == pytest.approx(0.4)
-    assert "filling and draining the pipeline takes 60 %: more micro-batches a step" in diagnosis.sentence
+    assert "filling and draining the pipeline takes 60 %: more micro-batches per step" in diagnosis.sentence
 
 
 def _two_micro_batches():
@@ -217,10 +217,12 @@ def test_latency_is_named_when_nobody_is_busy(record):
     slow = step(record, 10.0, stages(3.0, 3.1), link(0, 1, "activations", 2.0), link(1, 0, "gradients", 1.0))
     diagnosis = diagnose(slow, FACTS)
     assert diagnosis.kind == "latency"
-    assert diagnosis.sentence.startswith("nobody is busy: stage 1's compute, the busiest, is so for 31 % of the step")
-    assert diagnosis.sentence.endswith("; more micro-batches a step would fill it")
+    assert diagnosis.sentence.startswith(
+        "no resource is saturated: stage 1's compute, the busiest, is busy for 31 % of the step"
+    )
+    assert diagnosis.sentence.endswith("; more micro-batches per step would fill it")
     crowded = step(record, 10.0, stages(3.0, 3.1, wait_memory_s=0.5), link(0, 1, "activations", 2.0))
-    assert "a greater `pipeline.in_flight` or more micro-batches a step" in diagnose(crowded, FACTS).sentence
+    assert "a greater `pipeline.in_flight` or more micro-batches per step" in diagnose(crowded, FACTS).sentence
 
 
 def test_long_way_is_not_taken_for_a_busy_link(record):
@@ -249,7 +251,7 @@ def test_waiting_for_room_behind_a_busy_link_is_the_links_doing(record):
 def test_coordinator_far_away_is_named(record):
     diagnosis = diagnose(step(record, 1.0, stages(0.1, 0.1, commit_s=0.85)), FACTS)
     assert diagnosis.kind == "coordinator"
-    assert "the way to the coordinator and back is the bottleneck: 85 % of the step" in diagnosis.sentence
+    assert "the round trip to the coordinator is the bottleneck: 85 % of the step" in diagnosis.sentence
 
 
 def test_slow_codec_beside_is_named(record):

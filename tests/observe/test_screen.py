@@ -108,9 +108,9 @@ def test_plain_lines_tell_the_run_without_escape_codes(play_run):
     assert lines[2] == "stage 0: host0, pid 40, cpu, 12,345 parameters"
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 20
-    assert steps[0] == "step 1/20  loss 3.9900  2,000 tokens/s  0.5 s a step  1.24 MB sent  9.5 s left"
+    assert steps[0] == "step 1/20  loss 3.9900  2,000 tokens/s  0.5 s per step  1.24 MB sent  9.5 s left"
     assert "validation after step 2: loss 2.5000 (perplexity 12.18), without the codec 2.0000 (7.389)" in lines
-    assert lines[-1] == "snapshot after step 20: 13.2 MB"
+    assert lines[-1] == "checkpoint after step 20: 13.2 MB"
     assert "\x1b" not in "\n".join(lines)
 
 
@@ -154,7 +154,10 @@ def test_what_is_still_missing_after_a_while_is_said_with_the_next_sign_of_life(
 def test_failed_snapshot_says_that_the_one_before_stands():
     stream = io.StringIO()
     PlainLines(stream, RunHistory(), Clock(1.0)).snapshot_written(SnapshotRecord(4, 0, "stage 1: disk full"))
-    assert stream.getvalue() == "warning: no snapshot after step 4: stage 1: disk full; the one before it stands\n"
+    assert (
+        stream.getvalue()
+        == "warning: no checkpoint after step 4: stage 1: disk full; the previous checkpoint stays valid\n"
+    )
 
 
 @pytest.mark.parametrize(("stream", "kind"), [(Terminal(), LiveTable), (io.StringIO(), PlainLines)])
