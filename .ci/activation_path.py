@@ -1,0 +1,128 @@
+"""Print the files of tahq that one activation crosses, from one stage's forward to the next stage's forward.
+
+    PYTHONPATH=benchmarks python .ci/activation_path.py
+
+Two stages run one step of one micro-batch in this process, over ZMQ on loopback with the default codecs. Every function
+that is entered in any thread between the two forwards is recorded, in order of first entry.
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from bench_runtime import Multiplication
+
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import PeerIdentity
+from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.models.keyed_dropout import RandomContext
+from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity, Stopwatch
+from tahq.pipeline.chunk import Chunk, StepShape
+from tahq.pipeline.codec_lanes import ThreadedLanes
+from tahq.pipeline.engine import StageEngine
+from tahq.pipeline.schedule.generators import generate
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = StepShape(1, micro_batch=1, seq_len=64, hidden_size=256)
+entered: dict[str, list[str]] = {}
+"""Functions by file, in the order of their first call while recording."""
+recording = threading.Event()
+
+
+class Batch:
+    """Tokens for the first stage, labels for the last."""
+
+    digest = ""
+    num_tokens = SHAPE.seq_len
+
+    def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(SHAPE.boundary), torch.zeros(SHAPE.boundary[:2], dtype=torch.int64)
+
+
+class Batches:
+    """The same batch at every step."""
+
+    def train(self, step: int) -> Batch:
+        return Batch()
+
+
+class Watched(Multiplication):
+    """Starts recording after stage 0's forward in the second step, and stops before stage 1's."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage, self.calls = stage, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.stage == 1:
+            recording.clear()
+        y = super().forward(x)
+        if self.stage == 0 and self.calls == 2:
+            recording.set()
+        return y
+
+
+def record(frame, event: str, argument: object) -> None:
+    """A profiler: note the function that is entered."""
+    if event == "call" and recording.is_set():
+        file = frame.f_code.co_filename
+        if file.startswith(str(ROOT / "tahq")):
+            functions = entered.setdefault(str(Path(file).relative_to(ROOT)), [])
+            if frame.f_code.co_name not in functions:
+                functions.append(frame.f_code.co_name)
+
+
+def run_stage(stage: int, endpoint: ZmqEndpoint, dial: str) -> None:
+    """Two steps; the second is recorded."""
+    transport = endpoint.open_link(0, 1 - stage, "neighbour", dial)
+    endpoint.wait_connected(20.0)
+    stopwatch, device = Stopwatch(), torch.device("cpu")
+    cut = Boundary(transport, CutIdentity(1, 0, 0), CodecTable("wf", "eden"), device, stopwatch)
+    cut_before, cut_behind = (cut, None) if stage else (None, cut)
+    engine = StageEngine(
+        chunks={stage: Chunk(Watched(stage), cut_before, cut_behind)},
+        actions=generate("1f1b", 2, 1).actions[stage],
+        shape=SHAPE,
+        batches=Batches(),
+        random=RandomContext(0),
+        device=device,
+        stopwatch=stopwatch,
+        on_action=lambda step, action: None,
+        lanes=ThreadedLanes(device, stopwatch),
+    )
+    for step in range(2):
+        engine.run_step(step)
+
+
+def main() -> None:
+    """Run the two stages and print the files."""
+    torch.set_num_threads(1)
+    threading.setprofile(record)
+    sys.setprofile(record)
+    endpoints = [
+        ZmqEndpoint(
+            identity=PeerIdentity(1, 1, stage, "path"),
+            bind="127.0.0.1:0",
+            advertise=None,
+            shaping=Shaping(),
+            peer_timeout_s=20.0,
+            heartbeat_s=19.0,
+        )
+        for stage in (0, 1)
+    ]
+    addresses = ["", endpoints[0].address]
+    threads = [threading.Thread(target=run_stage, args=(stage, endpoints[stage], addresses[stage])) for stage in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for endpoint in endpoints:
+        endpoint.close()
+    for number, (file, functions) in enumerate(entered.items(), 1):
+        print(f"{number:3}  {file:45}  {', '.join(functions)}")
+
+
+if __name__ == "__main__":
+    main()
