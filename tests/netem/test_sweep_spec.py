@@ -48,15 +48,15 @@ def test_file_is_read_with_units_and_single_values(load):
     [
         ("rates:", "rate:", ("sweep.yaml:5", "rate", "did you mean rates?")),
         ("100mbit", "100", ("sweep.yaml:5", "needs a unit")),
-        ("100mbit", "unshaped", ("stands there twice",)),
+        ("100mbit", "unshaped", ("is listed twice",)),
         ("stages: 4", "stages: 8", ("8 stages", "num_layers is 4")),
         ("tah /", "tahq /", ("sweep.yaml:8", "tahq")),
-        ("fixed:bits=6", "fixed / raw", ("a wire is one codec, or two",)),
+        ("fixed:bits=6", "fixed / raw", ("expected one codec, or two",)),
         ("schedules: [gpipe, 1f1b]", "schedules: [1f1b-deep]", ("torch has the schedules gpipe, 1f1b",)),
         (
             "schedules: [gpipe, 1f1b]",
             "wires: [tah]",
-            ("torch sends raw:dtype=fp32 or raw:dtype=bf16 and nothing else; got tah",),
+            ("torch sends only raw:dtype=fp32 or raw:dtype=bf16; got tah",),
         ),
         ("name: torch", "name: deepspeed", ("sweep.yaml:9", "tahq", "torch", "bare")),
         ("compute: {forward: 73ms, backward: 152ms}", "compute: fast", ("sweep.yaml:4", "real", "calibrated")),
@@ -93,7 +93,7 @@ def test_wire_is_written_the_same_however_it_was_given(text, pair):
 def test_durations_listed_by_stage_need_one_number_of_stages():
     sleep = {"forward": [0.1, 0.2], "backward": [0.2, 0.4]}
     assert small(compute=[sleep]).compute[0].of(1) == (0.2, 0.4)
-    with pytest.raises(ValueError, match="fit one number of stages"):
+    with pytest.raises(ValueError, match="need a single number of stages"):
         small(compute=[sleep], stages=[2, 4])
 
 

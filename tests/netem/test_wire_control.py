@@ -164,7 +164,7 @@ def test_a_process_that_ends_while_it_is_asked_is_named(ends):
     control = WireControl(own)
     end = threading.Thread(target=lambda: (other.recv(100), other.close()))
     end.start()
-    with pytest.raises(NetworkError, match=r"wire process has ended \(its last words are on stderr\); build"):
+    with pytest.raises(NetworkError, match=r"wire process has ended \(see its output on stderr\); build"):
         control.counters()
     end.join()
     with pytest.raises(NetworkError, match="has ended"):

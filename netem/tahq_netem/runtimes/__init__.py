@@ -1,1 +1,1 @@
-"""What a sweep can measure: tahq, what a user would take instead, and a control. `registry` has them by name."""
+"""The runtimes that a sweep can measure: tahq, the usual alternative, and a control."""

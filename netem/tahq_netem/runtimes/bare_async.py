@@ -1,8 +1,8 @@
-"""A bare asynchronous loop over gloo, as a control: what overlap alone gives, with nothing else around it.
+"""A bare asynchronous loop over gloo, as a control: overlap of compute and transfer, and nothing else.
 
-All receives of a step are posted before it begins, sends are never waited for until it is over, and actions are
-computed in schedule order as their tensors come in. There is no session, no resend, no commit and no codec, so
-what tahq's own machinery costs is the difference to this.
+All receives of a step are posted before it begins, sends are awaited only at its end, and actions are computed in
+schedule order as their tensors arrive. There is no session, resend, commit or codec, so the difference from this loop
+is the cost of tahq's machinery.
 
 Run by the sweep:  python -m tahq_netem.runtimes.bare_async PLAN RANK
 """
@@ -26,7 +26,7 @@ Pending = tuple[distributed.Work, torch.Tensor]
 
 
 def start_bare(request: SessionRequest) -> Session:
-    """The sweep's side: a process a stage."""
+    """Start one process per stage (on the sweep's side)."""
     return GlooSession(request, "tahq_netem.runtimes.bare_async")
 
 
@@ -43,11 +43,7 @@ def actions_of(schedule: str, stage: int, num_stages: int, num_micro_batches: in
 
 @dataclass
 class BareLoop:
-    """One stage's loop.
-
-    Args:
-        part: what this process holds.
-    """
+    """One stage's loop."""
 
     part: StagePart
     _activations: list[Pending] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Runtimes over torch.distributed and gloo, seen from the sweep: one program a stage, told what to do by a file.
+"""Runtimes over torch.distributed and gloo, seen from the sweep: one program per stage, configured by a file.
 
-The programs (`torch_pipelining`, `bare_async`) write what each stage knows of a step as JSON lines; a step is over when
-the first stage is done with it, since its last backward is the last of all, and the last one has said the loss.
+The programs (`torch_pipelining`, `bare_async`) write each stage's steps as JSON lines. A step is over when the first
+stage has finished it, since its last backward is the last of all, and the last stage has written the loss.
 """
 
 import itertools
@@ -13,7 +13,6 @@ import torch
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_json
-from tahq.errors import NetworkError
 from tahq.quant.spec import CodecSpec
 from tahq_netem.programs import module_argv
 from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
@@ -28,18 +27,13 @@ class GlooSession(Session):
     """Processes that joined one gloo group.
 
     Args:
-        request: what to run.
-        module: the program, `python -m` of which takes the plan's path and a rank.
-
-    Raises:
-        NetworkError: the network is made of relays, which gloo does not go through.
+        request: the session.
+        module: the program; `python -m` takes the plan's path and a rank.
     """
 
     def __init__(self, request: SessionRequest, module: str) -> None:
         super().__init__()
         network, hosts, config = request.network, request.hosts, request.config
-        if network.backend == "relay":
-            raise NetworkError("gloo connects to addresses itself and passes relays by; use the backend kernel or tun")
         elements = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0)
         frame = elements * wire_dtype(config).itemsize
         self._frames = (float(frame * config.training.num_micro_batches),) * (len(hosts) - 1)
@@ -64,7 +58,7 @@ class GlooSession(Session):
             raise
 
     def steps_so_far(self) -> list[StepRecord]:
-        """The first stage's rows, as far as the last stage has said the loss."""
+        """The first stage's rows for which the last stage has written the loss."""
         self._rows += self._seconds.read()
         self._loss_of |= {row["step"]: row["loss"] for row in self._losses.read()}
         finished = list(itertools.takewhile(lambda row: row["step"] in self._loss_of, self._rows))
@@ -81,7 +75,7 @@ class GlooSession(Session):
         self._processes.check()
 
     def last_words(self) -> str:
-        """What the logs end with."""
+        """The last lines of the logs."""
         return self._processes.last_words()
 
     def close(self) -> None:
@@ -90,7 +84,7 @@ class GlooSession(Session):
 
 
 def wire_dtype(config: ClusterConfig) -> torch.dtype:
-    """What tensors are sent as, both ways: all that `wire` can say to these runtimes."""
+    """The type in which tensors are sent, both ways: all that these runtimes take of `wire`."""
     return DTYPES[CodecSpec.parse(config.wire.activations)]
 
 

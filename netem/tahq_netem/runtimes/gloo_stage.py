@@ -1,9 +1,9 @@
-"""One stage's process under gloo: what the runtimes that use it have in common.
+"""One stage's process under gloo: the common part of the runtimes over it.
 
-Tensors cross the wire from the CPU's memory in fp32 or bf16, wherever the stage computes; so the boundary of a stage,
-which converts and copies them, is part of its module, and gradients cross it in the same type.
+Tensors cross the wire from CPU memory in fp32 or bf16, wherever the stage computes; so the boundary of a stage, which
+converts and copies them, is part of its module, and gradients cross it in the same type.
 
-Shapes: B samples a micro-batch, S tokens, C channels, V words, m micro-batches a step.
+Shapes: B samples per micro-batch, S tokens, C channels.
 """
 
 import array
@@ -35,22 +35,22 @@ from tahq_netem.sweep.stage_times import build_stage
 
 _SIOCGIFADDR = 0x8915
 _TIMEOUT = timedelta(hours=1)
-"""A slow network is no failure here; the sweep decides what takes too long."""
+"""Long, since the sweep decides when a step takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What one process holds.
+    """One process's part of the pipeline.
 
     Attributes:
         rank: its stage.
         config: of the run.
         schedule: its name.
-        module: from a micro-batch's tensor in the CPU's memory to the next; the last one gives logits.
-        device: where the last stage's labels have to be.
+        module: from a micro-batch's tensor in CPU memory to the next; the last stage's returns logits.
+        device: of the last stage's labels.
         optimizer: of the module's parameters.
-        batches: where tokens and labels come from; first and last stage have it.
-        log: told of every step.
+        batches: tokens and labels, on the first and last stage.
+        log: of the steps.
     """
 
     rank: int
@@ -64,17 +64,17 @@ class StagePart:
 
     @property
     def is_first(self) -> bool:
-        """Whether tokens go in here."""
+        """Whether its input is tokens."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is here."""
+        """Whether it computes the loss."""
         return self.rank == self.config.pipeline.stages - 1
 
     @property
     def boundary(self) -> tuple[int, int, int]:
-        """[B, S, C] of what crosses a cut."""
+        """[B, S, C] of the tensors that cross a cut."""
         config = self.config
         return config.training.micro_batch, config.data.seq_len, config.model.hidden_size or 0
 
@@ -83,21 +83,14 @@ class StagePart:
         return summed_cross_entropy(logits, labels.to(self.device)) / max(num_tokens, 1)
 
     def finish_step(self, step: int, losses: Sequence[torch.Tensor]) -> None:
-        """Update the weights, and say that the step is done."""
+        """Update the weights, and log the step."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.log.write(step, math.fsum(float(loss) for loss in losses) if self.is_last else None)
 
 
 class Boundaries(nn.Module):
-    """A slice between two wires: from the CPU's memory to its device and back, fp32 inside.
-
-    Args:
-        module: the slice, on its device.
-        config: says whether it computes in bf16.
-        device: the slice's.
-        is_last: whether what comes out stays there, for the loss.
-    """
+    """A slice between two wires: from CPU memory to its device and back, fp32 inside; the last stage's output stays."""
 
     def __init__(self, module: ModelSlice, config: ClusterConfig, device: torch.device, *, is_last: bool) -> None:
         super().__init__()
@@ -114,7 +107,7 @@ class Boundaries(nn.Module):
         return y if self._is_last else y.to(self._wire_dtype).cpu()
 
     def _received(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens as they are, activations in fp32: converted on the device, since half the bytes are copied so."""
+        """Tokens unchanged, activations in fp32: converted on the device, which halves the bytes to copy."""
         on_device = x.to(self._device)
         return on_device.float() if x.is_floating_point() else on_device
 
@@ -127,7 +120,7 @@ class StepLog:
         self._begin_s = time.perf_counter()
 
     def write(self, step: int, loss: float | None) -> None:
-        """A step has ended now."""
+        """Log that a step has ended now."""
         now_s = time.perf_counter()
         seconds, self._begin_s = now_s - self._begin_s, now_s
         finite = loss if loss is not None and math.isfinite(loss) else None
@@ -159,7 +152,7 @@ def join(argv: Sequence[str]) -> StagePart:
 
 
 def batches_of(config: ClusterConfig) -> BatchSource:
-    """The run's batches, for whoever has its first or last stage."""
+    """The run's batches."""
     training = config.training
     return BatchSource(
         StageData.load(config).dataset,
@@ -170,7 +163,7 @@ def batches_of(config: ClusterConfig) -> BatchSource:
 
 
 def optimizer_of(config: ClusterConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW as the configuration says, of all that the module has."""
+    """The configuration's AdamW, of all the module's parameters."""
     training = config.training
     return torch.optim.AdamW(
         module.parameters(), training.lr, training.betas, training.epsilon, training.weight_decay, fused=True
@@ -194,7 +187,7 @@ def device_of(address: str) -> str:
     for _, name in socket.if_nameindex():
         if _address_of(name) == address:
             return name
-    if address.startswith("127."):  # all of 127.0.0.0/8 is lo's, which is said to have one of them
+    if address.startswith("127."):  # lo has all of 127.0.0.0/8, but reports only one address
         return "lo"
     raise OSError(f"no network device here has the address {address}")
 

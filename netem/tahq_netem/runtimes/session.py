@@ -1,6 +1,6 @@
-"""What a sweep asks of a runtime: workers on the hosts of a network that keep training, and a line about every step.
+"""A runtime under a sweep: workers on the hosts of a network that keep training, and a record of every step.
 
-A session goes on until it is closed. What its workers learn is thrown away, so they are ended the short way.
+A session continues until it is closed. Its training is thrown away, so the workers are killed.
 """
 
 import json
@@ -27,20 +27,20 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 class RuntimeLostError(TahqError):
-    """A runtime did not start, stopped, or stands still; the message has its last words."""
+    """A runtime did not start, stopped, or is stuck; the message has the last lines of its logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What to start.
+    """The session to start.
 
     Attributes:
-        config: model, data, training, pipeline and wire; everything is resolved but the codecs' parameters.
-        schedule: its name; not every runtime's schedules are in `config`.
-        network: where.
-        hosts: names in the network, one a stage.
-        folder: for logs and whatever else is written; empty.
-        cores: the core that each stage's process is held to; empty: any.
+        config: model, data, training, pipeline and wire; resolved except for the codecs' parameters.
+        schedule: its name; `config` cannot have every runtime's schedules.
+        network: the network.
+        hosts: names in the network, one per stage.
+        folder: for logs and other files; empty.
+        cores: the core of each stage's process; empty: any.
     """
 
     config: ClusterConfig
@@ -57,13 +57,13 @@ class StepRecord:
 
     Attributes:
         step: its number, from 1.
-        seconds: from the end of the step before.
-        loss: nats a token; None where the runtime does not say.
+        seconds: since the end of the previous step.
+        loss: nats per token; None if the runtime does not report it.
         activation_nbytes: payload on each cut, forward.
         gradient_nbytes: payload on each cut, backward.
-        compute_s: what each stage spent in (forward, backward); empty where it is not known. On a GPU that stages
-            share, the others' turns are in it.
-        codec_s: what each stage spent in (encode, decode); empty where it is not known.
+        compute_s: each stage's seconds in (forward, backward); empty if not known. On a shared GPU they include the
+            other stages' turns.
+        codec_s: each stage's seconds in (encode, decode); empty if not known.
     """
 
     step: int
@@ -76,11 +76,11 @@ class StepRecord:
 
 
 class Session(ABC):
-    """Workers that train; as a context, none is left when it ends."""
+    """Workers that train; a context manager that ends them."""
 
     @abstractmethod
     def steps_so_far(self) -> list[StepRecord]:
-        """The steps that have finished since the last call."""
+        """The steps finished since the last call."""
 
     @abstractmethod
     def check(self) -> None:
@@ -108,14 +108,14 @@ class Session(ABC):
         return pending.pop(0)
 
     def take_finished(self) -> list[StepRecord]:
-        """The steps that have finished by now and that nobody has waited for."""
+        """The finished steps that `next_step` has not returned."""
         finished = [*self._pending, *self.steps_so_far()]
         self._pending.clear()
         return finished
 
     @abstractmethod
     def last_words(self) -> str:
-        """What the processes' logs end with."""
+        """The last lines of the processes' logs."""
 
     def __init__(self) -> None:
         self._pending: list[StepRecord] = []
@@ -134,17 +134,17 @@ StartSession = Callable[[SessionRequest], Session]
 
 @dataclass
 class HostProcesses:
-    """The processes of a session, each with a log of its own.
+    """The processes of a session, each with its own log.
 
-    They run in sessions of their own, so that Ctrl-C reaches the sweep alone, and hold a pipe from it as their
-    stdin. Each watches that, and ends when the sweep does, killed or not (`stdin_watch`, or by itself).
+    They run in their own process sessions, so that Ctrl-C reaches the sweep alone. Their stdin is a pipe from the
+    sweep, which they watch (`programs.leave_with_stdin`): they end when the sweep does, killed or not.
     """
 
     request: SessionRequest
     running: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
 
     def start(self, name: str, host: str, argv: Sequence[str], *, core: int | None = None) -> None:
-        """Run a program on a host under a name of its own."""
+        """Run a program on a host, under this name."""
         threads = str(self.request.config.run.threads or 1)
         limits = dict.fromkeys(_THREAD_VARIABLES, threads)
         environment = {**module_environment(), **limits, "PYTHONUNBUFFERED": "1"}
@@ -163,14 +163,14 @@ class HostProcesses:
             os.sched_setaffinity(process.pid, {core})  # threads that it starts later inherit it
 
     def check(self) -> None:
-        """Raise RuntimeLostError if one has ended, with its last words."""
+        """Raise RuntimeLostError if a process has ended, with its last output."""
         ended = {name: status for name, process in self.running.items() if (status := process.poll()) is not None}
         if ended:
             first = next((name for name, status in ended.items() if status != 0), next(iter(ended)))
             raise RuntimeLostError(f"{first} ended with status {ended[first]}; {self.last_words()}")
 
     def close(self) -> None:
-        """Kill each with everything that it started, which may outlive it, and reap it."""
+        """Kill and reap each process with all its descendants."""
         for process in self.running.values():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -196,18 +196,14 @@ class HostProcesses:
 
 
 class GrowingLines:
-    """The objects of a JSON-lines file that somebody is writing, as they come in.
-
-    Args:
-        path: the file; it need not be there yet.
-    """
+    """The objects of a JSON-lines file while another process writes it; it need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that were added since the last call."""
+        """Whole lines added since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

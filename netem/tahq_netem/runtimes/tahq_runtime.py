@@ -49,7 +49,7 @@ class TahqSession(Session):
         self._processes.check()
 
     def last_words(self) -> str:
-        """What the logs end with."""
+        """The last lines of the logs."""
         return self._processes.last_words()
 
     def close(self) -> None:

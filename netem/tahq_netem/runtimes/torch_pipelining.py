@@ -1,9 +1,9 @@
-"""torch.distributed.pipelining over gloo, as its documentation has it: what a user would take instead of tahq.
+"""torch.distributed.pipelining over gloo, used as its documentation says: the usual alternative to tahq.
 
-`PipelineStage` with `ScheduleGPipe` and `Schedule1F1B`, and as `1f1b-runtime` the same 1F1B in the loop that torch runs
-its other schedules with, `_PipelineScheduleRuntime`: it waits for no send before the end of a step. It has no public
-way in for a schedule of one's own; a torch that has it otherwise is refused. Nothing is compressed, and nothing is done
-to hide the wire beyond what these do. No gradient norm is taken over the stages, which tahq does.
+`PipelineStage` with `ScheduleGPipe` and `Schedule1F1B`, and as `1f1b-runtime` 1F1B in `_PipelineScheduleRuntime`, which
+runs torch's other schedules and waits for sends only at the end of a step. It has no public interface for custom
+schedules; a torch with another private one is refused. Nothing is compressed. Unlike in tahq, no gradient norm is
+computed over the stages.
 
 Run by the sweep:  python -m tahq_netem.runtimes.torch_pipelining PLAN RANK
 """
@@ -51,16 +51,12 @@ SCHEDULES: Mapping[str, Any] = {
 
 
 def start_torch(request: SessionRequest) -> Session:
-    """The sweep's side: a process a stage."""
+    """Start one process per stage (on the sweep's side)."""
     return GlooSession(request, "tahq_netem.runtimes.torch_pipelining")
 
 
 class TorchPipeline:
-    """One stage under torch's schedule.
-
-    Args:
-        part: what this process holds.
-    """
+    """One stage under torch's schedule."""
 
     def __init__(self, part: StagePart) -> None:
         self._part = part

@@ -1,4 +1,4 @@
-"""A sweep's results as pictures: throughput and share of the bound against bandwidth, loss against wall-clock."""
+"""A sweep's results as plots: throughput and share of the bound against bandwidth, loss against wall-clock time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from tahq_netem.sweep.results import Row, Series, Setting, done, network_label, 
 SIZE = (5.2, 4.2)
 """Of a panel, in inches."""
 Panel = tuple[Setting, str]
-"""What a panel has in common, and its title."""
+"""The setting of a panel, and its title."""
 PanelOf = Callable[[Row], Panel]
 Draw = Callable[[Any, Sequence[Row]], None]
 
 
 def draw_plots(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Draw what the rows have something of.
+    """Draw the plots for which there are rows.
 
     Args:
         rows: results of sweeps.
@@ -86,7 +86,7 @@ def _draw_share(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_against_rate(axis: Any, rows: Sequence[Row], key: str) -> None:
-    """A line a series; what has no limit stands at the right, behind a gap."""
+    """One line per series; unshaped points are at the right, behind a gap."""
     rates = sorted({row["point"]["rate_bits_per_s"] for row in rows} - {None})
     unshaped = 4 * (rates[-1] if rates else 1e9)
     for series in dict.fromkeys(map(series_of, rows)):
@@ -105,11 +105,11 @@ def _draw_losses(axis: Any, rows: Sequence[Row]) -> None:
         seconds = list(accumulate(step["seconds"] for step in row["steps"]))
         axis.plot(seconds, [step["loss"] for step in row["steps"]], **_style(series_of(row)))
     axis.set_xlabel("seconds")
-    axis.set_ylabel("loss (nats a token)")
+    axis.set_ylabel("loss (nats per token)")
 
 
 def _has_losses(row: Row) -> bool:
-    """Whether something was learned, and for long enough to see it."""
+    """Whether losses mean something: real compute, and at least ten steps."""
     return row["point"]["compute"] == "real" and len(row["steps"]) >= 10 and all(step["loss"] for step in row["steps"])
 
 

@@ -1,12 +1,12 @@
-"""The points of a sweep: one a combination, each with an id that stays the same for as long as it means the same.
+"""The points of a sweep: one per combination, each with an id that is the same as long as its meaning is.
 
-Points that differ only in the network are measured one after another in one *session*: workers that keep
-training while the network under them changes. Starting workers takes longer than most measurements, and
-a connection that has been up for a while is what training has.
+Points that differ only in the network are measured one after another in one *session*: workers that keep training
+while the network under them changes. Starting workers takes longer than most measurements, and training, too, uses
+connections that have been up for a while.
 
 Invariants:
-- an id depends on everything that a measurement depends on, but the machine and the versions;
-- it does not depend on what else the sweep measures, or in which order.
+- an id depends on everything that a measurement depends on, except the machine and the versions;
+- it does not depend on the sweep's other points, or on their order.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from tahq_netem.sweep.spec import InFlight, RuntimeConfig, SweepConfig, split_wi
 
 @dataclass(frozen=True, slots=True)
 class NetworkChoice:
-    """One network of a sweep: all hosts alike with a rate and a round trip, or a profile of that name."""
+    """One network of a sweep: identical hosts with a rate and a round trip, or a profile of that name."""
 
     rate_bits_per_s: float | None = None
     round_trip_s: float = 0.0
@@ -42,7 +42,7 @@ class NetworkChoice:
     def config(
         self, num_hosts: int, congestion_control: str | None = None, after_idle: bool | None = None
     ) -> NetworkConfig:
-        """The network for so many hosts; `after_idle`: whether TCP begins slowly again after a pause."""
+        """The network for `num_hosts` hosts; `after_idle`: whether TCP restarts slowly after a pause."""
         of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
         if self.profile is None:
             network = uniform(num_hosts, rate=self.rate_bits_per_s, delay=self.round_trip_s / 2)
@@ -51,16 +51,16 @@ class NetworkChoice:
         return network.model_copy(update=of_tcp)
 
     def plan(self, num_hosts: int) -> NetworkPlan:
-        """The same, resolved for every pair."""
+        """The network, resolved for every pair."""
         return plan_network(self.config(num_hosts))
 
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """What workers are started with; all but the network.
+    """The settings that workers are started with: everything but the network.
 
-    `compute` is real, calibrated or sleep; `forward_s` and `backward_s` are its durations in the last case,
-    for this number of stages and size of micro-batch.
+    `compute` is real, calibrated or sleep; `forward_s` and `backward_s` are the durations of sleep, for this number of
+    stages and size of micro-batch.
     """
 
     runtime: str
@@ -73,11 +73,11 @@ class SessionKey:
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
     in_flight: int | tuple[int, ...] | None = None
-    """Micro-batches under way on every stage, or on each; None: as the schedule has it."""
+    """Micro-batches in flight, for all stages or by stage; None: the schedule's own number."""
 
     @property
     def wire(self) -> str:
-        """`activations / gradients`, or one of them where they are alike."""
+        """`activations / gradients`, or one codec if they are equal."""
         return self.activations if self.activations == self.gradients else f"{self.activations} / {self.gradients}"
 
     @property
@@ -98,7 +98,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Session and network."""
         return f"{self.session.label}, {self.network.label}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Point:
 
 
 def sweep_points(config: SweepConfig) -> list[Point]:
-    """Every point of a sweep, those of a session together, in the order of the file."""
+    """All points, those of a session together, in the order of the file."""
     workload = _workload(config)
     points: dict[str, Point] = {}
     for session in _sessions(config):
@@ -149,7 +149,7 @@ def _variants(runtime: RuntimeConfig) -> Iterator[tuple[str, tuple[str, str], In
 def _compute(
     config: SweepConfig, compute: str | SleepConfig, stages: int, micro_batch: int
 ) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
-    """The kind, and durations in proportion to the samples of a micro-batch and the share of the model."""
+    """The kind, and durations scaled to the micro-batch's samples and the stage's share of the model."""
     if isinstance(compute, str):
         return compute, (), ()
     scale = micro_batch / config.micro_batches[0] * config.stages[0] / stages
@@ -158,7 +158,7 @@ def _compute(
 
 
 def _workload(config: SweepConfig) -> dict[str, Any]:
-    """What all points have in common and depend on."""
+    """The settings that all points share and depend on."""
     kept = {"model", "data", "seq_len", "global_batch", "device", "threads", "congestion_control", "backend", "steps"}
     if config.faults:
         kept.add("faults")
@@ -169,7 +169,7 @@ def _workload(config: SweepConfig) -> dict[str, Any]:
 def _id(workload: dict[str, Any], session: SessionKey, network: NetworkChoice) -> str:
     # A profile's file may change under its name.
     shapes = None if network.profile is None else repr(network.plan(session.stages))
-    # Keys that came later are left out where they say nothing: ids of earlier results stay what they were.
+    # Keys added later are left out at their default, so that the ids of earlier results stay valid.
     said = {key: value for key, value in asdict(session).items() if (key, value) != ("in_flight", None)}
     content = json.dumps([workload, said, asdict(network), shapes], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

@@ -1,9 +1,9 @@
-"""The file of a sweep's results: JSON lines, one a finished point, each on disk before the next point begins.
+"""A sweep's results: a file of JSON lines, one per finished point, and its rows as tables and plots group them.
 
 Invariants:
-- a line is written whole and synced; one that a crash cut short is cut off when the file is opened again;
+- a line is written whole and synced; a torn last line (after a crash) is removed when the file is opened again;
 - only one sweep writes to a file at a time;
-- the newest line of a point counts: one that failed may be followed by one that did not.
+- the newest line of a point counts: a failure may be followed by a success.
 """
 
 import fcntl
@@ -24,13 +24,10 @@ FAILED = "failed"
 
 
 class ResultFile:
-    """Results as they come in.
-
-    Args:
-        path: the file; made if it is not there, with its folder.
+    """The file while a sweep writes it; created with its folder if necessary.
 
     Raises:
-        ConfigError: another sweep is writing to it, or it is none of ours.
+        ConfigError: another sweep is writing to it, or it is not a file of results.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,21 +51,23 @@ class ResultFile:
         self._file.close()
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write a point's row; it is on disk when this returns."""
+        """Write a point's row and sync it to disk."""
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self.rows[row["id"]] = row
 
     def is_done(self, id: str) -> bool:
-        """Whether a point was measured; one that failed was not."""
+        """Whether a point has a measurement; failures do not count."""
         return self.rows.get(id, {}).get("status") == DONE
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{self._path} is being written by another sweep; wait for it, or name another") from None
+            raise ConfigError(
+                f"{self._path} is being written by another sweep; wait for it, or choose another file"
+            ) from None
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
@@ -91,7 +90,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of several files; of a point in two of them the later file's counts."""
+    """The rows of several files; if two have a point, the later file's row counts."""
     rows: dict[str, dict[str, Any]] = {}
     for path in paths:
         rows |= read_results(path)
@@ -118,7 +117,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """What a table or a panel has in common."""
+    """What the rows of a table or panel have in common."""
 
     sweep: str
     compute: str
@@ -127,11 +126,11 @@ class Setting:
     congestion_control: str
     has_profiles: bool
     round_trip_s: float
-    """0 for profiles, which have delays of their own."""
+    """0 for profiles, which have their own delays."""
 
     @property
     def title(self) -> str:
-        """For a heading."""
+        """As a heading."""
         delay = f"round trip {write_duration(self.round_trip_s)}" if self.round_trip_s else "no delay"
         return (
             f"{self.stages} stages, micro-batches of {self.micro_batch}, compute {self.compute}, "
@@ -141,7 +140,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What a line has in common."""
+    """What the points of a line have in common."""
 
     runtime: str
     schedule: str
@@ -149,7 +148,7 @@ class Series:
 
     @property
     def label(self) -> str:
-        """For a legend."""
+        """As a legend."""
         return f"{self.runtime} {self.schedule}, {self.wire}"
 
 
@@ -173,7 +172,7 @@ def setting_of(row: Row) -> Setting:
 
 
 def _congestion_control(row: Row) -> str:
-    """As asked for; earlier versions stored only what was in force, and that only beside what they measured."""
+    """As configured; earlier versions stored only the one in force, beside the calibration."""
     network = (row.get("calibration") or {}).get("network", {})
     control = str(row["point"].get("congestion_control") or network.get("congestion_control", "unknown"))
     after_idle = row["point"].get("tcp_slow_start_after_idle")
@@ -209,6 +208,6 @@ def network_labels(rows: Sequence[Row]) -> list[str]:
 
 
 def bits_an_element(row: Row) -> tuple[float, float]:
-    """What crossed the first cut in a step, in bits for each number: activations, gradients."""
+    """Bits per element on the first cut: activations, gradients."""
     elements = row["elements_a_step"]
     return 8 * row["activation_nbytes"][0] / elements, 8 * row["gradient_nbytes"][0] / elements

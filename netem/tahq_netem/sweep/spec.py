@@ -1,16 +1,16 @@
-"""sweep.yaml: what is measured over which networks, as the product of lists.
+"""sweep.yaml: the points of a sweep, as the product of lists.
 
     name: four-stages
     model: {family: gpt2, num_layers: 4, hidden_size: 512, num_heads: 8, vocab_size: 257}
-    compute: {forward: 73ms, backward: 152ms}        # sleep so long; or real, or calibrated
+    compute: {forward: 73ms, backward: 152ms}        # sleep this long; or real, or calibrated
     rates: [unshaped, 300mbit, 100mbit]
     round_trips: [0, 50ms]
     runtimes:
       - {name: tahq, wires: ["raw:dtype=fp32", "tah / fixed:bits=6"]}
       - {name: torch, schedules: [gpipe, 1f1b]}
 
-Everything but `runtimes` holds for all runtimes; a runtime has its own schedules and wires, since not
-every one takes all of them. `sweep_points` makes the product.
+Everything but `runtimes` holds for all runtimes; each runtime has its own schedules and wires. `sweep.points` makes
+the product.
 """
 
 from collections.abc import Sequence
@@ -40,14 +40,14 @@ SCHEDULES: dict[RuntimeName, tuple[ScheduleName, ...]] = {
     "torch": ("gpipe", "1f1b", "1f1b-runtime"),
     "bare": ("gpipe", "1f1b", "1f1b-deep"),
 }
-"""The schedules that each runtime knows; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r, and
-`1f1b-runtime` is 1F1B in torch's `_PipelineScheduleRuntime`, which does not wait for what it sends."""
+"""The schedules of each runtime; `1f1b-deep` keeps 2(P − r) − 1 micro-batches in flight on stage r, and `1f1b-runtime`
+is 1F1B in torch's `_PipelineScheduleRuntime`, which does not wait for sends."""
 WIRES: dict[RuntimeName, tuple[str, ...] | None] = {
     "tahq": None,
     "torch": (PLAIN_WIRE, HALF_WIRE),
     "bare": (PLAIN_WIRE,),
 }
-"""What each runtime can send; None: any pair of codecs."""
+"""The wires of each runtime; None: any pair of codecs."""
 
 
 def _a_list(value: object) -> object:
@@ -57,7 +57,7 @@ def _a_list(value: object) -> object:
 def _all_different(values: list[Any]) -> list[Any]:
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise ValueError(f"{value!r} stands there twice")
+            raise ValueError(f"{value!r} is listed twice")
     return values
 
 
@@ -66,21 +66,21 @@ def _unshaped_is_none(value: object) -> object:
 
 
 def _written(spec: CodecSpec) -> str:
-    """What differs from the defaults, and in any case how many bits, or of what type."""
+    """The parameters that differ from the defaults, and always bits and dtype."""
     usual = type(spec)().parameters()
     said = {key: value for key, value in spec.parameters().items() if key in _ALWAYS_SAID or value != usual[key]}
     return ":".join(filter(None, (spec.name, ",".join(f"{key}={value}" for key, value in said.items()))))
 
 
 def split_wire(text: str) -> tuple[str, str]:
-    """(activations, gradients) of `tah / fixed:bits=6`; one codec alone is for both directions.
+    """(activations, gradients) of `tah / fixed:bits=6`; a single codec is for both directions.
 
     Raises:
-        ValueError: three codecs or more, or one that is unknown.
+        ValueError: more than two codecs, or an unknown one.
     """
     parts = [part.strip() for part in text.split("/")]
     if len(parts) > 2:
-        raise ValueError(f"a wire is one codec, or two with / between them; got {text!r}")
+        raise ValueError(f"expected one codec, or two with / between them; got {text!r}")
     try:
         specs = [_written(CodecSpec.parse(part)) for part in parts]
     except ConfigError as error:
@@ -101,18 +101,18 @@ Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[list[Count], *Axis]
 InFlight = Count | Annotated[tuple[Count, ...], Field(min_length=2)]
 Compute = Literal["real", "calibrated"] | SleepConfig
-"""What stages do: compute, sleep as long as computing took here, or sleep as long as is said."""
+"""Stages compute, sleep as long as their compute takes here, or sleep for given durations."""
 
 
 class RuntimeConfig(Section):
-    """One runtime with the schedules and wires that it is measured with."""
+    """One runtime with its schedules and wires."""
 
     name: RuntimeName
     schedules: Annotated[list[ScheduleName], *Axis] = Field(default=["1f1b"])
     wires: Wires = Field(default=[PLAIN_WIRE])
     """`activations / gradients`, or one codec for both. torch takes raw fp32 or bf16, the bare loop raw fp32."""
     in_flight: Annotated[list[InFlight | None], *Axis] = Field(default=[None])
-    """Micro-batches that a stage may have under way, for all or by stage; None: as the schedule has it. Only tahq's."""
+    """Micro-batches in flight, for all stages or by stage; None: the schedule's own number. tahq only."""
 
     @model_validator(mode="after")
     def _can_do_that(self) -> "RuntimeConfig":
@@ -123,17 +123,17 @@ class RuntimeConfig(Section):
         known = [split_wire(wire) for wire in sendable]
         packed = [wire for wire in self.wires if split_wire(wire) not in known]
         if packed:
-            raise ValueError(f"{self.name} sends {' or '.join(sendable)} and nothing else; got {packed[0]}")
+            raise ValueError(f"{self.name} sends only {' or '.join(sendable)}; got {packed[0]}")
         if self.in_flight != [None] and self.name != "tahq":
-            raise ValueError(f"in_flight is tahq's; {self.name} has what its schedule has")
+            raise ValueError(f"in_flight is for tahq only; {self.name} has its schedule's own number")
         return self
 
 
 class StepsConfig(Section):
-    """How many steps a point is measured for: as many as fit into `about`, and not fewer than `at_least`.
+    """How many steps a point is measured for: as many as fit into `about`, within the limits.
 
-    How long a step takes is estimated from its bound. Before, `settle` steps go by: the first one was begun
-    under the network before, and TCP has to find its window.
+    A step's time is estimated by its bound. Before, `settle` steps pass: the first began under the previous network,
+    and TCP has to find its window.
     """
 
     settle: int = Field(default=1, ge=1)
@@ -149,19 +149,19 @@ class StepsConfig(Section):
 
 
 class SweepConfig(Section):
-    """A sweep: every runtime with every network, number of stages, micro-batch size and way of computing."""
+    """A sweep: every runtime with every network, number of stages, micro-batch size and kind of compute."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     model: ModelConfig
     data: DataConfig | None = None
-    """None: random tokens, one global batch of them, so that every step is an epoch."""
+    """None: one global batch of random tokens, so that every step is an epoch."""
     seq_len: int = Field(default=256, ge=1)
-    """Tokens of a sample, where `data` does not say."""
+    """Tokens per sample, if `data` does not say."""
     global_batch: int = Field(default=32, ge=1)
     micro_batches: Counts = Field(default=[4])
     stages: Annotated[list[Annotated[int, Field(ge=2, le=64)]], *Axis] = Field(default=[4])
     compute: Annotated[list[Compute], *Axis] = Field(default=["real"])
-    """Durations are those of the first of `stages` and `micro_batches`, and scaled to the others."""
+    """Durations are for the first of `stages` and `micro_batches`, and scaled for the others."""
     rates: Rates = Field(default=[None])
     """Of each host's uplink and downlink."""
     round_trips: Durations = Field(default=[0.0])
@@ -171,22 +171,22 @@ class SweepConfig(Section):
     runtimes: list[RuntimeConfig] = Field(min_length=1)
     steps: StepsConfig = StepsConfig()
     faults: list[Fault] = Field(default_factory=list)
-    """What happens to the links at every point, since the first step that counts began; `step` counts from there."""
+    """Faults at every point; `at` and `step` count from the first step that counts."""
     device: Device = "cpu"
     threads: int = Field(default=1, ge=1)
     """Compute threads of a worker."""
     backend: BackendName = "auto"
     congestion_control: CongestionControl = "cubic"
     tcp_slow_start_after_idle: bool | None = None
-    """Whether TCP begins slowly again after a pause, on every host; None: as the kernel has it."""
+    """Whether TCP restarts slowly after a pause, on every host; None: the kernel's default."""
     piece: Size | None = Field(default=None, ge=4096, le=1024 * 1024)
-    """tahq's `links.piece`; None: what that is by itself."""
+    """tahq's `links.piece`; None: its default."""
     calibrate: bool = True
-    """Measure every network first, and skip its points where it is not what it should be."""
+    """Measure every network first, and fail its points if it is off."""
     max_busy_cores: float | None = Field(default=None, gt=0)
-    """Above, a point whose stages sleep is rejected; None: 0.6 of the cores there are, 1.2 of two."""
+    """Busy cores above which a point of sleeping stages fails; None: 0.6 of all cores."""
     timeout: Duration = 120.0
-    """Longest wait for a start, and beyond what a step should take, for a step."""
+    """Longest wait for a start and, beyond four times its bound, for a step."""
 
     @model_validator(mode="after")
     def _agrees(self) -> "SweepConfig":
@@ -194,18 +194,18 @@ class SweepConfig(Section):
             if self.global_batch % size:
                 raise ValueError(f"global_batch {self.global_batch} is not divisible by micro-batches of {size}")
         if self.model.sleep is not None:
-            raise ValueError("say under compute how long stages sleep, not in model.sleep")
+            raise ValueError("model.sleep is not allowed here; set the durations in compute")
         layers = self.model.num_layers
         if layers is not None and max(self.stages) > layers:
             raise ValueError(f"{max(self.stages)} stages need as many layers; model.num_layers is {layers}")
         for sleep in (compute for compute in self.compute if isinstance(compute, SleepConfig)):
             if max(len(sleep.forward), len(sleep.backward)) > 1 and len(self.stages) > 1:
-                raise ValueError("durations listed by stage fit one number of stages; stages lists several")
+                raise ValueError("durations listed by stage need a single number of stages")
         return self
 
     @property
     def timeline(self) -> Timeline:
-        """The faults, to be played."""
+        """The faults as a timeline."""
         return Timeline(faults=self.faults)
 
     @property
@@ -219,10 +219,10 @@ def load_sweep(path: Path, changes: Sequence[tuple[str, Any]] = ()) -> SweepConf
 
     Args:
         path: the file.
-        changes: (key, value) of keys at the top that replace the file's.
+        changes: (key, value) of top-level keys to replace.
 
     Raises:
-        ConfigError: the file cannot be read or does not make sense; one line that names the place.
+        ConfigError: the file cannot be read or is invalid; one line that names the place.
     """
     file = read_section_file(path, "rates", "is it a sweep.yaml?")
     return file.with_values({**file.values, **dict(changes)}).check(SweepConfig)

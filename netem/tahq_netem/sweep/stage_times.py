@@ -1,8 +1,7 @@
-"""What stages compute in a sweep, the same under every runtime: a slice of the model, or one that sleeps as long.
+"""The stages of a sweep, the same under every runtime: slices of the model, or slices that sleep as long.
 
-`calibrated` times the stages' slices in a process of its own with as many threads as a worker has, and has
-the workers sleep for that. They are timed before any worker runs and one after another, since two that share a
-core measure each other.
+`calibrated` times the slices in a separate process with as many threads as a worker has, and has the workers sleep for
+that time. Slices are timed before any worker runs and one after another, since two that share a core slow each other.
 """
 
 import json
@@ -23,7 +22,7 @@ from tahq.worker.assembly import chunk_module, computes_in_bf16, resolved_spec
 from tahq_netem.programs import module_argv, module_environment
 
 REPEATS = 7
-"""Timings of a stage, after two that are not counted; their median counts."""
+"""Timings of a stage, after two that do not count; the median counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +34,7 @@ class StageTimes:
 
 
 def build_stage(config: ClusterConfig, stage: int, device: torch.device) -> ModelSlice:
-    """A stage's module with its weights.
-
-    Args:
-        config: with the model's vocabulary and the layers of each stage said, or to be divided by counted cost.
-        stage: which.
-        device: where it lives.
-    """
+    """A stage's module with its weights; `config` has the vocabulary's size."""
     spec = resolved_spec(config, config.model.vocab_size)
     return chunk_module(config, spec, stage, device=device, random=RandomContext(config.run.seed))
 
@@ -50,7 +43,7 @@ def calibrate(config: ClusterConfig) -> StageTimes:
     """Time every stage on this machine, one after another.
 
     Raises:
-        TahqError: a stage cannot be computed here; ends with what its process said.
+        TahqError: a stage cannot be computed here; has the last line of its process's output.
     """
     done = subprocess.run(
         module_argv("tahq_netem.sweep.stage_times"),
@@ -68,7 +61,7 @@ def calibrate(config: ClusterConfig) -> StageTimes:
 
 
 def time_stage(config: ClusterConfig, stage: int, repeats: int = REPEATS) -> tuple[float, float]:
-    """Seconds of a stage's forward and backward, medians; the loss is not in them."""
+    """Median seconds of a stage's forward and backward, without the loss."""
     torch.set_num_threads(config.run.threads or 1)
     device = torch.device("cuda" if config.run.device == "auto" and torch.cuda.is_available() else config.run.device)
     module = build_stage(config, stage, device)
@@ -101,7 +94,7 @@ def _now(device: torch.device) -> float:
 
 
 def main() -> None:
-    """Time every stage of the configuration on stdin; writes a [forward, backward] for each to stdout."""
+    """Time every stage of the configuration on stdin; write [forward, backward] of each to stdout."""
     config = config_from_json(sys.stdin.read())
     print(json.dumps([time_stage(config, stage) for stage in range(config.pipeline.stages)]))
 

@@ -1,4 +1,4 @@
-"""A sweep's results as Markdown: a table for each setting, real against sleeping compute, and what failed."""
+"""A sweep's results as Markdown: a table for each setting, real against sleeping compute, and failures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,11 +20,7 @@ from tahq_netem.sweep.results import (
 
 
 def sweep_report(rows: Sequence[Row]) -> str:
-    """Everything that result files say, for people.
-
-    Args:
-        rows: of one sweep or of several.
-    """
+    """The report of one sweep or several."""
     return "\n".join(_lines(rows)) + "\n"
 
 
@@ -35,9 +31,9 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
     for line in dict.fromkeys(one_line(row["machine"]) for row in rows):
         yield f"{line}."
     yield ""
-    yield "Tokens a second, and in brackets the share of the bound: the shortest time that compute and bytes leave open"
-    yield "for a step, whatever the runtime; real compute counts as what it took in these steps; only tahq says that."
-    yield "Bits are those of a number on the wire, activations + gradients."
+    yield "Tokens per second and, in brackets, the share of the bound: the shortest time that compute and bytes leave"
+    yield "open for a step, whatever the runtime. Real compute counts with its time in these steps; only tahq reports it."
+    yield "Bits are per element on the wire, activations + gradients."
     yield ""
     for setting in sorted(set(map(setting_of, measured))):
         yield from _table(setting, [row for row in measured if setting_of(row) == setting])
@@ -70,7 +66,7 @@ def _cell(row: Row) -> str:
 
 
 def _comparison(rows: Sequence[Row]) -> Iterator[str]:
-    """Points that were measured with real compute and with sleeping: how far they are apart."""
+    """Points that were measured with both real and sleeping compute: the difference."""
     by_place: dict[tuple[Series, Setting, str], dict[bool, Row]] = {}
     for row in rows:
         setting = setting_of(row)
@@ -81,7 +77,7 @@ def _comparison(rows: Sequence[Row]) -> Iterator[str]:
         return
     yield "## Real compute against sleeping"
     yield ""
-    yield "| what | real | sleeping | sleeping against real |"
+    yield "| point | real | sleeping | sleeping against real |"
     yield "|---|---|---|---|"
     for (series, setting, network), found in both.items():
         real, sleeping = found[True]["tokens_per_s"], found[False]["tokens_per_s"]
@@ -99,7 +95,7 @@ def _conditions(rows: Sequence[Row]) -> Iterator[str]:
     spread = [row["step_s_spread"] / row["step_s"] for row in rows]
     networks = [row["calibration"] for row in rows if row.get("calibration")]
     names = {f"{net['network']['backend']}, {net['network']['congestion_control']}" for net in networks}
-    yield "## Under which conditions"
+    yield "## Conditions"
     yield ""
     yield f"- {len(rows)} points, {sum(len(row['steps']) for row in rows)} steps."
     yield f"- Busy cores: {min(busy):.2f} to {max(busy):.2f}; of other programs, {max(others):.2f} at most."

@@ -1,7 +1,8 @@
-"""From a point of a sweep to the cluster.yaml that every runtime is given: the same model, data and steps for all.
+"""From a point of a sweep to its cluster.yaml, the same for every runtime, and to the expected duration of its steps.
 
-`hosts` stays `local` in it: which host a stage runs on, and what the links are like, is the network's business,
-and nothing is shaped in user space.
+`hosts` stays `local` in it: the network decides hosts and links, and workers do no shaping. Expected durations are the
+steps' bounds, without real and calibrated compute, which is not known beforehand. These lower limits are good enough to
+order points, to show progress, and to not start what cannot end in time.
 """
 
 from collections.abc import Sequence
@@ -34,16 +35,16 @@ MANY_STEPS = 1_000_000
 """A session trains until it is ended."""
 NUM_BYTE_TOKENS = 256
 SPLIT_SCHEDULES = ("zero-bubble",)
-"""Those that take the gradient of the input first and that of the weights later."""
+"""Schedules that compute the input gradient first and the weight gradient later."""
 
 
 def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: StageTimes | None) -> ClusterConfig:
     """The configuration of a session's workers.
 
     Args:
-        sweep: what is measured.
+        sweep: the sweep.
         key: the session.
-        folder: where relative paths start, and where the data is if it is made up.
+        folder: for generated data.
         times: how long stages sleep; None: they compute.
 
     Raises:
@@ -66,10 +67,10 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
 
 
 def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) -> StepWork:
-    """What a step is expected to be made of: codecs' largest streams, and no time for compute that is real."""
+    """The expected work of a step: the codecs' largest streams, and no time for real compute."""
     hidden_size = sweep.model.hidden_size
     if hidden_size is None:
-        raise ConfigError("a sweep needs model.hidden_size: how long a step takes is estimated from it")
+        raise ConfigError("a sweep needs model.hidden_size: the time of a step is estimated from it")
     shape = (key.micro_batch, sweep.sample_len, hidden_size)
     cuts = key.stages - 1
     nothing = (0.0,) * key.stages
@@ -84,10 +85,7 @@ def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) 
 
 
 def input_gradients(key: SessionKey, times: StageTimes | None) -> tuple[float, ...] | None:
-    """Seconds by stage; None where a backward is one.
-
-    What sleeping stages take for it, and nothing where nobody knows how much it is.
-    """
+    """Seconds of the input gradient by stage; 0 if not known, None if the schedule does not split backwards."""
     if key.schedule not in SPLIT_SCHEDULES:
         return None
     if times is None:
@@ -103,7 +101,7 @@ def _pipeline(key: SessionKey) -> PipelineConfig:
 
 
 def _known_schedule(name: str) -> str:
-    """What tahq has no schedule for, the runtime that has it knows by the session's name for it."""
+    """Schedules that only other runtimes have are passed to them by the session's name."""
     return name if name in GENERATORS else "1f1b"
 
 
@@ -114,7 +112,7 @@ def _sleep(times: StageTimes | None) -> SleepConfig | None:
 
 
 def _absolute(data: DataConfig) -> DataConfig:
-    """The data, found from any working folder; what is relative starts where the sweep was started."""
+    """The data with absolute paths; relative ones start in the sweep's working folder."""
     changed = {key: _absolute_paths(getattr(data, key)) for key in ("text", "tokens", "jsonl")}
     if data.tokenizer != "bytes":
         changed["tokenizer"] = str(Path(data.tokenizer).absolute())
@@ -130,7 +128,7 @@ def _absolute_paths(paths: str | list[str] | None) -> str | list[str] | None:
 
 
 def _random_data(sweep: SweepConfig, folder: Path) -> DataConfig:
-    """One global batch of random bytes: a step is an epoch, so AQ-SGD has seen every sample after the first."""
+    """One global batch of random bytes: a step is an epoch, so AQ-SGD has seen every sample after the first step."""
     path = folder / "tokens.bin"
     tokens = np.random.default_rng(0).integers(0, NUM_BYTE_TOKENS, sweep.global_batch * sweep.seq_len + 1)
     path.write_bytes(tokens.astype("<u2").tobytes())
@@ -138,22 +136,22 @@ def _random_data(sweep: SweepConfig, folder: Path) -> DataConfig:
 
 
 START_S = 15.0
-"""What starting a session is expected to take."""
+"""Expected time to start a session."""
 
 
 def expected_step_s(config: SweepConfig, point: Point, times: StageTimes | None) -> float:
-    """Seconds of a step; `times` is what stages sleep, None where that is not known."""
+    """Seconds of a step; `times`: how long stages sleep, None if not known."""
     return step_bound_s(planned_work(config, point.session, times), point.network.plan(point.session.stages))
 
 
 def expected_point_s(config: SweepConfig, point: Point, times: StageTimes | None) -> float:
-    """Seconds of all steps of a point, those that settle included."""
+    """Seconds of all steps of a point, including those that settle."""
     step_s = expected_step_s(config, point, times)
     return step_s * (config.steps.settle + num_steps(config.steps, step_s))
 
 
 def expected_sweep_s(config: SweepConfig, points: Sequence[Point]) -> float:
-    """Seconds of points and of the starts of their sessions, as far as the configuration says."""
+    """Seconds of points and of their sessions' starts, as far as the configuration says."""
     seconds = sum(expected_point_s(config, point, _said_times(point)) for point in points)
     return seconds + START_S * len(by_session(points))
 

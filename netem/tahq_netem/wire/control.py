@@ -1,7 +1,6 @@
-"""How the owner of a network talks to the process that carries it, a wire or a relay: JSON, one object a line.
+"""The protocol between the owner of a network and its wire process: JSON, one object per line.
 
-The owner sends its process an order over a socket pair, then one request at a time, each of which is answered.
-A wire's::
+The owner sends an order over a socket pair, then one request at a time, each of which is answered::
 
     → {"plan": …, "addresses": […], "seed": 0}
     ← {"ready": {…}}                                            once, when the wire moves packets
@@ -11,7 +10,7 @@ A wire's::
     → {"do": "counters"}                                        ← {"done": {…}}
                                                                 ← {"error": "why"}
 
-End of file is the order to end: the process goes with its owner, however that goes.
+The process ends at end of file, and so with its owner.
 """
 
 import json
@@ -29,15 +28,15 @@ from tahq_netem.network.description import HostShape, NetworkPlan, PathShape
 
 ANSWER_TIMEOUT_S: Final = 10.0
 START_TIMEOUT_S: Final = 60.0
-"""For a process to start and to take its order. The 62,250 paths of 250 hosts take a wire 7 s."""
+"""For a process to start and to take its order: 7 s for the 62,250 paths of 250 hosts."""
 _PIECE_BYTES: Final = 65536
 
 CarryOut = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Does what a request says; returns what is to be answered, or raises what was wrong with it."""
+"""Carries out a request; returns the answer, or raises an error."""
 
 
 def plan_to_json(plan: NetworkPlan) -> dict[str, Any]:
-    """A plan as JSON holds it."""
+    """A plan, fit for JSON."""
     return {
         "hosts": [{"name": name, "shape": asdict(plan.host_shapes[name])} for name in plan.hosts],
         "paths": [
@@ -48,7 +47,7 @@ def plan_to_json(plan: NetworkPlan) -> dict[str, Any]:
 
 
 def plan_from_json(entry: Mapping[str, Any]) -> NetworkPlan:
-    """The plan that `plan_to_json` wrote, but for the congestion control, which is the owner's concern."""
+    """The plan that `plan_to_json` wrote, without TCP's settings."""
     return NetworkPlan(
         hosts=tuple(host["name"] for host in entry["hosts"]),
         host_shapes={host["name"]: HostShape(**host["shape"]) for host in entry["hosts"]},
@@ -57,7 +56,7 @@ def plan_from_json(entry: Mapping[str, Any]) -> NetworkPlan:
 
 
 class LineReader:
-    """Lines from a socket, which is read in large pieces; what follows a line is kept for the next one."""
+    """Lines from a socket that is read in large pieces."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -65,14 +64,14 @@ class LineReader:
         self._num_searched = 0
 
     def read_line(self) -> bytes | None:
-        """The next line, waited for; None: the other end has closed before the line's end."""
+        """Wait for the next line; None: the other end has closed."""
         while (line := self.next_line()) is None:
             if not self.receive():
                 return None
         return line
 
     def next_line(self) -> bytes | None:
-        """The next line of what has been received; None: there is no whole one."""
+        """The next whole line received so far; None if there is none."""
         end = self._received.find(b"\n", self._num_searched)
         if end < 0:
             self._num_searched = len(self._received)
@@ -83,7 +82,7 @@ class LineReader:
         return line
 
     def receive(self) -> bool:
-        """Take a piece of what has come; False: the other end has closed."""
+        """Receive a piece; False: the other end has closed."""
         try:
             piece = self._connection.recv(_PIECE_BYTES)
         except ConnectionError:
@@ -95,9 +94,6 @@ class LineReader:
 class WireControl:
     """The owner's end. Threads may share it."""
 
-    process = "wire"
-    """What is at the other end, for messages."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lines = LineReader(connection)
@@ -106,7 +102,7 @@ class WireControl:
         self._failure: str | None = None
 
     def start(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Send the process its first line; returns what it says once it is ready."""
+        """Send the process its order; return its answer when it is ready."""
         return self._exchange(order, "ready", START_TIMEOUT_S)
 
     def set_rates(self, host: str, shape: HostShape) -> None:
@@ -126,8 +122,8 @@ class WireControl:
         return self._ask({"do": "counters"})
 
     def close(self) -> None:
-        """Tell the process to end; also from a signal handler, or while another thread waits for an answer."""
-        # Closing alone would not wake that thread up. A forked child only lets go of its copy.
+        """End the process; also from a signal handler, or while another thread waits for an answer."""
+        # Closing alone would not wake that thread up. A forked child only closes its copy.
         if os.getpid() == self._owner:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -140,27 +136,27 @@ class WireControl:
         with self._turn:
             answer = json.loads(self._exchange_lines(_line(entry), timeout_s))
         if expected not in answer:
-            raise NetworkError(f"the network's {self.process} process refused: {answer.get('error')}")
+            raise NetworkError(f"the network's wire process refused: {answer.get('error')}")
         return dict(answer[expected])
 
     def _exchange_lines(self, line: bytes, timeout_s: float) -> bytes:
-        """After a failure there is no other exchange: what came next could be the answer to an earlier line."""
+        """After a failure every exchange fails: the next line could be the answer to an earlier request."""
         if self._failure is None:
             try:
                 self._connection.settimeout(timeout_s)
                 self._connection.sendall(line)
                 if (answer := self._lines.read_line()) is not None:
                     return answer
-                self._failure = "has ended (its last words are on stderr)"
+                self._failure = "has ended (see its output on stderr)"
             except TimeoutError:
                 self._failure = f"did not answer within {timeout_s:g} s"
             except OSError as error:
                 self._failure = f"is gone ({error.strerror})"
-        raise NetworkError(f"the network's {self.process} process {self._failure}; build the network again")
+        raise NetworkError(f"the network's wire process {self._failure}; build the network again")
 
 
 class Orders:
-    """The other end: takes the order that the process starts with, then answers requests and never waits."""
+    """The process's end: takes the order, then answers requests without blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.descriptor = connection.fileno()
@@ -169,23 +165,23 @@ class Orders:
         self._unsent = bytearray()
 
     def read_order(self) -> dict[str, Any] | None:
-        """The first line, waited for; None: the owner was gone before it had sent all of it."""
+        """Wait for the first line; None: the owner was gone before."""
         line = self._lines.read_line()
         self._connection.setblocking(False)
         return None if line is None else dict(json.loads(line))
 
     def ready(self, facts: Mapping[str, Any]) -> None:
-        """Say that the network is up."""
+        """Report that the network is up."""
         self._unsent += _line({"ready": facts})
         self._send()
 
     @property
     def events(self) -> int:
-        """What epoll is to wait for before the next `serve`."""
+        """The epoll events to wait for before the next `serve`."""
         return select.EPOLLIN | select.EPOLLOUT if self._unsent else select.EPOLLIN
 
     def serve(self, carry_out: CarryOut) -> bool:
-        """Answer what has come in, as far as the owner has room for answers; False: the owner is gone."""
+        """Answer the requests received, as far as the owner's buffer allows; False: the owner is gone."""
         try:
             is_open = self._lines.receive()
         except BlockingIOError:
@@ -196,7 +192,7 @@ class Orders:
         return is_open
 
     def _send(self) -> None:
-        # An owner that is gone is noticed by what comes in: the end.
+        # That the owner is gone shows on the receiving side.
         with suppress(BlockingIOError, ConnectionError):
             while self._unsent:
                 del self._unsent[: self._connection.send(self._unsent)]

@@ -1,9 +1,8 @@
-"""The wire's process: moves frames between the hosts' TUN devices, as `wire_switch` decides.
+"""The wire's process: moves frames between the hosts' TUN devices, as `switch` decides.
 
-Started by `tahq_netem.backends.tun` as ``python -m tahq_netem.wire.process CONTROL OWNER DEVICE DEVICE …`` with open
-descriptors. It ends with the control socket's end of file, or with its owner (a pidfd), whatever ended that:
-a forked child of the owner may keep the socket open. One thread: it waits with epoll for frames, for
-requests, and for a timer that is set to the next frame that is due; then it does everything that is due.
+Started by `backends.tun` as ``python -m tahq_netem.wire.process CONTROL OWNER DEVICE DEVICE …`` with open descriptors.
+It ends with the control socket or with its owner (a pidfd): a forked child of the owner may keep the socket open. One
+thread waits with epoll for frames, for requests, and for a timer set to the next due frame, then does all that is due.
 """
 
 import ctypes
@@ -27,12 +26,12 @@ from tahq_netem.wire.packet import LARGEST_FRAME_BYTES
 from tahq_netem.wire.switch import Switch
 
 EARLY_S: Final = 1e-4
-"""The timer is set, and what is due is done, this much early: about what it takes until the receiver notices."""
+"""How much early the timer is set and due frames are delivered: about the time until the receiver notices."""
 HANDOVER_S: Final = 1e-4
-"""How long ago, about, the kernel put a frame into the device that has just been read; taken off its way.
+"""About how long ago the kernel put a frame into the device that was just read.
 
-Without these two, a round trip of 20 ms measures 20.8 on a machine whose cores sleep in between, and a message
-of 1 MB at 1 Gbit/s, which takes 8.4 ms, loses 5 %.
+Without these two corrections, a round trip of 20 ms measures 20.8 on a machine whose cores sleep in between, and a
+message of 1 MB at 1 Gbit/s, which takes 8.4 ms, loses 5 %.
 """
 FRAMES_AT_ONCE: Final = 64
 """Frames read from one host before the others get their turn."""
@@ -53,17 +52,17 @@ class Timer:
             raise OSError(ctypes.get_errno(), "timerfd_create")
 
     def set(self, due_s: float | None) -> None:
-        """Become readable at `due_s`; None: never. Until then it is not."""
+        """Become readable at `due_s` and not before; None: never."""
         if due_s == self._due_s:
             return
         self._due_s = due_s
-        # Zero would stop the timer; a time that has passed makes it fire at once.
+        # Zero would stop the timer; a past time makes it fire at once.
         due_ns = 0 if due_s is None else max(1, int(due_s * 1e9))
         spec = _TIMER_SPEC.pack(0, 0, *divmod(due_ns, 1_000_000_000))
         self._libc.timerfd_settime(self.descriptor, _TFD_TIMER_ABSTIME, spec, None)
 
     def note_fired(self) -> None:
-        """It is readable until it is set anew, to whatever time."""
+        """Note that it fired: it stays readable until it is set again."""
         self._due_s = -1.0
 
 
@@ -111,8 +110,8 @@ class Wire:
             send(now_s - HANDOVER_S, host, frame)
 
     def _deliver(self, host: int, frame: bytes) -> bool:
-        # A device that was set down takes nothing (EIO), as a card without power would. And what a program on a
-        # host has put together may be no frame that the kernel takes (EINVAL): the others are not to suffer for it.
+        # A device that is down refuses frames (EIO), and the kernel refuses malformed ones that a program on a host
+        # made (EINVAL); neither must affect other hosts.
         try:
             os.write(self._devices[host], frame)
         except OSError:
@@ -144,15 +143,15 @@ class Wire:
 def main(arguments: Sequence[str]) -> None:
     """Serve the devices given by descriptor numbers; the first two are the control socket and the owner's pidfd."""
     control_descriptor, owner, *devices = map(int, arguments)
-    # Ctrl-C is for the owner, who closes the control socket when everything else has been ended.
+    # Ctrl-C is for the owner, which closes the control socket when everything else has ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=control_descriptor) as control:
         orders = Orders(control)
         order = orders.read_order()
         if order is None:
-            return  # the owner has ended before it could say everything
+            return  # the owner ended before it had sent the order
         wire = Wire(order, devices, orders, owner)
-        # No cycles are made per frame, and a collection would hold up what is due.
+        # Frames create no reference cycles, and a collection would delay due frames.
         gc.freeze()
         gc.disable()
         wire.run()
