@@ -3,20 +3,25 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import threading
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tahq.errors import LocalProtocolError, NetworkError
 from tahq_netem.network.description import HostShape, plan_network, uniform
 from tahq_netem.wire import control as wire_control
-from tahq_netem.wire.control import ANSWER_TIMEOUT_S, LineReader, Orders, WireControl, plan_from_json, plan_to_json
+from tahq_netem.wire.control import (
+    ANSWER_TIMEOUT_S,
+    WireControl,
+    plan_from_json,
+    plan_to_json,
+    read_line,
+    send_line,
+    serve,
+)
 
 LONG = "x" * 3_000_000
 """Longer than the buffers of both sockets together."""
@@ -32,16 +37,13 @@ def ends():
 @contextlib.contextmanager
 def serving(connection, carry_out):
     """A process that takes an order and then answers, as a thread; it ends with the connection."""
-    orders = Orders(connection)
     taken = []
 
     def run():
-        taken.append(orders.read_order())
-        orders.ready({"is_up": True})
-        with select.epoll() as epoll:
-            epoll.register(orders.descriptor, orders.events)
-            while epoll.poll() and orders.serve(carry_out):
-                epoll.modify(orders.descriptor, orders.events)
+        taken.append(json.loads(read_line(connection)))
+        send_line(connection, {"ready": {"is_up": True}})
+        while serve(connection, carry_out):
+            pass
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -55,33 +57,6 @@ def test_a_plan_comes_back_as_it_was():
     assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
 
 
-@given(st.lists(st.binary(max_size=5).map(lambda line: line.replace(b"\n", b""))), st.data())
-def test_lines_are_the_same_however_they_are_cut(lines, data):
-    stream = b"".join(line + b"\n" for line in lines) + b"unfinished"
-    own, other = socket.socketpair()
-    with own:
-        reader = LineReader(own)
-        received = []
-        with other:
-            while stream:
-                num_bytes = data.draw(st.integers(1, len(stream)))
-                other.sendall(stream[:num_bytes])
-                stream = stream[num_bytes:]
-                assert reader.receive()
-                received += iter(reader.next_line, None)
-        assert received == lines
-        assert reader.read_line() is None
-
-
-def test_what_follows_a_line_is_kept(ends):
-    own, other = ends
-    other.sendall(b"first\nsecond\nth")
-    reader = LineReader(own)
-    assert (reader.read_line(), reader.read_line()) == (b"first", b"second")
-    other.sendall(b"ird\n")
-    assert reader.read_line() == b"third"
-
-
 def test_orders_requests_and_answers_may_be_longer_than_any_buffer(ends):
     own, other = ends
     control = WireControl(own)
@@ -91,17 +66,6 @@ def test_orders_requests_and_answers_may_be_longer_than_any_buffer(ends):
         control.set_link(LONG, is_up=False)
         assert control._ask({"do": "echo", "text": LONG}) == {"echo": {"do": "echo", "text": LONG}}
         control.close()
-
-
-def test_an_answer_that_is_not_taken_holds_nothing_up(ends):
-    own, other = ends
-    orders = Orders(other)
-    own.sendall(b'{}\n{"do": "counters"}\n')
-    assert orders.read_order() == {}
-    assert orders.serve(lambda _request: {"text": LONG})
-    assert orders.events & select.EPOLLOUT
-    own.close()
-    assert not orders.serve(lambda _request: {})
 
 
 @pytest.mark.parametrize(
@@ -123,22 +87,6 @@ def test_a_request_that_fails_is_refused_with_the_reason_and_the_next_is_served(
             control.set_rates("a", HostShape())
         assert control.counters() == {"number": 2}
         control.close()
-
-
-def test_a_line_that_is_no_json_is_refused(ends):
-    own, other = ends
-    orders = Orders(other)
-    own.sendall(b"{}\nnonsense\n")
-    orders.read_order()
-    assert orders.serve(lambda _request: {})
-    assert "JSONDecodeError" in json.loads(own.recv(4096))["error"]
-
-
-def test_an_order_that_breaks_off_is_none(ends):
-    own, other = ends
-    own.sendall(b'{"plan": ')
-    own.close()
-    assert Orders(other).read_order() is None
 
 
 def test_a_process_that_does_not_answer_is_given_up(ends, monkeypatch):
@@ -206,3 +154,13 @@ def test_a_forked_child_that_closes_leaves_the_connection_open(ends, monkeypatch
     with serving(other, lambda _request: {}):
         assert control.start({}) == {"is_up": True}
         control.close()
+
+
+def test_malformed_request_is_refused_and_a_partial_one_is_the_end(ends):
+    own, other = ends
+    own.sendall(b"nonsense\n")
+    assert serve(other, lambda _request: {})
+    assert "JSONDecodeError" in json.loads(read_line(own))["error"]
+    own.sendall(b'{"do": ')
+    own.close()
+    assert not serve(other, lambda _request: {})

@@ -37,7 +37,7 @@ class ScriptedSession(Session):
     """Steps that take as long as the network's slowest rate says, and failures when the world says so."""
 
     def __init__(self, request: SessionRequest, world: "World") -> None:
-        super().__init__()
+        super().__init__(None)
         self._request = request
         self._world = world
         self._step = 0

@@ -32,12 +32,11 @@ class GlooSession(Session):
     """
 
     def __init__(self, request: SessionRequest, module: str) -> None:
-        super().__init__()
+        super().__init__(HostProcesses(request))
         network, hosts, config = request.network, request.hosts, request.config
         elements = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0)
         frame = elements * wire_dtype(config).itemsize
         self._frames = (float(frame * config.training.num_micro_batches),) * (len(hosts) - 1)
-        self._processes = HostProcesses(request)
         self._seconds = GrowingLines(request.folder / steps_file(0))
         self._losses = GrowingLines(request.folder / steps_file(len(hosts) - 1))
         self._rows: list[dict[str, Any]] = []
@@ -69,18 +68,6 @@ class GlooSession(Session):
         loss = self._loss_of.pop(row["step"])
         nothing = ((0.0, 0.0),) * (len(self._frames) + 1)  # tensors are sent as they are
         return StepRecord(row["step"], row["seconds"], loss, self._frames, self._frames, codec_s=nothing)
-
-    def check(self) -> None:
-        """Raise RuntimeLostError if a process has ended."""
-        self._processes.check()
-
-    def last_words(self) -> str:
-        """The last lines of the logs."""
-        return self._processes.last_words()
-
-    def close(self) -> None:
-        """End all processes."""
-        self._processes.close()
 
 
 def wire_dtype(config: ClusterConfig) -> torch.dtype:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tahq.config.cluster import ClusterConfig
@@ -78,17 +77,21 @@ class StepRecord:
 class Session(ABC):
     """Workers that train; a context manager that ends them."""
 
+    def __init__(self, processes: "HostProcesses") -> None:
+        self._processes = processes
+        self._pending: list[StepRecord] = []
+
     @abstractmethod
     def steps_so_far(self) -> list[StepRecord]:
         """The steps finished since the last call."""
 
-    @abstractmethod
     def check(self) -> None:
         """Raise RuntimeLostError if a process has ended."""
+        self._processes.check()
 
-    @abstractmethod
     def close(self) -> None:
         """End every process; a second time does nothing."""
+        self._processes.close()
 
     def next_step(self, timeout_s: float) -> StepRecord:
         """Wait for the next step.
@@ -113,19 +116,14 @@ class Session(ABC):
         self._pending.clear()
         return finished
 
-    @abstractmethod
     def last_words(self) -> str:
         """The last lines of the processes' logs."""
-
-    def __init__(self) -> None:
-        self._pending: list[StepRecord] = []
+        return self._processes.last_words()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

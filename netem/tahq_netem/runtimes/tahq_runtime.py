@@ -26,10 +26,9 @@ class TahqSession(Session):
     """A run of tahq."""
 
     def __init__(self, request: SessionRequest) -> None:
-        super().__init__()
+        super().__init__(HostProcesses(request))
         config = request.config
         self._num_cuts = config.pipeline.stages - 1
-        self._processes = HostProcesses(request)
         self._metrics = GrowingLines(request.folder / config.run.dir / config.run.name / "metrics.jsonl")
         # Without CURVE, like everything that it is compared with.
         plain = config.model_copy(update={"security": SecurityConfig(curve=False)})
@@ -43,18 +42,6 @@ class TahqSession(Session):
     def steps_so_far(self) -> list[StepRecord]:
         """The lines of metrics.jsonl since the last call."""
         return [self._record(row) for row in self._metrics.read()]
-
-    def check(self) -> None:
-        """Raise RuntimeLostError if the coordinator or a worker has ended."""
-        self._processes.check()
-
-    def last_words(self) -> str:
-        """The last lines of the logs."""
-        return self._processes.last_words()
-
-    def close(self) -> None:
-        """End coordinator and workers."""
-        self._processes.close()
 
     def _start(self, request: SessionRequest) -> None:
         network, hosts = request.network, request.hosts

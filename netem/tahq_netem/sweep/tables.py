@@ -32,7 +32,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{line}."
     yield ""
     yield "Tokens per second and, in brackets, the share of the bound: the shortest time that compute and bytes leave"
-    yield "open for a step, whatever the runtime. Real compute counts with its time in these steps; only tahq reports it."
+    yield "open for a step, whatever the runtime. Real compute counts with its time in these steps (tahq only)."
     yield "Bits are per element on the wire, activations + gradients."
     yield ""
     for setting in sorted(set(map(setting_of, measured))):

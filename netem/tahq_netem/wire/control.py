@@ -15,7 +15,6 @@ The process ends at end of file, and so with its owner.
 
 import json
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -55,40 +54,37 @@ def plan_from_json(entry: Mapping[str, Any]) -> NetworkPlan:
     )
 
 
-class LineReader:
-    """Lines from a socket that is read in large pieces."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._received = bytearray()
-        self._num_searched = 0
-
-    def read_line(self) -> bytes | None:
-        """Wait for the next line; None: the other end has closed."""
-        while (line := self.next_line()) is None:
-            if not self.receive():
-                return None
-        return line
-
-    def next_line(self) -> bytes | None:
-        """The next whole line received so far; None if there is none."""
-        end = self._received.find(b"\n", self._num_searched)
-        if end < 0:
-            self._num_searched = len(self._received)
-            return None
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        self._num_searched = 0
-        return line
-
-    def receive(self) -> bool:
-        """Receive a piece; False: the other end has closed."""
+def read_line(connection: socket.socket) -> bytes | None:
+    """Wait for a line, which is the only one under way; None: the other end has closed."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
         try:
-            piece = self._connection.recv(_PIECE_BYTES)
+            piece = connection.recv(_PIECE_BYTES)
         except ConnectionError:
-            return False
-        self._received += piece
-        return bool(piece)
+            return None
+        if not piece:
+            return None
+        received += piece
+    return bytes(received)
+
+
+def send_line(connection: socket.socket, entry: Mapping[str, Any]) -> None:
+    """Send an object."""
+    connection.sendall(json.dumps(entry).encode() + b"\n")
+
+
+def serve(connection: socket.socket, carry_out: CarryOut) -> bool:
+    """Wait for a request and answer it, on the process's side; False: the owner is gone."""
+    line = read_line(connection)
+    if line is None:
+        return False
+    try:
+        answer: dict[str, Any] = {"done": carry_out(json.loads(line))}
+    except (TahqError, OSError, ValueError, KeyError, TypeError) as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    with suppress(ConnectionError):  # the next read notices that the owner is gone
+        send_line(connection, answer)
+    return True
 
 
 class WireControl:
@@ -96,7 +92,6 @@ class WireControl:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lines = LineReader(connection)
         self._turn = threading.Lock()
         self._owner = os.getpid()
         self._failure: str | None = None
@@ -134,18 +129,18 @@ class WireControl:
 
     def _exchange(self, entry: Mapping[str, Any], expected: str, timeout_s: float) -> dict[str, Any]:
         with self._turn:
-            answer = json.loads(self._exchange_lines(_line(entry), timeout_s))
+            answer = json.loads(self._answer(entry, timeout_s))
         if expected not in answer:
             raise NetworkError(f"the network's wire process refused: {answer.get('error')}")
         return dict(answer[expected])
 
-    def _exchange_lines(self, line: bytes, timeout_s: float) -> bytes:
+    def _answer(self, entry: Mapping[str, Any], timeout_s: float) -> bytes:
         """After a failure every exchange fails: the next line could be the answer to an earlier request."""
         if self._failure is None:
             try:
                 self._connection.settimeout(timeout_s)
-                self._connection.sendall(line)
-                if (answer := self._lines.read_line()) is not None:
+                send_line(self._connection, entry)
+                if (answer := read_line(self._connection)) is not None:
                     return answer
                 self._failure = "has ended (see its output on stderr)"
             except TimeoutError:
@@ -153,57 +148,3 @@ class WireControl:
             except OSError as error:
                 self._failure = f"is gone ({error.strerror})"
         raise NetworkError(f"the network's wire process {self._failure}; build the network again")
-
-
-class Orders:
-    """The process's end: takes the order, then answers requests without blocking."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.descriptor = connection.fileno()
-        self._connection = connection
-        self._lines = LineReader(connection)
-        self._unsent = bytearray()
-
-    def read_order(self) -> dict[str, Any] | None:
-        """Wait for the first line; None: the owner was gone before."""
-        line = self._lines.read_line()
-        self._connection.setblocking(False)
-        return None if line is None else dict(json.loads(line))
-
-    def ready(self, facts: Mapping[str, Any]) -> None:
-        """Report that the network is up."""
-        self._unsent += _line({"ready": facts})
-        self._send()
-
-    @property
-    def events(self) -> int:
-        """The epoll events to wait for before the next `serve`."""
-        return select.EPOLLIN | select.EPOLLOUT if self._unsent else select.EPOLLIN
-
-    def serve(self, carry_out: CarryOut) -> bool:
-        """Answer the requests received, as far as the owner's buffer allows; False: the owner is gone."""
-        try:
-            is_open = self._lines.receive()
-        except BlockingIOError:
-            is_open = True
-        for line in iter(self._lines.next_line, None):
-            self._unsent += _line(_answer(line, carry_out))
-        self._send()
-        return is_open
-
-    def _send(self) -> None:
-        # That the owner is gone shows on the receiving side.
-        with suppress(BlockingIOError, ConnectionError):
-            while self._unsent:
-                del self._unsent[: self._connection.send(self._unsent)]
-
-
-def _answer(line: bytes, carry_out: CarryOut) -> dict[str, Any]:
-    try:
-        return {"done": carry_out(json.loads(line))}
-    except (TahqError, OSError, ValueError, KeyError, TypeError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry).encode() + b"\n"

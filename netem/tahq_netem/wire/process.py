@@ -8,6 +8,7 @@ thread waits with epoll for frames, for requests, and for a timer set to the nex
 import ctypes
 import functools
 import gc
+import json
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ from typing import Any, Final
 from tahq.errors import LocalProtocolError
 from tahq_netem.network.description import HostShape, PathShape
 from tahq_netem.programs import hurry
-from tahq_netem.wire.control import Orders, plan_from_json
+from tahq_netem.wire.control import plan_from_json, read_line, send_line, serve
 from tahq_netem.wire.packet import LARGEST_FRAME_BYTES
 from tahq_netem.wire.switch import Switch
 
@@ -69,11 +70,11 @@ class Timer:
 class Wire:
     """The loop, over the descriptors of the devices in the plan's order."""
 
-    def __init__(self, order: Mapping[str, Any], devices: Sequence[int], orders: Orders, owner: int) -> None:
+    def __init__(self, order: Mapping[str, Any], devices: Sequence[int], control: socket.socket, owner: int) -> None:
         addresses = [socket.inet_aton(address) for address in order["addresses"]]
         self._devices = devices
         self._switch = Switch(plan_from_json(order["plan"]), addresses, self._deliver, seed=order["seed"])
-        self._orders = orders
+        self._control = control
         self._timer = Timer()
         self._epoll = select.epoll()
         self._is_running = True
@@ -82,7 +83,7 @@ class Wire:
         }
         self._actions |= {
             self._timer.descriptor: self._timer.note_fired,
-            orders.descriptor: self._serve,
+            control.fileno(): self._serve,
             owner: self._stop,
         }
 
@@ -90,7 +91,7 @@ class Wire:
         """Move frames until the owner is gone."""
         for descriptor in self._actions:
             self._epoll.register(descriptor, select.EPOLLIN)
-        self._orders.ready({"scheduling": hurry()})
+        send_line(self._control, {"ready": {"scheduling": hurry()}})
         while self._is_running:
             due_s = self._switch.next_due_s
             self._timer.set(None if due_s is None else due_s - EARLY_S)
@@ -119,8 +120,7 @@ class Wire:
         return True
 
     def _serve(self) -> None:
-        self._is_running = self._is_running and self._orders.serve(self._carry_out)
-        self._epoll.modify(self._orders.descriptor, self._orders.events)
+        self._is_running = self._is_running and serve(self._control, self._carry_out)
 
     def _carry_out(self, request: Mapping[str, Any]) -> dict[str, Any]:
         match request:
@@ -146,11 +146,10 @@ def main(arguments: Sequence[str]) -> None:
     # Ctrl-C is for the owner, which closes the control socket when everything else has ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=control_descriptor) as control:
-        orders = Orders(control)
-        order = orders.read_order()
+        order = read_line(control)
         if order is None:
             return  # the owner ended before it had sent the order
-        wire = Wire(order, devices, orders, owner)
+        wire = Wire(json.loads(order), devices, control, owner)
         # Frames create no reference cycles, and a collection would delay due frames.
         gc.freeze()
         gc.disable()
