@@ -1,7 +1,7 @@
-"""What is known of a cluster: how fast its hosts compute and how fast they reach each other.
+"""The numbers of a cluster: the compute times of its hosts and the paths between them.
 
-`tahq measure` writes this, anybody may write it by hand, and the planner reads it. Times are seconds, sizes bytes,
-rates bits a second. Paths that are not listed go at the slower of the two hosts' rates and take `round_trip`.
+`tahq measure` writes this file, users may write it by hand, and the planner reads it. Times are seconds, sizes bytes,
+rates bits per second. Paths that are not listed have the slower of the two hosts' rates and `round_trip`.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class LayerTimes(Section):
-    """Seconds that a host takes for the parts of the model, for micro-batches of `micro_batch` samples.
+    """A host's seconds for the parts of the model, for micro-batches of `micro_batch` samples.
 
     `block` is one transformer block. Of its backward, `block_input_gradient` is the part that the previous stage
     waits for; None: half. `first` is the embedding, `last` the final norm, the head and the loss.
@@ -36,7 +36,7 @@ class LayerTimes(Section):
     last_forward: Seconds = 0.0
     last_backward: Seconds = 0.0
     block_activation_bytes: int = Field(default=0, ge=0)
-    """What a block keeps of a micro-batch from its forward to its backward."""
+    """Bytes that a block keeps of a micro-batch from its forward to its backward."""
 
     @model_validator(mode="after")
     def _backward_has_its_part(self) -> "LayerTimes":
@@ -45,14 +45,14 @@ class LayerTimes(Section):
             raise ValueError(f"micro_batch {self.micro_batch}: a block takes no time; give block_forward seconds")
         if own is not None and own > self.block_backward:
             raise ValueError(
-                f"micro_batch {self.micro_batch}: block_input_gradient {own:g} is a part of block_backward, which is "
-                f"{self.block_backward:g}"
+                f"micro_batch {self.micro_batch}: expected block_input_gradient to be at most block_backward, "
+                f"{self.block_backward:g}; got {own:g}"
             )
         return self
 
 
 class CodecTimes(Section):
-    """Seconds that a codec takes on a host, for an element of a tensor."""
+    """A codec's seconds per element on a host."""
 
     encode_per_element: Seconds
     decode_per_element: Seconds
@@ -61,16 +61,15 @@ class CodecTimes(Section):
 class HostNumbers(Section):
     """One host.
 
-    `compute` has an entry for each size of micro-batch that was measured; a size between them, or beyond, is
-    interpolated. `codecs` is by spec, written out in full whatever the file has; one that is missing takes as long as
-    one that is there (`ClusterTable.codec_s`).
+    `compute` has an entry for each measured micro-batch size; times of other sizes are interpolated. `codecs` is by
+    full spec, whatever the file has; a missing one takes as long as one that is listed (`ClusterTable.codec_s`).
     """
 
     name: str = Field(min_length=1)
     memory: Size | None = None
-    """What a stage may use; None: not a limit."""
+    """Memory for a stage; None: unlimited."""
     up: Rate | None = None
-    """Its uplink; None: not a limit."""
+    """Rate of its uplink; None: unlimited."""
     down: Rate | None = None
     site: str | None = None
     compute: list[LayerTimes] = Field(min_length=1)
@@ -83,7 +82,7 @@ class HostNumbers(Section):
         for text, times in codecs.items():
             spec = _spec_in_full(text)
             if spec in found:
-                raise ValueError(f"{text} is {spec}, which is there already")
+                raise ValueError(f"{text} is {spec}, which is listed already")
             found[spec] = times
         return found
 
@@ -96,9 +95,9 @@ class HostNumbers(Section):
 
 
 class PathNumbers(Section):
-    """From one host to another: what TCP carries, and how long there and back.
+    """A path from one host to another: TCP's goodput and the round trip.
 
-    A site stands for all of its hosts, twice the same one for the paths inside it; what is said of hosts comes first.
+    A site stands for all of its hosts, the same site twice for the paths inside it; paths of hosts take precedence.
     """
 
     source: str
@@ -106,26 +105,26 @@ class PathNumbers(Section):
     rate: Rate | None = None
     round_trip: Duration | None = None
     connections: int | None = Field(default=None, ge=1)
-    """How many TCP connections carry this rate; None: one."""
+    """Number of TCP connections that carry this rate; None: one."""
     failure: str | None = None
-    """Why it could not be measured: nothing may get from the one to the other. None: it could."""
+    """Reason why it could not be measured, so that the planner avoids it; None: it works."""
 
     @model_validator(mode="after")
     def _carries_or_fails(self) -> "PathNumbers":
         if self.failure is not None and self.rate is not None:
-            raise ValueError(f"{self.source} to {self.target} has a rate and a failure; leave one of them out")
+            raise ValueError(f"{self.source} to {self.target} has a rate and a failure; remove one of them")
         return self
 
 
 class ClusterNumbers(Section):
-    """All hosts, and the paths between them that are known."""
+    """All hosts, and the known paths between them."""
 
     hosts: list[HostNumbers] = Field(min_length=1)
     paths: list[PathNumbers] = Field(default_factory=list)
     round_trip: Duration = 0.0
-    """Between hosts that no path is listed for."""
+    """Between hosts without a listed path."""
     source: str = ""
-    """Where the numbers are from: hardware and date, or how they were thought up."""
+    """Origin of the numbers: hardware and date, or how they were estimated."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> "ClusterNumbers":
@@ -135,18 +134,18 @@ class ClusterNumbers(Section):
             listed = [host.name for host in self.hosts]
             raise ValueError(f"two hosts are named {next(name for name in listed if listed.count(name) > 1)}")
         if names & sites:
-            raise ValueError(f"{min(names & sites)} is the name of a host and of a site; give one of them another")
+            raise ValueError(f"{min(names & sites)} is the name of a host and of a site; rename one of them")
         for index, path in enumerate(self.paths):
             for end, name in (("source", path.source), ("target", path.target)):
                 if name not in names and name not in sites:
                     raise DisagreementError(
                         ("paths", index, end),
-                        f"paths.{index}.{end}: no host and no site {name}",
+                        f"paths.{index}.{end}: unknown host or site {name}",
                     )
         listed_ends = Counter((path.source, path.target) for path in self.paths)
         for (source, target), count in listed_ends.items():
             if count > 1:
-                raise ValueError(f"paths: {source} to {target} is listed {count} times; leave one of them")
+                raise ValueError(f"paths: {source} to {target} is listed {count} times; expected once")
         return self
 
 
@@ -158,14 +157,10 @@ def _spec_in_full(text: str) -> str:
 
 
 def host_labels(hosts: str | Sequence[MachineConfig], num_stages: int) -> list[str]:
-    """What numbers call the hosts of a configuration, by stage.
+    """The names of a configuration's hosts (`hosts` of cluster.yaml) in these numbers, by stage.
 
-    Listed machines go by their address, with ``#1``, ``#2`` … behind it where several stages run on one; hosts of this
-    machine's own are host0, host1, …
-
-    Args:
-        hosts: `hosts` of cluster.yaml.
-        num_stages: how many there are.
+    Listed machines have their address as name, with ``#1``, ``#2`` … if several stages run on one; on this machine
+    hosts are host0, host1, …
     """
     if isinstance(hosts, str):
         return host_names(num_stages)

@@ -118,102 +118,31 @@ class _Bounds:
     def __init__(self, costs: StepSeconds) -> None:
         self._costs = costs
         self._count = costs.num_micro_batches
-        self._last = costs.forward.shape[-1] - 1
+        self._num_cuts = costs.forward.shape[-1] - 1
         out, back = costs.activations, costs.gradients
-        hop_out = out.encode + out.alone + costs.latency + out.decode
-        hop_back = back.encode + back.alone + costs.latency + back.decode
+        self._hop_out = out.encode + out.alone + costs.latency + out.decode
+        self._hop_back = back.encode + back.alone + costs.latency + back.decode
         self._weights = costs.backward - costs.input_gradient
-        self._before = _running(costs.forward[..., :-1] + hop_out)
-        self._after = _running(costs.input_gradient[..., :-1] + hop_back)
+        self._before = _running(costs.forward[..., :-1] + self._hop_out)
+        self._after = _running(costs.input_gradient[..., :-1] + self._hop_back)
         self._after[..., 1:] += self._weights[..., :1]
-        later = _running((costs.forward[..., 1:] + costs.input_gradient[..., 1:] + hop_out + hop_back)[..., ::-1])
+        hops = self._hop_out + self._hop_back
+        later = _running((costs.forward[..., 1:] + costs.input_gradient[..., 1:] + hops)[..., ::-1])
         self._trip = later[..., ::-1]
 
     def all(self) -> Iterator[tuple[Resource, Array]]:
-        for stage in range(self._last + 1):
+        for stage in range(self._num_cuts + 1):
             yield ("compute", stage), self._compute(stage)
-            if self._last:
-                yield ("uplink", stage), self._uplink(stage)
-                yield ("downlink", stage), self._downlink(stage)
-                yield ("encoder", stage), self._encoder(stage)
-                yield ("decoder", stage), self._decoder(stage)
             if self._costs.depths is not None:
                 yield ("depth", stage), self._depth(stage, self._costs.depths)
-        for cut in range(self._last):
-            yield ("activations", cut), self._activations(cut)
-            yield ("gradients", cut), self._gradients(cut)
+        if self._num_cuts:
+            yield from self._frames()
 
     def _compute(self, stage: int) -> Array:
         forward, backward = self._costs.forward[..., stage], self._costs.backward[..., stage]
         before, first = self._before[..., stage], self._costs.input_gradient[..., stage]
         whole: Array = before + self._count * (forward + backward)
-        if stage == 0:
-            return whole
         return np.maximum(whole, before + self._count * (forward + first) + self._after[..., stage])
-
-    def _uplink(self, stage: int) -> Array:
-        out, back, costs = self._costs.activations, self._costs.gradients, self._costs
-        start, frames = self._before[..., stage] + costs.forward[..., stage], np.zeros(())
-        if stage < self._last:
-            start, frames = start + out.encode[..., stage], frames + out.uplink[..., stage]
-        else:
-            start = start + costs.input_gradient[..., stage] + back.encode[..., stage - 1]
-        if stage == 0:
-            return (
-                start
-                + self._count * frames
-                + self._trip[..., 0]
-                - out.encode[..., 0]
-                - out.alone[..., 0]
-                + self._end(0)
-            )
-        frames = frames + back.uplink[..., stage - 1]
-        tail = self._after[..., stage] - back.encode[..., stage - 1] - back.alone[..., stage - 1]
-        total: Array = start + self._count * frames + tail
-        return total
-
-    def _downlink(self, stage: int) -> Array:
-        out, back, costs = self._costs.activations, self._costs.gradients, self._costs
-        if stage == 0:
-            start = costs.forward[..., 0] + self._trip[..., 0] - back.decode[..., 0] - back.alone[..., 0]
-            return start + self._count * back.downlink[..., 0] + back.decode[..., 0] + self._end(0)
-        start = self._before[..., stage] - out.decode[..., stage - 1] - out.alone[..., stage - 1]
-        frames = out.downlink[..., stage - 1]
-        tail = costs.input_gradient[..., stage] + self._after[..., stage]
-        if stage < self._last:
-            frames, tail = frames + back.downlink[..., stage], tail + back.decode[..., stage]
-        else:
-            tail = tail + out.decode[..., stage - 1] + costs.forward[..., stage]
-        total: Array = start + self._count * frames + tail
-        return total
-
-    def _encoder(self, stage: int) -> Array:
-        out, back, costs = self._costs.activations, self._costs.gradients, self._costs
-        start = self._before[..., stage] + costs.forward[..., stage]
-        if stage == 0:
-            tail = self._trip[..., 0] - out.encode[..., 0] + self._end(0)
-            return start + self._count * out.encode[..., 0] + tail
-        frames = back.encode[..., stage - 1]
-        if stage < self._last:
-            frames = frames + out.encode[..., stage]
-        else:
-            start = start + costs.input_gradient[..., stage]
-        total: Array = start + self._count * frames + self._after[..., stage] - back.encode[..., stage - 1]
-        return total
-
-    def _decoder(self, stage: int) -> Array:
-        out, back, costs = self._costs.activations, self._costs.gradients, self._costs
-        if stage == 0:
-            start = costs.forward[..., 0] + self._trip[..., 0] - back.decode[..., 0]
-            return start + self._count * back.decode[..., 0] + self._end(0)
-        start, frames = self._before[..., stage] - out.decode[..., stage - 1], out.decode[..., stage - 1]
-        tail = costs.input_gradient[..., stage] + self._after[..., stage]
-        if stage < self._last:
-            frames = frames + back.decode[..., stage]
-        else:
-            tail = tail + costs.forward[..., stage]
-        total: Array = start + self._count * frames + tail
-        return total
 
     def _depth(self, stage: int, depths: Array) -> Array:
         costs = self._costs
@@ -223,26 +152,62 @@ class _Bounds:
         total: Array = self._before[..., stage] + turns * turn + tail
         return total
 
-    def _activations(self, cut: int) -> Array:
-        frames = self._costs.activations
-        start = self._before[..., cut] + self._costs.forward[..., cut] + frames.encode[..., cut]
-        tail = self._trip[..., cut] - frames.encode[..., cut] - frames.alone[..., cut] + self._end(cut)
-        total: Array = start + self._count * frames.path[..., cut] + tail
-        return total
+    def _frames(self) -> Iterator[tuple[Resource, Array]]:
+        """Of each line and codec lane: when the first frame reaches it, all frames, and the time after the last."""
+        costs, out, back = self._costs, self._costs.activations, self._costs.gradients
+        # by cut: when the first activation is computed and has arrived, when its gradient is computed and decoded
+        ready = (self._before + costs.forward)[..., :-1]
+        reached = ready + self._hop_out - out.decode
+        returned = ready + self._trip[..., :-1]
+        computed = returned - self._hop_back
+        # from a decoded gradient, and from a computed activation, to the end of the step
+        end = (costs.input_gradient + self._after)[..., :-1]
+        end[..., 0] += self._weights[..., 0]
+        home = self._trip[..., :-1] + end
+        on_wire = home - out.encode - out.alone
+        back_on_wire = self._hop_back - back.encode - back.alone + end
+        # a stage encodes and sends the activations of its own cut and the gradients of the one before
+        sent, received = (0, -1), (-1, 0)
+        for kind, cuts, (first, seconds, left), (first_back, seconds_back, left_back) in (
+            (
+                "encoder",
+                sent,
+                (ready, out.encode, home - out.encode),
+                (computed, back.encode, self._hop_back - back.encode + end),
+            ),
+            (
+                "uplink",
+                sent,
+                (ready + out.encode, out.uplink, on_wire),
+                (computed + back.encode, back.uplink, back_on_wire),
+            ),
+            (
+                "downlink",
+                received,
+                (reached - out.alone, out.downlink, home - self._hop_out + out.decode),
+                (returned - back.decode - back.alone, back.downlink, back.decode + end),
+            ),
+            (
+                "decoder",
+                received,
+                (reached, out.decode, home - self._hop_out),
+                (returned - back.decode, back.decode, end),
+            ),
+        ):
+            for stage in range(self._num_cuts + 1):
+                forth, again = stage + cuts[0], stage + cuts[1]
+                goes, returns = 0 <= forth < self._num_cuts, 0 <= again < self._num_cuts
+                start = first[..., forth] if goes else first_back[..., again]
+                each = (seconds[..., forth] if goes else 0.0) + (seconds_back[..., again] if returns else 0.0)
+                tail = left_back[..., again] if returns else left[..., forth]
+                yield (kind, stage), start + self._count * each + tail
+        yield from self._lines("activations", ready + out.encode + self._count * out.path + on_wire)
+        yield from self._lines("gradients", computed + back.encode + self._count * back.path + back_on_wire)
 
-    def _gradients(self, cut: int) -> Array:
-        frames = self._costs.gradients
-        there = self._before[..., cut] + self._costs.forward[..., cut] + self._trip[..., cut]
-        start = there - frames.decode[..., cut] - frames.alone[..., cut] - self._costs.latency[..., cut]
-        tail = self._costs.latency[..., cut] + frames.decode[..., cut] + self._end(cut)
-        total: Array = start + self._count * frames.path[..., cut] + tail
-        return total
-
-    def _end(self, stage: int) -> Array:
-        """From the arrival of the last gradient on a stage to the end of the step."""
-        own = self._costs.backward if stage == 0 else self._costs.input_gradient
-        end: Array = own[..., stage] + self._after[..., stage]
-        return end
+    @staticmethod
+    def _lines(kind: str, bounds: Array) -> Iterator[tuple[Resource, Array]]:
+        for cut in range(bounds.shape[-1]):
+            yield (kind, cut), bounds[..., cut]
 
 
 def _running(terms: Array) -> Array:
