@@ -130,7 +130,7 @@ def assignment(
     )
 
 
-def note_data(options: CoordinatorOptions, run: RunState, seats: Seats) -> None:
+def note_data(run: RunState, seats: Seats) -> None:
     """Note the samples of an epoch and the run's first sample, as the stages with data have said."""
     hellos = [seat.hello for seat in seats if seat.hello is not None]
     run.num_samples = max(hello.num_train_samples for hello in hellos)

@@ -182,7 +182,8 @@ class Seating:
     def dismiss(self, seat: Seat, refusal: Refuse) -> None:
         """Refuse the worker of a stage, and free it for another."""
         self._refuse(seat.identity, Join(seat.stage, "", seat.host, seat.pid), refusal, name=seat.name)
-        self._free(seat)
+        self._empty(seat, Former.REFUSED)
+        self._context.tell_phase()
 
     def _refuse(self, identity: bytes, join: Join, refusal: Refuse, name: str = "") -> None:
         self._seats.former[identity] = Former.REFUSED
@@ -215,21 +216,21 @@ class Seating:
         elif former is Former.REFUSED:
             self._context.server.send(identity, Refuse("it holds no stage; start this worker again"))
 
-    def lose_silent_spares(self, since_s: float) -> None:
-        """Stop counting on spares from which nothing has come after this time."""
+    def check_spares(self, polled_s: float) -> None:
+        """Forget spares that have been silent for too long, and give the stages of lost hosts to others."""
+        since_s = polled_s - lost_after_s(self._options)
         for spare in [spare for spare in self._seats.spares.values() if spare.last_seen_s < since_s]:
             del self._seats.spares[spare.identity]
             self._seats.former[spare.identity] = Former.TAKEN_BACK
             self._context.observer.warned(f"the spare worker {spare.name} is gone; {self._seats.num_spares}")
-
-    def _free(self, seat: Seat) -> None:
-        self._seats.leave(seat.stage, self._context.clock(), position=self._run.base.step)
-        self._context.observer.stage_left(seat.stage)
-        self._context.tell_phase()
+        self._give_to_spares()
 
     def _start_over(self, seat: Seat, why: str, former: Former) -> None:
         """Empty a seat whose worker lives, and have that worker join again."""
         self._context.send(seat, StartOver(why))
+        self._empty(seat, former)
+
+    def _empty(self, seat: Seat, former: Former) -> None:
         self._seats.former[seat.identity] = former
         self._context.journal.lost(seat.stage)
         self._seats.leave(seat.stage, self._context.clock(), position=self._run.base.step)
@@ -273,9 +274,9 @@ class Seating:
 
     def free_silent(self, seat: Seat) -> None:
         """Free the seat of a worker that has fallen silent before the run began."""
-        self._seats.former[seat.identity] = Former.TAKEN_BACK
         self._context.observer.warned(f"{seat.name} has given no sign of life; its stage is free again")
-        self._free(seat)
+        self._empty(seat, Former.TAKEN_BACK)
+        self._context.tell_phase()
 
     def _start_again(self, seat: Seat, is_silent: bool) -> bool:
         """Start the stage's worker again where it was, unless that is in vain and a spare can take it."""
@@ -297,8 +298,7 @@ class Seating:
             seat.spare_from_s = now_s + (options.give_up_s / 2 if is_started else options.peer_timeout_s)
         return is_started
 
-    def give_to_spares(self) -> None:
-        """Give the stages of lost hosts to spares."""
+    def _give_to_spares(self) -> None:
         now_s = self._context.clock()
         for seat in [seat for seat in self._seats if not seat.is_held] if self._run.phase in UNDER_WAY else ():
             is_due = seat.spare_from_s is not None and now_s >= seat.spare_from_s
@@ -400,8 +400,3 @@ class Seating:
         for seat in self._seats:
             seat.lost_since_s = seat.spare_from_s = None
         self._context.advance(RunEvent.ALL_READY)
-
-    def check_spares(self, polled_s: float) -> None:
-        """Forget silent spares, and use the others."""
-        self.lose_silent_spares(polled_s - lost_after_s(self._options))
-        self.give_to_spares()

@@ -5,10 +5,7 @@ event (`gathering`, `recovery`, `copies`, `watch`, `commit`); `Seating` and `Tra
 `request_stop` alone may be called from elsewhere (a signal handler).
 """
 
-import math
-import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -16,8 +13,6 @@ from functools import partial
 from tahq.comm.control.channel import ControlServer
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.comm.control.messages import (
-    Abort,
-    Bye,
     Copied,
     Evaluated,
     Failed,
@@ -40,23 +35,22 @@ from tahq.comm.control.messages import (
 )
 from tahq.coordinator import copies, gathering, watch
 from tahq.coordinator.context import RunContext
+from tahq.coordinator.ending import RunEnding
 from tahq.coordinator.journal import Journal, NotWritten
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.publishing import Publish, Publishing, publish_to_folder
-from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState, signal_name
+from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
 from tahq.coordinator.seating import Restart, Seating
 from tahq.coordinator.seats import ProcessExit, Seat, SeatPhase, Seats
 from tahq.coordinator.training import Training
 from tahq.errors import (
-    InterruptedRunError,
     LocalProtocolError,
     PeerLostError,
     RemoteProtocolError,
     SnapshotError,
     TahqError,
-    UserError,
 )
 
 POLL_S = 0.1
@@ -106,9 +100,7 @@ class Coordinator:
         self._next_tick_s = clock()
         self._heard: list[tuple[bytes, Message]] = []
         """Messages that came while the journal could not be written."""
-        self._signals: deque[int] = deque()
-        self._num_signals = 0
-        self._leave_by_s = math.inf
+        self._ending = RunEnding(self._context, lambda: self._training)
 
     @property
     def address(self) -> str:
@@ -117,7 +109,7 @@ class Coordinator:
 
     def request_stop(self, signal_number: int) -> None:
         """Ask the run to stop: in order the first time, at once the second. Safe in a signal handler."""
-        self._signals.append(signal_number)
+        self._ending.signals.append(signal_number)
 
     def worker_exited(self, stage: int, status: int, last_words: str = "") -> None:
         """Note that a stage's process has ended (negative status: killed by that signal); called from `tick`.
@@ -145,7 +137,7 @@ class Coordinator:
         try:
             self._lead()
             self._let_leave()
-            self._note_end()
+            self._ending.note_end()
         finally:
             self._close()
         return self._run.ending.exit_status
@@ -157,9 +149,9 @@ class Coordinator:
             while self._run.phase is not RunPhase.OVER:
                 self._turn()
         except TahqError as error:
-            self._abort(error.exit_status, str(error))
+            self._ending.abort(error.exit_status, str(error))
         except BaseException as error:
-            self._abort(1, f"the coordinator failed: {error!r}")
+            self._ending.abort(1, f"the coordinator failed: {error!r}")
             raise
 
     def _turn(self) -> None:
@@ -172,10 +164,10 @@ class Coordinator:
             self._observer.warned(refused)
         if self._run.phase is not RunPhase.OVER:
             self._tick()
-            self._take_signals()
+            self._ending.take_signals()
             self._check_timers(polled_s)
         if self._training is not None and self._training.settle_published():
-            self._finish_if_nothing_is_owed()
+            self._ending.finish_if_nothing_is_owed()
 
     def _tick(self) -> None:
         now_s = self._context.clock()
@@ -233,7 +225,7 @@ class Coordinator:
             case ComputeMeasured() | PathsMeasured():
                 self._on_measured(claim(message.stage), message)
             case StopRequest():
-                self._on_stop_request(claim(message.stage), message)
+                self._ending.stop_requested(claim(message.stage), message)
             case Failed():
                 self._on_failed(claim(message.stage), message)
             case Heartbeat():
@@ -241,7 +233,7 @@ class Coordinator:
             case _:
                 raise RemoteProtocolError(f"{name} sent {type(message).__name__}, which only a coordinator sends")
         if isinstance(message, Evaluated | Snapshotted | Rejoin):
-            self._finish_if_nothing_is_owed()
+            self._ending.finish_if_nothing_is_owed()
 
     def _check_timers(self, polled_s: float) -> None:
         for seat in self._seats:
@@ -253,7 +245,7 @@ class Coordinator:
         self._check_silence(polled_s)
         self._seating.check_spares(polled_s)
         watch.check_deadlines(self._options, self._run, self._seats, polled_s, self.address)
-        self._check_grace()
+        self._ending.check_grace()
 
     def _check_silence(self, polled_s: float) -> None:
         timeout_s = self._options.peer_timeout_s
@@ -309,8 +301,8 @@ class Coordinator:
                 else:
                     self._heard.append((identity, message))
             self._tick()
-            self._take_signals()
-            self._check_grace()
+            self._ending.take_signals()
+            self._ending.check_grace()
 
     # -- joining and coming back -----------------------------------------------------------------
 
@@ -330,10 +322,12 @@ class Coordinator:
             self._context.advance(RunEvent.ALL_THERE)
             self._measuring.begin(self._context)
             return
-        gathering.note_data(options, run, self._seats)
+        gathering.note_data(run, self._seats)
         run.num_steps = gathering.num_steps(options, run)
         if options.start_step >= run.num_steps:
-            self._say_bye(RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps were done before"))
+            self._ending.say_bye(
+                RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps were done before")
+            )
             return
         if not self._context.journal.is_of(options.run_id, options.config_hash):
             self._context.journal.begin(gathering.facts(options, run))
@@ -432,7 +426,7 @@ class Coordinator:
             self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
             return
         self._seats.leave(seat.stage, self._context.clock(), position=seat.position)
-        self._abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, why)
+        self._ending.abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, why)
 
     def _on_heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
         seat = self._seats.find(identity)
@@ -457,74 +451,9 @@ class Coordinator:
         if measuring.is_finished:
             failures = measuring.measured.failures
             ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
-            self._say_bye(RunEvent.ALL_MEASURED, ending)
-
-    # -- stopping --------------------------------------------------------------------------------
-
-    def _on_stop_request(self, seat: Seat, request: StopRequest) -> None:
-        if request.signal_number not in signal.valid_signals():
-            raise RemoteProtocolError(f"{seat.name} reported signal {request.signal_number}, which does not exist")
-        self._stop(request.signal_number, seat.name)
-
-    def _take_signals(self) -> None:
-        """Stop in order at this process's first signal; InterruptedRunError at the second."""
-        while self._signals:
-            number = self._signals.popleft()
-            self._num_signals += 1
-            if self._num_signals > 1:
-                raise InterruptedRunError(f"stopped at once by a second {signal_name(number)}", number)
-            self._stop(number, "the coordinator")
-
-    def _stop(self, number: int, who: str) -> None:
-        """Finish the step and stop after a checkpoint; InterruptedRunError if there is no step to finish."""
-        run, name = self._run, signal_name(number)
-        is_first, run.stop_signal = run.stop_signal is None, run.stop_signal or number
-        if run.phase not in (RunPhase.TRAINING, RunPhase.FINISHING):
-            when = "while measuring" if run.phase is RunPhase.MEASURING else "before the first step"
-            raise InterruptedRunError(f"{who} got {name} {when}", number)
-        if number == signal.SIGTERM:  # after Ctrl-C a person sees the effect, and can press it again
-            self._leave_by_s = min(self._leave_by_s, self._context.clock() + self._options.grace_s)
-        if is_first and run.phase is RunPhase.TRAINING:
-            self._observer.warned(f"{who} got {name}: finishing step {run.step + 1}, then a checkpoint")
-
-    def _check_grace(self) -> None:
-        """Raise InterruptedRunError once stopping in order has taken longer than it may."""
-        if self._context.clock() > self._leave_by_s:
-            raise InterruptedRunError(
-                "stopped by SIGTERM: the step and its checkpoint took longer than run.grace "
-                f"({self._options.grace_s:g} s), so they are given up after step {self._run.step}",
-                signal.SIGTERM,
-            )
+            self._ending.say_bye(RunEvent.ALL_MEASURED, ending)
 
     # -- the end ---------------------------------------------------------------------------------
-
-    def _finish_if_nothing_is_owed(self) -> None:
-        """End the run in order if its last step is decided and every stage has done what is left to do."""
-        if self._run.phase is not RunPhase.FINISHING or self._seats.before(SeatPhase.READY):
-            return
-        owed = self._begun().owed
-        self._context.tell_phase(owed)
-        if not owed:
-            self._say_bye(RunEvent.NOTHING_OWED, self._run.ending_in_order(self._options.resume_command))
-
-    def _say_bye(self, event: RunEvent, ending: Ending) -> None:
-        """End the run, in order."""
-        self._run.end(event, ending, self._context.clock())
-        self._tell_all(Bye(ending.exit_status))
-
-    def _abort(self, exit_status: int, message: str) -> None:
-        """End the run at once; the message says how to go on."""
-        if self._training is not None:
-            self._training.abandon()
-            if exit_status != UserError.exit_status:
-                message = f"{message}; {self._run.resumable(self._options.resume_command)}"
-        self._run.end(RunEvent.ENDED, Ending(exit_status, message), self._context.clock())
-        self._tell_all(Abort(message, exit_status))
-
-    def _tell_all(self, message: Bye | Abort) -> None:
-        self._context.broadcast(message)
-        for identity in self._seats.spares:
-            self._context.server.send(identity, message)
 
     def _let_leave(self) -> None:
         """Keep the socket going until the workers have left, or should have."""
@@ -532,17 +461,6 @@ class Coordinator:
         while self._context.clock() < until_s and any(seat.exit is None for seat in self._seats.held):
             self._context.server.poll(POLL_S)
             self._tick_beside()
-
-    def _note_end(self) -> None:
-        """Have no coordinator go on with this run; if that cannot be written, going on with it loses nothing either."""
-        journal = self._context.journal
-        if not journal.has_run:
-            return
-        journal.wait = None
-        try:
-            journal.note(is_over=True)
-        except UserError as error:
-            self._observer.warned(f"{error}; the run has ended all the same")
 
     def _close(self) -> None:
         self._publishing.close()

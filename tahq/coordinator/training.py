@@ -18,7 +18,7 @@ from tahq.coordinator.publishing import Publishing, SnapshotParts
 from tahq.coordinator.run_state import RunEvent, RunPhase
 from tahq.coordinator.seats import RestorePoint, Seat
 from tahq.coordinator.step_report import TraceCollector, step_record
-from tahq.errors import RemoteProtocolError, SnapshotError
+from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached
 from tahq.pipeline.checkpoint.manifest import snapshot_name
 from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
@@ -226,10 +226,15 @@ class Training:
 
     def abandon(self) -> None:
         """Wait for what is being published, so that the user is told of the newest checkpoint."""
-        for parts, error in self._publishing.take(wait=True):
-            if not error:
+        try:
+            taken = self._publishing.take(wait=True)
+        except UserError as error:  # the run's folder is gone
+            self._context.observer.warned(str(error))
+            return
+        for parts, reason in taken:
+            if not reason:
                 self._run.last_snapshot = parts.step
-            self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
+            self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, reason))
 
     def _published(self, parts: SnapshotParts) -> None:
         context = self._context
