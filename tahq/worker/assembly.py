@@ -313,10 +313,13 @@ class Assembly:
         try:
             is_last = step == self.last_checkpoint
             written = wait_for_room(write, self.config.run.give_up, pause) if is_last else write()
-            if isinstance(self.config.hosts, list):
-                prune(self._snapshots(), self.config.run.keep_snapshots, self.complete_snapshot, self.complete_snapshot)
         except SnapshotError as error:
             return Snapshotted(step, number, "", "", 0, error=str(error))
+        if isinstance(self.config.hosts, list):
+            try:
+                prune(self._snapshots(), self.config.run.keep_snapshots, self.complete_snapshot, self.complete_snapshot)
+            except SnapshotError as error:  # the new checkpoint is complete regardless
+                _log.warning("%s", error)
         return Snapshotted(step, number, written.file, written.sha256, written.nbytes)
 
     def keep_batch(self, step: int, stage: Stage) -> None:
