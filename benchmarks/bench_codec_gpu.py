@@ -1,12 +1,12 @@
-"""Speed of the Triton kernels on one CUDA device, against a copy and against plain torch.
+"""Codecs on a GPU: speed of the Triton kernels against a copy and against plain torch.
 
-First the kernels' streams are compared with the reference's, and decoded values bit for bit, into memory that was
-poisoned. Then, over more input sets than the L2 cache holds: wall time of a call, as Python sees it, of many calls back
-to back with one synchronisation at their end (decoding waits for its verdict in every call); and the device's own time,
-kernel by kernel, from torch's profiler. Bandwidth counts the input read once and the output written once, and its share
-is of a copy between two tensors of 1 GiB in the same run, read and written.
+    python benchmarks/bench_codec_gpu.py [--output benchmarks/results/codec_gpu_<hardware>_<yyyymm>.md]
 
-Run:  python benchmarks/bench_codec_gpu.py [--out benchmarks/results/codec_gpu_<hardware>_<yyyymm>.md]
+First the kernels' streams are compared with the reference's, and decoded values bit for bit, with poisoned output
+buffers. Then, over more input sets than the L2 cache holds: the wall time of a call as Python sees it, of many calls
+back to back with one synchronisation at the end (decoding waits for its verdict in every call); and the device's own
+time, kernel by kernel, from torch's profiler. Bandwidth counts the input read once and the output written once; its
+share is of a copy between two tensors of 1 GiB in the same run, read and written.
 """
 
 import argparse
@@ -15,37 +15,36 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from harness import describe, need_gpu
+from harness import Table, main, need_gpu, say
 
 from tahq.quant import Codec, get_codec
 
-BF16, FP32 = torch.bfloat16, torch.float32
 SMALL, LARGE = (2, 1024, 1600), (4, 4096, 4096)
 CASES = [
-    ("tah", SMALL, BF16),
-    ("tah", SMALL, FP32),
-    ("tah", LARGE, BF16),
-    ("tah", LARGE, FP32),
-    ("fixed", SMALL, BF16),
-    ("fixed", LARGE, BF16),
-    ("fixed:bits=6", LARGE, BF16),
-    ("eden", SMALL, BF16),
-    ("eden", LARGE, BF16),
-    ("wf", SMALL, BF16),
-    ("wf", LARGE, BF16),
+    ("tah", SMALL, torch.bfloat16),
+    ("tah", SMALL, torch.float32),
+    ("tah", LARGE, torch.bfloat16),
+    ("tah", LARGE, torch.float32),
+    ("fixed", SMALL, torch.bfloat16),
+    ("fixed", LARGE, torch.bfloat16),
+    ("fixed:bits=6", LARGE, torch.bfloat16),
+    ("eden", SMALL, torch.bfloat16),
+    ("eden", LARGE, torch.bfloat16),
+    ("wf", SMALL, torch.bfloat16),
+    ("wf", LARGE, torch.bfloat16),
 ]
 OUTLIER_SHARE = 0.02
 """Of tiles of 64, as on the boundaries of a trained GPT-2 small."""
 CACHE_NBYTES = 256 << 20
 """Input sets together exceed this, several times the L2 cache."""
+Call = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Milliseconds a call, and those of each kernel on the device."""
+    """Milliseconds per call until all are done, until all are launched, and of each kernel on the device."""
 
     wall_ms: float
     host_ms: float
@@ -60,9 +59,7 @@ class Measured:
 class Row:
     """One codec, shape and type."""
 
-    spec: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: tuple[str, str, str]
     nbytes: int
     encode: Measured
     decode: Measured
@@ -80,10 +77,10 @@ def activations(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
 
 
 def check(spec: str, codec: Codec, x: torch.Tensor) -> None:
-    """Streams and values equal the reference's, whatever was in memory before.
+    """Streams and values equal the reference's.
 
-    Of two tiles whose entropies lie within rounding of each other either may get the higher number of bits. Energies of
-    `eden` and `wf` decide over steps, too.
+    Of two tiles whose entropies lie within rounding of each other, either may get the higher number of bits. Energies
+    of `eden` and `wf` decide over steps, too.
     """
     reference = get_codec(spec, backend="reference")
     expected = reference.encode(x)
@@ -98,7 +95,7 @@ def check(spec: str, codec: Codec, x: torch.Tensor) -> None:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory that nobody has initialised holds 0xAA."""
+    """Uninitialised memory holds 0xAA."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs) -> torch.Tensor:
@@ -113,8 +110,8 @@ def poisoned_memory() -> Iterator[None]:
         torch.empty = empty
 
 
-def time_calls(call: Callable[[int], object], count: int, repeats: int = 5) -> tuple[float, float]:
-    """Median milliseconds a call: until all are done, and until all are launched."""
+def time_calls(call: Call, count: int, repeats: int = 5) -> tuple[float, float]:
+    """Median milliseconds per call: until all are done, and until all are launched."""
     walls, hosts = [], []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -128,21 +125,16 @@ def time_calls(call: Callable[[int], object], count: int, repeats: int = 5) -> t
     return statistics.median(walls), statistics.median(hosts)
 
 
-def time_kernels(call: Callable[[int], object], count: int) -> dict[str, float]:
-    """Milliseconds a call of everything that runs on the device."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for number in range(count):
-            call(number)
-        torch.cuda.synchronize()
-    averages = [event for event in profile.key_averages() if event.self_device_time_total > 0]
-    return {event.key: event.self_device_time_total / 1e3 / count for event in averages}
-
-
-def measure(call: Callable[[int], object], count: int) -> Measured:
+def measure(call: Call, count: int) -> Measured:
     call(0)
     wall_ms, host_ms = time_calls(call, count)
-    return Measured(wall_ms, host_ms, time_kernels(call, min(count, 20)))
+    traced = min(count, 20)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for number in range(traced):
+            call(number)
+        torch.cuda.synchronize()
+    events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    return Measured(wall_ms, host_ms, {event.key: event.self_device_time_total / 1e3 / traced for event in events})
 
 
 def run_case(spec: str, shape: tuple[int, ...], dtype: torch.dtype) -> Row:
@@ -152,102 +144,67 @@ def run_case(spec: str, shape: tuple[int, ...], dtype: torch.dtype) -> Row:
         xs.append(activations(shape, dtype, len(xs)))
     check(spec, codec, xs[0])
     bufs = [codec.encode(x) for x in xs]
-    num_sets, count = len(xs), 200 if shape == SMALL else 30
-    encode = measure(lambda number: codec.encode(xs[number % num_sets]), count)
-    decode = measure(lambda number: codec.decode(bufs[number % num_sets], shape, dtype), count)
-    both_ms, _ = time_calls(lambda number: codec.decode(codec.encode(xs[number % num_sets]), shape, dtype), count)
-    slow = max(3, count // 20)
+
+    def encoding(by: Codec) -> Call:
+        return lambda number: by.encode(xs[number % len(xs)])
+
+    def decoding(by: Codec) -> Call:
+        return lambda number: by.decode(bufs[number % len(xs)], shape, dtype)
+
+    count = 200 if shape == SMALL else 30
+    encode, decode = measure(encoding(codec), count), measure(decoding(codec), count)
+    both_ms, _ = time_calls(lambda number: codec.decode(codec.encode(xs[number % len(xs)]), shape, dtype), count)
     reference.decode(reference.encode(xs[0]), shape, dtype)
-    reference_ms = (
-        time_calls(lambda number: reference.encode(xs[number % num_sets]), slow, 1)[0],
-        time_calls(lambda number: reference.decode(bufs[number % num_sets], shape, dtype), slow, 1)[0],
-    )
-    return Row(spec, shape, dtype, xs[0].nbytes + bufs[0].nbytes, encode, decode, both_ms, reference_ms)
+    slow = [time_calls(call(reference), max(3, count // 20), 1)[0] for call in (encoding, decoding)]
+    name = (spec, str(list(shape)), {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype])
+    say(f"{name}: encode {encode.wall_ms:.4f} ms, decode {decode.wall_ms:.4f} ms")
+    return Row(name, xs[0].nbytes + bufs[0].nbytes, encode, decode, both_ms, (slow[0], slow[1]))
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy on the device."""
-    source = torch.empty(1 << 28, dtype=FP32, device="cuda").uniform_()
+    """Bytes per second, read and written, of a copy on the device."""
+    source = torch.empty(1 << 28, device="cuda").uniform_()
     target = torch.empty_like(source)
     target.copy_(source)
     wall_ms, _ = time_calls(lambda number: target.copy_(source), 20)
     return 2 * source.nbytes / (wall_ms / 1e3)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return {BF16: "bf16", FP32: "fp32"}[dtype]
+def cells(row: Row, bandwidth: float) -> list[str]:
+    def share(time_ms: float) -> str:
+        return f"{row.nbytes / (time_ms / 1e3) / bandwidth:.0%}"
 
-
-def share(row: Row, time_ms: float, bandwidth: float) -> str:
-    return f"{row.nbytes / (time_ms / 1e3) / bandwidth:.0%}"
-
-
-def table(rows: list[Row], bandwidth: float) -> list[str]:
-    lines = [
-        "| codec | shape | type | encode, wall (device) ms | decode, wall (device) ms | together, wall ms "
-        "| encode, of copy: wall (device) | decode, of copy: wall (device) | times as fast as torch |",
-        "|---|---|---|---|---|---|---|---|---|",
+    both = (row.encode, row.decode)
+    return [
+        *row.name,
+        *(f"{each.wall_ms:.4f} ({each.device_ms:.4f})" for each in both),
+        f"{row.both_wall_ms:.4f}",
+        *(f"{share(each.wall_ms)} ({share(each.device_ms)})" for each in both),
+        ", ".join(f"{slow / each.wall_ms:.0f}" for slow, each in zip(row.reference_ms, both, strict=True)),
     ]
-    for row in rows:
-        encode, decode = row.encode, row.decode
-        ratios = (row.reference_ms[0] / encode.wall_ms, row.reference_ms[1] / decode.wall_ms)
-        shares = [
-            f"{share(row, each.wall_ms, bandwidth)} ({share(row, each.device_ms, bandwidth)})"
-            for each in (encode, decode)
-        ]
-        lines.append(
-            f"| {row.spec} | {list(row.shape)} | {name_of(row.dtype)} "
-            f"| {encode.wall_ms:.4f} ({encode.device_ms:.4f}) | {decode.wall_ms:.4f} ({decode.device_ms:.4f}) "
-            f"| {row.both_wall_ms:.4f} | {' | '.join(shares)} | {ratios[0]:.0f}, {ratios[1]:.0f} |"
-        )
-    return lines
 
 
-def kernel_table(rows: list[Row]) -> list[str]:
-    lines = [
-        "| codec | shape | type | call | launched after, ms | kernels, ms on the device |",
-        "|---|---|---|---|---|---|",
-    ]
+def kernel_rows(rows: list[Row]) -> Iterator[list[str]]:
     for row in rows:
         for call, measured in (("encode", row.encode), ("decode", row.decode)):
             kernels = ", ".join(f"{name} {ms:.4f}" for name, ms in measured.kernels_ms.items())
-            where = f"{row.spec} | {list(row.shape)} | {name_of(row.dtype)}"
-            lines.append(f"| {where} | {call} | {measured.host_ms:.4f} | {kernels} |")
-    return lines
+            yield [*row.name, call, f"{measured.host_ms:.4f}", kernels]
 
 
-def report(rows: list[Row], bandwidth: float) -> str:
-    lines = [
-        "# Codecs on a GPU",
-        "",
-        f"{describe()}. `python benchmarks/bench_codec_gpu.py`",
-        "",
-        f"A copy of 1 GiB moves {bandwidth / 1e12:.2f} TB/s, read and written. One tile in {1 / OUTLIER_SHARE:.0f} has "
-        "an outlier. Before, streams and values were compared with the reference's.",
-        "",
-        *table(rows, bandwidth),
-        "",
-        *kernel_table(rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "codec_gpu_h200_202611.md")
-    arguments = parser.parse_args()
+def tables(options: argparse.Namespace) -> Iterator[Table]:
     need_gpu()
     bandwidth = copy_bandwidth()
-    rows = []
-    for case in CASES:
-        rows.append(run_case(*case))
-        torch.cuda.empty_cache()
-        print("\n".join(table(rows[-1:], bandwidth)[2:] + kernel_table(rows[-1:])[2:]), flush=True)
-    text = report(rows, bandwidth)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
-    print(text)
+    rows = [run_case(*case) for case in CASES]
+    caption = (
+        f"A copy of 1 GiB moves {bandwidth / 1e12:.2f} TB/s, read and written. One tile in {1 / OUTLIER_SHARE:.0f} has "
+        "an outlier. Streams and values were compared with the reference's before."
+    )
+    columns = ("codec", "shape", "type", "encode, wall (device) ms", "decode, wall (device) ms", "together, wall ms")
+    columns += ("encode, of copy: wall (device)", "decode, of copy: wall (device)", "times as fast as torch")
+    yield Table(columns, (cells(row, bandwidth) for row in rows), caption)
+    columns = ("codec", "shape", "type", "call", "launched after, ms", "kernels, ms on the device")
+    yield Table(columns, kernel_rows(rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, tables, repeats=None)

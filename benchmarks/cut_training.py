@@ -1,17 +1,16 @@
-"""Training of one model cut in four, in one process, with something done to what crosses the cuts.
+"""Training of one model cut in four, in one process, with codecs at the cuts.
 
-The loop that the convergence benchmarks share. Model parts, batches and initial weights are tahq's own, so
-two runs with the same seed differ in nothing but what happens at the cuts. bf16 autocast, AdamW, gradients
-clipped to norm 1, one micro-batch a step. The rate rises for 40 steps and then falls linearly to zero at the last:
-at a constant rate two runs of one setting and seed end as far apart as the codecs that are to be compared.
+Model parts, batches and initial weights are tahq's own, so two runs with the same seed differ only in what happens at
+the cuts. bf16 autocast, AdamW, gradients clipped to norm 1, one micro-batch per step. The learning rate rises for 40
+steps and then falls linearly to zero: at a constant rate two runs of one setting and seed end as far apart as the
+codecs that are compared.
 
-Shapes: B samples a step, S tokens a sample, C channels of a boundary.
+Shapes: B samples per step, S tokens per sample, C channels of a boundary.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -29,7 +28,7 @@ from tahq.randomness import derive_seed
 BATCH, SEQ_LEN = 16, 512
 WARM_UP, PEAK_LR, CLIP_NORM, WEIGHT_DECAY = 40, 6e-4, 1.0, 0.1
 PADDED_VOCAB = 50304
-"""GPT-2's 50,257 words filled up to a multiple of 64, for the matrix units."""
+"""GPT-2's 50,257 tokens padded to a multiple of 64, for the matrix units."""
 FAST_GELU = {"activation_function": "gelu_pytorch_tanh"}
 """The same function as GPT-2's own, in one kernel instead of eight."""
 MODELS = {
@@ -50,7 +49,7 @@ MODELS = {
 STAGES = 4
 
 Transfer = Callable[[torch.Tensor, int], torch.Tensor]
-"""What the other side of a cut gets of (tensor [B, S, C], 64-bit key)."""
+"""(tensor [B, S, C], 64-bit key) to the tensor that the other side of the cut gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +72,7 @@ class _Cut(torch.autograd.Function):
 
 
 class CutTraining:
-    """A model, its data and its initial weights, ready for any number of runs.
-
-    Args:
-        model: a key of MODELS.
-        data: where the text is.
-        device: where it is trained.
-    """
+    """A model (a key of MODELS), its data and its initial weights, ready for any number of runs."""
 
     def __init__(self, model: str, data: DataConfig, device: torch.device) -> None:
         tokenizer = load_tokenizer(data)
@@ -88,10 +81,12 @@ class CutTraining:
         self._device = device
         self._spec: ModelSpec = spec
         self._slices = self._build(spec)
+        named = {name: p for part in self._slices for name, p in part.canonical_parameters().items()}
+        self._named, self._parameters = named, list(named.values())
         self._initial: dict[int, list[torch.Tensor]] = {}
 
     def run(self, wire: Wire, *, seed: int, steps: int) -> list[float]:
-        """Loss (nats a token) of every step."""
+        """Loss (nats per token) of every step."""
         self._reset(seed)
         batches = BatchSource(self._dataset, seed=seed, global_batch=BATCH, micro_batch=BATCH)
         optimizer = self._optimizer()
@@ -102,7 +97,7 @@ class CutTraining:
             tokens, labels = batches.train(step).micro_batch(0)
             loss = self._loss(tokens, labels, wire, seed, step)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self._parameters(), CLIP_NORM, foreach=self._is_cuda)
+            torch.nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM, foreach=self._is_cuda)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
@@ -125,25 +120,18 @@ class CutTraining:
             for stage, blocks in enumerate(cuts)
         ]
 
-    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for part in self._slices:
-            yield from part.canonical_parameters().items()
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for _, parameter in self._named_parameters()]
-
     @torch.no_grad()
     def _reset(self, seed: int) -> None:
         if seed not in self._initial:
-            fill_weights(self._spec, {name: p.data for name, p in self._named_parameters()}, seed)
-            self._initial[seed] = [parameter.detach().clone() for parameter in self._parameters()]
-        for parameter, value in zip(self._parameters(), self._initial[seed], strict=True):
+            fill_weights(self._spec, {name: p.data for name, p in self._named.items()}, seed)
+            self._initial[seed] = [parameter.detach().clone() for parameter in self._parameters]
+        for parameter, value in zip(self._parameters, self._initial[seed], strict=True):
             parameter.copy_(value)
             parameter.grad = None
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        matrices = [p for p in self._parameters() if p.ndim >= 2]
-        others = [p for p in self._parameters() if p.ndim < 2]
+        matrices = [p for p in self._parameters if p.ndim >= 2]
+        others = [p for p in self._parameters if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=self._is_cuda)
 
@@ -159,10 +147,3 @@ class CutTraining:
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         return torch.autocast("cuda", torch.bfloat16) if self._is_cuda else contextlib.nullcontext()
-
-
-def data_config(text: Sequence[str], tokenizer: str, tokens: Path | None) -> DataConfig:
-    """Text files with a BPE folder, or the token file that an earlier run made of them."""
-    if tokens is not None:
-        return DataConfig(tokens=str(tokens), tokenizer=tokenizer, seq_len=SEQ_LEN)
-    return DataConfig(text=list(text), tokenizer=tokenizer, seq_len=SEQ_LEN)

@@ -61,7 +61,7 @@ def main(
     tables: Tables,
     arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     *,
-    repeats: int = 3,
+    repeats: int | None = 3,
 ) -> None:
     """Measure the tables (text between them is taken as it is) and write the result.
 
@@ -69,12 +69,13 @@ def main(
         doc: the script's docstring; its first line is the title.
         tables: what is measured, from the options.
         arguments: the script's own options, as `add_argument` takes them.
-        repeats: how often each figure is measured unless `--repeats` says otherwise.
+        repeats: default of `--repeats`, how often each figure is measured; None: no such option.
     """
     title = (doc or "").strip().partition("\n")[0].rstrip(".")
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file for the result (Markdown); default: only printed")
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"measurements per figure (default {repeats})")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help=f"measurements per figure (default {repeats})")
     for name, argument in arguments.items():
         parser.add_argument(name, **argument)
     options = parser.parse_args()
@@ -102,6 +103,47 @@ def spread(values: Sequence[float], digits: int = 2, unit: str = "") -> str:
     """The median, with the least and the largest value."""
     low, middle, high = (f"{value:,.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return f"{middle}{unit} ({low} to {high})" if len(values) > 1 else f"{middle}{unit}"
+
+
+def say(text: str) -> None:
+    """Report progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def rows_path(options: argparse.Namespace) -> Path:
+    """The JSON lines beside the result file, so that an interrupted benchmark goes on; temporary without `--output`."""
+    if options.output is None:
+        return Path(tempfile.mkdtemp(prefix="tahq-bench-")) / "rows.jsonl"
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    return Path(options.output).with_suffix(".jsonl")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows measured so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a measured row."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def milliseconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
+    """Time per call of `count` calls in a row, from an idle device to an idle device."""
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin_s) * 1e3 / count
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / count
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,50 @@
-"""Many short trainings spread over the devices of a machine, their curves, and what can be said of differences.
+"""Many short trainings of one model cut in four, spread over a machine's devices, for the tables about codecs and loss.
 
-A *setting* names the codecs of the two directions; a *run* is a setting with a model and a seed. Runs are
-independent processes' work: each process holds one model and takes the next run from a queue, so that a
-result does not depend on which device it came from more than by rounding. Finished runs are lines of a JSON
-file; runs that are in it already are not made again.
+A *setting* is a pair of codecs, of activations and of gradients; a *run* is a setting with a model and a seed. Each
+process holds one model and takes the next run from a queue. Finished runs are JSON lines beside the result file, and
+are not made again.
 """
 
-import json
+import argparse
 import math
 import queue
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
-from cut_training import CutTraining, Transfer, Wire
+from cut_training import BATCH, MODELS, SEQ_LEN, CutTraining, Transfer, Wire
+from harness import append_row, read_rows, rows_path, say
 from scipy.stats import t as student_t
 
 from tahq.data.config import DataConfig
-from tahq.pipeline.probe import codec_cut
-from tahq.quant import CodecSpec, get_codec
+from tahq.quant import Codec, CodecSpec, get_codec
 
 CURVE_STEP = 10
 """Curves are kept as means of this many steps."""
 LAST_STEPS = 50
-"""A run's result is the mean loss of so many last steps; equal seeds have equal batches there."""
+"""A run's result is the mean loss of this many last steps; equal seeds have equal batches there."""
 NONE = "none"
+METHOD = (
+    f"{BATCH} × {SEQ_LEN} tokens per step, random start, codecs at three cuts. Loss is the mean of the last "
+    f"{LAST_STEPS} steps, nats per token. A gap is the difference to the uncompressed run of the same seed; ± is the "
+    "half width of its 95 % interval (Student's t over seeds)."
+)
+ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "--text": {"nargs": "+", "default": ["stdlib"], "help": "text files, folders, globs, or stdlib"},
+    "--tokenizer": {"default": "bytes", "help": "folder of a Hugging Face tokenizer"},
+    "--model": {"nargs": "+", "choices": list(MODELS)},
+    "--steps": {"type": int, "default": 400},
+    "--seeds": {"type": int, "default": 3},
+    "--processes": {"type": int, "default": 2, "help": "processes per device"},
+}
+Setting = tuple[str, str, str]
+"""Model, codec of activations, codec of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +57,29 @@ class Run:
     seed: int
     steps: int
 
+    @property
+    def setting(self) -> Setting:
+        return self.model, self.activations, self.gradients
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a run.
-
-    Attributes:
-        loss: mean of the last steps, nats a token; NaN where the run diverged.
-        curve: means of every ten steps.
-        seconds: of the run, on a device that others may share.
-    """
+    """Mean loss of a run's last steps (NaN where it diverged), and means of every ten steps."""
 
     run: Run
     loss: float
     curve: list[float]
-    seconds: float
 
 
-def naive_4bit(x: torch.Tensor, key: int) -> torch.Tensor:
-    """Fixed point of 4 bits with one scale a tensor, its largest magnitude."""
-    return _naive(x, x.abs().amax())
+def naive_4bit(x: torch.Tensor, key: int, largest: torch.Tensor | None = None) -> torch.Tensor:
+    """Fixed point of 4 bits with one scale per tensor, its largest magnitude."""
+    step = (x.abs().amax() if largest is None else largest) / 7
+    return (x / step).round().clamp(-8, 7) * step
 
 
 def naive_4bit_signed_maximum(x: torch.Tensor, key: int) -> torch.Tensor:
     """The same with the fault that the authors' removed compressor had: the maximum of x, not of |x|."""
-    return _naive(x, x.amax())
-
-
-def _naive(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    step = largest / 7
-    return (x / step).round().clamp(-8, 7) * step
+    return naive_4bit(x, key, x.amax())
 
 
 EXTRA_TRANSFERS: Mapping[str, Transfer] = {
@@ -83,15 +89,15 @@ EXTRA_TRANSFERS: Mapping[str, Transfer] = {
 
 
 def transfer(name: str) -> Transfer | None:
-    """What a cut does to a tensor under this setting: through the codec's bytes and back.
+    """What a cut does to a tensor: encode and decode it with the reference backend, so that no kernel's bug counts."""
+    if name == NONE or name in EXTRA_TRANSFERS:
+        return EXTRA_TRANSFERS.get(name)
+    return partial(coded, get_codec(name, backend="reference"))
 
-    By the reference backend: what is measured is the codec, and no kernel's mistake can pass for it.
-    """
-    if name == NONE:
-        return None
-    if name in EXTRA_TRANSFERS:
-        return EXTRA_TRANSFERS[name]
-    return partial(codec_cut.transfer, get_codec(name, backend="reference"))
+
+def coded(codec: Codec, x: torch.Tensor, key: int) -> torch.Tensor:
+    """decode(encode(x))."""
+    return codec.decode(codec.encode(x, key=key), x.shape, x.dtype, key=key)
 
 
 def brief(name: str) -> str:
@@ -99,81 +105,51 @@ def brief(name: str) -> str:
     return name if name == NONE or name in EXTRA_TRANSFERS else CodecSpec.parse(name).brief()
 
 
-def bits_an_element(name: str, shape: Sequence[int]) -> float:
-    """Bits on the wire for each element of a tensor of this shape, headers and scales included."""
-    if name in EXTRA_TRANSFERS:
-        return 4.0
-    if name == NONE:
-        return 32.0
+def bits_per_element(name: str) -> float:
+    """On the wire, headers and scales included, of a boundary tensor of 768 channels."""
+    if name == NONE or name in EXTRA_TRANSFERS:
+        return 32.0 if name == NONE else 4.0
+    shape = (BATCH, SEQ_LEN, 768)
     return get_codec(name).encoded_nbytes(shape) * 8 / math.prod(shape)
 
 
-def run_all(
-    runs: Sequence[Run],
-    data: DataConfig,
-    results_path: Path,
-    *,
-    processes_a_device: int,
-    limit_s: float,
-    on_result: Callable[[int, Result], None],
-) -> list[Result]:
-    """Every run's result, those of earlier calls included; stops early, with what there is, after `limit_s`."""
-    results = read_results(results_path)
-    known = {result.run for result in results}
-    missing = [run for run in runs if run not in known]
-    deadline = time.monotonic() + limit_s
-    for result in _train(missing, data, processes_a_device, deadline):
-        results.append(result)
-        _append(results_path, result)
-        on_result(len(missing), result)
-    wanted = set(runs)
-    return [result for result in results if result.run in wanted]
+def run_all(runs: Iterable[Run], options: argparse.Namespace) -> list[Result]:
+    """Every run's result, including those of earlier calls."""
+    text = options.text[0] if len(options.text) == 1 else options.text
+    data = DataConfig(text=text, tokenizer=options.tokenizer, seq_len=SEQ_LEN)
+    path, wanted = rows_path(options), list(dict.fromkeys(runs))
+    rows = [{"loss": row["loss"], "curve": row["curve"], "run": Run(**row["run"])} for row in read_rows(path)]
+    found = {row["run"]: Result(**row) for row in rows}
+    for result in _train([run for run in wanted if run not in found], data, options.processes):
+        found[result.run] = result
+        append_row(path, asdict(result))
+        say(f"{result.run} {result.loss:.4f}")
+    return [found[run] for run in wanted]
 
 
-def read_results(path: Path) -> list[Result]:
-    """The results in a file of `run_all`; none if there is no file."""
-    if not path.exists():
-        return []
-    rows = map(json.loads, path.read_text().splitlines())
-    return [Result(Run(**row.pop("run")), **row) for row in rows]
-
-
-def _append(path: Path, result: Result) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
-
-
-def _train(runs: Sequence[Run], data: DataConfig, processes_a_device: int, deadline: float) -> Iterable[Result]:
-    if not runs or time.monotonic() >= deadline:
-        return
+def _train(runs: Sequence[Run], data: DataConfig, processes_per_device: int) -> Iterator[Result]:
     context = multiprocessing.get_context("spawn")
     todo, done = context.Queue(), context.Queue()
     for run in runs:
         todo.put(run)
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
-    places = [device for device in devices for _ in range(processes_a_device)][: len(runs)]
+    places = [device for device in devices for _ in range(processes_per_device)][: len(runs)]
     workers = [context.Process(target=_work, args=(place, data, todo, done), daemon=True) for place in places]
     for worker in workers:
         worker.start()
     try:
-        yield from _collect(len(runs), workers, done, deadline)
+        for number in range(len(runs)):
+            while True:
+                try:
+                    yield done.get(timeout=1.0)
+                    break
+                except queue.Empty:
+                    if not any(worker.is_alive() for worker in workers):
+                        left = len(runs) - number
+                        raise RuntimeError(f"all workers ended with {left} runs to go; see above") from None
     finally:
         for worker in workers:
             worker.kill()
-
-
-def _collect(count: int, workers: Sequence[SpawnProcess], done: Any, deadline: float) -> Iterable[Result]:
-    while count and time.monotonic() < deadline:
-        try:
-            answer = done.get(timeout=1.0)
-        except queue.Empty:
-            if not any(worker.is_alive() for worker in workers):
-                raise RuntimeError(f"all workers ended with {count} runs to go; see above") from None
-            continue
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        count -= 1
-        yield answer
 
 
 def _work(device: str, data: DataConfig, todo: Any, done: Any) -> None:
@@ -184,82 +160,84 @@ def _work(device: str, data: DataConfig, todo: Any, done: Any) -> None:
         try:
             run = todo.get(timeout=1.0)
         except queue.Empty:
+            time.sleep(1.0)  # until the last result is through the queue
             return
         if training is None or run.model != model:
-            model, training = run.model, None  # the old model's memory first
+            model, training = run.model, None  # free the old model's memory first
             training = CutTraining(model, data, torch.device(device))
-        done.put(_one(training, run))
-
-
-def _one(training: CutTraining, run: Run) -> Result:
-    begin = time.perf_counter()
-    losses = training.run(Wire(transfer(run.activations), transfer(run.gradients)), seed=run.seed, steps=run.steps)
-    seconds = time.perf_counter() - begin
-    blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
-    curve = [round(statistics.fmean(block), 4) for block in blocks]
-    return Result(run, statistics.fmean(losses[-LAST_STEPS:]), curve, round(seconds, 1))
+        losses = training.run(Wire(transfer(run.activations), transfer(run.gradients)), seed=run.seed, steps=run.steps)
+        blocks = [losses[start : start + CURVE_STEP] for start in range(0, len(losses), CURVE_STEP)]
+        curve = [round(statistics.fmean(block), 4) for block in blocks]
+        done.put(Result(run, statistics.fmean(losses[-LAST_STEPS:]), curve))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of paired runs: mean, sample standard deviation, and the 95 % interval of the mean by Student's t."""
+    """Of paired runs: how many, their mean, and half of the mean's 95 % interval by Student's t."""
 
     count: int
     mean: float
-    deviation: float
+    half_width: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Difference":
-        """From one difference a seed."""
-        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-        return cls(len(values), statistics.fmean(values), deviation)
-
-    @property
-    def half_width(self) -> float:
-        """Half of the two-sided 95 % interval."""
-        if self.count < 2:
-            return math.nan
-        return float(student_t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
-
-    @property
-    def upper(self) -> float:
-        """The interval's upper end."""
-        return self.mean + self.half_width
+        """From one difference per seed."""
+        count, half_width = len(values), math.nan
+        if count > 1:
+            half_width = float(student_t.ppf(0.975, count - 1)) * statistics.stdev(values) / math.sqrt(count)
+        return cls(count, statistics.fmean(values), half_width)
 
 
-class Table:
+class Losses:
     """Results by setting and seed."""
 
     def __init__(self, results: Iterable[Result]) -> None:
-        self._losses: dict[tuple[str, str, str], dict[int, float]] = {}
-        self._curves: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+        self._results: dict[Setting, dict[int, Result]] = {}
         for result in results:
-            key = (result.run.model, result.run.activations, result.run.gradients)
-            self._losses.setdefault(key, {})[result.run.seed] = result.loss
-            self._curves.setdefault(key, {})[result.run.seed] = result.curve
+            self._results.setdefault(result.run.setting, {})[result.run.seed] = result
 
-    def __contains__(self, key: tuple[str, str, str]) -> bool:
-        return key in self._losses
+    def __contains__(self, setting: Setting) -> bool:
+        return setting in self._results
 
-    def losses(self, key: tuple[str, str, str]) -> list[float]:
-        """One loss a seed."""
-        return list(self._losses[key].values())
+    def losses(self, setting: Setting) -> list[float]:
+        """One loss per seed."""
+        return [result.loss for result in self._results[setting].values()]
 
-    def curve(self, key: tuple[str, str, str]) -> list[float]:
+    def curve(self, setting: Setting) -> list[float]:
         """Mean curve over the seeds."""
-        return [statistics.fmean(values) for values in zip(*self._curves[key].values(), strict=True)]
+        curves = [result.curve for result in self._results[setting].values()]
+        return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
-    def gap_curve(self, key: tuple[str, str, str]) -> list[float]:
-        """Mean difference to the uncompressed curve of the same model, over the seeds that both have."""
-        mine, base = self._curves[key], self._curves[(key[0], NONE, NONE)]
-        pairs = [zip(mine[seed], base[seed], strict=True) for seed in sorted(mine.keys() & base.keys())]
-        return [statistics.fmean(a - b for a, b in points) for points in zip(*pairs, strict=True)]
+    def difference(self, setting: Setting, other: Setting) -> Difference:
+        """The setting's loss minus the other's, over the seeds that both have."""
+        return Difference.of([mine.loss - theirs.loss for mine, theirs in self._pairs(setting, other)])
 
-    def difference(self, key: tuple[str, str, str], other: tuple[str, str, str]) -> Difference:
-        """key's loss minus other's, over the seeds that both have."""
-        mine, theirs = self._losses[key], self._losses[other]
-        return Difference.of([mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())])
-
-    def gap(self, key: tuple[str, str, str]) -> Difference:
+    def gap(self, setting: Setting) -> Difference:
         """Difference to the uncompressed run of the same model and seeds."""
-        return self.difference(key, (key[0], NONE, NONE))
+        return self.difference(setting, (setting[0], NONE, NONE))
+
+    def draw_gaps(self, axes: Any, settings: Mapping[str, Setting], title: str) -> None:
+        """Plot the gaps along the training."""
+        for label, setting in settings.items():
+            pairs = self._pairs(setting, (setting[0], NONE, NONE))
+            gaps = [zip(mine.curve, base.curve, strict=True) for mine, base in pairs]
+            means = [statistics.fmean(a - b for a, b in points) for points in zip(*gaps, strict=True)]
+            axes.plot([CURVE_STEP * (i + 0.5) for i in range(len(means))], means, label=label, linewidth=1)
+        axes.axhline(0, color="black", linewidth=0.5)
+        axes.set(title=title, xlabel="step", ylabel="loss minus uncompressed (nats)", ylim=(-0.05, 0.2))
+        axes.legend(fontsize=7)
+
+    def _pairs(self, setting: Setting, other: Setting) -> list[tuple[Result, Result]]:
+        mine, theirs = self._results[setting], self._results[other]
+        return [(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
+
+
+def picture(path: Path | None, rows: int, columns: int, draw: Callable[[list[Any]], None]) -> Iterator[str]:
+    """Draw panels beside the result file, if there is one; yields the line that shows the picture."""
+    from matplotlib.figure import Figure
+
+    if path is not None:
+        figure = Figure(figsize=(5 * columns, 4 * rows), layout="constrained")
+        draw(list(figure.subplots(rows, columns, squeeze=False).flat))
+        figure.savefig(path.with_suffix(".png"))
+        yield f"![gap along the training]({path.stem}.png)"
