@@ -1,7 +1,6 @@
-"""`links.measured`: what `tahq measure` found, put into a configuration whose hosts are listed.
+"""`links.measured`: puts the figures of `tahq measure` into a configuration with a list of hosts.
 
-Caps that are shares become rates, and where more than one TCP connection carried more between two neighbours, links
-have as many.
+Caps that are shares become rates, and links get as many TCP connections as two neighbours were found to need.
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from tahq_launch.plan.numbers import check_names, read_numbers
 
 
 def with_measured(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the figures of `links.measured` in its place; without that key, the configuration.
+    """Replace `links.measured` by its figures; without that key, return the configuration unchanged.
 
     Raises:
-        ConfigError: the file cannot be read, knows other hosts, or hosts are not a list.
+        ConfigError: the file cannot be read or has other hosts, or `hosts` is not a list.
     """
     if config.links.measured is None:
         return config
@@ -45,7 +44,7 @@ def with_measured(config: ClusterConfig) -> ClusterConfig:
 
 
 def needed_connections(cluster: ClusterNumbers, names: Sequence[str]) -> int:
-    """The most TCP connections that any two neighbours, among hosts in this order, were found to need."""
+    """The most TCP connections that any two neighbours in this order of hosts were found to need."""
     neighbours = {frozenset(pair) for pair in pairwise(names)}
     needed = [path.connections or 1 for path in cluster.paths if frozenset((path.source, path.target)) in neighbours]
     return min(MAX_CONNECTIONS, max(needed, default=1))

@@ -24,7 +24,7 @@ KERNEL_BACKEND_MODULES: Final = (
     *("cls_u32", "cls_flower", "cls_basic", "cls_matchall", "cls_fw", "act_mirred", "act_police"),
     *("tcp_bbr", "tcp_diag", "udp_diag"),
 )
-"""What the kernel backend, and the ways to do without it, may ask a kernel for."""
+"""Modules that the two backends may need."""
 
 _DEPENDS: Final = re.compile(rb"(?:^|\0)depends=([^\0]*)\0")
 _SUFFIX: Final = re.compile(r"\.ko(\.xz)?$")
@@ -36,14 +36,14 @@ class KernelModules:
 
     Attributes:
         paths: module name (with underscores) -> its file.
-        built_in: names of what is part of the kernel image itself.
+        built_in: names of modules that are part of the kernel image.
     """
 
     paths: dict[str, Path]
     built_in: frozenset[str]
 
     def load_order(self, names: tuple[str, ...]) -> list[str]:
-        """The modules to load for `names`, each after those that it depends on; built-in ones are left out.
+        """The modules to load for `names`, each after its dependencies, without built-in ones.
 
         Raises:
             UserError: the package has no such module.
@@ -64,7 +64,7 @@ class KernelModules:
 
 
 def find_modules(folder: Path) -> KernelModules:
-    """What lies in lib/modules/<release> of an unpacked package."""
+    """The modules in lib/modules/<release> of an unpacked package."""
     files = [path for path in folder.rglob("*.ko*") if _SUFFIX.search(path.name)]
     built_in = (folder / "modules.builtin").read_text(encoding="ascii").split()
     return KernelModules(

@@ -1,7 +1,7 @@
 """The guest's first process: mounts, loads modules, runs one command, reports on the second serial port, powers off.
 
-It runs on the bare kernel before anything else is there, so it is one file, has only the standard library, and does
-mount, finit_module and reboot itself. What it shall do is in /guest.json:
+It runs on the bare kernel before anything else, so it is one file, uses only the standard library, and calls mount,
+finit_module and reboot itself. Its task is in /guest.json:
 
 ``{"modules": [paths], "argv": [...], "env": {...}, "cwd": "...", "attach": "a file to report"}``
 

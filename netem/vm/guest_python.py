@@ -21,7 +21,7 @@ from tahq.errors import UserError
 from .guest_tree import GuestTree
 
 DISTRIBUTIONS: Final = ("pyroute2", "pydantic", "PyYAML", "typer", "pytest", "pytest-timeout", "hypothesis")
-"""What the tests of the kernel backend import; torch is not among it, and must not become so."""
+"""The imports of the kernel backend's tests; torch must not be among them."""
 
 _LEFT_OUT: Final = frozenset(
     {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "site-packages", "dist-packages"}
@@ -69,7 +69,7 @@ def add_python(tree: GuestTree, interpreter: Interpreter, names: tuple[str, ...]
 
 
 def belongs_in_guest(path: Path) -> bool:
-    """Whether a file or folder of the standard library is of use there; `path` is relative to the library."""
+    """Whether the guest needs a file or folder of the standard library; `path` is relative to the library."""
     if path.parts[0] in _LEFT_OUT or path.parts[0].startswith("config-") or path.name.startswith("_tkinter."):
         return False
     return path.suffix != ".pyc" or path.name.endswith(f".{sys.implementation.cache_tag}.pyc")
@@ -128,7 +128,7 @@ def _is_program(source: Path) -> bool:
 
 
 def linked_libraries(paths: list[str]) -> list[str]:
-    """What ldd lists for these files, each once; what it does not find is missing here as well, and left out."""
+    """The libraries that ldd finds for these files, each once."""
     if not paths:
         return []
     listing = subprocess.run(["ldd", *paths], capture_output=True, text=True, check=False).stdout

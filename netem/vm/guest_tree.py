@@ -62,7 +62,7 @@ def _write_padded(data: bytes, stream: BinaryIO) -> None:
 
 
 class GuestTree:
-    """A root file system in the making."""
+    """A root file system, before it is packed."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}

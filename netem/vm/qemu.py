@@ -43,7 +43,7 @@ _PROCESSOR: Final = {
 
 
 class VmError(TahqError):
-    """The guest did not come to an end with a report."""
+    """The guest did not end with a report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The wire's process over pairs of sockets, each of which stands for a host's device."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -90,3 +91,13 @@ def test_an_owner_that_is_gone_before_it_has_said_everything_is_no_error(said):
     own_end, wire_end = socket.socketpair()
     with process(wire_end, []), own_end:
         own_end.sendall(said)
+
+
+def test_an_owner_that_is_gone_before_the_wire_is_ready_is_no_error():
+    own_end, wire_end = socket.socketpair()
+    order = {"plan": plan_to_json(plan_network(uniform(1))), "addresses": ["10.77.0.1"], "seed": 0}
+    own_end.sendall(json.dumps(order).encode() + b"\n")
+    own_end.close()
+    host, device = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with host, device, process(wire_end, [device]):
+        pass

@@ -82,9 +82,14 @@ def serve(connection: socket.socket, carry_out: CarryOut) -> bool:
         answer: dict[str, Any] = {"done": carry_out(json.loads(line))}
     except (TahqError, OSError, ValueError, KeyError, TypeError) as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
-    with suppress(ConnectionError):  # the next read notices that the owner is gone
-        send_line(connection, answer)
+    answer_owner(connection, answer)
     return True
+
+
+def answer_owner(connection: socket.socket, entry: Mapping[str, Any]) -> None:
+    """Send the owner an object; that the owner is gone is noticed by the next read."""
+    with suppress(ConnectionError):
+        send_line(connection, entry)
 
 
 class WireControl:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from tahq.errors import LocalProtocolError
 from tahq_netem.network.description import HostShape, PathShape
 from tahq_netem.programs import hurry
-from tahq_netem.wire.control import plan_from_json, read_line, send_line, serve
+from tahq_netem.wire.control import answer_owner, plan_from_json, read_line, serve
 from tahq_netem.wire.packet import LARGEST_FRAME_BYTES
 from tahq_netem.wire.switch import Switch
 
@@ -91,7 +91,7 @@ class Wire:
         """Move frames until the owner is gone."""
         for descriptor in self._actions:
             self._epoll.register(descriptor, select.EPOLLIN)
-        send_line(self._control, {"ready": {"scheduling": hurry()}})
+        answer_owner(self._control, {"ready": {"scheduling": hurry()}})
         while self._is_running:
             due_s = self._switch.next_due_s
             self._timer.set(None if due_s is None else due_s - EARLY_S)
