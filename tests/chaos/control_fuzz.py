@@ -1,10 +1,9 @@
-"""Control messages as nobody sends them, against what reads them: decoding, numbering, and the coordinator itself.
+"""Control messages as nobody sends them, against what reads them: decoding, and the coordinator itself.
 
 What counts as accepted:
 
 - *damaged*: bytes of a message are changed, taken away or added, and its checksum is left as it was: `decode_message`
-  must refuse every one of them with RemoteProtocolError. So must `Numbering.take` a first part of another length, or
-  one that acknowledges what was never sent.
+  must refuse every one of them with RemoteProtocolError.
 - *resealed*: bytes of the body are changed, or a value in it is replaced by another, and the checksum is made right
   again. What is still a message whose every field is of its type is handed to a real coordinator, with everything that
   watches a run behind it, in the place of the true one. The run must end in order, with an exit status of errors.py:
@@ -13,7 +12,6 @@ What counts as accepted:
 
 import io
 import json
-import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -57,15 +55,13 @@ from tahq.comm.control.messages import (
     Traced,
     Widen,
 )
-from tahq.comm.control.numbering import Numbering
 from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.service import Coordinator
-from tahq.errors import PeerLostError, RemoteProtocolError
+from tahq.errors import RemoteProtocolError
 from tahq.observe.run_view import watch_run
 from tahq.pipeline.config import TrainingConfig
 
 STAGES = 3
-_HEAD = struct.Struct("<QQQB")
 _SEAL_NBYTES = 5
 _PEER = "worker 3"
 _STEPS = 2
@@ -89,7 +85,7 @@ def transcript() -> list[Heard]:
     said: list[Heard] = [(_who(stage), _join(stage)) for stage in range(STAGES)]
     said += [(_who(stage), _hello(stage)) for stage in range(STAGES)]
     said += [(_who(stage), Ready(stage)) for stage in range(STAGES)]
-    said += [(_who(1), Heartbeat(1, 0, "F0", 5.0, 4.0, 0.5)), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
+    said += [(_who(1), Heartbeat(1, 0, "F0")), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
     said += [(_who(2), NotKept(2, 1, "no room"))]
     said += _step(0, [_who(stage) for stage in range(STAGES)])
     said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST, 1))]
@@ -170,7 +166,7 @@ def _prepare(step: int, stage: int) -> Prepare:
 
 
 def fuzz_damaged_control(count: int, seed: int) -> dict[str, int]:
-    """So many messages with changed bytes under the old checksum, and first parts that cannot be; all refused."""
+    """So many messages with changed bytes under the old checksum; all refused."""
     dice = Random(seed)
     base = [encode_message(said[1]) for said in transcript() if said is not None] + list(
         map(encode_message, other_messages())
@@ -185,7 +181,6 @@ def fuzz_damaged_control(count: int, seed: int) -> dict[str, int]:
         assert said is not None, f"accepted: {data.hex()}"
         assert _PEER in said, said
         counts["refused"] += 1
-        counts[_number(dice)] += 1
     return dict(counts)
 
 
@@ -209,25 +204,6 @@ def _refusal(data: bytes) -> str | None:
     except RemoteProtocolError as error:
         return str(error)
     return None
-
-
-def _number(dice: Random) -> str:
-    """What an end that has sent two messages makes of a first part at random."""
-    numbering = Numbering(dice.choice((0, 5)))
-    numbering.wrap(b"")
-    numbering.wrap(b"")
-    number, acknowledged, process = (dice.choice((0, 1, 2, 3, 2**32, 2**64 - 1)) for _ in range(3))
-    head = _HEAD.pack(number, acknowledged, process, dice.choice((0, 1, 2, 255)))
-    if dice.random() < 0.1:
-        head = dice.choice((head[: dice.randrange(_HEAD.size)], head + dice.randbytes(dice.randint(1, 20))))
-    try:
-        is_next = numbering.take(head, _PEER)
-    except (RemoteProtocolError, PeerLostError) as error:
-        return "numbers refused" if _PEER in str(error) else f"numbers refused without a name: {error}"
-    assert len(head) == _HEAD.size
-    assert acknowledged <= 2, f"took an acknowledgement of message {acknowledged} of 2"
-    assert is_next == (number == 1)
-    return "numbers possible"
 
 
 # -- resealed -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from support.breaking_proxy import BreakingProxy
 from tahq.comm.control.channel import ControlClient, ControlServer
 from tahq.comm.control.messages import Join, Message, Ready, Start
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.sockets import replace_silent_connections, replace_stuck_connections
+from tahq.comm.zmq.sockets import replace_silent_connections
 
 SOON_S = 20.0
 RARELY_S = 60.0
@@ -85,10 +85,9 @@ def test_what_a_reset_has_lost_is_said_again_without_waiting_for_a_heartbeat(cha
     assert channel.proxy.num_connections == 2
 
 
-@pytest.mark.parametrize("set_up", [replace_silent_connections, replace_stuck_connections])
 @pytest.mark.parametrize(("peer_timeout_s", "expected_ms"), [(10.0, 2000), (60.0, 12000), (1.0, 200)])
-def test_connection_whose_peer_acknowledges_nothing_is_closed_by_the_kernel(set_up, peer_timeout_s, expected_ms):
+def test_connection_whose_peer_acknowledges_nothing_is_closed_by_the_kernel(peer_timeout_s, expected_ms):
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        set_up(socket, peer_timeout_s)
+        replace_silent_connections(socket, peer_timeout_s)
         assert socket.get(zmq.TCP_MAXRT) == expected_ms
         assert socket.get(zmq.TCP_KEEPALIVE) == 1

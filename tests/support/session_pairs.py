@@ -1,11 +1,20 @@
 """Two sessions that have met, for tests that carry their messages."""
 
+from tahq.comm.control.client import CONTROL_IDENTITY
 from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.session import Session
-from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
 
 RUN = 77
+
+
+def control_hello() -> list[bytes]:
+    """The parts of the first message of a worker to the coordinator."""
+    spec = LinkSpec(CONTROL_LINK, ANY_STAGE, "", dials=True, title="coordinator")
+    message = Session(CONTROL_IDENTITY, spec, SessionLimits()).next_urgent(0.0)
+    assert message is not None
+    return [message.header, bytes(message.payload)]
 
 
 def met_sessions(limits: SessionLimits, link: int = 0) -> tuple[Session, Session]:

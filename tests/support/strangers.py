@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
-from tahq.comm.control.encoding import encode_message
-from tahq.comm.control.messages import Join
-from tahq.comm.control.numbering import Numbering
+from support.session_pairs import control_hello
 from tahq.comm.keys import new_key_pair
 from tahq.comm.zmq.sockets import dial_curve
 
-WELL_FORMED = Numbering().wrap(encode_message(Join(0, "0.1.0", "stranger", 1)))
+WELL_FORMED = control_hello()
 """What a worker would say first; nobody may read it."""
 GARBAGE = (
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",

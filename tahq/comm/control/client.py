@@ -1,51 +1,55 @@
 """A worker's end of the control channel: its own thread owns the DEALER.
 
-The thread sends heartbeats by itself while the main thread computes, imitates the delay of the link in
-both directions, and notices at once what cannot wait until the main thread looks: an Abort, and the
-coordinator's silence.
+The thread sends heartbeats by itself while the main thread computes, imitates the delay of the link in both directions,
+and notices at once what cannot wait until the main thread looks: an Abort, and the coordinator's silence.
 """
 
 import logging
-import math
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from functools import partial
 
 import zmq
 
 from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, decode_message, encode_message
-from tahq.comm.control.messages import Abort, Bye, Heartbeat, Message, Order, Refuse, StartOver
-from tahq.comm.control.numbering import Numbering, coordinator_of
-from tahq.comm.control.unheard import Unheard
+from tahq.comm.control.messages import (
+    Abort,
+    Bye,
+    Commit,
+    Evaluated,
+    Heartbeat,
+    Message,
+    Order,
+    Prepare,
+    Published,
+    Refuse,
+    Snapshotted,
+    StartOver,
+)
 from tahq.comm.inbox import Inbox
 from tahq.comm.keys import Credentials
-from tahq.comm.link.shaping import Downlink, Shaping, Uplink
+from tahq.comm.link.frame import Channel
+from tahq.comm.link.session import PeerForgotError, Session
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.transitions import End
 from tahq.comm.zmq.addresses import dial_endpoint
 from tahq.comm.zmq.dialled import Dialled, Listener, Outcome, who_listens
-from tahq.comm.zmq.socket_wait import Socket, WaitSet, Waker, has_input
-from tahq.comm.zmq.sockets import dial_curve, limit_handshakes, replace_silent_connections
-from tahq.errors import LocalProtocolError, PeerLostError, RefusedError, RemoteProtocolError, StartOverError, TahqError
+from tahq.comm.zmq.endpoint_loop import EndpointLoop
+from tahq.comm.zmq.socket_wait import Socket
+from tahq.comm.zmq.sockets import open_dealer
+from tahq.comm.zmq.transport import LinkEnd
+from tahq.errors import LocalProtocolError, PeerLostError, RefusedError, StartOverError, TahqError
 
 _log = logging.getLogger(__name__)
-_RECONNECT_MS = 50
-_RECONNECT_MAX_MS = 1000
+CONTROL_IDENTITY = PeerIdentity(0, 0, ANY_STAGE, "control")
 _SUSPICIOUS_HANG_UPS = 3
 _CONVINCING_HANG_UPS = 5
 _NEEDS_CURVE = "it uses CURVE; start this worker without --no-curve, and with --coordinator-key"
 _HAS_NO_CURVE = (
     "it does not use CURVE; if security.curve is off there and is meant to be, start this worker with --no-curve"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Timing:
-    shaping: Shaping
-    peer_timeout_s: float
-    heartbeat_s: float
-    give_up_s: float
 
 
 class ControlClient:
@@ -81,64 +85,44 @@ class ControlClient:
             on_return: called in the client's thread when another process of the coordinator answers; what it returns is
                 sent first, then again what the one before may not have heard. It may raise StartOverError, and so does
                 `recv` then.
-            on_order: called in the client's thread with what cannot wait until the main thread looks; of these, `recv`
-                returns StartOver alone.
+            on_order: called in the client's thread with orders that cannot wait until the main thread looks; of these,
+                `recv` returns StartOver alone.
 
         Raises:
-            UserError: `peer` is no address.
+            UserError: `peer` is not host:port.
         """
         self.aborted: Abort | None = None
         """The Abort that has come, if one has."""
         self._peer = f"coordinator at {peer}"
-        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s, peer_timeout_s)
+        self._heartbeat_s = heartbeat_s
+        self._delay_s = shaping.delay_s
+        self._connect_by_s = time.monotonic() + connect_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._on_abort = on_abort
         self._on_lost = on_lost
         self._on_return = on_return
         self._on_order = on_order
         self._unheard = Unheard()
-        self._warned_s: float | None = None
-        """Since when the coordinator has been silent, once that was said."""
-        self._address = peer
-        self._credentials = credentials
-        self._listener: Listener | None = None
-        """What answers at its address, once that has hung up so often that somebody has looked."""
-        self.obstacle = ""
         self._heartbeat = Heartbeat()
-        self._echo: tuple[float, float] | None = None
-        """When the heartbeat heard last was sent, by the coordinator's clock, and when it was heard, by this one."""
-        self._outbox: deque[tuple[bytes, float]] = deque()
+        self.heartbeat_at_s = time.monotonic()
+        """When the next heartbeat is due."""
         self._inbox: Inbox[Message] = Inbox(self._peer)
-        self._numbering = Numbering()
-        self._uplink: Uplink[bytes] = Uplink(shaping)
-        self._downlink: Downlink[Message] = Downlink(shaping)
         self._is_over = False
         self._close_by_s: float | None = None
-        self._dial(dial_endpoint(peer, "coordinator"), name)
-        self._started_s = time.monotonic()
-        self._heard_s: float | None = None
-        self._heartbeat_at_s = self._started_s
+        self._error: TahqError | None = None
+        self._limits = SessionLimits(
+            peer_timeout_s, heartbeat_s, piece_nbytes=shaping.message_nbytes, max_message_nbytes=MAX_MESSAGE_NBYTES + 16
+        )
+        address = dial_endpoint(peer, "coordinator").removeprefix("tcp://")
+        self._end = _CoordinatorEnd(LinkSpec(CONTROL_LINK, ANY_STAGE, "", dials=True, title=self._peer), self)
+        self._end.credentials = credentials
+        self._context: zmq.Context[Socket] = zmq.Context()
+        own, server_key = (credentials.own, credentials.coordinator) if credentials is not None else (None, "")
+        dealer = open_dealer(self._context, name.encode(), peer_timeout_s, own, server_key)
+        self._loop = EndpointLoop(None, shaping, is_remote=True)
+        self._loop.open(self._end, [Dialled(dealer, address, self._end)])
         self._thread = threading.Thread(target=self._run, name="tahq-control", daemon=True)
         self._thread.start()
-
-    def _dial(self, endpoint: str, name: str) -> None:
-        self._context: zmq.Context[Socket] = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
-            self._dealer.setsockopt(option, value)
-        self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
-        replace_silent_connections(self._dealer, self._timing.peer_timeout_s)
-        self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self._dealer.setsockopt(zmq.ROUTING_ID, name.encode()[:200] + b"#" + os.urandom(12).hex().encode())
-        limit_handshakes(self._dealer)
-        if self._credentials is not None:
-            dial_curve(self._dealer, self._credentials.own, self._credentials.coordinator)
-        self._dialled = Dialled(self._dealer, endpoint.removeprefix("tcp://"), self)
-        self._waker = Waker()
-        self._wait_set = WaitSet(self._waker)
-        self._wait_set.add(self._dealer)
-        self._wait_set.add(self._dialled.events)
 
     # The main thread's side
 
@@ -146,22 +130,22 @@ class ControlClient:
         """Queue a message; returns at once. Any thread may call it; each thread's messages stay in order.
 
         Raises:
-            LocalProtocolError: a field of it is not of its type, or the client is closed.
+            LocalProtocolError: a field has the wrong type, or the client is closed.
             PeerLostError: the coordinator is lost.
         """
         if self._inbox.error is not None:
             raise self._inbox.error.with_traceback(None)
+        data = encode_message(message)
         self._unheard.said(message)
-        self._outbox.append((encode_message(message), time.monotonic()))
-        self._waker.wake()
+        self._loop.submit(self._end, partial(self._say, data))
 
     def recv(self, timeout_s: float | None = None) -> Message:
-        """The next message but heartbeats; an Abort, a Refuse or a Bye is one too.
+        """The next message but heartbeats and orders; an Abort, a Refuse or a Bye is returned, too.
 
         Raises:
             TimeoutError: none came in time.
             PeerLostError: the coordinator is silent, or was never there; the message has its address.
-            RefusedError: it does not take this worker's key, or is not who has the key that was given.
+            RefusedError: it refuses this worker's key, or does not have the key that was given.
         """
         return self._inbox.get(timeout_s)
 
@@ -179,27 +163,37 @@ class ControlClient:
     def set_timing(self, *, shaping: Shaping, peer_timeout_s: float, heartbeat_s: float, give_up_s: float) -> None:
         """Use these from now on; a worker learns them from the configuration in Assign.
 
-        The coordinator's silence is warned of after `peer_timeout_s`, and borne for `give_up_s`.
+        Warn of the coordinator's silence after half of `peer_timeout_s`, and bear it for `give_up_s`.
         """
-        self._timing = _Timing(shaping, peer_timeout_s, heartbeat_s, give_up_s)
-        self._waker.wake()
+
+        def apply() -> None:
+            times = SessionLimits(peer_timeout_s, heartbeat_s, give_up_s=give_up_s)
+            self._heartbeat_s, self._delay_s = heartbeat_s, shaping.delay_s
+            self._limits = self._end.session.use_times(times, time.monotonic())
+            self.heartbeat_at_s = min(self.heartbeat_at_s, time.monotonic() + heartbeat_s)
+            self._loop.reshape(shaping)
+
+        self._loop.submit(None, apply)
 
     def close(self, linger_s: float = 1.0) -> None:
         """Send what is queued, taking at most `linger_s`, and release the socket; safe to call twice."""
         if self._close_by_s is None:
-            self._close_by_s = time.monotonic() + linger_s + self._timing.shaping.delay_s
-            self._waker.wake()
+            self._close_by_s = time.monotonic() + linger_s + 2 * self._delay_s
+            self._loop.submit(self._end, partial(self._end.close, ""))
             self._thread.join()
             self._inbox.fail(LocalProtocolError(f"{self._peer}: the control channel is closed on this side"))
-            self._context.term()
+            self._context.destroy(linger=0)
 
     # The client's thread
 
     def _run(self) -> None:
         try:
             while not self._is_finished():
-                self._turn()
-        except (StartOverError, RefusedError) as error:
+                self._loop.step()
+                self._tick(time.monotonic())
+                if not self._is_finished():
+                    self._loop.wait(self._next_s())
+        except (RefusedError, StartOverError) as error:
             self._lose(error)
         except TahqError as error:
             self._lose(PeerLostError(str(error)))
@@ -207,17 +201,9 @@ class ControlClient:
             _log.exception("the control thread has failed")
             self._lose(PeerLostError(f"{self._peer}: the control thread has failed: {error!r}"))
         finally:
-            self._wait_set.close(self._linger_ms())
-            self._waker.close()
-
-    def _linger_ms(self) -> int:
-        """How long what is queued may take to leave; nobody listens any more once the run is over."""
-        if self._is_over or self._inbox.error is not None or self._close_by_s is None:
-            return 0
-        return int(1000 * max(0.0, self._close_by_s - time.monotonic()))
+            self._loop.release()
 
     def _lose(self, error: TahqError) -> None:
-        self._hand_over(math.inf)
         self._inbox.fail(error)
         if self._on_lost is not None and self._close_by_s is None:
             self._on_lost(error)
@@ -225,155 +211,114 @@ class ControlClient:
     def _is_finished(self) -> bool:
         if self._close_by_s is None:
             return False
-        return (not self._outbox and not self._uplink) or time.monotonic() >= self._close_by_s
+        is_gone = self._is_over or self._inbox.error is not None
+        return is_gone or self._end.flushed.is_set() or time.monotonic() >= self._close_by_s
 
-    def _turn(self) -> None:
-        self._waker.clear()
-        self._receive()
-        self._dialled.look()
-        self._hand_over(time.monotonic())
-        self._check_silence()
-        self._send_heartbeat()
-        self._transmit()
-        if not self._outbox and not self._is_finished():
-            self._wait_set.wait(self._next_s() - time.monotonic())
+    def _next_s(self) -> float:
+        times = [self.heartbeat_at_s]
+        if self._close_by_s is not None:
+            times.append(self._close_by_s)
+        if self._end.session.remote is End.CONNECTING:
+            times.append(self._connect_by_s)
+        return min(times)
 
-    @property
-    def spec(self) -> str:
-        """Name of the channel in messages."""
-        return self._peer
+    def _tick(self, now_s: float) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._end.session.remote is End.CONNECTING and now_s >= self._connect_by_s and self._close_by_s is None:
+            raise PeerLostError(
+                f"{self._peer}: no answer within {self._connect_timeout_s:g} s; check that it runs, and that its "
+                f"address can be reached from here"
+            )
+        if now_s >= self.heartbeat_at_s:
+            self.heartbeat_at_s = now_s + self._heartbeat_s
+            if self._end.session.remote is End.OPEN:
+                self._loop.submit(self._end, partial(self._say, encode_message(self._heartbeat)))
 
-    def reconnected(self, connection: int) -> None:
-        """A new connection has replaced one that was lost: see at once what is missing."""
-        if self._heard_s is not None:
-            self._numbering.ask()
-            self._heartbeat_at_s = time.monotonic()
+    def _say(self, data: bytes) -> None:
+        if self._end.session.local is End.OPEN:
+            self._end.session.send_message(Channel.CONTROL, data, time.monotonic())
+
+    def new_session(self, spec: LinkSpec) -> Session:
+        """A session with the coordinator, from its beginning."""
+        return Session(CONTROL_IDENTITY, spec, self._limits)
+
+    def take(self, data: bytes) -> None:
+        """Handle a message that has come."""
+        message = decode_message(data, self._peer)
+        if isinstance(message, Abort | Bye | Refuse):
+            self._is_over = True
+            self._end.session.hold()  # its silence is no loss any more
+            self._end.warns = False
+        self._unheard.heard(message)
+        if not isinstance(message, Order | Heartbeat):
+            self._inbox.put(message)
+        if isinstance(message, Order | StartOver) and self._on_order:
+            self._on_order(message)
+        if isinstance(message, Abort):
+            self.aborted = message
+            if self._on_abort is not None:
+                self._on_abort(message)
+
+    def lost(self, error: TahqError) -> None:
+        """The session has ended with this error, which is none if another process of the coordinator answers."""
+        if self._is_over or self._close_by_s is not None:
+            return
+        if not isinstance(error, PeerForgotError) or self._on_return is None:
+            self._error = self._error or error
+            return
+        _log.warning("%s: was started again", self._peer)
+        self._connect_by_s = time.monotonic() + self._limits.silence_s
+        self._connect_timeout_s = self._limits.silence_s
+        self._end.session = self.new_session(self._end.spec)
+        for message in (self._on_return(), *self._unheard.messages()):
+            self._say(encode_message(message))
+
+
+class _CoordinatorEnd(LinkEnd):
+    """The client's end of its link, as the loop knows it."""
+
+    credentials: Credentials | None = None
+
+    def __init__(self, spec: LinkSpec, client: ControlClient) -> None:
+        super().__init__(spec, client.new_session(spec))
+        self._client = client
+        self._listener: Listener | None = None
+        """What answers at the coordinator's address, looked up once it has hung up suspiciously often."""
+
+    def publish(self) -> None:
+        """Hand over messages, and notice that the coordinator has left."""
+        for _, data in self.session.take_messages():
+            self._client.take(data)
+        if self.session.remote is End.OPEN and not self.met.is_set():
+            self._client.heartbeat_at_s = time.monotonic()
+        super().publish()
+        if self.session.remote is End.CLOSED:
+            self._client.lost(PeerLostError(f"{self.spec}: the coordinator has closed the channel"))
+
+    def fail(self, error: TahqError) -> None:
+        """The session has ended."""
+        for _, data in self.session.take_messages():
+            self._client.take(data)
+        self._client.lost(error)
 
     def note_outcome(self, outcome: Outcome, dialled: Dialled) -> None:
-        """Notice that the two ends will never agree; called in the client's thread.
+        """Notice that the two ends will never agree, which waiting would not mend.
 
         Raises:
             RefusedError: with what is wrong, and what to do.
         """
         if outcome in (Outcome.REFUSED, Outcome.NO_CURVE):
-            raise RefusedError(f"{self._peer}: {_refusal(outcome, self._credentials)}")
+            raise RefusedError(f"{self.spec}: {_refusal(outcome, self.credentials)}")
         if outcome is Outcome.BROKEN:
-            _log.warning("%s: %s; dialling again", self._peer, outcome.value)
+            _log.warning("%s: %s; dialling again", self.spec, outcome.value)
         if dialled.has_succeeded or dialled.num_hang_ups < _SUSPICIOUS_HANG_UPS:
             return
         if self._listener is None:
-            self._listener = who_listens(self._address)
-        reason = _disagreement(self._listener, self._credentials)
+            self._listener = who_listens(dialled.address)
+        reason = _disagreement(self._listener, self.credentials)
         if reason and dialled.num_hang_ups >= _CONVINCING_HANG_UPS:
-            raise RefusedError(f"{self._peer}: {reason}")
-
-    def _next_s(self) -> float:
-        times = (self._heartbeat_at_s, self._silent_at_s(), self._close_by_s, self._dialled.redial_s)
-        lines = (self._uplink.next_s(), self._downlink.next_s())
-        return min(time_s for time_s in (*times, *lines) if time_s is not None)
-
-    def _silent_at_s(self) -> float | None:
-        if self._is_over:
-            return None
-        if self._heard_s is None:
-            return self._started_s + self._connect_timeout_s
-        return self._heard_s + self._timing.give_up_s
-
-    def _check_silence(self) -> None:
-        silent_at_s = self._silent_at_s()
-        self._warn_of_silence()
-        if silent_at_s is None or time.monotonic() < silent_at_s:
-            return
-        if self._heard_s is None:
-            raise PeerLostError(
-                f"{self._peer}: no answer within {self._connect_timeout_s:g} s; check that it runs, and that its "
-                f"address can be reached from here"
-            )
-        raise PeerLostError(f"{self._peer}: no sign of life for {self._timing.give_up_s:.1f} s")
-
-    def _warn_of_silence(self) -> None:
-        if self._heard_s is None or self._is_over:
-            return
-        if time.monotonic() - self._heard_s < self._timing.peer_timeout_s:
-            if self._warned_s is not None:
-                _log.warning("%s: gives signs of life again", self._peer)
-            self._warned_s = None
-        elif self._warned_s is None:
-            self._warned_s = self._heard_s
-            _log.warning("%s: no sign of life for %.1f s; waiting for it", self._peer, self._timing.peer_timeout_s)
-
-    def _begin_anew(self, process: int) -> None:
-        """The coordinator was started again: say who is here, and what the one before may not have heard."""
-        _log.warning("%s: was started again", self._peer)
-        self._numbering = Numbering(process)
-        if self._on_return is None:
-            raise PeerLostError(f"{self._peer}: was started again, and knows nothing of this end")
-        for message in (self._on_return(), *self._unheard.messages()):
-            self._dealer.send_multipart(self._numbering.wrap(encode_message(message)), zmq.NOBLOCK)
-
-    def _receive(self) -> None:
-        while has_input(self._dealer):
-            parts = self._dealer.recv_multipart(zmq.NOBLOCK)
-            self._heard_s = time.monotonic()
-            if len(parts) != 2:
-                raise RemoteProtocolError(f"{self._peer}: sent {len(parts)} message parts; expected 2")
-            process = coordinator_of(parts[0], self._peer)
-            if self._numbering.coordinator not in (0, process):
-                self._begin_anew(process)
-            if self._numbering.take(parts[0], self._peer):
-                arrival_s = self._heard_s + self._timing.shaping.delay_s
-                self._downlink.receive(decode_message(parts[1], self._peer), len(parts[1]), arrival_s)
-        if self._numbering.must_ask and self._heard_s is not None:
-            self._heartbeat_at_s = min(self._heartbeat_at_s, self._heard_s)
-        for again in self._numbering.again():
-            self._put(again)
-
-    def _hand_over(self, until_s: float) -> None:
-        for message in self._downlink.take_due(until_s):
-            self._is_over |= isinstance(message, Abort | Bye | Refuse)
-            self._unheard.heard(message)
-            if isinstance(message, Heartbeat):
-                self._note_heartbeat(message)
-            elif not isinstance(message, Order):
-                self._inbox.put(message)
-            if isinstance(message, Order | StartOver) and self._on_order:
-                self._on_order(message)
-            if isinstance(message, Abort):
-                self._note_abort(message)
-
-    def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Answer at once: the round trip tells the coordinator how far this clock is from its own."""
-        self._echo = (heartbeat.sent_s, time.monotonic())
-        self._heartbeat_at_s = min(self._heartbeat_at_s, self._echo[1])
-
-    def _note_abort(self, abort: Abort) -> None:
-        self.aborted = abort
-        if self._on_abort is not None:
-            self._on_abort(abort)
-
-    def _send_heartbeat(self) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._heartbeat_at_s and self._close_by_s is None:
-            self._heartbeat_at_s = now_s + self._timing.heartbeat_s
-            sent_s, heard_s = self._echo or (0.0, now_s + 1.0)
-            heartbeat = replace(self._heartbeat, sent_s=now_s, echo_s=sent_s, held_s=now_s - heard_s)
-            self._outbox.append((encode_message(heartbeat), now_s))
-
-    def _transmit(self) -> None:
-        self._uplink.reshape(self._timing.shaping)
-        self._downlink.reshape(self._timing.shaping)
-        while self._outbox:
-            data, ready_s = self._outbox.popleft()
-            self._uplink.send(data, len(data), ready_s)
-        for data in self._uplink.take_due(time.monotonic()):
-            self._put(self._numbering.wrap(data))
-
-    def _put(self, parts: list[bytes]) -> None:
-        try:
-            self._dealer.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:
-            # ZMQ has given the connection up; why, it tells in a moment.
-            _log.debug("%s: nothing can be sent now", self._peer)
+            raise RefusedError(f"{self.spec}: {reason}")
 
 
 def _refusal(outcome: Outcome, credentials: Credentials | None) -> str:
@@ -389,7 +334,7 @@ def _refusal(outcome: Outcome, credentials: Credentials | None) -> str:
 
 
 def _disagreement(listener: Listener, credentials: Credentials | None) -> str:
-    """Why what answers at the coordinator's address hangs up; "" where it may be the network, or a tunnel to nobody."""
+    """Why the program at the coordinator's address hangs up; "" where it may be the network, or a dead tunnel."""
     if listener is Listener.CURVE and credentials is None:
         return _NEEDS_CURVE
     if listener is Listener.CURVE and credentials is not None:
@@ -401,3 +346,37 @@ def _disagreement(listener: Listener, credentials: Credentials | None) -> str:
     if listener is Listener.OTHER_ZMQ and credentials is not None:
         return _HAS_NO_CURVE
     return "another program listens there" if listener is Listener.STRANGER else ""
+
+
+class Unheard:
+    """What a coordinator that was started again may not know: it is said again then.
+
+    That is the Prepare that was not answered, the evaluation of the step before, and parts of incomplete checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._messages: dict[tuple[type[Message], int], Prepare | Evaluated | Snapshotted] = {}
+
+    def said(self, message: Message) -> None:
+        """The worker says this; any thread may call it."""
+        if isinstance(message, Prepare | Evaluated | Snapshotted):
+            with self._lock:
+                self._messages[type(message), message.step] = message
+
+    def heard(self, message: Message) -> None:
+        """The coordinator says this: messages that it answers are known there."""
+        if isinstance(message, Commit):
+            self._forget(lambda said: isinstance(said, Prepare) and said.step <= message.step)
+            self._forget(lambda said: isinstance(said, Evaluated) and said.step < message.step)
+        elif isinstance(message, Published):
+            self._forget(lambda said: isinstance(said, Snapshotted) and said.step <= message.step)
+
+    def _forget(self, is_known: Callable[[Message], bool]) -> None:
+        with self._lock:
+            self._messages = {key: said for key, said in self._messages.items() if not is_known(said)}
+
+    def messages(self) -> list[Message]:
+        """All of it, in the order in which it was said."""
+        with self._lock:
+            return list(self._messages.values())

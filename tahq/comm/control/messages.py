@@ -384,18 +384,11 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """both ways: I am alive; a worker says what it is doing (`activity`) and at which step.
-
-    The times compare clocks (`clock_offset.py`): `sent_s` is the sender's clock; `echo_s` is the `sent_s` of the
-    heartbeat that it heard last, and `held_s` how long before this one that was; negative: it has heard none.
-    """
+    """worker → coordinator: my current activity and step; sent at regular intervals."""
 
     stage: int = -1
     step: int = -1
     activity: str = ""
-    sent_s: float = 0.0
-    echo_s: float = 0.0
-    held_s: float = -1.0
 
 
 Message = (

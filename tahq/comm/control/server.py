@@ -1,38 +1,49 @@
-"""The coordinator's end of the control channel: one ROUTER, used by one thread, without a thread of its own."""
+"""The coordinator's end of the control channel: one ROUTER, polled by the thread that coordinates."""
 
 import contextlib
 import logging
 import math
-import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import zmq
 
-from tahq.comm.control.clock_offset import ClockComparison, ClockOffset
+from tahq.comm.control.client import CONTROL_IDENTITY
+from tahq.comm.control.clock_offset import ClockOffset, clock_offset
 from tahq.comm.control.encoding import MAX_MESSAGE_NBYTES, decode_message, encode_message
-from tahq.comm.control.messages import Abort, Heartbeat, Message
-from tahq.comm.control.numbering import Numbering, coordinator_of
-from tahq.comm.control.places import MAX_STRANGERS, Place, Places
+from tahq.comm.control.messages import Abort, Bye, Message, Refuse, StartOver
 from tahq.comm.keys import KeyPair
+from tahq.comm.link.frame import Channel
+from tahq.comm.link.session import Session
+from tahq.comm.link.shaping import Shaping
+from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, Hello, LinkSpec, SessionLimits
+from tahq.comm.link.transitions import End
 from tahq.comm.zmq.addresses import advertised_address, bind_router
+from tahq.comm.zmq.endpoint_loop import EndpointLoop
 from tahq.comm.zmq.gate import Gate
-from tahq.comm.zmq.rate_limited_log import RateLimitedLog
-from tahq.comm.zmq.sockets import peer_key, replace_silent_connections
-from tahq.errors import PeerLostError, RemoteProtocolError, TahqError
+from tahq.comm.zmq.reception import Reception
+from tahq.comm.zmq.socket_wait import Socket
+from tahq.comm.zmq.sockets import open_router
+from tahq.comm.zmq.transport import LinkEnd
+from tahq.errors import RemoteProtocolError, TahqError
 
 _log = logging.getLogger(__name__)
-_MESSAGES_A_POLL = 1024
 _HEARTBEATS_A_TIMEOUT = 5
+MAX_STRANGERS = 512
+_FAREWELLS = Refuse | Abort | Bye | StartOver
+"""A worker that is told one of these is no member any more."""
 
 
 class ControlServer:
     """Receives from, and sends to, every worker by the identity that `poll` gives it.
 
-    `poll` also sends a Heartbeat to every worker heard from, every `heartbeat_s`, and one at once to a
-    newcomer, so it must be called at least that often. Messages that were lost when a connection was reset are sent
-    again. A worker that speaks of a run from before this end was started, or what nobody can read, is told to abort
-    and not heard any more. What strangers send is dropped; nothing of it raises. With `keys`, only members are heard.
+    `poll` also gives every worker a sign of life every `heartbeat_s`, so it must be called at least that often. A
+    worker whose messages cannot be read is told to abort and not heard any more. Messages of strangers are dropped;
+    nothing of them raises. With `keys`, only members are heard.
+
+    Remembered are the workers that were told something for members, and as many of the others as were heard last.
     """
 
     def __init__(
@@ -52,183 +63,189 @@ class ControlServer:
             bind: where to listen; port 0 = any free one.
             heartbeat_s: how often `poll` gives the workers a sign of life.
             advertise: host:port that workers dial (port 0 = the bound one); None = as bound.
-            keys: the coordinator's; None: no CURVE, and whoever comes is heard.
+            keys: the coordinator's; None: no CURVE, and anybody is heard.
             allowed: public keys of the workers.
-            max_strangers: the most that are remembered of those who are no members.
+            max_strangers: how many peers that are no members are remembered.
             clock: seconds, monotonic.
 
         Raises:
             UserError: the address is malformed, not this machine's, or in use.
         """
-        self._heartbeat_s = heartbeat_s
         self._clock = clock
-        self._heartbeat_at_s = clock() + heartbeat_s
+        self._limits = SessionLimits(
+            peer_timeout_s=_HEARTBEATS_A_TIMEOUT * heartbeat_s,
+            heartbeat_s=heartbeat_s,
+            give_up_s=math.inf,
+            max_message_nbytes=MAX_MESSAGE_NBYTES + 16,
+        )
         self._places = Places(max_strangers)
-        self._process = secrets.randbits(63) + 1
-        self._warnings = RateLimitedLog(_log, clock=clock)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
-            self._router.setsockopt(option, value)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES + 1024)
-        replace_silent_connections(self._router, _HEARTBEATS_A_TIMEOUT * heartbeat_s)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._gate = Gate(self._router, keys, allowed, where="coordinator", clock=clock)
-        self._poller = zmq.Poller()
-        for socket in (self._router, *self._gate.sockets):
-            self._poller.register(socket, zmq.POLLIN)
+        self._heard: list[tuple[bytes, Message]] = []
+        self._is_closed = False
+        self._context: zmq.Context[Socket] = zmq.Context()
+        router = open_router(self._context, self._limits.peer_timeout_s)
+        self._gate = Gate(router, keys, allowed, where="coordinator", clock=clock)
         try:
-            self.address = advertised_address(bind, bind_router(self._router, bind, "coordinator"), advertise)
+            self.address = advertised_address(bind, bind_router(router, bind, "coordinator"), advertise)
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        reception = Reception(router, self._gate, {CONTROL_LINK: self._welcome}, clock)
+        self._loop = EndpointLoop(reception, Shaping(), clock=clock)
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:
-        """What has come, heartbeats included; waits up to `timeout_s` for the first."""
+        """Messages that have come, heartbeats included; waits up to `timeout_s` for the first."""
         deadline_s = self._clock() + timeout_s
         while True:
-            self._send_heartbeats()
-            self._gate.serve()
-            messages = list(self._receive())
-            wait_s = min(deadline_s, self._heartbeat_at_s) - self._clock()
-            if messages or deadline_s <= self._clock():
-                return messages
-            self._poller.poll(math.ceil(max(0.0, wait_s) * 1000))
+            self._loop.step()
+            if self._heard or deadline_s <= self._clock():
+                heard, self._heard = self._heard, []
+                return heard
+            self._loop.wait(deadline_s)
 
     def send(self, identity: bytes, message: Message) -> None:
         """Queue a message for the worker that `poll` gave this identity; returns at once.
 
-        One whose connection is gone is skipped: its silence will tell. So is one that was never heard.
+        A worker that was never heard, or has left, is skipped.
         """
         place = self._places.find(identity)
         if place is not None:
-            self._put(identity, place.numbering.wrap(encode_message(message)))
-            self._places.told(identity, message)
+            self._say(place, message)
+            self._forget(self._places.told(identity, message))
 
-    def _put(self, identity: bytes, parts: list[bytes]) -> None:
-        try:
-            self._router.send_multipart([identity, *parts], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            _log.debug("%s: nothing can be sent now: %s", _name(identity), error)
+    def _say(self, place: "Place", message: Message) -> None:
+        if place.end.session.local is End.OPEN:
+            place.end.session.send_message(Channel.CONTROL, encode_message(message), self._clock())
 
     def clock_offset(self, identity: bytes) -> ClockOffset | None:
-        """The clock of this worker minus this one's, by heartbeats; None: none has come back yet."""
+        """This worker's clock minus this one's, by heartbeats; None: none has come back yet."""
         place = self._places.find(identity)
-        return place.clocks.best if place is not None and place.clocks is not None else None
+        return clock_offset(place.end.session.heartbeats.recent) if place is not None else None
 
     def public_key(self, identity: bytes) -> str:
         """The key that this worker has proved to have; "" without CURVE."""
         place = self._places.find(identity)
-        return place.key if place is not None else ""
+        return place.end.peer_key if place is not None else ""
 
     def take_refused(self) -> list[str]:
-        """What there is to say of keys that were refused since the last call, for whoever watches the run."""
+        """Log lines about keys that were refused since the last call."""
         return self._gate.take_refused()
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Release the socket after what is queued has gone, or `linger_s`; safe to call twice."""
-        if not self._router.closed:
-            self._router.close(linger=int(linger_s * 1000))
-            self._gate.close()
-            self._context.term()
-
-    def _send_heartbeats(self) -> None:
-        now_s = self._clock()
-        if now_s >= self._heartbeat_at_s:
-            self._heartbeat_at_s = now_s + self._heartbeat_s
-            for identity, place in self._places:
-                if not place.is_lost:
-                    self.send(identity, Heartbeat(sent_s=now_s))
-
-    def _receive(self) -> Iterator[tuple[bytes, Message]]:
-        for _ in range(_MESSAGES_A_POLL):
-            try:
-                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            identity = route.bytes
-            self._gate.know(route)
-            message = self._accept(identity, [frame.bytes for frame in frames], peer_key(route))
-            if message is not None:
-                yield identity, message
-
-    def _accept(self, identity: bytes, parts: list[bytes], key: str) -> Message | None:
-        known = self._places.find(identity)
-        if known is not None and known.is_lost:
-            return None
-        try:
-            return self._check(identity, known, parts, key)
-        except RemoteProtocolError as error:
-            self._warnings.warning(f"dropped a control message: {error}")
-        except PeerLostError as error:
-            self._lose(identity, known, error)
-        return None
-
-    def _check(self, identity: bytes, known: Place | None, parts: list[bytes], key: str) -> Message | None:
-        name = _name(identity)
-        if known is not None and known.key != key:  # one member cannot speak for another
-            raise RemoteProtocolError(f"{name}: said by the owner of another key, {key}")
-        if len(parts) != 2:
-            raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
-        place = known or Place(Numbering(self._process), key)
-        if coordinator_of(parts[0], name) not in (0, self._process):
-            if known is None:  # it was with the coordinator before this one; it hears of us, and begins anew
-                self._decode(identity, known, parts[1], name)
-                self._welcome(identity, place)
-            return None
-        is_next = place.numbering.take(parts[0], name)
-        message = self._decode(identity, known, parts[1], name)
-        if known is None:
-            self._welcome(identity, place)
-        self._places.heard(identity)
-        for again in place.numbering.again():
-            self._put(identity, again)
-        if place.numbering.must_ask:
-            self.send(identity, Heartbeat(sent_s=self._clock()))
-        if not is_next:
-            return None
-        if isinstance(message, Heartbeat) and message.held_s >= 0:
-            place.clocks = place.clocks or ClockComparison()
-            place.clocks.note(message.echo_s, message.sent_s - message.held_s, message.sent_s, self._clock())
-        return message
-
-    def _decode(self, identity: bytes, known: Place | None, data: bytes, name: str) -> Message:
-        """What a message says; who sends what nobody can read would wait for an answer without end.
-
-        Raises:
-            PeerLostError: it is none, and its sender was heard before.
-            RemoteProtocolError: it is none, and a stranger's, who has been told.
-        """
-        try:
-            return decode_message(data, name)
-        except RemoteProtocolError as error:
-            if known is not None:
-                raise PeerLostError(str(error)) from error
-            self._turn_away(identity, error)
-            raise
-
-    def _welcome(self, identity: bytes, place: Place) -> None:
-        self._places.give(identity, place)
-        self.send(identity, Heartbeat(sent_s=self._clock()))
-
-    def _lose(self, identity: bytes, known: Place | None, error: PeerLostError) -> None:
-        """Hear somebody no more; a stranger, of whom nothing is remembered, is told each time."""
-        if known is None:
-            self._warnings.warning(str(error))
-            self._turn_away(identity, error)
+        """Release the socket when everything queued has gone, or after `linger_s`; safe to call twice."""
+        if self._is_closed:
             return
-        _log.warning("%s", error)
-        known.is_lost = True
-        self.send(identity, Abort(str(error), error.exit_status))
+        self._is_closed = True
+        deadline_s = self._clock() + linger_s
+        self._loop.step()
+        while not self._loop.is_idle and self._clock() < deadline_s:
+            self._loop.wait(deadline_s)
+            self._loop.step()
+        self._gate.close()
+        self._loop.release()
+        self._context.destroy(linger=0)
 
-    def _turn_away(self, identity: bytes, error: TahqError) -> None:
-        refusal = Abort(str(error), error.exit_status)
-        self._put(identity, Numbering(self._process).wrap(encode_message(refusal)))
+    # Called by the loop
+
+    def _welcome(self, identity: bytes, hello: Hello, key: str) -> LinkEnd:
+        spec = LinkSpec(CONTROL_LINK, ANY_STAGE, "", dials=False, title=_name(identity))
+        end = _WorkerEnd(spec, Session(CONTROL_IDENTITY, spec, self._limits), key, identity, self)
+        known = self._places.find(identity)
+        if known is not None:
+            known.end = end
+        else:
+            self._forget(self._places.give(identity, Place(end)))
+        return end
+
+    def _forget(self, evicted: "Place | None") -> None:
+        if evicted is not None:
+            self._loop.forget(evicted.end)
+
+    def take(self, identity: bytes, data: bytes) -> None:
+        """Handle a message that has come."""
+        place = self._places.find(identity)
+        if place is None or place.is_lost:
+            return
+        self._places.heard(identity)
+        try:
+            self._heard.append((identity, decode_message(data, _name(identity))))
+        except RemoteProtocolError as error:
+            _log.warning("%s", error)
+            place.is_lost = True
+            self.send(identity, Abort(str(error), error.exit_status))
+
+
+class _WorkerEnd(LinkEnd):
+    """The server's end of a link that a worker has opened."""
+
+    is_temporary = True
+    warns = False
+
+    def __init__(self, spec: LinkSpec, session: Session, key: str, identity: bytes, server: ControlServer) -> None:
+        super().__init__(spec, session, key)
+        self._identity = identity
+        self._server = server
+
+    def publish(self) -> None:
+        """Hand over messages."""
+        for _, data in self.session.take_messages():
+            self._server.take(self._identity, data)
+
+    def fail(self, error: TahqError) -> None:
+        """The session has ended: its peer broke the protocol, or left for a reason."""
+        _log.warning("%s", error)
+        super().fail(error)
+
+
+@dataclass(slots=True)
+class Place:
+    """One peer: its end of the link, and whether it broke the protocol and is not heard any more."""
+
+    end: LinkEnd
+    is_lost: bool = False
+
+
+class Places:
+    """Peers by identity; bounded however many strangers come.
+
+    Without CURVE anybody may come, under as many names as it likes. So a peer is kept only if it was told something
+    that is for members; of the others, the one that has been silent longest makes room for a newcomer.
+    """
+
+    def __init__(self, max_strangers: int = MAX_STRANGERS) -> None:
+        self._max_strangers = max_strangers
+        self._members: dict[bytes, Place] = {}
+        self._strangers: OrderedDict[bytes, Place] = OrderedDict()
+        """The peer heard last comes last."""
+
+    def __len__(self) -> int:
+        return len(self._members) + len(self._strangers)
+
+    def find(self, identity: bytes) -> Place | None:
+        """The place of a peer that has one."""
+        return self._members.get(identity) or self._strangers.get(identity)
+
+    def give(self, identity: bytes, place: Place) -> Place | None:
+        """Remember a newcomer; returns the peer that is forgotten for it, if there were too many."""
+        self._strangers[identity] = place
+        return self._strangers.popitem(last=False)[1] if len(self._strangers) > self._max_strangers else None
+
+    def heard(self, identity: bytes) -> None:
+        """A peer with a place gives a sign of life."""
+        if identity in self._strangers:
+            self._strangers.move_to_end(identity)
+
+    def told(self, identity: bytes, message: Message) -> Place | None:
+        """A peer with a place is told this, which makes it a member or ends that; returns the peer forgotten for it."""
+        place = self._members.pop(identity, None) or self._strangers.pop(identity, None)
+        if place is not None and isinstance(message, _FAREWELLS):
+            return self.give(identity, place)
+        if place is not None:
+            self._members[identity] = place
+        return None
 
 
 def _name(identity: bytes) -> str:
-    """What the worker calls itself, as the log may show it."""
+    """The worker's own name, as the log may show it."""
     name, _, _ = identity.rpartition(b"#")
     with contextlib.suppress(UnicodeDecodeError):
         text = name.decode()

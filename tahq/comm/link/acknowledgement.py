@@ -140,7 +140,7 @@ class Heartbeats:
         """
         left_s = self._alone_s.pop(number, None)
         if left_s is not None and now_s > left_s:
-            self._recent.append(HeartbeatTimes(self._epoch, left_s, arrived_s))
+            self._recent.append(HeartbeatTimes(self._epoch, left_s, arrived_s, now_s))
 
     @property
     def recent(self) -> tuple[HeartbeatTimes, ...]:

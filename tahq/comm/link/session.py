@@ -173,12 +173,13 @@ class Session:
         heard_s = self._connections.heard_s
         return heard_s is not None and heard_s > time_s
 
-    def use_times(self, limits: SessionLimits, now_s: float) -> None:
-        """Take the times of these limits from now on; the bounds stay."""
+    def use_times(self, limits: SessionLimits, now_s: float) -> SessionLimits:
+        """Take the times of these limits from now on; the bounds stay. Returns both."""
         times = {name: getattr(limits, name) for name in ("peer_timeout_s", "heartbeat_s", "give_up_s")}
         self._limits = replace(self._limits, **times)
         if self._heartbeat_at_s is not None:
             self._heartbeat_at_s = min(self._heartbeat_at_s, now_s + self._limits.heartbeat_s)
+        return self._limits
 
     def close(self, now_s: float, reason: str = "") -> None:
         """Say BYE after everything queued, or at once when there is a `reason` why this end cannot go on."""

@@ -67,6 +67,8 @@ class HeartbeatTimes:
     epoch: int
     left_s: float
     arrived_s: float
+    answered_s: float = 0.0
+    """When its acknowledgement came."""
 
 
 @dataclass(frozen=True, slots=True)

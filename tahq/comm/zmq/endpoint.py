@@ -6,7 +6,6 @@ socket may hold, so that no call ever blocks on a slow peer.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -41,13 +40,11 @@ from tahq.comm.zmq.files import FetchingEnd, FetchingLink, FileSource, FileStore
 from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.socket_wait import Socket
-from tahq.comm.zmq.sockets import CURVE_NBYTES, dial_curve, limit_handshakes, replace_silent_connections
+from tahq.comm.zmq.sockets import open_dealer, open_router
 from tahq.comm.zmq.transport import ALL, DataEnd, LinkEnd, Wanted, ZmqTransport
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 _log = logging.getLogger(__name__)
-_RECONNECT_MS = 50
-_RECONNECT_MAX_MS = 2000
 _HOLD_S = 3.0
 """How long a peer that has its plan already waits until this end has it too."""
 
@@ -128,21 +125,10 @@ class ZmqEndpoint:
         self._thread.start()
 
     def _listen(self, bind: str, advertise: str | None) -> Reception:
-        router = self._socket(zmq.ROUTER)
-        # A peer whose connection broke may be back before the old one is known to be dead.
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router = open_router(self._context, self._limits.peer_timeout_s)
         gate = Gate(router, self._keys, where="data port", hold_s=_HOLD_S)
         self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
         return Reception(router, gate, {FILES_LINK: self._visit}, time.monotonic)
-
-    def _socket(self, kind: int) -> Socket:
-        socket = self._context.socket(kind)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
-            socket.setsockopt(option, value)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES + CURVE_NBYTES)
-        replace_silent_connections(socket, self._limits.peer_timeout_s)
-        return socket
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Take the epoch of the plan, and the first step of which anything is sent; before the first `open_link`."""
@@ -239,14 +225,7 @@ class ZmqEndpoint:
 
     def _dial(self, end: LinkEnd, address: str, peer_key: str, connection: int) -> Dialled:
         endpoint = dial_endpoint(address, str(end.spec))
-        dealer = self._socket(zmq.DEALER)
-        # Unguessable, so that nobody can take a peer's place by its routing id.
-        dealer.setsockopt(zmq.ROUTING_ID, b"tahq-" + os.urandom(16))
-        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        limit_handshakes(dealer)
-        if self._keys is not None:
-            dial_curve(dealer, self._keys, peer_key)
+        dealer = open_dealer(self._context, b"tahq", self._limits.peer_timeout_s, self._keys, peer_key)
         return Dialled(dealer, endpoint.removeprefix("tcp://"), end, connection)
 
     # Files

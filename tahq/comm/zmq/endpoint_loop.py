@@ -67,6 +67,7 @@ class EndpointLoop:
         shaping: what the host's connection to others is held to.
         on_trouble: told of links that become degraded, and of those that are as before.
         is_remote: whether messages that come in are held for the delay, too, since their senders do not shape.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class EndpointLoop:
         on_trouble: OnTrouble | None = None,
         *,
         is_remote: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._on_trouble = on_trouble
         self._reception = reception
         self._is_remote = is_remote
@@ -128,7 +131,8 @@ class EndpointLoop:
         """Turn until stopped; an error reaches everyone who waits."""
         try:
             while not self._is_stopped:
-                self.turn()
+                self.step()
+                self.wait()
         except Exception as error:
             _log.exception("the I/O thread has failed")
             for wire in self._wires:
@@ -136,20 +140,23 @@ class EndpointLoop:
         finally:
             self.release()
 
-    def turn(self, until_s: float = math.inf) -> None:
-        """Do everything that is due, then wait until something is, at most until `until_s`."""
+    def step(self) -> None:
+        """Do everything that is due."""
         self._waker.clear()
         self._run_commands()
         self._shake_hands()
         self._receive()
-        for arrival in self._downlink.take_due(time.monotonic()):
+        for arrival in self._downlink.take_due(self._clock()):
             self._take_in(arrival)
         self._handle_timers()
         self._note_trouble()
         self._transmit()
         self._note_flushed()
+
+    def wait(self, until_s: float = math.inf) -> None:
+        """Wait until something is to be done, at most until `until_s`."""
         if not self._commands and not self._is_stopped:
-            self._wait_set.wait(min(until_s, self._next_s()) - time.monotonic())
+            self._wait_set.wait(min(until_s, self._next_s()) - self._clock())
 
     def reshape(self, shaping: Shaping) -> None:
         """Hold messages to other rates and another delay from now on; in the I/O thread."""
@@ -189,6 +196,12 @@ class EndpointLoop:
         for wire in self._wires:
             wire.end.flushed.set()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was to go to peers that are connected has gone, and was acknowledged."""
+        sessions = [wire.end.session for wire in self._wires]
+        return not self._uplink and all(s.outbound.is_settled for s in sessions if s.remote is End.OPEN)
+
     # Links
 
     def _shake_hands(self) -> None:
@@ -204,7 +217,7 @@ class EndpointLoop:
                 self._wait_set.add(dealer.socket)
                 self._wait_set.add(dealer.events)
             self._dialled |= dict.fromkeys(dealers, end)
-            self._wires.append(Wire(end, [dealer.socket for dealer in dealers], True, [], time.monotonic()))
+            self._wires.append(Wire(end, [dealer.socket for dealer in dealers], True, [], self._clock()))
         elif self._reception is not None:
             wire, arrivals = self._reception.open(end)
             self._wires.append(wire)
@@ -248,7 +261,7 @@ class EndpointLoop:
                 self.forget(wire.end)
 
     def _handle_timers(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         for wire in self._wires:
             due_s = wire.end.session.next_timer_s()
             if due_s is not None and due_s <= now_s:
@@ -262,7 +275,7 @@ class EndpointLoop:
 
     def _note_trouble(self) -> None:
         """Report a link once when it becomes degraded, and when it is as before; and one that does not connect."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         for wire in self._wires:
             if now_s - wire.opened_s >= _LATE_S and self._may_be_late(wire):
                 wire.is_late = True
@@ -308,7 +321,7 @@ class EndpointLoop:
                 self._receive_routed(self._reception, route.bytes, parts)
 
     def _receive_routed(self, reception: Reception, route: bytes, parts: list[zmq.Frame]) -> None:
-        known = reception.wire_of(route)
+        known = reception.wire_of(route, parts)
         if known is not None:
             self._arrive_from(*known, parts)
         elif (arrival := reception.sort(route, parts)) is not None:
@@ -323,7 +336,7 @@ class EndpointLoop:
             wire.end.fail(RemoteProtocolError(f"{wire.end.spec}: sent {len(parts)} message parts; expected 2"))
 
     def _arrive(self, arrival: Arrival) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         arrival.wire.end.session.heard(now_s, arrival.connection)
         # An acknowledgement says nothing about what it overtakes; all else keeps its place.
         if peek_kind(arrival.header.buffer) == FrameKind.ACK:
@@ -333,13 +346,13 @@ class EndpointLoop:
 
     def _take_in(self, arrival: Arrival) -> None:
         end, header, payload = arrival.wire.end, arrival.header.buffer, arrival.payload.buffer
-        receive = partial(end.session.receive, header, payload, time.monotonic(), arrival.connection)
+        receive = partial(end.session.receive, header, payload, self._clock(), arrival.connection)
         self._guard(end, receive)
 
     # Out
 
     def _transmit(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._resume_s = now_s
         for _ in range(_MESSAGES_A_TURN):
             if not self._uplink.is_free(now_s):

@@ -127,9 +127,12 @@ class Reception:
             if route is not None:
                 self._routes.pop(route, None)
 
-    def wire_of(self, route: bytes) -> tuple[Wire, int] | None:
-        """The link, and which connection of it, whose admitted peer has this routing id."""
-        return self._routes.get(route)
+    def wire_of(self, route: bytes, parts: list[zmq.Frame]) -> tuple[Wire, int] | None:
+        """The link, and which connection of it, whose admitted peer has this routing id and sent this with its key."""
+        known = self._routes.get(route)
+        if known is not None and parts and peer_key(parts[0]) != known[0].end.peer_key:
+            return None
+        return known
 
     def sort(self, route: bytes, parts: list[zmq.Frame]) -> Arrival | None:
         """A message from the stranger with this routing id, if it makes the stranger one of our peers."""
@@ -151,6 +154,8 @@ class Reception:
                 return None
             raise RemoteProtocolError(f"{name}: sent {header.kind.name} before HELLO")
         try:
+            if route in self._routes:
+                raise RemoteProtocolError(f"{name}: has another key than the peer with its routing id")
             if header.link in self._accept:
                 return self._visit(route, header, parts, name)
             if wire is None:

@@ -1,20 +1,69 @@
-"""CURVE on ZMQ's sockets: who is at the other end of a connection is known, and nobody else reads what it carries."""
+"""How the sockets of tahq are set up: limits, CURVE, and the replacement of connections that carry nothing any more.
 
+After a connection has lost packets for a while TCP tries again ever more rarely, so half a minute may pass before it
+notices that the network is back. Two things end that: the kernel closes a connection whose peer acknowledges nothing
+for a while, and ZMQ's pings, which the other end echoes, end one over which nothing comes.
+"""
+
+import errno
+import os
 import resource
 from typing import Final
 
 import zmq
 
 from tahq.comm.keys import KeyPair
+from tahq.comm.link.frame import MAX_PIECE_NBYTES
 from tahq.comm.zmq.socket_wait import Socket
+from tahq.errors import UserError
 
 HANDSHAKE_S: Final = 10.0
 """How long a new connection may take to say who it is: four round trips, also behind a queue of seconds."""
 BACKLOG: Final = 1024
 """Connections that the kernel keeps until they are accepted; it may keep fewer (net.core.somaxconn)."""
-CURVE_NBYTES: Final = 1024
+_CURVE_NBYTES = 1024
 """More than CURVE adds to a message."""
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 2000
 DOMAIN: Final = b"tahq"
+
+
+def open_router(context: zmq.Context[Socket], peer_timeout_s: float) -> Socket:
+    """A ROUTER, not bound yet."""
+    router = _socket(context, zmq.ROUTER, peer_timeout_s)
+    # A peer whose connection broke may be back before the old one is known to be dead.
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return router
+
+
+def open_dealer(
+    context: zmq.Context[Socket], name: bytes, peer_timeout_s: float, keys: KeyPair | None, server_key: str
+) -> Socket:
+    """A DEALER, not connected yet; `server_key` is the peer's public key where `keys`, our own, are given."""
+    dealer = _socket(context, zmq.DEALER, peer_timeout_s)
+    # Unguessable, so that nobody can take a peer's place by its routing id.
+    dealer.setsockopt(zmq.ROUTING_ID, name[:200] + b"#" + os.urandom(12).hex().encode())
+    dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    limit_handshakes(dealer)
+    if keys is not None:
+        dial_curve(dealer, keys, server_key)
+    return dealer
+
+
+def _socket(context: zmq.Context[Socket], kind: int, peer_timeout_s: float) -> Socket:
+    try:
+        socket = context.socket(kind)
+    except zmq.ZMQError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise too_few_descriptors() from None
+        raise
+    for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.IPV6, 1)):
+        socket.setsockopt(option, value)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PIECE_NBYTES + _CURVE_NBYTES)
+    replace_silent_connections(socket, peer_timeout_s)
+    return socket
 
 
 def limit_handshakes(socket: Socket) -> None:
@@ -63,16 +112,11 @@ _CONNECT_TIMEOUT_MS = 2000
 
 
 def replace_silent_connections(socket: Socket, peer_timeout_s: float) -> None:
-    """Set it up before it binds or connects; `peer_timeout_s` of silence ends the peer, half of it a connection."""
-    replace_stuck_connections(socket, peer_timeout_s)
+    """Before it binds or connects; `peer_timeout_s` of silence ends the peer, half of it a connection."""
     silent_s = _SILENT_PART * peer_timeout_s
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1e3 * min(_PING_S, silent_s / 2))))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1e3 * silent_s)))
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
-
-
-def replace_stuck_connections(socket: Socket, peer_timeout_s: float) -> None:
-    """As `replace_silent_connections`, without pings: for an end whose peer says something all the time."""
     socket.setsockopt(zmq.TCP_MAXRT, max(1, int(1e3 * _UNACKNOWLEDGED_PART * peer_timeout_s)))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
@@ -80,12 +124,29 @@ def replace_stuck_connections(socket: Socket, peer_timeout_s: float) -> None:
 
 
 ENOUGH: Final = 16_384
-"""Some thousand connections that never say who they are, and all that a process needs beside them."""
+"""Open files: some thousand connections that never say who they are, and all that a process needs besides."""
+LEAST: Final = 256
+"""With fewer a process cannot work."""
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process as many as `ENOUGH`, if whoever runs the machine does; what it has is not lowered."""
+    """Allow this process `ENOUGH` open files, or as many as the system permits; never lowers the limit.
+
+    Raises:
+        UserError: the system permits too few.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < LEAST:
+        raise too_few_descriptors()
+
+
+def too_few_descriptors() -> UserError:
+    """The error of a process that may not open as many files and connections as it needs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UserError(
+        f"this process may have {hard} files and connections open, and needs more: at least {LEAST}, better {ENOUGH}; "
+        f"raise the limit (ulimit -Hn, or LimitNOFILE of a systemd unit)"
+    )
