@@ -1,19 +1,27 @@
 """Endpoints on loopback: who is let in, who is not, and what happens when something breaks."""
 
+import errno
 import logging
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import zmq
 
+from tahq.comm.control.client import ControlClient
 from tahq.comm.link.frame import Direction, FrameHeader, FrameKind, pack_header
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.zmq import endpoint_loop
+from tahq.comm.zmq.sockets import open_router
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError, UserError
 
 SOON_S = 10.0
@@ -390,3 +398,57 @@ def test_frame_kept_for_later_keeps_its_bytes(make_endpoint, make_frame):
         sender.send(replace(frame, payload=frame.payload.clone()))
         got.append(receiver.recv(SOON_S))
     assert all(torch.equal(a.payload, b.payload) for a, b in zip(got, frames, strict=True))
+
+
+# What the user is told
+
+
+def test_address_that_cannot_be_reached_is_in_the_log_of_both_ends_soon(make_endpoint, monkeypatch, caplog):
+    monkeypatch.setattr(endpoint_loop, "_LATE_S", 0.3)
+    lower, upper = make_endpoint(0, bind=""), make_endpoint(1)
+    lower.open_link(0, 1, "host1", "127.0.0.1:9")
+    upper.open_link(0, 0, "host0", "")
+    deadline_s = time.monotonic() + 10.0
+    while len(caplog.records) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert said[0].startswith("link 0 to stage 0 (host0): not connected after 0.3 s: the peer has not dialled")
+    assert said[0].endswith(upper.address)
+    assert said[1].startswith("link 0 to stage 1 (host1 at 127.0.0.1:9): not connected after 0.3 s: cannot reach 127.0")
+    time.sleep(0.5)
+    assert len(caplog.records) == 2
+
+
+def test_coordinator_that_cannot_be_reached_is_in_the_log_soon(monkeypatch, caplog):
+    monkeypatch.setattr(endpoint_loop, "_LATE_S", 0.3)
+    client = ControlClient("127.0.0.1:9", "stage 1", shaping=Shaping(), peer_timeout_s=5.0, heartbeat_s=1.0)
+    deadline_s = time.monotonic() + 10.0
+    while not caplog.records and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    client.close(linger_s=0.0)
+    assert "coordinator at 127.0.0.1:9: not connected after 0.3 s: cannot reach 127.0.0.1:9" in caplog.text
+
+
+def test_too_few_open_files_are_one_line_for_the_user():
+    """The system permits 64: a worker needs more, and says so before anything fails for it."""
+    worker = shutil.which("tahq-worker", path=Path(sys.executable).parent)
+    ended = subprocess.run(
+        ["sh", "-c", f"ulimit -n 64; exec {worker} --stage 0 --peer 127.0.0.1:9 --no-curve"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "may have 64 files and connections open" in ended.stderr
+    assert "ulimit" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_running_out_of_open_files_is_a_user_error(monkeypatch):
+    def fail(self, kind):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with zmq.Context() as context:
+        monkeypatch.setattr(zmq.Context, "socket", fail)
+        with pytest.raises(UserError, match="raise the limit"):
+            open_router(context, 10.0)

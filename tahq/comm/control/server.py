@@ -89,7 +89,7 @@ class ControlServer:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        reception = Reception(router, self._gate, {CONTROL_LINK: self._welcome}, clock)
+        reception = Reception(router, self._gate, {CONTROL_LINK: self._welcome}, self.address, clock)
         self._loop = EndpointLoop(reception, Shaping(), clock=clock)
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, Message]]:

@@ -128,7 +128,7 @@ class ZmqEndpoint:
         router = open_router(self._context, self._limits.peer_timeout_s)
         gate = Gate(router, self._keys, where="data port", hold_s=_HOLD_S)
         self.address = advertised_address(bind, bind_router(router, bind, "data port"), advertise)
-        return Reception(router, gate, {FILES_LINK: self._visit}, time.monotonic)
+        return Reception(router, gate, {FILES_LINK: self._visit}, self.address)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Take the epoch of the plan, and the first step of which anything is sent; before the first `open_link`."""

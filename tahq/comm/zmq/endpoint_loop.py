@@ -296,12 +296,8 @@ class EndpointLoop:
             if dialled.socket in wire.sockets:
                 hint = end.obstacle or "check that the peer runs, and that its address can be reached from here"
                 return f"{late}: cannot reach {dialled.address} from this host; {hint}"
-        return f"{late}: the peer has not dialled this host; check that it can reach {self._own_address()}"
-
-    def _own_address(self) -> str:
-        if self._reception is None:
-            return "this host"
-        return str(self._reception.router.getsockopt_string(zmq.LAST_ENDPOINT)).removeprefix("tcp://")
+        own = self._reception.address if self._reception is not None else "this host"
+        return f"{late}: the peer has not dialled this host; check that it can reach {own}"
 
     def _tell(self, trouble: Trouble) -> None:
         _log.warning("%s", trouble)

@@ -7,6 +7,7 @@ its plan a moment before us. All else from strangers is dropped with a line in t
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -93,11 +94,20 @@ class Reception:
         router: bound.
         gate: decides who is let in.
         accept: by link number, what makes this end of a link that a peer opens.
+        address: host:port that peers dial.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, router: Socket, gate: Gate, accept: dict[int, Accept], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        router: Socket,
+        gate: Gate,
+        accept: dict[int, Accept],
+        address: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.router = router
+        self.address = address
         self.gate = gate
         self.opened: list[Wire] = []
         """Links that peers have opened since this was last emptied."""
