@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 class _Wake:
-    """Put into the queue so that whoever waits looks at the errors."""
+    """Put into the queue so that the waiting thread looks at the errors."""
 
 
 class Inbox(Generic[Item]):

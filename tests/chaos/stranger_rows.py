@@ -36,7 +36,7 @@ def _scanners(ports: list[int]) -> Iterator[None]:
 
 @contextmanager
 def _unknown_keys(ports: list[int]) -> Iterator[None]:
-    """They know the coordinator's key, and have one that is no member's."""
+    """They know the coordinator's key, and have one that no member has."""
     with _intruders(ports, [read_key_file(default_key_path()).public]):
         yield
 
@@ -90,7 +90,7 @@ def _ports(scene: Scene) -> list[int]:
 
 _SHOWS = "refused; no application byte read or answered; BX, and no step much longer"
 STRANGER_ROWS = (
-    Row("key-unknown", "ZMQ sockets whose keys are no member's, at every port", _SHOWS, disturbed_by(_unknown_keys), 8),
+    Row("key-unknown", "ZMQ sockets whose keys no member has, at every port", _SHOWS, disturbed_by(_unknown_keys), 8),
     Row("key-wrong", "ZMQ sockets with a wrong server key, at every port", _SHOWS, disturbed_by(_wrong_keys), 8),
     Row("no-curve", "ZMQ sockets without CURVE, at every port", _SHOWS, disturbed_by(_without_curve), 8),
     Row("tcp-scanner", "a scanner of plain TCP, at every port", _SHOWS, disturbed_by(_scanners), 8),

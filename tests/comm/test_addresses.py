@@ -48,5 +48,5 @@ def test_own_address_towards_loopback_is_loopback():
 
 
 def test_no_way_to_a_peer_is_one_line_for_the_user():
-    with pytest.raises(UserError, match="no way there"):
+    with pytest.raises(UserError, match="no route"):
         local_address_towards("no-such-host.invalid:7000")

@@ -125,9 +125,9 @@ def test_without_curve_it_could_be_read(connect):
         (
             Credentials(WORKER, STRANGER.public),
             f"its key is not {STRANGER.public} (given); give the one that it prints (--coordinator-key)",
-            "no member's: it was given another public key than the one of this end",
+            "it was given another public key than that of this end",
         ),
-        (None, "it uses CURVE; start this worker without --no-curve", "no member's"),
+        (None, "it uses CURVE; start this worker without --no-curve", "rejected a connection"),
     ],
     ids=["unknown key", "wrong key", "no CURVE"],
 )
@@ -215,7 +215,7 @@ def test_scanner_and_its_garbage_are_dropped_and_the_member_goes_on(serving, con
                     continue
         exchange(member, number)
     assert {type(message) for _, message in serving.heard} == {Join, Ready, Heartbeat}
-    wait_for(lambda: "no member's" in caplog.text)
+    wait_for(lambda: "rejected a connection" in caplog.text)
     assert len(caplog.records) <= 2
 
 

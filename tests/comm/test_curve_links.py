@@ -95,7 +95,7 @@ def test_peer_that_was_refused_comes_again(ends, make_id, monkeypatch):
             f"public key {STRANGER.public} is not one of the 1",
         ),
         (UPPER, STRANGER.public, "hangs up in the handshake", "given another public key"),
-        (None, "", "without CURVE|one end uses CURVE", "no member's"),
+        (None, "", "without CURVE|one end uses CURVE", "rejected a connection"),
     ],
     ids=["unknown key", "wrong key", "no CURVE"],
 )

@@ -1,8 +1,8 @@
-"""ACK's payload: what has come, and when by the clock of who says it.
+"""ACK's payload: which messages have come, and when, by the receiver's clock; and the numbers of heartbeats.
 
-The sender learns from these times how long its bytes had the wire (`wire_time.py`), whatever the way back is like. They
-are whole microseconds since that clock began, so no number in them is NaN, infinite or negative; that they are true
-nobody can check, and nothing but figures depends on it.
+The sender learns from these times how long its bytes had the wire (`wire_time.py`), however slow the way back is. They
+are whole microseconds since that clock began, so none is NaN, infinite or negative; they cannot be verified, and only
+statistics depend on them.
 """
 
 import struct
@@ -15,8 +15,8 @@ from tahq.errors import RemoteProtocolError
 
 ACK_DELAY_S = 0.005
 ACK_AT_ONCE_NBYTES = 64 * 1024
-"""Small frames are acknowledged together, after the delay: an ACK of its own would cost as much as the
-frame does. Large ones are acknowledged at once, since the window and goodput wait for it."""
+"""Small frames are acknowledged together, after the delay: a separate ACK would cost as much as the
+frame. Large ones are acknowledged at once, since the window and goodput wait for it."""
 
 MAX_TIMES = 128
 """Messages whose arrival one ACK tells: 1 KiB. Those before them came no later than the first of these."""
@@ -29,7 +29,7 @@ _A_SECOND = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """What an ACK says beside the number up to which everything has come.
+    """The payload of an ACK, beside the number up to which everything has come.
 
     Attributes:
         passed: for each of several connections, up to which number it has brought all that it will; empty with one.
@@ -50,17 +50,17 @@ class Acknowledgement:
         return passed + _HEARTBEAT.pack(self.heartbeat, _ticks(self.heartbeat_s)) + arrivals
 
     def arrival_s(self, behind: int) -> float | None:
-        """When the message came that is so many numbers before the acknowledged one; None: nobody knows."""
+        """When the message came that is so many numbers before the acknowledged one; None: unknown."""
         if not self.arrivals_s:
             return None
         return self.arrivals_s[max(0, len(self.arrivals_s) - 1 - behind)]
 
 
 def unpack_acknowledgement(payload: bytes | memoryview, connections: int, peer: str) -> Acknowledgement:
-    """What an ACK says, of a link with so many connections.
+    """Parse the payload of an ACK, of a link with so many connections.
 
     Raises:
-        RemoteProtocolError: it is not of a length that it can have.
+        RemoteProtocolError: its length is impossible.
     """
     head = connections * _PASSED.size if connections > 1 else 0
     num_times, left = divmod(len(payload) - head - _HEARTBEAT.size, _TIME.size)
@@ -81,7 +81,7 @@ def _ticks(time_s: float) -> int:
 
 
 class Arrivals:
-    """When messages have come, until the peer is told."""
+    """Arrival times of messages, until the peer is told."""
 
     def __init__(self) -> None:
         self._arrived_s: dict[int, float] = {}
@@ -98,7 +98,7 @@ class Arrivals:
         self._heartbeat, self._heartbeat_s = number, now_s
 
     def tell(self, received: int, passed: Sequence[int]) -> Acknowledgement:
-        """What the peer has not been told, all up to `received` being here."""
+        """What the peer was not told yet, when all up to `received` have come."""
         times_s = [self._arrived_s.pop(number) for number in range(self._told + 1, received + 1)]
         ack = Acknowledgement(passed, self._heartbeat, self._heartbeat_s, times_s[-MAX_TIMES:])
         self._told = received
@@ -111,9 +111,10 @@ _REMEMBERED = 8
 
 
 class Heartbeats:
-    """Of one session; its epoch says with which process the peer's times are.
+    """This end's heartbeats of one session: their numbers, and the times of those that had the link for themselves.
 
-    One thread moves it, any thread may ask for `recent`.
+    Such a heartbeat takes as long as the path is, so that much of the time of a piece is no work. An ACK names the
+    heartbeat that it answers: others may be on their way by then. One thread moves it, any thread may ask for `recent`.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -121,7 +122,7 @@ class Heartbeats:
         self.last = 0
         """Number of the last one."""
         self._alone_s: dict[int, float] = {}
-        """When those left that had the link for themselves, and are not answered yet."""
+        """When those left that were alone, and are not answered yet."""
         self._recent: deque[HeartbeatTimes] = deque(maxlen=_REMEMBERED)
 
     def leave(self, now_s: float, *, is_alone: bool) -> int:

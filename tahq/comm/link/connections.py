@@ -1,14 +1,14 @@
 """The connections of a link: what has been said and heard on each, and what is due.
 
 HELLO, HEARTBEAT and BYE are said on each connection, since none knows anything of another. A peer has been met when
-it was heard on all, and is gone when it has said BYE on all; after BYE, silence means nothing.
+its HELLO has come on all, and has left when its BYE has come on all; after BYE, silence means nothing.
 """
 
 from collections.abc import Iterator
 
 
 class LinkConnections:
-    """Connections 0, 1, … of one end of a link; `dials` says whose part it is to say HELLO first."""
+    """Connections 0, 1, … of one end of a link; the end that `dials` says HELLO first."""
 
     def __init__(self, count: int, dials: bool) -> None:
         self._all = range(count)
@@ -77,7 +77,7 @@ class LinkConnections:
     # This end
 
     def plan_hellos(self) -> None:
-        """Say HELLO again where it was not answered, if it is for this end to begin."""
+        """Say HELLO again where it was not answered, if this end dials."""
         if self._dials:
             self._hellos_due.update(set(self._all) - self._greeted)
 

@@ -13,10 +13,10 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
 
     Args:
         text: the address.
-        what: whose it is, for the message of the error.
+        what: its owner, for the error message.
 
     Raises:
-        UserError: it is no address.
+        UserError: it is malformed.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -31,7 +31,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def dial_endpoint(text: str, what: str) -> str:
-    """What `zmq.Socket.connect` takes for this address; UserError if it is none."""
+    """The endpoint that `zmq.Socket.connect` takes for this address; UserError if it is malformed."""
     return f"tcp://{format_address(*parse_address(text, what))}"
 
 
@@ -54,7 +54,7 @@ def bind_router(router: "zmq.Socket[bytes]", text: str, what: str) -> int:
 
 
 def advertised_address(bind: str, bound_port: int, advertise: str | None) -> str:
-    """What neighbours are told to dial: `advertise` if given (port 0 in it = the bound port), else as bound.
+    """The address that neighbours dial: `advertise` if given (port 0 in it = the bound port), else as bound.
 
     ``none`` gives "": this host can only dial out. A wildcard host (0.0.0.0, ::) becomes the host's name.
     """
@@ -67,10 +67,10 @@ def advertised_address(bind: str, bound_port: int, advertise: str | None) -> str
 
 
 def local_address_towards(peer: str) -> str:
-    """The IP address that this host has on its way to `peer` (host:port); nothing is sent.
+    """The IP address of this host on its route to `peer` (host:port); nothing is sent.
 
     Raises:
-        UserError: there is no way there.
+        UserError: there is no route.
     """
     host, port = parse_address(peer, "peer")
     try:
@@ -79,4 +79,4 @@ def local_address_towards(peer: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise UserError(f"{peer}: no way there from this machine: {error.strerror}") from None
+        raise UserError(f"{peer}: no route from this machine: {error.strerror}") from None

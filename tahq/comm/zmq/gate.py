@@ -1,11 +1,9 @@
-"""Who may connect to a ROUTER: those with a key on its allow-list. The log has who else tried, and what was wrong.
+"""Lets peers connect to a ROUTER whose keys are on its allow-list, and logs who else tried and what was wrong.
 
-ZMQ asks (ZAP, its RFC 27) by a message inside the process for each connection whose CURVE handshake has come so far
-that the peer has proved to have its secret key, and to know the ROUTER's public one; whoever does not know that one is
-turned away before. The thread that owns the ROUTER answers, between its other work. Invariants:
-
-- a connection is let in by an answer from here, and by nothing else: without a gate nobody is;
-- what a peer sends before that is read by nobody.
+ZMQ asks (ZAP, its RFC 27), by a message inside the process, about each connection whose CURVE handshake has shown that
+the peer has its secret key and knows the ROUTER's public one; a peer that does not know that one is rejected before.
+The thread that owns the ROUTER answers, between its other work. Invariants: a connection is let in by an answer from
+here and by nothing else; nothing that a peer sends before that is read.
 """
 
 import socket
@@ -34,7 +32,7 @@ UNKNOWN_ADDRESS: Final = "an unknown address"
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """One connection: from which address and port, and when."""
+    """One connection: the peer's address and port, and when it was accepted."""
 
     host: str
     port: int
@@ -45,7 +43,11 @@ class Accepted:
 
 
 class Connections:
-    """Connections by descriptor, oldest first; used by the thread that owns the socket.
+    """The connections that a listening socket has accepted, by descriptor, oldest first; bounds the unknown ones.
+
+    ZMQ accepts every connection and gives each the full time of a handshake. Here the one that has been silent longest
+    is closed when there are too many, of one address or of all, so that descriptors are left for members and files. A
+    connection is known once a message has come over it, which is after the handshake.
 
     Args:
         clock: seconds, monotonic.
@@ -64,7 +66,7 @@ class Connections:
         self._by_host: Counter[str] = Counter()
 
     def accept(self, descriptor: int) -> Accepted | None:
-        """Note a new one; the one that was hung up on for it, if there were too many."""
+        """Note a new connection; returns the one that was closed for it, if there were too many."""
         self.forget(descriptor)
         peer = _peer_of(descriptor)
         host, port = peer or ("", 0)
@@ -75,7 +77,7 @@ class Connections:
         return self._hang_up(next(iter(self._unknown))) if len(self._unknown) > self._most else None
 
     def know(self, frame: zmq.Frame) -> bool:
-        """This message, received with ``copy=False``, came over one of them; whether it was the first to."""
+        """A message, received with ``copy=False``, has come; returns whether it is the first over its connection."""
         if not self._unknown:
             return False
         descriptor = int(frame.get(zmq.SRCFD))
@@ -87,7 +89,7 @@ class Connections:
         return True
 
     def forget(self, descriptor: int) -> Accepted | None:
-        """It is closed; what was noted of it."""
+        """The connection is closed; returns what was noted of it."""
         connection = self._unknown.pop(descriptor, None)
         if connection is None:
             return self._known.pop(descriptor, None)
@@ -101,17 +103,17 @@ class Connections:
         return descriptor in self._known
 
     def _hang_up(self, descriptor: int) -> Accepted | None:
-        """ZMQ then closes it; what was noted of it goes with the word that it did."""
+        """Shut the connection down; ZMQ then closes it, and says so, and only then it is forgotten."""
         connection = self._unknown[descriptor]
-        # Moved to the end, so that another goes next, should ZMQ take its time.
+        # Moved to the end, so that another goes next while ZMQ has not closed it.
         self._unknown[descriptor] = self._unknown.pop(descriptor)
         if _peer_of(descriptor) != (connection.host, connection.port):
-            return None  # the number is somebody else's by now
+            return None  # the number belongs to another connection by now
         try:
             with socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM) as copy:
                 copy.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return None  # he was faster
+            return None  # the peer was faster
         return connection
 
 
@@ -136,7 +138,7 @@ _EVENTS = (monitor.ACCEPTED, monitor.SUCCEEDED, monitor.DISCONNECTED, *monitor.F
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Somebody before the gate, who waits for an answer."""
+    """A peer at the gate that waits for an answer."""
 
     envelope: list[bytes]
     address: str
@@ -145,14 +147,14 @@ class _Asked:
 
 
 class Gate:
-    """Lets members in, and nobody else; used by the thread that owns the ROUTER.
+    """Lets members in, and no other peers; used by the thread that owns the ROUTER.
 
     Args:
         router: not bound yet.
-        keys: its own; None: no CURVE, and everybody is let in.
+        keys: its own; None: no CURVE, and every peer is let in.
         allowed: public keys of the members.
-        where: what messages call the ROUTER.
-        hold_s: how long somebody unknown waits for `allow` before he is refused.
+        where: name of the ROUTER in messages.
+        hold_s: how long an unknown peer waits for `allow` before it is refused.
         clock: seconds, monotonic.
     """
 
@@ -174,9 +176,9 @@ class Gate:
         self._held: list[_Asked] = []
         self._connections = Connections(clock)
         self._num_taken_in = 0
-        """Members that have said nothing yet; ZMQ does not tell which of the connections are theirs."""
+        """Members that have sent nothing yet; ZMQ does not tell which connections are theirs."""
         self._failure: str | None = None
-        """Why the connection fails that is about to be closed; "": that has been said."""
+        """Why the connection fails that is about to be closed; "": it was logged."""
         self._refused: deque[str] = deque(maxlen=_MOST_HELD)
         self._refusals = RateLimitedLog(_log, clock=clock)
         self._warnings = RateLimitedLog(_log, clock=clock)
@@ -191,43 +193,43 @@ class Gate:
 
     @property
     def sockets(self) -> list[Socket]:
-        """What `serve` is to be called for as soon as one has input."""
+        """Call `serve` as soon as one of these has input."""
         return [self._monitor.socket, *([self._requests] if self._requests is not None else [])]
 
     @property
     def next_s(self) -> float | None:
-        """When `serve` is to be called even if none has; None: then alone."""
+        """When to call `serve` even if none has input; None: only then."""
         return min((asked.until_s for asked in self._held), default=None)
 
     def allow(self, key: str) -> None:
-        """Let the owner of this public key in from now on, him who waits too."""
+        """Let the owner of this public key in from now on, also if it waits already."""
         self._allowed.add(key)
 
     def know(self, frame: zmq.Frame) -> None:
-        """A message, received with ``copy=False``, has come: who sent it is in, and needs no more watching."""
+        """A message, received with ``copy=False``, has come: its sender is in, and needs no more watching."""
         if self._connections.know(frame):
             self._num_taken_in -= 1
 
     def take_refused(self) -> list[str]:
-        """What the log says of keys that were refused since the last call."""
+        """Log lines about keys that were refused since the last call."""
         refused = list(self._refused)
         self._refused.clear()
         return refused
 
     def serve(self) -> None:
-        """Answer who has come, and note who has failed."""
+        """Answer peers that have come, and note connections that have failed."""
         if self._requests is not None:
             self._answer_all(self._requests)
         for event in self._monitor.take():
             self._note(event)
 
     def close(self) -> None:
-        """Let nobody in any more; before the ROUTER's context ends."""
+        """Let no more peers in; before the ROUTER's context ends."""
         self._monitor.close()
         if self._requests is not None:
             self._requests.close(linger=0)
 
-    # Who asks
+    # Answers to ZMQ
 
     def _answer_all(self, requests: Socket) -> None:
         now_s = self._clock()
@@ -243,7 +245,6 @@ class Gate:
                 self._refuse(requests, who)
 
     def _parse(self, parts: list[bytes], now_s: float) -> _Asked:
-        """What ZMQ asks; a key that is none is in no list."""
         is_curve = len(parts) == _REQUEST_PARTS and parts[7] == b"CURVE"
         address = parts[5].decode("ascii", "replace").removeprefix("::ffff:") if len(parts) > 5 else "?"
         return _Asked(parts[:4], address, parts[8].hex() if is_curve else "", now_s + self._hold_s)
@@ -261,13 +262,13 @@ class Gate:
         if self._refusals.warning(message):
             self._refused.append(message)
 
-    # Who fails
+    # Failed connections
 
     def _note(self, event: Event) -> None:
         if event.kind == monitor.ACCEPTED:
             hung_up = self._connections.accept(event.value)
             if hung_up is not None:
-                self._tell(str(hung_up), "too many were before it; it was hung up on for the next")
+                self._tell(str(hung_up), "closed to make room for the next: too many connections have said nothing")
         elif event.kind == monitor.SUCCEEDED:
             self._num_taken_in += 1
         elif event.kind == monitor.DISCONNECTED:
@@ -281,20 +282,20 @@ class Gate:
         if failure is None and not is_known and self._num_taken_in > 0:
             self._num_taken_in -= 1
         elif failure is None and not is_known:
-            failure = "it hung up before it said anything, or speaks another language than ZMQ's"
+            failure = "connection closed before it sent anything, or it does not speak ZMQ's protocol"
         if failure:
             self._tell(UNKNOWN_ADDRESS if connection is None else str(connection), failure)
 
     def _tell(self, address: str, failure: str) -> None:
-        self._warnings.warning(f"{self._where}: a connection from {address} was no member's: {failure}")
+        self._warnings.warning(f"{self._where}: rejected a connection from {address}: {failure}")
 
     def _reason(self, event: Event) -> str:
         if event.kind == monitor.REFUSED:
             return ""
         if event.kind == monitor.CLOSED:
-            return f"it hung up, or did not say within {HANDSHAKE_S:g} s who it is"
+            return f"connection closed during the handshake, or the handshake took longer than {HANDSHAKE_S:g} s"
         if event.value == monitor.OTHER_SERVER_KEY:
-            return "it was given another public key than the one of this end"
+            return "it was given another public key than that of this end"
         if event.value == monitor.OTHER_MECHANISM:
             return "it does not use CURVE" if self._has_curve else "it uses CURVE, which is off at this end"
         return f"it broke ZMQ's protocol ({event.value:#x})"

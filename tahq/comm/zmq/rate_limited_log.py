@@ -1,4 +1,4 @@
-"""Warnings that a stranger can cause as often as he likes, written once in a while."""
+"""Warnings that a stranger can cause as often as it likes, written once in a while."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ class RateLimitedLog:
         self._left_out = 0
 
     def warning(self, message: str) -> bool:
-        """Write this, or count it; whether it was written."""
+        """Write the message, or count it; returns whether it was written."""
         now_s = self._clock()
         if now_s < self._quiet_until_s:
             self._left_out += 1

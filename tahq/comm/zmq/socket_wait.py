@@ -1,8 +1,8 @@
 """Waiting for ZMQ sockets, other threads and timers at once, to the microsecond.
 
-`zmq.Poller` counts whole milliseconds, which shaping cannot live with, so this waits by itself for an epoll that has
-the sockets' descriptors. Those signal edges, not levels: a socket must be asked for its events after
-anything was done with it and before waiting, which `WaitSet.wait` does.
+`zmq.Poller` counts whole milliseconds, and so do Python's `poll` and `epoll`; `select` takes no descriptor above 1023.
+So this waits with `ppoll` for an epoll that has the sockets' descriptors. Those signal edges, not levels: a socket must
+be asked for its events after anything was done with it and before waiting, which `WaitSet.wait` does.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ class ReadableWait:
         self._arguments = (ctypes.byref(self._descriptor), ctypes.c_ulong(1), ctypes.byref(self._time), None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it can be read by then; true, too, if a signal came first."""
+        """Wait; returns whether the descriptor can be read, or a signal came."""
         self._time.s, self._time.ns = divmod(int(1e9 * timeout_s), 1_000_000_000)
         number = int(self._ppoll(*self._arguments))
         if number < 0 and ctypes.get_errno() != errno.EINTR:
@@ -56,7 +56,7 @@ _POLLIN = int(zmq.POLLIN)
 
 
 class Waker:
-    """Lets any thread wake the one that waits; many calls between two waits cost one system call."""
+    """Lets any thread wake the thread that waits; many calls between two waits cost one system call."""
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -74,10 +74,10 @@ class Waker:
                 os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Take the signal; only then look at what others have queued, so that nothing is missed.
+        """Take the signal; look at the queue of other threads only after that, so that nothing is missed.
 
         Flag and descriptor change together: a descriptor that is set where the flag is not would end every wait at
-        once, until somebody wakes again.
+        once, until the next wake.
         """
         if self._is_set:
             with self._changing:
@@ -124,7 +124,7 @@ class WaitSet:
     def wait(self, timeout_s: float | None) -> None:
         """Return when a socket has input, the waker was woken, or the time is over (None: no limit)."""
         deadline_s = time.monotonic() + (_MAX_WAIT_S if timeout_s is None else min(timeout_s, _MAX_WAIT_S))
-        # A ZMQ descriptor also signals what concerns only ZMQ, so look again before anyone is bothered.
+        # A ZMQ descriptor also signals events internal to ZMQ, so look again before returning.
         while not self._has_input():
             is_ready = self._precise.wait(max(0.0, deadline_s - time.monotonic()))
             if not is_ready or any(descriptor == self._waker_descriptor for descriptor, _ in self._epoll.poll(0)):
