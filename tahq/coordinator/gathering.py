@@ -16,6 +16,8 @@ from tahq.errors import ConfigError
 SHARED_FIELDS = ("tokenizer_hash", "data_hash", "num_train_samples")
 """Fields of HELLO that must be equal wherever they are not empty: a stage that needs no data leaves them empty."""
 
+MAX_PID = 1 << 31
+
 
 def is_free(seats: Seats, stage: int) -> bool:
     """Whether this is a stage of the run, without a worker."""
@@ -35,6 +37,8 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
     if join.version != options.version:
         row = ["version", join.version, f"{options.version} (coordinator)"]
         return Refuse("this worker runs another version of tahq: install the coordinator's", [row])
+    if not 0 <= join.pid < MAX_PID:
+        return Refuse(f"got process number {join.pid}, expected one below {MAX_PID}")
     if not -1 <= join.stage < len(seats):
         return Refuse(
             f"there is no stage {join.stage}: this run has stages 0 to {len(seats) - 1}; start with one of those"

@@ -191,3 +191,13 @@ def test_removed_run_folder_is_named_and_not_made_anew(scene, tmp_path):
         publishing.take(wait=True)
     publishing.close()
     assert not options.run_folder.exists()
+
+
+def test_run_whose_folder_is_found_removed_while_it_breaks_off_ends_with_one_line(scene):
+    scene.executor = Sooner(Random(1), chance=0.0)
+    scene.publish_error = UserError("the run's folder is gone")
+    workers = scene.workers(stage1={"silent_from_step": 3})
+    assert (
+        scene.run(lambda: workers[1].silent and scene.coordinator.worker_exited(1, 4), steps=8, snapshot_every=2) == 4
+    )
+    assert "the run's folder is gone" in scene.warnings()

@@ -197,6 +197,7 @@ def test_worker_that_is_refused_is_told_why():
     assert "stage 1 already has a worker: stage 1 (host1, pid 5); still free: 0, 2" in refused(table, join_of(1))
     assert "stages 0 to 2" in refused(table, join_of(10**9))
     assert "another version" in refused(table, Join(0, "9", "host", 1))
+    assert "expected one below" in refused(table, join_of(0, pid=2**63))
     assert "another key" in refused(table, join_of(2), "aa", host_keys=("", "", "bb"))
     assert refused(table, join_of(2), "bb", host_keys=("", "", "bb")) == ""
     table.join(0, b"b", join_of(0), 0.0)
