@@ -2,23 +2,23 @@
 
 ::
 
-    TahqError                        1   our fault, or a peer's
-    ├── UserError                    2   the user can mend it; shown as one line
+    TahqError                        1   internal error
+    ├── UserError                    2   the user's mistake; shown as one line
     │   ├── ConfigError              2   cluster.yaml, --set or a codec spec
     │   ├── DataError                2   text, tokens or tokenizer
     │   ├── ModelError               2   a model that cannot be built, cut or loaded
-    │   ├── SnapshotError            2   a snapshot that is missing, damaged or does not fit
+    │   ├── SnapshotError            2   a checkpoint that is missing, damaged or does not fit
     │   ├── NetworkError             2   a network of hosts that cannot be made on this machine
     │   └── RefusedError             2   the coordinator refused this worker, and said why
     ├── CodecError                   1   bytes that are not a valid stream, or a tensor no stream holds
     ├── ScheduleError                1   a schedule that deadlocks or is incomplete
-    ├── LocalProtocolError           1   we broke the protocol
+    ├── LocalProtocolError           1   this process broke the protocol
     ├── RemoteProtocolError          3   a peer broke the protocol; the message names it
     ├── PeerLostError                3   a peer is gone; the run can be resumed
     │   └── FrameLogError            3   frames that a neighbour needs again cannot be read
     ├── OutOfMemoryError             4   a stage does not fit
     ├── NonFiniteError               5   halted on NaN or infinity
-    ├── NothingToDoError           0   all steps of the run that is to go on were done before
+    ├── NothingToDoError           0   all steps of the run to resume are done
     ├── StartOverError             3   a worker forgets what it has, and joins again
     ├── RunAbortedError           any   the coordinator ended the run; its message, its status
     └── InterruptedRunError        130   stopped by SIGINT (130) or SIGTERM (143)

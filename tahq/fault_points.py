@@ -1,4 +1,4 @@
-"""Named points of a run at which a test has something happen to the process that reaches them.
+"""Named points of a run at which tests inject faults into the process that reaches them.
 
 Nothing happens anywhere unless the environment says so. ``TAHQ_FAULTS`` lists faults, by commas::
 
@@ -7,7 +7,7 @@ Nothing happens anywhere unless the environment says so. ``TAHQ_FAULTS`` lists f
 what               happens at the point
 =================  =====================================================================================
 ``kill``           the process kills itself with SIGKILL: no handler, no clean-up
-``stop=DURATION``  it stops itself with SIGSTOP; a process of its own lets it go on after that time
+``stop=DURATION``  it stops itself with SIGSTOP; a helper process continues it after that time
 ``sleep=DURATION`` the thread that reached the point sleeps; the others go on
 ``raise``          `InjectedFault` is raised, which nothing in tahq expects
 
@@ -16,7 +16,7 @@ or step passes -1.
 
 A fault happens once. ``TAHQ_FAULTS_FOLDER`` names a folder in which a file says that it has, so that it does not
 happen again to the process that takes the place of a killed one, or to another of the run; what is listed twice
-happens twice. The file holds the time (`time.time`) and the process, for who measures how soon it was noticed.
+happens twice. The file holds the time (`time.time`) and the process, to measure how soon it was noticed.
 Without a folder each process counts for itself.
 
 Cost where nothing is planned: a call and a look into an empty dict, 0.1 µs.
@@ -48,7 +48,7 @@ BACKWARD: Final = "backward"
 """A worker begins a micro-batch's backward."""
 
 BEFORE_PREPARE: Final = "before-prepare"
-"""A worker has all gradients of the step, and has told nobody."""
+"""A worker has all gradients of the step, and has not reported them."""
 
 PREPARED: Final = "prepared"
 """A worker has sent PREPARE and waits for the decision."""

@@ -2,7 +2,7 @@
 
 A key is checked where it is declared, keys of one section by that section, and here what two
 sections say about each other. Whatever needs the model's folder, the tokenizer or the data is checked
-by those who read them.
+where they are read.
 """
 
 import math
@@ -32,7 +32,7 @@ MAX_MICRO_BATCHES = 65_536
 
 
 class ClusterConfig(Section):
-    """All that a run is made of; workers receive it, resolved, from the coordinator."""
+    """A run's configuration; workers receive it, resolved, from the coordinator."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -97,7 +97,7 @@ class ClusterConfig(Section):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The site of each stage; "" = one of its own. Under `hosts: local` all are one."""
+        """The site of each stage; "" = a site of its own. Under `hosts: local` all stages share one."""
         if self.hosts == "local":
             return ("local",) * self.pipeline.stages
         hosts = self.hosts if isinstance(self.hosts, list) else self._network().hosts.values()
@@ -290,7 +290,7 @@ class ClusterConfig(Section):
             raise DisagreementError(
                 ("run", "give_up"),
                 f"run.give_up is {write_duration(self.run.give_up)} and run.peer_timeout {write_duration(timeout_s)}: "
-                "who is silent would be given up before anybody is told; raise run.give_up",
+                "a silent peer would be given up before a warning; raise run.give_up",
             )
 
     def _slowest(self) -> tuple[float, float]:

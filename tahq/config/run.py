@@ -45,26 +45,26 @@ class RunConfig(Section):
     threads: int | None = Field(default=None, ge=1, le=1024)
     """Compute threads a worker; None: cores divided by the workers on them."""
     peer_timeout: Duration = Field(default=10.0, ge=0.1)
-    """A peer that is silent for so long is told of; heartbeats are sent five times as often."""
+    """Warn about a peer that has been silent this long; heartbeats are sent five times as often."""
     give_up: Duration = Field(default=120.0, ge=0.1)
-    """A link that is silent, or a stage that has no worker, for so long is given up, and the run ends."""
+    """End the run when a link has been silent, or a stage without a worker, this long."""
     restarts: int = Field(default=10, ge=0)
-    """How often the launcher starts a stage's worker again that was killed."""
+    """How often the launcher restarts the killed worker of a stage."""
     frame_log: Size = Field(default=10 * 1024**3, ge=0)
-    """Most that a stage keeps on its disk of what it has sent since the last snapshot; 0: nothing."""
+    """Largest size of a stage's log, on its disk, of frames sent since the last checkpoint; 0: no log."""
     join_timeout: Duration = Field(default=600.0, gt=0)
     """How long the coordinator waits for all stages to join."""
     grace: Duration = Field(default=25.0, gt=0)
-    """How long the step and its snapshot may take after SIGTERM."""
+    """Time for the current step and its checkpoint after SIGTERM."""
     snapshot_every: int | None = Field(default=None, ge=1)
-    """Steps between snapshots; one is always written at the end and on interruption."""
+    """Steps between checkpoints; one is always written at the end and on interruption."""
     snapshot_buffers: int = Field(default=2, ge=0, le=2)
     """Copies of a stage that may be waiting for the disk while training goes on; 0: training waits for the disk."""
     keep_snapshots: int = Field(default=2, ge=1)
     copies: int = Field(default=1, ge=0, le=1)
-    """Copies of each stage's snapshot on other hosts."""
+    """Copies of each stage's checkpoint on other hosts."""
     copies_within_host: bool = False
-    """Whether a worker on the same host will do, for workers that do not share a disk."""
+    """Whether copies may lie on the same host, for workers that do not share a disk."""
     copy_rate: Rate | None = Field(default=None, ge=1e4)
     """How fast a host fetches copies; None: 5 % of what it is configured to receive at, else 10 mbit/s."""
     log_level: Literal["debug", "info", "warning"] = "info"

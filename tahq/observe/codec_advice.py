@@ -20,7 +20,7 @@ LADDERS = {
     "wf": tuple(f"wf:bits={bits}" for bits in range(8, 0, -1)),
     "fixed": tuple(f"fixed:bits={bits}" for bits in (12, 10, 8, 7, 6, 5, 4, 3, 2)),
 }
-"""Codecs from dear to cheap; `fixed` is only offered to those who use it."""
+"""Codecs from most to fewest bits; `fixed` is only offered to runs that use it."""
 
 
 @dataclass(frozen=True, slots=True)

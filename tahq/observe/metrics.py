@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object a step, in order, each line on disk as soon as it is complete.
+"""metrics.jsonl: one JSON object per step, in order, each line written as soon as it is complete.
 
 The line of a step that is evaluated is held back until its validation loss has come in, so that there
-is one object a step and nothing else. NaN and infinity, which JSON does not have, become null. When a
+is one object per step and nothing else. NaN and infinity, which JSON does not have, become null. When a
 run continues from a snapshot, what the file says about later steps is cut off first. Lines that a full disk does
 not take are kept, and written when there is room again.
 """

@@ -15,7 +15,7 @@ from tahq.errors import UserError
 Value = TypeVar("Value")
 
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What is raised on the way from a line to a value if it is not the line of a step, or not JSON."""
+"""Raised while a line that is not a step's, or not JSON, is converted."""
 
 
 def read_lines(metrics: Path, value_of: Callable[[Any], Value], what: str) -> list[Value]:

@@ -32,7 +32,7 @@ class Flow:
     frames: int
     payload_bytes: int
     codec: str = ""
-    """What packed it; empty where nobody said."""
+    """Its codec; empty if unknown."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a configuration, as one line for the person who wrote it.
+"""pydantic's errors about a configuration, as one line for its author.
 
 The line names the place (file and line, or the ``--set``), the dotted path, what was got, what was
 expected, and the nearest known key. The first mistake is told in full; further ones are named.
@@ -120,8 +120,8 @@ def _in_line(origin: Origin) -> str:
 def with_place(message: str, root: type[BaseModel], origins: Origins) -> str:
     """A message that begins with a key, such as ``data.tokenizer: no such folder``, behind the place of that key.
 
-    For what is found wrong after the configuration was read: by who looks at the model, the tokenizer or the network.
-    Any other message is returned as it is.
+    For mistakes found after the configuration was read, in the model, the tokenizer or the network. Other messages are
+    returned unchanged.
     """
     key = _KEY.match(message)
     path: Path = tuple(int(step) if step.isdigit() else step for step in key.group().split(".")) if key else ()

@@ -1,7 +1,7 @@
-"""What a worker makes of the configuration that it was sent: model slice, data, and, once there are links, a stage.
+"""The parts of a stage, built from the configuration: model slice, data, and, once there are links, the stage.
 
-Building comes in two parts, because what HELLO reports (hashes, sizes) must be known before anybody knows the
-links: `Assembly.build` needs the configuration only, `connect` needs the plan and the transports.
+Built in two parts, because HELLO reports hashes and sizes before links are known: `Assembly.build` needs the
+configuration only, `connect` needs the plan and the transports.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def chunk_module(
     random: RandomContext,
     weights: bool = True,
 ) -> ModelSlice:
-    """What a stage computes for one of its chunks: a slice of the model, or under `model.sleep` one that takes time.
+    """The module of one chunk: a slice of the model, or under `model.sleep` a slice that only takes time.
 
     Args:
         config: resolved.
@@ -109,7 +109,7 @@ def keep_as_configured(config: ClusterConfig, module: ModelSlice) -> None:
 
 
 def resolved_spec(config: ClusterConfig, tokenizer_vocab_size: int | None) -> ModelSpec:
-    """The model of a resolved configuration, whose vocabulary does not depend on who has the tokenizer.
+    """The model of a resolved configuration; its vocabulary does not depend on the tokenizer being here.
 
     Args:
         config: resolved: `model.vocab_size` is set unless a folder gives it.

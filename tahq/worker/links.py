@@ -45,7 +45,7 @@ class WorkerLinks:
 
         Raises:
             PeerLostError: a neighbour did not come in time; the message names it.
-            RemoteProtocolError: the plan makes no sense, or a peer is not who it should be.
+            RemoteProtocolError: the plan is invalid, or a peer has another identity than planned.
         """
         wanted = _wanted(plan.wanted)
         self._epoch = plan.epoch
@@ -114,7 +114,7 @@ def _wanted(rows: Iterable[Sequence[int]]) -> dict[int, Wanted]:
     try:
         return {link: Wanted(since, evaluations, _through(through)) for link, since, evaluations, through in rows}
     except ValueError as error:
-        raise RemoteProtocolError(f"the coordinator says what peers want in rows that are none: {error}") from error
+        raise RemoteProtocolError(f"the coordinator sent malformed rows of wanted frames: {error}") from error
 
 
 def _through(step: int) -> int | None:

@@ -103,7 +103,7 @@ def run_worker(options: WorkerOptions) -> int:
 
 
 def _is_traced(config: ClusterConfig, live_step: int, step: int) -> bool:
-    """Whether there is to be a picture of a step; of one that is computed again the coordinator has no times."""
+    """Whether a step is traced; the coordinator has no times of steps that are computed again."""
     return step >= live_step and config.run.is_traced(step)
 
 
@@ -372,7 +372,7 @@ class Worker:
             self._client.send(part)
 
     def _tell_rest_of_trace(self, stage: Stage, meter: StepMeter) -> None:
-        """No step comes after this one; its snapshot is reported later, and before that nobody says BYE."""
+        """Send the last step's trace; BYE comes only after its checkpoint is reported."""
         meter.note(stage.take_link_stats())
         for part in meter.trace_rest():
             self._client.send(part)
@@ -456,7 +456,7 @@ class Worker:
             self._links.obey(order)
 
     def _on_return(self) -> Message:
-        """The coordinator was started again: who trains goes on, who had not begun begins anew."""
+        """The coordinator was restarted: a worker that trains continues, any other starts over."""
         if self._num_decided is not None:
             return Rejoin(self.stage, self._run_id, self._num_decided)
         raise StartOverError("the coordinator was started again")

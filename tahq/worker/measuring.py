@@ -20,7 +20,7 @@ _MOST_PEERS = 1024
 
 
 class MeasuringMember:
-    """Measures as told, and answers others who measure; as a context, it listens until it ends.
+    """Carries out measuring orders and answers other workers; as a context, it listens until its end.
 
     Args:
         assign: the stage, and which run this is.
@@ -108,13 +108,13 @@ class MeasuringMember:
     def _hidden_size(self) -> int:
         return self._config.model.hidden_size or resolved_spec(self._config, None).hidden_size
 
-    # -- ways to others --------------------------------------------------------------------------
+    # -- paths to others -------------------------------------------------------------------------
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:
         peers = [_peer(row) for row in order.peers]
         if not 0 < len(peers) <= _MOST_PEERS or not 0 <= order.least_s <= order.most_s <= LONGEST_S:
             raise RemoteProtocolError(f"the coordinator asked for {len(peers)} streams of {order.most_s} s at most")
-        self._working(f"measuring the way to {', '.join(dict.fromkeys(peer.host for peer in peers))}")
+        self._working(f"measuring the path to {', '.join(dict.fromkeys(peer.host for peer in peers))}")
         times = StreamTimes(order.least_s, order.most_s)
         trips_s: list[float] = []
         outward: list[float] = []
@@ -136,4 +136,4 @@ def _peer(row: list[str | int]) -> Peer:
         case [int(stage), str(host), str(address)] if address:
             return Peer(stage, host, address)
         case _:
-            raise RemoteProtocolError(f"the coordinator named a peer that is none: {row}")
+            raise RemoteProtocolError(f"the coordinator sent a malformed peer: {row}")

@@ -34,7 +34,7 @@ class WorkerOptions:
 
     `stage` -1 takes any that is free; `peer` is the coordinator's host:port; `advertise` may be
     `none` for a host that can only dial out. Processes with the same `worker_id` follow each other; with `takeover`
-    this one takes its stage from whoever holds it. Without `credentials` there is no CURVE. A `spare` waits for the
+    this one takes its stage from its holder. Without `credentials` there is no CURVE. A `spare` waits for the
     stage of a host that is lost; one that `stands_by` wants its stage back, and becomes a spare if another has it.
     One that `replaces_host` was started with --takeover, perhaps on another machine than its stage was planned for.
     """
@@ -104,7 +104,7 @@ def _report_unkept(send: Send, stage: int, link: int, reason: str) -> None:
 def _frame_logs(
     config: ClusterConfig, stage: int, report: Callable[[int, str], None]
 ) -> Callable[[int], FrameLog] | None:
-    """Logs for each link of a stage that can be brought to life again; gloo and NCCL links cannot."""
+    """Frame logs for the links of a stage that can reconnect; gloo and NCCL links cannot."""
     if config.run.frame_log == 0 or (config.links.inside != "zmq" and any(config.sites)):
         return None
     frames = Path(config.run.dir) / config.run.name / "frames"
@@ -148,7 +148,7 @@ def is_local_address(host: str) -> bool:
 
 
 def control_shaping(config: ClusterConfig) -> Shaping:
-    """What is imitated of the way to the coordinator; control messages are small, and not counted in any cap."""
+    """Shaping of the path to the coordinator; control messages are small, and do not count towards caps."""
     if config.hosts == "namespaces":
         return Shaping()
     return Shaping(config.links.rate, config.links.delay)

@@ -30,7 +30,7 @@ def test_check_startable_passes_after_a_start_that_took_no_step(folder):
 def test_check_startable_refuses_to_overwrite_metrics(folder):
     folder.path.mkdir(parents=True)
     folder.metrics.write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match=r"left no snapshot.*run\.name"):
+    with pytest.raises(UserError, match=r"left no checkpoint.*run\.name"):
         folder.check_startable(resume=False)
 
 

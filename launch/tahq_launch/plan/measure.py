@@ -51,7 +51,7 @@ class MeasureOptions:
     """What a person asked for; () leaves it to the configuration.
 
     `seconds` is how long each stream is looked at, at least. `access`: measure uplinks and downlinks with all
-    others at once. `connections`: how many are tried on each way, beside one.
+    others at once. `connections`: numbers of TCP connections to try on each path, besides one.
     """
 
     config_path: Path
@@ -153,21 +153,21 @@ def micro_batches_of(config: ClusterConfig) -> tuple[int, ...]:
 
 
 def _computers(config: ClusterConfig) -> list[str]:
-    """Whose memory each stage has."""
+    """The machine of each stage, for its memory."""
     if isinstance(config.hosts, str):
         return [_HERE] * config.pipeline.stages
     return [host.address for host in config.hosts]
 
 
 def _machines(config: ClusterConfig) -> list[str]:
-    """Whose connection to the network each stage has."""
+    """The machine of each stage, for its uplink and downlink."""
     if config.hosts == "namespaces":
         return host_labels(config.hosts, config.pipeline.stages)
     return _computers(config)
 
 
 def _imitated(config: ClusterConfig) -> Imitated:
-    """What workers enforce in user space, which the plain sockets of a measurement do not meet."""
+    """Shaping that workers do in user space, which a measurement's plain sockets bypass."""
     if config.hosts == "namespaces":
         return Imitated()
     return Imitated(config.links.rate, config.links.delay)
@@ -188,7 +188,7 @@ class MeasureLines(RunObserver):
         self._devices: dict[int, str] = {}
 
     def opened(self, header: RunHeader) -> None:
-        """Say who is waited for."""
+        """Print the header."""
         _say(f"measuring {header.num_stages} hosts, coordinator at {header.address}")
 
     def phase_changed(self, phase: str, detail: str) -> None:
@@ -198,7 +198,7 @@ class MeasureLines(RunObserver):
         self._said = (phase, detail)
 
     def stage_changed(self, status: StageStatus) -> None:
-        """Say who is there, once its device is known."""
+        """Print a worker once its device is known."""
         if status.device and self._devices.get(status.stage) != status.device:
             self._devices[status.stage] = status.device
             _say(f"stage {status.stage}: {status.host}, pid {status.pid}, {status.device}")
@@ -265,7 +265,7 @@ _PATH_TITLES = ("from", "to", "rate", "round trip", "connections")
 
 
 def print_numbers(numbers: ClusterNumbers) -> None:
-    """Two tables: hosts, and the ways between them."""
+    """Print two tables: hosts, and the paths between them."""
     print_table(_HOST_TITLES, [row for host in numbers.hosts for row in _host_rows(host)], left=(0,))
     if numbers.paths:
         print()

@@ -1,4 +1,4 @@
-"""What a coordinator is told of the links' codecs: as configured, the ladders, and a record to repeat."""
+"""The coordinator's options for the links' codecs: initial specs, ladders, and a record to replay."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
         saved: what the snapshot to continue from kept of the links.
 
     Raises:
-        ConfigError: a ladder that does not go with the model, or a record that is none of these ladders.
+        ConfigError: a ladder that does not fit the model, or a record with other specs than the ladders'.
     """
     start = {cast(Traffic, direction): spec for direction, spec in config.wire.specs().items()}
     follow = config.wire.follow
@@ -57,7 +57,7 @@ def _ladders(config: ClusterConfig) -> dict[Traffic, Ladder]:
 
 
 def _replay(path: Path, ladders: Mapping[Traffic, Ladder], num_links: int) -> Recorded:
-    """The record without the link of tied embeddings, which crosses as it is."""
+    """The record without the link of tied embeddings, which is never compressed."""
     recorded = {
         step: {key: spec for key, spec in specs.items() if key.link < num_links}
         for step, specs in recorded_codecs(path).items()

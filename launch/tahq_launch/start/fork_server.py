@@ -1,14 +1,13 @@
 """Local workers, forked from one process that has imported everything.
 
-Importing torch and transformers keeps a core busy for several seconds. Workers that each do it share the cores for as
-many times that, and then have the same modules as many times. So the launcher forks a server before it does anything
-else. That begins with what the launcher has imported, imports the rest while the launcher resolves the
-configuration, and is what the workers are forked from. It computes nothing and starts no thread, so forking it is
-safe. When the launcher dies the server does too, and then the workers (`worker_lifetime`).
+Importing torch and transformers keeps a core busy for several seconds. If every worker did it, start-up would take that
+long times the number of workers, and the modules would be in memory as often. So the launcher first forks a server,
+which imports everything while the launcher resolves the configuration, and from which the workers are forked. The
+server computes nothing and starts no thread, so forking it is safe. When the launcher dies, the server and then the
+workers die, too (`worker_lifetime`).
 
-One thing cannot be inherited: CUDA, once anything has asked for it. Some packages ask as they are imported, and
-transformers imports some of them where they are installed (torchao, bitsandbytes). Workers are spawned then, each
-importing for itself.
+CUDA cannot be inherited once any import has initialised it, as some packages that transformers imports do (torchao,
+bitsandbytes). Workers are then spawned instead, and import everything themselves.
 """
 
 import contextlib
@@ -42,13 +41,13 @@ class ForkedCommand:
     """A command line of `tahq` for a process that has everything imported.
 
     Attributes:
-        name: what ps calls it, at most 15 letters.
+        name: process name in ps, at most 15 letters.
         arguments: what follows `tahq`.
-        log_path: what its stdout and stderr are appended to.
+        log_path: file to which its stdout and stderr are appended.
         threads: for torch's operations.
         environment: added to the launcher's.
-        namespace: the network namespace that it serves in; None: the launcher's.
-        first_input: all that it finds on its stdin.
+        namespace: its network namespace; None: the launcher's.
+        first_input: the content of its stdin.
     """
 
     name: str
@@ -72,9 +71,9 @@ class _Exited:
 
 
 class ForkServer:
-    """The process that workers are forked from; as a context, neither it nor any of them is left when it ends.
+    """The process that workers are forked from; as a context, it kills itself and all of them at its end.
 
-    To be made while this process has one thread, and holds nothing open that workers must not hold.
+    Create it while this process has one thread and no open files that workers must not inherit.
     """
 
     def __init__(self) -> None:
@@ -99,12 +98,12 @@ class ForkServer:
         return _known(self._process.pid)
 
     def import_modules(self, modules: Sequence[str]) -> None:
-        """Have it import what workers will need; returns at once."""
+        """Start importing modules that workers need; returns at once."""
         with contextlib.suppress(ConnectionError):  # `start` says it
             self._line.send(tuple(modules))
 
     def start(self, command: ForkedCommand) -> "ForkedChild":
-        """Fork a process, once what was asked for is imported.
+        """Fork a process once the requested modules are imported.
 
         Raises:
             PeerLostError: the server has died, and with it all that was forked from it.
@@ -135,7 +134,7 @@ class ForkServer:
             if not self._line.poll(max(0.0, deadline_s - time.monotonic())):
                 return None
             self._listen()
-        return self._statuses.get(pid, -signal.SIGKILL)  # who loses the server is killed
+        return self._statuses.get(pid, -signal.SIGKILL)  # children of a lost server are killed
 
     def _listen(self) -> _Started | _Exited | None:
         """What the server says next; None when it is gone."""
@@ -176,7 +175,7 @@ class ForkedChild:
 
 
 def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
-    """In the server: do what the launcher asks, tell it who has left, and leave when it is gone."""
+    """In the server: obey the launcher, report exited children, and exit when the launcher is gone."""
     launchers_end.close()
     os.setsid()
     for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal says is for the launcher
@@ -191,7 +190,7 @@ def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
                 else:
                     server.bury(server.children.pop(ready))
     except (EOFError, ConnectionError):
-        os._exit(0)  # no waiting for the children, who see it
+        os._exit(0)  # do not wait for the children; they notice
 
 
 class _Server:
@@ -237,7 +236,7 @@ def _forks_lack_cuda() -> bool:
 
 
 def _run(command: ForkedCommand, servers_line: Connection, folder: str) -> NoReturn:
-    """In the child: a session, a log and perhaps a network of its own, then the command."""
+    """In the child: new session, log, perhaps a network namespace; then run the command."""
     servers_line.close()
     os.chdir(folder)  # one that is spawned begins where the launcher did
     os.setsid()

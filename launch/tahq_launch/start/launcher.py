@@ -1,8 +1,8 @@
 """A whole run from one command: the coordinator in this process, a child process for every stage.
 
 Invariants:
-- however this process ends, no worker is left: they are waited for, then asked, then killed; after
-  SIGKILL of this process they notice by themselves (`worker_lifetime`);
+- however this process ends, no worker is left: they are waited for, then terminated, then killed; after
+  SIGKILL of this process they exit by themselves (`worker_lifetime`);
 - the first SIGINT or SIGTERM stops the run in order, with a snapshot; the second stops it now.
 """
 
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
     from tahq_launch.namespace_host import NamespaceHosts
 
 LEAVE_S = 5.0
-"""How long workers may take to leave by themselves once the coordinator has ended the run."""
+"""Time for workers to exit by themselves after the coordinator has ended the run."""
 ABORTED_S = 1.0
-"""The same after a run that failed: a worker that still builds its model does not listen, and has nothing to save."""
+"""The same after a failed run: a worker that still builds its model does not listen, and has nothing to save."""
 TERMINATE_S = 3.0
-"""How long one that was asked to leave may take before it is killed."""
+"""Time between SIGTERM and SIGKILL."""
 
 ORDERLY = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit statuses of what went well, or was stopped by somebody."""
+"""Exit statuses of success and of a stop by a signal."""
 
 _WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 Announce = Callable[[str], None]
-"""Told what the user should know before the run begins, line by line."""
+"""Prints a line for the user."""
 
 ExitListener = Callable[[int, int, str], None]
-"""Told (stage, exit status, last words) of a worker that has left."""
+"""Called with (stage, exit status, last log line) of a worker that has exited."""
 
 
 class Fleet:
-    """The workers that were started from here; as a context, none is left when it ends.
+    """The workers started from here; as a context, it ends with none of them running.
 
     Args:
-        on_exit: told once of each worker that leaves.
-        forks: what local workers are forked from.
-        max_restarts: how often a stage's worker may be started again.
+        on_exit: called once for each worker that exits.
+        forks: server to fork local workers from.
+        max_restarts: largest number of restarts per stage.
     """
 
     def __init__(self, on_exit: ExitListener, forks: ForkServer | None = None, max_restarts: int = 0) -> None:
@@ -75,7 +75,7 @@ class Fleet:
         self._commands: dict[int, tuple[WorkerCommand, Path]] = {}
         self._restarts = RestartTimes(max_restarts)
         self._due: dict[int, float] = {}
-        """When a stage's worker is to be started again."""
+        """Times at which stages are to be restarted."""
 
     def __enter__(self) -> Self:
         return self
@@ -89,8 +89,8 @@ class Fleet:
         """Start one worker.
 
         Raises:
-            UserError: its program cannot be started (there is no ssh, for instance).
-            PeerLostError: what it would be forked from has died.
+            UserError: the program cannot be started (ssh is not installed, say).
+            PeerLostError: the fork server has died.
         """
         self._commands[command.stage] = (command, log_path)
         try:
@@ -99,10 +99,10 @@ class Fleet:
             raise UserError(f"cannot start {command.argv[0]} for stage {command.stage}: {error.strerror}") from error
 
     def restart(self, stage: int) -> bool:
-        """Start a stage's worker again, a while from now; what is left of it is killed. False: it is not from here.
+        """Schedule a restart of a stage's worker, and kill the old one; False: it was not started from here.
 
         Raises:
-            PeerLostError: that was done too often.
+            PeerLostError: no restarts are left.
         """
         if stage not in self._commands:
             return False
@@ -114,7 +114,7 @@ class Fleet:
         return True
 
     def tick(self) -> None:
-        """Notice who has left, and start again who is due."""
+        """Report workers that have exited, and start those whose restart is due."""
         for stage in [stage for stage, due_s in self._due.items() if time.monotonic() >= due_s]:
             del self._due[stage]
             self.start(*self._commands[stage])
@@ -125,7 +125,7 @@ class Fleet:
                 self._on_exit(process.command.stage, status, _last_words(process))
 
     def close(self, leave_s: float) -> None:
-        """Wait for workers to leave, then ask them to, then kill them; none is left afterwards."""
+        """Wait for workers to exit, then terminate, then kill them."""
         self._wait(leave_s)
         for process in self._running:
             process.terminate()
@@ -146,17 +146,17 @@ def _last_words(process: StageProcess) -> str:
 
 
 def launch(request: StartRequest, announce: Announce) -> int:
-    """Run what a cluster.yaml describes, from its first step to its last.
+    """Run a cluster.yaml from its first step to its last.
 
     Args:
         request: what to run.
-        announce: told what is continued, and what to type on hosts that are started by hand.
+        announce: prints what is resumed, and the commands for workers started by hand.
 
     Returns:
-        The exit status of the run; why it is not 0 has been said on stderr.
+        The exit status of the run; the reason for a status other than 0 is on stderr.
 
     Raises:
-        UserError: the run could not begin; nothing was started.
+        UserError: the run cannot start; no process is left.
     """
     with (
         ForkServer() as forks,
@@ -177,15 +177,15 @@ def start_workers(
     *,
     debug: bool,
 ) -> None:
-    """Start a worker for every stage, or say what to type where a person starts it.
+    """Start a worker for every stage, or print the command for one that is started by hand.
 
     Args:
         prepared: what they are for.
-        address: host:port that the coordinator tells workers to dial.
-        hosts: of the run's own network, if it has one.
+        address: host:port of the coordinator, as workers dial it.
+        hosts: of the run's network namespaces, if any.
         fleet: they belong to.
         announce: told what to type.
-        debug: have them log in detail.
+        debug: log in detail.
     """
     for stage in range(prepared.config.pipeline.stages):
         command = worker_command(prepared, stage, address, hosts, debug=debug)
@@ -197,7 +197,7 @@ def start_workers(
 
 
 def lead(coordinator: Coordinator, fleet: Fleet) -> int:
-    """Lead the workers to the end; returns the exit status, when none of them is left."""
+    """Run the coordinator to the end and wait for all workers; returns the exit status."""
     status = coordinator.run(fleet.tick)
     fleet.close(LEAVE_S if status in ORDERLY else ABORTED_S)
     return status
@@ -213,7 +213,7 @@ def serve(request: StartRequest, announce: Announce) -> int:
 
 
 def import_meanwhile(forks: ForkServer | None, config: ClusterConfig) -> None:
-    """While the configuration is resolved, import for workers; with namespaces only when their network is measured."""
+    """Start importing modules for workers; with namespaces this waits until their network is measured."""
     if config.hosts != "namespaces":
         if forks is not None:
             forks.import_modules(modules_of_workers(config))
@@ -258,11 +258,11 @@ def _opened(
 def own_network(
     prepared: PreparedRun, announce: Announce, forks: ForkServer | None
 ) -> "Iterator[NamespaceHosts | None]":
-    """The network that is made for `hosts: namespaces`, measured; None where there is none to make."""
+    """Create and measure the network of `hosts: namespaces`; None for other hosts."""
     if prepared.config.hosts != "namespaces" or forks is None:
         yield None
         return
-    from tahq_launch.namespace_host import open_hosts  # pyroute2 takes a while, and nobody else needs it
+    from tahq_launch.namespace_host import open_hosts  # pyroute2 is slow to import
 
     with open_hosts(prepared, announce) as hosts:
         forks.import_modules(modules_of_workers(prepared.config))
@@ -293,7 +293,7 @@ def listening(prepared: PreparedRun, hosts: "NamespaceHosts | None" = None) -> I
 
 @contextlib.contextmanager
 def signals_to(request_stop: Callable[[int], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM become requests to stop, and so does the loss of the terminal."""
+    """Turn SIGINT, SIGTERM and SIGHUP into requests to stop."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         request_stop(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -312,14 +312,14 @@ def signals_to(request_stop: Callable[[int], None]) -> Iterator[None]:
 def worker_command(
     prepared: PreparedRun, stage: int, address: str, hosts: "NamespaceHosts | None" = None, *, debug: bool = False
 ) -> WorkerCommand | None:
-    """What starts the worker of a stage; None where a person does.
+    """The command for a stage's worker; None if it is started by hand.
 
     Args:
         prepared: the run.
         stage: which.
-        address: host:port that the coordinator tells workers to dial.
-        hosts: of the run's own network, if it has one.
-        debug: have the worker log in detail.
+        address: host:port of the coordinator, as workers dial it.
+        hosts: of the run's network namespaces, if any.
+        debug: log in detail.
     """
     config, keys = prepared.config, prepared.keys
     if isinstance(config.hosts, list) and config.hosts[stage].ssh is None:
@@ -334,7 +334,7 @@ def worker_command(
 
 
 def local_peer(bind: str, address: str) -> str:
-    """Where a worker on this machine dials: loopback if all addresses are bound, else what others dial too."""
+    """Address that local workers dial: loopback if the coordinator binds all addresses, else the bound address."""
     host, _ = parse_address(bind, "run.bind")
     _, port = parse_address(address, "coordinator")
     return format_address("127.0.0.1", port) if host in _WILDCARD_HOSTS else format_address(host, port)
@@ -346,7 +346,7 @@ def _by_hand(config: ClusterConfig, stage: int, address: str) -> str:
 
 
 def _announce_key(prepared: PreparedRun, announce: Announce) -> None:
-    """Say what workers of others need, if any worker is started by hand."""
+    """Print how workers of other accounts get their keys, if any worker is started by hand."""
     keys = prepared.keys
     if keys is not None and len(keys.stages) < prepared.config.pipeline.stages:
         announce(

@@ -19,11 +19,11 @@ from tahq_launch.start.run_folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a run begins: at nothing, or at a snapshot of itself.
+    """Where a run begins.
 
-    `notes` say what is different from the run that is continued, and `warnings` why it is not its newest snapshot;
-    `codecs` is what its links were packed with. `next_sample` (which `start_step` begins with) and the least `epoch`
-    are known where a coordinator goes on after another.
+    `notes` list differences from the run before, `warnings` why it does not resume from the newest checkpoint; `codecs`
+    are the links' codecs then. `next_sample` (the first of `start_step`) and the smallest `epoch` are known if a
+    coordinator succeeds a killed one.
     """
 
     run_id: int
@@ -38,7 +38,7 @@ class Origin:
 
 
 def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
-    """The resolved configuration, and where the run goes on: where it was, or else at a snapshot."""
+    """The resolved configuration, and where the run continues: where it was, or else at a checkpoint."""
     kept = _kept_config(folder) if journal.has_run else None
     if kept is not None:
         config = resolve_for_run(continued_config(kept.model_dump(mode="json"), given))
@@ -49,13 +49,13 @@ def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[
 
 
 def _where_it_was(facts: JournalFacts) -> Origin:
-    """The run goes on where its coordinator was killed; stages that have lost their workers begin at the snapshot."""
+    """Continue where the coordinator was killed; stages without a worker begin at the checkpoint."""
     return Origin(
         run_id=facts.run_id,
         start_step=facts.step,
         snapshot=facts.snapshot,
         files=facts.files,
-        notes=("the coordinator was killed: going on where the run was",),
+        notes=("the coordinator was killed: continuing where the run was",),
         codecs=facts.codecs,
         next_sample=facts.next_sample + (facts.step - facts.start_step) * facts.global_batch,
         epoch=facts.epoch + 1,
@@ -63,9 +63,11 @@ def _where_it_was(facts: JournalFacts) -> Origin:
 
 
 def _continued(folder: RunFolder, given: ClusterConfig) -> tuple[ClusterConfig, Origin]:
-    """The configuration to go on with, and where; SnapshotError for changes that cannot be.
+    """Resume from a checkpoint.
 
-    NothingToDoError if there is nothing to go on with.
+    Raises:
+        SnapshotError: a change of the configuration that a resumed run cannot have.
+        NothingToDoError: all steps are done.
     """
     chosen = choose_snapshot(folder.snapshots, all_files_here=isinstance(given.hosts, str))
     manifest = chosen.manifest
@@ -96,7 +98,7 @@ def _unreadable_config(folder: RunFolder) -> str:
 
 
 def _check_is_left(config: ClusterConfig, num_done: int) -> None:
-    """NothingToDoError where no step is left; how many an epoch has only a worker knows, which reads the data."""
+    """Raise NothingToDoError if all steps are done; the length of epochs is known to workers only."""
     steps = config.training.steps
     if steps is not None and steps <= num_done:
         raise NothingToDoError(
@@ -106,17 +108,17 @@ def _check_is_left(config: ClusterConfig, num_done: int) -> None:
 
 
 def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterConfig:
-    """What is given now, with what it leaves open as the snapshot has it.
+    """The given configuration, with what it leaves open taken from the checkpoint's.
 
-    The model keeps its sizes, and where neither the number of chunks on as many stages nor the way of dividing is
-    another, each chunk keeps its layers: costs measured again would move the cuts.
+    The model keeps its sizes. If stages, chunks and balance are unchanged, each chunk keeps its layers: costs measured
+    again would move the cuts.
 
     Args:
-        old: the resolved configuration of the snapshot, as plain values.
-        given: the configuration to go on with, not resolved yet.
+        old: the checkpoint's resolved configuration, as plain values.
+        given: the new configuration, not resolved yet.
 
     Raises:
-        ConfigError: what is given does not go with what is kept, samples longer than the model's positions, say.
+        ConfigError: it contradicts what is kept, such as samples longer than the model's positions.
     """
     values = keep_model_sizes(old, resolve(given).model_dump(mode="json"))
     kept, pipeline = old.get("pipeline", {}), values["pipeline"]
@@ -127,12 +129,12 @@ def continued_config(old: Mapping[str, Any], given: ClusterConfig) -> ClusterCon
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
-        source = "cannot resume so, with the model as the snapshot has it"
+        source = "cannot resume with the checkpoint's model"
         raise ConfigError(one_line(error, values, ClusterConfig, Origins(source, {}, {}))) from error
 
 
 def _facts_to_continue(journal: Journal, kept: ClusterConfig, folder: RunFolder) -> JournalFacts | None:
-    """What the journal says of a run that ended out of order, if that is still the run in this folder; else None.
+    """The journal's facts about a run whose coordinator was killed, if it is still the run in this folder.
 
     Args:
         journal: the run's.
@@ -146,13 +148,13 @@ def _facts_to_continue(journal: Journal, kept: ClusterConfig, folder: RunFolder)
 
 
 def _is_same(kept: ClusterConfig, config: ClusterConfig) -> bool:
-    """Whether two resolved configurations say the same, in other words perhaps."""
+    """Whether two resolved configurations are equivalent."""
     report = compare_configs(kept.model_dump(mode="json"), config.model_dump(mode="json"))
     return not report.changed and not report.refused
 
 
 def _is_whole(folder: RunFolder, facts: JournalFacts, config: ClusterConfig) -> bool:
-    """Whether lost stages can begin at the journal's snapshot: nothing newer than it is damaged."""
+    """Whether lost stages can begin at the journal's checkpoint: neither it nor a newer one is damaged."""
     try:
         chosen = choose_snapshot(folder.snapshots, all_files_here=isinstance(config.hosts, str))
     except SnapshotError:
@@ -161,7 +163,7 @@ def _is_whole(folder: RunFolder, facts: JournalFacts, config: ClusterConfig) -> 
 
 
 def _kept_config(folder: RunFolder) -> ClusterConfig | None:
-    """The configuration that the run has kept, if it can still be read."""
+    """The run's config.yaml, if it can be read."""
     try:
         return load_config(folder.config, ())
     except UserError:

@@ -1,7 +1,6 @@
-"""From a configuration file to everything that the coordinator is told, before any worker exists.
+"""From a configuration file to the coordinator's options, before any worker exists.
 
-Order matters here: what can be wrong with what the user gave is found before the run folder is
-touched, and all else happens while the folder's lock is held.
+The user's mistakes are found before the run folder is touched; the rest happens under the folder's lock.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 @dataclass(frozen=True, slots=True)
 class StartRequest:
-    """What a person asked for on the command line of `tahq launch` or `tahq coordinator`.
+    """The command line of `tahq launch` or `tahq coordinator`.
 
     `bind` and `advertise` replace those of `run:` in the file.
     """
@@ -56,7 +55,7 @@ class StartRequest:
 
     @property
     def resume_command(self) -> str:
-        """What continues this run later."""
+        """The command that resumes this run."""
         bound = ["--bind", self.bind] if self.bind is not None else []
         told = ["--advertise", self.advertise] if self.advertise is not None else []
         changes = [word for override in self.overrides for word in ("--set", override)]
@@ -73,7 +72,7 @@ class PreparedRun:
     notes: tuple[str, ...]
     journal: Journal
     keys: RunKeys | None = None
-    """What its parties are known by; None: no CURVE."""
+    """Keys of its members; None: no CURVE."""
 
 
 @contextlib.contextmanager
@@ -113,17 +112,17 @@ def prepared_run(
 
 
 def _warnings(config: ClusterConfig) -> list[str]:
-    """What is allowed and dangerous about a configuration."""
+    """Warnings about allowed but dangerous settings."""
     if config.security.curve or config.hosts == "namespaces" or config.run.bind.startswith(_LOOPBACK):
         return []
     return [
-        f"warning: security.curve is off, and run.bind is {config.run.bind}: whoever reaches that, or a worker's port, "
-        "can take part in the run, and whoever is on the way can read and change what is sent"
+        f"warning: security.curve is off, and run.bind is {config.run.bind}: anyone who can reach it, or "
+        "a worker's port, can join the run, and anyone on the network path can read and change the traffic"
     ]
 
 
 def _begin_at(folder: RunFolder, origin: Origin) -> None:
-    """Leave behind what is newer than the snapshot to continue from."""
+    """Set aside what is newer than the checkpoint to resume from."""
     for warning in origin.warnings:
         log.warning("%s", warning)
     if origin.snapshot and origin.next_sample is None:
@@ -131,7 +130,7 @@ def _begin_at(folder: RunFolder, origin: Origin) -> None:
 
 
 def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> None:
-    """Write config.yaml; one that says something else is kept beside it when a run is continued."""
+    """Write config.yaml; a different old one is kept beside it when a run is resumed."""
     text = dump_yaml(config).encode()
     if origin.snapshot and folder.config.exists() and folder.config.read_bytes() != text:
         folder.config.replace(folder.path / f"config-until-step-{origin.start_step}.yaml")
@@ -139,7 +138,7 @@ def _keep_config(folder: RunFolder, config: ClusterConfig, origin: Origin) -> No
 
 
 def _with_codecs(config: ClusterConfig, origin: Origin) -> tuple[ClusterConfig, Origin, CodecOptions]:
-    """With what the coordinator is told of codecs; ConfigError for a `wire.replay` that is of no use."""
+    """Add the coordinator's codec options; ConfigError for an unusable `wire.replay`."""
     return config, origin, codec_options(config, origin.codecs)
 
 
@@ -197,7 +196,7 @@ def check_reachable(config: ClusterConfig) -> None:
 
 @contextlib.contextmanager
 def _log_file(path: Path, level: str) -> Iterator[None]:
-    """Keep in a file what this process logs, the traceback that ends it included."""
+    """Log this process to a file, including a final traceback."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)

@@ -1,17 +1,17 @@
-"""What a run writes, and who may write it: `runs/<name>/`.
+"""A run's folder, `runs/<name>/`: its files, and the lock that lets one launcher write them.
 
 ::
 
-    config.yaml      the configuration as resolved     snapshots/  weights to resume and export from
-    metrics.jsonl    one object a step                 logs/       launcher.log, stage-N.log
+    config.yaml      the configuration as resolved     snapshots/  checkpoints to resume and export from
+    metrics.jsonl    one object per step                 logs/       launcher.log, stage-N.log
     trace/           step-000010.json: pictures of the steps of run.trace_steps
-    journal.sqlite   what a coordinator that is started again goes on from
-    network.json     under hosts: namespaces, the network as made and as measured
+    journal.sqlite   state for a restarted coordinator
+    network.json     under hosts: namespaces, the network and its measurements
     source/          what `tahq export` needs of model.path and data.tokenizer
 
 Invariants:
 - one launcher at a time writes a run folder (a lock that the kernel drops with the process);
-- nothing that a run learned is overwritten: a folder with steps in it is resumed or left alone.
+- results are never overwritten: a folder with steps in it is resumed or refused.
 """
 
 import contextlib
@@ -39,27 +39,27 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """One JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def network(self) -> Path:
-        """The network that the workers are in, and what was measured on it before they started."""
+        """The network of the workers, and its measurements before the start."""
         return self.path / "network.json"
 
     @property
     def journal(self) -> Path:
-        """What a coordinator that is started again goes on from."""
+        """State for a restarted coordinator."""
         return self.path / "journal.sqlite"
 
     @property
     def traces(self) -> Path:
-        """Folder of pictures of traced steps."""
+        """Folder of traced steps."""
         return self.path / "trace"
 
     @property
     def snapshots(self) -> Path:
-        """Folder of snapshots; `latest` names the newest."""
+        """Folder of checkpoints; `latest` names the newest."""
         return self.path / "snapshots"
 
     @property
@@ -74,27 +74,27 @@ class RunFolder:
 
     @property
     def launcher_log(self) -> Path:
-        """What the coordinator's process logs."""
+        """Log of the coordinator's process."""
         return self.logs / "launcher.log"
 
     def stage_log(self, stage: int) -> Path:
-        """What the worker of a stage writes, over all starts of the run."""
+        """Log of a stage's worker, over all starts of the run."""
         return self.logs / f"stage-{stage}.log"
 
     def has_steps(self) -> bool:
-        """Whether a run has already written metrics or a snapshot here."""
+        """Whether a run has already written metrics or a checkpoint here."""
         has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
         return has_metrics or self.has_snapshot()
 
     def has_snapshot(self) -> bool:
-        """Whether there is a complete snapshot."""
+        """Whether there is a complete checkpoint."""
         return (self.snapshots / LATEST).exists() or any(self.snapshots.glob(f"*/{MANIFEST}"))
 
     def check_startable(self, *, resume: bool) -> None:
         """Refuse a start that would overwrite a run, or a resumption of nothing.
 
         Raises:
-            UserError: with what can be done instead.
+            UserError: it would; the message says what to do instead.
         """
         if resume and not self.has_snapshot():
             if not self.journal.exists():
@@ -111,13 +111,13 @@ class RunFolder:
             )
         if not resume and self.has_steps():
             raise UserError(
-                f"{self.path} already holds the metrics of a run that left no snapshot; "
+                f"{self.path} already holds the metrics of a run that left no checkpoint; "
                 f"choose another name (--set run.name=…), or remove the folder"
             )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Hold the folder, creating it first; the kernel lets go of it if this process dies.
+        """Lock the folder, and create it if needed; the kernel releases the lock if this process dies.
 
         Returns:
             As a context: the number of this start of the run, from 1.

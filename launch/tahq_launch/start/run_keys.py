@@ -1,6 +1,6 @@
-"""The keys of a run: the coordinator's, those made for workers that are started from here, and who else may join.
+"""The keys of a run: the coordinator's, those of workers started from here, and public keys of other members.
 
-A worker that is started from here gets a pair of its own, made for this start of the run, as the first line on its
+A worker that is started from here gets a new key pair, for this start of the run only, as the first line on its
 stdin: it is in no file, no environment and no list of processes, and gone with the processes. The coordinator has the
 key of this account, by which a worker of the same account knows it without being told, also when it was started again.
 """
@@ -52,7 +52,7 @@ class RunKeys:
     Attributes:
         coordinator: its pair.
         stages: of the workers that are started from here, by stage.
-        allowed: public keys of all who may join.
+        allowed: public keys of all members that may join.
     """
 
     coordinator: KeyPair
@@ -60,7 +60,7 @@ class RunKeys:
     allowed: frozenset[str]
 
     def secret_of(self, stage: int) -> WorkerSecret:
-        """What the worker of a stage that is started from here is given."""
+        """How the worker of a stage started from here receives its key."""
         line = f"{self.stages[stage].secret} {self.coordinator.public}\n"
         return WorkerSecret("--keys-from-stdin", line.encode("ascii"))
 
@@ -93,7 +93,7 @@ def _started_here(config: ClusterConfig) -> list[int]:
 
 
 def _coordinator_keys(security: SecurityConfig, *, must_be_known: bool) -> KeyPair:
-    """The configured key, else this account's, else, where nobody has to know it, one for this start."""
+    """The configured key, else this account's, else (if no worker needs to know it beforehand) a new one."""
     if security.key is not None:
         return read_key_file(Path(security.key).expanduser())
     try:
@@ -101,7 +101,7 @@ def _coordinator_keys(security: SecurityConfig, *, must_be_known: bool) -> KeyPa
     except UserError as error:
         if must_be_known:
             raise
-        log.warning("%s; this run has a key of its own", error)
+        log.warning("%s; this run uses a new key", error)
         return new_key_pair()
 
 
@@ -121,7 +121,7 @@ def keys_from_stdin() -> Credentials:
     try:
         return Credentials(key_pair_of(secret), parse_public_key(coordinator))
     except ValueError:
-        raise UserError("no keys came on stdin, where whoever started this worker was to write them") from None
+        raise UserError("no keys came on stdin; --keys-from-stdin is for launchers, which write them there") from None
 
 
 def keys_by_hand(key_file: Path | None, coordinator_key: str | None) -> Credentials:

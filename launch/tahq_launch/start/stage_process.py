@@ -2,7 +2,7 @@
 
 Invariants:
 - it has its own session, so Ctrl-C at the terminal reaches the launcher alone;
-- what it writes is appended to the stage's log, never lost and never on the terminal;
+- its output is appended to the stage's log, and never appears on the terminal;
 - after `kill` and `wait` neither it nor anything it started is left.
 """
 
@@ -22,12 +22,12 @@ _TAIL_NBYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """What starts a worker.
+    """The command that starts a worker.
 
     `env` is added to this process's environment. With `forked_threads`, `argv` is a command line of `tahq`, run
-    by a fork of a process that has everything imported, with so many threads for torch's operations, in the network
-    namespace `namespace` if there is one. With `holds_stdin` the child's stdin is a pipe that stays open for as long as
-    it is wanted; else it is empty. Either way `first_input` comes first on it.
+    by a fork of a process that has everything imported, with this many torch threads, in the network namespace
+    `namespace` if given. With `holds_stdin` the child's stdin is a pipe that stays open until it is asked to leave;
+    otherwise it is empty. Either way it begins with `first_input`.
     """
 
     stage: int
@@ -42,7 +42,7 @@ class WorkerCommand:
 
 
 class Child(Protocol):
-    """A process in a session of its own that somebody else has started, and that is reaped here."""
+    """A started process with its own session."""
 
     @property
     def pid(self) -> int:
@@ -131,7 +131,7 @@ class StageProcess:
         if command.forked_threads is None:
             return SpawnedChild(command, log)
         if forks is None:
-            raise AssertionError("who starts local workers has a process to fork them from")
+            raise AssertionError("local workers need a fork server")
         name = f"tahq stage {command.stage}"
         threads, namespace = command.forked_threads, command.namespace
         log_path = str(self.log_path)

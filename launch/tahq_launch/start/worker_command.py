@@ -1,4 +1,4 @@
-"""Workers on this machine: one process a stage, its cores shared among them."""
+"""The commands that start workers: on this machine, over ssh, and by hand."""
 
 import os
 import shlex
@@ -20,14 +20,14 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 def local_command(
     stage: int, peer: str, threads: int, *, secret: WorkerSecret = PLAIN, debug: bool = False
 ) -> WorkerCommand:
-    """What starts the worker of a stage here.
+    """The command for a worker on this machine.
 
     Args:
         stage: its stage.
         peer: the coordinator's host:port.
         threads: compute threads it may use.
-        secret: by which it learns its key.
-        debug: have it keep tracebacks and debug messages in its log.
+        secret: how it receives its key.
+        debug: log tracebacks and debug messages.
     """
     flags = ("--die-with-launcher", secret.flag, *(("--debug",) if debug else ()))
     argv = ("worker", "--stage", str(stage), "--peer", peer, *flags)
@@ -37,7 +37,7 @@ def local_command(
 
 
 def modules_of_workers(config: ClusterConfig) -> list[str]:
-    """What this run's local workers import; empty if it has none."""
+    """Modules that this run's local workers import; empty if it has none."""
     if not isinstance(config.hosts, str):
         return []
     return [*_ALWAYS, *_modeling_modules(config), *_compiler_modules(config), *_namespace_modules(config)]
@@ -59,17 +59,17 @@ def _namespace_modules(config: ClusterConfig) -> list[str]:
 
 
 def thread_environment(threads: int) -> Mapping[str, str]:
-    """Environment that keeps the numerical libraries to so many threads."""
+    """Environment that limits the numerical libraries to this many threads."""
     return dict.fromkeys(_THREAD_VARIABLES, str(threads))
 
 
 def threads_of_each(num_workers: int, wanted: int | None) -> int:
-    """Compute threads a worker: what is wanted, else the usable cores divided by the workers, at least one."""
+    """Compute threads per worker: as configured, else the usable cores divided by the workers, at least one."""
     return wanted or max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 _OPTIONS = (
-    *("-o", "BatchMode=yes"),  # never ask: there is nobody to answer
+    *("-o", "BatchMode=yes"),  # never ask for a password
     *("-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3"),
@@ -85,15 +85,19 @@ def ssh_command(
     secret: WorkerSecret = PLAIN,
     debug: bool = False,
 ) -> WorkerCommand:
-    """What starts the worker of a stage on the host that an ssh destination leads to.
+    """The command for a worker on another machine, through the system's OpenSSH client.
+
+    The worker runs in the foreground of the connection: its log comes back over it, and when the connection ends, so
+    does its stdin, and it exits (`worker_lifetime.exit_with_stdin`). No terminal is requested: it would mangle logs and
+    make hang-ups depend on the shell.
 
     Args:
         host: the machine; `host.ssh` must be set.
         stage: its stage.
         peer: the coordinator's host:port as seen from there.
         threads: compute threads it may use; None: as its libraries choose.
-        secret: by which it learns its key.
-        debug: have it keep tracebacks and debug messages in its log.
+        secret: how it receives its key.
+        debug: log tracebacks and debug messages.
 
     Raises:
         ValueError: the host has no ssh destination.
@@ -119,5 +123,5 @@ def _assignments(host: MachineConfig, threads: int | None) -> list[str]:
 
 
 def worker_by_hand(stage: int, peer: str, *, curve: bool = True) -> str:
-    """The command that a person of this account types on a host that is not reached by ssh."""
+    """The command to type on a host that is not reached by ssh, under the same account."""
     return shlex.join(["tahq-worker", "--stage", str(stage), "--peer", peer, *([] if curve else ["--no-curve"])])
