@@ -15,7 +15,7 @@
     ├── LocalProtocolError           1   this process broke the protocol
     ├── RemoteProtocolError          3   a peer broke the protocol; the message names it
     ├── PeerLostError                3   a peer is gone; the run can be resumed
-    │   └── FrameLogError            3   frames that a neighbour needs again cannot be read
+    ├── FrameLogError                3   a PeerLostError: frames that a neighbour needs again cannot be read
     ├── OutOfMemoryError             4   a stage does not fit
     ├── NonFiniteError               5   halted on NaN or infinity
     ├── NothingToDoError           0   all steps of the run to resume are done
