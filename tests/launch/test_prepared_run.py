@@ -156,6 +156,6 @@ def test_samples_longer_than_the_snapshots_model_are_refused_in_one_line():
     old = resolve_for_run(TINY).model_dump(mode="json")
     longer = changed(TINY, "data", seq_len=2 * TINY.data.seq_len)
     with pytest.raises(
-        ConfigError, match=r"cannot resume with the checkpoint.s model.*: data\.seq_len 64 is longer than model\.max_seq_len 32$"
+        ConfigError, match=r"checkpoint.s model.*: data\.seq_len 64 is longer than model\.max_seq_len 32$"
     ):
         continued_config(old, longer)
