@@ -1,51 +1,39 @@
-"""Bytes a parameter that each optimizer keeps, counted from the tensors that it has after two steps.
+"""Bytes per parameter that each optimizer keeps, counted from its tensors after two steps.
 
-Parameters have the shapes of a Llama's of that many, weights and gradients their own bytes beside. On the CPU a
-hundredth of a 1B model's layers shows the same figures but for the share of embeddings and norms.
+    python benchmarks/bench_optimizer_memory.py [--output benchmarks/results/optimizer_memory_<yyyymm>.md]
 
-Run:  python benchmarks/bench_optimizer_memory.py [--parameters 3e8] [--device cuda] [--out FILE]
+Parameters have the shapes of a Llama. A hundredth of a 1B model's layers shows the same figures, except for the share
+of embeddings and norms.
 """
 
 import argparse
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
-from harness import describe
-from optimizer_rows import entries, llama_shapes, make_parameters, state_nbytes
+from harness import Table, main
+from optimizer_rows import ARGUMENTS, entries, llama_shapes, make_parameters, state_nbytes
 
-COLUMNS = ("optimizer", "weights", "weight", "gradient", "states", "together", "of fp32 AdamW")
 FP32_TOTAL = 16
-"""Bytes a parameter of AdamW with everything in fp32."""
+"""Bytes per parameter of AdamW with everything in fp32."""
 
 
-def line(name: str, dtype: torch.dtype, states: float) -> str:
-    """A row of the table; `states` in bytes a parameter."""
-    total = 2 * dtype.itemsize + states
-    cells = (name, str(dtype).removeprefix("torch."), dtype.itemsize, dtype.itemsize, f"{states:.3f}", f"{total:.3f}")
-    return f"| {' | '.join(map(str, cells))} | {total / FP32_TOTAL:.1%} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parameters", type=float, default=3e8)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optimizer_memory_202611.md")
-    arguments = parser.parse_args()
-    device, shapes = torch.device(arguments.device), llama_shapes(arguments.parameters)
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+def rows(options: argparse.Namespace) -> Iterator[list[object]]:
+    device, shapes = torch.device(options.device), llama_shapes(options.parameters)
     for entry in entries(device):
         parameters = make_parameters(shapes, entry.dtype, device)
         optimizer = entry.build(parameters)
         for _ in range(2):
             optimizer.step()
-        count = sum(parameter.numel() for parameter in parameters)
-        lines.append(line(entry.name, entry.dtype, state_nbytes(optimizer) / count))
-        print(lines[-1], flush=True)
-        heading = f"{describe()}. {count:,} parameters in {len(shapes)} tensors. Bytes a parameter."
-        command = "`python benchmarks/bench_optimizer_memory.py`"
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text("\n".join(["# What optimizers keep", "", f"{heading} {command}", "", *lines]) + "\n")
+        states = state_nbytes(optimizer) / sum(parameter.numel() for parameter in parameters)
+        size, dtype = entry.dtype.itemsize, str(entry.dtype).removeprefix("torch.")
+        total = 2 * size + states
+        yield [entry.name, dtype, size, size, f"{states:.3f}", f"{total:.3f}", f"{total / FP32_TOTAL:.1%}"]
+
+
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    columns = ("optimizer", "weights", "weight", "gradient", "states", "together", "of fp32 AdamW")
+    yield Table(columns, rows(options), f"{options.parameters:,.0f} parameters; bytes per parameter.")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, tables, {**ARGUMENTS, "--parameters": {"type": float, "default": 3e8}}, repeats=None)

@@ -1,33 +1,27 @@
 """Time of an optimizer's step against the bytes that it must move, as a share of a copy's bandwidth.
 
-Parameters have the shapes of a Llama's of that many. Each weight is read and written, each gradient read, each state
-read and written: that many bytes, counted from the tensors at hand. A copy is measured in the same run, of the same
-tensors and of one large one; shares are of the faster. All optimizers step in turn, round after round, on the same
-weights and gradients, with states of their own; a figure is the median of the rounds. *Alone*: one step, launched on
-an idle device. *In a row*: four, as behind backward passes, where launching is hidden. States are many times the L2
-cache.
+    python benchmarks/bench_optimizer_step.py [--output benchmarks/results/optimizer_step_<hardware>_<yyyymm>.md]
 
-Run:  python benchmarks/bench_optimizer_step.py [--parameters 1e9] [--rounds 9] [--layouts] [--out FILE]
+Parameters have the shapes of a Llama. Each weight is read and written, each gradient read, each state read and written:
+these bytes are counted from the tensors. A copy is measured in the same run, of the same tensors and of one large
+tensor; shares are of the faster. All optimizers step in turn, round after round, on the same weights and gradients,
+with states of their own; medians over the rounds. *Alone*: one step, launched on an idle device. *In a row*: four, as
+behind backward passes, where launching is hidden. States are many times the L2 cache.
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
-from harness import describe
-from optimizer_rows import BF16, FP32, OTHER_PACKAGES, Entry, entries, llama_shapes, make_parameters, state_nbytes
+from harness import Table, main, milliseconds, say
+from optimizer_rows import ARGUMENTS, OTHER_PACKAGES, Entry, entries, llama_shapes, make_parameters, state_nbytes
 from torch.nn import Parameter
 
 IN_A_ROW = 4
-LAYOUTS = ((512, 256), (1024, 256), (2048, 256), (4096, 256), (512, 128), (1024, 128), (2048, 512))
-"""Elements of a program, and of a warp, of the kernel of `adamw8bit`."""
 
 
 @dataclass(slots=True)
@@ -39,33 +33,22 @@ class Row:
     num_parameters: int
     moved_nbytes: int
     state_nbytes: int
+    step: Callable[[], object]
     alone_ms: list[float] = field(default_factory=list)
     in_a_row_ms: list[float] = field(default_factory=list)
 
-    def bandwidth(self, times_ms: list[float]) -> float:
-        """Bytes a second of the median step."""
-        return self.moved_nbytes / statistics.median(times_ms) * 1e3
+    def cells(self, copied: float) -> Iterator[str]:
+        """`copied`: bytes per second of a copy."""
+        yield from (self.name, self.weights)
+        yield from (f"{number / self.num_parameters:.2f}" for number in (self.state_nbytes, self.moved_nbytes))
+        for times_ms in (self.in_a_row_ms, self.alone_ms):
+            median_ms = statistics.median(times_ms)
+            yield f"{median_ms:.3f} ({min(times_ms):.3f}–{max(times_ms):.3f})"
+            yield f"{self.moved_nbytes / median_ms * 1e3 / copied:.1%}"
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
-    """Of one of `count` calls in a row, from an idle device to an idle device."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        return (time.perf_counter() - start) * 1e3 / count
-    torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / count
-
-
-def copy_bandwidth(parameters: list[Parameter], device: torch.device, rounds: int) -> dict[str, float]:
-    """Bytes a second, read and written: of copies of all gradients, one by one, and of one tensor as large."""
+def copy_bandwidth(parameters: list[Parameter], device: torch.device, rounds: int) -> tuple[float, float]:
+    """Bytes per second, read and written: of copies of all gradients, one by one, and of one tensor as large."""
     sources = [parameter.grad for parameter in parameters if parameter.grad is not None]
     targets = [torch.empty_like(source) for source in sources]
     flat = torch.cat([source.flatten() for source in sources])
@@ -75,38 +58,16 @@ def copy_bandwidth(parameters: list[Parameter], device: torch.device, rounds: in
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
 
-    found = {}
-    for name, copy in (("each", each), ("one", lambda: other.copy_(flat))):
+    def bandwidth(copy: Callable[[], object]) -> float:
         copy()
         median_ms = statistics.median(milliseconds(copy, device, IN_A_ROW) for _ in range(rounds))
-        found[name] = 2 * flat.nbytes / median_ms * 1e3
-    return found
+        return 2 * flat.nbytes / median_ms * 1e3
+
+    return bandwidth(each), bandwidth(lambda: other.copy_(flat))
 
 
-def layout_entries() -> Iterator[tuple[Entry, tuple[int, int]]]:
-    """`adamw8bit` with each of the layouts of its kernel."""
-    (plain,) = (entry for entry in entries(torch.device("cuda")) if entry.name == "adamw8bit")
-    for layout in LAYOUTS:
-        yield Entry(f"adamw8bit, {layout[0]} a program, {layout[1]} a warp", plain.build), layout
-
-
-def with_layout(step: Callable[[], object], layout: tuple[int, int]) -> Callable[[], object]:
-    """A step with another layout of the kernel."""
-    from tahq.memory.adam import kernels as adamw_triton
-
-    def stepped() -> None:
-        kept = adamw_triton.ELEMENTS, adamw_triton.ELEMENTS_PER_WARP
-        adamw_triton.ELEMENTS, adamw_triton.ELEMENTS_PER_WARP = layout
-        try:
-            step()
-        finally:
-            adamw_triton.ELEMENTS, adamw_triton.ELEMENTS_PER_WARP = kept
-
-    return stepped
-
-
-def prepare(entry: Entry, parameters: list[Parameter]) -> tuple[Row, Callable[[], object]]:
-    """The optimizer after two steps, which compile kernels and make states, and its row."""
+def prepare(entry: Entry, parameters: list[Parameter]) -> Row:
+    """The optimizer after two steps, which compile kernels and make states."""
     optimizer = entry.build(parameters)
     for _ in range(2):
         optimizer.step()
@@ -114,100 +75,39 @@ def prepare(entry: Entry, parameters: list[Parameter]) -> tuple[Row, Callable[[]
     gradients = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
     states = state_nbytes(optimizer)
     count = sum(parameter.numel() for parameter in parameters)
-    name = str(entry.dtype).removeprefix("torch.")
-    return Row(entry.name, name, count, 2 * weights + gradients + 2 * states, states), optimizer.step
+    dtype = str(entry.dtype).removeprefix("torch.")
+    return Row(entry.name, dtype, count, 2 * weights + gradients + 2 * states, states, optimizer.step)
 
 
-def report(rows: list[Row], copies: dict[str, float], heading: str) -> str:
-    copied = max(copies.values())
-    lines = [
-        "# A step of the optimizer",
-        "",
-        heading,
-        "",
-        f"A copy of all gradients, one by one, moves {copies['each'] / 1e12:.3f} TB/s, read and written; of one tensor "
-        f"as large, {copies['one'] / 1e12:.3f}. Shares are of {copied / 1e12:.3f}; medians of "
-        f"{len(rows[0].alone_ms)} rounds (least–most).",
-        "",
-        "| optimizer | weights | bytes of state a parameter | bytes moved a parameter "
-        "| in a row, ms | share | alone, ms | share |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        per = [f"{number / row.num_parameters:.2f}" for number in (row.state_nbytes, row.moved_nbytes)]
-        times = [
-            f"{statistics.median(each):.3f} ({min(each):.3f}–{max(each):.3f}) | {row.bandwidth(each) / copied:.1%}"
-            for each in (row.in_a_row_ms, row.alone_ms)
-        ]
-        lines.append(f"| {row.name} | {row.weights} | {' | '.join([*per, *times])} |")
-    return "\n".join(lines) + "\n"
-
-
-def packages() -> str:
-    """Versions of the other packages whose optimizers are measured."""
-    names = sorted({package for package, _, _ in OTHER_PACKAGES.values() if find_spec(package) is not None})
-    return "".join(f", {name} {version(name)}" for name in names)
-
-
-Steps = list[tuple[Row, Callable[[], object]]]
-
-
-def prepared(arguments: argparse.Namespace, parameters: dict[torch.dtype, list[Parameter]]) -> Steps:
-    """What is to be measured, ready to step; what cannot step is told, and left out."""
-    device = torch.device(arguments.device)
-    chosen = layout_entries() if arguments.layouts else ((entry, None) for entry in entries(device))
-    steps: Steps = []
-    for entry, layout in chosen:
-        if arguments.only and not any(part in entry.name for part in arguments.only):
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    device, shapes = torch.device(options.device), llama_shapes(options.parameters)
+    parameters = {dtype: make_parameters(shapes, dtype, device) for dtype in (torch.float32, torch.bfloat16)}
+    each, one = copy_bandwidth(parameters[torch.float32], device, options.repeats)
+    rows = []
+    for entry in entries(device):
+        if options.only and not any(part in entry.name for part in options.only):
             continue
         try:
-            row, step = prepare(entry, parameters[entry.dtype])
-            step = with_layout(step, layout) if layout else step
-            step()
-        except Exception as error:  # one of others' may not go with this torch: the rest is measured all the same
-            print(f"{entry.name}: left out: {type(error).__name__}: {error}", flush=True)
-            continue
-        steps.append((row, step))
-        print(f"{entry.name}: {row.state_nbytes / row.num_parameters:.3f} bytes of state a parameter", flush=True)
-    return steps
-
-
-def write(arguments: argparse.Namespace, rows: list[Row], copies: dict[str, float], heading: str) -> str:
-    text = report(rows, copies, heading)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
-    numbers = {"heading": heading, "copies": copies, "rows": [asdict(row) for row in rows]}
-    arguments.out.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
-    return text
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parameters", type=float, default=1e9)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="*", help="parts of names of the optimizers to measure")
-    parser.add_argument("--layouts", action="store_true", help="layouts of adamw8bit's kernel instead of optimizers")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optimizer_step_h200_202611.md")
-    arguments = parser.parse_args()
-    device, shapes = torch.device(arguments.device), llama_shapes(arguments.parameters)
-    parameters = {dtype: make_parameters(shapes, dtype, device) for dtype in (FP32, BF16)}
-    copies = copy_bandwidth(parameters[FP32], device, arguments.rounds)
-    print({name: f"{found / 1e12:.3f} TB/s" for name, found in copies.items()}, flush=True)
-    steps = prepared(arguments, parameters)
-    rows = [row for row, _ in steps]
-    count = sum(parameter.numel() for parameter in parameters[FP32])
-    command = "`python benchmarks/bench_optimizer_step.py`"
-    heading = f"{describe()}{packages()}. {count:,} parameters in {len(shapes)} tensors. {command}"
-    for number in range(arguments.rounds):
-        for row, step in steps:
-            row.alone_ms.append(milliseconds(step, device))
-            row.in_a_row_ms.append(milliseconds(step, device, IN_A_ROW))
-        text = write(arguments, rows, copies, heading)
-        times = ", ".join(f"{row.name} {row.in_a_row_ms[-1]:.2f} ms" for row in rows)
-        print(f"round {number + 1}: {times}", flush=True)
-    print(text)
+            rows.append(prepare(entry, parameters[entry.dtype]))
+        except Exception as error:  # another package's optimizer may not work with this torch: measure the rest
+            say(f"{entry.name}: left out: {type(error).__name__}: {error}")
+    for number in range(options.repeats):
+        for row in rows:
+            row.alone_ms.append(milliseconds(row.step, device))
+            row.in_a_row_ms.append(milliseconds(row.step, device, IN_A_ROW))
+        say(f"round {number + 1}: {', '.join(f'{row.name} {row.in_a_row_ms[-1]:.2f} ms' for row in rows)}")
+    packages = sorted({package for package, *_ in OTHER_PACKAGES.values() if find_spec(package) is not None})
+    caption = (
+        f"{rows[0].num_parameters:,} parameters in {len(shapes)} tensors"
+        f"{''.join(f', {name} {version(name)}' for name in packages)}. A copy of all gradients, one by one, moves "
+        f"{each / 1e12:.3f} TB/s, read and written; of one tensor as large, {one / 1e12:.3f}. Shares are of the "
+        f"faster; medians of {options.repeats} rounds (least–most)."
+    )
+    columns = ("optimizer", "weights", "bytes of state per parameter", "bytes moved per parameter")
+    columns += ("in a row, ms", "share", "alone, ms", "share")
+    yield Table(columns, (list(row.cells(max(each, one))) for row in rows), caption)
 
 
 if __name__ == "__main__":
-    main()
+    only = {"--only": {"nargs": "*", "help": "parts of names of the optimizers to measure"}}
+    main(__doc__, tables, {**ARGUMENTS, **only}, repeats=9)

@@ -1,10 +1,10 @@
 """Part of bench_coat_layer.py: an RMSNorm with quantisation fused into it, against one without (COAT Table 12)."""
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from harness import milliseconds
 from torch.nn import functional as F
 
 from tahq.memory.coat.fp8_codes import E4M3, kernels_for
@@ -17,12 +17,22 @@ Work = Callable[[], object]
 
 
 def norm_variants(tokens: int, channels: int, device: torch.device) -> dict[str, Work]:
-    """What is compared; all but the first two are tahq's kernels (on a CPU: the reference)."""
+    """The norms to compare; all but the first two are tahq's kernels (on a CPU: the reference)."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(tokens, channels, device=device, dtype=torch.bfloat16, generator=generator)
     weight = torch.ones(channels, device=device, dtype=torch.bfloat16)
     kernels = kernels_for(device)
-    plain = _plain(x, weight)
+
+    def plain(maxima_of: str = "nothing") -> torch.Tensor:
+        """The norm alone, bf16 to bf16, by a similar kernel; with maxima of its output's groups, or rows."""
+        if device.type == "cpu":
+            y = F.rms_norm(x.float(), (channels,), weight.float(), EPSILON)
+            if maxima_of != "nothing":
+                y.abs().amax(-1)
+            return y.bfloat16()
+        from coat_norm_kernel import plain_norm
+
+        return plain_norm(x, weight, EPSILON, maxima_of)
 
     def fused(layouts: str | None) -> None:
         norm = kernels.norm_forward(x, None, weight, EPSILON)
@@ -37,8 +47,8 @@ def norm_variants(tokens: int, channels: int, device: torch.device) -> dict[str,
     return {
         "torch": lambda: F.rms_norm(x, (channels,), weight, EPSILON),
         "norm": plain,
-        "norm + maxima of groups": _plain(x, weight, "groups"),
-        "norm + maxima of rows": _plain(x, weight, "rows"),
+        "norm + maxima of groups": lambda: plain("groups"),
+        "norm + maxima of rows": lambda: plain("rows"),
         "norm + input codes + maxima": lambda: fused(None),
         "… + output codes": lambda: fused("rows"),
         "… + output codes, two layouts": lambda: fused("both"),
@@ -52,37 +62,19 @@ def norm_times_us(tokens: int, channels: int, device: torch.device, repeats: int
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():
-            times[name].append(work() / CALLS)
+            times[name].append(milliseconds(work, device) * 1e3 / CALLS)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _plain(x: torch.Tensor, weight: torch.Tensor, maxima_of: str = "nothing") -> Callable[[], torch.Tensor]:
-    """The norm alone, bf16 to bf16, by a kernel of the same make; with maxima of its output's groups, or rows."""
-    if x.device.type == "cpu":
+def _repeated(work: Work, device: torch.device) -> Work:
+    """CALLS calls."""
 
-        def on_cpu() -> torch.Tensor:
-            y = F.rms_norm(x.float(), (x.shape[1],), weight.float(), EPSILON)
-            if maxima_of != "nothing":
-                y.abs().amax(-1)
-            return y.bfloat16()
+    def all_calls() -> None:
+        for _ in range(CALLS):
+            work()
 
-        return on_cpu
-    from coat_norm_kernel import plain_norm
-
-    return lambda: plain_norm(x, weight, EPSILON, maxima_of)
-
-
-def _repeated(work: Work, device: torch.device) -> Callable[[], float]:
-    """Microseconds of CALLS calls."""
     if device.type == "cpu":
-
-        def by_clock() -> float:
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                work()
-            return (time.perf_counter() - begin) * 1e6
-
-        return by_clock
+        return all_calls
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -90,15 +82,5 @@ def _repeated(work: Work, device: torch.device) -> Callable[[], float]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            work()
-
-    def replayed() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    return replayed
+        all_calls()
+    return graph.replay

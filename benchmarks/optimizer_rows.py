@@ -1,4 +1,4 @@
-"""What bench_optimizer_step.py and bench_optimizer_memory.py share: shapes of a Llama, optimizers, bytes of states."""
+"""Shapes of a Llama, optimizers, and bytes of their states, for the two benchmarks of optimizers."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,23 +11,26 @@ import torch
 from torch.nn import Parameter
 
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.optimizer import OPTIMIZERS, build_optimizer
+from tahq.pipeline.update.optimizer import build_optimizer
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RATES = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 OWN = ("adamw", "adamw8bit", "fp8_adamw", "adamw_bf16")
-"""Measured where this version of tahq has them."""
 OTHER_PACKAGES = {
     "bitsandbytes AdamW8bit": ("bitsandbytes", "optim", "AdamW8bit"),
     "torchao AdamW8bit": ("torchao", "optim", "AdamW8bit"),
     "torchao AdamWFp8": ("torchao", "optim", "AdamWFp8"),
 }
-"""Package, module and class; measured on CUDA where the package is installed."""
+"""Package, module and class; measured on CUDA if the package is installed."""
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--parameters": {"type": float, "default": 1e9, "help": "parameters of the model, about"},
+    "--device": {"default": "cuda" if torch.cuda.is_available() else "cpu"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An optimizer, how it is built, and the type of the weights and gradients that it is given."""
+    """An optimizer, how it is built, and the type of its weights and gradients."""
 
     name: str
     build: Callable[[list[Parameter]], torch.optim.Optimizer]
@@ -35,7 +38,7 @@ class Entry:
 
 
 def llama_shapes(num_parameters: float) -> list[tuple[int, ...]]:
-    """Parameters of a Llama of about so many: of 2,048 channels from 300 million on, of 128 below."""
+    """Parameters of a Llama of about this many: of 2,048 channels from 300 million on, of 128 below."""
     hidden, inner, vocabulary = (2048, 5632, 32000) if num_parameters >= 3e8 else (128, 352, 1000)
     layer = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)] + [(hidden,)] * 2
     ends = [(vocabulary, hidden), (hidden,), (vocabulary, hidden)]
@@ -50,8 +53,7 @@ def entries(device: torch.device) -> Iterator[Entry]:
     yield Entry("torch AdamW, foreach", _torchs(foreach=True, fused=False))
     yield Entry("torch AdamW, fused", _torchs(fused=True))
     for name in OWN:
-        if name in OPTIMIZERS:
-            yield Entry(name, _by_name(name))
+        yield Entry(name, _by_name(name))
     for name, (package, module, cls) in OTHER_PACKAGES.items():
         if device.type == "cuda" and find_spec(package) is not None:
             yield Entry(name, _others(getattr(import_module(f"{package}.{module}"), cls)))
@@ -94,7 +96,7 @@ def _by_name(name: str) -> Callable[[list[Parameter]], torch.optim.Optimizer]:
 
 
 def state_nbytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors that an optimizer keeps beside its parameters, each counted once, without step counters."""
+    """Bytes of all tensors that an optimizer keeps, each counted once, without step counters."""
     seen: dict[int, int] = {}
     for state in optimizer.state.values():
         for tensor in _tensors(state):
