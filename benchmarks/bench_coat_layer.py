@@ -57,9 +57,12 @@ def variants(size: Size, device: torch.device, *, master: bool) -> dict[str, Lay
     def made(config: CoatConfig | None) -> Layer:
         return Layer(size, device, make_layer(size, device, config, master=master), master=master)
 
-    layers = {"bf16": made(None), "bf16 compiled": compiled(made(None)), "coat": made(CoatConfig())}
+    layers, coat = {"bf16": made(None)}, made(CoatConfig())
+    if device.type == "cuda":
+        layers["bf16 compiled"] = compiled(made(None))
     layers |= {
-        "coat, step begins": layers["coat"],
+        "coat": coat,
+        "coat, step begins": coat,
         "coat, codes not kept": made(CoatConfig(keep_weight_codes=False)),
         "coat bf16 backward": made(CoatConfig(backward_products="bf16")),
     }

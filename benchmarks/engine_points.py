@@ -1,6 +1,6 @@
-"""What bench_engine measures: networks, sizes of a step, runtimes, and how deep tahq's pipeline is at each.
+"""Points of bench_engine: networks, sizes of a step, runtimes, and the depth of tahq's pipeline at each.
 
-Four stages asleep for 73 and 152 ms, activations of 4 × 256 × 512 numbers, 2.1 MB in fp32.
+Four stages asleep for 73 and 152 ms, activations of 4 × 256 × 512 elements, 2.1 MB in fp32.
 
 **Congestion control.** Where both directions of an uplink are full, bbr stayed further below the rate than cubic. What
 cubic loses on long links is its slow start after every pause, so there is none here; see docs/dev/experiment-log.md.
@@ -27,27 +27,27 @@ RUNTIMES: dict[str, tuple[str, ...]] = {
     "torch": ("gpipe", "1f1b", "1f1b-runtime"),
     "bare": ("1f1b", "1f1b-deep"),
 }
-"""What tahq is measured beside, in fp32 and with the schedules given."""
+"""The other runtimes, in fp32, with their schedules."""
 
 CONGESTION_CONTROL = "cubic"
 SETTLING_FRAMES = 64
-"""Of a link and direction, before anything counts: the first steps are slower (docs/dev/experiment-log.md)."""
+"""Frames per link and direction before anything counts: the first steps are slower (docs/dev/experiment-log.md)."""
 DEEPER = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Times 1F1B's own depth: candidates for tahq's."""
 ASSUMED_CODEC = CodecSeconds(0.008, 0.008, 0.008, 0.008)
-"""When a depth is chosen nobody has timed the codecs; without them the simulator would leave nothing to hide them."""
+"""Codec times assumed when a depth is chosen, before any were measured."""
 CAUTION = 1.25
-"""Delays are taken so many times as long then: they vary, and what is too shallow by one waits in every turn."""
+"""Factor on delays when a depth is chosen: they vary, and a pipeline that is too shallow waits in every turn."""
 QUEUES_S = (0.1, 0.2, 0.4, math.inf)
-"""How long queues before downlinks may be then. Some depths suit one length and lose a tenth with another, since whose
-frame comes first there turns on it: what is slowest with any counts."""
+"""Lengths of queues before downlinks when a depth is chosen. Some depths suit one length and lose a tenth with another,
+since the order of frames depends on it; the slowest counts."""
 AS_GOOD = 1.002
-"""A shallower pipeline is taken if its step takes at most so many times the shortest one."""
+"""A shallower pipeline is taken if its step takes at most this many times the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A network, and what is measured over it."""
+    """A network, and the points measured over it."""
 
     name: str
     rate_bits_per_s: float | None
@@ -56,16 +56,19 @@ class Place:
     micro_batches: tuple[int, ...] = (8, 32)
     wires: tuple[str, ...] = ("tah", "fp32")
     has_others: bool = True
-    """Whether torch and the bare loop are measured, too, with the fewest of the micro-batches."""
+    """Whether torch and the bare loop are measured, too, with the fewest micro-batches."""
+
+    @property
+    def key(self) -> tuple[int, float | None, float]:
+        """Stages, rate and round trip."""
+        return self.stages, self.rate_bits_per_s, self.round_trip_s
 
     @property
     def choice(self) -> NetworkChoice:
-        """As sweeps have it."""
         return NetworkChoice(self.rate_bits_per_s, self.round_trip_s)
 
     @property
     def title(self) -> str:
-        """For people."""
         return f"{self.stages} stages, {self.choice.label}"
 
 
@@ -79,48 +82,22 @@ PLACES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What of it is to be measured, and how.
-
-    Attributes:
-        runtimes: of tahq, torch and bare.
-        schedules: of tahq's.
-        micro_batches: of a step; None: as the place says.
-        wires: of WIRES.
-        depth: micro-batches under way in tahq; None: chosen by the simulator.
-        settle: steps that go by before; None: so many that `SETTLING_FRAMES` of a direction pass.
-        steps: that count; some more where a step is short.
-        backend: of the networks.
-        calibrate: whether networks are measured first.
-        max_busy_cores: above, a point is no measurement; None: as sweeps have it.
-    """
-
-    runtimes: tuple[str, ...] = ("tahq", "torch", "bare")
-    schedules: tuple[str, ...] = ("1f1b", "zero-bubble")
-    micro_batches: tuple[int, ...] | None = None
-    wires: tuple[str, ...] = tuple(WIRES)
-    depth: int | None = None
-    settle: int | None = None
-    steps: int = 5
-    backend: str = "auto"
-    calibrate: bool = True
-    max_busy_cores: float | None = None
-
-
-def sweeps(places: Sequence[Place], choices: Choices) -> Iterator[SweepConfig]:
-    """One sweep a network and number of micro-batches."""
+def sweeps(places: Sequence[Place], runtimes: Sequence[str], **changes: Any) -> Iterator[SweepConfig]:
+    """One sweep per network and number of micro-batches; `changes` to its configuration."""
     for place in places:
         for count in place.micro_batches:
-            if choices.micro_batches is None or count in choices.micro_batches:
-                runtimes = list(_runtimes(place, count, choices))
-                if runtimes:
-                    yield _sweep(place, count, choices, runtimes)
+            chosen = [runtime for runtime in _runtimes(place, count) if runtime["name"] in runtimes]
+            for runtime in chosen:
+                if runtime["name"] == "tahq":
+                    [schedule], [wire] = runtime["schedules"], runtime["wires"]
+                    runtime["in_flight"] = [chosen_depth(place, count, schedule, wire)]
+            if chosen:
+                yield _sweep(place, count, chosen, **changes)
 
 
 def chosen_depth(place: Place, num_micro_batches: int, schedule: str, wire: str) -> tuple[int, ...]:
-    """The shallowest pipeline that the simulator holds for as fast as any of the candidates, whatever the queues."""
-    config = _sweep(place, num_micro_batches, Choices(), [{"name": "tahq", "schedules": [schedule], "wires": [wire]}])
+    """The shallowest pipeline that the simulator predicts to be as fast as any candidate, whatever the queues."""
+    config = _sweep(place, num_micro_batches, [{"name": "tahq", "schedules": [schedule], "wires": [wire]}])
     key = sweep_points(config)[0].session
     work = planned_work(config, key, StageTimes(key.forward_s, key.backward_s))
     plan = NetworkChoice(place.rate_bits_per_s, CAUTION * place.round_trip_s).plan(place.stages)
@@ -148,27 +125,16 @@ def depths(schedule: str, num_stages: int, num_micro_batches: int) -> list[tuple
     return list(dict.fromkeys(found))
 
 
-def _runtimes(place: Place, count: int, choices: Choices) -> Iterator[dict[str, Any]]:
-    if "tahq" in choices.runtimes:
-        for schedule in choices.schedules:
-            for wire in (WIRES[name] for name in place.wires if name in choices.wires):
-                yield {"name": "tahq", "schedules": [schedule], "wires": [wire]} | _depth(
-                    place, count, schedule, wire, choices.depth
-                )
+def _runtimes(place: Place, count: int) -> Iterator[dict[str, Any]]:
+    for schedule in ("1f1b", "zero-bubble"):
+        for wire in place.wires:
+            yield {"name": "tahq", "schedules": [schedule], "wires": [WIRES[wire]]}
     if place.has_others and count == min(place.micro_batches):
         for name, schedules in RUNTIMES.items():
-            if name in choices.runtimes:
-                yield {"name": name, "schedules": list(schedules), "wires": [FP32]}
+            yield {"name": name, "schedules": list(schedules), "wires": [FP32]}
 
 
-def _depth(place: Place, count: int, schedule: str, wire: str, asked: int | None) -> dict[str, Any]:
-    """What `in_flight` is; nothing for GPipe, which has all of them under way."""
-    if schedule == "gpipe":
-        return {}
-    return {"in_flight": [asked if asked is not None else chosen_depth(place, count, schedule, wire)]}
-
-
-def _sweep(place: Place, count: int, choices: Choices, runtimes: list[dict[str, Any]]) -> SweepConfig:
+def _sweep(place: Place, count: int, runtimes: list[dict[str, Any]], **changes: Any) -> SweepConfig:
     return SweepConfig.model_validate(
         {
             "name": "engine",
@@ -187,16 +153,9 @@ def _sweep(place: Place, count: int, choices: Choices, runtimes: list[dict[str, 
             "rates": [place.rate_bits_per_s],
             "round_trips": [place.round_trip_s],
             "runtimes": runtimes,
-            "steps": {
-                "settle": choices.settle or max(2, SETTLING_FRAMES // count),
-                "at_least": choices.steps,
-                "at_most": choices.steps + choices.steps // 2,
-                "about": 20.0,
-            },
+            "steps": {"settle": max(2, SETTLING_FRAMES // count), "at_least": 5, "at_most": 7, "about": 20.0},
             "congestion_control": CONGESTION_CONTROL,
             "tcp_slow_start_after_idle": False,
-            "backend": choices.backend,
-            "calibrate": choices.calibrate,
-            "max_busy_cores": choices.max_busy_cores,
+            **changes,
         }
     )

@@ -1,29 +1,26 @@
-"""What runtime and codecs take of a step, by its trace: nothing is estimated, what is left over is counted.
+"""Overhead of runtime and codecs in a step, from its trace.
 
 Every moment of a step on a stage, from commit to commit, is covered by a forward or a backward (by marks in the
-device's queue, on a GPU), or by a wait for a frame, or by training's own work between steps (data, norms,
-optimizer), or by the wait for the commit; or else it is overhead: codecs that are waited for, gaps between actions,
-Python.
+device's queue, on a GPU), by a wait for a frame, by training's own work between steps (data, norms, optimizer), or by
+the wait for the commit; anything else is overhead: waits for codecs, gaps between actions, Python.
 """
 
 import json
-import re
-import shutil
 import statistics
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from engine_rows import size_text, wire_text
+from harness import Table, append_row
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.observe.trace_file import FIRST_STAGE_PID, trace_path
 from tahq_netem.backends.choice import build_network
-from tahq_netem.measure.machine import describe_machine, one_line
 from tahq_netem.runtimes.session import SessionRequest
 from tahq_netem.runtimes.tahq_runtime import TahqSession
 from tahq_netem.sweep.points import NetworkChoice, sweep_points
@@ -38,14 +35,14 @@ COMMIT = frozenset({"commit"})
 COMPUTING = frozenset({"forward", "backward", "input_gradient", "weight_gradient"})
 """Categories of spans."""
 FRAME_WAITS = ("wait for stage", "wait for room")
-"""Both end when a frame comes; during the latter a deeper pipeline would have had something to do."""
+"""Both end when a frame arrives; during the latter a deeper pipeline would have had work."""
 CODEC_WAIT = "wait for the codec"
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class StageOverhead:
-    """Of one stage in one step, as shares of the step; a moment that is two of these counts for the first."""
+    """One stage in one step, as shares of the step; a moment that belongs to two of these counts for the first."""
 
     stage: int
     compute: float
@@ -57,29 +54,11 @@ class StageOverhead:
 
     @property
     def overhead(self) -> float:
-        """What runtime and codecs take."""
         return self.codec + self.rest
 
 
-@dataclass(frozen=True, slots=True)
-class TracedRun:
-    """A run of a wire over open links."""
-
-    machine: str
-    wire: str
-    micro_batch: int
-    step_s: float
-    stages: tuple[StageOverhead, ...]
-    """Medians over the traced steps."""
-
-    @property
-    def overhead(self) -> float:
-        """Of the worst stage."""
-        return max(stage.overhead for stage in self.stages)
-
-
-def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespace, results: Path) -> None:
-    """Train some steps over open links, and append what their traces say to a file of JSON lines."""
+def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespace, piece: int, results: Path) -> None:
+    """Train some steps over open links, and append the medians of their stages' shares to a file of JSON lines."""
     sweep = SweepConfig.model_validate(
         {
             **model,
@@ -90,45 +69,32 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
             "device": options.device,
             "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [_depth(options.stages)]}],
             "tcp_slow_start_after_idle": False,
-            "piece": options.piece,
+            "piece": piece,
         }
     )
     key = sweep_points(sweep)[0].session
     network_config = NetworkChoice(None).config(options.stages, "cubic", False)
-    with (
-        build_network(network_config) as network,
-        tempfile.TemporaryDirectory(prefix="tahq-trace-") as name,
-    ):
+    with build_network(network_config) as network, tempfile.TemporaryDirectory(prefix="tahq-trace-") as name:
         folder = Path(name)
         values = session_config(sweep, key, folder, None).model_dump()
         values["run"] |= {"trace_steps": list(TRACED)}
         config = resolve(ClusterConfig.model_validate(values))
         hosts = tuple(network.plan.hosts)
         with TahqSession(SessionRequest(config, key.schedule, network, hosts, folder)) as session:
-            records = [session.next_step(options.timeout) for _ in range(TRACED[1] + 1)]
+            records = [session.next_step(180.0) for _ in range(TRACED[1] + 1)]
         traces = folder / config.run.dir / config.run.name / "trace"
         steps = range(TRACED[0], TRACED[1] + 1)
-        if options.pictures is not None:
-            shutil.copytree(traces, options.pictures / wire_name(wire), dirs_exist_ok=True)
         found = [overheads(json.loads(trace_path(traces, step).read_text())) for step in steps]
-    run = TracedRun(
-        machine=one_line(describe_machine(options.device)),
-        wire=wire_text(*wire),
-        micro_batch=options.micro_batch,
-        step_s=statistics.median(records[step - 1].seconds for step in steps),
-        stages=tuple(_median(of_stage) for of_stage in zip(*found, strict=True)),
-    )
-    with results.open("a") as file:
-        file.write(json.dumps(asdict(run)) + "\n")
+    row = {
+        "wire": f"`{wire_text(*wire)}`{size_text(options.micro_batch)}",
+        "step_s": statistics.median(records[step - 1].seconds for step in steps),
+        "stages": [asdict(_median(of_stage)) for of_stage in zip(*found, strict=True)],
+    }
+    append_row(results, row)
 
 
 def _depth(num_stages: int) -> tuple[int, ...]:
     return (*(2 * left for left in range(num_stages, 1, -1)), 1)
-
-
-def wire_name(wire: tuple[str, str]) -> str:
-    """Fit for a folder."""
-    return re.sub(r"\W+", "-", " ".join(wire))
 
 
 def overheads(trace: Mapping[str, Any]) -> list[StageOverhead]:
@@ -188,35 +154,18 @@ def _median(stages: Sequence[StageOverhead]) -> StageOverhead:
     )
 
 
-def read_runs(paths: Iterable[Path]) -> list[TracedRun]:
-    """What `trace_run` has written, the newest of each wire and size of micro-batch."""
-    runs = {}
-    for path in paths:
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            row["stages"] = tuple(StageOverhead(**stage) for stage in row["stages"])
-            row.setdefault("micro_batch", 1)
-            runs[row["wire"], row["micro_batch"]] = TracedRun(**row)
-    return list(runs.values())
-
-
-def overhead_lines(runs: Sequence[TracedRun]) -> Iterator[str]:
-    """Markdown."""
-    if not runs:
-        return
-    yield "## What runtime and codecs take, by trace\n"
-    yield (
-        f"{'; '.join(dict.fromkeys(run.machine for run in runs))}. Open links; in flight "
-        "twice what 1F1B has, but one on the last stage.\n"
-        "Shares of the step on each stage, medians of steps "
-        f"{TRACED[0]} to {TRACED[1]}. *update*: data, norms and optimizer. *overhead*: what is none of the columns\n"
-        "before it: waiting for a codec, of which *codec* is the share, and gaps between actions.\n"
-    )
-    titles = ("wire", "step, s", "stage", "computing", "waiting for frames", "update", "commit", "overhead", "codec")
-    yield f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}"
-    for run in runs:
-        for stage in run.stages:
+def overhead_rows(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """The table of what `trace_run` has written, the newest run of each wire."""
+    rows = []
+    for run in {run["wire"]: run for run in runs}.values():
+        for stage in (StageOverhead(**each) for each in run["stages"]):
             shares = (stage.compute, stage.frames, stage.update, stage.commit, stage.overhead, stage.codec)
-            cells = " | ".join(f"{share:.1%}" for share in shares)
-            yield f"| `{run.wire}`{size_text(run.micro_batch)} | {run.step_s:.3f} | {stage.stage} | {cells} |"
-    yield ""
+            rows.append([run["wire"], f"{run['step_s']:.3f}", stage.stage, *(f"{share:.1%}" for share in shares)])
+    return Table(
+        ("wire", "step, s", "stage", "computing", "waiting for frames", "update", "commit", "overhead", "codec"),
+        rows,
+        "Open links; twice as many micro-batches in flight as 1F1B has, but one on the last stage. Shares of the step "
+        f"on each stage, medians of steps {TRACED[0]} to {TRACED[1]}. *update*: data, norms and optimizer. *overhead*: "
+        "everything else: waiting for a codec, listed as *codec*, and gaps between actions.",
+        "Overhead of runtime and codecs, by trace",
+    )

@@ -1,7 +1,8 @@
-"""What bench_engine measures, without measuring it."""
+"""The points of bench_engine, without measuring them."""
 
+import engine_points
 import pytest
-from engine_points import ASSUMED_CODEC, FP32, PLACES, QUEUES_S, TAH, Choices, chosen_depth, depths, sweeps
+from engine_points import ASSUMED_CODEC, FP32, PLACES, QUEUES_S, TAH, chosen_depth, depths, sweeps
 
 from tahq.pipeline.schedule.generators import generate
 from tahq_netem.sweep.points import sweep_points
@@ -14,22 +15,27 @@ def place(name):
     return next(place for place in PLACES if place.name == name)
 
 
-def test_every_network_has_both_sizes_of_a_step_and_both_wires():
-    points = [
-        point for config in sweeps(PLACES, Choices(runtimes=("tahq",), depth=4)) for point in sweep_points(config)
-    ]
+@pytest.fixture
+def quick_depth(monkeypatch):
+    """Do not let the simulator choose depths."""
+    monkeypatch.setattr(engine_points, "chosen_depth", lambda place, *_: tuple(range(place.stages, 0, -1)))
+
+
+def test_every_network_has_both_sizes_of_a_step_and_both_wires(quick_depth):
+    configs = list(sweeps(PLACES, ["tahq"]))
+    points = [point for config in configs for point in sweep_points(config)]
     assert len(points) == 2 * (5 * 2 * 2 + 1)
     assert {point.session.schedule for point in points} == {"1f1b", "zero-bubble"}
     assert {point.session.wire for point in points} == {TAH, FP32}
     assert {point.session.stages for point in points} == {4, 8}
+    assert {(config.congestion_control, config.tcp_slow_start_after_idle) for config in configs} == {("cubic", False)}
 
 
 def test_others_are_measured_in_fp32_with_the_smaller_step():
-    others = list(sweeps(PLACES, Choices(runtimes=("torch", "bare"))))
+    others = list(sweeps(PLACES, ["torch", "bare"]))
     assert len(others) == 5
     assert {config.global_batch for config in others} == {32}
-    found = {(p.session.runtime, p.session.schedule) for config in others for p in sweep_points(config)}
-    assert found == {
+    assert {(p.session.runtime, p.session.schedule) for config in others for p in sweep_points(config)} == {
         ("torch", "gpipe"),
         ("torch", "1f1b"),
         ("torch", "1f1b-runtime"),
@@ -38,25 +44,10 @@ def test_others_are_measured_in_fp32_with_the_smaller_step():
     }
 
 
-def test_tcp_is_cubic_that_does_not_begin_slowly_again():
-    for config in sweeps(PLACES, Choices(depth=4)):
-        assert config.congestion_control == "cubic"
-        assert config.tcp_slow_start_after_idle is False
-
-
-def test_choices_leave_out_what_is_not_wanted():
-    only = Choices(runtimes=("tahq",), wires=("tah",), micro_batches=(32,), steps=9, depth=4)
-    configs = list(sweeps([place("100"), place("8-stages")], only))
-    assert [config.global_batch for config in configs] == [128, 128]
-    assert [len(sweep_points(config)) for config in configs] == [2, 2]
-    assert configs[0].steps.at_least == 9
-    assert not list(sweeps([place("8-stages")], Choices(micro_batches=(8,))))
-
-
-def test_bound_of_the_issues_example():
+def test_bound_of_the_first_example(quick_depth):
     # 3 · (73 + 25) + 8 · 225 + 3 · (152 + 35) ms, with frames as TAH and 6 bits have them
-    config = next(sweeps([place("100")], Choices(runtimes=("tahq",), wires=("tah",), micro_batches=(8,), depth=4)))
-    point = sweep_points(config)[0]
+    config = next(sweeps([place("100")], ["tahq"]))
+    point = next(point for point in sweep_points(config) if point.session.wire == TAH)
     work = planned_work(config, point.session, StageTimes(point.session.forward_s, point.session.backward_s))
     assert step_bound_s(work, point.network.plan(4)) == pytest.approx(2.650, abs=0.01)
 
@@ -72,7 +63,7 @@ def test_candidates_for_the_depth_go_from_1f1b_to_everything_at_once(schedule, m
         generate(schedule, 4, 8, depths=depth)
 
 
-def test_depth_does_not_hang_on_how_long_queues_are():
+def test_depth_does_not_depend_on_the_length_of_queues(quick_depth):
     """What is best with one length of queues loses a tenth with another, so what loses least anywhere is taken."""
     found = chosen_depth(place("20"), 32, "1f1b", FP32)
     seconds = [_step_s(place("20"), found, queue_s) for queue_s in QUEUES_S]
@@ -83,27 +74,14 @@ def test_depth_does_not_hang_on_how_long_queues_are():
 
 
 def _step_s(where, depth, queue_s):
-    config = next(sweeps([where], Choices(runtimes=("tahq",), micro_batches=(32,), wires=("fp32",), depth=1)))
-    key = sweep_points(config)[0].session
+    [_, config] = sweeps([where], ["tahq"])
+    key = next(point.session for point in sweep_points(config) if point.session.wire == FP32)
     work = planned_work(config, key, StageTimes(key.forward_s, key.backward_s))
     schedule = generate("1f1b", where.stages, 32, depths=depth)
     return predicted_step_s(schedule, work, where.choice.plan(where.stages), ASSUMED_CODEC, queue_s=queue_s)
 
 
-def test_depth_is_chosen_by_the_simulator_unless_it_is_said():
-    def depth(**changes):
-        only = Choices(
-            **{"runtimes": ("tahq",), "schedules": ("1f1b",), "micro_batches": (8,), "wires": ("tah",)} | changes
-        )
-        [point] = sweep_points(next(sweeps([place("100-50ms")], only)))
-        return point.session.in_flight
-
-    assert depth() == chosen_depth(place("100-50ms"), 8, "1f1b", TAH)
-    assert depth(depth=5) == 5
-    assert depth(schedules=("gpipe",)) is None
-
-
-def test_deeper_pipeline_is_chosen_over_a_longer_way():
+def test_deeper_pipeline_is_chosen_for_a_longer_delay():
     near, far = (chosen_depth(place(name), 8, "1f1b", TAH) for name in ("unshaped", "100-50ms"))
     # 1F1B's own is 4, 3, 2, 1; without a wire there are only codecs to hide
     assert (4, 3, 2, 1) <= near <= (6, 5, 4, 2)
