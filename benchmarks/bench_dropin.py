@@ -1,36 +1,35 @@
-"""torch's own pipelining over slow links, stock and with packed stages: the losses, and tokens a second.
+"""torch.distributed.pipelining, stock and with packed stages, over slow links: losses and tokens per second.
 
     python benchmarks/bench_dropin.py [--output benchmarks/results/dropin_<hardware>_<yyyymm>.md]
     python benchmarks/bench_dropin.py --tiny          # shows that it works, in two minutes
 
-GPipe, 1F1B and interleaved 1F1B on 2 and 4 ranks over gloo, each rank in a network namespace of its own; needs root.
-Stock sends fp32; packed is the same program with one call of `compress`. Two parts:
+GPipe, 1F1B and interleaved 1F1B on 2 and 4 ranks over gloo, each rank in a network namespace; needs root. Stock sends
+fp32; packed is the same program with one call of `compress`.
 
-1. *Losses.* A small GPT-2 that is really computed and learns, links open. Said are the loss of the last step, and which
-   runs are equal in all of them, to the bit: a key and a stream depend on the cut, not on the schedule, so runs that
-   cut the model alike must be.
-2. *Tokens a second* at a rate. Stages sleep for as long as they would compute (`model.sleep`), since four that compute
-   share this machine's cores and would measure these; codecs, gloo, TCP and torch's schedules are real.
+1. *Losses.* A small GPT-2 that computes and learns, links open: the loss of the last step, and which runs are equal in
+   all steps, to the bit: keys and streams depend on the cut, not on the schedule, so runs with the same cuts must be.
+2. *Tokens per second* at a rate. Stages sleep instead of computing (`model.sleep`), since four that compute would share
+   this machine's cores; codecs, gloo, TCP and torch's schedules are real.
 """
 
 import argparse
 import itertools
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dropin_rank import SCHEDULES, STOCK
-from harness import describe
+from harness import Table, main, say
 
 from tahq.data.config import DataConfig
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.session import SessionRequest, StepRecord
-from tahq_netem.sweep.networks import apply_plan, calibrate_quickly, open_network
+from tahq_netem.sweep.networks import apply_plan, open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.spec import SweepConfig
 from tahq_netem.sweep.stage_times import StageTimes
@@ -40,13 +39,13 @@ RANKS = (2, 4)
 PACKED = ("tah", "fixed:bits=8")
 WIRES = ((STOCK, STOCK), PACKED)
 SETTLE_STEPS = 2
-"""Not timed: torch asks for shapes in the first, and TCP finds its pace."""
+"""Not timed: torch exchanges shapes in the first step, and TCP finds its rate."""
 START_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Point:
-    """One pipeline: the schedule, its ranks, what goes forward and backward."""
+    """One pipeline: the schedule, its ranks, and the codecs."""
 
     schedule: str
     num_ranks: int
@@ -63,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured; sleeping times are of the whole model's forward and backward of a micro-batch."""
+    """Both workloads; sleeping times are of the whole model's forward and backward of a micro-batch."""
 
     losses: dict[str, Any]
     speed: dict[str, Any]
@@ -93,126 +92,79 @@ TINY = Size(
 )
 
 
-class Bench:
-    """Sessions on the hosts of a network.
-
-    Args:
-        size: what to run.
-        network: as many hosts as ranks.
-    """
-
-    def __init__(self, size: Size, network: Network) -> None:
-        self._size = size
-        self._network = network
-
-    def losses(self, point: Point) -> list[float]:
-        """Of every step."""
-        data = DataConfig(text="stdlib", seq_len=self._size.losses["seq_len"])
-        records = self._run(point, sweep({**self._size.losses, "data": data}), None, self._size.num_loss_steps)
-        return [float("nan") if record.loss is None else record.loss for record in records]
-
-    def step_seconds(self, point: Point) -> list[float]:
-        """Of the timed steps."""
-        count = point.num_stages
-        times = StageTimes((self._size.forward_s / count,) * count, (self._size.backward_s / count,) * count)
-        records = self._run(point, sweep(self._size.speed), times, SETTLE_STEPS + self._size.num_timed_steps)
-        return [record.seconds for record in records[SETTLE_STEPS:]]
-
-    def _run(self, point: Point, config: SweepConfig, times: StageTimes | None, num_steps: int) -> list[StepRecord]:
-        # The schedule's name is the program's business; tahq has no word in it.
-        key = SessionKey("torch", "1f1b", *point.wire, point.num_stages, config.micro_batches[0], "real")
-        with tempfile.TemporaryDirectory(prefix="tahq-dropin-") as folder:
-            resolved = session_config(config, key, Path(folder), times)
-            hosts = tuple(self._network.plan.hosts)
-            request = SessionRequest(resolved, point.schedule, self._network, hosts, Path(folder))
-            with GlooSession(request, "dropin_rank") as session:
-                return [session.next_step(START_TIMEOUT_S) for _ in range(num_steps)]
-
-
 def sweep(workload: dict[str, Any]) -> SweepConfig:
     return SweepConfig.model_validate({"name": "dropin", "runtimes": [{"name": "torch"}], **workload})
 
 
-def measure(size: Size, rate_mbit: float) -> Iterator[tuple[Point, list[float], list[float]]]:
-    """Each point's losses, and its steps' seconds."""
+def run(
+    network: Network, point: Point, config: SweepConfig, times: StageTimes | None, num_steps: int
+) -> list[StepRecord]:
+    """Train on the hosts of a network, as many as ranks."""
+    # The schedule's name is dropin_rank's business: the session key takes one that tahq knows.
+    key = SessionKey("torch", "1f1b", *point.wire, point.num_stages, config.micro_batches[0], "real")
+    with tempfile.TemporaryDirectory(prefix="tahq-dropin-") as folder:
+        resolved = session_config(config, key, Path(folder), times)
+        request = SessionRequest(resolved, point.schedule, network, tuple(network.plan.hosts), Path(folder))
+        with GlooSession(request, "dropin_rank") as session:
+            return [session.next_step(START_TIMEOUT_S) for _ in range(num_steps)]
+
+
+def measure(size: Size, rate: float) -> Iterator[tuple[Point, list[float], list[float]]]:
+    """Each point's losses, and the seconds of its timed steps."""
+    learning = sweep({**size.losses, "data": DataConfig(text="stdlib", seq_len=size.losses["seq_len"])})
     for num_ranks in RANKS:
         points = [point for point in size.points if point.num_ranks == num_ranks]
         if not points:
             continue
-        rate = 1e6 * rate_mbit
         with open_network(uniform(num_ranks, rate=rate), sweep(size.speed)) as network:
-            calibrate_quickly(network)
-            bench = Bench(size, network)
             for point in points:
                 apply_plan(network, plan_network(uniform(num_ranks)))
-                losses = bench.losses(point)
+                learned = run(network, point, learning, None, size.num_loss_steps)
                 apply_plan(network, plan_network(uniform(num_ranks, rate=rate)))
-                yield point, losses, bench.step_seconds(point)
+                count = point.num_stages
+                times = StageTimes((size.forward_s / count,) * count, (size.backward_s / count,) * count)
+                timed = run(network, point, sweep(size.speed), times, SETTLE_STEPS + size.num_timed_steps)
+                losses = [float("nan") if record.loss is None else record.loss for record in learned]
+                yield point, losses, [record.seconds for record in timed[SETTLE_STEPS:]]
 
 
-def groups(rows: Sequence[tuple[Point, list[float], list[float]]]) -> dict[Point, str]:
-    """A letter for each point: points with the same one have equal losses in every step, to the bit."""
+def rows(size: Size, rate: float) -> Iterator[list[object]]:
+    tokens = size.speed["global_batch"] * size.speed["seq_len"]
+    rates: dict[Point, float] = {}
     letters: dict[tuple[float, ...], str] = {}
-    for _, losses, _ in rows:
-        letters.setdefault(tuple(losses), chr(ord("A") + len(letters)))
-    return {point: letters[tuple(losses)] for point, losses, _ in rows}
-
-
-def report(size: Size, rate_mbit: float, rows: list[tuple[Point, list[float], list[float]]]) -> str:
-    speed, learned = size.speed, size.losses
-    tokens = speed["global_batch"] * speed["seq_len"]
-    rates = {point: tokens / statistics.fmean(seconds) for point, _, seconds in rows}
-    letters = groups(rows)
-    lines = [
-        "# torch.distributed.pipelining, stock and with packed stages",
-        "",
-        f"{describe()}. `python benchmarks/bench_dropin.py`",
-        "",
-        f"Stock: fp32. Packed: `compress(stage, activations={PACKED[0]!r}, gradients={PACKED[1]!r})`. gloo, each",
-        "rank in a network namespace.",
-        "",
-        f"Losses: a GPT-2 that is computed, 8 blocks of {learned['model']['hidden_size']} channels, sequences of "
-        f"{learned['seq_len']}, the standard library's",
-        f"source as bytes, links open; of step {size.num_loss_steps}, in nats a byte. Runs with the same letter",
-        "have equal losses in every step, to the bit.",
-        "",
-        f"Tokens a second: {rate_mbit:g} Mbit/s up and down, 8 micro-batches of 4 × {speed['seq_len']} tokens, "
-        f"{speed['model']['hidden_size']} channels; stages",
-        f"sleep, {1e3 * size.forward_s:g} and {1e3 * size.backward_s:g} ms a micro-batch for the whole model; mean of "
-        f"{size.num_timed_steps} steps after {SETTLE_STEPS}, with",
-        "the slowest and the fastest step.",
-        "",
-        "| schedule | ranks | stages | stages are | loss | equal | tokens/s | times stock |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for point, losses, seconds in rows:
+    for point, losses, seconds in measure(size, rate):
+        rates[point] = tokens / statistics.fmean(seconds)
+        letter = letters.setdefault(tuple(losses), chr(ord("A") + len(letters)))
         stock = rates.get(Point(point.schedule, point.num_ranks, WIRES[0]))
         ratio = "" if point.name == "stock" or stock is None else f"{rates[point] / stock:.2f}"
-        spread = f"{tokens / max(seconds):,.0f} to {tokens / min(seconds):,.0f}"
-        lines.append(
-            f"| {point.schedule} | {point.num_ranks} | {point.num_stages} | {point.name} | {losses[-1]:.4f} | "
-            f"{letters[point]} | {rates[point]:,.0f} ({spread}) | {ratio} |"
-        )
-    return "\n".join([*lines, ""])
+        speed = f"{rates[point]:,.0f} ({tokens / max(seconds):,.0f} to {tokens / min(seconds):,.0f})"
+        say(f"{point}: loss {losses[-1]:.4f}, {speed} tokens/s")
+        yield [point.schedule, point.num_ranks, point.num_stages, point.name, f"{losses[-1]:.4f}", letter, speed, ratio]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+def tables(options: argparse.Namespace) -> Iterator[Table]:
     size = TINY if options.tiny else FULL
-    rows = []
-    for row in measure(size, options.rate):
-        rows.append(row)
-        point, losses, seconds = row
-        print(f"{point}: loss {losses[-1]:.4f}, {statistics.fmean(seconds):.3f} s a step", flush=True)
-    text = report(size, options.rate, rows)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text)
+    speed, learned = size.speed, size.losses
+    caption = (
+        f"Stock: fp32. Packed: `compress(stage, activations={PACKED[0]!r}, gradients={PACKED[1]!r})`. gloo, each rank "
+        f"in a network namespace. Losses: a GPT-2 of 8 blocks of {learned['model']['hidden_size']} channels, sequences "
+        f"of {learned['seq_len']} bytes, links open; of step {size.num_loss_steps}, in nats per byte. Runs with the "
+        f"same letter have equal losses in every step, to the bit. Tokens per second: {options.rate:g} Mbit/s up and "
+        f"down, 8 micro-batches of 4 × {speed['seq_len']} tokens, {speed['model']['hidden_size']} channels; stages "
+        f"sleep, {1e3 * size.forward_s:g} and {1e3 * size.backward_s:g} ms per micro-batch for the whole model; mean "
+        f"of {size.num_timed_steps} steps after {SETTLE_STEPS}, with the slowest and the fastest step."
+    )
+    columns = ("schedule", "ranks", "stages", "stages are", "loss", "equal", "tokens/s", "times stock")
+    yield Table(columns, rows(size, 1e6 * options.rate), caption)
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        tables,
+        {
+            "--rate": {"type": float, "default": 100.0, "help": "Mbit/s"},
+            "--tiny": {"action": "store_true", "help": "a small model, to try the script"},
+        },
+        repeats=None,
+    )

@@ -1,4 +1,4 @@
-"""One rank of a pipeline of torch's own, stock or with packed stages: what a user of the drop-in runs.
+"""One rank of torch's own pipeline, stock or with packed stages: the program of a user of the drop-in.
 
     python -m dropin_rank PLAN RANK     started by bench_dropin.py, through tahq_netem's session of gloo runtimes
 
@@ -38,7 +38,7 @@ DEVICE = torch.device("cpu")
 
 
 class Loss:
-    """Of a micro-batch: its part of the mean over the step's tokens."""
+    """A micro-batch's part of the mean loss over the step's tokens."""
 
     num_tokens = 1
 
@@ -62,7 +62,7 @@ def build(config: ClusterConfig, rank: int, num_ranks: int) -> list[pipelining.P
 def take_step(
     schedule: Any, stages: list[pipelining.PipelineStage], batch: StepBatch | None, loss: Loss
 ) -> float | None:
-    """Forward and backward; returns the step's loss where it is known."""
+    """Forward and backward; returns the step's loss on the last stage."""
     inputs: tuple[torch.Tensor, ...] = ()
     target: dict[str, Any] = {}
     losses: list[torch.Tensor] = []
@@ -75,7 +75,7 @@ def take_step(
 
 
 def main() -> None:
-    """Train until the end of stdin."""
+    """Train until stdin ends."""
     leave_with_stdin()
     plan, rank = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), int(sys.argv[2])
     config, num_ranks = config_from_json(plan["config"]), len(plan["addresses"])

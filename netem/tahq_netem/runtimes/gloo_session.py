@@ -71,8 +71,8 @@ class GlooSession(Session):
 
 
 def wire_dtype(config: ClusterConfig) -> torch.dtype:
-    """The type in which tensors are sent, both ways: all that these runtimes take of `wire`."""
-    return DTYPES[CodecSpec.parse(config.wire.activations)]
+    """The type in which stages exchange tensors, both ways; fp32 where a program packs them itself."""
+    return DTYPES.get(CodecSpec.parse(config.wire.activations), torch.float32)
 
 
 def steps_file(rank: int) -> str:
