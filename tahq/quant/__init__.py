@@ -9,7 +9,7 @@ A codec is named by a spec, ``name:key=value,…``::
     eden:bits=3,group=256                     randomised Hadamard, unbiased; up to 5 bits on average, for gradients
     wf:bits=4,group=128,center=on             bits where they reduce a token's error most; for activations
 
-docs/wire-format.md describes the bytes of each.
+docs/dev/wire-format.md describes the bytes of each.
 """
 
 from collections.abc import Callable

@@ -101,7 +101,7 @@ class FramedCodec(Codec):
         return self._layout(tuple(shape)).sections.nbytes
 
     def encode(self, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
-        """See `Codec.encode`; docs/wire-format.md describes the bytes."""
+        """See `Codec.encode`; docs/dev/wire-format.md describes the bytes."""
         check_encodable(x)
         layout = self._layout(tuple(x.shape))
         kernels = kernels_for(self.spec.name, self._backend, x.device, x.numel())

@@ -80,7 +80,7 @@ class FollowConfig(Section):
 
 
 class WireConfig(Section):
-    """The codec of each direction, and its backend; docs/wire-format.md has the specs.
+    """The codec of each direction, and its backend; docs/dev/wire-format.md has the specs.
 
     The word `paper` in place of the section means TAH activations and 8-bit fixed-point gradients. `follow` may be
     true or false.

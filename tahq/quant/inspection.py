@@ -111,7 +111,7 @@ def statistics(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor, *, key:
 
 
 def hex_rows(buf: torch.Tensor, rows: Sequence[SectionRow], limit: int) -> Iterator[str]:
-    """The first `limit` bytes as in docs/wire-format.md: 16 a row, offset before, the section that begins behind."""
+    """The first `limit` bytes as in docs/dev/wire-format.md: 16 per row, the offset first, the section's name last."""
     titles = {row.offset: row.name for row in rows if row.nbytes}
     data = bytes(buf[:limit].tolist())
     width = max(2, len(f"{max(len(data) - 1, 0):x}"))

@@ -37,7 +37,7 @@ from tahq.errors import PeerLostError, RemoteProtocolError
 FRAME_LIMIT_NBYTES = 8 * 1024 * 1024
 _PIECE_NBYTES = 100
 _EPOCH_AT = 32
-"""Where the header has the epoch, 4 bytes little-endian (docs/protocol.md)."""
+"""Where the header has the epoch, 4 bytes little-endian (docs/dev/protocol.md)."""
 _LIMITS = SessionLimits(
     1e6, 2.0, _PIECE_NBYTES, 1000, UnexpectedBound(frames=16, nbytes=FRAME_LIMIT_NBYTES), receive_window_nbytes=1000
 )

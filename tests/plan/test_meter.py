@@ -167,7 +167,7 @@ def test_too_many_are_turned_away(server):
 
 
 def test_bytes_of_a_greeting_and_a_request():
-    """As docs/protocol.md has them."""
+    """As docs/dev/protocol.md has them."""
     assert GREETING.pack(MAGIC, 1, 0x1122334455667788, 2, 1).hex(" ", 1) == (
         "54 41 48 4d 01 88 77 66 55 44 33 22 11 02 00 00 00 01 00 00 00"
     )

@@ -1,4 +1,4 @@
-"""`fixed` against a second, slow implementation written from docs/wire-format.md, byte for byte."""
+"""`fixed` against a second, slow implementation written from docs/dev/wire-format.md, byte for byte."""
 
 import math
 

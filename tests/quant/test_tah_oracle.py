@@ -1,4 +1,4 @@
-"""`tah` against a second, slow implementation: one tile at a time, written from docs/wire-format.md.
+"""`tah` against a second, slow implementation: one tile at a time, written from docs/dev/wire-format.md.
 
 The oracle shares no code with tahq and does its arithmetic in numpy scalars of fp32. Streams must be
 equal byte for byte and decoded values bit for bit; only which tiles get H bits may differ, and only

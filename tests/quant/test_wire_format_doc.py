@@ -1,4 +1,4 @@
-"""docs/wire-format.md is true: its examples are what the codecs write, its hex decodes to what it says."""
+"""docs/dev/wire-format.md is true: its examples are what the codecs write, its hex decodes to what it says."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from tahq.quant import get_codec
 
-DOC = Path(__file__).parents[2] / "docs" / "wire-format.md"
+DOC = Path(__file__).parents[2] / "docs" / "dev" / "wire-format.md"
 
 EXAMPLES = {
     "tah": (

@@ -1,6 +1,6 @@
 """What eden and wf share, once more and slowly: tiles as Python lists, bytes by way of one large whole number.
 
-Written from docs/wire-format.md, with the levels as the only thing taken from tahq.
+Written from docs/dev/wire-format.md, with the levels as the only thing taken from tahq.
 """
 
 import math

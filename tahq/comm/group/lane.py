@@ -2,7 +2,7 @@
 
 The sender announces a frame (the header of frame.py, without a payload, and the payload's checksum); the
 receiver answers that it has memory for it, or has it already; the payload follows; the receiver
-acknowledges it. See docs/protocol.md. Every message has a fixed length, since a group's receive must
+acknowledges it. See docs/dev/protocol.md. Every message has a fixed length, since a group's receive must
 be posted with the length of the message.
 """
 

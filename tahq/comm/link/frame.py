@@ -1,7 +1,7 @@
 """What travels on a link: the logical id of a piece of data, and the frame that carries it.
 
 The byte layout of the header (`pack_header`, `unpack_header`) is in this module too; see
-docs/protocol.md for the table. Invariant: `unpack_header` either returns a header whose every field
+docs/dev/protocol.md for the table. Invariant: `unpack_header` either returns a header whose every field
 is in range and whose checksum covers the payload it came with, or raises RemoteProtocolError.
 """
 
@@ -38,7 +38,7 @@ class Direction(IntEnum):
 
 
 class Channel(IntEnum):
-    """What a message on a link belongs to; each channel has its own window (docs/protocol.md, Channels)."""
+    """What a message on a link belongs to; each channel has its own window (docs/dev/protocol.md, Channels)."""
 
     DATA = 0
     """Activations, gradients and what else has a logical id."""

@@ -1,7 +1,8 @@
 """Files from worker to worker, by their SHA-256, over the files channel of a link to the owner's endpoint.
 
 The worker that wants a file asks for it piece by piece; the session below sees to it that requests and pieces arrive
-once and in order. Nobody can ask for a path: a file that was not offered is not there. docs/protocol.md has the layout.
+once and in order. A path cannot be asked for: a file that was not offered does not exist.
+docs/dev/protocol.md has the layout.
 """
 
 import logging

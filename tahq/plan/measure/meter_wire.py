@@ -1,4 +1,4 @@
-"""The two ends' side of a measuring connection: its messages and its streams; docs/protocol.md has the bytes.
+"""The two ends' side of a measuring connection: its messages and its streams; docs/dev/protocol.md has the bytes.
 
 One end dials and asks, the other answers. Either may send the stream. The receiving end decides when it has enough,
 and reports; the sender then closes its direction, and the receiver discards what is still under way, so that the path

@@ -1,4 +1,4 @@
-"""Byte layout of AQ-SGD streams, version 1: `AqsgdParts` to bytes and back. docs/wire-format.md has the tables.
+"""Byte layout of AQ-SGD streams, version 1: `AqsgdParts` to bytes and back. docs/dev/wire-format.md has the tables.
 
 Header, a record for each sample, marks of tokens that are not finite, scales, the values of samples that are sent
 for the first time, codes of the changes of the others. How many there are of either is known to both ends
@@ -49,7 +49,7 @@ class AqsgdLayout:
         spec: the codec.
         shape: of the tensor.
         is_whole: of each sample, whether it is sent whole; empty for a tensor without elements.
-        sections: see docs/wire-format.md.
+        sections: see docs/dev/wire-format.md.
     """
 
     spec: AqsgdSpec

@@ -1,4 +1,4 @@
-"""Byte layout of fixed-point streams, version 1: `FixedTiles` to bytes and back. docs/wire-format.md has the tables.
+"""Byte layout of fixed-point streams, version 1: `FixedTiles` to bytes and back (docs/dev/wire-format.md).
 
 Header, scales, whole bytes of the codes, remaining bits as planes. A code of 8 bits is one byte, of 6
 bits six planes, of 10 bits one byte and two planes: no bit is wasted, and the common width is a plain copy.

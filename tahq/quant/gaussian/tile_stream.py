@@ -1,7 +1,7 @@
 """Byte layout of `eden` and `wf` streams, version 1: a scale and a width per tile, means of `wf`, then codes.
 
 A tile's codes take as many planes as its width says. All tiles together have K planes, which shape and spec decide,
-so the length never depends on the data; which tile has how many does. docs/wire-format.md has the tables; `unpack`
+so the length never depends on the data; which tile has how many does. docs/dev/wire-format.md has the tables; `unpack`
 lists what a decoder refuses.
 """
 

@@ -1,4 +1,4 @@
-"""Byte layout of TAH streams, version 1: `TahTiles` to bytes and back. docs/wire-format.md has the tables.
+"""Byte layout of TAH streams, version 1: `TahTiles` to bytes and back. docs/dev/wire-format.md has the tables.
 
 Header, bit map, scales, zero-points, pivots, low planes, high planes. The length is a function of the
 shape and the spec, never of the data. What a decoder refuses is listed at `unpack`.
