@@ -79,11 +79,6 @@ class BatchSource:
         self._dataset = dataset
         self.order = SampleOrder(dataset.num_train_samples, dataset.shuffle, seed, global_batch, micro_batch, origin)
 
-    @property
-    def num_validation_batches(self) -> int:
-        """Batches of the validation split, the last one possibly padded."""
-        return -(-self._dataset.num_validation_samples // self.order.global_batch)
-
     def cursor(self, step: int) -> Cursor:
         """Where the run stands before `step`; ValueError if that is before its origin."""
         return self.order.cursor(step)

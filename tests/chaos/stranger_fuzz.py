@@ -19,7 +19,7 @@ from tahq.comm.link.frame import FrameKind, unpack_header
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits, unpack_hello
 from tahq.comm.zmq.gate import Gate
-from tahq.comm.zmq.reception import Reception, Wire
+from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.transport import LinkEnd
 
 _SPEC = LinkSpec(0, 0, "host0", dials=False)
@@ -71,9 +71,9 @@ def _check_hello(parts: list[bytes]) -> None:
 
 
 def _reception(router: zmq.Socket[bytes], gate: Gate) -> Reception:
-    reception = Reception(router, gate)
+    reception = Reception(router, gate, {}, "127.0.0.1:1")
     session = Session(PeerIdentity(RUN, 1, 1, "c0ffee"), _SPEC, SessionLimits(1e6, 2.0))
-    reception.open(Wire(LinkEnd(_SPEC, session), [router], is_dialled=False, routes=[None]))
+    reception.open(LinkEnd(_SPEC, session))
     return reception
 
 

@@ -91,7 +91,7 @@ def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, 
         assert unit == "MB"
         # room for one stage of the next and not for both: stages of this model are of about equal size
         resize(int(1.7e6 * float(megabytes)))
-        warning = next(line for line in lines if line.startswith("warning: no snapshot"))
+        warning = next(line for line in lines if line.startswith("warning: no checkpoint"))
         good = latest_folder(snapshots).name
         assert "No space left on device" in warning
         assert "/snapshots/step-" in warning

@@ -125,7 +125,7 @@ def test_slow_start_after_pauses_is_the_networks_beside_a_profile_or_without(sai
 
 def test_pairs_that_a_profile_does_not_know_are_refused_when_it_is_in_place():
     config = load("links={profile: cable, pairs: [{between: [moon, host0], delay: 1s}]}")
-    with pytest.raises(ConfigError, match=r"^with links.profile cable: links.pairs: 'moon' is no host or site"):
+    with pytest.raises(ConfigError, match=r"^with links.profile cable: links.pairs: unknown host or site 'moon'"):
         with_profile(config)
 
 

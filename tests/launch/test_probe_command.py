@@ -159,7 +159,7 @@ def test_two_codecs_are_told_apart_at_the_slash_between_them(text, expected):
 
 @pytest.mark.parametrize("text", ["tah", "tah / raw / raw", "tah:int4=4/5", "", "tah / raww"])
 def test_what_is_no_pair_of_codecs_is_refused(text):
-    with pytest.raises(ConfigError, match=r"expected two codecs|did you mean raw"):
+    with pytest.raises(ConfigError, match=r"expected 'FORWARD / BACKWARD'|did you mean raw"):
         parse_wire(text)
 
 
@@ -234,10 +234,10 @@ def assert_one_line(outcome: tuple[int, str, str], status: int, *parts: str) -> 
     ("arguments", "part"),
     [
         (["--set", "pipeline.stages=1"], "nothing crosses a wire"),
-        (["--wire", "tah"], "expected two codecs"),
+        (["--wire", "tah"], "expected 'FORWARD / BACKWARD'"),
         (["--wire", "tahh / raw"], "did you mean tah?"),
         (["--wire", "aqsgd / raw"], "only over epochs"),
-        (["--resume"], "no snapshot"),
+        (["--resume"], "no checkpoint"),
         (["--weights", "nowhere"], "nowhere"),
         (["--weights", "nowhere", "--resume"], "give one of them"),
         (["--json", "nowhere/probe.json"], "--json nowhere/probe.json"),
