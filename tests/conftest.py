@@ -49,8 +49,6 @@ def _keep_keys_apart(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files are handed to processes in this order: a long one that comes last keeps all but one of them waiting.
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for mark, obstacle in (("gpu", _no_cuda), ("netns", _no_namespaces)):
         marked = [item for item in items if item.get_closest_marker(mark)]
         reason = obstacle() if marked else None

@@ -1,11 +1,13 @@
 """The benchmark of the runtime drives the engine by hand: it must know what the engine asks of a stage's parts."""
 
+import pytest
 from bench_runtime import MICRO_BATCHES, WARM_UP_STEPS, measure_actions
 
 STAGES = 2
 STEPS = 2
 
 
+@pytest.mark.acceptance
 def test_every_action_of_every_stage_is_measured():
     cost = measure_actions(STAGES, STEPS)
     assert len(cost.actions_ms) == 2 * MICRO_BATCHES * STAGES * STEPS

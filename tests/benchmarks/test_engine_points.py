@@ -63,6 +63,7 @@ def test_candidates_for_the_depth_go_from_1f1b_to_everything_at_once(schedule, m
         generate(schedule, 4, 8, depths=depth)
 
 
+@pytest.mark.acceptance
 def test_depth_does_not_depend_on_the_length_of_queues(quick_depth):
     """What is best with one length of queues loses a tenth with another, so what loses least anywhere is taken."""
     found = chosen_depth(place("20"), 32, "1f1b", FP32)

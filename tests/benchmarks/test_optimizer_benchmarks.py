@@ -49,6 +49,7 @@ def test_tensors_that_states_share_are_counted_once():
     assert state_nbytes(optimizer) == 40 + 2 * 20
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("script", ["bench_optimizer_step.py", "bench_optimizer_memory.py"])
 def test_a_small_run_writes_its_table(tmp_path, script):
     out = tmp_path / "table.md"

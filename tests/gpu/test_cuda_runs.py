@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.runs import launch, tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu]
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8"}
 CONFIG = tiny(

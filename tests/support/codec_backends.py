@@ -55,7 +55,7 @@ def params(cases: Iterable[tuple], backend: int) -> list:
 
 
 def _marks(backend: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.gpu, pytest.mark.slow] if device_of(backend).type == "cuda" else []
+    return [pytest.mark.gpu] if device_of(backend).type == "cuda" else []
 
 
 def every_codec_and_backend(specs: Iterable[str], *, kernels_only: bool = False) -> pytest.MarkDecorator:

@@ -128,7 +128,7 @@ def _prepare() -> None:
     with suppress(FileNotFoundError):
         Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
-    with IPRoute() as kernel:
+    with _netlink_socket() as kernel:
         kernel.link("set", index=1, state="up")
 
 
@@ -221,10 +221,19 @@ def _returning() -> Iterator[None]:
         _call("return to the namespace of this process", result)
 
 
+def _netlink_socket() -> IPRoute:
+    """An IPRoute, made with signals held back: one that interrupts asyncio's constructor prints a traceback later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        return IPRoute()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextmanager
 def netlink(namespace: str) -> Iterator[IPRoute]:
     """pyroute2's IPRoute of a namespace, with the calling thread inside it."""
-    with entered(namespace), IPRoute() as kernel:
+    with entered(namespace), _netlink_socket() as kernel:
         yield kernel
 
 
