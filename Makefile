@@ -95,6 +95,7 @@ imports: $(READY)
 
 stats: $(READY)  ## size of the tree against its limits, and phrases to avoid
 	$(BIN)/python .ci/stats.py
+	$(BIN)/python .ci/prose.py
 
 format: $(READY)  ## rewrite the code in the house format
 	$(BIN)/ruff format $(CODE)

@@ -245,7 +245,7 @@ class Seating:
             stage: its stage.
             why: in words.
             is_replaced: whether another worker is there already.
-            is_silent: whether it has been silent for so long that its host is taken for lost.
+            is_silent: whether it has been silent long enough for its host to be lost.
 
         Raises:
             PeerLostError: it has been started again too often, or the run only measures.

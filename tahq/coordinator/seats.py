@@ -9,7 +9,7 @@ Pure: identities and times are arguments, nothing is sent. ::
       └───────────────── LEAVE, from every phase ───────────────────┘
 
 Invariants: a stage has at most one holder, and a worker holds at most one stage; phases change along the table only;
-whoever is past ASSIGNED has said HELLO; an empty seat knows since when its stage is lost.
+a worker past ASSIGNED has said HELLO; an empty seat knows since when its stage is lost.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -64,7 +64,7 @@ class Coordinator:
 
     Args:
         options: the run.
-        server: bound already; used by the thread of `run` only, closed by whoever made it.
+        server: bound already; used by the thread of `run` only, closed by its creator.
         observer: told what happens.
         publish: makes a complete checkpoint the newest one; None: as files under the run's folder.
         executor: runs `publish`, one call after the other; None: in a thread.

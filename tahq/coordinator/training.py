@@ -225,7 +225,7 @@ class Training:
         return bool(taken)
 
     def abandon(self) -> None:
-        """Wait for what is being published, so that the user is told of the newest checkpoint."""
+        """Wait for what is being published, so that the user hears about the newest checkpoint."""
         try:
             taken = self._publishing.take(wait=True)
         except UserError as error:  # the run's folder is gone

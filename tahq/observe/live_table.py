@@ -162,7 +162,7 @@ def _link_table(history: RunHistory, last: StepRecord) -> Table:
 
 
 def _link_cells(link: LinkRecord, total: LinkRecord, step_time_s: float) -> tuple[str, ...]:
-    """What was sent since the start; bits an element, goodput and shares of the step of the last step."""
+    """What was sent since the start; bits per element, goodput and shares of the step of the last step."""
     bits = f"{link.bits_per_element:.2f}"
     ends = f"{link.sender} → {link.receiver}"
     shares = [figures.share(s / step_time_s) if step_time_s > 0 else "–" for s in (link.sending_s, link.queued_s)]

@@ -30,7 +30,7 @@ from tahq.quant.config import WireConfig
 from tahq.worker.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
 
 BUDGET_S = 0.3
-"""A thing is repeated for so long …"""
+"""Repeat a measurement at least this long …"""
 FEWEST = 3
 """… but at least so often, and …"""
 MOST = 50

@@ -218,7 +218,7 @@ def fuzz_resealed_control(count: int, seed: int, folder: Path) -> dict[str, int]
         folder: for what the coordinator's run writes.
 
     Returns:
-        Counts by what became of them.
+        Counts by outcome.
     """
     dice, calm, others = Random(seed), transcript(), other_messages()
     counts: Counter[str] = Counter()

@@ -135,7 +135,7 @@ def fuzz_resealed(count: int, seed: int) -> dict[str, int]:
     """So many messages that were changed and sealed again, each to a session in the middle of a frame.
 
     Returns:
-        Counts by what became of them.
+        Counts by outcome.
     """
     dice, base = Random(seed), true_messages()
     counts: Counter[str] = Counter()

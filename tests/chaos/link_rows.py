@@ -26,7 +26,7 @@ _BAD = PathShape(delay_s=0.1, jitter_s=0.1, loss=0.02, reorder=0.02)
 def _disturbed(
     attempt: Attempt, config: dict[str, Any], timeline: str, *, timeout_s: float, **shape: float
 ) -> tuple[Figures, list[FaultEvent]]:
-    """A run with a timeline of faults: what it came to, and what was done to the network."""
+    """A run with a timeline of faults: its outcome, and what was done to the network."""
     with (
         shaped_network(STAGES, **{"rate": RATE_BITS_PER_S, **shape}) as network,
         by_hand(attempt.folder, config, network) as scene,

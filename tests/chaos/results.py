@@ -1,4 +1,4 @@
-"""What came of the tries: a JSON file that grows with each, and a table of it."""
+"""The outcomes of the tries: a JSON file that grows with each, and a table of it."""
 
 import json
 import os

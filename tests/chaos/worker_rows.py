@@ -96,7 +96,7 @@ def _slowed(pid: int) -> Iterator[None]:
 
 
 def nan(attempt: Attempt) -> Figures:
-    """The same step has a NaN, on one stage and then on another: whoever it happens to, all stages decide alike."""
+    """The same step has a NaN, on one stage and then on another: on any stage, all stages decide alike."""
     step, config = attempt.dice.randint(1, 6), small_run(8)
     stages = attempt.dice.sample(range(STAGES), 2)
     outcomes = [_with_nan(attempt.folder / f"stage-{stage}", config, stage, step) for stage in stages]

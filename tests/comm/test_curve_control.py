@@ -184,7 +184,7 @@ def test_tunnel_to_nobody_is_no_wrong_key(connect):
 
 
 def test_member_cannot_speak_for_another(serving, caplog):
-    """Whoever learns the routing id of another member has to have its key too."""
+    """Anyone who learns the routing id of another member has to have its key too."""
     caplog.set_level(logging.WARNING, "tahq.comm")
     context = zmq.Context()
     dealers = [context.socket(zmq.DEALER) for _ in range(2)]

@@ -70,7 +70,7 @@ def num_commits(scene):
 
 
 class Meanwhile:
-    """Does something once the coordinator has waited for so long; notes how many commits had left until then."""
+    """Does something once the coordinator has waited this long; notes how many commits had left until then."""
 
     def __init__(self, scene, after_s, action):
         self.scene, self.after_s, self.action = scene, after_s, action

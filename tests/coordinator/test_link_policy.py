@@ -32,7 +32,7 @@ FAST, SLOW = 300e6, 50e6
 
 @dataclass
 class Loop:
-    """Two links whose rates are given, a policy, and what comes of it. Only the first link's rate ever changes."""
+    """Two links whose rates are given, a policy, and the outcome. Only the first link's rate ever changes."""
 
     rules: FollowRules = RULES
     state: PolicyState = field(default_factory=lambda: initial_state(RULES, 2, {"activations": 2, "gradients": 2}))

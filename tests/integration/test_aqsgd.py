@@ -50,7 +50,7 @@ def three_stages(tmp_path_factory) -> Run:
 
 
 def bits(done: Run) -> list[list[float]]:
-    """Bits an element of the activations of each cut, by step."""
+    """Bits per element of the activations of each cut, by step."""
     return [
         [link["bits_per_element"] for link in row["links"] if link["direction"] == "activations"]
         for row in done.metrics

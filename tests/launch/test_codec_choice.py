@@ -1,4 +1,4 @@
-"""What the coordinator is told of codecs, from a resolved configuration."""
+"""The codecs that the coordinator gets, from a resolved configuration."""
 
 import json
 

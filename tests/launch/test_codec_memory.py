@@ -32,7 +32,7 @@ def test_memory_of_every_stage_is_predicted(load):
     rows = [line.split() for line in lines[2:6]]
     assert [row[:3] for row in rows] == [[str(i), str(n), f"{n * an_end:,}"] for i, n in enumerate((1, 2, 2, 1))]
     assert lines[6].strip().startswith("40 samples of 131 kB")
-    # header, 4 records, 1,024 marks, 256 scales, 4 bits an element
+    # header, 4 records, 1,024 marks, 256 scales, 4 bits per element
     later = 16 + 4 * 16 + 128 + 512 + 4 * 256 * 256 // 2
     assert f"{later:,} bytes each, 4.022 bits/element" in lines[7]
     assert max(map(len, lines)) <= WIDTH

@@ -161,7 +161,7 @@ def test_optimizer_memory_follows_the_optimizer(overrides, factor):
 
 def test_links_show_bytes_and_seconds_at_the_rate():
     text = dry_run(load())
-    rows = section(text, "Bytes a step")[1:7]
+    rows = section(text, "Bytes per step")[1:7]
     assert rows[0] == ["0", "0 → 1", "activations", "8", "144,528", "4.411", "1,157,024", "0.093"]
     assert f"{8 * 1157024 / 1e8:.3f}" == rows[0][-1]
     assert "in 60 steps" in text

@@ -77,7 +77,7 @@ def test_children_are_no_forks_once_something_has_asked_for_cuda(forks, tmp_path
 
 
 def test_whether_something_has_asked_is_found_out_once_after_an_import(monkeypatch, tmp_path):
-    """It takes a process, which whoever lists the server's children would see."""
+    """It takes a process, which a listing of the server's children would show."""
     monkeypatch.setattr(cli, "main", tell_and_end)
     asked = tmp_path / "asked"
 

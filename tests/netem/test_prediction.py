@@ -1,4 +1,4 @@
-"""What the simulator is told of a measured step, and what it makes of it; by hand where it can be done."""
+"""What the simulator knows about a measured step, and its prediction; by hand where it can be done."""
 
 import pytest
 from support.sweeps import small

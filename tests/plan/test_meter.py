@@ -1,4 +1,4 @@
-"""Measuring between two ends over loopback, and what becomes of those who should not be there."""
+"""Measuring between two ends over loopback, and how uninvited peers are refused."""
 
 import socket
 import struct

@@ -74,7 +74,7 @@ def test_layers_follow_the_speed_of_hosts():
     hosts = [host("slow", 0.04), host("fast", 0.01), host("middle", 0.02)]
     planned = quick(PlanProblem(model(14, 64), cluster(*hosts), num_stages=3))
     layers = dict(zip(planned.best.plan.hosts, planned.best.plan.layers, strict=True))
-    # no wire: 8 · 0.03 = 4 · 0.06 = 2 · 0.12 seconds a micro-batch
+    # no wire: 8 · 0.03 = 4 · 0.06 = 2 · 0.12 seconds per micro-batch
     assert layers == {0: 2, 1: 8, 2: 4}
 
 

@@ -3,7 +3,7 @@
     python -m support.mutated_decoding COUNT SEED PART PARTS
 
 It prints a JSON line for every case, `{"case": …, "backends": …, "decoded": …, "share_refused": …}`, and before each
-the same without figures, so that whoever started it knows where it died. A decoder that raises anything but CodecError,
+the same without figures, so that the caller knows where it died. A decoder that raises anything but CodecError,
 gives a tensor of another shape, an infinity, or not what the reference gives, ends it with a traceback; one that reads
 outside its buffer, with a signal.
 """

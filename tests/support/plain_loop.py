@@ -53,7 +53,7 @@ class Cut(torch.autograd.Function):
 
 
 class PlainModel:
-    """The whole model in one process: one slice, or (with `cut`) one a stage with the codec in between."""
+    """The whole model in one process: one slice, or (with `cut`) one per stage with the codec in between."""
 
     def __init__(self, config: ClusterConfig, *, cut: bool) -> None:
         self.config = config

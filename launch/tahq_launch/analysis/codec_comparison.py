@@ -236,7 +236,7 @@ def require_matplotlib() -> None:
 
 
 def draw_frontier(out: Path, tensors: Mapping[str, torch.Tensor], reports: Mapping[str, Sequence[CodecReport]]) -> None:
-    """Write the plot: relative error, logarithmic, against bits an element, codecs by colour.
+    """Write the plot: relative error, logarithmic, against bits per element, codecs by colour.
 
     Codecs without error, or whose error is infinite, have no place on a logarithmic axis and are left out.
 
@@ -277,7 +277,7 @@ def _draw_panel(axes: "Axes", name: str, x: torch.Tensor, reports: Sequence[Code
         axes.plot(report.bits_per_element, report.relative_error, marker, color=color, label=spec.brief())
     if reports:
         _draw_bound(axes, x, max(report.bits_per_element for report in reports))
-    axes.set(title=name, xlabel="bits an element, metadata included", ylabel="relative error", yscale="log")
+    axes.set(title=name, xlabel="bits per element, metadata included", ylabel="relative error", yscale="log")
     axes.grid(alpha=0.3)
 
 

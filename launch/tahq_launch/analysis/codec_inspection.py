@@ -51,7 +51,7 @@ def print_codecs(shape: Sequence[int], *, json_lines: bool) -> None:
             print(json.dumps(asdict(row)))
         return
     cells = [[row.codec, f"{row.bits_per_element:.3f}", row.parameters, row.summary] for row in rows]
-    print(f"Codecs with their defaults, and bits an element of a tensor {list(shape)}")
+    print(f"Codecs with their defaults, and bits per element of a tensor {list(shape)}")
     print_table(["codec", "bits", "parameters", "what it is"], cells, left=(0, 2, 3))
 
 

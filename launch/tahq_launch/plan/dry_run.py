@@ -225,12 +225,12 @@ def _links(plan: _Plan) -> str:
     if not plan.flows:
         return "One stage: nothing crosses a wire."
     rates = [plan.speeds.rate(flow.source, flow.target) for flow in plan.flows]
-    titles = ["link", "from-to", "carries", "frames", "payload each", "bits/element", "bytes a step"]
+    titles = ["link", "from-to", "carries", "frames", "payload each", "bits/element", "bytes per step"]
     titles += [_seconds_title(plan)] if min(rates) < math.inf else []
     rows = [_link_row(flow, rate, len(titles)) for flow, rate in zip(plan.flows, rates, strict=True)]
     total = sum(flow.step_nbytes for flow in plan.flows)
     lines = [
-        "Bytes a step on every link (frame headers included; acknowledgements and TCP/IP come on top)",
+        "Bytes per step on every link (frame headers included; acknowledgements and TCP/IP come on top)",
         plain_table(titles, rows, left=(1, 2)),
         *_codecs(plan.config.wire),
         f"  together {format_size(total)} a step" + _whole_run(plan, total),

@@ -76,7 +76,7 @@ class ControlClient:
             peer: host:port of the coordinator.
             name: what the coordinator's log calls this worker.
             shaping: delay and rate of this host's connection, imitated here for both directions.
-            peer_timeout_s: a coordinator that is silent for so long is gone.
+            peer_timeout_s: a coordinator that is silent this long is gone.
             heartbeat_s: how often to give a sign of life.
             connect_timeout_s: how long to try until the coordinator first answers.
             credentials: this worker's keys and the coordinator's; None: no CURVE.

@@ -15,7 +15,7 @@ class MeasureCompute:
 class ComputeMeasured:
     """worker → coordinator: what my device does.
 
-    A row of `times` has the keys of `LayerTimes`; `codecs` has seconds an element, [encode, decode], by spec.
+    A row of `times` has the keys of `LayerTimes`; `codecs` has seconds per element, [encode, decode], by spec.
     `notes` are for the user: what could not be timed, and why.
     """
 

@@ -16,7 +16,7 @@ class Join:
     worker_id: str = ""
     """Whose processes follow each other, one at a time: a new one with this name takes the old one's place."""
     takeover: bool = False
-    """A person knows that whoever holds the stage is gone."""
+    """A person knows that the stage's holder is gone."""
     spare: bool = False
     """If the stage is taken, or is -1, I wait for that of a host that is lost."""
 

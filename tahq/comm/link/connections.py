@@ -102,7 +102,7 @@ class LinkConnections:
         """Say RESUME on each."""
         self._resumes_due.update(self._all)
 
-    def unsay_byes(self) -> None:
+    def retract_byes(self) -> None:
         """Say BYE again on each, when it is its turn."""
         self._byes_said = 0
 

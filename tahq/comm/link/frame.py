@@ -61,7 +61,7 @@ class FrameKind(IntEnum):
 
 
 class LogicalId(NamedTuple):
-    """Names a piece of data, whoever delivers it and however often (DESIGN: logical id).
+    """Names a piece of data, independently of who delivers it and how often (DESIGN: logical id).
 
     A tuple and no dataclass, because each frame's is made, hashed and compared a dozen times.
     """

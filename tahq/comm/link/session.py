@@ -212,8 +212,8 @@ class Session:
                 self.heard(now_s, each)
         elif action == "acknowledge":
             self._ack_due = True
-        elif action == "unsay":
-            self._connections.unsay_byes()
+        elif action == "retract":
+            self._connections.retract_byes()
         elif action == "fail":
             raise PeerLostError(f"{self._spec}: the peer ended it: {reason}")
         elif action == "forget":

@@ -14,7 +14,7 @@ MESSAGE_WINDOW_NBYTES = 1024 * 1024
 """Most of the control channel, and most of the files channel, that is on its way and not acknowledged."""
 
 FILES_LINK: Final = 0xFFFFFFFF
-"""Number of links that carry files alone, opened by whoever wants one."""
+"""Number of links that carry files alone, opened by the end that wants one."""
 CONTROL_LINK: Final = 0xFFFFFFFE
 """Number of the link between a worker and the coordinator."""
 ANY_STAGE: Final = 0xFFFFFFFF

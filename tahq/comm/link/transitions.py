@@ -64,7 +64,7 @@ TRANSITIONS: dict[tuple[End, End], dict[Event, tuple[End, End, str]]] = {
     },
     (_X, _C): {Event.BYE: (_X, _X, ""), Event.FAULT: (_X, _X, "")},
     (_X, _O): {
-        Event.LOST: (_G, _O, "unsay"),
+        Event.LOST: (_G, _O, "retract"),
         Event.BYE: (_X, _X, ""),
         Event.FAULT: (_X, _X, ""),
         Event.RESET: (_X, _X, ""),

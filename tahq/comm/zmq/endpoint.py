@@ -79,7 +79,7 @@ class ZmqEndpoint:
             shaping: what this host's connection is capped to.
             peer_timeout_s: a link on which the peer is silent for half as long is degraded.
             heartbeat_s: how often to give a sign of life.
-            give_up_s: a peer that is silent for so long is lost; None: after `peer_timeout_s`.
+            give_up_s: a peer that is silent this long is lost; None: after `peer_timeout_s`.
             first: what goes first of all that waits for this host's uplink.
             connections: TCP connections of each link; the same at both ends.
             allocate: where frames that come in are put.

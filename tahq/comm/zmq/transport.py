@@ -56,7 +56,7 @@ class LinkEnd:
     """State of one link that its owner and the I/O thread share; each field is written by one of them."""
 
     warns = True
-    """Whether the user is told of a link that is degraded or not connected yet."""
+    """Whether the user is warned about a link that is degraded or not connected yet."""
     is_temporary = False
     """Whether the I/O thread forgets the link when it is over."""
 
