@@ -1,8 +1,8 @@
-"""Fail on phrases that STYLE-minded readers stumble over, and on links in the docs that lead nowhere.
+"""Fail on phrases that readers stumble over, and on links in the docs that lead nowhere.
 
     python .ci/prose.py
 
-The phrases are those that CONTRIBUTING.md (Language) lists with what to write instead.
+CONTRIBUTING.md (Language) says what to write instead.
 """
 
 import re
