@@ -19,18 +19,18 @@ TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
+FILES = ("test_tah_triton.py", "test_fixed_triton.py", "test_gaussian_triton.py", "../memory/test_adamw_triton.py")
+QUICK = ("test_fixed_triton.py", "../memory/test_adamw_triton.py")
+CASES = [
+    pytest.param(file, tier, marks=[] if tier == "not acceptance" and file in QUICK else pytest.mark.acceptance)
+    for file in FILES
+    for tier in ("not acceptance", "acceptance")
+]
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(interprets_triton(), reason="the interpreter is already chosen: they run in this process")
-@pytest.mark.parametrize(
-    "file",
-    [
-        "test_tah_triton.py",
-        "test_fixed_triton.py",
-        "test_gaussian_triton.py",
-        "../memory/test_adamw_triton.py",
-    ],
-)
-@pytest.mark.parametrize("tier", ["not acceptance", pytest.param("acceptance", marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize(("file", "tier"), CASES)
 def test_kernels_pass_their_tests_in_the_interpreter(file, tier):
     path = str(Path(__file__).parent / file)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", tier, path]
