@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 64_509,
+    "lines of tahq, launch and netem": 64_510,
     "modules there": 395,
     "lines of benchmarks": 6_515,
     "lines of tests": 51_522,
