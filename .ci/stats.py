@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 64_510,
-    "modules there": 395,
+    "lines of tahq, launch and netem": 64_504,
+    "modules there": 394,
     "lines of benchmarks": 6_515,
-    "lines of tests": 51_522,
-    "modules with one importer, in the same folder": 56,
+    "lines of tests": 51_528,
+    "modules with one importer, in the same folder": 55,
     "modules in the largest folder": 21,
 }
 

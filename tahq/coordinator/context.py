@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tahq.comm.control.channel import ControlServer
 from tahq.comm.control.messages import Message
+from tahq.comm.control.server import ControlServer
 from tahq.coordinator.gathering import missing_in_words
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import RunObserver, StageStatus

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 
-from tahq.comm.control.channel import ControlServer
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.comm.control.messages import (
     Copied,
@@ -33,6 +32,7 @@ from tahq.comm.control.messages import (
     StopRequest,
     Traced,
 )
+from tahq.comm.control.server import ControlServer
 from tahq.coordinator import copies, gathering, watch
 from tahq.coordinator.context import RunContext
 from tahq.coordinator.ending import RunEnding

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from tahq import __version__, fault_points
-from tahq.comm.control.channel import ControlClient
+from tahq.comm.control.client import ControlClient
 from tahq.comm.control.measuring import MeasureCompute, MeasurePaths
 from tahq.comm.control.messages import (
     Abort,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.client import ControlClient
 from tahq.comm.control.encoding import encode_message
 from tahq.comm.control.messages import (
     Abort,
@@ -23,6 +23,7 @@ from tahq.comm.control.messages import (
     Rejoin,
     Start,
 )
+from tahq.comm.control.server import ControlServer
 from tahq.comm.link.shaping import Shaping
 from tahq.errors import LocalProtocolError, PeerLostError, UserError
 

@@ -12,8 +12,9 @@ import zmq
 from support.eavesdropper import Eavesdropper
 from support.session_pairs import control_hello
 
-from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.client import ControlClient
 from tahq.comm.control.messages import Heartbeat, Join, Message, Ready, Start
+from tahq.comm.control.server import ControlServer
 from tahq.comm.keys import Credentials, KeyPair, new_key_pair
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.zmq.sockets import dial_curve

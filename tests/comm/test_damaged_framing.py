@@ -13,8 +13,9 @@ import pytest
 import torch
 from support.breaking_proxy import BreakingProxy
 
-from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.client import ControlClient
 from tahq.comm.control.messages import Message, Ready, Start
+from tahq.comm.control.server import ControlServer
 from tahq.comm.keys import Credentials, new_key_pair
 from tahq.comm.link.frame import Direction
 from tahq.comm.link.shaping import Shaping

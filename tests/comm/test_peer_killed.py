@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.client import ControlClient
 from tahq.comm.control.messages import Heartbeat, Join
+from tahq.comm.control.server import ControlServer
 from tahq.comm.link.shaping import Shaping
 from tahq.errors import PeerLostError
 
@@ -32,7 +33,7 @@ time.sleep(120)
 
 COORDINATOR = """
 import sys
-from tahq.comm.control.channel import ControlServer
+from tahq.comm.control.server import ControlServer
 server = ControlServer("127.0.0.1:0", heartbeat_s=0.2)
 print(server.address, flush=True)
 while True:

@@ -8,8 +8,9 @@ import pytest
 import zmq
 from support.breaking_proxy import BreakingProxy
 
-from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.client import ControlClient
 from tahq.comm.control.messages import Join, Message, Ready, Start
+from tahq.comm.control.server import ControlServer
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.zmq.sockets import replace_silent_connections
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from tahq.comm.control.channel import ControlClient
+from tahq.comm.control.client import ControlClient
 from tahq.comm.keys import Credentials, new_key_pair
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.zmq.dialled import Listener, who_listens

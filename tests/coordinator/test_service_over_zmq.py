@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tahq.comm.control.channel import ControlClient, ControlServer
+from tahq.comm.control.client import ControlClient
 from tahq.comm.control.messages import (
     Abort,
     Assign,
@@ -20,6 +20,7 @@ from tahq.comm.control.messages import (
     Snapshotted,
     Start,
 )
+from tahq.comm.control.server import ControlServer
 from tahq.comm.link.shaping import Shaping
 from tahq.coordinator.service import Coordinator
 from tahq.pipeline.config import TrainingConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
-from tahq.comm.control.channel import ControlServer
+from tahq.comm.control.server import ControlServer
 from tahq.comm.zmq.addresses import format_address, parse_address
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.config.cluster import ClusterConfig
