@@ -1,23 +1,22 @@
 """How good and how fast the planner is: against all plans of small clusters, and on up to 1,000 hosts.
 
+    python benchmarks/bench_planner.py [--clusters 3] [--exhaustive] [--output benchmarks/results/planner_….md]
+
 1. *Against all plans.* Random clusters of four hosts (compute 1 : 2 : 4, links of 20 to 1000 Mbit/s, up and down apart,
    paths of 5 to 150 ms, some with little memory) and a model of twelve layers. All orders of all subsets, all
-   divisions, sizes of micro-batch, schedules and profiles of in-flight depths are simulated, but for those whose lower
-   bound is above the best so far, which cannot win; `--exhaustive` leaves none out, and takes hours. Given is how
-   much slower the planner's choice is than the best.
+   divisions, sizes of micro-batch, schedules and profiles of in-flight depths are simulated, except those whose lower
+   bound is above the best so far, which cannot win; `--exhaustive` leaves none out, and takes hours.
 2. *Many hosts.* Seconds of processor time for clusters of up to 1,000 hosts in 50 sites, replicas allowed.
-
-Run:  python benchmarks/bench_planner.py [--clusters 3] [--exhaustive] [--output benchmarks/results/planner_….md]
 """
 
 import argparse
 import random
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import combinations
 
 from exhaustive_plans import best_of_all
-from harness import describe
+from harness import Table, main
 
 from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes, PathNumbers
 from tahq.plan.planner import plan
@@ -25,9 +24,9 @@ from tahq.plan.prediction import step_time_s
 from tahq.plan.problem import HeldBytes, ModelNumbers, PlanProblem, divisors
 
 HIDDEN, SEQ_LEN, VOCABULARY = 768, 256, 50_257
-BLOCK_BYTES = 16 * 12 * HIDDEN * HIDDEN
 RATES = (20e6, 50e6, 100e6, 1e9)
 ROUND_TRIPS = (0.005, 0.03, 0.15)
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 
 
 def model(num_layers: int, global_batch: int) -> ModelNumbers:
@@ -37,7 +36,7 @@ def model(num_layers: int, global_batch: int) -> ModelNumbers:
         for size in divisors(global_batch)
     }
     ends = 16 * VOCABULARY * HIDDEN
-    return ModelNumbers(num_layers, HIDDEN, SEQ_LEN, global_batch, held, BLOCK_BYTES, ends, ends)
+    return ModelNumbers(num_layers, HIDDEN, SEQ_LEN, global_batch, held, 16 * 12 * HIDDEN * HIDDEN, ends, ends)
 
 
 def host(index: int, draw: random.Random, site: str | None, memory: int | None) -> HostNumbers:
@@ -56,14 +55,9 @@ def small_cluster(seed: int) -> ClusterNumbers:
     hosts = [host(index, draw, None, memory) for index in range(4)]
     paths = [
         PathNumbers(
-            source=one.name,
-            target=other.name,
-            rate=draw.choice([None, 30e6]),
-            round_trip=draw.choice(ROUND_TRIPS),
+            source=one.name, target=other.name, rate=draw.choice([None, 30e6]), round_trip=draw.choice(ROUND_TRIPS)
         )
-        for one in hosts
-        for other in hosts
-        if one.name < other.name
+        for one, other in combinations(hosts, 2)
     ]
     return ClusterNumbers(hosts=hosts, paths=paths)
 
@@ -77,55 +71,43 @@ def large_cluster(num_hosts: int) -> ClusterNumbers:
     return ClusterNumbers(hosts=hosts, paths=inside, round_trip=0.04)
 
 
-def against_all(num_clusters: int, exhaustive: bool) -> list[str]:
-    lines = ["| cluster | planner, s a step | best of all, s a step | slower by | planner, s | all, s | simulated |"]
-    lines.append("|---" * 7 + "|")
-    for seed in range(num_clusters):
-        problem = PlanProblem(model(12, 8), small_cluster(seed), schedules=("1f1b", "gpipe", "zero-bubble"))
+def against_all(options: argparse.Namespace) -> Iterator[list[object]]:
+    for seed in range(options.clusters):
+        problem = PlanProblem(model(12, 8), small_cluster(seed), schedules=SCHEDULES)
         begun = time.process_time()
         planned = plan(problem)
         own_s = time.process_time() - begun
-        _, best_s, simulated = best_of_all(problem, prune=not exhaustive)
+        _, best_s, simulated = best_of_all(problem, prune=not options.exhaustive)
         all_s = time.process_time() - begun - own_s
         chosen_s = step_time_s(planned.table, planned.best.plan)
-        lines.append(
-            f"| {seed} | {chosen_s:.4f} | {best_s:.4f} | {chosen_s / best_s - 1:.2%} | {own_s:.1f} | {all_s:.1f} | "
-            f"{simulated:,} |"
-        )
-        print(lines[-1], file=sys.stderr, flush=True)
-    return lines
+        steps = f"{chosen_s:.4f}", f"{best_s:.4f}", f"{chosen_s / best_s - 1:.2%}"
+        yield [seed, *steps, f"{own_s:.1f}", f"{all_s:.1f}", f"{simulated:,}"]
 
 
-def many_hosts(sizes: list[int]) -> list[str]:
-    lines = ["| hosts | stages | replicas | tokens/s | processor time, s |", "|---|---|---|---|---|"]
-    for num_hosts in sizes:
-        problem = PlanProblem(model(48, 256), large_cluster(num_hosts), max_replicas=4)
+def many_hosts(options: argparse.Namespace) -> Iterator[list[object]]:
+    for num_hosts in options.hosts:
         begun = time.process_time()
-        planned = plan(problem)
+        planned = plan(PlanProblem(model(48, 256), large_cluster(num_hosts), max_replicas=4))
         replicas = len(planned.replicas.plans) if planned.replicas else 1
-        seconds = time.process_time() - begun
-        stages = planned.best.plan.num_stages
-        lines.append(f"| {num_hosts} | {stages} | {replicas} | {planned.tokens_per_s:,.0f} | {seconds:.1f} |")
-        print(lines[-1], file=sys.stderr, flush=True)
-    return lines
+        stages, tokens_per_s = planned.best.plan.num_stages, f"{planned.tokens_per_s:,.0f}"
+        yield [num_hosts, stages, replicas, tokens_per_s, f"{time.process_time() - begun:.1f}"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How good and how fast the planner is.")
-    parser.add_argument("--clusters", type=int, default=3, help="random clusters of four hosts")
-    parser.add_argument("--exhaustive", action="store_true", help="simulate all plans, however hopeless")
-    parser.add_argument("--hosts", type=int, nargs="*", default=[10, 100, 1000], help="sizes of large clusters")
-    parser.add_argument("--output", type=Path, help="where the tables go; default: standard output")
-    given = parser.parse_args()
-    lines = ["# The planner", "", describe(), "", "## Against all plans", ""]
-    lines += against_all(given.clusters, given.exhaustive)
-    lines += ["", "## Many hosts", "", *many_hosts(given.hosts)]
-    text = "\n".join(lines) + "\n"
-    if given.output is None:
-        print(text)
-    else:
-        given.output.write_text(text, encoding="utf-8")
+def tables(options: argparse.Namespace) -> Iterator[Table]:
+    columns = ("cluster", "planner, s per step", "best of all", "slower by", "planner, s", "all, s", "simulated")
+    yield Table(columns, against_all(options), heading="Against all plans")
+    columns = ("hosts", "stages", "replicas", "tokens/s", "processor time, s")
+    yield Table(columns, many_hosts(options), heading="Many hosts")
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        tables,
+        {
+            "--clusters": {"type": int, "default": 3, "help": "random clusters of four hosts"},
+            "--exhaustive": {"action": "store_true", "help": "simulate all plans, however hopeless"},
+            "--hosts": {"type": int, "nargs": "*", "default": [10, 100, 1000], "help": "sizes of large clusters"},
+        },
+        repeats=None,
+    )

@@ -7,7 +7,7 @@ in-flight depths that memory allows. One codec per direction; no interleaved sch
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tahq.plan.prediction import step_time_s
 from tahq.plan.problem import PipelinePlan, PlanProblem
@@ -18,15 +18,24 @@ from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array, step_bound
 
 
+class Choice(NamedTuple):
+    """Everything but the depths, and the bound with as many micro-batches in flight as memory holds."""
+
+    bound_s: float
+    stages: StageCosts
+    layers: Array
+    schedule: str
+
+
 def best_of_all(problem: PlanProblem, *, prune: bool = True) -> tuple[PipelinePlan, float, int]:
     """The fastest plan of all, its seconds, and how many were simulated.
 
     Args:
-        problem: a small one.
+        problem: a small one, for which a plan exists.
         prune: leave out plans whose bound is above the best so far, which cannot change the outcome.
     """
     table = ClusterTable(problem)
-    best: PipelinePlan | None = None
+    found: list[PipelinePlan] = []
     best_s, simulated = math.inf, 0
     for choice in sorted(_choices(table), key=lambda choice: choice.bound_s):
         if prune and choice.bound_s >= best_s:
@@ -37,42 +46,28 @@ def best_of_all(problem: PlanProblem, *, prune: bool = True) -> tuple[PipelinePl
             simulated += 1
             seconds = step_time_s(table, plan)
             if seconds < best_s:
-                best, best_s = plan, seconds
-    assert best is not None, "the problem has a plan"
-    return best, best_s, simulated
+                best_s = seconds
+                found.append(plan)
+    return found[-1], best_s, simulated
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Everything but the depths, and the bound with as many micro-batches in flight as memory holds."""
-
-    bound_s: float
-    stages: StageCosts
-    layers: Array
-    schedule: str
-
-
-def _choices(table: ClusterTable) -> Iterator[_Choice]:
+def _choices(table: ClusterTable) -> Iterator[Choice]:
     problem = table.problem
     num_layers = problem.model.num_layers
     sizes = [problem.num_stages] if problem.num_stages else range(1, min(table.num_hosts, num_layers) + 1)
     for order in all_orders(table.kinds, range(table.num_hosts), sizes):
         for micro_batch in problem.model.micro_batches:
             stages = StageCosts(table, order, micro_batch, *problem.fewest_bits)
-            yield from _divided(stages, num_layers, problem.schedules)
+            every = all_divisions(num_layers, len(order))
+            limits = stages.depth_limits(every)
+            every, limits = every[limits[:, -1] >= 1], limits[limits[:, -1] >= 1]
+            for schedule in problem.schedules if len(every) else ():
+                bounds_s = step_bound(stages.step_seconds(every, limits, split=schedule == "zero-bubble"))
+                for layers, bound_s in zip(every, bounds_s, strict=True):
+                    yield Choice(float(bound_s), stages, layers, schedule)
 
 
-def _divided(stages: StageCosts, num_layers: int, schedules: tuple[str, ...]) -> Iterator[_Choice]:
-    every = all_divisions(num_layers, len(stages.hosts))
-    limits = stages.depth_limits(every)
-    every, limits = every[limits[:, -1] >= 1], limits[limits[:, -1] >= 1]
-    for schedule in schedules if len(every) else ():
-        bounds_s = step_bound(stages.step_seconds(every, limits, split=schedule == "zero-bubble"))
-        for layers, bound_s in zip(every, bounds_s, strict=True):
-            yield _Choice(float(bound_s), stages, layers, schedule)
-
-
-def _plans(table: ClusterTable, choice: _Choice) -> Iterator[PipelinePlan]:
+def _plans(table: ClusterTable, choice: Choice) -> Iterator[PipelinePlan]:
     """The choice with every depth profile that never rises, within memory."""
     stages, count = choice.stages, choice.stages.num_micro_batches
     limits = stages.depth_limits(choice.layers)
@@ -80,8 +75,7 @@ def _plans(table: ClusterTable, choice: _Choice) -> Iterator[PipelinePlan]:
         profiles: Iterable[tuple[int, ...]] = [()] if limits[-1] >= count else []
     else:
         profiles = itertools.product(*(range(1, int(limit) + 1) for limit in limits))
-    cuts = len(stages.hosts) - 1
-    activations, gradients = ((codec,) * cuts for codec in table.problem.fewest_bits)
+    activations, gradients = ((codec,) * (len(stages.hosts) - 1) for codec in table.problem.fewest_bits)
     hosts, layers = tuple(map(int, stages.hosts)), tuple(map(int, choice.layers))
     for depths in profiles:
         if all(a >= b for a, b in itertools.pairwise(depths)):
