@@ -6,7 +6,7 @@ from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
 from tahq.memory.free_memory import is_out_of_memory
-from tahq.worker.off_host import copy_rate_bits_per_s
+from tahq.worker.orders import copy_rate_bits_per_s
 from tahq.worker.place import WorkerOptions, listening_addresses
 
 HOSTS = [

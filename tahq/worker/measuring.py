@@ -1,33 +1,65 @@
-"""What a worker of `tahq measure` does with the coordinator's orders."""
+"""A worker of `tahq measure`: carries out the coordinator's orders to measure, and answers other workers."""
 
 from collections.abc import Callable
 from typing import Self
 
 import torch
 
+from tahq import __version__
 from tahq.comm.control.measuring import ComputeMeasured, MeasureCompute, MeasurePaths, PathsMeasured
-from tahq.comm.control.messages import Assign
+from tahq.comm.control.messages import Assign, Bye, Hello
 from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_hash
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.plan.measure.meter import Meter, MeterServer, Peer, StreamTimes
 from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S
 from tahq.worker.assembly import resolved_spec
+from tahq.worker.control import WorkerControl
 from tahq.worker.timing import ComputeMeasurement, seconds_per_element
 
 _TRIPS = 15
 _MOST_PEERS = 1024
 
 
+def measure(
+    control: WorkerControl,
+    assign: Assign,
+    config: ClusterConfig,
+    device: torch.device,
+    listening: tuple[str, str | None],
+) -> int:
+    """Carry out orders to measure until there are no more; returns the exit status."""
+    with MeasuringMember(assign, config, device, listening, control.working) as member:
+        control.working("waiting for the others")
+        control.send(
+            Hello(
+                stage=assign.stage,
+                version=__version__,
+                config_hash=config_hash(config),
+                tokenizer_hash="",
+                data_hash="",
+                address=member.address,
+                device=str(device),
+                torch_version=str(torch.__version__),
+                num_parameters=0,
+                num_train_samples=0,
+            )
+        )
+        while not isinstance(order := control.receive(MeasureCompute, MeasurePaths, Bye), Bye):
+            control.send(member.carry_out(order))
+        return order.exit_status
+
+
 class MeasuringMember:
-    """Carries out measuring orders and answers other workers; as a context, it listens until its end.
+    """Carries out orders to measure and answers other workers; as a context, it listens until its end.
 
     Args:
-        assign: the stage, and which run this is.
+        assign: the stage, and the number of the run.
         config: resolved.
         device: where this worker computes.
-        listening: host:port to bind, and what others dial if another.
-        working: told what is being done, for the heartbeats.
+        listening: host:port to bind, and the address that others dial if it is another.
+        working: called with the present activity, for the heartbeats.
 
     Raises:
         UserError: it cannot listen there.
@@ -47,6 +79,8 @@ class MeasuringMember:
         self._working = working
         self._server = MeterServer(assign.run_id, assign.stage, *listening)
         self._meter = Meter(assign.run_id, assign.stage)
+        self.address = self._server.address
+        """host:port that others dial; empty: this host only dials out."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,21 +88,16 @@ class MeasuringMember:
     def __exit__(self, *_: object) -> None:
         self._server.close()
 
-    @property
-    def address(self) -> str:
-        """host:port that others dial; empty: this host only dials out."""
-        return self._server.address
-
     def carry_out(self, order: MeasureCompute | MeasurePaths) -> ComputeMeasured | PathsMeasured:
-        """Measure, and say what came out.
+        """Measure, and return the report.
 
         Raises:
-            RemoteProtocolError: there is no such order.
+            RemoteProtocolError: a malformed order.
             Exception: torch's, where not even the smallest micro-batch fits (`is_out_of_memory`).
         """
-        return self._compute(order) if isinstance(order, MeasureCompute) else self._paths(order)
-
-    # -- this host -------------------------------------------------------------------------------
+        report = self._compute(order) if isinstance(order, MeasureCompute) else self._paths(order)
+        self._working("waiting for the others")
+        return report
 
     def _compute(self, order: MeasureCompute) -> ComputeMeasured:
         sizes = sorted(set(order.micro_batches))
@@ -77,9 +106,7 @@ class MeasuringMember:
         notes: list[str] = []
         free = free_bytes(self._device)
         times = self._layer_times(sizes, notes)
-        codecs = self._codecs(order.codecs, notes)
-        self._working("waiting for the others")
-        return ComputeMeasured(self._stage, free, times, codecs, notes)
+        return ComputeMeasured(self._stage, free, times, self._codecs(order.codecs, notes), notes)
 
     def _layer_times(self, sizes: list[int], notes: list[str]) -> list[dict[str, int | float | None]]:
         measurement = ComputeMeasurement(self._config, self._stage, self._device, self._working)
@@ -95,20 +122,17 @@ class MeasuringMember:
         return rows
 
     def _codecs(self, specs: list[str], notes: list[str]) -> dict[str, list[float]]:
-        shape = (self._config.training.micro_batch, self._config.data.seq_len, self._hidden_size())
+        config = self._config
+        hidden_size = config.model.hidden_size or resolved_spec(config, None).hidden_size
+        shape = (config.training.micro_batch, config.data.seq_len, hidden_size)
         times: dict[str, list[float]] = {}
         for spec in specs:
             self._working(f"timing {spec}")
             try:
-                times[spec] = list(seconds_per_element(spec, self._config.wire, shape, self._device))
+                times[spec] = list(seconds_per_element(spec, config.wire, shape, self._device))
             except CodecError as error:
                 notes.append(str(error))
         return times
-
-    def _hidden_size(self) -> int:
-        return self._config.model.hidden_size or resolved_spec(self._config, None).hidden_size
-
-    # -- paths to others -------------------------------------------------------------------------
 
     def _paths(self, order: MeasurePaths) -> PathsMeasured:
         peers = [_peer(row) for row in order.peers]
@@ -127,7 +151,6 @@ class MeasuringMember:
             inward = self._meter.rates(peers, windows_s, "in", times)
         except (PeerLostError, RemoteProtocolError) as lost:
             error = str(lost)
-        self._working("waiting for the others")
         return PathsMeasured(self._stage, order.order, trips_s, outward, inward, error)
 
 

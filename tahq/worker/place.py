@@ -12,7 +12,7 @@ import torch
 
 from tahq.comm.control.messages import Assign, LinkState, Message, NotKept
 from tahq.comm.host_shaping import host_shaping
-from tahq.comm.keys import Credentials, KeyPair
+from tahq.comm.keys import Credentials
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.inbound import memory_for
 from tahq.comm.link.shaping import Shaping
@@ -51,54 +51,41 @@ class WorkerOptions:
     stands_by: bool = False
     replaces_host: bool = False
 
-    @property
-    def own_keys(self) -> KeyPair | None:
-        """This worker's; None: no CURVE."""
-        return self.credentials.own if self.credentials is not None else None
-
 
 def open_endpoint(
     options: WorkerOptions, assign: Assign, config: ClusterConfig, device: torch.device, send: Send
 ) -> ZmqEndpoint:
-    """The sockets of a stage's links; what goes wrong with one of them is sent to the coordinator.
+    """The sockets of a stage's links; trouble with a link or its frame log is reported with `send`.
 
     Raises:
         UserError: the address is malformed or in use.
     """
-    bind, advertise = listening_addresses(options, config, assign.stage)
+    stage = assign.stage
+
+    def report(message: Message) -> None:
+        with suppress(TahqError):  # a coordinator that is lost ends the run anyway
+            send(message)
+
+    def on_trouble(trouble: Trouble) -> None:
+        spec, figures = trouble.spec, (trouble.lasted_s, trouble.num_sent_again)
+        report(LinkState(stage, spec.link, spec.peer_stage, trouble.reason, *figures))
+
+    bind, advertise = listening_addresses(options, config, stage)
     return ZmqEndpoint(
-        identity=PeerIdentity(assign.run_id, 0, assign.stage, assign.config_hash),
+        identity=PeerIdentity(assign.run_id, 0, stage, assign.config_hash),
         bind=bind,
         advertise=advertise,
-        shaping=host_shaping(config.links, config.hosts, assign.stage, config.pipeline.stages),
+        shaping=host_shaping(config.links, config.hosts, stage, config.pipeline.stages),
         peer_timeout_s=config.run.peer_timeout,
         heartbeat_s=config.run.peer_timeout / 5,
         give_up_s=config.run.give_up,
         first=config.links.first,
         connections=config.links.connections,
         allocate=memory_for(device),
-        keys=options.own_keys,
-        on_trouble=partial(_report_trouble, send, assign.stage),
-        frame_log=_frame_logs(config, assign.stage, partial(_report_unkept, send, assign.stage)),
+        keys=options.credentials.own if options.credentials is not None else None,
+        on_trouble=on_trouble,
+        frame_log=_frame_logs(config, stage, lambda link, reason: report(NotKept(stage, link, reason))),
     )
-
-
-def _report_trouble(send: Send, stage: int, trouble: Trouble) -> None:
-    """Called by the thread that moves frames; a coordinator that is lost ends the run anyway."""
-    spec = trouble.spec
-    with suppress(TahqError):
-        send(
-            LinkState(
-                *(stage, spec.link, spec.peer_stage, trouble.reason),
-                lasted_s=trouble.lasted_s,
-                num_sent_again=trouble.num_sent_again,
-            )
-        )
-
-
-def _report_unkept(send: Send, stage: int, link: int, reason: str) -> None:
-    with suppress(TahqError):
-        send(NotKept(stage, link, reason))
 
 
 def _frame_logs(

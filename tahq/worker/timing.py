@@ -30,46 +30,34 @@ from tahq.quant.config import WireConfig
 from tahq.worker.assembly import block_ranges, computes_in_bf16, keep_as_configured, resolved_spec
 
 BUDGET_S = 0.3
-"""Repeat a measurement at least this long …"""
+"""Repeat a measurement for at least this long …"""
 FEWEST = 3
-"""… but at least so often, and …"""
+"""… but at least this often, and …"""
 MOST = 50
-"""… at most so often, after one time that is not counted."""
+"""… at most this often, after one repetition that is not counted."""
 
 
-class Timer:
-    """Times what runs on a device, which is waited for before and after.
-
-    Args:
-        device: where.
-        clock: seconds, monotonic.
-    """
+class DeviceTimer:
+    """Times work on a device, which is waited for before and after; `clock` gives monotonic seconds."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
         self._clock = clock
 
     def now_s(self) -> float:
-        """The time, once the device has done what it was told."""
+        """The time when the device has finished its queue."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._clock()
 
     def medians_s(self, laps: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-        """Medians of what a function says over its repetitions.
-
-        Args:
-            laps: does the work, and returns the seconds of each of its parts.
-        """
+        """Medians over repetitions of `laps`, which does the work and returns the seconds of each of its parts."""
         laps()
         rows: list[tuple[float, ...]] = []
         until_s = self._clock() + BUDGET_S
         while len(rows) < FEWEST or (len(rows) < MOST and self._clock() < until_s):
             rows.append(laps())
         return tuple(statistics.median(column) for column in zip(*rows, strict=True))
-
-
-_FP32 = 4
 
 
 class ComputeMeasurement:
@@ -79,7 +67,7 @@ class ComputeMeasurement:
         config: resolved.
         stage: whose sleep is taken, under `model.sleep`.
         device: where.
-        working: told what is being timed.
+        working: called with the part that is being timed.
     """
 
     def __init__(self, config: ClusterConfig, stage: int, device: torch.device, working: Callable[[str], None]) -> None:
@@ -87,12 +75,12 @@ class ComputeMeasurement:
         self._stage = stage
         self._device = device
         self._working = working
-        self._timer = Timer(device)
+        self._timer = DeviceTimer(device)
         self._spec = dataclasses.replace(resolved_spec(config, None), folder=None)
         self._bf16 = computes_in_bf16(config, device)
 
     def layer_times(self, micro_batch: int) -> LayerTimes:
-        """The times of a micro-batch of so many samples.
+        """The times of a micro-batch of this many samples.
 
         Raises:
             Exception: torch's, where it does not fit (`is_out_of_memory`).
@@ -107,35 +95,28 @@ class ComputeMeasurement:
                 block_activation_bytes=activations,
             )
         block = self._block(micro_batch)
-        first_forward_s, first_backward_s, _ = self._part("embedding", micro_batch)
-        last_forward_s, last_backward_s, _ = self._part("head", micro_batch)
+        first = self._parts(Parts(range(0), embedding=True), "the embedding", micro_batch)
+        last = self._parts(Parts(range(0), head=True), "the head", micro_batch)
         return LayerTimes(
             micro_batch=micro_batch,
             block_forward=block[0],
             block_backward=block[1],
             block_input_gradient=min(block[2], block[1]),
-            first_forward=first_forward_s,
-            first_backward=first_backward_s,
-            last_forward=last_forward_s,
-            last_backward=last_backward_s,
+            first_forward=first[0],
+            first_backward=first[1],
+            last_forward=last[0],
+            last_backward=last[1],
             block_activation_bytes=activations,
         )
 
-    def _block(self, micro_batch: int) -> tuple[float, ...]:
+    def _block(self, micro_batch: int) -> list[float]:
         """Forward, backward and input gradient, the mean over all blocks: those with one window count as equal."""
         spec = self._spec
         windows = [spec.layout.window(spec.hf_config, block) for block in range(spec.num_layers)]
-        rows = [
-            (count, self._parts(Parts(range(windows.index(window), windows.index(window) + 1)), "a block", micro_batch))
-            for window, count in Counter(windows).items()
-        ]
-        columns = zip(*(row for _, row in rows), strict=True)
-        weights = [count for count, _ in rows]
-        return tuple(_weighted_mean(column, weights) for column in columns)
-
-    def _part(self, end: str, micro_batch: int) -> tuple[float, ...]:
-        parts = Parts(range(0), embedding=end == "embedding", head=end == "head")
-        return self._parts(parts, f"the {end}", micro_batch)
+        counts = Counter(windows)
+        firsts = [windows.index(window) for window in counts]
+        rows = [self._parts(Parts(range(first, first + 1)), "a block", micro_batch) for first in firsts]
+        return [statistics.fmean(column, counts.values()) for column in zip(*rows, strict=True)]
 
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
@@ -147,9 +128,9 @@ class ComputeMeasurement:
         return self._timed(model, micro_batch)
 
     def _sleep_of_a_block(self, micro_batch: int) -> tuple[float, float]:
-        """What the stage sleeps, over its blocks; the ends sleep no time of their own."""
+        """The stage's sleep, divided by its blocks; embedding and head have no sleep of their own."""
         if self._config.model.sleep is None:
-            raise AssertionError("asked under model.sleep only")
+            raise AssertionError("called under model.sleep only")
         self._working(f"timing the stage's sleep, micro-batches of {micro_batch}")
         blocks = block_ranges(self._config, self._spec)[self._stage]
         sleep = self._config.model.sleep.of(self._stage)
@@ -159,8 +140,9 @@ class ComputeMeasurement:
 
     def _timed(self, model: ModelSlice, micro_batch: int) -> tuple[float, ...]:
         """Seconds of forward, of backward, and of the input's gradient alone (0 where the input has none)."""
-        x, labels = self._input(model, micro_batch), self._labels(micro_batch)
-        sleeps = self._config.model.sleep is not None
+        now_s, sleeps = self._timer.now_s, self._config.model.sleep is not None
+        x = self._input(model, micro_batch)
+        labels = torch.zeros(micro_batch, self._config.data.seq_len, dtype=torch.int64, device=self._device)
 
         def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
@@ -170,21 +152,20 @@ class ComputeMeasurement:
             return y, torch.ones_like(y)
 
         def lap() -> tuple[float, ...]:
-            start_s = self._timer.now_s()
+            start_s = now_s()
             y, gradient = forward()
-            forward_s = self._timer.now_s()
+            forward_s = now_s()
             y.backward(gradient)  # type: ignore[no-untyped-call]
-            backward_s = self._timer.now_s()
-            return forward_s - start_s, backward_s - forward_s
+            return forward_s - start_s, now_s() - forward_s
 
         def input_lap() -> tuple[float]:
-            # autograd leaves out what is not asked for, but not within functions of our own
+            # autograd omits the gradients that are not asked for, but not within functions of our own
             model.deferred = DeferredGradients() if self._config.memory.activations == "coat" else None
             y, gradient = forward()
             model.deferred = None
-            start_s = self._timer.now_s()
+            start_s = now_s()
             torch.autograd.grad(y, x, gradient)
-            return (self._timer.now_s() - start_s,)
+            return (now_s() - start_s,)
 
         has_weight_part = bool(model.parts.blocks) and not sleeps
         with sharing_copies_of([model]):
@@ -200,22 +181,12 @@ class ComputeMeasurement:
         hidden = torch.randn(*shape, self._spec.hidden_size, generator=generator)
         return hidden.to(self._device).requires_grad_()
 
-    def _labels(self, micro_batch: int) -> torch.Tensor:
-        return torch.zeros(micro_batch, self._config.data.seq_len, dtype=torch.int64, device=self._device)
-
     def _activation_bytes(self, micro_batch: int) -> int:
-        """What a block keeps, counted: the most of all blocks, or its input where blocks are computed again."""
+        """Bytes that a block keeps: the most of all blocks, or its fp32 input where blocks are computed again."""
         shape = micro_batch_shape(self._config, micro_batch, bf16=self._bf16)
         if self._config.training.activation_checkpointing == "block":
-            return _FP32 * shape.num_tokens * self._spec.hidden_size
+            return 4 * shape.num_tokens * self._spec.hidden_size
         return max(saved_by_block(self._spec, block, shape) for block in range(self._spec.num_layers))
-
-
-def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-
-
-_DRAWS = 3
 
 
 def seconds_per_element(spec: str, wire: WireConfig, shape: Sequence[int], device: torch.device) -> tuple[float, float]:
@@ -238,7 +209,7 @@ def seconds_per_element(spec: str, wire: WireConfig, shape: Sequence[int], devic
     scales = torch.rand(shape[-1], generator=generator) * 3 + 0.1
     x = (torch.randn(*shape, generator=generator) * scales).to(device)
     samples: dict[str, Any] = {"sample_ids": range(shape[0])} if codec.is_stateful else {}
-    timer = Timer(device)
+    timer = DeviceTimer(device)
 
     def lap() -> tuple[float, float]:
         start_s = timer.now_s()

@@ -12,7 +12,7 @@ from tahq.memory.saved_tensors import MicroBatchShape, saved_by_block
 from tahq.models.model_spec import load_spec
 from tahq.quant.config import WireConfig
 from tahq.worker import timing
-from tahq.worker.timing import ComputeMeasurement, Timer, seconds_per_element
+from tahq.worker.timing import ComputeMeasurement, DeviceTimer, seconds_per_element
 
 CPU = torch.device("cpu")
 
@@ -112,4 +112,4 @@ def test_free_memory_is_some():
 def test_medians_are_of_each_lap_but_the_first():
     laps = iter([(100.0, 100.0), (1.0, 6.0), (3.0, 5.0), (2.0, 4.0)])
     clock = iter([0.0, 1.0])
-    assert Timer(CPU, lambda: next(clock)).medians_s(lambda: next(laps)) == (2.0, 5.0)
+    assert DeviceTimer(CPU, lambda: next(clock)).medians_s(lambda: next(laps)) == (2.0, 5.0)
