@@ -1,4 +1,4 @@
-"""Codecs that change while a run goes on: recorded, repeated to the bit, kept over a stop."""
+"""Codecs that change during a run: recorded, replayed to the bit, kept across a stop."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import Run, launch, tiny
+from support.runs import Run, overrides, tiny, train
 
 UP = ["wf:bits=2", "wf:bits=4", "wf:bits=6"]
 DOWN = ["eden:bits=2", "eden:bits=4"]
@@ -27,7 +27,7 @@ def config(folder: Path, **wire) -> dict:
 
 
 def forced_record(folder: Path) -> str:
-    """A metrics.jsonl with nothing in it but which codecs were in force."""
+    """A metrics.jsonl with nothing but the codec of each step."""
     path = folder / "forced.jsonl"
     rows, codecs = [], FORCED[1]
     for step in range(1, STEPS + 1):
@@ -52,12 +52,10 @@ def assert_same(left: Run, right: Run) -> None:
 @pytest.fixture(scope="module")
 def forced(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("forced")
-    run = launch(folder, config(folder, replay=forced_record(folder)))
-    assert run.returncode == 0, run.stderr
-    return run
+    return train(folder, config(folder, replay=forced_record(folder)))
 
 
-def test_each_step_crosses_in_the_codec_that_is_recorded_for_it(forced):
+def test_each_step_uses_the_recorded_codec(forced):
     wanted = [FORCED[max(since for since in FORCED if since <= step)] for step in range(1, STEPS + 1)]
     assert codecs_by_step(forced) == wanted
     bits = [[round(link["bits_per_element"]) for link in row["links"]] for row in forced.metrics]
@@ -70,37 +68,30 @@ def test_each_step_crosses_in_the_codec_that_is_recorded_for_it(forced):
     assert "after step 1: link 0, activations: wf:bits=4" in log
 
 
-def test_a_run_repeated_from_its_own_metrics_is_the_same_to_the_bit(forced, tmp_path):
-    again = launch(tmp_path, config(tmp_path, replay=str(forced.folder / "metrics.jsonl")))
-    assert again.returncode == 0, again.stderr
+def test_replay_of_a_runs_own_metrics_is_bit_equal(forced, tmp_path):
+    again = train(tmp_path, config(tmp_path, replay=str(forced.folder / "metrics.jsonl")))
     assert_same(again, forced)
 
 
-def test_a_run_that_stops_goes_on_with_the_codecs_that_were_in_force(forced, tmp_path):
-    """Stopped after a change was decided and before it held; resumed without the record, held by a short patience."""
+def test_resumed_run_keeps_its_current_codecs(forced, tmp_path):
+    """Stopped between a change's decision and its first step; resumed without the record."""
     shutil.copy(forced.folder / "metrics.jsonl", tmp_path / "metrics.jsonl")
     follow = {"activations": UP, "gradients": DOWN, "raise_after": 100, "lower_after": 100}
     half = config(tmp_path, replay="metrics.jsonl", follow=follow)
     half["training"]["steps"] = 4
-    assert launch(tmp_path, half).returncode == 0
-    rest = launch(tmp_path, half, "--resume", "--set", f"training.steps={STEPS}", "--set", "wire.replay=null")
-    assert rest.returncode == 0, rest.stderr
+    train(tmp_path, half)
+    rest = train(tmp_path, half, "--resume", *overrides(f"training.steps={STEPS}", "wire.replay=null"))
     assert codecs_by_step(rest) == codecs_by_step(forced)
     assert rest.losses == forced.losses
 
 
-def test_bits_fall_where_a_link_is_slow_and_the_run_can_be_repeated_elsewhere(tmp_path):
-    """Shaped so that a step's bytes take ten times what computing does, on a machine that is busy, too."""
+def test_bits_fall_on_a_slow_link_and_the_run_can_be_replayed(tmp_path):
+    """The link is so slow that a step's transfer takes ten times its computation, on a busy machine, too."""
     slow = config(tmp_path)
     slow["training"]["eval_every"] = None
-    run = launch(tmp_path, {**slow, "links": {"rate": "200kbit"}})
-    assert run.returncode == 0, run.stderr
+    run = train(tmp_path, {**slow, "links": {"rate": "200kbit"}})
     assert codecs_by_step(run)[-1] == (UP[0], DOWN[0])
     changes = [change for row in run.metrics for change in row["codec_changes"]]
     assert {change["reason"] for change in changes} == {"bottleneck"}
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
     slow["wire"]["replay"] = str(run.folder / "metrics.jsonl")
-    again = launch(elsewhere, slow)
-    assert again.returncode == 0, again.stderr
-    assert_same(again, run)
+    assert_same(train(tmp_path / "elsewhere", slow), run)

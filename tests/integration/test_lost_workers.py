@@ -1,12 +1,11 @@
-"""Workers that are killed where they cannot come back alone: what they did is computed again, to the bit."""
+"""Lost workers that cannot recover alone: all stages return to the newest checkpoint and repeat the steps exactly."""
 
 from pathlib import Path
 
 import pytest
-import torch
 from support.disks import can_mount, kept_full, small_disk
 from support.processes import wait_until
-from support.runs import Run, launch, start, tiny, write_config
+from support.runs import Run, assert_same_run, launch, start, tiny, train, write_config
 
 from tahq import fault_points
 
@@ -14,7 +13,7 @@ NUM_STEPS = 7
 
 
 def config(**sections):
-    """Codecs in which a micro-batch that is lost, or comes twice, shows in every bit."""
+    """With lossy codecs, a lost or repeated micro-batch changes the losses."""
     return tiny(
         run={"snapshot_every": 3, "peer_timeout": "10s"} | sections.pop("run", {}),
         model={"num_layers": 3, "hidden_size": 32},
@@ -27,13 +26,11 @@ def config(**sections):
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
-    run = launch(tmp_path_factory.mktemp("calm"), config())
-    assert run.returncode == 0, run.stderr
-    return run
+    return train(tmp_path_factory.mktemp("calm"), config())
 
 
 def plan_fault(monkeypatch, folder: Path, fault: str) -> None:
-    """Have it happen, once, in a run that is started now."""
+    """Inject a fault, once, in the next run."""
     (folder / "faults").mkdir()
     monkeypatch.setenv(fault_points.FAULTS, fault)
     monkeypatch.setenv(fault_points.FOLDER, str(folder / "faults"))
@@ -42,13 +39,10 @@ def plan_fault(monkeypatch, folder: Path, fault: str) -> None:
 def assert_same_bits(run: Run, calm: Run) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert [row["step"] for row in run.metrics] == list(range(1, NUM_STEPS + 1))
-    assert run.losses == calm.losses
-    ours, theirs = run.snapshot(), calm.snapshot()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same_run(run, calm)
 
 
-def test_neighbours_whose_logs_a_full_disk_has_cost_go_back_together(tmp_path, calm, monkeypatch):
+def test_full_disk_for_sent_frames_sends_all_stages_back(tmp_path, calm, monkeypatch):
     if not can_mount():
         pytest.skip("needs to mount a file system, and so root")
     plan_fault(monkeypatch, tmp_path, "kill@backward:stage=1:step=4")
@@ -67,8 +61,8 @@ def test_neighbours_whose_logs_a_full_disk_has_cost_go_back_together(tmp_path, c
 
 
 @pytest.mark.parametrize("fault", ["kill@backward:stage=1:step=4", "kill@prepared:stage=0:step=5"])
-def test_run_over_gloo_goes_back_together_and_goes_on(tmp_path, calm, monkeypatch, fault):
-    """Also while its links are made anew: the worker that takes the killed one's place is killed too."""
+def test_lost_worker_of_a_gloo_group_sends_all_stages_back(tmp_path, calm, monkeypatch, fault):
+    """The replacement is killed, too, while it makes its links."""
     stage = fault.split(":")[1]
     plan_fault(monkeypatch, tmp_path, f"{fault},kill@handshake:{stage}:step=3")
     run = launch(tmp_path, config(links={"inside": "gloo"}))
@@ -79,8 +73,8 @@ def test_run_over_gloo_goes_back_together_and_goes_on(tmp_path, calm, monkeypatc
 
 
 @pytest.mark.parametrize("damage", ["checkpoint", "frame log"])
-def test_files_that_are_damaged_while_a_worker_is_away_send_all_back(tmp_path, calm, damage):
-    """Its newest checkpoint, or what a neighbour has kept for it: all stages compute the steps since then again."""
+def test_file_damaged_while_a_worker_is_away_sends_all_stages_back(tmp_path, calm, damage):
+    """Its newest checkpoint, or the frames that a neighbour kept for it."""
     write_config(tmp_path, config())
     folder = tmp_path / "runs" / "tiny"
     faults = {

@@ -61,7 +61,7 @@ def training(start, tmp_path):
     return launcher
 
 
-def test_run_of_two_stages_learns_the_same_over_a_network_that_was_measured(tmp_path):
+def test_two_stages_have_the_same_losses_over_a_measured_network(tmp_path):
     over_network = launch(tmp_path, TWO)
     assert over_network.returncode == 0, over_network.stderr
     local = launch(tmp_path, {**TWO, "links": {}, "hosts": "local", "run": {**TWO["run"], "name": "local"}})
@@ -76,7 +76,7 @@ def test_run_of_two_stages_learns_the_same_over_a_network_that_was_measured(tmp_
     assert all(row["step_time_s"] > 4 * DELAY_S for row in over_network.metrics)
 
 
-def test_each_worker_has_a_host_and_all_go_when_the_run_is_stopped(training):
+def test_each_worker_has_a_host_and_all_are_removed_on_sigterm(training):
     stages = workers(training.pid)
     own = os.readlink("/proc/self/ns/net")
     places = {os.readlink(f"/proc/{pid}/ns/net") for pid in stages}
@@ -92,7 +92,7 @@ def test_each_worker_has_a_host_and_all_go_when_the_run_is_stopped(training):
     assert namespaces_of(training.pid) == []
 
 
-def test_killed_worker_comes_back_to_its_network_which_goes_with_the_run(training):
+def test_killed_worker_is_restarted_in_its_network(training):
     before = workers(training.pid)
     os.kill(before[0], signal.SIGKILL)
     wait_until(lambda: len(set(workers(training.pid)) - {before[0]}) == len(before), 30, "the worker is started again")
@@ -103,7 +103,7 @@ def test_killed_worker_comes_back_to_its_network_which_goes_with_the_run(trainin
     assert namespaces_of(training.pid) == []
 
 
-def test_what_a_killed_launcher_leaves_is_swept(training):
+def test_clean_removes_what_a_killed_launcher_left(training):
     stages, pid = workers(training.pid), training.pid
     training.kill()
     training.communicate(timeout=30)
@@ -114,7 +114,7 @@ def test_what_a_killed_launcher_leaves_is_swept(training):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_network_goes_when_it_is_stopped_while_it_is_measured(start, number):
+def test_network_is_removed_when_stopped_while_measuring(start, number):
     launcher = start(TWO)
     wait_until(lambda: launcher.poll() is not None or len(namespaces_of(launcher.pid)) >= 3, 60, "namespaces")
     launcher.send_signal(number)
@@ -124,7 +124,7 @@ def test_network_goes_when_it_is_stopped_while_it_is_measured(start, number):
     assert namespaces_of(launcher.pid) == []
 
 
-def test_network_that_is_not_as_described_starts_no_worker(start, tmp_path):
+def test_network_slower_than_described_starts_no_worker(start, tmp_path):
     # More than a process can carry from one device to another.
     launcher = start({**TWO, "links": {"hosts": {"host0": {"up": "30gbit"}}}})
     _, stderr = launcher.communicate(timeout=200)
@@ -138,7 +138,7 @@ def test_network_that_is_not_as_described_starts_no_worker(start, tmp_path):
     assert not list(run.glob("logs/stage-*.log"))
 
 
-def test_without_rights_one_line_says_what_to_do(tmp_path):
+def test_missing_rights_are_explained_in_one_line(tmp_path):
     path = write_config(tmp_path, TWO)
     argv = [command("tahq-launch"), str(path)]
     done = run_without_network_rights(argv, environment(), cwd=tmp_path, timeout=60)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.runs import Run, finish, launch, tiny
+from support.runs import Run, assert_same_run, finish, overrides, tiny, train
 from transformers import AutoModelForCausalLM
 
 from tahq.memory.galore.stored_weight import snapshot_weight
@@ -16,59 +16,42 @@ TAH = {"activations": "tah", "gradients": "fixed:bits=8"}
 
 
 def config(stages: int, *, steps: int = 5, training: dict | None = None, **sections) -> dict:
-    return tiny(
-        model=LLAMA,
-        pipeline={"stages": stages},
-        training={**QGALORE, "steps": steps, **(training or {})},
-        **sections,
-    )
+    training = {**QGALORE, "steps": steps, **(training or {})}
+    return tiny(model=LLAMA, pipeline={"stages": stages}, training=training, **sections)
 
 
-def assert_same_state(one: Run, other: Run) -> None:
-    left, right = one.snapshot(), other.snapshot()
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+def norms(run: Run) -> list[float]:
+    return [row["grad_norm"] for row in run.metrics]
 
 
 @pytest.fixture(scope="module")
 def uncut(tmp_path_factory) -> Run:
-    run = launch(tmp_path_factory.mktemp("uncut"), config(1))
-    assert run.returncode == 0, run.stderr
-    return run
+    return train(tmp_path_factory.mktemp("uncut"), config(1))
 
 
-def test_losses_and_snapshots_are_those_of_one_stage_at_two_with_backwards_in_two_parts(tmp_path, uncut):
-    run = launch(tmp_path, config(2), "--set", "pipeline.schedule=zero-bubble")
-    assert run.returncode == 0, run.stderr
-    assert run.losses == uncut.losses
+def test_two_stages_with_split_backward_equal_one_stage(tmp_path, uncut):
+    run = train(tmp_path, config(2), *overrides("pipeline.schedule=zero-bubble"))
     assert {run.snapshot()[f"model/{name}"].dtype for name in ENDS} == {torch.bfloat16}
-    assert [row["grad_norm"] for row in run.metrics] == [row["grad_norm"] for row in uncut.metrics]
-    assert_same_state(run, uncut)
+    assert norms(run) == norms(uncut)
+    assert_same_run(run, uncut)
 
 
-def test_a_run_of_four_stages_resumes_on_one_to_the_bit(tmp_path, uncut):
+def test_four_stages_resume_on_one_to_the_bit(tmp_path, uncut):
     """Stopped after step 3, before a search is due."""
-    halfway = launch(tmp_path, config(4, steps=3))
-    assert halfway.returncode == 0, halfway.stderr
-    assert halfway.losses == uncut.losses[:3]
-    run = launch(tmp_path, config(4, steps=3), "--resume", "--set", "training.steps=5", "--set", "pipeline.stages=1")
-    assert run.returncode == 0, run.stderr
+    halfway = config(4, steps=3)
+    assert train(tmp_path, halfway).losses == uncut.losses[:3]
+    run = train(tmp_path, halfway, "--resume", *overrides("training.steps=5", "pipeline.stages=1"))
     assert "no longer exact" not in run.stdout
-    assert run.losses == uncut.losses
-    assert_same_state(run, uncut)
+    assert_same_run(run, uncut)
 
 
-def test_four_stages_with_tah_on_the_wire_learn_resume_exactly_and_are_exported(tmp_path):
+def test_four_stages_with_tah_learn_resume_exactly_and_are_exported(tmp_path):
     whole = tmp_path / "whole"
-    whole.mkdir()
-    expected = launch(whole, config(4, steps=6, wire=TAH, training=INT8_ENDS))
-    assert expected.returncode == 0, expected.stderr
+    expected = train(whole, config(4, steps=6, wire=TAH, training=INT8_ENDS))
     assert expected.losses[-1] < expected.losses[0]
     halfway = config(4, steps=3, wire=TAH, training=INT8_ENDS)
-    assert launch(tmp_path, halfway).returncode == 0
-    run = launch(tmp_path, halfway, "--resume", "--set", "training.steps=6")
-    assert run.losses == expected.losses
-    assert_same_state(run, expected)
+    train(tmp_path, halfway)
+    assert_same_run(train(tmp_path, halfway, "--resume", *overrides("training.steps=6")), expected)
 
     done = finish(whole, "tahq", "export", str(expected.folder), "exported")
     assert done.returncode == 0, done.stderr
@@ -79,42 +62,31 @@ def test_four_stages_with_tah_on_the_wire_learn_resume_exactly_and_are_exported(
         assert torch.equal(model.get_parameter(name), snapshot_weight(name, snapshot.__getitem__))
 
 
-def test_a_fused_backward_gives_the_bits_of_a_commit(tmp_path):
+def test_fused_backward_equals_an_update_at_the_commit(tmp_path):
     alone = {"micro_batch": 8, "clip_norm": None, "non_finite": "halt", "activation_checkpointing": "block"}
-    separate = launch(tmp_path, config(1, steps=3, training=alone))
-    assert separate.returncode == 0, separate.stderr
-    fused = tmp_path / "fused"
-    fused.mkdir()
-    run = launch(fused, config(1, steps=3, training=alone), "--set", "training.qgalore.fused=true")
-    assert run.returncode == 0, run.stderr
-    assert run.losses == separate.losses
-    norms = [[row["grad_norm"] for row in each.metrics] for each in (run, separate)]
-    assert norms[0] == norms[1]
-    assert_same_state(run, separate)
+    plan = config(1, steps=3, training=alone)
+    separate = train(tmp_path / "separate", plan)
+    fused = train(tmp_path / "fused", plan, *overrides("training.qgalore.fused=true"))
+    assert norms(fused) == norms(separate)
+    assert_same_run(fused, separate)
 
 
 def test_galore_at_full_rank_and_scale_one_is_adamw(tmp_path):
-    keys = {"optimizer": "galore", "qgalore": {"rank": 96, "scale": 1.0}}
-    run = launch(tmp_path, config(2, steps=3, training=keys))
-    assert run.returncode == 0, run.stderr
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    expected = launch(plain, config(2, steps=3, training={"optimizer": "adamw", "qgalore": {}}))
+    full_rank = {"optimizer": "galore", "qgalore": {"rank": 96, "scale": 1.0}}
+    run = train(tmp_path / "galore", config(2, steps=3, training=full_rank))
+    expected = train(tmp_path / "adamw", config(2, steps=3, training={"optimizer": "adamw", "qgalore": {}}))
     assert run.losses[0] == expected.losses[0]
     assert run.losses == pytest.approx(expected.losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("ends", ["bf16", "int8"])
-def test_tied_copies_in_few_bits_stay_equal_and_follow_one_stage(tmp_path, ends):
+@pytest.mark.parametrize("ends", ["bf16", pytest.param("int8", marks=pytest.mark.acceptance)])
+def test_tied_copies_stay_equal_and_follow_one_stage(tmp_path, ends):
     """On one stage the same two gradients are added in the same order, so it is to the bit."""
-    runs = {}
     training = {"steps": 3, "optimizer": "qgalore", "qgalore": {"ends": ends}}
-    for stages in (1, 2):
-        folder = tmp_path / str(stages)
-        folder.mkdir()
-        runs[stages] = launch(folder, tiny(model={"tie": "sync"}, pipeline={"stages": stages}, training=training))
-        assert runs[stages].returncode == 0, runs[stages].stderr
-        weights = runs[stages].weights
-        assert torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"])
-    assert runs[2].losses == runs[1].losses
-    assert_same_state(runs[2], runs[1])
+    one, two = (
+        train(tmp_path / str(stages), tiny(model={"tie": "sync"}, pipeline={"stages": stages}, training=training))
+        for stages in (1, 2)
+    )
+    for run in (one, two):
+        assert torch.equal(run.weights["transformer.wte.weight"], run.weights["lm_head.weight"])
+    assert_same_run(two, one)

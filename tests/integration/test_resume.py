@@ -4,8 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from support.runs import Run, launch, tiny
+from support.runs import Run, assert_same_run, launch, overrides, tiny, train
 
 LOSSY = {"activations": "tah", "gradients": "fixed:bits=8,round=stochastic"}
 CONFIG = tiny(
@@ -21,23 +20,16 @@ def with_steps(steps: int) -> dict:
     return {**CONFIG, "training": {**CONFIG["training"], "steps": steps}}
 
 
-def assert_same_state(left: Run, right: Run) -> None:
-    ours, theirs = left.snapshot(), right.snapshot()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Run:
-    return launch(tmp_path_factory.mktemp("whole"), with_steps(6))
+    return train(tmp_path_factory.mktemp("whole"), with_steps(6))
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory) -> Path:
     """A folder with a run that ended after half of its steps."""
     folder = tmp_path_factory.mktemp("halfway")
-    run = launch(folder, with_steps(3))
-    assert run.returncode == 0, run.stderr
+    train(folder, with_steps(3))
     return folder
 
 
@@ -48,9 +40,8 @@ def halfway(stopped, tmp_path) -> Path:
     return tmp_path / "runs" / CONFIG["run"]["name"]
 
 
-def resume(tmp_path, *overrides: str) -> Run:
-    arguments = [argument for override in ("training.steps=6", *overrides) for argument in ("--set", override)]
-    return launch(tmp_path, with_steps(3), "--resume", *arguments)
+def resume(tmp_path, *changes: str) -> Run:
+    return launch(tmp_path, with_steps(3), "--resume", *overrides("training.steps=6", *changes))
 
 
 def test_resume_equals_uninterrupted_to_the_bit(tmp_path, halfway, uninterrupted):
@@ -58,8 +49,7 @@ def test_resume_equals_uninterrupted_to_the_bit(tmp_path, halfway, uninterrupted
     assert run.returncode == 0, run.stderr
     assert "no longer exact" not in run.stdout
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
-    assert run.losses == uninterrupted.losses
-    assert_same_state(run, uninterrupted)
+    assert_same_run(run, uninterrupted)
 
 
 def test_resume_with_other_gradient_bits_goes_on_and_says_that_it_is_not_exact(tmp_path, halfway, uninterrupted):
@@ -75,14 +65,10 @@ def test_resume_with_other_gradient_bits_goes_on_and_says_that_it_is_not_exact(t
 
 def test_resume_with_another_number_of_stages_goes_on(tmp_path):
     config = tiny(pipeline={"stages": 4}, training={"steps": 3})
-    assert launch(tmp_path, config).returncode == 0
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    expected = launch(whole, tiny(pipeline={"stages": 2}, training={"steps": 6}))
-    run = launch(tmp_path, config, "--resume", "--set", "training.steps=6", "--set", "pipeline.stages=2")
-    assert run.returncode == 0, run.stderr
-    assert run.losses == expected.losses  # raw fp32 on the wire: exact whatever the number of stages
-    assert_same_state(run, expected)
+    train(tmp_path, config)
+    expected = train(tmp_path / "whole", tiny(pipeline={"stages": 2}, training={"steps": 6}))
+    run = train(tmp_path, config, "--resume", *overrides("training.steps=6", "pipeline.stages=2"))
+    assert_same_run(run, expected)  # raw fp32 on the wire: exact whatever the number of stages
 
 
 def test_resume_by_other_arithmetic_goes_on_and_every_stage_says_so(tmp_path, halfway):
@@ -126,8 +112,7 @@ def test_the_snapshot_before_a_damaged_one_is_used_and_said_so(tmp_path, halfway
     assert warning.endswith("resuming from step-00000002 instead")
     assert "is damaged" in (halfway / "logs" / "launcher.log").read_text()
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
-    assert run.losses == uninterrupted.losses
-    assert_same_state(run, uninterrupted)
+    assert_same_run(run, uninterrupted)
 
 
 def test_damaged_snapshots_are_refused_by_the_names_of_their_files(tmp_path, halfway):

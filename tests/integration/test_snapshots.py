@@ -1,5 +1,5 @@
-"""Snapshots of real runs: written beside the training they have the bits of those that it waits for, and a full
-disk costs a snapshot and nothing else."""
+"""Checkpoints of real runs: those written in the background equal those that training waits for; a full disk costs a
+checkpoint and nothing else."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 from support.processes import is_alive, wait_until, workers
-from support.runs import Run, launch, start, tiny, write_config
+from support.runs import Run, launch, start, tiny, train, write_config
 
 from tahq.fault_points import FAULTS
 from tahq.pipeline.checkpoint.manifest import latest_folder, read_manifest, snapshot_folders
@@ -18,7 +18,7 @@ from tahq.pipeline.checkpoint.stage_file import SnapshotReader
 
 
 def config(**sections) -> dict:
-    """Codecs that remember samples: what they remember changes with every step, and is in snapshots too."""
+    """With AQ-SGD, whose state changes with every step and is part of checkpoints."""
     return tiny(
         run={"snapshot_every": 1, "keep_snapshots": 10} | sections.pop("run", {}),
         pipeline={"stages": 2},
@@ -37,14 +37,11 @@ def all_tensors(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cache", ["memory", "file"])
-def test_snapshots_beside_the_training_have_the_bits_of_those_that_it_waits_for(tmp_path, cache):
+def test_background_checkpoints_equal_those_that_training_waits_for(tmp_path, cache):
     runs = []
     for num_buffers in (0, 2):
-        folder = tmp_path / str(num_buffers)
-        folder.mkdir()
         sections = config(run={"snapshot_buffers": num_buffers}, wire={"activations": f"aqsgd:cache={cache}"})
-        runs.append(launch(folder, sections))
-        assert (runs[-1].returncode, runs[-1].stderr) == (0, "")
+        runs.append(train(tmp_path / str(num_buffers), sections))
     waiting, beside = runs
     assert beside.losses == waiting.losses
     ours, theirs = all_tensors(beside), all_tensors(waiting)
@@ -75,7 +72,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_full_disk_costs_a_snapshot_and_the_next_that_fits_is_written(tmp_path, small_disk):
+def test_full_disk_costs_one_checkpoint_and_the_next_that_fits_is_written(tmp_path, small_disk):
     folder, resize = small_disk
     snapshots = folder / "snapshots"
     sections = config(
@@ -147,16 +144,15 @@ def test_full_disk_after_the_last_step_is_waited_for(tmp_path, small_disk):
     SnapshotReader(newest, read_manifest(newest).sha256).verify()
 
 
-def test_what_a_killed_writer_leaves_is_no_snapshot(tmp_path):
-    """Everything is killed while a worker writes: the run goes on from the snapshot before, to the bit."""
+def test_incomplete_checkpoint_of_a_killed_worker_is_ignored(tmp_path):
+    """All processes are killed while a worker writes: the run resumes from the previous checkpoint, to the bit."""
     plan = config(
         run={"snapshot_every": 2},
         training={"steps": 6, "lr_schedule": "constant", "eval_every": None},
         wire={"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"},
     )
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    whole = launch(tmp_path / "whole", plan)
+    whole = train(tmp_path / "whole", plan)
+    (tmp_path / "killed").mkdir()
     folder = tmp_path / "killed" / "runs" / "tiny"
     unfinished = folder / "snapshots" / "step-00000004"
     write_config(tmp_path / "killed", plan)
@@ -175,8 +171,7 @@ def test_what_a_killed_writer_leaves_is_no_snapshot(tmp_path):
     wait_until(lambda: not any(map(is_alive, stages)), 15, "the workers are gone")
     assert list(unfinished.glob("*.tmp"))
     assert not (unfinished / "manifest.json").exists()
-    resumed = launch(tmp_path / "killed", plan, "--resume")
-    assert (resumed.returncode, resumed.stderr) == (0, "")
+    resumed = train(tmp_path / "killed", plan, "--resume")
     assert resumed.losses == whole.losses
     ours, theirs = all_tensors(resumed), all_tensors(whole)
     assert ours.keys() == theirs.keys()

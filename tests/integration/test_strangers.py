@@ -1,4 +1,4 @@
-"""A run whose ports are found by those who do not belong to it: nothing of them is taken, and it learns the same."""
+"""Strangers connect to every port of a run: nothing they send is accepted, and the losses stay the same."""
 
 import pytest
 from support.processes import listening_ports, wait_until, workers
@@ -41,7 +41,7 @@ def test_strangers_at_every_port_change_nothing(disturbed, tmp_path):
     logs = "".join(path.read_text() for path in (run_folder / "logs").iterdir())
     assert "its public key" in logs
     assert "rejected a connection" in logs
-    assert "stranger" not in logs  # what they said was read by nobody
+    assert "stranger" not in logs  # their messages were never read
     run = Run(run_folder, 0, stdout, stderr)
     quiet = launch(tmp_path, SMALL)
     assert run.losses == quiet.losses

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: a real run's parts, its picture, its sentence."""
+"""Where the time of a step goes: the parts, the trace and the summary of a real run."""
 
 import json
 from statistics import median
@@ -46,7 +46,7 @@ def test_parts_of_every_stage_add_up_to_the_step(run):
         assert median(others) < 0.5, "most of a step is accounted for"
 
 
-def test_stages_say_whom_they_waited_for_and_links_how_long_they_sent(run):
+def test_metrics_name_the_stage_waited_for_and_the_links_sending_time(run):
     for row in run.metrics:
         first, last = row["stages"]
         assert first["wait_s"].keys() == {"1"}
@@ -62,7 +62,7 @@ def test_stages_say_whom_they_waited_for_and_links_how_long_they_sent(run):
         assert wire_s <= sending_s + 0.03
 
 
-def test_traced_steps_are_pictures_of_both_workers(run):
+def test_traced_steps_have_spans_of_both_workers(run):
     folder = run.folder / "trace"
     assert sorted(path.name for path in folder.iterdir()) == ["step-000002.json", "step-000003.json"]
     picture = json.loads((folder / "step-000002.json").read_text())
@@ -99,7 +99,7 @@ def test_totals_of_a_traced_step_are_the_sums_of_its_spans(run):
             assert seconds == pytest.approx(stage["timing_s"][category], abs=1e-6 * len(own))
 
 
-def test_summary_and_command_say_what_limits_the_run(run):
+def test_summary_and_trace_command_name_the_bottleneck(run):
     assert "  its limit   " in run.stdout
     root = run.folder.parents[1]
     shown = finish(root, "tahq", "trace", "runs/tiny", "--step", "2", "--output", "picture.json")

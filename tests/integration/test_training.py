@@ -1,25 +1,22 @@
-"""What a run does beside the arithmetic of a step: epochs, validation, tied embeddings, NaN, disagreement."""
+"""Runs beyond the arithmetic of a step: epochs, validation, tied embeddings, NaN, disagreement."""
 
 import subprocess
 
 import pytest
 import torch
 from safetensors import safe_open
-from support.runs import launch, start, tiny, write_config
+from support.runs import launch, overrides, start, tiny, train, write_config
 from support.warm_process import WarmProcess
-
-RAW = {"activations": "raw:dtype=fp32", "gradients": "raw:dtype=fp32"}
 
 
 def test_validation_without_a_lossy_codec_is_the_same_with_and_without(tmp_path):
-    run = launch(tmp_path, tiny(pipeline={"stages": 2}, training={"steps": 2, "eval_every": 1, "eval_batches": 2}))
-    assert run.returncode == 0, run.stderr
+    run = train(tmp_path, tiny(pipeline={"stages": 2}, training={"steps": 2, "eval_every": 1, "eval_batches": 2}))
     for row in run.metrics:
         assert row["validation"]["loss"] == row["validation"]["loss_raw"]
         assert row["validation"]["perplexity"] == pytest.approx(2.718281828 ** row["validation"]["loss"], rel=1e-6)
 
 
-def test_epochs_end_after_their_samples_also_when_they_get_shorter(tmp_path):
+def test_epochs_end_after_their_samples_also_with_shorter_ones(tmp_path):
     (tmp_path / "text.txt").write_text("a line of text to learn, again and again\n" * 60)
     config = tiny(
         data={"text": "text.txt", "validation": 0.0},
@@ -27,13 +24,11 @@ def test_epochs_end_after_their_samples_also_when_they_get_shorter(tmp_path):
         pipeline={"stages": 1},
         run={"snapshot_every": 1},
     )
-    first = launch(tmp_path, config)
-    assert first.returncode == 0, first.stderr
+    first = train(tmp_path, config)
     samples = (60 * 41 - 1) // 32  # windows of 32 tokens with a label each
     done = len(first.losses)
     assert done == samples // 8
-    resumed = launch(tmp_path, config, "--resume", "--set", "training.epochs=2", "--set", "data.seq_len=16")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = train(tmp_path, config, "--resume", *overrides("training.epochs=2", "data.seq_len=16"))
     shorter = (60 * 41 - 1) // 16
     place = done * 8 * shorter // samples
     assert len(resumed.losses) == done + (2 * shorter - place) // 8
@@ -41,18 +36,14 @@ def test_epochs_end_after_their_samples_also_when_they_get_shorter(tmp_path):
 
 def test_tied_embeddings_stay_equal_and_follow_one_stage(tmp_path):
     """The two gradients are added in another order than in one stage: fp32 rounding, grown over four steps."""
-    runs = {}
-    for stages in (1, 3):
-        folder = tmp_path / str(stages)
-        folder.mkdir()
-        runs[stages] = launch(folder, tiny(model={"tie": "sync"}, pipeline={"stages": stages}))
-        assert runs[stages].returncode == 0, runs[stages].stderr
-        weights = runs[stages].weights
-        assert torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"])
-    assert runs[3].losses == pytest.approx(runs[1].losses, abs=1e-5)
-    assert [row["grad_norm"] for row in runs[3].metrics] == pytest.approx(
-        [row["grad_norm"] for row in runs[1].metrics], rel=1e-4
+    one, three = (
+        train(tmp_path / str(stages), tiny(model={"tie": "sync"}, pipeline={"stages": stages})) for stages in (1, 3)
     )
+    for run in (one, three):
+        assert torch.equal(run.weights["transformer.wte.weight"], run.weights["lm_head.weight"])
+    assert three.losses == pytest.approx(one.losses, abs=1e-5)
+    norms = [[row["grad_norm"] for row in run.metrics] for run in (one, three)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(("policy", "num_steps"), [("halt", 2), ("skip", 4)])
@@ -79,7 +70,7 @@ def test_non_finite_gradients_are_one_decision_for_all_stages(tmp_path, policy, 
         assert len(file.get_tensor("sample_ids")) == len(file.get_tensor("tokens"))
 
 
-def test_workers_with_other_data_are_refused_by_the_name_of_the_field(tmp_path):
+def test_worker_with_other_data_is_refused_by_field_name(tmp_path):
     folders = [tmp_path / name for name in ("first", "last")]
     for folder in folders:
         folder.mkdir()

@@ -82,6 +82,32 @@ def launch(folder: Path, config: dict[str, Any], *arguments: str, timeout_s: flo
     return Run(folder / "runs" / config["run"]["name"], done.returncode, done.stdout, done.stderr)
 
 
+def train(folder: Path, config: dict[str, Any], *arguments: str) -> Run:
+    """`tahq-launch cluster.yaml` in `folder`, made if need be; the run must succeed."""
+    folder.mkdir(exist_ok=True)
+    run = launch(folder, config, *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+def overrides(*assignments: str) -> list[str]:
+    """`--set` before each of `section.key=value`."""
+    return [word for assignment in assignments for word in ("--set", assignment)]
+
+
+def assert_same_state(run: Run, other: Run) -> None:
+    """Both newest checkpoints hold the same tensors, to the bit."""
+    ours, theirs = run.snapshot(), other.snapshot()
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def assert_same_run(run: Run, other: Run) -> None:
+    """The same losses and the same newest checkpoint, to the bit."""
+    assert run.losses == other.losses
+    assert_same_state(run, other)
+
+
 def finish(folder: Path, program: str, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """One of tahq's commands in `folder`, to its end."""
     process = start(folder, program, *arguments)
