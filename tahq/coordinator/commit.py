@@ -9,21 +9,10 @@ Pure. Invariants:
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from tahq.comm.control.messages import Commit, Prepare
 from tahq.errors import DataError, NonFiniteError, RemoteProtocolError
 from tahq.pipeline.config import TrainingConfig
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRules:
-    """What decides about a step besides the gradients."""
-
-    training: TrainingConfig
-    num_steps: int
-    """Length of the run."""
-    snapshot_every: int | None = None
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:
@@ -46,19 +35,14 @@ def norm_of(prepares: Iterable[Prepare]) -> float:
 def clip_factor(norm: float, clip_norm: float | None) -> float:
     """min(1, clip_norm / norm): what gradients of this global norm are multiplied by.
 
-    `torch.nn.utils.clip_grad_norm_` divides by norm + 1e-6 instead; a norm of zero needs no such
-    guard here, since only a norm above clip_norm is divided by.
+    `torch.nn.utils.clip_grad_norm_` divides by norm + 1e-6 instead; here only a norm above clip_norm is divided by, so
+    a norm of zero needs no guard.
 
     Args:
         norm: global gradient norm, fp64.
         clip_norm: None: not clipped.
     """
     return clip_norm / norm if clip_norm is not None and norm > clip_norm else 1.0
-
-
-def is_due(steps_done: int, every: int | None) -> bool:
-    """Whether something done every so many steps is done after this many; `every` None: never."""
-    return every is not None and steps_done % every == 0
 
 
 def is_repeated(prepare: Prepare, before: Prepare | None) -> bool:
@@ -90,34 +74,43 @@ def check_prepare(prepare: Prepare, step: int, before: Prepare | None, name: str
 
 
 def decide(
-    rules: CommitRules, prepares: Sequence[Prepare], names: Sequence[str], skipped_in_a_row: int, *, stop: bool = False
+    training: TrainingConfig,
+    prepares: Sequence[Prepare],
+    names: Sequence[str],
+    *,
+    num_steps: int,
+    snapshot_every: int | None = None,
+    skipped_in_a_row: int = 0,
+    stop: bool = False,
 ) -> Commit:
     """The decision about a step.
 
     Args:
-        rules: what decides.
+        training: clipping, evaluations, and what to do about NaN.
         prepares: every stage's, by stage.
-        names: how messages call the stages.
+        names: of the stages, for messages.
+        num_steps: length of the run.
+        snapshot_every: steps between checkpoints.
         skipped_in_a_row: steps before this one that were skipped.
         stop: this step is to be the last.
 
     Raises:
         DataError: the stages that read data read different batches.
-        NonFiniteError: NaN or infinity, and the rules say to halt.
+        NonFiniteError: NaN or infinity, and the configuration says to halt.
     """
-    step, training = prepares[0].step, rules.training
+    done = prepares[0].step + 1
     _compare_batches(prepares, names)
-    norm, culprits = norm_of(prepares), non_finite_stages(prepares)
+    norm, culprits = norm_of(prepares), [p.stage for p in prepares if not _is_finite(p)]
     apply = not culprits and math.isfinite(norm)
     if not apply:
-        _check_skipped(training, step, [names[stage] for stage in culprits], skipped_in_a_row + 1)
-    last = step + 1 >= rules.num_steps
+        _check_skipped(training, done - 1, [names[stage] for stage in culprits], skipped_in_a_row + 1)
+    last = done >= num_steps
     return Commit(
-        step=step,
+        step=done - 1,
         apply=apply,
         clip_factor=clip_factor(norm, training.clip_norm) if apply else 1.0,
-        evaluate=is_due(step + 1, training.eval_every) or (last and training.eval_every is not None),
-        snapshot=last or stop or is_due(step + 1, rules.snapshot_every),
+        evaluate=training.eval_every is not None and (last or done % training.eval_every == 0),
+        snapshot=last or stop or (snapshot_every is not None and done % snapshot_every == 0),
         stop=last or stop,
     )
 
@@ -142,11 +135,6 @@ def _check_skipped(training: TrainingConfig, step: int, culprits: Sequence[str],
     raise NonFiniteError(
         f"halted at step {step}: NaN or infinity in {where} ({times}); a lower learning rate or clip_norm may help"
     )
-
-
-def non_finite_stages(prepares: Iterable[Prepare]) -> tuple[int, ...]:
-    """Stages that met NaN or infinity, in a gradient or in the loss."""
-    return tuple(p.stage for p in prepares if not _is_finite(p))
 
 
 def _is_finite(prepare: Prepare) -> bool:

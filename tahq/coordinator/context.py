@@ -1,21 +1,90 @@
-"""The run and the I/O around it, shared by the parts of the service."""
+"""The run's options, and one object for a run with its I/O, shared by the parts of the service."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from tahq.comm.config import LinkTransport
 from tahq.comm.control.messages import Message
 from tahq.comm.control.server import ControlServer
-from tahq.coordinator.gathering import missing_in_words
 from tahq.coordinator.journal import Journal
+from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.observer import RunObserver, StageStatus
-from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.run_state import RunEvent, RunState
-from tahq.coordinator.seats import Seat, Seats
+from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
+from tahq.coordinator.seats import Seat, SeatPhase, Seats, stage_list
+from tahq.pipeline.config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """A run as its resolved configuration describes it.
+
+    Epochs become steps once the workers have said how many samples an epoch has. `start_step` is the number of steps
+    behind the checkpoint that the run continues from.
+    """
+
+    num_stages: int
+    run_id: int
+    run_folder: Path
+    config_json: str
+    """The resolved configuration that every worker is sent."""
+    config_hash: str
+    version: str
+    """tahq's version; a worker of another version is refused."""
+    training: TrainingConfig
+    snapshot_every: int | None = None
+    """Steps between checkpoints; one is always written at the end and on interruption."""
+    keep_snapshots: int = 2
+    copies: int = 0
+    """Copies of each stage's checkpoint on other hosts."""
+    copies_within_host: bool = False
+    """Whether a worker on the same host may hold them."""
+    peer_timeout_s: float = 10.0
+    give_up_s: float = 120.0
+    """How long a lost worker is waited for; a worker that is silent for half of it is lost."""
+    join_timeout_s: float = 600.0
+    grace_s: float = 25.0
+    """How long an orderly end may take after SIGTERM."""
+    start_step: int = 0
+    snapshot: str = ""
+    """Folder of the checkpoint to continue from, relative to the run's folder; empty: start anew."""
+    snapshot_files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each of its files, by name."""
+    tie_link: bool = False
+    """One more link between the first and the last stage, for the gradients of tied embeddings."""
+    chunks_per_stage: int = 1
+    """Chunks of the model on each stage (more than 1 under interleaved schedules)."""
+    sites: tuple[str, ...] = ()
+    """The site of each stage, "" = its own; empty: each has its own."""
+    inside: LinkTransport = "zmq"
+    """The transport between neighbours of one site."""
+    hosts: tuple[str, ...] = ()
+    """The host of each stage, for messages; empty: as the workers name them."""
+    host_keys: tuple[str, ...] = ()
+    """The public key that each stage's worker must have, "" = any key that may join; empty: any."""
+    name: str = "run"
+    epoch: int = 1
+    """Number of this start of the run: frames of other epochs are rejected."""
+    resume_command: str = ""
+    """How to continue the run, for messages: `tahq-launch cluster.yaml --resume`."""
+    codecs: CodecOptions = field(default_factory=CodecOptions)
+    """The links' codecs, and what changes them."""
+    next_sample: int | None = None
+    """Number of the sample that `start_step` begins with; None: the workers say it."""
+    is_measuring: bool = False
+    """Whether workers measure instead of training (`tahq measure`)."""
+    leave_timeout_s: float = 1.0
+    """How long the coordinator waits for workers to leave at the end."""
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long loading, connecting and the last reports may take."""
+        return max(self.give_up_s, self.join_timeout_s)
+
+
+@dataclass(slots=True)
 class RunContext:
-    """One run: what is known of it, and the way out to workers, user and disk."""
+    """One run: its state, and access to workers, user and disk."""
 
     options: CoordinatorOptions
     run: RunState
@@ -35,6 +104,10 @@ class RunContext:
         for seat in self.seats:
             self.send(seat, message)
 
+    def warn(self, text: str) -> None:
+        """Tell the user."""
+        self.observer.warned(text)
+
     def advance(self, event: RunEvent, missing: str = "") -> None:
         """Go to the run's next phase, and tell the observer what it waits for."""
         self.run.advance(event, self.clock())
@@ -42,9 +115,18 @@ class RunContext:
 
     def tell_phase(self, missing: str | None = None) -> None:
         """Tell the observer the run's phase and what it waits for (None: for the stages that are missing)."""
-        if missing is None:
-            missing = missing_in_words(self.run, self.seats, self.server.address)
-        self.observer.phase_changed(self.run.phase.value, missing)
+        self.observer.phase_changed(self.run.phase.value, self._missing() if missing is None else missing)
+
+    def _missing(self) -> str:
+        """The stages that the run waits for, and how to start the first of them; empty: it waits for none."""
+        missing = self.seats.missing
+        if self.run.phase is not RunPhase.CONNECTING and missing:
+            return f"{stage_list(missing)} (tahq-worker --stage {missing[0]} --peer {self.server.address})"
+        if self.run.phase is RunPhase.CONNECTING:
+            late, doing = self.seats.before(SeatPhase.READY), ""
+        else:
+            late, doing = self.seats.before(SeatPhase.GREETED), " to build the model"
+        return f"{stage_list(late)}{doing}" if late else ""
 
     def tell_stage(self, seat: Seat) -> None:
         """Tell the observer about a stage's worker."""

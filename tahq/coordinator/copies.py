@@ -6,7 +6,7 @@ neighbour on another host, the next stage rather than the one before.
 """
 
 from tahq.comm.control.messages import Copied, Copy
-from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.run_state import RunState
 from tahq.coordinator.seats import CopyOrder, RestorePoint, Seat, Seats
 
@@ -25,9 +25,7 @@ def published(run: RunState, seats: Seats) -> None:
 def rebased(run: RunState, seats: Seats) -> None:
     """Forget copies of checkpoints before the base."""
     for seat in seats:
-        for orders in (seat.ordered, seat.copied):
-            for step in [step for step in orders if step < run.base.step]:
-                del orders[step]
+        seat.forget_copies(lambda step: step < run.base.step)
         seat.gone = {step for step in seat.gone if step >= run.base.step}
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from tahq.comm.control.messages import Assign, Hello, Join, Refuse
 from tahq.comm.topology import Endpoint, Position, plan_links, total_steps
+from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import JournalFacts
-from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.run_state import RunPhase, RunState
-from tahq.coordinator.seats import Seat, SeatPhase, Seats, stage_list
+from tahq.coordinator.run_state import RunState
+from tahq.coordinator.seats import Seat, Seats
 from tahq.errors import ConfigError
 
 SHARED_FIELDS = ("tokenizer_hash", "data_hash", "num_train_samples")
@@ -60,7 +60,7 @@ def refusal(options: CoordinatorOptions, seats: Seats, join: Join, key: str, rep
 
 
 def replaced_by(seats: Seats, identity: bytes, join: Join) -> Seat | None:
-    """The seat whose worker is gone, since this worker takes its place; None: it takes nobody's."""
+    """The seat whose worker is gone, since this worker replaces it; None: it replaces no other."""
     if not 0 <= join.stage < len(seats) or not seats[join.stage].is_held:
         return None
     seat = seats[join.stage]
@@ -78,38 +78,25 @@ def differences(options: CoordinatorOptions, seats: Seats, hello: Hello) -> list
     rows = [[name, yours, f"{expected} (coordinator)"] for name, yours, expected in own if yours != expected]
     for name in SHARED_FIELDS:
         yours = getattr(hello, name)
-        first = next((seat for seat in seats if seat.hello is not None and getattr(seat.hello, name)), None)
-        expected = getattr(first.hello, name) if first is not None else None
-        if first is not None and yours and yours != expected:
+        first = next((seat for seat in seats if getattr(seat.hello, name, None)), None)
+        if first is not None and yours and yours != (expected := getattr(first.hello, name)):
             rows.append([name, str(yours), f"{expected} ({first.name})"])
     return rows
 
 
 def warnings(seats: Seats, seat: Seat, hello: Hello) -> list[str]:
     """What is allowed and makes the run inexact: another version of torch, other arithmetic than the checkpoint's."""
-    lines = []
-    for other in seats:
-        if other.hello is not None and other.hello.torch_version != hello.torch_version:
-            lines.append(
-                f"stage {seat.stage} has torch {hello.torch_version}, {other.name} has {other.hello.torch_version}: "
-                "a run is only the same to the bit with one version everywhere"
-            )
-            break
+    others = [other for other in seats if other.hello and other.hello.torch_version != hello.torch_version]
+    lines = [
+        f"stage {seat.stage} has torch {hello.torch_version}, {other.name} has {other.hello.torch_version}: "
+        "a run is only the same to the bit with one version everywhere"
+        for other in others[:1]
+        if other.hello
+    ]
     if hello.arithmetic_changes:
         changes = "; ".join(hello.arithmetic_changes)
         lines.append(f"{seat.name}: the continuation is no longer exact, to the bit: {changes}")
     return lines
-
-
-def missing_in_words(run: RunState, seats: Seats, address: str) -> str:
-    """The stages that the run waits for, and how to start the first of them; empty: it waits for none."""
-    if run.phase is RunPhase.CONNECTING:
-        late = seats.before(SeatPhase.READY)
-        return stage_list(late) if late else ""
-    if seats.missing:
-        return f"{stage_list(seats.missing)} (tahq-worker --stage {seats.missing[0]} --peer {address})"
-    late = seats.before(SeatPhase.GREETED)
-    return f"{stage_list(late)} to build the model" if late else ""
 
 
 def assignment(
@@ -134,30 +121,38 @@ def assignment(
     )
 
 
-def note_data(run: RunState, seats: Seats) -> None:
-    """Note the samples of an epoch and the run's first sample, as the stages with data have said."""
+def note_data(options: CoordinatorOptions, run: RunState, seats: Seats) -> None:
+    """Note the samples of an epoch, the run's first sample and its length, once all stages with data have said HELLO.
+
+    Raises:
+        ConfigError: warm-up and decay do not fit into the steps that `epochs` amounts to.
+    """
     hellos = [seat.hello for seat in seats if seat.hello is not None]
     run.num_samples = max(hello.num_train_samples for hello in hellos)
     if run.next_sample is None:
         run.next_sample = max(hello.next_sample for hello in hellos)
+    training, start = options.training, Position(options.start_step, run.next_sample)
+    run.num_steps = total_steps(training.steps, training.epochs, run.num_samples, training.global_batch, start)
+    misfit = training.phases.misfit(run.num_steps, f"the {run.num_steps} steps of {training.epochs} epochs")
+    if misfit:
+        raise ConfigError(f"training: {misfit}")
 
 
 def facts(options: CoordinatorOptions, run: RunState) -> JournalFacts:
     """The run as its journal begins, once all workers are there."""
-    samples, next_sample = data_position(options, run, options.start_step)
     return JournalFacts(
         run_id=options.run_id,
         config_hash=options.config_hash,
         epoch=run.epoch,
         start_step=options.start_step,
-        next_sample=next_sample,
-        num_train_samples=samples,
+        next_sample=run.next_sample or 0,
+        num_train_samples=run.num_samples,
         num_steps=run.num_steps,
         global_batch=options.training.global_batch,
-        step=options.start_step,
-        snapshot=options.snapshot,
-        files=options.snapshot_files,
-        codecs=options.codecs.saved,
+        step=run.base.step,
+        snapshot=run.base.snapshot,
+        files=run.base.files,
+        codecs=run.base.saved_codecs,
     )
 
 
@@ -174,28 +169,8 @@ def data_position(options: CoordinatorOptions, run: RunState, step: int) -> tupl
     return run.num_samples, (run.next_sample or 0) + (step - options.start_step) * options.training.global_batch
 
 
-def num_steps(options: CoordinatorOptions, run: RunState) -> int:
-    """Length of the run.
-
-    Raises:
-        ConfigError: warm-up and decay do not fit into the steps that `epochs` amounts to.
-    """
-    training = options.training
-    samples, next_sample = data_position(options, run, options.start_step)
-    start = Position(options.start_step, next_sample)
-    steps = total_steps(training.steps, training.epochs, samples, training.global_batch, start)
-    misfit = training.phases.misfit(steps, f"the {steps} steps of {training.epochs} epochs")
-    if misfit:
-        raise ConfigError(f"training: {misfit}")
-    return steps
-
-
 def link_rows(options: CoordinatorOptions, seats: Seats) -> list[list[list[str | int]]]:
-    """PLAN's rows for each stage; all must have been greeted.
-
-    Raises:
-        UserError: two neighbours that cannot be connected as configured.
-    """
+    """PLAN's rows for each stage; UserError for two neighbours that cannot be connected as configured."""
     return plan_links(
         [_endpoint(options, seat) for seat in seats], options.tie_link, options.chunks_per_stage, options.inside
     )

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tahq.coordinator.stage_split import StageSplit
-
 Traffic = Literal["activations", "gradients"]
 """The kind of data that a link carries in one direction."""
 
@@ -105,6 +103,68 @@ class LinkRecord:
     def goodput_bits_per_s(self) -> float:
         """8 · payload_bytes / busy_s; 0.0 where nothing was sent."""
         return 8.0 * self.payload_bytes / self.busy_s if self.busy_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """Seconds of one step on one stage, in parts that add up to it.
+
+    A stage's step begins with the COMMIT before (or START) and ends with its own COMMIT. Up to PREPARE the worker has
+    measured it (`pipeline/spans.py`); the rest of the step, from commit to commit on the coordinator's clock, it waited
+    for the COMMIT: for slower stages to prepare, and for messages to and from the coordinator. So by construction
+
+        step = data + forward + backward + encode + decode + waits + optimizer + norms + snapshot + other + commit
+
+    where encode and decode are those on the compute thread; work on other threads is listed apart. On a GPU forward and
+    backward are device times, which overlap with the others, and `other` is then 0 rather than negative.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """Of inputs and weights, also where they are computed apart."""
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    wait_s: Mapping[int, float] = field(default_factory=dict)
+    """For frames, by sending stage."""
+    wait_codec_s: float = 0.0
+    """For another thread to encode or decode."""
+    wait_memory_s: float = 0.0
+    """For memory: the maximum number of micro-batches was in flight."""
+    data_s: float = 0.0
+    optimizer_s: float = 0.0
+    """Applying the previous commit, and summing the norms for this one."""
+    snapshot_s: float = 0.0
+    other_s: float = 0.0
+    commit_s: float = 0.0
+    beside_s: Mapping[str, float] = field(default_factory=dict)
+    """On other threads, by activity."""
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def frames_s(self) -> float:
+        """Waiting for frames of any stage."""
+        return sum(self.wait_s.values())
+
+    @property
+    def compute_thread_s(self) -> float:
+        """Work of the compute thread, waiting left out."""
+        coding_s = self.encode_s + self.decode_s
+        return self.compute_s + coding_s + self.data_s + self.optimizer_s + self.snapshot_s + self.other_s
+
+    @property
+    def codec_s(self) -> float:
+        """Encoding and decoding, on any thread."""
+        return self.encode_s + self.decode_s + sum(self.beside_s.get(what, 0.0) for what in ("encode", "decode"))
+
+    @property
+    def total_s(self) -> float:
+        """All parts on the compute thread: the step's time, but for overlaps on a GPU."""
+        waits_s = self.frames_s + self.wait_codec_s + self.wait_memory_s + self.commit_s
+        return self.compute_thread_s + waits_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""How a lost stage comes back alone while the others wait: functions over the table.
+"""When a stage is lost and when it is given up, and how it comes back alone while the others wait.
 
-::
+Pure: functions of the table and the time; some raise what ends the run. ::
 
     lost ──▶ JOIN, ASSIGN, HELLO ──all are greeted──▶ RELINK to its neighbours ──all have answered──▶ PLAN, READY, START
 
@@ -12,18 +12,164 @@ A stage at position p wants the training frames of step p and of all later ones;
 few steps at a time (`AHEAD`).
 """
 
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tahq.comm.control.messages import Commit, Plan, Relink
 from tahq.comm.topology import LinkEnds, link_ends
+from tahq.coordinator import copies
+from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.gathering import data_position, link_rows
-from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.run_state import RunState
-from tahq.coordinator.seats import RestorePoint, Seat, SeatPhase, Seats
+from tahq.coordinator.run_state import UNDER_WAY, WITH_STEPS, RunPhase, RunState, signal_name
+from tahq.coordinator.seats import RestorePoint, Seat, SeatPhase, Seats, stage_list
+from tahq.errors import NonFiniteError, OutOfMemoryError, PeerLostError, TahqError, UserError
 
 AHEAD = 2
-"""Steps of frames that a stage which is behind is sent, counting the one that it is at."""
+"""Steps of frames that a stage which is behind is sent, counting its current one."""
 NO_END = -1
+LAST_WORDS_S = 0.3
+"""How long the last messages of a process that has ended may still be in transit."""
+TELLING: Mapping[int, type[TahqError]] = {2: UserError, 4: OutOfMemoryError, 5: NonFiniteError}
+"""Exit statuses of a worker that say more than that it is gone."""
+
+
+# -- losing ----------------------------------------------------------------------------------------
+
+
+def killed(run: RunState, seats: Seats, now_s: float) -> dict[int, str]:
+    """Stages whose processes were killed, with a message; a process that ended otherwise ends the run.
+
+    Raises:
+        PeerLostError, or the error with the worker's own status where that says more.
+    """
+    messages = {}
+    for seat in seats:
+        end = seat.exit
+        if end is None or end.when_s > now_s - LAST_WORDS_S:
+            continue
+        if end.status == UserError.exit_status and seat.refusal:
+            raise UserError(seat.refusal)
+        said = f"; {end.last_words}" if end.last_words else ""
+        words = f"{seat.name}: its worker exited with {status_name(end.status)}{_when(run)}{said}"
+        # a signal, or ssh (255) lost its connection
+        if end.status in (128 + signal.SIGINT, 128 + signal.SIGTERM) or 0 <= end.status < 128:
+            raise TELLING.get(end.status, PeerLostError)(words)
+        messages[seat.stage] = words
+    return messages
+
+
+def status_name(status: int) -> str:
+    """``status 1``; ``status -9 (SIGKILL)`` for a process that a signal ended."""
+    return f"status {status}" if status >= 0 else f"status {status} ({signal_name(-status)})"
+
+
+def lost_after_s(options: CoordinatorOptions) -> float:
+    """How long a worker or a spare may be silent until it is taken for lost."""
+    return max(options.peer_timeout_s, options.give_up_s / 2)
+
+
+def silent(seats: Seats, since_s: float) -> list[Seat]:
+    """Workers from which nothing has come after this time."""
+    return [seat for seat in seats.held if seat.last_seen_s < since_s]
+
+
+def silence(run: RunState, seat: Seat, timeout_s: float) -> str:
+    """The message about a silent worker."""
+    return f"{seat.name} has given no sign of life for {timeout_s:.1f} s{_when(run)}"
+
+
+def _when(run: RunState) -> str:
+    return f" at step {run.step + 1}" if run.phase is RunPhase.TRAINING else ""
+
+
+# -- giving up -------------------------------------------------------------------------------------
+
+
+def deadline_s(options: CoordinatorOptions, run: RunState, seats: Seats, seat: Seat) -> float | None:
+    """When the run is given up if this seat is still in its phase; None: it waits for nothing.
+
+    Before training all stages have `run.join_timeout`. Later a stage without a worker has `run.give_up`; one whose
+    worker loads or fetches its checkpoint, connects, or makes its links ready has as long as joining may take, and so
+    has one that owes the run's last reports.
+    """
+    longest_s = options.longest_wait_s
+    if run.phase is RunPhase.JOINING or (run.phase is RunPhase.CONNECTING and seat.phase is not SeatPhase.READY):
+        return run.since_s + options.join_timeout_s
+    if run.phase not in UNDER_WAY:
+        return None
+    lost_since_s = seat.since_s if seat.lost_since_s is None else seat.lost_since_s
+    match seat.phase:
+        case SeatPhase.EMPTY:
+            return lost_since_s + options.give_up_s
+        case SeatPhase.ASSIGNED:
+            return lost_since_s + longest_s
+        case SeatPhase.GREETED:  # it waits for stages that have deadlines of their own, and then for its neighbours
+            return longest_s + max(other.since_s for other in seats if other.phase is not SeatPhase.READY)
+        case SeatPhase.PLANNED:
+            return seat.since_s + longest_s
+        case SeatPhase.READY if seat.relinking_since_s is not None:
+            return seat.relinking_since_s + longest_s
+        case SeatPhase.READY if run.phase is RunPhase.FINISHING and owes(run, seats, seat):
+            return longest_s + max(run.since_s, run.reported_s, *(other.since_s for other in seats))
+    return None
+
+
+def owes(run: RunState, seats: Seats, seat: Seat) -> list[str]:
+    """The reports that a stage still owes, in words; none while it recomputes steps before them."""
+    if is_behind(run, seat):
+        return []
+    loss = ["the validation loss"] if run.evaluating is not None and seat.stage == len(seats) - 1 else []
+    return [*loss, *(f"the checkpoint after step {step}" for step in run.owed if owes_part(run, seat, step))]
+
+
+def check_deadlines(options: CoordinatorOptions, run: RunState, seats: Seats, now_s: float, address: str) -> None:
+    """Raise if a stage has not come as far as it should by now; the message names it.
+
+    Raises:
+        UserError: workers did not join before training.
+        PeerLostError: workers did not connect, did not come back, or did not report.
+    """
+    late = []
+    for seat in seats:
+        by_s = deadline_s(options, run, seats, seat)
+        if by_s is not None and now_s > by_s:
+            late.append(seat)
+    stages = stage_list(seat.stage for seat in late)
+    if run.phase is RunPhase.JOINING and late and (missing := seats.before(SeatPhase.GREETED)):
+        raise UserError(
+            f"{stage_list(missing)} did not join within {options.join_timeout_s:.0f} s; start each with "
+            f"`tahq-worker --stage {missing[0]} --peer {address}`, or raise run.join_timeout"
+        )
+    if run.phase is RunPhase.CONNECTING and late:
+        raise PeerLostError(
+            f"{stages} did not connect to their neighbours within {options.join_timeout_s:.0f} s (run.join_timeout)"
+        )
+    if run.phase in WITH_STEPS and late:
+        raise PeerLostError(f"{_overdue(options, run, seats, late)}{_why(run, seats, late)}")
+
+
+def _overdue(options: CoordinatorOptions, run: RunState, seats: Seats, late: Sequence[Seat]) -> str:
+    absent = [seat.stage for seat in late if not seat.is_held]
+    if absent:
+        return f"{stage_list(absent)} did not come back within {options.give_up_s:.0f} s (run.give_up)"
+    if all(seat.phase is SeatPhase.ASSIGNED for seat in late):
+        done = "load the checkpoint"
+    elif all(seat.phase is SeatPhase.READY and seat.relinking_since_s is None for seat in late):
+        done = f"report {' and '.join(dict.fromkeys(words for seat in late for words in owes(run, seats, seat)))}"
+    else:
+        done = "connect to the neighbours"
+    stages = stage_list(seat.stage for seat in late)
+    return f"{stages} did not {done} within {options.longest_wait_s:.0f} s (run.join_timeout)"
+
+
+def _why(run: RunState, seats: Seats, late: Sequence[Seat]) -> str:
+    lacking = [copies.lacks(run, seats, seat.stage) for seat in late] if seats.spares else []
+    files = "".join(f"; no spare could take it, since no other host has a copy of {file}" for file in lacking if file)
+    return "".join(f"; {words}" for seat in seats for words in seat.degraded.values()) + files
+
+
+# -- coming back -----------------------------------------------------------------------------------
 
 
 def links_of(options: CoordinatorOptions, stage: int) -> list[tuple[LinkEnds, int]]:

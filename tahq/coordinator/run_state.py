@@ -9,32 +9,19 @@ Pure: times are arguments. ::
 
 Under `tahq measure` there are no steps: JOINING ──all there──▶ MEASURING ──all measured, or an error──▶ OVER.
 
-A stage that is lost begins again at the newest complete checkpoint, or, on a host that does not have its part of that,
-at the base: the newest checkpoint of which copies lie on other hosts. It computes the steps since then once more, from
-what its neighbours sent then; the coordinator answers each of its PREPAREs as it answered the first one. So decisions
-are kept since the base.
+A lost stage begins again at the newest complete checkpoint or, on a host without its part of that, at the base: the
+newest checkpoint that has copies on other hosts. It recomputes the steps since then from the frames that its neighbours
+sent then, and the coordinator answers each PREPARE as it answered the first. So decisions are kept since the base.
 """
 
 import hashlib
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
-from tahq.comm.control.messages import (
-    Commit,
-    Copied,
-    Evaluated,
-    Hello,
-    Message,
-    Prepare,
-    Ready,
-    Snapshotted,
-    Traced,
-)
-from tahq.coordinator.options import CoordinatorOptions
+from tahq.comm.control.messages import Commit, Copied, Evaluated, Hello, Message, Prepare, Ready, Snapshotted, Traced
 from tahq.coordinator.seats import RestorePoint
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 
@@ -67,9 +54,11 @@ TRANSITIONS: Mapping[tuple[RunPhase, RunEvent], RunPhase] = {
     (RunPhase.JOINING, RunEvent.ALL_GREETED): RunPhase.CONNECTING,
     (RunPhase.CONNECTING, RunEvent.ALL_READY): RunPhase.TRAINING,
     (RunPhase.TRAINING, RunEvent.LAST_COMMIT): RunPhase.FINISHING,
+    (RunPhase.FINISHING, RunEvent.NOTHING_OWED): RunPhase.OVER,
+    (RunPhase.JOINING, RunEvent.TURNED_BACK): RunPhase.JOINING,
+    (RunPhase.CONNECTING, RunEvent.TURNED_BACK): RunPhase.CONNECTING,
     (RunPhase.TRAINING, RunEvent.TURNED_BACK): RunPhase.TRAINING,
     (RunPhase.FINISHING, RunEvent.TURNED_BACK): RunPhase.TRAINING,
-    (RunPhase.FINISHING, RunEvent.NOTHING_OWED): RunPhase.OVER,
     (RunPhase.JOINING, RunEvent.ALL_THERE): RunPhase.MEASURING,
     (RunPhase.MEASURING, RunEvent.ALL_MEASURED): RunPhase.OVER,
     **{(phase, RunEvent.ENDED): RunPhase.OVER for phase in RunPhase if phase is not RunPhase.OVER},
@@ -77,7 +66,7 @@ TRANSITIONS: Mapping[tuple[RunPhase, RunEvent], RunPhase] = {
 
 WITH_STEPS = frozenset({RunPhase.TRAINING, RunPhase.FINISHING})
 UNDER_WAY = WITH_STEPS | {RunPhase.CONNECTING}
-"""When workers may join and be greeted that come in the place of others."""
+"""When workers may join and be greeted that replace others."""
 
 WHEN: Mapping[type[Message], frozenset[RunPhase]] = {
     Hello: UNDER_WAY | {RunPhase.JOINING},
@@ -86,11 +75,11 @@ WHEN: Mapping[type[Message], frozenset[RunPhase]] = {
     Evaluated: WITH_STEPS,
     Snapshotted: WITH_STEPS,
     Copied: WITH_STEPS,
+    Traced: WITH_STEPS,
     ComputeMeasured: frozenset({RunPhase.MEASURING}),
     PathsMeasured: frozenset({RunPhase.MEASURING}),
-    Traced: WITH_STEPS,
 }
-"""In which phases a message may come; what is not listed may always come."""
+"""In which phases a message may come; those not listed may always come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,60 +98,55 @@ class Decided:
     fingerprints: tuple[str, ...]
 
 
+@dataclass(slots=True)
 class RunState:
-    """The run beside its stages.
+    """The run beside its stages; the first fields say where it begins."""
 
-    Args:
-        options: where it begins.
-        now_s: when it began to wait for workers.
-    """
+    base: RestorePoint
+    """The oldest point at which a stage may begin: frames and decisions are kept since then."""
+    since_s: float
+    """When the run entered its phase."""
+    epoch: int = 1
+    """Of the links: frames of another epoch are rejected."""
+    next_sample: int | None = None
+    """Number of the sample that the run's first step began with; None until all have joined."""
+    newest: RestorePoint = field(init=False)
+    """The newest complete checkpoint."""
+    last_snapshot: int | None = field(init=False)
+    """Steps behind the newest complete checkpoint on disk; None: there is none."""
 
-    def __init__(self, options: CoordinatorOptions, now_s: float) -> None:
-        self.phase = RunPhase.JOINING
-        self.since_s = now_s
-        """When this phase began."""
-        self.stop_signal: int | None = None
-        self._ending: Ending | None = None
-        self.last_snapshot = options.start_step if options.snapshot else None
-        """Steps behind the newest complete checkpoint; None: there is none."""
-        self.epoch = options.epoch
-        """Of the links: frames of another one are not taken."""
-        self.returning: int | None = None
-        """The epoch in which stages come back whose neighbours make their links ready; None: no stage does."""
+    phase: RunPhase = RunPhase.JOINING
+    ending: Ending = Ending(1, "the run broke off")
+    stop_signal: int | None = None
+    returning: int | None = None
+    """The epoch in which stages come back whose neighbours make their links ready; None: no stage does."""
+    num_steps: int = 0
+    """Length of the run; 0 until all have joined."""
+    num_samples: int = 0
+    """Samples of an epoch."""
+    copying: RestorePoint | None = None
+    """The checkpoint that is being copied to other hosts."""
 
-        self.num_steps = 0
-        """Length of the run; 0 until all have joined."""
-        self.num_samples = 0
-        """Samples of an epoch."""
-        self.next_sample = options.next_sample
-        """Number of the sample that the run's first step began with; None until all have joined."""
+    decided: dict[int, Decided] = field(default_factory=dict)
+    last_prepares: tuple[Prepare, ...] = ()
+    """Every stage's PREPARE of the step that was decided last."""
+    skipped_in_a_row: int = 0
+    step_began_s: float = 0.0
+    """When the current step began."""
+    reported_s: float = 0.0
+    """When a stage last reported something that the end of the run waits for."""
+    evaluating: int | None = None
+    """The step, from 0, whose validation loss is owed."""
+    owed: dict[int, RestorePoint] = field(default_factory=dict)
+    """Checkpoints whose parts are owed, by step; they have no files yet."""
 
-        point = RestorePoint(options.start_step, options.snapshot, dict(options.snapshot_files))
-        self.base = point
-        """The oldest point at which a stage may begin: since then frames and decisions are kept."""
-        self.newest = point
-        """The newest complete checkpoint."""
-        self.copying: RestorePoint | None = None
-        """The checkpoint that is being copied to other hosts."""
-        self.codecs: dict[int, list[list[int]]] = {}
-        """START's rows, by the step of a checkpoint that is owed or newer than the base."""
-        self.saved_codecs: dict[int, dict[str, Any]] = {}
-        """What `LinkCodecs.saved` returned, by the step of a checkpoint that is not published yet."""
-
-        self.decided: dict[int, Decided] = {}
-        self.last_prepares: tuple[Prepare, ...] = ()
-        """Every stage's PREPARE of the step that was decided last."""
-        self.skipped_in_a_row = 0
-        self.step_began_s = now_s
-        """When the step began that the run is at."""
-        self.evaluating: int | None = None
-        """The step, from 0, whose validation loss is owed."""
-        self.owed: set[int] = set()
-        """Checkpoints of which parts are owed, by their step."""
+    def __post_init__(self) -> None:
+        self.newest, self.step_began_s = self.base, self.since_s
+        self.last_snapshot = self.base.step if self.base.snapshot else None
 
     @property
     def step(self) -> int:
-        """The step that the run is at; all before it are decided."""
+        """The current step; all before it are decided."""
         return self.base.step + len(self.decided)
 
     @property
@@ -179,11 +163,7 @@ class RunState:
     # -- phases ----------------------------------------------------------------------------------
 
     def advance(self, event: RunEvent, now_s: float) -> RunPhase:
-        """Go to the next phase.
-
-        Raises:
-            LocalProtocolError: this event cannot happen in this phase.
-        """
+        """Go to the next phase; LocalProtocolError if this event cannot happen now."""
         following = TRANSITIONS.get((self.phase, event))
         if following is None:
             raise LocalProtocolError(f"{event.name} cannot happen while the run is {self.phase.value}")
@@ -191,16 +171,9 @@ class RunState:
         return following
 
     def end(self, event: RunEvent, ending: Ending, now_s: float) -> None:
-        """End the run; raises LocalProtocolError if it was over already."""
+        """End the run."""
         self.advance(event, now_s)
-        self._ending = ending
-
-    @property
-    def ending(self) -> Ending:
-        """How the run ended; raises LocalProtocolError while it has not."""
-        if self._ending is None:
-            raise LocalProtocolError(f"the run has not ended: it is {self.phase.value}")
-        return self._ending
+        self.ending = ending
 
     def check(self, message: Message, name: str) -> None:
         """Raise RemoteProtocolError if a message of this type may not come now."""
@@ -227,26 +200,19 @@ class RunState:
 
     # -- steps and checkpoints -------------------------------------------------------------------
 
-    def begin_with(self, codecs: list[list[int]]) -> None:
-        """Set START's rows at the point where the run begins."""
-        self.newest = self.base = replace(self.base, codecs=codecs)
-
-    def decide(self, commit: Commit, prepares: Sequence[Prepare], codecs: list[list[int]], now_s: float) -> None:
-        """The step that the run is at is decided; `codecs` are START's rows for the next one."""
+    def decide(self, commit: Commit, prepares: Sequence[Prepare], after: RestorePoint, now_s: float) -> None:
+        """The current step is decided; `after` is the checkpoint after it, if there is to be one."""
         self.decided[commit.step] = Decided(commit, tuple(map(fingerprint, prepares)))
         self.last_prepares, self.step_began_s = tuple(prepares), now_s
         self.skipped_in_a_row = 0 if commit.apply else self.skipped_in_a_row + 1
         if commit.evaluate:
             self.evaluating = commit.step
         if commit.snapshot:
-            self.owed.add(commit.step + 1)
-            self.codecs[commit.step + 1] = codecs
+            self.owed[after.step] = after
 
-    def published(self, step: int, snapshot: str, files: Mapping[str, str]) -> None:
+    def published(self, point: RestorePoint) -> None:
         """A checkpoint is complete: stages whose hosts have it begin there from now on."""
-        self.last_snapshot = step
-        saved = self.saved_codecs.pop(step, {})
-        self.newest = RestorePoint(step, snapshot, dict(files), self.codecs.get(step, ()), saved)
+        self.newest, self.last_snapshot = point, point.step
 
     def rebase(self, point: RestorePoint) -> None:
         """Forget what was kept for stages that begin before this point: none does any more."""
@@ -255,28 +221,20 @@ class RunState:
             self.newest = point
         self.copying = self.newest if self.newest.step > point.step else None
         self.decided = {number: decided for number, decided in self.decided.items() if number >= point.step}
-        self.codecs = {number: rows for number, rows in self.codecs.items() if number > point.step}
 
     def turn_back(self, point: RestorePoint, now_s: float) -> None:
-        """Undo every step after a checkpoint older than the base; the codecs' rows are set by `begin_with`."""
+        """Undo every step after a checkpoint older than the base."""
         self.advance(RunEvent.TURNED_BACK, now_s)
         self.base = self.newest = point
         self.copying = self.evaluating = None
         self.last_snapshot = point.step
         self.last_prepares, self.skipped_in_a_row = (), 0
-        for kept in (self.decided, self.codecs, self.saved_codecs, self.owed):
-            kept.clear()
+        self.decided.clear()
+        self.owed.clear()
 
     def origin_at(self, step: int) -> RestorePoint | None:
         """Where a worker begins that has the state after so many steps; None: no stage can begin there any more."""
         return next((point for point in (self.newest, self.base) if point.step == step), None)
-
-    def answer(self, prepare: Prepare) -> tuple[Commit, bool] | None:
-        """The decision of a step, and whether it was computed alike; None: it is not decided."""
-        decided = self.decided.get(prepare.step)
-        if decided is None:
-            return None
-        return decided.commit, decided.fingerprints[prepare.stage] == fingerprint(prepare)
 
 
 def fingerprint(prepare: Prepare) -> str:

@@ -1,4 +1,4 @@
-"""One row per stage: the worker that holds it, how far it has come, and what is kept for the next one.
+"""One row per stage: the worker that holds it, its progress, and what is kept for the next worker.
 
 Pure: identities and times are arguments, nothing is sent. ::
 
@@ -9,11 +9,11 @@ Pure: identities and times are arguments, nothing is sent. ::
       └───────────────── LEAVE, from every phase ───────────────────┘
 
 Invariants: a stage has at most one holder, and a worker holds at most one stage; phases change along the table only;
-a worker past ASSIGNED has said HELLO; an empty seat knows since when its stage is lost.
+a worker past ASSIGNED has said HELLO; an empty seat has the time at which its stage was lost.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -51,7 +51,7 @@ TRANSITIONS: Mapping[tuple[SeatPhase, SeatEvent], SeatPhase] = {
     **{(phase, SeatEvent.LEAVE): SeatPhase.EMPTY for phase in SeatPhase},
 }
 FROM_WORKERS = (SeatEvent.HELLO, SeatEvent.READY)
-"""Events that a worker's message brings about: an impossible one is the worker's mistake, not ours."""
+"""Events caused by a worker's message: an impossible one is the worker's mistake, not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,9 @@ class CopyOrder:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """One stage. The first part belongs to its worker and goes with it, the rest outlives it."""
+class Holder:
+    """The part of a seat that belongs to its worker, and is reset when the worker leaves."""
 
-    stage: int
-    phase: SeatPhase = SeatPhase.EMPTY
-    since_s: float = 0.0
-    """When it entered this phase."""
     identity: bytes = b""
     public_key: str = ""
     host: str = ""
@@ -110,26 +106,35 @@ class Seat:
     """The step that the worker says it is at."""
     activity: str = ""
     is_silent: bool = False
-    """Whether the user was told that it gives no sign of life."""
+    """Whether the user was warned about its silence."""
     degraded: dict[int, str] = field(default_factory=dict)
-    """Links of which the worker says that the peer is silent, in words."""
+    """Links whose peer the worker calls silent, in words."""
     prepared: Prepare | None = None
     """Its PREPARE of the step that the run is at."""
     parts: dict[int, Snapshotted] = field(default_factory=dict)
-    """Its parts of checkpoints that other stages still owe theirs of, by step."""
+    """Its parts of checkpoints that other stages have not completed, by step."""
     relinking_since_s: float | None = None
     """When it was asked to make its links ready for a neighbour that returns; None: it has answered."""
 
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Seat(Holder):
+    """One stage, with its worker's part; the fields below outlive the worker."""
+
+    stage: int
+    phase: SeatPhase = SeatPhase.EMPTY
+    since_s: float = 0.0
+    """When it entered this phase."""
     position: int = 0
     """The step that the stage prepares next."""
     origin: RestorePoint = RestorePoint(0)
     """Where its worker began."""
     lost_since_s: float | None = None
-    """Since when the stage has not been where the run is; None: it is there."""
+    """When the stage fell behind the run; None: it is where the run is."""
     spare_from_s: float | None = None
     """When an empty seat may be given to a spare."""
     given_to: str | None = None
-    """The public key of the spare that was given it: the process that was started for it does not matter any more."""
+    """The public key of the spare that was given it: the process that was started for it no longer matters."""
     exit: ProcessExit | None = None
     """How the process ended that was started for it."""
     refusal: str = ""
@@ -137,13 +142,13 @@ class Seat:
     is_inexact: bool = False
     """Whether it has recomputed a step with another result."""
     ordered: dict[int, CopyOrder] = field(default_factory=dict)
-    """Who was told to copy its part of a checkpoint, by step; and, in `copied` and `failed`, the outcome."""
+    """Who was told to copy its part of a checkpoint, by step; `copied` and `failed` have the outcome."""
     copied: dict[int, CopyOrder] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     copy_holder: int | None = None
-    """The stage whose worker was told last to hold its copies."""
+    """The stage whose worker was last told to hold its copies."""
     gone: set[int] = field(default_factory=set)
-    """Checkpoints of which its host does not have its part any more."""
+    """Checkpoints whose part its host no longer has."""
 
     @property
     def is_held(self) -> bool:
@@ -154,6 +159,12 @@ class Seat:
     def name(self) -> str:
         """``stage 2 (host, pid 41)``, as messages call it; ``stage 2`` without a worker."""
         return f"stage {self.stage} ({self.host}, pid {self.pid})" if self.is_held else f"stage {self.stage}"
+
+    def forget_copies(self, is_obsolete: Callable[[int], bool]) -> None:
+        """Forget the copies of checkpoints whose step is obsolete."""
+        for orders in (self.ordered, self.copied):
+            for step in [step for step in orders if is_obsolete(step)]:
+                del orders[step]
 
 
 @dataclass(slots=True)
@@ -183,12 +194,12 @@ class Seats:
     Args:
         num_stages: stages are 0 … num_stages − 1.
         origin: where they begin.
-        now_s: since when they are waited for.
+        now_s: when the wait for them began.
     """
 
     def __init__(self, num_stages: int, origin: RestorePoint = RestorePoint(0), now_s: float = 0.0) -> None:
         self._seats = [
-            Seat(stage, since_s=now_s, position=origin.step, origin=origin, lost_since_s=now_s)
+            Seat(stage=stage, since_s=now_s, position=origin.step, origin=origin, lost_since_s=now_s)
             for stage in range(num_stages)
         ]
         self.spares: dict[bytes, Spare] = {}
@@ -212,7 +223,7 @@ class Seats:
     @property
     def missing(self) -> tuple[int, ...]:
         """Stages without a worker."""
-        return tuple(seat.stage for seat in self._seats if not seat.is_held)
+        return self.before(SeatPhase.ASSIGNED)
 
     def before(self, phase: SeatPhase) -> tuple[int, ...]:
         """Stages that have not come as far as this phase."""
@@ -224,11 +235,7 @@ class Seats:
         return next((seat for seat in self._seats if seat.is_held and seat.identity == identity), None)
 
     def claim(self, identity: bytes, stage: int) -> Seat:
-        """The worker's seat, if it is the one that the worker speaks for.
-
-        Raises:
-            RemoteProtocolError: it is not; the message names the worker.
-        """
+        """The worker's seat, if it is the stage that the worker speaks for; RemoteProtocolError if it is not."""
         seat = self.find(identity)
         if seat is None:
             raise RemoteProtocolError(f"a worker that holds no stage spoke for stage {stage}")
@@ -249,11 +256,6 @@ class Seats:
         self.spares.pop(identity, None)
         return seat
 
-    def greet(self, seat: Seat, hello: Hello, now_s: float) -> None:
-        """A worker agrees with the run about everything."""
-        self.advance(seat.stage, SeatEvent.HELLO, now_s)
-        seat.hello = hello
-
     def advance(self, stage: int, event: SeatEvent, now_s: float) -> Seat:
         """Move a seat to its next phase.
 
@@ -271,36 +273,20 @@ class Seats:
         return seat
 
     def leave(self, stage: int, now_s: float, *, position: int, is_silent: bool = False) -> Seat:
-        """Free a seat; `position` is where the next worker begins at the earliest. Returns the row as it was."""
+        """Free a seat; `position` is where the next worker begins at the earliest. Returns the row before."""
         before = self._seats[stage]
-        since_s = before.last_seen_s if is_silent else now_s
-        self._seats[stage] = Seat(
-            stage,
-            TRANSITIONS[before.phase, SeatEvent.LEAVE],
-            now_s,
-            position=position,
-            origin=before.origin,
-            lost_since_s=since_s if before.lost_since_s is None else before.lost_since_s,
-            spare_from_s=before.spare_from_s,
-            given_to=before.given_to,
-            exit=before.exit,
-            refusal=before.refusal,
-            is_inexact=before.is_inexact,
-            ordered=before.ordered,
-            copied=before.copied,
-            failed=before.failed,
-            copy_holder=before.copy_holder,
-            gone=before.gone,
-        )
+        after = replace(before, **asdict(Holder()), position=position)
+        after.phase, after.since_s = TRANSITIONS[before.phase, SeatEvent.LEAVE], now_s
+        if after.lost_since_s is None:
+            after.lost_since_s = before.last_seen_s if is_silent else now_s
+        self._seats[stage] = after
         return before
 
     def turn_back(self, point: RestorePoint) -> None:
         """Have every stage begin at this point, and forget copies of newer ones."""
         for seat in self._seats:
             seat.position, seat.origin = point.step, point
-            for orders in (seat.ordered, seat.copied):
-                for step in [step for step in orders if step > point.step]:
-                    del orders[step]
+            seat.forget_copies(lambda step: step > point.step)
             seat.failed.clear()
             seat.gone.clear()
 

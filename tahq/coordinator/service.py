@@ -1,14 +1,14 @@
 """The coordinator: polls its socket, has each message answered, watches the clock, ends the run.
 
 The state is in two objects, `Seats` (a row per stage) and `RunState`. Functions over them decide what follows from an
-event (`gathering`, `recovery`, `copies`, `watch`, `commit`); `Seating` and `Training` carry it out. One thread;
+event (`gathering`, `recovery`, `copies`, `commit`); `Seating`, `Training` and `RunEnding` carry it out. One thread;
 `request_stop` alone may be called from elsewhere (a signal handler).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from functools import partial
+from typing import Any
 
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.comm.control.messages import (
@@ -33,25 +33,17 @@ from tahq.comm.control.messages import (
     Traced,
 )
 from tahq.comm.control.server import ControlServer
-from tahq.coordinator import copies, gathering, watch
-from tahq.coordinator.context import RunContext
+from tahq.coordinator import copies, gathering, recovery
+from tahq.coordinator.context import CoordinatorOptions, RunContext
 from tahq.coordinator.ending import RunEnding
 from tahq.coordinator.journal import Journal, NotWritten
 from tahq.coordinator.measuring import Measuring
 from tahq.coordinator.observer import RunEnd, RunHeader, RunObserver
-from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.publishing import Publish, Publishing, publish_to_folder
-from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
+from tahq.coordinator.run_state import WITH_STEPS, Ending, RunEvent, RunPhase, RunState
 from tahq.coordinator.seating import Restart, Seating
-from tahq.coordinator.seats import ProcessExit, Seat, SeatPhase, Seats
-from tahq.coordinator.training import Training
-from tahq.errors import (
-    LocalProtocolError,
-    PeerLostError,
-    RemoteProtocolError,
-    SnapshotError,
-    TahqError,
-)
+from tahq.coordinator.seats import ProcessExit, RestorePoint, Seat, SeatPhase, Seats
+from tahq.coordinator.training import Publish, Training
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, SnapshotError, TahqError
 
 POLL_S = 0.1
 """Longest wait for a message, and so the longest that a signal or a dead child goes unnoticed."""
@@ -66,7 +58,7 @@ class Coordinator:
         options: the run.
         server: bound already; used by the thread of `run` only, closed by its creator.
         observer: told what happens.
-        publish: makes a complete checkpoint the newest one; None: as files under the run's folder.
+        publish: makes a complete checkpoint the newest; None: as files under the run's folder.
         executor: runs `publish`, one call after the other; None: in a thread.
         measuring: what to do instead of a run once all workers are there; `options.is_measuring` tells the workers.
         journal: keeps this coordinator's decisions for its successor; one of the same run is continued.
@@ -87,25 +79,47 @@ class Coordinator:
     ) -> None:
         self.restart: Restart | None = None
         """Starts a stage's worker again; None: workers are not started from here."""
-        run = RunState(options, clock())
-        seats = Seats(options.num_stages, run.base, clock())
-        self._context = RunContext(options, run, seats, server, observer, journal or Journal(), clock)
-        self._context.journal.wait = self._wait_for_journal
-        self._options, self._run, self._seats, self._observer = options, run, seats, observer
-        self._seating = Seating(self._context, self._restart, self._forget)
-        self._publishing = Publishing(publish or partial(publish_to_folder, options), executor)
-        self._training: Training | None = None
+        files, saved = dict(options.snapshot_files), options.codecs.saved
+        origin = RestorePoint(options.start_step, options.snapshot, files, saved_codecs=saved)
+        self._run = RunState(origin, clock(), options.epoch, options.next_sample)
+        self._seats = Seats(options.num_stages, origin, clock())
+        self._ctx = RunContext(options, self._run, self._seats, server, observer, journal or Journal(), clock)
+        self._ctx.journal.wait = self._wait_for_journal
+        self._training = Training(self._ctx, publish, executor)
+        self._seating = Seating(
+            self._ctx,
+            lambda stage: self.restart is not None and self.restart(stage),
+            lambda: self._training.settle_published(wait=True),
+        )
+        self._ending = RunEnding(self._ctx, self._training)
         self._measuring = measuring
         self._tick_beside: Callable[[], None] = lambda: None
         self._next_tick_s = clock()
         self._heard: list[tuple[bytes, Message]] = []
         """Messages that came while the journal could not be written."""
-        self._ending = RunEnding(self._context, lambda: self._training)
+        self._handlers: Mapping[type[Message], Callable[[Seat, Any], None]] = {
+            Hello: self._on_hello,
+            Ready: self._on_ready,
+            Relinked: self._seating.relinked,
+            Prepare: self._on_prepare,
+            Evaluated: self._training.evaluated,
+            Snapshotted: self._training.snapshotted,
+            Copied: self._training.copied,
+            Traced: self._training.traced,
+            LinkState: self._on_link_state,
+            NotKept: self._on_not_kept,
+            NoCheckpoint: self._on_no_checkpoint,
+            ComputeMeasured: self._on_measured,
+            PathsMeasured: self._on_measured,
+            StopRequest: self._ending.stop_requested,
+            Failed: self._on_failed,
+        }
+        """By the type of message, for the workers that hold a stage."""
 
     @property
     def address(self) -> str:
         """host:port that workers dial."""
-        return self._context.server.address
+        return self._ctx.server.address
 
     def request_stop(self, signal_number: int) -> None:
         """Ask the run to stop: in order the first time, at once the second. Safe in a signal handler."""
@@ -117,7 +131,7 @@ class Coordinator:
         The worker's own last messages are read first; `last_words` is the end of its log, in case there are none.
         """
         if self._seats[stage].exit is None:
-            self._seats[stage].exit = ProcessExit(status, self._context.clock(), last_words)
+            self._seats[stage].exit = ProcessExit(status, self._ctx.clock(), last_words)
 
     def run(self, tick: Callable[[], None]) -> int:
         """Lead the run to its end.
@@ -129,18 +143,21 @@ class Coordinator:
             The exit status of the run: 0 done, 128 + signal interrupted, else as errors.py has it.
         """
         self._tick_beside = tick
-        options = self._options
-        self._observer.opened(
+        ctx, run, options = self._ctx, self._run, self._ctx.options
+        ctx.observer.opened(
             RunHeader(options.name, options.run_folder, options.num_stages, self.address, options.start_step)
         )
-        self._context.tell_phase()
+        ctx.tell_phase()
         try:
             self._lead()
             self._let_leave()
             self._ending.note_end()
         finally:
-            self._close()
-        return self._run.ending.exit_status
+            self._training.close()
+            ctx.tell_phase("")
+            end = run.ending
+            ctx.observer.ended(RunEnd(end.exit_status, end.message, run.step, run.num_steps, run.last_snapshot))
+        return run.ending.exit_status
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -156,21 +173,21 @@ class Coordinator:
 
     def _turn(self) -> None:
         # taken before the poll: if this process was held up, signs of life wait in the socket
-        polled_s = self._context.clock()
+        polled_s = self._ctx.clock()
         heard, self._heard = self._heard, []
-        for identity, message in heard or self._context.server.poll(POLL_S):
+        for identity, message in heard or self._ctx.server.poll(POLL_S):
             self._dispatch(identity, message)
-        for refused in self._context.server.take_refused():
-            self._observer.warned(refused)
+        for refused in self._ctx.server.take_refused():
+            self._ctx.warn(refused)
         if self._run.phase is not RunPhase.OVER:
             self._tick()
             self._ending.take_signals()
             self._check_timers(polled_s)
-        if self._training is not None and self._training.settle_published():
+        if self._training.settle_published():
             self._ending.finish_if_nothing_is_owed()
 
     def _tick(self) -> None:
-        now_s = self._context.clock()
+        now_s = self._ctx.clock()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + POLL_S
             self._tick_beside()
@@ -183,93 +200,66 @@ class Coordinator:
             self._seating.turn_away(identity, message)
             return
         if seat is not None:
-            seat.last_seen_s = self._context.clock()
-        name = seat.name if seat is not None else "a worker without a stage"
+            seat.last_seen_s = self._ctx.clock()
         try:
-            self._run.check(message, name)
-            self._handle(identity, message, name)
+            self._handle(identity, message, seat.name if seat is not None else "a worker without a stage")
         except RemoteProtocolError as error:
             if self._run.phase is not RunPhase.JOINING or seat is None:
                 raise
             self._seating.dismiss(seat, Refuse(str(error)))
 
     def _handle(self, identity: bytes, message: Message, name: str) -> None:
-        claim = partial(self._seats.claim, identity)
+        self._run.check(message, name)
+        handler = self._handlers.get(type(message))
         match message:
             case Join():
                 self._seating.join(identity, message)
-            case Hello():
-                self._on_hello(identity, message)
-            case Ready():
-                self._on_ready(identity, message)
             case Rejoin():
                 self._on_rejoin(identity, message)
-            case Relinked():
-                self._seating.relinked(claim(message.stage), message)
-            case Prepare():
-                self._on_prepare(claim(message.stage), message)
-            case Evaluated():
-                self._begun().evaluated(claim(len(self._seats) - 1), message)
-            case Snapshotted():
-                self._begun().snapshotted(claim(message.stage), message)
-            case Copied():
-                self._begun().copied(claim(message.holder), message)
-            case Traced():
-                self._begun().traced(claim(message.stage), message)
-            case LinkState():
-                self._on_link_state(claim(message.stage), message)
-            case NotKept():
-                self._on_not_kept(claim(message.stage), message)
-            case NoCheckpoint():
-                self._on_no_checkpoint(claim(message.stage), message)
-            case ComputeMeasured() | PathsMeasured():
-                self._on_measured(claim(message.stage), message)
-            case StopRequest():
-                self._ending.stop_requested(claim(message.stage), message)
-            case Failed():
-                self._on_failed(claim(message.stage), message)
             case Heartbeat():
                 self._on_heartbeat(identity, message)
+            case _ if handler is not None:
+                handler(self._seats.claim(identity, self._stage_of(message)), message)
             case _:
                 raise RemoteProtocolError(f"{name} sent {type(message).__name__}, which only a coordinator sends")
         if isinstance(message, Evaluated | Snapshotted | Rejoin):
             self._ending.finish_if_nothing_is_owed()
 
+    def _stage_of(self, message: Any) -> int:
+        """The stage for which a message speaks."""
+        if isinstance(message, Evaluated):
+            return len(self._seats) - 1
+        stage: int = message.holder if isinstance(message, Copied) else message.stage
+        return stage
+
     def _check_timers(self, polled_s: float) -> None:
-        for seat in self._seats:
+        ctx, run, seats = self._ctx, self._run, self._seats
+        for seat in seats:
             if seat.given_to is not None:
                 seat.exit = None
-        for stage, why in watch.killed(self._run, self._seats, self._context.clock()).items():
-            self._seats[stage].exit = None
+        for stage, why in recovery.killed(run, seats, ctx.clock()).items():
+            seats[stage].exit = None
             self._seating.lose(stage, why)
         self._check_silence(polled_s)
         self._seating.check_spares(polled_s)
-        watch.check_deadlines(self._options, self._run, self._seats, polled_s, self.address)
-        self._ending.check_grace()
+        recovery.check_deadlines(ctx.options, run, seats, polled_s, self.address)
 
     def _check_silence(self, polled_s: float) -> None:
-        timeout_s = self._options.peer_timeout_s
-        silent = watch.silent(self._seats, polled_s - timeout_s)
-        if self._run.phase is RunPhase.JOINING:
+        run, timeout_s = self._run, self._ctx.options.peer_timeout_s
+        silent = recovery.silent(self._seats, polled_s - timeout_s)
+        if run.phase is RunPhase.JOINING:
             for seat in silent:
                 self._seating.free_silent(seat)
             return
         for seat in self._seats.held:
             if seat in silent and not seat.is_silent:
-                self._observer.warned(watch.silence(self._run, seat, timeout_s))
+                self._ctx.warn(recovery.silence(run, seat, timeout_s))
             elif seat.is_silent and seat not in silent:
-                self._observer.warned(f"{seat.name} gives signs of life again")
+                self._ctx.warn(f"{seat.name} gives signs of life again")
             seat.is_silent = seat in silent
-        lost_s = watch.lost_after_s(self._options)
-        for seat in watch.silent(self._seats, polled_s - lost_s):
-            self._seating.lose(seat.stage, watch.silence(self._run, seat, lost_s), is_silent=True)
-
-    def _restart(self, stage: int) -> bool:
-        return self.restart is not None and self.restart(stage)
-
-    def _forget(self) -> None:
-        """Before a seat is emptied: a checkpoint that is complete becomes the one to come back to."""
-        self._begun().settle_published(wait=True)
+        lost_s = recovery.lost_after_s(self._ctx.options)
+        for seat in recovery.silent(self._seats, polled_s - lost_s):
+            self._seating.lose(seat.stage, recovery.silence(run, seat, lost_s), is_silent=True)
 
     def _wait_for_journal(self, again: Callable[[], NotWritten | None], failure: NotWritten) -> None:
         """Repeat a write that failed for want of room or a lock; the step that it belongs to is held back.
@@ -279,130 +269,125 @@ class Coordinator:
         Raises:
             SnapshotError: it still fails after `run.give_up`.
         """
-        give_up_s, began_s, pause_s = self._options.give_up_s, self._context.clock(), FIRST_PAUSE_S
-        wanted = failure.wanted
-        self._observer.warned(f"{failure.error}; training waits for {wanted}, for {give_up_s:.0f} s (run.give_up)")
+        ctx, give_up_s, began_s, pause_s = self._ctx, self._ctx.options.give_up_s, self._ctx.clock(), FIRST_PAUSE_S
+        ctx.warn(f"{failure.error}; training waits for {failure.wanted}, for {give_up_s:.0f} s (run.give_up)")
         still: NotWritten | None = failure
         while still is not None:
-            left_s = began_s + give_up_s - self._context.clock()
+            left_s = began_s + give_up_s - ctx.clock()
             if left_s <= 0:
                 raise SnapshotError(
                     f"{still.error}; waited {give_up_s:.0f} s for {still.wanted} (run.give_up); resume once it is there"
                 )
-            self._attend_until(self._context.clock() + min(pause_s, left_s))
+            self._attend_until(ctx.clock() + min(pause_s, left_s))
             still, pause_s = again(), min(2 * pause_s, LONGEST_PAUSE_S)
-        self._observer.warned(f"the journal is written after {self._context.clock() - began_s:.1f} s: training goes on")
+        ctx.warn(f"the journal is written after {ctx.clock() - began_s:.1f} s: training goes on")
 
     def _attend_until(self, until_s: float) -> None:
-        while self._context.clock() < until_s:
-            for identity, message in self._context.server.poll(POLL_S):
+        while self._ctx.clock() < until_s:
+            for identity, message in self._ctx.server.poll(POLL_S):
                 if isinstance(message, Heartbeat):
                     self._dispatch(identity, message)
                 else:
                     self._heard.append((identity, message))
             self._tick()
             self._ending.take_signals()
-            self._ending.check_grace()
 
     # -- joining and coming back -----------------------------------------------------------------
 
-    def _on_hello(self, identity: bytes, hello: Hello) -> None:
-        self._seating.hello(identity, hello)
+    def _on_hello(self, seat: Seat, hello: Hello) -> None:
+        self._seating.hello(seat, hello)
         if self._run.phase is not RunPhase.JOINING:
             self._seating.bring_back()
-            if self._training is not None:
-                self._training.settle_copies()
+            self._settle_copies()
         elif not self._seats.before(SeatPhase.GREETED):
             self._all_greeted()
 
+    def _settle_copies(self) -> None:
+        if self._run.phase in WITH_STEPS:
+            self._training.settle_copies()
+
     def _all_greeted(self) -> None:
         """All workers are there for the first time: measure, or plan the run."""
-        options, run = self._options, self._run
+        ctx, options, run = self._ctx, self._ctx.options, self._run
         if self._measuring is not None:
-            self._context.advance(RunEvent.ALL_THERE)
-            self._measuring.begin(self._context)
+            ctx.advance(RunEvent.ALL_THERE)
+            self._measuring.begin(ctx)
             return
-        gathering.note_data(run, self._seats)
-        run.num_steps = gathering.num_steps(options, run)
+        gathering.note_data(options, run, self._seats)
         if options.start_step >= run.num_steps:
-            self._ending.say_bye(
-                RunEvent.ENDED, Ending(0, f"nothing to do: all {run.num_steps} steps were done before")
-            )
+            ending = Ending(0, f"nothing to do: all {run.num_steps} steps were done before")
+            self._ending.say_bye(RunEvent.ENDED, ending)
             return
-        if not self._context.journal.is_of(options.run_id, options.config_hash):
-            self._context.journal.begin(gathering.facts(options, run))
-        self._context.advance(RunEvent.ALL_GREETED)
-        self._observer.planned(options.start_step, run.num_steps)
+        if not ctx.journal.is_of(options.run_id, options.config_hash):
+            ctx.journal.begin(gathering.facts(options, run))
+        ctx.advance(RunEvent.ALL_GREETED)
+        ctx.observer.planned(options.start_step, run.num_steps)
         self._seating.plan()
 
-    def _on_ready(self, identity: bytes, ready: Ready) -> None:
-        seat = self._seating.ready(identity, ready)
-        if self._training is not None:
+    def _on_ready(self, seat: Seat, _: Ready) -> None:
+        self._seating.ready(seat)
+        if self._run.phase in WITH_STEPS:
             copies.began(self._run, seat)
             self._seating.start(seat)
-            self._training.settle_copies()
         elif not self._seats.before(SeatPhase.READY):
-            training = self._begin_training()
-            codecs = [list(row) for row in self._run.base.codecs]
-            self._context.broadcast(Start(self._options.start_step, codecs))
-            training.settle_copies()
+            self._begin_training()
+            base = self._run.base
+            self._ctx.broadcast(Start(base.step, [list(row) for row in base.codecs]))
+        self._settle_copies()
 
-    def _begin_training(self) -> Training:
-        self._training = Training(self._context, self._publishing)
-        for seat in copies.uncopied(self._options, self._seats):
-            self._observer.warned(
+    def _begin_training(self) -> None:
+        for seat in copies.uncopied(self._ctx.options, self._seats):
+            self._ctx.warn(
                 f"{seat.name} only dials out, so no other host can copy its checkpoints: if its host is lost with its "
                 "disk, so is the run"
             )
-        self._seating.all_there()
-        if self._run.is_decided:  # by a coordinator before this one
-            self._context.advance(RunEvent.LAST_COMMIT, self._training.owed)
-        return self._training
+        self._training.begin()
+        for seat in self._seats:
+            seat.lost_since_s = seat.spare_from_s = None
 
     def _on_rejoin(self, identity: bytes, rejoin: Rejoin) -> None:
         seat = self._seating.rejoin(identity, rejoin)
         if seat is None:
             return
-        if self._training is None:
+        if self._run.phase not in WITH_STEPS:
             self._go_on()
         seat.position = rejoin.step
         seat.lost_since_s = seat.spare_from_s = None
-        self._observer.warned(f"{seat.name} goes on where it was")
+        self._ctx.warn(f"{seat.name} goes on where it was")
         self._seating.bring_back()
-        self._begun().settle_copies()
+        self._training.settle_copies()
 
     def _go_on(self) -> None:
         """Go on where the coordinator before this one was: one of its workers lives."""
-        run = self._run
-        gathering.note_facts(self._options, run, self._context.journal.facts)
-        self._observer.planned(self._options.start_step, run.num_steps)
-        self._context.advance(RunEvent.ALL_GREETED)
+        run, options = self._run, self._ctx.options
+        gathering.note_facts(options, run, self._ctx.journal.facts)
+        self._ctx.observer.planned(options.start_step, run.num_steps)
+        self._ctx.advance(RunEvent.ALL_GREETED)
         self._begin_training()
         for seat in self._seats:
             self._seating.wait_for(seat)
 
-    # -- training --------------------------------------------------------------------------------
+    # -- a stage's messages ----------------------------------------------------------------------
 
     def _on_prepare(self, seat: Seat, prepare: Prepare) -> None:
-        training = self._begun()
-        if training.is_again(prepare):
-            training.prepare_again(seat, prepare)
+        if self._training.is_again(prepare):
+            self._training.prepare_again(seat, prepare)
             self._seating.recomputed(seat)
         else:
-            training.prepare(seat, prepare)
+            self._training.prepare(seat, prepare)
 
     def _on_link_state(self, seat: Seat, state: LinkState) -> None:
         link = f"link {state.link} to stage {state.peer_stage}"
         if state.reason:
             seat.degraded[state.link] = f"{seat.name}: {link} is silent"
-            self._observer.warned(f"{seat.name}: {link} is degraded: {state.reason}")
+            self._ctx.warn(f"{seat.name}: {link} is degraded: {state.reason}")
         else:
             seat.degraded.pop(state.link, None)
             again = f"; {state.num_sent_again} messages were sent again so far" if state.num_sent_again else ""
-            self._observer.warned(f"{seat.name}: {link} works again after {state.lasted_s:.1f} s{again}")
+            self._ctx.warn(f"{seat.name}: {link} works again after {state.lasted_s:.1f} s{again}")
 
     def _on_not_kept(self, seat: Seat, unkept: NotKept) -> None:
-        self._observer.warned(
+        self._ctx.warn(
             f"{seat.name}: frames that it sends on link {unkept.link} are not kept until the next checkpoint is "
             f"complete: {unkept.reason}; training goes on, and if a worker dies before that, all stages go back to the "
             "last checkpoint"
@@ -410,38 +395,34 @@ class Coordinator:
 
     def _on_no_checkpoint(self, seat: Seat, lacking: NoCheckpoint) -> None:
         why = f"{seat.name}: {lacking.reason}"
-        if self._training is None:
-            raise PeerLostError(f"{why}; copy the file to its host, or resume from an older checkpoint")
         if seat.given_to is not None:
             self._seating.dismiss(seat, Refuse(lacking.reason))
             self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
             return
-        self._training.turn_back(self._run.base.step)
-        self._context.tell_phase()
+        try:
+            self._training.turn_back()
+        except SnapshotError as error:
+            raise SnapshotError(f"{why}; {error}") from error
+        self._ctx.tell_phase()
         self._seating.start_all_over(why)
 
     def _on_failed(self, seat: Seat, failed: Failed) -> None:
         why = f"{seat.name}: {failed.message}"
-        if self._training is not None and seat.given_to is not None and seat.phase is not SeatPhase.READY:
+        if self._run.phase in WITH_STEPS and seat.given_to is not None and seat.phase is not SeatPhase.READY:
             self._seating.lose(seat.stage, why, is_silent=True)  # another spare may be able to
             return
-        self._seats.leave(seat.stage, self._context.clock(), position=seat.position)
+        self._seats.leave(seat.stage, self._ctx.clock(), position=seat.position)
         self._ending.abort(failed.exit_status if 0 < failed.exit_status < 256 else 1, why)
 
     def _on_heartbeat(self, identity: bytes, heartbeat: Heartbeat) -> None:
         seat = self._seats.find(identity)
         if seat is not None:
             seat.step, seat.activity = heartbeat.step, heartbeat.activity
-            self._context.tell_stage(seat)
+            self._ctx.tell_stage(seat)
             return
         if identity in self._seats.spares:
-            self._seats.spares[identity].last_seen_s = self._context.clock()
+            self._seats.spares[identity].last_seen_s = self._ctx.clock()
         self._seating.remind(identity)
-
-    def _begun(self) -> Training:
-        if self._training is None:
-            raise LocalProtocolError("training has not begun")
-        return self._training
 
     def _on_measured(self, seat: Seat, figures: ComputeMeasured | PathsMeasured) -> None:
         measuring = self._measuring
@@ -453,18 +434,9 @@ class Coordinator:
             ending = Ending(PeerLostError.exit_status, failures[0]) if failures else Ending(0)
             self._ending.say_bye(RunEvent.ALL_MEASURED, ending)
 
-    # -- the end ---------------------------------------------------------------------------------
-
     def _let_leave(self) -> None:
         """Keep the socket going until the workers have left, or should have."""
-        until_s = self._context.clock() + self._options.leave_timeout_s
-        while self._context.clock() < until_s and any(seat.exit is None for seat in self._seats.held):
-            self._context.server.poll(POLL_S)
+        until_s = self._ctx.clock() + self._ctx.options.leave_timeout_s
+        while self._ctx.clock() < until_s and any(seat.exit is None for seat in self._seats.held):
+            self._ctx.server.poll(POLL_S)
             self._tick_beside()
-
-    def _close(self) -> None:
-        self._publishing.close()
-        run, ending = self._run, self._run.ending
-        done = run.step if self._training is not None else self._options.start_step
-        self._context.tell_phase("")
-        self._observer.ended(RunEnd(ending.exit_status, ending.message, done, run.num_steps, run.last_snapshot))

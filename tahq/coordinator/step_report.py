@@ -6,16 +6,26 @@ the frames that the worker sent.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tahq.comm.control.clock_offset import ClockOffset
 from tahq.comm.control.messages import Commit, Prepare, Traced
 from tahq.comm.link.frame import Direction
-from tahq.coordinator.observer import LinkRecord, StageRecord, StageTrace, StepRecord, StepTrace, TracedSpan, Traffic
-from tahq.coordinator.stage_split import stage_split
+from tahq.coordinator.observer import (
+    LinkRecord,
+    StageRecord,
+    StageSplit,
+    StageTrace,
+    StepRecord,
+    StepTrace,
+    TracedSpan,
+    Traffic,
+)
 from tahq.errors import RemoteProtocolError
 
+BACKWARD = ("backward", "input_gradient", "weight_gradient")
+WAIT, BESIDE = "wait:", "beside:"
 NUM_COUNTS, ROW_LENGTH = 6, 9
 _MAX_NUMBER = 2.0**53
 """fp64 holds integers up to here exactly; and infinity could not be printed."""
@@ -52,6 +62,38 @@ def step_record(
             for p in prepares
             for row in p.links
         ),
+    )
+
+
+def stage_split(timing: Mapping[str, float], active_s: float, step_time_s: float) -> StageSplit:
+    """Split a stage's step.
+
+    Args:
+        timing: seconds by activity, as `Stopwatch.take` names them.
+        active_s: from the COMMIT before to PREPARE, on the worker's clock.
+        step_time_s: from commit to commit, on the coordinator's.
+    """
+
+    def take(*activities: str) -> float:
+        return sum(timing.get(activity, 0.0) for activity in activities)
+
+    senders = {name: name.removeprefix(WAIT) for name in timing if name.startswith(WAIT)}
+    waits_s = {int(sender): timing[name] for name, sender in senders.items() if sender.isdecimal()}
+    measured_s = sum(seconds for activity, seconds in timing.items() if not activity.startswith(BESIDE))
+    return StageSplit(
+        forward_s=take("forward"),
+        backward_s=take(*BACKWARD),
+        encode_s=take("encode"),
+        decode_s=take("decode"),
+        wait_s=waits_s,
+        wait_codec_s=take("wait:codec"),
+        wait_memory_s=take("wait:memory"),
+        data_s=take("data"),
+        optimizer_s=take("optimizer", "norms"),
+        snapshot_s=take("snapshot"),
+        other_s=max(0.0, active_s - measured_s),
+        commit_s=max(0.0, step_time_s - max(active_s, 0.0)),
+        beside_s={name.removeprefix(BESIDE): s for name, s in timing.items() if name.startswith(BESIDE)},
     )
 
 

@@ -1,88 +1,130 @@
-"""Carries out the run's steps and checkpoints, from START to the last commit and what is owed after it.
+"""Carries out the run's steps and checkpoints, from START to the last commit and the reports that are owed after it.
 
-A COMMIT leaves as soon as the last PREPARE is in and the decision is durable, before anything is shown.
+A COMMIT leaves as soon as the last PREPARE is in and the decision is durable, before anything is shown. Complete
+checkpoints are published in a thread: that forces files to the disk and removes older checkpoints, gigabytes perhaps,
+and a COMMIT must not wait for either.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tahq import fault_points
-from tahq.comm.control.messages import Admit, Commit, Copied, Copy, Evaluated, Prepare, Published, Snapshotted, Traced
+from tahq.comm.control.messages import Admit, Commit, Copied, Evaluated, Prepare, Published, Snapshotted, Traced
 from tahq.coordinator import copies, recovery
-from tahq.coordinator.commit import CommitRules, check_prepare, decide, is_repeated, norm_of
-from tahq.coordinator.context import RunContext
+from tahq.coordinator.commit import check_prepare, decide, is_repeated, norm_of
+from tahq.coordinator.context import CoordinatorOptions, RunContext
+from tahq.coordinator.journal import gone
 from tahq.coordinator.link_codecs import LinkCodecs
 from tahq.coordinator.observer import SnapshotRecord, StepRecord, ValidationRecord
-from tahq.coordinator.publishing import Publishing, SnapshotParts
-from tahq.coordinator.run_state import RunEvent, RunPhase
+from tahq.coordinator.run_state import WITH_STEPS, RunEvent, RunPhase, fingerprint
 from tahq.coordinator.seats import RestorePoint, Seat
 from tahq.coordinator.step_report import TraceCollector, step_record
 from tahq.errors import RemoteProtocolError, SnapshotError, UserError
 from tahq.fault_points import reached
-from tahq.pipeline.checkpoint.manifest import snapshot_name
-from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
+from tahq.pipeline.checkpoint import snapshot as folders
+from tahq.pipeline.checkpoint.manifest import StageFile, snapshot_name
 from tahq.pipeline.update.learning_rate import learning_rate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotParts:
+    """Every stage's part of a checkpoint, by stage.
+
+    `base` is the step of the checkpoint at which lost stages may have to begin again, None: this one.
+    """
+
+    point: RestorePoint
+    parts: tuple[Snapshotted, ...]
+    base: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps behind it."""
+        return self.point.step
+
+    @property
+    def error(self) -> str:
+        """What went wrong, by stage; empty if every part is durable."""
+        return "; ".join(f"stage {part.stage}: {part.error}" for part in self.parts if part.error)
+
+
+Publish = Callable[[SnapshotParts], None]
+"""Raises OSError or SnapshotError if it cannot publish, or if a part is missing (`error`)."""
 
 
 class Training:
-    """Answers PREPARE, EVALUATED, SNAPSHOTTED, COPIED and TRACED.
+    """Answers PREPARE, EVALUATED, SNAPSHOTTED, COPIED and TRACED; called by one thread.
 
     Args:
-        context: the run; its length is known. If its journal is of this run, it goes on from there.
-        publishing: makes complete checkpoints the newest one.
-
-    Raises:
-        SnapshotError: what the checkpoint says of the links' codecs makes no sense.
+        ctx: the run.
+        publish: makes a complete checkpoint the newest; None: as files under the run's folder.
+        executor: runs `publish`, one call after the other; None: in a thread.
     """
 
-    def __init__(self, context: RunContext, publishing: Publishing) -> None:
-        self._context = context
-        self._run, self._seats, self._options = context.run, context.seats, context.options
-        self._publishing = publishing
-        self._rules = CommitRules(context.options.training, context.run.num_steps, context.options.snapshot_every)
-        self._begin_at(context.options.start_step, context.options.codecs.saved)
+    def __init__(self, ctx: RunContext, publish: Publish | None, executor: Executor | None) -> None:
+        self._ctx, self._run, self._seats = ctx, ctx.run, ctx.seats
+        self._publish = publish or partial(publish_to_folder, ctx.options)
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="tahq-publish")
+        self._publishing: deque[tuple[SnapshotParts, Future[str]]] = deque()
         self._is_continued = False
         """Whether workers may repeat what a coordinator before this one has heard."""
-        self._go_on()
 
-    def _begin_at(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Begin at the run's base, with what the checkpoint keeps of the links' codecs."""
-        num_links = self._options.num_stages * self._options.chunks_per_stage - 1
-        self._codecs = LinkCodecs(replace(self._options.codecs, saved=saved), num_links, step)
-        self._traces = TraceCollector([seat.name for seat in self._seats])
-        self._run.begin_with(self._codecs.start_rows())
-        for seat in self._seats:
-            seat.origin = self._run.base
-        self._run.step_began_s = self._context.clock()
+    def begin(self) -> None:
+        """Begin at the run's base; if the journal is of this run, go on from there.
 
-    def _go_on(self) -> None:
-        """Take over what the journal has of this run since its base."""
-        journal, run = self._context.journal, self._run
+        Raises:
+            SnapshotError: the checkpoint's state of the links' codecs makes no sense.
+        """
+        self._begin_at(self._run.base)
+        ctx, run, journal = self._ctx, self._run, self._ctx.journal
         evaluations = journal.evaluations()
         for step in journal.steps():
             self._is_continued = True
             record = self._record(step.commit, step.prepares, step.step_time_s)
             changes, _ = self._codecs.decide(record)
-            run.decide(step.commit, step.prepares, self._codecs.start_rows(), self._context.clock())
-            self._keep_codecs(step.commit)
-            self._context.observer.step_committed(replace(record, codec_changes=changes))
+            run.decide(step.commit, step.prepares, self._point_after(step.commit), ctx.clock())
+            ctx.observer.step_committed(replace(record, codec_changes=changes))
             if step.commit.step in evaluations:
                 self._take_evaluation(evaluations[step.commit.step])
         newest = journal.facts.newest
         if newest and newest["step"] > run.base.step:
-            self._note_published(newest["step"], newest["snapshot"], newest["files"])
-            run.owed = {step for step in run.owed if step > newest["step"]}
+            step = newest["step"]
+            point = run.owed.get(step, RestorePoint(step))
+            self._note_published(replace(point, snapshot=newest["snapshot"], files=newest["files"]))
+            run.owed = {owed: point for owed, point in run.owed.items() if owed > step}
+        ctx.advance(RunEvent.ALL_READY)
+        if run.is_decided:
+            ctx.advance(RunEvent.LAST_COMMIT, self.owed)
+
+    def _begin_at(self, point: RestorePoint) -> None:
+        """Begin with the state of the links' codecs that the checkpoint keeps."""
+        options, run = self._ctx.options, self._run
+        num_links = options.num_stages * options.chunks_per_stage - 1
+        self._codecs = LinkCodecs(replace(options.codecs, saved=point.saved_codecs), num_links, point.step)
+        self._traces = TraceCollector([seat.name for seat in self._seats])
+        run.newest = run.base = replace(point, codecs=self._codecs.start_rows())
+        for seat in self._seats:
+            seat.origin = run.base
+        run.step_began_s = self._ctx.clock()
 
     @property
     def owed(self) -> str:
-        """What is still to come after the last commit, in words; empty: nothing."""
-        return " and ".join((*self._run.outstanding, *self._publishing.outstanding))
+        """What must still be done after the last commit, in words; empty: nothing."""
+        publishing = (f"the checkpoint after step {parts.step}" for parts, _ in self._publishing)
+        return " and ".join((*self._run.outstanding, *publishing))
 
     # -- steps -----------------------------------------------------------------------------------
 
     def prepare(self, seat: Seat, prepare: Prepare) -> None:
-        """Count a stage's part of the step that the run is at; the last one decides it.
+        """Count a stage's part of the current step; the last one decides it.
 
         Raises:
             RemoteProtocolError, DataError, NonFiniteError: as `check_prepare` and `decide`.
@@ -99,60 +141,68 @@ class Training:
             self._commit(prepares)
 
     def _commit(self, prepares: list[Prepare]) -> None:
-        context, run = self._context, self._run
-        now_s = context.clock()
-        began_s = run.step_began_s
+        ctx, run, options = self._ctx, self._run, self._ctx.options
+        now_s, began_s = ctx.clock(), run.step_began_s
         names = [seat.name for seat in self._seats]
-        commit = decide(self._rules, prepares, names, run.skipped_in_a_row, stop=run.stop_signal is not None)
+        commit = decide(
+            options.training,
+            prepares,
+            names,
+            num_steps=run.num_steps,
+            snapshot_every=options.snapshot_every,
+            skipped_in_a_row=run.skipped_in_a_row,
+            stop=run.stop_signal is not None,
+        )
         record = self._record(commit, prepares, now_s - began_s)
         changes, rows = self._codecs.decide(record)
         commit = replace(commit, codecs=rows, complete_snapshot=run.base.step if run.base.snapshot else 0)
         reached(fault_points.COMMIT_DECIDED, step=commit.step)
-        context.journal.decided(commit, prepares, record.step_time_s)
+        ctx.journal.decided(commit, prepares, record.step_time_s)
         reached(fault_points.COMMIT_JOURNALLED, step=commit.step)
         for seat in self._seats:
-            context.send(seat, commit)
+            ctx.send(seat, commit)
             seat.prepared = None
             reached(fault_points.COMMIT_SENT, step=commit.step)
         self._traces.committed(commit.step, began_s, now_s)
-        run.decide(commit, prepares, self._codecs.start_rows(), now_s)
-        self._keep_codecs(commit)
-        context.observer.step_committed(replace(record, codec_changes=changes))
+        run.decide(commit, prepares, self._point_after(commit), now_s)
+        ctx.observer.step_committed(replace(record, codec_changes=changes))
         if commit.stop:
-            context.advance(RunEvent.LAST_COMMIT, self.owed)
+            ctx.advance(RunEvent.LAST_COMMIT, self.owed)
 
-    def _record(self, commit: Commit, prepares: list[Prepare] | tuple[Prepare, ...], step_time_s: float) -> StepRecord:
-        record = step_record(commit, prepares, norm_of(prepares), step_time_s, self._options.chunks_per_stage)
-        rate = learning_rate(self._options.training, commit.step, self._run.num_steps)
-        return self._codecs.described(replace(record, lr=rate))
+    def _point_after(self, commit: Commit) -> RestorePoint:
+        """The checkpoint after a step, without files, with the codecs from then on."""
+        return RestorePoint(commit.step + 1, codecs=self._codecs.start_rows(), saved_codecs=self._codecs.saved())
 
-    def _keep_codecs(self, commit: Commit) -> None:
-        if commit.snapshot:
-            self._run.saved_codecs[commit.step + 1] = self._codecs.saved()
+    def _record(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> StepRecord:
+        options = self._ctx.options
+        record = step_record(commit, prepares, norm_of(prepares), step_time_s, options.chunks_per_stage)
+        return self._codecs.described(
+            replace(record, lr=learning_rate(options.training, commit.step, self._run.num_steps))
+        )
 
     def is_again(self, prepare: Prepare) -> bool:
         """Whether a stage that was lost has recomputed a step that is decided."""
         return prepare.step < self._run.step and prepare.step == self._seats[prepare.stage].position
 
     def prepare_again(self, seat: Seat, prepare: Prepare) -> None:
-        """Answer as the first time, apart from reports that are not owed any more.
+        """Answer as the first time, apart from reports that are no longer owed.
 
         Raises:
             RemoteProtocolError: the step's decision is not kept any more.
         """
-        answer = self._run.answer(prepare)
-        if answer is None:
+        run, decided = self._run, self._run.decided.get(prepare.step)
+        if decided is None:
             raise RemoteProtocolError(f"{seat.name} computed step {prepare.step} again, whose decision is not kept")
-        commit, is_alike = answer
-        if not is_alike and not seat.is_inexact:
+        if decided.fingerprints[seat.stage] != fingerprint(prepare) and not seat.is_inexact:
             seat.is_inexact = True
-            self._context.observer.warned(
+            self._ctx.warn(
                 f"{seat.name} computed step {prepare.step + 1} again, and not to the bit as before: the run goes on, "
                 "and is no longer exact"
             )
         seat.position = prepare.step + 1
+        run.reported_s = self._ctx.clock()
         self.settle_copies()
-        self._context.send(seat, recovery.answer_again(self._run, seat, commit))
+        self._ctx.send(seat, recovery.answer_again(run, seat, decided.commit))
 
     def evaluated(self, seat: Seat, evaluated: Evaluated) -> None:
         """Take the validation loss; raises RemoteProtocolError if it was not asked for."""
@@ -163,28 +213,23 @@ class Training:
             raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step}; expected {asked}")
         if evaluated.tokens < 1:
             raise RemoteProtocolError(f"{seat.name} evaluated step {evaluated.step} on {evaluated.tokens} tokens")
-        self._context.journal.evaluated(evaluated)
+        self._ctx.journal.evaluated(evaluated)
         self._take_evaluation(evaluated)
 
     def _take_evaluation(self, evaluated: Evaluated) -> None:
         self._run.evaluating = None
-        self._run.step_began_s = self._context.clock()  # an evaluation is not part of a step
-        self._context.observer.validated(
-            ValidationRecord(
-                step=evaluated.step + 1,
-                tokens=evaluated.tokens,
-                loss=evaluated.loss_sum / evaluated.tokens,
-                loss_raw=evaluated.raw_loss_sum / evaluated.tokens,
-            )
-        )
+        # an evaluation is not part of a step
+        self._run.step_began_s = self._run.reported_s = self._ctx.clock()
+        loss, raw_loss = (total / evaluated.tokens for total in (evaluated.loss_sum, evaluated.raw_loss_sum))
+        self._ctx.observer.validated(ValidationRecord(evaluated.step + 1, evaluated.tokens, loss, raw_loss))
 
-    def traced(self, seat: Seat, part: Traced) -> None:
+    def traced(self, _: Seat, part: Traced) -> None:
         """Take a part of a traced step; raises RemoteProtocolError if it makes no sense."""
-        server = self._context.server
+        server = self._ctx.server
         offsets = [server.clock_offset(each.identity) if each.is_held else None for each in self._seats]
         trace = self._traces.take(part, offsets)
         if trace is not None:
-            self._context.observer.step_traced(trace)
+            self._ctx.observer.step_traced(trace)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -194,86 +239,116 @@ class Training:
         Raises:
             RemoteProtocolError: it was not asked for.
         """
-        run = self._run
+        run, seats = self._run, self._seats
         if not recovery.owes_part(run, seat, part.step):
             if self._is_continued:
                 return  # heard by the coordinator before
             raise RemoteProtocolError(
                 f"{seat.name} reported a checkpoint after step {part.step} that it was not asked for"
             )
-        seat.parts[part.step] = part
-        if any(recovery.owes_part(run, each, part.step) for each in self._seats):
+        seat.parts[part.step], run.reported_s = part, self._ctx.clock()
+        if any(recovery.owes_part(run, each, part.step) for each in seats):
             return
-        run.owed.discard(part.step)
-        parts = tuple(each.parts.pop(part.step) for each in self._seats)
-        base = run.base.step if copies.is_needed(self._options, self._seats) else None
-        self._publishing.begin(SnapshotParts(part.step, parts, run.saved_codecs[part.step], base))
+        base = run.base.step if copies.is_needed(self._ctx.options, seats) else None
+        parts = SnapshotParts(run.owed.pop(part.step), tuple(each.parts.pop(part.step) for each in seats), base)
+        self._publishing.append((parts, self._executor.submit(self._error_of, parts)))
         self.settle_published(wait=run.phase is RunPhase.FINISHING)
+
+    def _error_of(self, parts: SnapshotParts) -> str:
+        try:
+            self._publish(parts)
+        except (OSError, SnapshotError) as error:
+            return parts.error or f"coordinator: {error}"
+        return parts.error
 
     def settle_published(self, *, wait: bool = False) -> bool:
         """Take note of the checkpoints that were published since; with `wait`, of all that are complete.
 
         Returns:
             Whether there was one, or one that failed.
+
+        Raises:
+            UserError: the run's folder is gone.
         """
-        taken = self._publishing.take(wait=wait)
-        for parts, error in taken:
+        is_any = False
+        while self._publishing and (wait or self._publishing[0][1].done()):
+            parts, future = self._publishing.popleft()
+            error, is_any = future.result(), True
             if not error:
                 self._published(parts)
-            self._run.saved_codecs.pop(parts.step, None)
-            self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, error))
-        return bool(taken)
+            self._tell_written(parts, error)
+        return is_any
 
     def abandon(self) -> None:
-        """Wait for what is being published, so that the user hears about the newest checkpoint."""
-        try:
-            taken = self._publishing.take(wait=True)
-        except UserError as error:  # the run's folder is gone
-            self._context.observer.warned(str(error))
-            return
-        for parts, reason in taken:
-            if not reason:
+        """Wait for checkpoints that are being published, so that the user hears about the newest."""
+        for parts, future in self._publishing:
+            try:
+                error = future.result()
+            except UserError as failure:  # the run's folder is gone
+                self._ctx.warn(str(failure))
+                return
+            if not error:
                 self._run.last_snapshot = parts.step
-            self._context.observer.snapshot_written(SnapshotRecord(parts.step, parts.nbytes, reason))
+            self._tell_written(parts, error)
+
+    def close(self) -> None:
+        """Return when everything is published."""
+        self._executor.shutdown(wait=True)
+
+    def _tell_written(self, parts: SnapshotParts, error: str) -> None:
+        nbytes = sum(part.nbytes for part in parts.parts)
+        self._ctx.observer.snapshot_written(SnapshotRecord(parts.step, nbytes, error))
 
     def _published(self, parts: SnapshotParts) -> None:
-        context = self._context
         folder = f"snapshots/{snapshot_name(parts.step)}"
         files = {part.file: part.sha256 for part in parts.parts}
-        self._note_published(parts.step, folder, files)
-        if copies.is_needed(self._options, self._seats):
-            context.journal.note(newest={"step": parts.step, "snapshot": folder, "files": files})
+        self._note_published(replace(parts.point, snapshot=folder, files=files))
+        if copies.is_needed(self._ctx.options, self._seats):
+            self._ctx.journal.note(newest={"step": parts.step, "snapshot": folder, "files": files})
         if not self.settle_copies():
-            context.broadcast(Published(parts.step, self._run.base.step))
+            self._ctx.broadcast(Published(parts.step, self._run.base.step))
 
-    def _note_published(self, step: int, folder: str, files: Mapping[str, str]) -> None:
-        self._run.published(step, folder, files)
+    def _note_published(self, point: RestorePoint) -> None:
+        self._run.published(point)
         copies.published(self._run, self._seats)
 
-    def turn_back(self, before: int) -> None:
-        """Undo every step after the newest whole checkpoint that is older than this many steps.
+    def turn_back(self) -> None:
+        """Undo every step after the newest whole checkpoint that is older than the base.
+
+        Before the first step only the place where the run will begin changes.
 
         Raises:
             SnapshotError: there is none, or its configuration is another.
         """
-        context, run, options = self._context, self._run, self._options
+        ctx, run, options = self._ctx, self._run, self._ctx.options
         self.settle_published(wait=True)
         snapshots = options.run_folder / "snapshots"
-        chosen = choose_snapshot(snapshots, all_files_here=not options.hosts, before=before)
+        chosen = folders.choose_snapshot(snapshots, all_files_here=not options.hosts, before=run.base.step)
         manifest = chosen.manifest
         if manifest.meta.get("config_hash") != options.config_hash:
             raise SnapshotError(f"{chosen.folder} is of another configuration; use --resume to continue from it")
-        turn_back(snapshots, chosen.folder)
-        saved = dict(manifest.meta.get("codecs") or {})
-        folder = f"snapshots/{chosen.folder.name}"
-        point = RestorePoint(manifest.step, folder, dict(manifest.sha256), saved_codecs=saved)
-        run.turn_back(point, context.clock())
+        folders.turn_back(snapshots, chosen.folder)
+        saved, files = dict(manifest.meta.get("codecs") or {}), dict(manifest.sha256)
+        point = RestorePoint(manifest.step, f"snapshots/{chosen.folder.name}", files, saved_codecs=saved)
+        was_training = run.phase in WITH_STEPS
+        run.turn_back(point, ctx.clock())
         self._seats.turn_back(point)
-        self._begin_at(point.step, saved)
-        facts = context.journal.facts
-        facts = replace(facts, step=point.step, snapshot=folder, files=point.files, codecs=saved, newest={})
-        context.journal.begin(facts)
-        context.observer.turned_back(point.step)
+        if was_training:
+            self._begin_at(point)
+        else:
+            if run.next_sample is not None:
+                run.next_sample -= (options.start_step - point.step) * options.training.global_batch
+            ctx.options = replace(options, start_step=point.step)
+        if ctx.journal.is_of(options.run_id, options.config_hash):
+            begins: dict[str, Any] = {
+                "step": point.step,
+                "snapshot": point.snapshot,
+                "files": files,
+                "codecs": saved,
+                "newest": {},
+            }
+            ctx.journal.begin(replace(ctx.journal.facts, **begins))
+        ctx.observer.turned_back(point.step)
 
     def copied(self, holder: Seat, copied: Copied) -> None:
         """Take the outcome of a copy."""
@@ -281,31 +356,62 @@ class Training:
             raise RemoteProtocolError(f"{holder.name} has a copy of stage {copied.stage}, which does not exist")
         copies.copied(self._seats[copied.stage], holder, copied)
         if copied.error:
-            words = f"{holder.name} has no copy of stage {copied.stage}'s checkpoint: {copied.error}"
-            self._context.observer.warned(words)
+            self._ctx.warn(f"{holder.name} has no copy of stage {copied.stage}'s checkpoint: {copied.error}")
         self.settle_copies()
 
     def settle_copies(self) -> bool:
-        """Make the checkpoint the base that is copied now, if one is, and order the next copies; whether one was."""
-        context, run, seats, target = self._context, self._run, self._seats, self._run.copying
-        is_settled = (
-            target is not None
-            and copies.is_complete(self._options, run, seats)
-            and recovery.can_rebase(run, seats, target)
-        )
+        """Make the checkpoint that is copied now the base, if it is complete, and order the next copies.
+
+        Returns:
+            Whether the base has moved.
+        """
+        ctx, run, seats, target = self._ctx, self._run, self._seats, self._run.copying
+        is_settled = False
+        if target is not None and copies.is_complete(ctx.options, run, seats):
+            is_settled = recovery.can_rebase(run, seats, target)
         if is_settled and target is not None:
             run.rebase(target)
             copies.rebased(run, seats)
-            context.journal.published(target.step, target.snapshot, target.files, target.saved_codecs)
-            context.broadcast(Published(run.newest.step, target.step))
-        for identity, order in copies.due(self._options, run, seats):
-            context.server.send(identity, self._admitted(identity, order))
+            ctx.journal.published(target.step, target.snapshot, target.files, target.saved_codecs)
+            ctx.broadcast(Published(run.newest.step, target.step))
+        for identity, order in copies.due(ctx.options, run, seats):
+            key, source = ctx.server.public_key(identity), seats[order.stage]
+            if key and order.address:  # under CURVE each of the two is told the other's key
+                ctx.send(source, Admit([key]))
+                order = replace(order, public_key=source.public_key)
+            ctx.server.send(identity, order)
         return is_settled
 
-    def _admitted(self, holder: bytes, order: Copy) -> Copy:
-        """The order with the key of the worker that has the file, which is told to admit the holder."""
-        key, source = self._context.server.public_key(holder), self._seats[order.stage]
-        if not key or not order.address:
-            return order
-        self._context.send(source, Admit([key]))
-        return replace(order, public_key=source.public_key)
+
+def publish_to_folder(options: CoordinatorOptions, parts: SnapshotParts) -> None:
+    """Write the manifest, move `latest`, remove all but the newest few; or remove the parts of a failed checkpoint.
+
+    Raises:
+        SnapshotError: it has failed, or cannot be published; `latest` names the one before.
+        UserError: the run's folder is gone.
+    """
+    snapshots = options.run_folder / "snapshots"
+    if not options.run_folder.is_dir():
+        raise gone(options.run_folder)
+    if parts.error:
+        _try_to(lambda: folders.discard(snapshots, parts.step))  # the part's own error says more than this one's
+        raise SnapshotError(parts.error)
+    reached(fault_points.PUBLISHING, step=parts.step)
+    files = [StageFile(part.file, part.sha256, part.nbytes) for part in parts.parts]
+    meta: Mapping[str, Any] = {
+        "run_id": options.run_id,
+        "config": json.loads(options.config_json),
+        "config_hash": options.config_hash,
+        "version": options.version,
+        "codecs": dict(parts.point.saved_codecs),
+    }
+    folders.publish(snapshots, parts.step, files, meta)
+    _try_to(lambda: folders.prune(snapshots, options.keep_snapshots, base=parts.base))  # the new one is complete anyway
+    reached(fault_points.PUBLISHED, step=parts.step)
+
+
+def _try_to(remove: Callable[[], object]) -> None:
+    try:
+        remove()
+    except SnapshotError as error:
+        log.warning("%s", error)

@@ -20,11 +20,11 @@ from tahq.coordinator.observer import (
     RunObserver,
     SnapshotRecord,
     StageRecord,
+    StageSplit,
     StageStatus,
     StepRecord,
     ValidationRecord,
 )
-from tahq.coordinator.stage_split import StageSplit
 from tahq.observe import figures
 from tahq.observe.plain_lines import change_line, snapshot_line, validation_line
 from tahq.observe.run_history import RunHistory

@@ -16,8 +16,16 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from tahq.coordinator.observer import LinkRecord, RunEnd, RunObserver, StageRecord, StepRecord, ValidationRecord
-from tahq.coordinator.stage_split import BESIDE, StageSplit
+from tahq.coordinator.observer import (
+    LinkRecord,
+    RunEnd,
+    RunObserver,
+    StageRecord,
+    StageSplit,
+    StepRecord,
+    ValidationRecord,
+)
+from tahq.coordinator.step_report import BESIDE
 from tahq.errors import UserError
 
 MAX_UNWRITTEN_NBYTES = 64 * 1024 * 1024

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, get_args
 
-from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord, Traffic
-from tahq.coordinator.stage_split import StageSplit
+from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit, StepRecord, Traffic
 from tahq.errors import UserError
 
 Value = TypeVar("Value")

@@ -55,7 +55,7 @@ from tahq.comm.control.messages import (
     Traced,
     Widen,
 )
-from tahq.coordinator.options import CoordinatorOptions
+from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.service import Coordinator
 from tahq.errors import RemoteProtocolError
 from tahq.observe.run_view import watch_run

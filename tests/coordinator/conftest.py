@@ -29,8 +29,8 @@ from tahq.comm.control.messages import (
     Snapshotted,
     Start,
 )
+from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.observer import RunObserver
-from tahq.coordinator.options import CoordinatorOptions
 from tahq.coordinator.service import Coordinator
 from tahq.pipeline.config import TrainingConfig
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.coordinator import commit
-from tahq.coordinator.commit import CommitRules, check_prepare, clip_factor, global_norm, is_due, is_repeated
+from tahq.coordinator.commit import check_prepare, clip_factor, global_norm, is_repeated
 from tahq.errors import DataError, NonFiniteError, RemoteProtocolError
 from tahq.pipeline.config import TrainingConfig
 
@@ -16,8 +16,8 @@ NAMES = ("stage 0 (a, pid 1)", "stage 1 (b, pid 2)", "stage 2 (c, pid 3)")
 
 
 def decide(prepares, num_steps=100, skipped_in_a_row=0, snapshot_every=None, *, stop=False, **training):
-    rules = CommitRules(TrainingConfig(epochs=1, **training), num_steps, snapshot_every)
-    return commit.decide(rules, prepares, NAMES, skipped_in_a_row, stop=stop)
+    settings = {"num_steps": num_steps, "snapshot_every": snapshot_every, "skipped_in_a_row": skipped_in_a_row}
+    return commit.decide(TrainingConfig(epochs=1, **training), prepares, NAMES, **settings, stop=stop)
 
 
 def all_prepares(prepare, step=0, **changes):
@@ -130,8 +130,3 @@ def test_flags_follow_the_schedules_and_the_last_step_has_all(prepare):
     assert [c.step for c in commits if c.evaluate] == [1, 3, 5, 6]
     assert [c.step for c in commits if c.snapshot] == [2, 5, 6]
     assert [c.step for c in commits if c.stop] == [6]
-
-
-@pytest.mark.parametrize(("steps_done", "every", "due"), [(4, 2, True), (5, 2, False), (5, None, False)])
-def test_schedule(steps_done, every, due):
-    assert is_due(steps_done, every) is due

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tahq.comm.control.messages import Copied, Join
 from tahq.coordinator import copies
 from tahq.coordinator.run_state import RunState
-from tahq.coordinator.seats import RestorePoint, Seats
+from tahq.coordinator.seats import RestorePoint, SeatEvent, Seats
 
 
 class World:
@@ -16,14 +16,15 @@ class World:
 
     def __init__(self, hosts="abc", silent=(), **changes):
         self.options = options(num_stages=len(hosts), **({"copies": 1} | changes))
-        self.run, self.seats = RunState(self.options, 0.0), Seats(len(hosts))
+        self.run, self.seats = RunState(RestorePoint(0), 0.0), Seats(len(hosts))
         for stage, host in enumerate(hosts):
             self.join(stage, host, serves=stage not in silent)
 
     def join(self, stage, host, *, serves=True, generation=0):
         who = f"worker-{stage}-{generation}".encode()
         hello = make_hello(stage, files_address=f"10.0.0.{stage}:7{generation:03d}" if serves else "")
-        self.seats.greet(self.seats.join(stage, who, Join(stage, "0", host, 100 + stage), 0.0), hello, 0.0)
+        self.seats.join(stage, who, Join(stage, "0", host, 100 + stage), 0.0)
+        self.seats.advance(stage, SeatEvent.HELLO, 0.0).hello = hello
 
     def publish(self, step):
         point = RestorePoint(

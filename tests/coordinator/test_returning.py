@@ -19,13 +19,15 @@ from tahq.comm.control.messages import (
     Refuse,
     Relink,
     Relinked,
+    Snapshotted,
     Start,
     StartOver,
     Widen,
 )
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import RunObserver
-from tahq.coordinator.publishing import publish_to_folder
+from tahq.coordinator.seats import RestorePoint
+from tahq.coordinator.training import SnapshotParts, publish_to_folder
 from tahq.errors import PeerLostError
 from tahq.observe.metrics import MetricsFile
 from tahq.pipeline.checkpoint.manifest import latest_folder
@@ -237,6 +239,18 @@ def test_frames_are_freed_when_a_snapshot_is_complete(scene):
     assert [published.step for published in scene.server.told(b"worker-1", Published)] == [3, 6, 8]
 
 
+@pytest.fixture
+def write_checkpoint(scene):
+    """Publish a checkpoint as the run's own coordinator would have; returns its files."""
+
+    def write(step):
+        parts = tuple(Snapshotted(step, stage, f"stage-{stage:03d}-ab", "ab", 100) for stage in range(3))
+        publish_to_folder(scene.options, SnapshotParts(RestorePoint(step), parts))
+        return {part.file: part.sha256 for part in parts}
+
+    return write
+
+
 def start_over_when_told(scene, stages):
     for stage in stages:
         if scene.server.told(stage.worker.identity, StartOver) and stage.worker.identity in scene.server.workers:
@@ -363,6 +377,55 @@ def test_log_that_cannot_be_read_while_a_stage_comes_back_sends_all_back(scene):
     assert scene.run(tick) == 0, scene.end.message
     assert "stage 2 has not kept all that it sent on link 1: all stages go back to step" in scene.warnings()
     assert [record.step for record in scene.observer.of("step_committed")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("phase", ["joining", "connecting"])
+def test_damaged_checkpoint_found_while_resuming_sends_all_back_to_the_one_before(scene, write_checkpoint, phase):
+    """On a remote host, whose files the coordinator cannot check before the start."""
+    files = [write_checkpoint(step) for step in (2, 4)]
+    workers = scene.workers(stage1={"damaged": (4,)})
+    if phase == "connecting":  # a worker is lost after the plan, and its next one finds the damage
+        workers[1].damaged = ()
+        react = workers[1].react
+        workers[1].react = lambda message: None if isinstance(message, Plan) else react(message)
+    start = {"start_step": 4, "snapshot": "snapshots/step-00000004", "snapshot_files": files[1]}
+    scene.build(steps=8, hosts=("a", "b", "c"), next_sample=32, **start)
+    stages = [Stage(scene, stage) for stage in range(3)]
+    scene.coordinator.restart = lambda stage: stages[stage].restart() is None
+
+    def tick():
+        if scene.server.told(b"worker-1", Plan) and not workers[1].left:
+            stages[1].worker.damaged = (4,)
+            stages[1].kill()
+        start_over_when_told(scene, stages)
+
+    scene.server.poll = one_at_a_time(scene)
+    assert scene.run(tick) == 0, scene.end.message
+    assert "stage-001-ab is damaged: all stages go back to step 2, and go on from there" in scene.warnings()
+    assert [record.step for record in scene.observer.of("step_committed")] == [3, 4, 5, 6, 7, 8]
+    assert {plan.next_sample for plan in scene.server.told(stages[0].worker.identity, Plan)} == {16}
+
+
+def test_resuming_without_an_undamaged_checkpoint_ends_the_run_and_names_the_file(scene, write_checkpoint):
+    files = write_checkpoint(4)
+    scene.workers(stage1={"damaged": (4,)})
+    start = {"start_step": 4, "snapshot": "snapshots/step-00000004", "snapshot_files": files}
+    assert scene.run(steps=8, hosts=("a", "b", "c"), **start) == 2
+    assert "stage 1 (b, pid 101): stage-001-ab is damaged; " in scene.end.message
+    assert "there is no other undamaged checkpoint" in scene.end.message
+
+
+@pytest.mark.parametrize(("last", "owed"), [(False, "the checkpoint after step 4"), (True, "the validation loss")])
+def test_worker_that_lives_and_never_reports_ends_the_run_within_its_deadline(scene, last, owed):
+    workers = scene.workers()
+    mute = workers[2 if last else 1]
+    report = mute.report
+    mute.report = lambda commit: None if commit.stop else report(commit)
+    assert scene.run(eval_every=4 if last else None, snapshot_every=2, give_up_s=30.0, join_timeout_s=200.0) == 3
+    assert f"stage {mute.stage} did not report {owed}" in scene.end.message
+    assert "within 200 s (run.join_timeout); the run can be resumed" in scene.end.message
+    assert "(checkpoint after step 2)" in scene.end.message
+    assert 200.0 <= scene.clock() - 1000.0 < 210.0
 
 
 class Both(Recorder):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from coordinator.conftest import CONFIG_HASH, VERSION, make_hello
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tahq.comm.control.messages import Commit, Evaluated, Heartbeat, Join, Ready
-from tahq.coordinator import gathering, recovery, run_state, seats, watch
-from tahq.coordinator.options import CoordinatorOptions
-from tahq.coordinator.run_state import Ending, RunEvent, RunPhase, RunState
+from tahq.coordinator import gathering, recovery, run_state, seats
+from tahq.coordinator.context import CoordinatorOptions
+from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
 from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats, stage_list
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, UserError
 from tahq.pipeline.config import TrainingConfig
@@ -40,7 +41,7 @@ def join_of(stage, **changes):
 
 
 def run_in(phase, start=None):
-    run = RunState(start or options(), 0.0)
+    run = RunState(RestorePoint(0), 0.0)
     for event in MEASURING_STEPS if phase is RunPhase.MEASURING else STEPS:
         if run.phase is not phase:
             run.advance(event, 1.0)
@@ -50,9 +51,9 @@ def run_in(phase, start=None):
 def seat_in(phase, table, stage=1):
     """Bring a seat of an empty table to a phase."""
     if phase is not SeatPhase.EMPTY:
-        seat = table.join(stage, b"who", join_of(stage), 1.0)
+        table.join(stage, b"who", join_of(stage), 1.0)
     if phase in (SeatPhase.GREETED, SeatPhase.PLANNED, SeatPhase.READY):
-        table.greet(seat, make_hello(stage), 2.0)
+        table.advance(stage, SeatEvent.HELLO, 2.0).hello = make_hello(stage)
     if phase in (SeatPhase.PLANNED, SeatPhase.READY):
         table.advance(stage, SeatEvent.PLAN, 3.0)
     if phase is SeatPhase.READY:
@@ -139,7 +140,7 @@ def happen(table, event, stage, identity, now_s):
         case SeatEvent.JOIN:
             table.join(stage, identity, join_of(stage), now_s)
         case SeatEvent.HELLO:
-            table.greet(table[stage], make_hello(stage), now_s)
+            table.advance(stage, event, now_s).hello = make_hello(stage)
         case SeatEvent.LEAVE:
             table.leave(stage, now_s, position=0)
         case SeatEvent.REJOIN:
@@ -163,23 +164,23 @@ def check_invariants(table):
 
 def check_deadlines(start, run, table, now_s):
     """Whatever is not READY has a deadline, and once nothing happens any more the run is given up."""
-    by_s = [watch.deadline_s(start, run, table, seat) for seat in table]
+    by_s = [recovery.deadline_s(start, run, table, seat) for seat in table]
     for seat, deadline_s in zip(table, by_s, strict=True):
         if seat.phase is not SeatPhase.READY:
             assert deadline_s is not None
             assert deadline_s <= now_s + max(start.give_up_s, start.join_timeout_s)
     if table.before(SeatPhase.READY) and (run.phase is not RunPhase.JOINING or table.before(SeatPhase.GREETED)):
         with pytest.raises((UserError, PeerLostError), match="stage"):
-            watch.check_deadlines(start, run, table, math.nextafter(max(filter(None, by_s)), math.inf), "x:1")
+            recovery.check_deadlines(start, run, table, math.nextafter(max(filter(None, by_s)), math.inf), "x:1")
 
 
 def test_neighbour_that_never_makes_its_links_ready_has_a_deadline():
     table, start = Seats(3), options()
     seat_in(SeatPhase.READY, table)
     run = run_in(RunPhase.TRAINING, start)
-    assert watch.deadline_s(start, run, table, table[1]) is None
+    assert recovery.deadline_s(start, run, table, table[1]) is None
     table[1].relinking_since_s = 5.0
-    assert watch.deadline_s(start, run, table, table[1]) == 105.0
+    assert recovery.deadline_s(start, run, table, table[1]) == 105.0
 
 
 # -- who may have a seat ---------------------------------------------------------------------------
@@ -230,7 +231,8 @@ def test_shared_fields_are_compared_between_the_stages_that_have_them(field, fir
     table = Seats(3)
     for stage, who in enumerate((b"a", b"b")):
         hello = make_hello(stage, **({field: first} if stage == 0 else {}))
-        table.greet(table.join(stage, who, join_of(stage), 0.0), hello, 0.0)
+        table.join(stage, who, join_of(stage), 0.0)
+        table.advance(stage, SeatEvent.HELLO, 0.0).hello = hello
     rows = gathering.differences(options(), table, make_hello(2, **{field: second}))
     assert rows == [[field, str(second), f"{first} (stage 0 (host0, pid 5))"]]
 
@@ -260,24 +262,16 @@ def test_messages_come_in_their_phases(phase, message):
             run.check(message, "stage 0")
 
 
-def test_ending_is_known_once_the_run_is_over():
-    run = run_in(RunPhase.JOINING)
-    with pytest.raises(LocalProtocolError, match="joining"):
-        _ = run.ending
-    run.end(RunEvent.ENDED, Ending(3, "lost"), 1.0)
-    assert run.ending == Ending(3, "lost")
-
-
 @pytest.mark.parametrize(
     ("start", "command", "text"),
     [
-        ({}, "x", "no checkpoint had been written, so start the run anew"),
-        ({"start_step": 7, "snapshot": "s"}, "x -r", "the run can be resumed with `x -r` (checkpoint after step 7)"),
-        ({"start_step": 7, "snapshot": "s"}, "", "the run can be resumed (checkpoint after step 7)"),
+        (RestorePoint(0), "x", "no checkpoint had been written, so start the run anew"),
+        (RestorePoint(7, "s"), "x -r", "the run can be resumed with `x -r` (checkpoint after step 7)"),
+        (RestorePoint(7, "s"), "", "the run can be resumed (checkpoint after step 7)"),
     ],
 )
 def test_resume_hint(start, command, text):
-    assert RunState(options(**start), 0.0).resumable(command) == text
+    assert RunState(start, 0.0).resumable(command) == text
 
 
 @pytest.fixture
@@ -286,24 +280,24 @@ def at_step_6(prepare):
     run, table = run_in(RunPhase.TRAINING), Seats(3)
     for step in range(6):
         prepares = [prepare(step, stage) for stage in range(3)]
-        run.decide(Commit(step, True, 1.0, False, step in (1, 3), False), prepares, [[0, 0, step]], 1.0)
+        after = RestorePoint(step + 1, codecs=[[0, 0, step]])
+        run.decide(Commit(step, True, 1.0, False, step in (1, 3), False), prepares, after, 1.0)
         for seat in table:
             seat.position = step + 1
         if step in (2, 4):
-            run.published(step, f"step-{step}", {"a": "b"})
+            run.published(replace(run.owed.pop(step), snapshot=f"step-{step}", files={"a": "b"}))
             if step == 2:
                 run.rebase(run.newest)
     return run, table
 
 
-def test_decisions_are_kept_since_the_base(at_step_6, prepare):
+def test_decisions_are_kept_since_the_base(at_step_6):
     run, _ = at_step_6
     assert (run.step, run.base.step, run.newest.step) == (6, 2, 4)
-    assert run.answer(prepare(2, 1)) is not None
-    assert run.answer(prepare(1, 1)) is None
+    assert min(run.decided) == 2
     run.rebase(run.newest)
     assert run.step == 6
-    assert run.answer(prepare(3, 1)) is None
+    assert min(run.decided) == 4
 
 
 def test_stages_begin_at_the_newest_checkpoint_or_the_base_with_the_codecs_of_then(at_step_6):

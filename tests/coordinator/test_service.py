@@ -642,9 +642,9 @@ def test_codecs_that_change_are_told_to_all_with_the_commit_and_kept_in_the_snap
     assert [record.links[2].codec for record in records] == [GRADIENTS[1]] * 2 + [GRADIENTS[0]] * 2
     assert [len(record.codec_changes) for record in records] == [0, 1, 0, 0]
     (parts,) = scene.published
-    assert [row["rung"] for row in parts.codecs["links"] if row["direction"] == "gradients"] == [*GRADIENTS]
+    assert [row["rung"] for row in parts.point.saved_codecs["links"] if row["direction"] == "gradients"] == [*GRADIENTS]
 
-    saved = dict(parts.codecs)
+    saved = dict(parts.point.saved_codecs)
     again = type(scene)(scene.clock, type(scene.server)(scene.clock), type(scene.observer)(), scene.options)
     again.workers()
     assert again.run(codecs=follow_options(saved=saved), start_step=2) == 0

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.stage_split import StageSplit, stage_split
+from tahq.coordinator.observer import StageSplit
+from tahq.coordinator.step_report import stage_split
 
 ACTIVITIES = (
     "data", "forward", "backward", "input_gradient", "weight_gradient", "encode", "decode", "wait:0", "wait:12",

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tahq.coordinator.observer import LinkRecord, StageRecord, StageTrace, StepRecord, StepTrace, TracedSpan
-from tahq.coordinator.stage_split import StageSplit
+from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit, StageTrace, StepRecord, StepTrace, TracedSpan
 from tahq.errors import UserError
 from tahq.observe.metrics import step_object
 from tahq.observe.trace_file import TraceFiles

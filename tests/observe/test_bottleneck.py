@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from tahq.coordinator.observer import LinkRecord, StageRecord
-from tahq.coordinator.stage_split import StageSplit
+from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit
 from tahq.observe.bottleneck import diagnose
 from tahq.observe.codec_advice import WireFacts, busiest_uplink_s, cheaper_codecs, uplinks_s
 from tahq.observe.resources import flows_of, resources_of

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.coordinator.observer import CodecChange, RunEnd, StageRecord, ValidationRecord
-from tahq.coordinator.stage_split import stage_split
+from tahq.coordinator.step_report import stage_split
 from tahq.errors import UserError
 from tahq.observe.metrics import MetricsFile, keep_until, perplexity, step_object
 

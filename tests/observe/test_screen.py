@@ -6,8 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from tahq.coordinator.observer import CodecChange, RunEnd, SnapshotRecord, StageRecord, StageStatus
-from tahq.coordinator.stage_split import StageSplit
+from tahq.coordinator.observer import CodecChange, RunEnd, SnapshotRecord, StageRecord, StageSplit, StageStatus
 from tahq.errors import UserError
 from tahq.observe.live_table import LiveTable, render
 from tahq.observe.plain_lines import PlainLines

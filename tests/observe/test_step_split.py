@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from tahq.coordinator.observer import LinkRecord, StageRecord
-from tahq.coordinator.stage_split import StageSplit
+from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit
 from tahq.errors import UserError
 from tahq.observe.metrics import step_object
 from tahq.observe.metrics_reader import median_step, read_steps, step_record

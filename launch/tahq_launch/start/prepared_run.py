@@ -15,9 +15,9 @@ from pathlib import Path
 from tahq import __version__
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash, config_json, dump_yaml, load_config
+from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.link_codecs import CodecOptions
-from tahq.coordinator.options import CoordinatorOptions
 from tahq.errors import ConfigError
 from tahq.pipeline.checkpoint.snapshot import turn_back
 from tahq_launch.export import keep_source
