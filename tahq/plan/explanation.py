@@ -48,7 +48,7 @@ class WhatIf:
 
 def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]:
     """Share of the step that each resource is needed for, the largest first."""
-    plan, count = prediction.plan, prediction.plan.num_micro_batches
+    plan = prediction.plan
     stages = StageCosts.of(table, plan)
     times = stages.times(np.array(plan.layers, dtype=float))
     out, back = stages.outward, stages.inward
@@ -57,15 +57,18 @@ def shares(table: ClusterTable, prediction: Prediction) -> dict[Resource, float]
     for stage in range(plan.num_stages):
         seconds["compute", stage] = float(times.forward[stage] + times.backward[stage])
         before, after = slice(max(stage - 1, 0), stage), slice(stage, stage + 1)
-        seconds["uplink", stage] = chunks * float(out.uplink[after].sum() + back.uplink[before].sum())
-        seconds["downlink", stage] = chunks * float(out.downlink[before].sum() + back.downlink[after].sum())
-        seconds["encoder", stage] = chunks * float(out.encode[after].sum() + back.encode[before].sum())
-        seconds["decoder", stage] = chunks * float(out.decode[before].sum() + back.decode[after].sum())
+        for kind, forth, again in (
+            ("uplink", out.uplink[after], back.uplink[before]),
+            ("downlink", out.downlink[before], back.downlink[after]),
+            ("encoder", out.encode[after], back.encode[before]),
+            ("decoder", out.decode[before], back.decode[after]),
+        ):
+            seconds[kind, stage] = chunks * float(forth.sum() + again.sum())
     for cut in range(plan.num_stages - 1):
         seconds["activations", cut] = chunks * float(out.path[cut])
         seconds["gradients", cut] = chunks * float(back.path[cut])
     ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    return {resource: count * seconds[resource] / prediction.step_s for resource in ranked}
+    return {resource: plan.num_micro_batches * seconds[resource] / prediction.step_s for resource in ranked}
 
 
 def bottleneck(table: ClusterTable, prediction: Prediction) -> Bottleneck:
@@ -91,22 +94,18 @@ def second_best(planned: Planned) -> Prediction | None:
     It has other hosts or another order, another micro-batch size, or more than one block elsewhere. Equal hosts make
     no difference.
     """
-    best, kinds = planned.best.plan, planned.table.kinds
-    for plan in planned.others:
-        if _differs(best, plan, kinds) and planned.table.dead_hop(plan.hosts) is None:
-            return predict(planned.table, _with_affordable_codecs(planned.table, plan))
-    return None
+    table, best = planned.table, planned.best.plan
 
+    def differs(plan: PipelinePlan) -> bool:
+        kinds = [[table.kinds[host] for host in hosts] for hosts in (plan.hosts, best.hosts)]
+        if plan.micro_batch != best.micro_batch or kinds[0] != kinds[1]:
+            return True
+        return sum(abs(a - b) for a, b in zip(plan.layers, best.layers, strict=True)) > 2
 
-def _with_affordable_codecs(table: ClusterTable, plan: PipelinePlan) -> PipelinePlan:
-    choice = len(table.problem.activations) + len(table.problem.gradients) > 2
-    return with_best_codecs(table.problem, plan, Simulations(table)) if choice and not is_long(plan) else plan
-
-
-def _differs(one: PipelinePlan, other: PipelinePlan, kinds: Sequence[int]) -> bool:
-    if one.micro_batch != other.micro_batch or [kinds[host] for host in one.hosts] != [kinds[h] for h in other.hosts]:
-        return True
-    return sum(abs(a - b) for a, b in zip(one.layers, other.layers, strict=True)) > 2
+    plan = next((each for each in planned.others if differs(each) and table.dead_hop(each.hosts) is None), None)
+    if plan is not None and table.problem.has_choice_of_codecs and not is_long(plan):
+        plan = with_best_codecs(table.problem, plan, Simulations(table))
+    return None if plan is None else predict(table, plan)
 
 
 def what_ifs(planned: Planned) -> tuple[WhatIf, ...]:
@@ -144,17 +143,14 @@ def _schedules(table: ClusterTable, plan: PipelinePlan) -> Iterator[PipelinePlan
 
 def _fewer_bits(plan: PipelinePlan) -> Iterator[tuple[str, PipelinePlan]]:
     """The plan with the next rung of the ladder in one direction, and in both."""
-    activations, gradients = (
-        tuple(map(_next_rung, codecs, [direction] * len(codecs)))
-        for direction, codecs in (("activations", plan.activations), ("gradients", plan.gradients))
-    )
-    out, back = replace(plan, activations=activations), replace(plan, gradients=gradients)
+    activations = tuple(_next_rung(codec, "activations") for codec in plan.activations)
+    gradients = tuple(_next_rung(codec, "gradients") for codec in plan.gradients)
     if activations != plan.activations:
-        yield f"activations as {_named(activations)}", out
+        yield f"activations as {_named(activations)}", replace(plan, activations=activations)
     if gradients != plan.gradients:
-        yield f"gradients as {_named(gradients)}", back
+        yield f"gradients as {_named(gradients)}", replace(plan, gradients=gradients)
     if activations != plan.activations and gradients != plan.gradients:
-        yield "both of these", replace(out, gradients=gradients)
+        yield "both of these", replace(plan, activations=activations, gradients=gradients)
 
 
 def _named(codecs: Sequence[str]) -> str:
@@ -165,10 +161,9 @@ def _next_rung(codec: str, direction: str) -> str:
     """One bit less of the same family, where it has bits; else a low rung of the ladder."""
     family, _, options = codec.partition(":")
     bits = next((float(part[5:]) for part in options.split(",") if part.startswith("bits=")), None)
-    if bits is None or bits <= 2:
-        fallback = LADDER[direction][-2] if bits is None else codec
-        return str(CodecSpec.parse(fallback))
+    if bits is None:
+        return str(CodecSpec.parse(LADDER[direction][-2]))
     try:
-        return str(CodecSpec.parse(f"{family}:bits={bits - 1:g}"))
+        return str(CodecSpec.parse(codec if bits <= 2 else f"{family}:bits={bits - 1:g}"))
     except ConfigError:
         return codec

@@ -5,7 +5,7 @@ Bound, then simulation: `search.orders` and `search.layers` find candidates by a
 quality that they can afford, and `replicas` puts pipelines side by side. Pure: equal problems give equal plans.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,40 +73,49 @@ def plan(problem: PlanProblem, budget_actions: int = BUDGET_ACTIONS) -> Planned:
     ranked = Search(table, range(table.num_hosts), problem.fewest_bits, simulations).run()
     if not ranked:
         raise UserError(_why_nothing_fits(table))
-    best = _best_in_pieces(table, simulations, ranked)
+    best = _best_in_pieces(simulations, ranked)
     _check_paths(table, best.plan)
     replicas = _replicas(table, best.plan) if problem.max_replicas > 1 else None
     others = tuple(each for each in simulations.ranked() if each != best.plan)
     return Planned(table, best, others, replicas, len(simulations.times_s))
 
 
-def _best_in_pieces(table: ClusterTable, simulations: Simulations, ranked: Sequence[PipelinePlan]) -> Prediction:
+def _best_in_pieces(simulations: Simulations, ranked: Sequence[PipelinePlan]) -> Prediction:
     """The best of the finalists as they would run, with the codecs that they can afford."""
-    problem = table.problem
-    if len(problem.activations) + len(problem.gradients) > 2:
-        finalists = [_with_quality(table, each, simulations) for each in _of_different_hosts(ranked)]
-        return _with_best_first(table, min(finalists, key=lambda prediction: prediction.step_s))
-    few = _of_different_hosts(ranked) if is_long(ranked[0]) else ranked[:_FINALISTS]
-    best = min((predict(table, each) for each in few), key=lambda prediction: prediction.step_s)
-    return _with_best_first(table, _shallowest(table, best, simulations))
+    table, problem = simulations.table, simulations.table.problem
+    by_order: dict[tuple[int, ...], PipelinePlan] = {}
+    for each in ranked:
+        by_order.setdefault(each.hosts, each)
+    of_different_orders = list(by_order.values())[:_FINAL_ORDERS]
+    if problem.has_choice_of_codecs:
+        best = _fastest(_with_quality(simulations, each) for each in of_different_orders)
+    else:
+        finalists = of_different_orders if is_long(ranked[0]) else ranked[:_FINALISTS]
+        best = _shallowest(simulations, _fastest(predict(table, each) for each in finalists))
+    fastest = _fastest([best, *(predict(table, replace(best.plan, first=first)) for first in problem.firsts[1:])])
+    return fastest if fastest.step_s < best.step_s * (1 - _WORTH_ANOTHER_ORDER) else best
 
 
-def _with_quality(table: ClusterTable, fewest: PipelinePlan, simulations: Simulations) -> Prediction:
+def _fastest(predictions: Iterable[Prediction]) -> Prediction:
+    return min(predictions, key=lambda prediction: prediction.step_s)
+
+
+def _with_quality(simulations: Simulations, fewest: PipelinePlan) -> Prediction:
     """A plan with the codecs that it can afford, chosen again for the depths that then suffice."""
-    limit_s = simulations.time_s(fewest) * (1 + TOLERANCE)
+    table, limit_s = simulations.table, simulations.time_s(fewest) * (1 + TOLERANCE)
     faithful = predict(table, with_best_codecs(table.problem, fewest, simulations, limit_s))
-    shallow = _shallowest(table, faithful, simulations)
+    shallow = _shallowest(simulations, faithful)
     if shallow is faithful:
         return faithful
     again = with_best_codecs(table.problem, shallow.plan, simulations, limit_s)
     return predict(table, again) if again != shallow.plan else shallow
 
 
-def _shallowest(table: ClusterTable, best: Prediction, simulations: Simulations) -> Prediction:
+def _shallowest(simulations: Simulations, best: Prediction) -> Prediction:
     """The same with the fewest micro-batches in flight that are about as fast: memory has a value, too."""
     if is_long(best.plan):
         return best
-    limit_s = simulations.time_s(best.plan) * (1 + _ABOUT_AS_FAST)
+    table, limit_s = simulations.table, simulations.time_s(best.plan) * (1 + _ABOUT_AS_FAST)
     for depths in depth_profiles(StageCosts.of(table, best.plan), best.plan.layers, best.plan.schedule):
         if sum(depths) >= sum(best.plan.depths):
             break
@@ -118,39 +127,22 @@ def _shallowest(table: ClusterTable, best: Prediction, simulations: Simulations)
     return best
 
 
-def _of_different_hosts(ranked: Sequence[PipelinePlan]) -> list[PipelinePlan]:
-    """The best plans of a few orders."""
-    firsts: dict[tuple[int, ...], PipelinePlan] = {}
-    for each in ranked:
-        firsts.setdefault(each.hosts, each)
-    return list(firsts.values())[:_FINAL_ORDERS]
-
-
-def _with_best_first(table: ClusterTable, best: Prediction) -> Prediction:
-    """The same with another order on the uplinks, if that is faster."""
-    tried = [best, *(predict(table, replace(best.plan, first=first)) for first in table.problem.firsts[1:])]
-    fastest = min(tried, key=lambda prediction: prediction.step_s)
-    return fastest if fastest.step_s < best.step_s * (1 - _WORTH_ANOTHER_ORDER) else best
-
-
 def _replicas(table: ClusterTable, first: PipelinePlan) -> Replicas | None:
     """More pipelines from the remaining hosts, for as long as they make the whole faster."""
     plans, best = [first], combined(table, [first])
-    wires = table.problem.fewest_bits if table.num_hosts > 1 else ("raw", "raw")
-    while len(plans) < table.problem.max_replicas:
+    while best is not None and len(plans) < table.problem.max_replicas:
         used = {host for each in plans for host in each.hosts}
         free = [host for host in range(table.num_hosts) if host not in used]
         if len(free) < first.num_stages:
             break
-        found = Search(table, free, wires, Simulations(table, BUDGET_ACTIONS // 20), like=first).run()
-        if not found:
+        simulations = Simulations(table, BUDGET_ACTIONS // 20)
+        found = Search(table, free, table.problem.fewest_bits, simulations, like=first).run()
+        together = combined(table, [*plans, found[0]]) if found else None
+        if together is None or together.step_s >= best.step_s:
             break
         plans.append(found[0])
-        together = combined(table, plans)
-        if together is None or (best is not None and together.step_s >= best.step_s):
-            break
         best = together
-    return best if best is not None and len(best.plans) > 1 else None
+    return best if len(plans) > 1 else None
 
 
 # -- refusals ------------------------------------------------------------------------------------
@@ -175,11 +167,11 @@ def _check_counts(problem: PlanProblem) -> None:
 def _interleaves(problem: PlanProblem) -> bool:
     """Whether some number of stages has a layer for every chunk, and whole rounds of micro-batches."""
     most = min(len(problem.cluster.hosts), problem.model.num_layers // problem.chunks_per_stage)
-    allowed = {problem.num_stages} if problem.num_stages else set(range(2, most + 1))
     return any(
         problem.model.global_batch // size % stages == 0
-        for stages in allowed & set(range(2, most + 1))
+        for stages in range(2, most + 1)
         for size in problem.model.micro_batches
+        if problem.num_stages in (None, stages)
     )
 
 
@@ -189,12 +181,11 @@ def _check_paths(table: ClusterTable, best: PipelinePlan) -> None:
     if dead is None:
         return
     source, target = (table.problem.cluster.hosts[host] for host in dead)
-    failures = [
+    why = next(
         path.failure
         for path in table.problem.cluster.paths
-        if path.source in (source.name, source.site) and path.target in (target.name, target.site)
-    ]
-    why = next((failure for failure in failures if failure), "no reason is given")
+        if path.source in (source.name, source.site) and path.target in (target.name, target.site) and path.failure
+    )
     raise UserError(
         f"no plan can run{_in_stages(table.problem)}: every choice of hosts that has the memory needs a path that "
         f"failed when it was measured, like that from {source.name} to {target.name} ({why})"
@@ -203,26 +194,24 @@ def _check_paths(table: ClusterTable, best: PipelinePlan) -> None:
 
 def _why_nothing_fits(table: ClusterTable) -> str:
     """The need of the easiest stage of all, and the memory that there is."""
-    problem = table.problem
-    size = problem.model.micro_batches[0]
-    count = min(table.num_hosts, problem.model.num_layers, 3)
-    stages = StageCosts(table, range(count), size, *problem.fewest_bits)
+    problem, model = table.problem, table.problem.model
+    count = min(table.num_hosts, model.num_layers, 3)
+    stages = StageCosts(table, range(count), model.micro_batches[0], *problem.fewest_bits)
     ones = np.ones(count)
     need = float((stages.fixed_nbytes(ones) + stages.held_nbytes(ones)).min())
     largest = int(np.argmax(table.memory))
-    name, has = problem.cluster.hosts[largest].name, format_size(float(table.memory[largest]))
-    if float(table.memory[largest]) < need:
+    if table.memory[largest] < need:
         return (
-            f"no host has the memory for a stage of one block with one micro-batch of {size} in flight: it needs "
-            f"{format_size(need)} or more, and the largest, {name}, has {has}"
+            f"no host has the memory for a stage of one block with one micro-batch of {model.micro_batches[0]} in "
+            f"flight: it needs {format_size(need)} or more, and the largest, {problem.cluster.hosts[largest].name}, "
+            f"has {format_size(float(table.memory[largest]))}"
         )
     if Search(table, range(table.num_hosts), problem.fewest_bits, Simulations(table)).candidates():
         return (
             f"no choice of hosts{_in_stages(problem)} has the memory for what {' and '.join(problem.schedules)} keeps "
             f"in flight; with fewer micro-batches in flight the model fits: try --schedules 1f1b"
         )
-    total = float(problem.model.block_nbytes * problem.model.num_layers)
-    total += problem.model.first_nbytes + problem.model.last_nbytes
+    total = model.block_nbytes * model.num_layers + model.first_nbytes + model.last_nbytes
     return (
         f"no choice of hosts{_in_stages(problem)} has the memory for the model: weights, gradients and optimizer take "
         f"{format_size(total)}, all {table.num_hosts} hosts together have {format_size(float(table.memory.sum()))}"

@@ -7,7 +7,7 @@ and of each end of the model, so that any division can be weighed without buildi
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from tahq.comm.link.frame import HEADER_NBYTES
 from tahq.comm.link.sending_order import First
@@ -100,14 +100,15 @@ class PlanProblem:
         return self.model.global_batch * self.model.seq_len
 
     @property
+    def has_choice_of_codecs(self) -> bool:
+        """Whether there is more than one codec for a direction."""
+        return len(self.activations) + len(self.gradients) > 2
+
+    @property
     def fewest_bits(self) -> tuple[str, str]:
         """The codec of the shortest frames in each direction; of equals the more faithful."""
-        size = self.model.micro_batches[0]
-        activations, gradients = (
-            min(codecs, key=lambda codec: self.frame_nbytes(codec, size))
-            for codecs in (self.activations, self.gradients)
-        )
-        return activations, gradients
+        nbytes = partial(self.frame_nbytes, micro_batch=self.model.micro_batches[0])
+        return min(self.activations, key=nbytes), min(self.gradients, key=nbytes)
 
 
 @cache

@@ -10,6 +10,7 @@ any two of the hosts that would exchange them. Shares are whole micro-batches in
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 
@@ -52,8 +53,7 @@ def _shares(count: int, speeds: Sequence[float]) -> list[int]:
     """Whole shares of `count` in proportion, at least one each, so that the slowest is done as early as possible."""
     shares = [1] * len(speeds)
     for _ in range(count - len(speeds)):
-        first = min(range(len(speeds)), key=lambda index: (shares[index] + 1) / speeds[index])
-        shares[first] += 1
+        shares[min(range(len(speeds)), key=lambda index: (shares[index] + 1) / speeds[index])] += 1
     return shares
 
 
@@ -61,21 +61,22 @@ def _all_reduce_s(table: ClusterTable, plans: Sequence[PipelinePlan]) -> float:
     count = len(plans)
     if count == 1:
         return 0.0
-    nbytes = max(_gradient_nbytes(table, plan) for plan in plans)
-    pairs = [pair for one in plans for other in plans if one is not other for pair in _facing(one, other)]
+    pairs = [pair for one, other in permutations(plans, 2) for pair in _facing(one, other)]
     ends = tuple(np.array(pairs).T)
-    slowest, longest_s = float(table.pair_rate[ends].min()), float(table.latency_s[ends].max())
-    return transmission_s(2 * (count - 1) / count * nbytes, slowest) + 2 * (count - 1) * longest_s
+    nbytes = 2 * (count - 1) / count * max(_gradient_nbytes(table, plan) for plan in plans)
+    return transmission_s(nbytes, float(table.pair_rate[ends].min())) + 2 * (count - 1) * float(
+        table.latency_s[ends].max()
+    )
 
 
 def _facing(one: PipelinePlan, other: PipelinePlan) -> list[tuple[int, int]]:
     """Hosts of two replicas that hold the same layers, or some of them."""
-    ends = [np.cumsum((0, *plan.layers)) for plan in (one, other)]
+    held, peers = ([*zip(plan.hosts, pairwise((0, *accumulate(plan.layers))), strict=True)] for plan in (one, other))
     return [
         (host, peer)
-        for stage, host in enumerate(one.hosts)
-        for place, peer in enumerate(other.hosts)
-        if ends[0][stage] < ends[1][place + 1] and ends[1][place] < ends[0][stage + 1]
+        for host, (first, end) in held
+        for peer, (peer_first, peer_end) in peers
+        if first < peer_end and peer_first < end
     ]
 
 

@@ -12,8 +12,8 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_hash
 from tahq.errors import CodecError, PeerLostError, RemoteProtocolError
 from tahq.memory.free_memory import free_bytes, is_out_of_memory
-from tahq.plan.measure.meter import Meter, MeterServer, Peer, StreamTimes
-from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S
+from tahq.plan.measure.meter import Meter, MeterServer, Peer
+from tahq.plan.measure.meter_wire import LONGEST_S, WINDOW_S, Kind, MeterRequest
 from tahq.worker.assembly import resolved_spec
 from tahq.worker.control import WorkerControl
 from tahq.worker.timing import ComputeMeasurement, seconds_per_element
@@ -139,7 +139,6 @@ class MeasuringMember:
         if not 0 < len(peers) <= _MOST_PEERS or not 0 <= order.least_s <= order.most_s <= LONGEST_S:
             raise RemoteProtocolError(f"the coordinator asked for {len(peers)} streams of {order.most_s} s at most")
         self._working(f"measuring the path to {', '.join(dict.fromkeys(peer.host for peer in peers))}")
-        times = StreamTimes(order.least_s, order.most_s)
         trips_s: list[float] = []
         outward: list[float] = []
         inward: list[float] = []
@@ -147,8 +146,9 @@ class MeasuringMember:
         try:
             trips_s = [self._meter.round_trip_s(peer, _TRIPS) for peer in peers]
             windows_s = [min(max(WINDOW_S, trip_s), LONGEST_S) for trip_s in trips_s]
-            outward = self._meter.rates(peers, windows_s, "out", times)
-            inward = self._meter.rates(peers, windows_s, "in", times)
+            for kind, rates in ((Kind.TAKE, outward), (Kind.GIVE, inward)):
+                requests = [MeterRequest(kind, window_s, order.least_s, order.most_s) for window_s in windows_s]
+                rates += self._meter.rates(peers, requests)
         except (PeerLostError, RemoteProtocolError) as lost:
             error = str(lost)
         return PathsMeasured(self._stage, order.order, trips_s, outward, inward, error)

@@ -7,23 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from tahq.plan.simulate.bound import StepSeconds, step_bound, step_bounds, step_seconds
-from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts
+from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, compute_seconds
 from tahq.plan.simulate.simulator import simulate
 
 
 def costs_of(forward, backward, cuts, hosts) -> Costs:
-    compute = {}
-    for stage, (f, b) in enumerate(zip(forward, backward, strict=True)):
-        compute |= {
-            (stage, ActionKind.F): f,
-            (stage, ActionKind.B): b,
-            (stage, ActionKind.I): b / 4,
-            (stage, ActionKind.W): 3 * b / 4,
-        }
-    return Costs(compute, cuts, hosts)
+    return Costs(compute_seconds(forward, backward, [b / 4 for b in backward]), cuts, hosts)
 
 
 def test_each_resource_of_two_stages_by_hand():
@@ -114,8 +105,3 @@ def test_no_schedule_is_faster_than_the_bound(step, split):
     bound = step_bound(step_seconds(costs, num_micro_batches, np.array(depths, dtype=float), split=split))
     schedule = with_depths(num_micro_batches, depths, split=split)
     assert simulate(schedule, costs).step_time_s >= bound - 1e-9
-
-
-def test_gpipe_without_a_wire_meets_the_bound():
-    costs = costs_of([1.0] * 3, [2.0] * 3, [CutCosts(latency_s=0.0)] * 2, [HostCosts()] * 3)
-    assert simulate(generate("gpipe", 3, 4), costs).step_time_s == step_bound(step_seconds(costs, 4, split=False))

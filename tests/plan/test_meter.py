@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tahq.errors import PeerLostError, RemoteProtocolError, UserError
 from tahq.plan.measure import meter_wire
-from tahq.plan.measure.meter import MAX_CONNECTIONS, Meter, MeterServer, Peer, StreamTimes
+from tahq.plan.measure.meter import MAX_CONNECTIONS, Meter, MeterServer, Peer
 from tahq.plan.measure.meter_wire import (
     GREETING,
     MAGIC,
@@ -24,7 +24,7 @@ from tahq.plan.measure.meter_wire import (
 )
 
 RUN = 2**63 - 3
-SHORT = StreamTimes(0.2, 0.5)
+OUT, IN = (MeterRequest(kind, 0.1, 0.2, 0.5) for kind in (Kind.TAKE, Kind.GIVE))
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def test_round_trip_on_one_machine_is_short(peer):
 
 
 def test_both_directions_have_a_rate(peer):
-    for direction in ("out", "in"):
-        (rate,) = Meter(RUN, 0).rates([peer], [0.1], direction, SHORT)
+    for request in (OUT, IN):
+        (rate,) = Meter(RUN, 0).rates([peer], [request])
         assert rate > 1e7
 
 
 def test_several_peers_are_measured_together(peer):
-    rates = Meter(RUN, 0).rates([peer] * 3, [0.1] * 3, "in", SHORT)
+    rates = Meter(RUN, 0).rates([peer] * 3, [IN] * 3)
     assert len(rates) == 3
     assert min(rates) > 1e6
 
@@ -76,7 +76,7 @@ def test_one_of_several_who_is_not_there_is_the_one_that_is_named(peer):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = Peer(2, "host2", f"127.0.0.1:{taken.getsockname()[1]}")
     with pytest.raises(PeerLostError, match=r"host2 .*Connection refused"):
-        Meter(RUN, 0).rates([peer, gone], [0.1] * 2, "out", SHORT)
+        Meter(RUN, 0).rates([peer, gone], [OUT] * 2)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_any_bytes_are_a_request_or_the_peers_fault(data):
     except RemoteProtocolError:
         return
     assert 0 <= request.most_s <= meter_wire.LONGEST_S
-    assert request.pack() == data
+    assert REQUEST.pack(*request) == data
 
 
 def test_a_report_that_cannot_be_is_the_peers_fault():
@@ -171,7 +171,7 @@ def test_bytes_of_a_greeting_and_a_request():
     assert GREETING.pack(MAGIC, 1, 0x1122334455667788, 2, 1).hex(" ", 1) == (
         "54 41 48 4d 01 88 77 66 55 44 33 22 11 02 00 00 00 01 00 00 00"
     )
-    assert MeterRequest(Kind.GIVE, 0.1, 1.0, 30.0).pack() == b"\x02" + struct.pack("<ddd", 0.1, 1.0, 30.0)
+    assert REQUEST.pack(*MeterRequest(Kind.GIVE, 0.1, 1.0, 30.0)) == b"\x02" + struct.pack("<ddd", 0.1, 1.0, 30.0)
 
 
 def test_an_address_that_is_taken_is_the_users_to_mend(server):

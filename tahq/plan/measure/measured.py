@@ -5,7 +5,7 @@ everything else is kept.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ class Imitated:
 class PathFigures:
     """One direction between two stages; `rates` are by number of connections."""
 
-    round_trip_s: float | None = None
+    round_trip_s: float = math.inf
     rates: dict[int, float] = field(default_factory=dict)
     failure: str = ""
 
@@ -53,7 +53,7 @@ class Measured:
         self.notes: list[str] = []
         self._computes: dict[int, tuple[ComputeMeasured, list[LayerTimes]]] = {}
         self._devices: dict[int, tuple[str, str]] = {}
-        self._paths: dict[tuple[int, int], PathFigures] = {}
+        self._paths: dict[tuple[int, int], PathFigures] = defaultdict(PathFigures)
         self._access: dict[int, tuple[float, float]] = {}
 
     @property
@@ -74,10 +74,11 @@ class Measured:
         """
         try:
             times = [LayerTimes.model_validate(row) for row in figures.times]
-            codecs = [CodecTimes(encode_per_element=a, decode_per_element=b) for a, b in figures.codecs.values()]
+            for encode_s, decode_s in figures.codecs.values():
+                CodecTimes(encode_per_element=encode_s, decode_per_element=decode_s)
         except (ValidationError, ValueError) as error:
             raise RemoteProtocolError(f"{name} sent malformed times: {_first_line(error)}") from None
-        if not times or figures.memory_bytes < 0 or len(codecs) != len(figures.codecs):
+        if not times or figures.memory_bytes < 0:
             raise RemoteProtocolError(f"{name} sent no times of its compute")
         self._computes[figures.stage] = figures, times
         self._devices[figures.stage] = self._computers[figures.stage], device
@@ -103,13 +104,9 @@ class Measured:
             if not figures.error:
                 self._access[job.dialler] = sum(figures.outward), sum(figures.inward)
             return
-        for source, target, row in (
-            (job.dialler, job.peers[0], figures.outward),
-            (job.peers[0], job.dialler, figures.inward),
-        ):
-            path = self._path_figures(source, target)
-            if figures.round_trips:
-                path.round_trip_s = min([*figures.round_trips, path.round_trip_s or math.inf])
+        ends = job.dialler, job.peers[0]
+        for path, row in ((self._paths[ends], figures.outward), (self._paths[ends[::-1]], figures.inward)):
+            path.round_trip_s = min([*figures.round_trips, path.round_trip_s])
             if row:
                 path.rates[len(job.peers)] = sum(row)
             elif job.kind == "path":
@@ -120,15 +117,11 @@ class Measured:
         one, other = (self.names[stage] for stage in pair)
         reason = "both only dial out; give one of them an address that the other reaches (advertise)"
         self.failures.append(f"{one} and {other}: {reason}")
-        for ends in (pair, pair[::-1]):
-            self._path_figures(*ends).failure = reason
+        self._paths[pair].failure = self._paths[pair[::-1]].failure = reason
 
     def has_failed(self, one: int, other: int) -> bool:
         """Whether a measurement between two stages failed, so that no other is needed."""
-        return any(self._path_figures(*ends).failure for ends in ((one, other), (other, one)))
-
-    def _path_figures(self, source: int, target: int) -> PathFigures:
-        return self._paths.setdefault((source, target), PathFigures())
+        return bool(self._paths[one, other].failure or self._paths[other, one].failure)
 
     def numbers(self, imitated: Imitated, source: str) -> ClusterNumbers:
         """All that is known, rounded to four digits.
@@ -138,43 +131,42 @@ class Measured:
             source: origin of the numbers, for the file.
         """
         sharing = Counter(self._devices.values())
-        hosts = [self._host(stage, sharing, imitated) for stage in sorted(self._computes)]
+        hosts = [self._host(stage, sharing[self._devices[stage]], imitated) for stage in sorted(self._computes)]
         known = [ends for ends in sorted(self._paths) if set(ends) <= self._computes.keys()]
-        paths = [self._path(ends, imitated) for ends in known]
-        return ClusterNumbers(hosts=hosts, paths=paths, source=source)
+        return ClusterNumbers(hosts=hosts, paths=[self._path(ends, imitated) for ends in known], source=source)
 
-    def _host(self, stage: int, sharing: Mapping[tuple[str, str], int], imitated: Imitated) -> HostNumbers:
+    def _host(self, stage: int, num_sharing: int, imitated: Imitated) -> HostNumbers:
         figures, times = self._computes[stage]
-        up, down = self._access.get(stage, (None, None))
-        memory = figures.memory_bytes // sharing[self._devices[stage]]
+        memory = figures.memory_bytes // num_sharing
+        up, down = (self._access_rate(stage, end) for end in (0, 1))
         return HostNumbers(
             name=self.names[stage],
-            memory=_rounded_size(memory) if memory else None,
-            up=_slower(self._at_least(up, stage, 0), imitated.rate_bits_per_s),
-            down=_slower(self._at_least(down, stage, 1), imitated.rate_bits_per_s),
+            memory=memory // 1_000_000 * 1_000_000 if memory else None,
+            up=_slower(up, imitated.rate_bits_per_s),
+            down=_slower(down, imitated.rate_bits_per_s),
             compute=[_rounded_times(row) for row in times],
             codecs={
-                spec: CodecTimes(encode_per_element=_rounded(a), decode_per_element=_rounded(b))
-                for spec, (a, b) in figures.codecs.items()
+                spec: CodecTimes(encode_per_element=_rounded(encode_s), decode_per_element=_rounded(decode_s))
+                for spec, (encode_s, decode_s) in figures.codecs.items()
             },
         )
 
-    def _at_least(self, rate: float | None, stage: int, end: int) -> float | None:
-        """An access link carries at least as much as any path over it."""
-        if rate is None:
+    def _access_rate(self, stage: int, end: int) -> float | None:
+        """The rate of an access link (end 0: up, 1: down), which carries at least as much as any path over it."""
+        if stage not in self._access:
             return None
         over_it = [max(path.rates.values()) for ends, path in self._paths.items() if ends[end] == stage and path.rates]
-        return max([rate, *over_it])
+        return max([self._access[stage][end], *over_it])
 
     def _path(self, ends: tuple[int, int], imitated: Imitated) -> PathNumbers:
         path = self._paths[ends]
         count = chosen_connections(path.rates)
-        trip_s = None if path.round_trip_s is None else _rounded(path.round_trip_s + 2 * imitated.delay_s)
+        trip_s = path.round_trip_s + 2 * imitated.delay_s
         return PathNumbers(
             source=self.names[ends[0]],
             target=self.names[ends[1]],
             rate=None if path.failure else _slower(path.rates.get(count), imitated.rate_bits_per_s),
-            round_trip=trip_s,
+            round_trip=_rounded(trip_s) if trip_s < math.inf else None,
             connections=count if count > 1 else None,
             failure=path.failure or None,
         )
@@ -191,10 +183,8 @@ def chosen_connections(rates: Mapping[int, float]) -> int:
     Example:
         50, 80, 85, 86 with 1, 2, 4, 8: two, since four gain 6 % and eight 8 %.
     """
-    if not rates:
-        return 1
-    chosen, *more = sorted(rates)
-    for count in more:
+    chosen = min(rates, default=1)
+    for count in sorted(rates):
         if rates[count] > WORTHWHILE_GAIN * rates[chosen]:
             chosen = count
     return chosen
@@ -208,10 +198,6 @@ def _slower(rate: float | None, limit: float | None) -> float | None:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _rounded_size(nbytes: int) -> int:
-    return nbytes // 1_000_000 * 1_000_000
 
 
 def _rounded_times(times: LayerTimes) -> LayerTimes:

@@ -8,11 +8,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
 
 from tahq.comm.zmq.addresses import advertised_address, parse_address
 from tahq.errors import PeerLostError, RemoteProtocolError, UserError
@@ -33,15 +32,12 @@ from tahq.plan.measure.meter_wire import (
 
 log = logging.getLogger(__name__)
 
-Direction = Literal["out", "in"]
-"""Seen from the end that dials."""
-
 MAX_CONNECTIONS = 64
 _TRIP_GAP_S = 0.01
 _LOOK_S = 0.2
 """How often the thread that accepts checks whether it is to end."""
 
-_REASONS = {
+_REASONS: Mapping[int, str] = {
     Welcome.OTHER_RUN: "a worker of another run answers there",
     Welcome.OTHER_STAGE: "the worker of another stage answers there; do two hosts advertise one address?",
     Welcome.BUSY: "it answers too many others",
@@ -63,127 +59,85 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamTimes:
-    """Shortest and longest time to look at a stream, in seconds from its first byte."""
-
-    least_s: float
-    most_s: float
-
-
 class Meter:
-    """The near end.
+    """The near end, of this run and stage.
 
-    Args:
-        run: number of the run.
-        stage: this worker's.
+    Its methods raise PeerLostError, which names the peer, where one cannot be reached, falls silent, or a stream stands
+    still, and RemoteProtocolError where something else answers there.
     """
 
-    def __init__(self, run: int, stage: int) -> None:
-        self._run = run
-        self._stage = stage
+    run: int
+    stage: int
 
     def round_trip_s(self, peer: Peer, count: int) -> float:
-        """The least of several small exchanges: in longer ones one end was late.
+        """The least of several small exchanges: in longer ones one end was late."""
+        with self._dialled(peer) as connection:
+            return min(_exchange_s(connection) for _ in range(count))
 
-        Raises:
-            PeerLostError: the peer cannot be reached, or falls silent; the message names it.
-            RemoteProtocolError: something else answers there.
-        """
-        with self._dial(peer) as connection:
-            try:
-                return min(_exchange_s(connection) for _ in range(count))
-            except OSError as error:
-                raise _lost(peer, error) from error
-
-    def rates(
-        self, peers: Sequence[Peer], windows_s: Sequence[float], direction: Direction, times: StreamTimes
-    ) -> list[float]:
-        """Bits per second of streams to (`out`) or from (`in`) several peers at the same time, in their order.
+    def rates(self, peers: Sequence[Peer], requests: Sequence[MeterRequest]) -> list[float]:
+        """Bits per second of streams to (TAKE) or from (GIVE) several peers at the same time, in their order.
 
         Args:
             peers: a peer that is listed twice gets two connections.
-            windows_s: of each, the window of its rate; a round trip or more.
-            direction: seen from here.
-            times: of every stream.
-
-        Raises:
-            PeerLostError: a peer cannot be reached, or a stream stands still; the message names it.
-            RemoteProtocolError: something else answers there.
+            requests: what each is asked for.
         """
         together = threading.Barrier(len(peers), timeout=3 * STALL_S)
 
-        def rate(peer: Peer, window_s: float) -> float:
+        def rate(peer: Peer, request: MeterRequest) -> float:
             try:
-                with self._dial(peer) as connection:
+                with self._dialled(peer) as connection:
                     together.wait()
-                    return _stream(connection, peer, window_s, direction, times)
+                    return _stream(connection, peer, request)
             except BaseException:
                 together.abort()
                 raise
 
         with ThreadPoolExecutor(len(peers), "tahq-meter") as pool:
-            futures = [pool.submit(rate, *pair) for pair in zip(peers, windows_s, strict=True)]
+            futures = [pool.submit(rate, *pair) for pair in zip(peers, requests, strict=True)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         # a peer that cannot be reached breaks the others' wait for it, and is the one to report
         for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]
 
-    def _dial(self, peer: Peer) -> socket.socket:
-        """A connection to the peer, which has welcomed it."""
+    @contextmanager
+    def _dialled(self, peer: Peer) -> Iterator[socket.socket]:
+        """A connection that the peer has welcomed; an OSError on it names the peer."""
         try:
-            connection = socket.create_connection(parse_address(peer.address, peer.host), timeout=STALL_S)
+            with socket.create_connection(parse_address(peer.address, peer.host), timeout=STALL_S) as connection:
+                tune(connection)
+                connection.sendall(GREETING.pack(MAGIC, VERSION, self.run, self.stage, peer.stage))
+                answer = receive_exactly(connection, 1)
+                if not answer:
+                    raise ConnectionError("it hangs up; is it another program, or another version of tahq?")
+                if answer[0] != Welcome.WELCOME:
+                    reason = _REASONS.get(answer[0], "a program that is no worker of tahq answers")
+                    raise RemoteProtocolError(f"{peer.name}: {reason}")
+                yield connection
+        except TimeoutError as error:
+            raise PeerLostError(f"{peer.name}: no answer within {STALL_S:g} s") from error
         except OSError as error:
-            raise _lost(peer, error) from error
-        try:
-            tune(connection)
-            connection.sendall(GREETING.pack(MAGIC, VERSION, self._run, self._stage, peer.stage))
-            answer = receive_exactly(connection, 1)
-            if not answer:
-                raise ConnectionError("it hangs up; is it another program, or another version of tahq?")
-            if answer[0] != Welcome.WELCOME:
-                reason = _REASONS.get(Welcome(answer[0])) if answer[0] in list(Welcome) else None
-                raise RemoteProtocolError(f"{peer.name}: {reason or 'a program that is no worker of tahq answers'}")
-        except OSError as error:
-            connection.close()
-            raise _lost(peer, error) from error
-        except RemoteProtocolError:
-            connection.close()
-            raise
-        return connection
+            raise PeerLostError(f"{peer.name}: {os.strerror(error.errno) if error.errno else error}") from error
 
 
 def _exchange_s(connection: socket.socket) -> float:
     time.sleep(_TRIP_GAP_S)
     start_s = time.monotonic()
-    connection.sendall(MeterRequest(Kind.ECHO).pack())
+    connection.sendall(REQUEST.pack(*MeterRequest(Kind.ECHO)))
     if not receive_exactly(connection, 1):
         raise ConnectionError("the connection was closed before an answer")
     return time.monotonic() - start_s
 
 
-def _stream(connection: socket.socket, peer: Peer, window_s: float, direction: Direction, times: StreamTimes) -> float:
-    kind = Kind.TAKE if direction == "out" else Kind.GIVE
-    request = MeterRequest(kind, window_s, times.least_s, times.most_s)
-    try:
-        connection.sendall(request.pack())
-        if direction == "out":
-            rate = send_stream(connection, times.most_s, peer.name)
-        else:
-            rate = receive_stream(connection, request.settling())
-    except OSError as error:
-        raise _lost(peer, error) from error
+def _stream(connection: socket.socket, peer: Peer, request: MeterRequest) -> float:
+    connection.sendall(REQUEST.pack(*request))
+    if request.kind is Kind.TAKE:
+        rate = send_stream(connection, request.most_s, peer.name)
+    else:
+        rate = receive_stream(connection, request)
     if rate <= 0:
         raise PeerLostError(f"{peer.name}: hardly a byte of a stream arrived")
     return rate
-
-
-def _lost(peer: Peer, error: OSError) -> PeerLostError:
-    if isinstance(error, TimeoutError):
-        reason = f"no answer within {STALL_S:g} s"
-    else:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-    return PeerLostError(f"{peer.name}: {reason}")
 
 
 class MeterServer:
@@ -224,34 +178,34 @@ class MeterServer:
                 threading.Thread(target=self._serve, args=(connection, peer), name="tahq-metered", daemon=True).start()
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
-        with connection:
-            has_place = self._places.acquire(blocking=False)
-            try:
+        has_place = self._places.acquire(blocking=False)
+        try:
+            with connection:
                 tune(connection)
                 if self._greet(connection, peer, has_place):
                     _answer(connection, peer)
-            except RemoteProtocolError as error:
-                log.warning("%s", error)
-            except OSError as error:  # the near end notices the same, and reports it
-                log.info("%s: %s", peer, error)
-            finally:
-                if has_place:
-                    self._places.release()
+        except RemoteProtocolError as error:
+            log.warning("%s", error)
+        except OSError as error:  # the near end notices the same, and reports it
+            log.info("%s: %s", peer, error)
+        finally:
+            if has_place:
+                self._places.release()
 
     def _greet(self, connection: socket.socket, peer: str, has_place: bool) -> bool:
+        """Answer a greeting; whether the connection is welcome."""
         data = receive_exactly(connection, GREETING.size)
         if not data:
             return False
         magic, version, run, _, meant = GREETING.unpack(data)
         if magic != MAGIC or version != VERSION:
             raise RemoteProtocolError(f"{peer}: not from tahq, or from another version")
-        answer = Welcome.WELCOME
         if not has_place:
             answer = Welcome.BUSY
         elif run != self._run:
             answer = Welcome.OTHER_RUN
-        elif meant != self._stage:
-            answer = Welcome.OTHER_STAGE
+        else:
+            answer = Welcome.WELCOME if meant == self._stage else Welcome.OTHER_STAGE
         connection.sendall(bytes([answer]))
         return answer is Welcome.WELCOME
 
@@ -261,7 +215,7 @@ def _answer(connection: socket.socket, peer: str) -> None:
     while data := receive_exactly(connection, REQUEST.size):
         request = MeterRequest.unpack(data, peer)
         if request.kind is Kind.TAKE:
-            receive_stream(connection, request.settling())
+            receive_stream(connection, request)
             return
         if request.kind is Kind.GIVE:
             send_stream(connection, request.most_s, peer)

@@ -13,9 +13,10 @@ import socket
 import statistics
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
+from typing import NamedTuple
 
 from tahq.errors import RemoteProtocolError
 
@@ -45,14 +46,11 @@ _LONGEST_WINDOW_S = 1.0
 
 
 class Kind(IntEnum):
-    """The request of the end that dialled."""
+    """The request of the end that dialled: echo a byte, receive a stream from me, send me a stream."""
 
     ECHO = 0
-    """One byte back."""
     TAKE = 1
-    """Receive a stream from me."""
     GIVE = 2
-    """Send me a stream."""
 
 
 class Welcome(IntEnum):
@@ -64,18 +62,13 @@ class Welcome(IntEnum):
     BUSY = 4
 
 
-@dataclass(frozen=True, slots=True)
-class MeterRequest:
-    """A request, parsed."""
+class MeterRequest(NamedTuple):
+    """A request, with seconds of a window, and the least and most of the stream."""
 
     kind: Kind
     window_s: float = 0.0
     least_s: float = 0.0
     most_s: float = 0.0
-
-    def pack(self) -> bytes:
-        """Its bytes."""
-        return REQUEST.pack(self.kind, self.window_s, self.least_s, self.most_s)
 
     @classmethod
     def unpack(cls, data: bytes, peer: str) -> "MeterRequest":
@@ -88,63 +81,55 @@ class MeterRequest:
             )
         return cls(Kind(kind), *times_s)
 
-    def settling(self) -> "Settling":
-        """The judge of the stream that is asked for."""
-        return Settling(self.window_s, self.least_s, self.most_s)
 
-
+@dataclass(slots=True)
 class Settling:
     """The rate of a stream of bytes, and whether it has settled. Pure: times are arguments.
 
     Arrivals are gathered into windows. The rate has settled when the median of the newest windows is hardly above that
     of the windows before them: TCP's slow start is over then.
 
-    Args:
+    Attributes:
         window_s: least length of a window. It goes on until it holds 64 KiB, at 5 Mbit/s and less for a second at
             most, so that a packet more or less does not count.
         least_s: shortest time to look, from the first arrival on.
         most_s: longest time, settled or not.
+        nbytes: all bytes that have arrived.
+        lasted_s: from the first arrival to the newest.
     """
 
-    def __init__(self, window_s: float, least_s: float, most_s: float) -> None:
-        self._window_s = max(window_s, WINDOW_S)
-        self._least_s = least_s
-        self._most_s = most_s
-        self._rates: list[float] = []
-        self._begun_s: float | None = None
-        self._window_from_s = 0.0
-        self._window_nbytes = 0
-        self._now_s = 0.0
-        self.nbytes = 0
-        """All bytes that have arrived."""
+    window_s: float
+    least_s: float
+    most_s: float
+    nbytes: int = 0
+    lasted_s: float = 0.0
+    _rates: list[float] = field(default_factory=list)
+    _begun_s: float | None = None
+    _window_from_s: float = 0.0
+    _window_nbytes: int = 0
 
     def add(self, now_s: float, nbytes: int) -> None:
         """Bytes have arrived now."""
         self.nbytes += nbytes
-        self._now_s = now_s
         if self._begun_s is None:
             # these came over an unknown time before now
             self._begun_s = self._window_from_s = now_s
             return
+        self.lasted_s = now_s - self._begun_s
         self._window_nbytes += nbytes
-        lasted_s = now_s - self._window_from_s
-        is_full = lasted_s >= self._window_s and self._window_nbytes >= _WINDOW_NBYTES
-        if is_full or lasted_s >= max(_LONGEST_WINDOW_S, self._window_s):
+        lasted_s, shortest_s = now_s - self._window_from_s, max(self.window_s, WINDOW_S)
+        is_full = lasted_s >= shortest_s and self._window_nbytes >= _WINDOW_NBYTES
+        if is_full or lasted_s >= max(_LONGEST_WINDOW_S, shortest_s):
             self._rates.append(8 * self._window_nbytes / lasted_s)
             self._window_from_s, self._window_nbytes = now_s, 0
 
     @property
-    def lasted_s(self) -> float:
-        """From the first arrival to the newest."""
-        return self._now_s - self._begun_s if self._begun_s is not None else 0.0
-
-    @property
     def is_over(self) -> bool:
         """Whether the stream may end: it has settled, or taken its time."""
-        if self.lasted_s >= self._most_s:
+        if self.lasted_s >= self.most_s:
             return True
         newest, before = self._rates[-_SPAN:], self._rates[-2 * _SPAN : -_SPAN]
-        if self.lasted_s < self._least_s or len(before) < _SPAN:
+        if self.lasted_s < self.least_s or len(before) < _SPAN:
             return False
         return statistics.median(newest) <= _GROWTH * statistics.median(before)
 
@@ -175,7 +160,7 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
 
 
-def receive_stream(connection: socket.socket, settling: Settling) -> float:
+def receive_stream(connection: socket.socket, request: MeterRequest) -> float:
     """Receive a stream until its rate has settled, report to the sender, and discard the rest of it.
 
     Returns:
@@ -184,12 +169,13 @@ def receive_stream(connection: socket.socket, settling: Settling) -> float:
     Raises:
         OSError: the stream stood still (TimeoutError), or ended before its time (ConnectionError).
     """
+    settling = Settling(request.window_s, request.least_s, request.most_s)
     scratch = bytearray(_SCRATCH_NBYTES)
     while not settling.is_over:
-        piece = connection.recv_into(scratch)
-        if piece == 0:
+        nbytes = connection.recv_into(scratch)
+        if nbytes == 0:
             raise ConnectionError("the stream ended before its rate had settled")
-        settling.add(time.monotonic(), piece)
+        settling.add(time.monotonic(), nbytes)
     rate = settling.rate_bits_per_s
     connection.sendall(REPORT.pack(rate, settling.nbytes, settling.lasted_s))
     while connection.recv_into(scratch):

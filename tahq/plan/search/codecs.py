@@ -49,30 +49,25 @@ def with_best_codecs(
     limit_s = simulations.time_s(plan) * (1 + TOLERANCE) if limit_s is None else limit_s
     links = range(plan.num_stages - 1)
     groups = [tuple(links)] if is_long(plan) else [(link,) for link in links]
-    places = [(direction, group) for direction in ("gradients", "activations") for group in groups]
+    places = [(direction, group) for direction in ("gradients", "activations") for group in groups if group]
     while places:
         for place in list(places):
-            above = _rungs_above(problem, plan, *place)
-            better = next((each for each in above if _is_allowed(simulations, each, limit_s)), None)
-            if better is None:
-                places.remove(place)
+            for above in _rungs_above(problem, plan, *place):
+                if fits_memory(simulations.table, above) and simulations.time_s(above) <= limit_s:
+                    plan = above
+                    break
             else:
-                plan = better
+                places.remove(place)
     return plan
-
-
-def _is_allowed(simulations: Simulations, plan: PipelinePlan, limit_s: float) -> bool:
-    return fits_memory(simulations.table, plan) and simulations.time_s(plan) <= limit_s
 
 
 def _rungs_above(
     problem: PlanProblem, plan: PipelinePlan, direction: str, links: Sequence[int]
 ) -> Iterator[PipelinePlan]:
     """The plan with the next more faithful codec on some links, then with those above it of ever shorter frames."""
-    allowed, codecs = getattr(problem, direction), list(getattr(plan, direction))
-    rung = allowed.index(codecs[links[0]]) if links else 0
+    allowed, codecs = getattr(problem, direction), getattr(plan, direction)
     shortest = math.inf
-    for codec in reversed(allowed[:rung]):
+    for codec in reversed(allowed[: allowed.index(codecs[links[0]])]):
         nbytes = problem.frame_nbytes(codec, plan.micro_batch)
         if nbytes < shortest:
             shortest = nbytes

@@ -7,7 +7,7 @@ there are few divisions, all are tried.
 """
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_left
 from functools import cache
 from itertools import combinations
 
@@ -22,16 +22,8 @@ MAX_ALL = 2_000
 _NUM_LIMITS = 48
 
 
-@dataclass(frozen=True, slots=True)
-class Divisions:
-    """Divisions with their bounds in seconds, the best first."""
-
-    layers: Array
-    bounds_s: Array
-
-
-def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: bool) -> Divisions:
-    """The divisions of least bound among those that fit the hosts' memory; may be empty.
+def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: bool) -> list[tuple[Array, float]]:
+    """The divisions of least bound among those that fit the hosts' memory, with their bounds in seconds, best first.
 
     Args:
         stages: hosts, in order.
@@ -46,10 +38,9 @@ def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: boo
     fits = depths[:, -1] >= 1
     layers, depths = layers[fits], depths[fits]
     if not len(layers):
-        return Divisions(layers, np.zeros(0))
+        return []
     bounds_s = step_bound(stages.step_seconds(layers, depths, split=split))
-    best = np.argsort(bounds_s, kind="stable")[:keep]
-    return Divisions(layers[best], bounds_s[best])
+    return [(layers[index], float(bounds_s[index])) for index in np.argsort(bounds_s, kind="stable")[:keep]]
 
 
 @cache
@@ -62,7 +53,7 @@ def all_divisions(num_layers: int, num_stages: int) -> Array:
 def _filled(stages: StageCosts, num_layers: int) -> Array:
     """A division for each limit of compute time and each depth that memory may have to hold."""
     each = np.maximum(stages.block.forward + stages.block.backward, 1e-12)
-    ends = stages.ends.forward + stages.ends.backward
+    ends = stages.model_ends.forward + stages.model_ends.backward
     rooms = np.unique([_most_layers(stages, depths, num_layers) for depths in _wanted_depths(stages)], axis=0)
     found = [np.zeros((0, len(each)))]
     for room in rooms:
@@ -91,23 +82,21 @@ def _wanted_depths(stages: StageCosts) -> list[Array]:
 
 def _most_layers(stages: StageCosts, depths: Array, num_layers: int) -> Array:
     """Blocks that fit each stage's memory at these depths."""
-    none, one = np.zeros(len(depths)), np.ones(len(depths))
-    base = stages.fixed_nbytes(none) + depths * stages.held_nbytes(none)
-    block = stages.fixed_nbytes(one) + depths * stages.held_nbytes(one) - base
-    return np.clip(whole_quotient(stages.memory - base, block), 0, num_layers - len(depths) + 1)
+    base, with_one = (
+        stages.fixed_nbytes(layers) + depths * stages.held_nbytes(layers)
+        for layers in (np.zeros(len(depths)), np.ones(len(depths)))
+    )
+    return np.clip(whole_quotient(stages.memory - base, with_one - base), 0, num_layers - len(depths) + 1)
 
 
 def _limits(each: Array, ends: Array, room: Array, num_layers: int) -> Array:
     """Limits in seconds of the busiest stage's compute: the least that suffices, those just above, some far above."""
-    counts = np.arange(1, int(room.max()) + 1)
-    values = np.unique(counts[:, None] * each + ends)
+    values = np.unique(np.arange(1, int(room.max()) + 1)[:, None] * each + ends)
     least = (each + ends).max()
     values = values[values >= least - 1e-12] if values[-1] >= least - 1e-12 else np.array([least])
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        enough = _capacity(values[middle], each, ends, room).sum() >= num_layers
-        low, high = (low, middle) if enough else (middle + 1, high)
+    low = bisect_left(
+        range(len(values) - 1), True, key=lambda at: _capacity(values[at], each, ends, room).sum() >= num_layers
+    )
     above = values[low:]
     half = _NUM_LIMITS // 2
     if len(above) <= _NUM_LIMITS:
@@ -120,8 +109,7 @@ def _fill(capacity: Array, each: Array, num_layers: int) -> Array:
     order = np.argsort(each, kind="stable")
     extra = (capacity - 1)[:, order]
     before = np.cumsum(extra, axis=1) - extra
-    taken = np.clip(num_layers - len(each) - before, 0, extra)
     layers = np.ones_like(capacity)
-    layers[:, order] += taken
+    layers[:, order] += np.clip(num_layers - len(each) - before, 0, extra)
     whole: Array = layers[layers.sum(axis=1) == num_layers]
     return whole

@@ -42,11 +42,10 @@ def all_orders(kinds: Sequence[int], hosts: Sequence[int], sizes: Sequence[int])
                 yield order
 
 
-def stage_counts(num_hosts: int, num_layers: int, wanted: int | None) -> tuple[int, ...]:
+def stage_counts(most: int, wanted: int | None) -> tuple[int, ...]:
     """Numbers of stages to try: all of a few, and of many each about a seventh larger than the last."""
     if wanted is not None:
         return (wanted,)
-    most = min(num_hosts, num_layers)
     counts, count = [], 1
     while count < most:
         counts.append(count)
@@ -65,11 +64,23 @@ class OrderSearch:
     """
 
     def __init__(self, table: ClusterTable, hosts: Sequence[int], micro_batch: int, wires: tuple[str, str]) -> None:
-        self._table, self._hosts, self._index = table, hosts, np.array(hosts)
-        self._micro_batch = micro_batch
-        self._nbytes = [table.problem.frame_nbytes(codec, micro_batch) for codec in wires]
-        self._distances = self._pair_distances()
-        self._fits = self._middle_nbytes() <= table.memory[self._index]
+        self._hosts, self._model, index = hosts, table.problem.model, np.array(hosts)
+        out, back = (table.problem.frame_nbytes(codec, micro_batch) for codec in wires)
+        times = table.times(micro_batch)
+        self._layer_s = (times.block_forward + times.block_backward)[index]
+        self._wire_s = transmission_s(out + back, np.minimum(table.up, table.down)[index])
+        """Of a micro-batch, sent or received both ways."""
+        pairs = np.ix_(index, index)
+        rate, latency = table.pair_rate[pairs], table.latency_s[pairs]
+        hop_s = transmission_s(out, rate) + transmission_s(back, rate.T) + latency + latency.T
+        self._distances: Array = np.maximum(hop_s, hop_s.T)
+        """Seconds of a micro-batch's round trip between each two hosts, in the slower order of the two."""
+        np.fill_diagonal(self._distances, 0.0)
+        held, measured = self._model.held[micro_batch], times.held_block[index]
+        blocks = np.where(measured > 0, measured, held.block)
+        middle_nbytes = self._model.block_nbytes + 3 * held.tensor + held.again + blocks + 2 * (out + back)
+        self._fits = middle_nbytes <= table.memory[index]
+        """Whether each host has the memory for one block in the middle of a pipeline."""
         self._tree = linkage(squareform(self._distances, checks=False), "average") if len(hosts) > 2 else None
 
     def fastest_alone(self, sizes: Sequence[int]) -> list[Order]:
@@ -91,18 +102,14 @@ class OrderSearch:
         best = [order for order in sorted(scores, key=scores.__getitem__) if scores[order] < math.inf]
         found = dict.fromkeys(best[:_NUM_STARTS])
         for order in _of_different_sizes(best)[:_SEARCHED]:
-            alone = self._alone_s(len(order))
-            outside = [self._hosts[index] for index in np.argsort(alone, kind="stable")[: 2 * len(order) + 8]]
-            found[improved(order, outside, score)] = None
+            nearest = np.argsort(self._alone_s(len(order)), kind="stable")[: 2 * len(order) + 8]
+            found[improved(order, [self._hosts[index] for index in nearest], score)] = None
         return sorted(found, key=score)
 
     def _alone_s(self, size: int) -> Array:
         """Each host's seconds for its share of a micro-batch: computing, or sending or receiving both ways."""
-        times, model = self._table.times(self._micro_batch), self._table.problem.model
-        compute = model.num_layers / size * (times.block_forward + times.block_backward)[self._index]
-        nbytes = sum(self._nbytes) if size > 1 else 0.0
-        rates = np.minimum(self._table.up, self._table.down)[self._index]
-        wire = transmission_s(nbytes, rates)
+        compute = self._model.num_layers / size * self._layer_s
+        wire = self._wire_s if size > 1 else np.zeros_like(self._wire_s)
         alone: Array = np.where(self._fits, np.maximum(compute, wire) + 1e-3 * (compute + wire), math.inf)
         return alone
 
@@ -111,39 +118,18 @@ class OrderSearch:
         for chosen in self._subsets(self._alone_s(size), size):
             yield tuple(self._hosts[index] for index in _chained(chosen, self._distances))
 
-    def _pair_distances(self) -> Array:
-        """Seconds of a micro-batch's round trip between each two hosts, in the slower order of the two."""
-        pairs = np.ix_(self._index, self._index)
-        rate, latency = self._table.pair_rate[pairs], self._table.latency_s[pairs]
-        hop = transmission_s(self._nbytes[0], rate) + transmission_s(self._nbytes[1], rate.T) + latency + latency.T
-        distances: Array = np.maximum(hop, hop.T)
-        np.fill_diagonal(distances, 0.0)
-        return distances
-
-    def _middle_nbytes(self) -> Array:
-        """Bytes of one block in the middle of a pipeline on each host."""
-        model = self._table.problem.model
-        held, measured = model.held[self._micro_batch], self._table.times(self._micro_batch).held_block[self._index]
-        blocks = np.where(measured > 0, measured, held.block)
-        nbytes: Array = model.block_nbytes + 3 * held.tensor + held.again + blocks + 2 * sum(self._nbytes)
-        return nbytes
-
-    def _subsets(self, alone: Array, size: int) -> Iterator[tuple[int, ...]]:
-        able = np.flatnonzero(np.isfinite(alone))
-        if len(able) < size:
+    def _subsets(self, alone: Array, size: int) -> Iterator[Sequence[int]]:
+        """The fastest hosts, those near each of the fastest, and the fastest of each group of near ones."""
+        ranked = np.argsort(alone, kind="stable")[: np.count_nonzero(np.isfinite(alone))]
+        if len(ranked) < size:
             return
-        ranked = able[np.argsort(alone[able], kind="stable")]
-        yield tuple(ranked[:size])
-        if size == len(able):
+        yield ranked[:size].tolist()
+        if size == len(ranked):
             return
         for seed in ranked[:_NUM_SEEDS]:
             near = alone + self._distances[seed]
             near[seed] = -1.0
-            yield tuple(np.argsort(near, kind="stable")[:size])
-        yield from self._groups(alone, size)
-
-    def _groups(self, alone: Array, size: int) -> Iterator[tuple[int, ...]]:
-        """The best hosts of each large enough group of near ones, on a few levels of the tree of groups."""
+            yield np.argsort(near, kind="stable")[:size].tolist()
         if self._tree is None or not self._distances.any():
             return
         heights = np.unique(self._tree[:, 2])
@@ -155,7 +141,7 @@ class OrderSearch:
                 members = np.flatnonzero(groups == name)
                 members = members[np.argsort(alone[members], kind="stable")][:size]
                 if np.isfinite(alone[members]).all():
-                    picked.append((float(alone[members].max()), tuple(map(int, members))))
+                    picked.append((float(alone[members].max()), members.tolist()))
             yield from (members for _, members in sorted(picked)[:3])
 
 
@@ -208,14 +194,11 @@ def _neighbours(order: Order, pool: Sequence[int]) -> Iterator[Order]:
 
 def _chained(chosen: Sequence[int], distances: Array) -> list[int]:
     """The chosen hosts as a chain, each followed by the nearest that is left; the best of a few beginnings."""
-    chains = [_chain_from(first, chosen, distances) for first in list(chosen)[:8]]
+    chains = []
+    for first in list(chosen)[:8]:
+        chain, left = [first], [host for host in chosen if host != first]
+        while left:
+            chain.append(min(left, key=lambda host: distances[chain[-1], host]))
+            left.remove(chain[-1])
+        chains.append(chain)
     return min(chains, key=lambda chain: sum(distances[a, b] for a, b in pairwise(chain)))
-
-
-def _chain_from(first: int, chosen: Sequence[int], distances: Array) -> list[int]:
-    chain, left = [first], [host for host in chosen if host != first]
-    while left:
-        nearest = min(left, key=lambda host: distances[chain[-1], host])
-        chain.append(nearest)
-        left.remove(nearest)
-    return chain

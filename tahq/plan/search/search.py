@@ -6,10 +6,11 @@ best simulated step or the budget of simulated actions is spent.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,7 @@ _GAIN = 1e-6
 """Least relative gain that counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An order, a micro-batch size, a division, and its bound in seconds."""
 
     bound_s: float
@@ -43,18 +43,20 @@ class Candidate:
 
 
 class Simulations:
-    """The plans simulated so far, and the rest of the budget."""
+    """The plans simulated so far, with their seconds, and the rest of the budget."""
 
     def __init__(self, table: ClusterTable, budget_actions: int = BUDGET_ACTIONS) -> None:
         self.table = table
         self.times_s: dict[PipelinePlan, float] = {}
         self._budget = self._left = budget_actions
 
-    def exhausted(self) -> bool:
+    @property
+    def is_exhausted(self) -> bool:
         """Whether the budget is used up."""
         return self._left <= 0
 
-    def sparing(self) -> bool:
+    @property
+    def is_sparing(self) -> bool:
         """Whether half of the budget is used up, so that hopeless plans are no longer simulated."""
         return self._left <= self._budget / 2
 
@@ -65,17 +67,13 @@ class Simulations:
             self.times_s[plan] = float(step_time_s(self.table, plan))
         return self.times_s[plan]
 
-    def best(self, plans: Iterable[PipelinePlan]) -> PipelinePlan | None:
-        """The fastest of some; of equals the first."""
-        best: PipelinePlan | None = None
-        for plan in plans:
-            if best is None or self.time_s(plan) < self.time_s(best) * (1 - _GAIN):
-                best = plan
-        return best
-
     def ranked(self) -> list[PipelinePlan]:
         """All simulated plans, the fastest first; of equals the one with fewer micro-batches in flight."""
-        return sorted(self.times_s, key=lambda plan: (self.times_s[plan], _in_flight(plan)))
+
+        def in_flight(plan: PipelinePlan) -> int:
+            return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)
+
+        return sorted(self.times_s, key=lambda plan: (self.times_s[plan], in_flight(plan)))
 
 
 class Search:
@@ -98,12 +96,11 @@ class Search:
         like: PipelinePlan | None = None,
     ) -> None:
         self._table, self._hosts, self._wires = table, tuple(hosts), wires
-        self._problem = table.problem
+        self._problem, self._model = table.problem, table.problem.model
         self._simulations = simulations
-        self._micro_batches = (like.micro_batch,) if like else self._problem.model.micro_batches
+        self._micro_batches = (like.micro_batch,) if like else self._model.micro_batches
         self._num_stages = like.num_stages if like else self._problem.num_stages
-        self._split = "zero-bubble" in self._problem.schedules
-        self._scores: dict[tuple[tuple[object, ...], int], float] = {}
+        self._scores: dict[tuple[tuple[int, ...], int], float] = {}
 
     def run(self) -> list[PipelinePlan]:
         """Plans, the fastest first; empty: no host has the memory for anything."""
@@ -116,8 +113,8 @@ class Search:
 
     def candidates(self) -> list[Candidate]:
         """The best divisions of every promising order and micro-batch size, by their bound."""
-        sizes = stage_counts(len(self._hosts), self._problem.model.num_layers, self._num_stages)
-        sizes = tuple(size for size in sizes if size <= min(len(self._hosts), self._problem.model.num_layers))
+        most = min(len(self._hosts), self._model.num_layers)
+        sizes = [size for size in stage_counts(most, self._num_stages) if size <= most]
         orders = self._exhaustive(sizes) if len(self._hosts) <= MAX_ALL_HOSTS else self._searched(sizes)
         found = [
             candidate
@@ -129,48 +126,45 @@ class Search:
 
     def _exhaustive(self, sizes: Sequence[int]) -> list[Order]:
         orders = list(all_orders(self._table.kinds, self._hosts, sizes))
-        micro_batches = self._micro_batches
-        if len(orders) * len(micro_batches) <= _MAX_EVERYTHING:
+        if len(orders) * len(self._micro_batches) <= _MAX_EVERYTHING:
             return orders
-        few = self._promising(dict.fromkeys(micro_batches, orders[:: max(1, len(orders) // 40)])) or micro_batches[:2]
+        few = self._promising(dict.fromkeys(self._micro_batches, orders[:: max(1, len(orders) // 40)]))
         ranked = sorted(orders, key=lambda order: min(self._score(order, size) for size in few))
-        return ranked[: _MAX_EVERYTHING // len(micro_batches)]
+        return ranked[: _MAX_EVERYTHING // len(self._micro_batches)]
 
     def _searched(self, sizes: Sequence[int]) -> list[Order]:
-        searches = {
-            micro_batch: OrderSearch(self._table, self._hosts, micro_batch, self._wires)
-            for micro_batch in self._micro_batches
-        }
-        tried = {micro_batch: search.fastest_alone(sizes) for micro_batch, search in searches.items()}
-        # where none of those fits, the search may still find some: with the sizes that take least memory
-        chosen = self._promising(tried) or self._micro_batches[:2]
-        found = [searches[size].best(sizes, partial(self._score, micro_batch=size)) for size in chosen]
-        return list(dict.fromkeys(order for orders in found for order in orders))
+        searches = {size: OrderSearch(self._table, self._hosts, size, self._wires) for size in self._micro_batches}
+        found: dict[Order, None] = {}
+        for micro_batch in self._promising({size: each.fastest_alone(sizes) for size, each in searches.items()}):
+            found |= dict.fromkeys(searches[micro_batch].best(sizes, partial(self._score, micro_batch=micro_batch)))
+        return list(found)
 
     def _promising(self, orders: Mapping[int, Sequence[Order]]) -> tuple[int, ...]:
-        """The two micro-batch sizes that some orders, given for each, do best with."""
+        """The two micro-batch sizes that some orders, given for each, do best with.
+
+        Where none of the orders fits, others may: then the sizes that take least memory.
+        """
         best = {
             size: min((self._score(order, size) for order in those), default=math.inf) for size, those in orders.items()
         }
-        return tuple(size for size in sorted(best, key=best.__getitem__)[:2] if best[size] < math.inf)
+        fitting = tuple(size for size in sorted(best, key=best.__getitem__)[:2] if best[size] < math.inf)
+        return fitting or self._micro_batches[:2]
 
     def _score(self, order: Order, micro_batch: int) -> float:
-        face = tuple(self._table.kinds[host] for host in order)
-        if (face, micro_batch) not in self._scores:
+        """The least bound of an order; equal hosts are interchangeable."""
+        key = tuple(self._table.kinds[host] for host in order), micro_batch
+        if key not in self._scores:
             divided = self._divided(order, micro_batch, keep=1)
-            self._scores[face, micro_batch] = divided[0].bound_s if divided else math.inf
-        return self._scores[face, micro_batch]
+            self._scores[key] = divided[0].bound_s if divided else math.inf
+        return self._scores[key]
 
     def _divided(self, order: Order, micro_batch: int, keep: int = _KEPT_DIVISIONS) -> list[Candidate]:
-        stages = self._stage_costs(order, micro_batch)
-        divisions = best_divisions(stages, self._problem.model.num_layers, keep, split=self._split)
+        stages = StageCosts(self._table, order, micro_batch, *self._wires)
+        split = "zero-bubble" in self._problem.schedules
         return [
             Candidate(float(bound_s), order, micro_batch, tuple(map(int, layers)))
-            for layers, bound_s in zip(divisions.layers, divisions.bounds_s, strict=True)
+            for layers, bound_s in best_divisions(stages, self._model.num_layers, keep, split=split)
         ]
-
-    def _stage_costs(self, order: Order, micro_batch: int) -> StageCosts:
-        return StageCosts(self._table, order, micro_batch, *self._wires)
 
     # -- simulation ------------------------------------------------------------------------------
 
@@ -180,21 +174,19 @@ class Search:
         for candidate in candidates:
             firsts.setdefault((candidate.hosts, candidate.micro_batch), candidate)
         seen = set(firsts.values())
-        others = [candidate for candidate in candidates if candidate not in seen]
         best_s = math.inf
-        for group in (list(firsts.values()), others):
+        for group in (firsts.values(), [candidate for candidate in candidates if candidate not in seen]):
             for candidate in group:
-                if candidate.bound_s >= best_s or self._simulations.exhausted():
+                if candidate.bound_s >= best_s or self._simulations.is_exhausted:
                     break
-                plan = self._simulations.best(self._plans(candidate, best_s))
-                best_s = min(best_s, self._simulations.time_s(plan)) if plan else best_s
+                best_s = min([best_s, *map(self._simulations.time_s, self._plans(candidate, best_s))])
 
-    def _plans(self, candidate: Candidate, best_s: float = math.inf) -> Iterator[PipelinePlan]:
+    def _plans(self, candidate: Candidate, best_s: float) -> Iterator[PipelinePlan]:
         """A candidate under every schedule with every depth profile; when sparing, while they come near the best.
 
         The deepest profile alone tells little: it is often not the fastest, least of all with 1F1B.
         """
-        stages = self._stage_costs(candidate.hosts, candidate.micro_batch)
+        stages = StageCosts(self._table, candidate.hosts, candidate.micro_batch, *self._wires)
         for schedule in self._problem.schedules:
             if schedule == "interleaved" and not self._interleaves(candidate):
                 continue
@@ -205,28 +197,27 @@ class Search:
             for depths in reversed(profiles):
                 plan = self._plan(candidate, schedule, depths)
                 yield plan
-                if self._simulations.sparing() and self._simulations.time_s(plan) > 1.1 * best_s:
+                if self._simulations.is_sparing and self._simulations.time_s(plan) > 1.1 * best_s:
                     break
 
     def _interleaves(self, candidate: Candidate) -> bool:
         """Whether each stage has a block for every chunk, and micro-batches come in whole rounds."""
-        num_micro_batches = self._problem.model.global_batch // candidate.micro_batch
+        num_micro_batches, num_stages = self._model.global_batch // candidate.micro_batch, len(candidate.hosts)
         enough = min(candidate.layers) >= self._problem.chunks_per_stage
-        return enough and num_micro_batches % len(candidate.hosts) == 0 and len(candidate.hosts) > 1
+        return enough and num_micro_batches % num_stages == 0 and num_stages > 1
 
     def _plan(self, candidate: Candidate, schedule: str, depths: tuple[int, ...]) -> PipelinePlan:
-        cuts = len(candidate.hosts) - 1
-        chunks = self._problem.chunks_per_stage if schedule == "interleaved" else 1
+        activations, gradients = ((codec,) * (len(candidate.hosts) - 1) for codec in self._wires)
         return PipelinePlan(
             hosts=candidate.hosts,
             layers=candidate.layers,
             micro_batch=candidate.micro_batch,
-            num_micro_batches=self._problem.model.global_batch // candidate.micro_batch,
+            num_micro_batches=self._model.global_batch // candidate.micro_batch,
             schedule=schedule,
             depths=depths,
-            activations=(self._wires[0],) * cuts,
-            gradients=(self._wires[1],) * cuts,
-            chunks_per_stage=chunks,
+            activations=activations,
+            gradients=gradients,
+            chunks_per_stage=self._problem.chunks_per_stage if schedule == "interleaved" else 1,
             first=self._problem.firsts[0],
         )
 
@@ -235,9 +226,8 @@ class Search:
     def _leaders(self) -> list[PipelinePlan]:
         """The best plans of different orders or micro-batch sizes."""
         leaders: dict[object, PipelinePlan] = {}
-        mine = set(self._hosts)
         for plan in self._simulations.ranked():
-            if mine.issuperset(plan.hosts):
+            if set(self._hosts).issuperset(plan.hosts):
                 leaders.setdefault((plan.hosts, plan.micro_batch), plan)
             if len(leaders) == _REFINED:
                 break
@@ -246,18 +236,18 @@ class Search:
     def _refine(self, plan: PipelinePlan) -> None:
         """Move a block, or change a stage's depth, for as long as it helps."""
         better: PipelinePlan | None = plan
-        while better is not None and not self._simulations.exhausted():
+        while better is not None:
             plan, better = better, None
             limit_s = self._simulations.time_s(plan) * (1 - _GAIN)
             for neighbour in self._neighbours(plan):
-                if self._simulations.exhausted():
+                if self._simulations.is_exhausted:
                     return
                 if plan_bound_s(self._table, neighbour) < limit_s and self._simulations.time_s(neighbour) < limit_s:
                     better = neighbour
                     break
 
     def _neighbours(self, plan: PipelinePlan) -> Iterator[PipelinePlan]:
-        stages = self._stage_costs(plan.hosts, plan.micro_batch)
+        stages = StageCosts(self._table, plan.hosts, plan.micro_batch, *self._wires)
         for layers in _moved(plan.layers, least=plan.chunks_per_stage):
             limits = stages.depth_limits(np.array(layers, dtype=float))
             if limits[-1] >= 1 and (plan.depths or plan.schedule != "gpipe" or limits[-1] >= plan.num_micro_batches):
@@ -267,11 +257,6 @@ class Search:
         for depths in _deepened(plan.depths):
             if all(1 <= depth <= limit for depth, limit in zip(depths, limits, strict=True)):
                 yield replace(plan, depths=depths)
-
-
-def _in_flight(plan: PipelinePlan) -> int:
-    """Approximate number of micro-batches in flight on all stages."""
-    return plan.num_stages * plan.num_micro_batches if plan.schedule == "gpipe" else sum(plan.depths)
 
 
 def _moved(layers: tuple[int, ...], least: int) -> Iterator[tuple[int, ...]]:

@@ -44,28 +44,33 @@ class StageCosts:
         activations: str | Sequence[str],
         gradients: str | Sequence[str],
     ) -> None:
-        self._table, self._held = table, table.problem.model.held[micro_batch]
+        self.table, self._held = table, table.problem.model.held[micro_batch]
         self.hosts = np.array(hosts)
         self.micro_batch = micro_batch
         self.num_micro_batches = table.problem.model.global_batch // micro_batch
-        self.chunks_per_stage = table.problem.chunks_per_stage
         self.memory: Array = table.memory[self.hosts]
         self._first, self._last = np.zeros(len(hosts)), np.zeros(len(hosts))
         self._first[0] = self._last[-1] = 1.0
         times = table.times(micro_batch)
         own = {name: getattr(times, name)[self.hosts] for name in times.__slots__}
         self.block = StageCompute(own["block_forward"], own["block_backward"], own["block_input_gradient"])
-        self.ends = StageCompute(
+        self.model_ends = StageCompute(
             self._first * own["first_forward"] + self._last * own["last_forward"],
             self._first * own["first_backward"] + self._last * own["last_backward"],
             # no stage waits for the gradient of an embedding's input; of the head's two products one is the input's
             self._last * own["last_backward"] / 2,
         )
         self._held_block = np.where(own["held_block"] > 0, own["held_block"], self._held.block)
-        self.latency = table.latency_s[self.hosts[:-1], self.hosts[1:]]
+        self.ends = self.hosts[:-1], self.hosts[1:]
+        """Hosts before and behind each cut."""
+        self.latency = table.latency_s[self.ends]
+        self.nbytes = np.zeros((len(hosts) - 1, 2))
+        """Of a frame at each cut, forward and backward."""
+        self.outward = self._direction(0, activations, self.ends)
+        self.inward = self._direction(1, gradients, self.ends[::-1])
         self._frame_nbytes = np.zeros(len(hosts))
-        self.outward = self._direction(activations, self.hosts[:-1], self.hosts[1:])
-        self.inward = self._direction(gradients, self.hosts[1:], self.hosts[:-1])
+        self._frame_nbytes[:-1] += self.nbytes.sum(axis=1)
+        self._frame_nbytes[1:] += self.nbytes.sum(axis=1)
 
     @classmethod
     def of(cls, table: ClusterTable, plan: PipelinePlan) -> "StageCosts":
@@ -75,7 +80,7 @@ class StageCosts:
     def times(self, layers: Array) -> StageCompute:
         """Seconds by stage."""
         names = StageCompute.__slots__
-        return StageCompute(*(layers * getattr(self.block, name) + getattr(self.ends, name) for name in names))
+        return StageCompute(*(layers * getattr(self.block, name) + getattr(self.model_ends, name) for name in names))
 
     def step_seconds(self, layers: Array, depths: Array | None, *, split: bool) -> StepSeconds:
         """The input of `tahq.plan.simulate.bound`; `split`: whether backwards are."""
@@ -93,7 +98,7 @@ class StageCosts:
 
     def fixed_nbytes(self, layers: Array) -> Array:
         """Weights, gradients and optimizer, and what exists once."""
-        model, held = self._table.problem.model, self._held
+        model, held = self.table.problem.model, self._held
         ends = self._first * model.first_nbytes + self._last * model.last_nbytes
         once = np.where(self._last > 0, max(held.workspace, held.again), held.again)
         # a gradient received, a gradient to send
@@ -110,23 +115,24 @@ class StageCosts:
 
     def depth_limits(self, layers: Array) -> Array:
         """Most micro-batches in flight that fit each stage's memory, never more than upstream; below 1: none fits."""
-        room = self.memory - self.fixed_nbytes(layers)
-        fit = whole_quotient(room, self.held_nbytes(layers))
+        fit = whole_quotient(self.memory - self.fixed_nbytes(layers), self.held_nbytes(layers))
         limits: Array = np.minimum.accumulate(np.clip(fit, 0, self.num_micro_batches), axis=-1)
         return limits
 
-    def _direction(self, codecs: str | Sequence[str], sources: Array, targets: Array) -> DirectionSeconds:
-        table, size = self._table, self.micro_batch
+    def _direction(self, number: int, codecs: str | Sequence[str], ends: tuple[Array, Array]) -> DirectionSeconds:
+        table, size, (sources, targets) = self.table, self.micro_batch, ends
         codecs = [codecs] * len(sources) if isinstance(codecs, str) else codecs
         nbytes = np.array([table.problem.frame_nbytes(codec, size) for codec in codecs])
-        self._frame_nbytes[:-1] += nbytes
-        self._frame_nbytes[1:] += nbytes
-        pairs = list(zip(codecs, sources, targets, strict=True))
+        self.nbytes[:, number] = nbytes
+        encode, decode = (
+            np.array([table.codec_s(int(host), codec, size)[way] for host, codec in zip(hosts, codecs, strict=True)])
+            for way, hosts in enumerate(ends)
+        )
         return DirectionSeconds(
-            encode=np.array([table.codec_s(int(source), codec, size)[0] for codec, source, _ in pairs]),
-            decode=np.array([table.codec_s(int(target), codec, size)[1] for codec, _, target in pairs]),
+            encode=encode,
+            decode=decode,
             uplink=transmission_s(nbytes, table.up[sources]),
-            path=transmission_s(nbytes, table.path_rate[sources, targets]),
+            path=transmission_s(nbytes, table.path_rate[ends]),
             downlink=transmission_s(nbytes, table.down[targets]),
         )
 
@@ -166,7 +172,7 @@ def depth_profiles(stages: StageCosts, layers: Sequence[float], schedule: str) -
     later: Array = np.arange(len(blocks) - 1, -1.0, -1.0)
     if schedule == "interleaved":
         # depths count chunks, which keep less each
-        chunks = stages.chunks_per_stage
+        chunks = stages.table.problem.chunks_per_stage
         own = 2 * later + (chunks - 1) * len(blocks) + 1
         return tuple(each for each in _capped([own, 2 * own], limits * chunks) if min(each) >= chunks)
     if schedule == "zero-bubble":

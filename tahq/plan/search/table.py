@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers, LayerTimes
+from tahq.plan.cluster_numbers import ClusterNumbers, HostNumbers
 from tahq.plan.problem import PlanProblem
 from tahq.plan.simulate.bound import Array
 from tahq.quant import CodecSpec
@@ -53,16 +53,15 @@ class ClusterTable:
         """Seconds by host for micro-batches of this size."""
         if micro_batch not in self._times:
             rows = [times_of(host, micro_batch) for host in self.problem.cluster.hosts]
-            self._times[micro_batch] = HostTimes(*(np.array(column) for column in zip(*rows, strict=True)))
+            self._times[micro_batch] = HostTimes(*map(np.array, zip(*rows, strict=True)))
         return self._times[micro_batch]
 
     def codec_s(self, host: int, codec: str, micro_batch: int) -> tuple[float, float]:
         """Seconds to encode and to decode a micro-batch on a host; see `codec_stand_in`."""
-        measured = self._codecs[host]
         stand_in = self.codec_stand_in(host, codec)
         if stand_in is None:
             return 0.0, 0.0
-        times, elements = measured[stand_in], self.problem.num_elements(micro_batch)
+        times, elements = self._codecs[host][stand_in], self.problem.num_elements(micro_batch)
         return elements * times.encode_per_element, elements * times.decode_per_element
 
     def codec_stand_in(self, host: int, codec: str) -> str | None:
@@ -73,18 +72,14 @@ class ClusterTable:
         measured, codec = self._codecs[host], _in_full(codec)
         if codec in measured:
             return codec
-        family = [each for each in measured if _family(each) == _family(codec)]
-        others = [each for each in measured if _family(each) != "raw"]
-        nearest = family or (others if _family(codec) != "raw" else [])
-        return max(nearest, key=lambda each: sum(measured[each].model_dump().values()), default=None)
+        by_family = [each for each in measured if _family(each) == _family(codec)]
+        others = [each for each in measured if "raw" not in (_family(each), _family(codec))]
+        return max(by_family or others, key=lambda each: sum(measured[each].model_dump().values()), default=None)
 
     def dead_hop(self, hosts: Sequence[int]) -> tuple[int, int] | None:
         """The first two neighbours in an order between which the path failed, in either direction."""
-        for one, other in pairwise(hosts):
-            for ends in ((one, other), (other, one)):
-                if self.path_rate[ends] == _UNREACHABLE_BITS_PER_S:
-                    return ends
-        return None
+        hops = (ends for one, other in pairwise(hosts) for ends in ((one, other), (other, one)))
+        return next((ends for ends in hops if self.path_rate[ends] == _UNREACHABLE_BITS_PER_S), None)
 
     @cached_property
     def pair_rate(self) -> Array:
@@ -97,12 +92,12 @@ class ClusterTable:
         """A number for each host, the same for hosts that are interchangeable; those that a path names never are."""
         cluster = self.problem.cluster
         on_paths = {end for path in cluster.paths for end in (path.source, path.target)}
-        known: dict[object, int] = {}
-        kinds = []
-        for host in cluster.hosts:
-            face = host.name if host.name in on_paths else host.model_copy(update={"name": ""}).model_dump_json()
-            kinds.append(known.setdefault(face, len(known)))
-        return tuple(kinds)
+        known: dict[str, int] = {}
+        faces = (
+            host.name if host.name in on_paths else host.model_copy(update={"name": ""}).model_dump_json()
+            for host in cluster.hosts
+        )
+        return tuple(known.setdefault(face, len(known)) for face in faces)
 
 
 @cache
@@ -120,16 +115,14 @@ def times_of(host: HostNumbers, micro_batch: int) -> tuple[float, ...]:
     Between two measured sizes, a straight line; beyond them the line through the nearest two, but never below zero or
     falling as micro-batches grow; where only one size was measured, times are proportional to it.
     """
-    rows = [_filled(times) for times in host.compute]
     sizes = [float(times.micro_batch) for times in host.compute]
+    rows = []
+    for times in host.compute:
+        values = times.model_dump() | {"held_block": times.block_activation_bytes}
+        if values["block_input_gradient"] is None:
+            values["block_input_gradient"] = times.block_backward / 2
+        rows.append([float(values[name]) for name in HostTimes.__slots__])
     return tuple(_at(sizes, column, float(micro_batch)) for column in zip(*rows, strict=True))
-
-
-def _filled(times: LayerTimes) -> list[float]:
-    values = times.model_dump() | {"held_block": times.block_activation_bytes}
-    if values["block_input_gradient"] is None:
-        values["block_input_gradient"] = times.block_backward / 2
-    return [float(values[name]) for name in HostTimes.__slots__]
 
 
 def _at(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
@@ -137,12 +130,10 @@ def _at(sizes: Sequence[float], values: Sequence[float], size: float) -> float:
         return values[0] * size / sizes[0]
     if sizes[0] <= size <= sizes[-1]:
         return float(np.interp(size, sizes, values))
-    near = (0, 1) if size < sizes[0] else (-2, -1)
-    (x0, x1), (y0, y1) = (sizes[near[0]], sizes[near[1]]), (values[near[0]], values[near[1]])
+    near = slice(2) if size < sizes[0] else slice(-2, None)
+    (x0, x1), (y0, y1) = sizes[near], values[near]
     line = y0 + (y1 - y0) * (size - x0) / (x1 - x0)
-    if size < sizes[0]:
-        return min(max(line, y0 * size / x0), y0)
-    return max(line, y1)
+    return min(max(line, y0 * size / x0), y0) if size < sizes[0] else max(line, y1)
 
 
 def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array]:
@@ -157,10 +148,7 @@ def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array]:
             members.setdefault(host.site, []).append(index)
     known = {(path.source, path.target) for path in cluster.paths if path.round_trip is not None}
     for path in sorted(cluster.paths, key=lambda path: (path.source in names) + (path.target in names)):
-        there, back = (
-            np.ix_(members[path.source], members[path.target]),
-            np.ix_(members[path.target], members[path.source]),
-        )
+        there = np.ix_(members[path.source], members[path.target])
         if path.failure is not None:
             rate[there] = _UNREACHABLE_BITS_PER_S
         if path.rate is not None:
@@ -168,7 +156,7 @@ def _pairs(cluster: ClusterNumbers) -> tuple[Array, Array]:
         if path.round_trip is not None:
             round_trip[there] = path.round_trip
             if (path.target, path.source) not in known:
-                round_trip[back] = path.round_trip
+                round_trip[np.ix_(members[path.target], members[path.source])] = path.round_trip
     np.fill_diagonal(rate, math.inf)
     np.fill_diagonal(round_trip, 0.0)
     return rate, round_trip / 2

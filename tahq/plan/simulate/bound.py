@@ -19,7 +19,6 @@ of shape [..., P] by stage and [..., P − 1] by cut, so that thousands of divis
 seconds.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -34,6 +33,9 @@ Array = NDArray[np.float64]
 
 Resource = tuple[str, int]
 """A limit: compute, uplink, downlink, encoder, decoder, depth of a stage; activations, gradients on a cut."""
+
+_Use = tuple[Array, Array, Array]
+"""One direction's use of a line or lane, by cut: when the first frame reaches it, a frame's time, the time after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ def step_seconds(costs: Costs, num_micro_batches: int, depths: Array | None = No
     )
 
 
+def step_bound(costs: StepSeconds) -> Array:
+    """The largest of `step_bounds`."""
+    return reduce(np.maximum, step_bounds(costs).values())
+
+
 def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
     """The bound that each resource sets, in seconds.
 
@@ -104,115 +111,82 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
         Two stages, f = 1, b = 2, m = 4, frames of 1 s each way: compute of stage 0 asks for 12 s, of stage 1 for
         2 + 12 + 3 = 17 s.
     """
-    return dict(_Bounds(costs).all())
+    out, back, count = costs.activations, costs.gradients, costs.num_micro_batches
+    hop_out = out.encode + out.alone + costs.latency + out.decode
+    hop_back = back.encode + back.alone + costs.latency + back.decode
+    weights = costs.backward - costs.input_gradient
+    before = _running(costs.forward[..., :-1] + hop_out)
+    after = _running(costs.input_gradient[..., :-1] + hop_back)
+    after[..., 1:] += weights[..., :1]
+    later = costs.forward[..., 1:] + costs.input_gradient[..., 1:] + (hop_out + hop_back)
+    trip = _running(later[..., ::-1])[..., ::-1]
+
+    compute = np.maximum(
+        before + count * (costs.forward + costs.backward),
+        before + count * (costs.forward + costs.input_gradient) + after,
+    )
+    by_stage = {"compute": compute}
+    if costs.depths is not None:
+        tail = after.copy()
+        tail[..., 1:] -= weights[..., 1:]
+        turn = costs.forward + trip + costs.backward
+        by_stage["depth"] = before + np.ceil(count / costs.depths) * turn + tail
+    bounds = {(kind, stage): each[..., stage] for stage in range(compute.shape[-1]) for kind, each in by_stage.items()}
+    if compute.shape[-1] == 1:
+        return bounds
+
+    # by cut: when the first activation is computed and has arrived, when its gradient is computed and decoded
+    ready = (before + costs.forward)[..., :-1]
+    reached = ready + hop_out - out.decode
+    returned = ready + trip[..., :-1]
+    computed = returned - hop_back
+    # from a decoded gradient, and from a computed activation, to the end of the step
+    end = (costs.input_gradient + after)[..., :-1]
+    end[..., 0] += weights[..., 0]
+    home = trip[..., :-1] + end
+    left, left_back = home - out.encode - out.alone, hop_back - back.encode - back.alone + end
+    # of each line and codec lane: when the first frame reaches it, its frames, and the time after the last one
+    senders: dict[str, tuple[_Use, _Use]] = {
+        "encoder": (
+            (ready, out.encode, home - out.encode),
+            (computed, back.encode, hop_back - back.encode + end),
+        ),
+        "uplink": ((ready + out.encode, out.uplink, left), (computed + back.encode, back.uplink, left_back)),
+    }
+    receivers: dict[str, tuple[_Use, _Use]] = {
+        "downlink": (
+            (reached - out.alone, out.downlink, home - hop_out + out.decode),
+            (returned - back.decode - back.alone, back.downlink, back.decode + end),
+        ),
+        "decoder": ((reached, out.decode, home - hop_out), (returned - back.decode, back.decode, end)),
+    }
+    for kind, uses in senders.items():
+        bounds |= _shared(kind, uses, (0, -1), count)
+    for kind, uses in receivers.items():
+        bounds |= _shared(kind, uses, (-1, 0), count)
+    paths = {
+        "activations": ready + out.encode + count * out.path + left,
+        "gradients": computed + back.encode + count * back.path + left_back,
+    }
+    return bounds | {(kind, cut): each[..., cut] for kind, each in paths.items() for cut in range(each.shape[-1])}
 
 
-def step_bound(costs: StepSeconds) -> Array:
-    """The largest of `step_bounds`."""
-    return reduce(np.maximum, (bound for _, bound in _Bounds(costs).all()))
-
-
-class _Bounds:
-    """All terms, which share a few sums."""
-
-    def __init__(self, costs: StepSeconds) -> None:
-        self._costs = costs
-        self._count = costs.num_micro_batches
-        self._num_cuts = costs.forward.shape[-1] - 1
-        out, back = costs.activations, costs.gradients
-        self._hop_out = out.encode + out.alone + costs.latency + out.decode
-        self._hop_back = back.encode + back.alone + costs.latency + back.decode
-        self._weights = costs.backward - costs.input_gradient
-        self._before = _running(costs.forward[..., :-1] + self._hop_out)
-        self._after = _running(costs.input_gradient[..., :-1] + self._hop_back)
-        self._after[..., 1:] += self._weights[..., :1]
-        hops = self._hop_out + self._hop_back
-        later = _running((costs.forward[..., 1:] + costs.input_gradient[..., 1:] + hops)[..., ::-1])
-        self._trip = later[..., ::-1]
-
-    def all(self) -> Iterator[tuple[Resource, Array]]:
-        for stage in range(self._num_cuts + 1):
-            yield ("compute", stage), self._compute(stage)
-            if self._costs.depths is not None:
-                yield ("depth", stage), self._depth(stage, self._costs.depths)
-        if self._num_cuts:
-            yield from self._frames()
-
-    def _compute(self, stage: int) -> Array:
-        forward, backward = self._costs.forward[..., stage], self._costs.backward[..., stage]
-        before, first = self._before[..., stage], self._costs.input_gradient[..., stage]
-        whole: Array = before + self._count * (forward + backward)
-        return np.maximum(whole, before + self._count * (forward + first) + self._after[..., stage])
-
-    def _depth(self, stage: int, depths: Array) -> Array:
-        costs = self._costs
-        turn = costs.forward[..., stage] + self._trip[..., stage] + costs.backward[..., stage]
-        turns = np.ceil(self._count / depths[..., stage])
-        tail = self._after[..., stage] - (self._weights[..., stage] if stage else 0.0)
-        total: Array = self._before[..., stage] + turns * turn + tail
-        return total
-
-    def _frames(self) -> Iterator[tuple[Resource, Array]]:
-        """Of each line and codec lane: when the first frame reaches it, all frames, and the time after the last."""
-        costs, out, back = self._costs, self._costs.activations, self._costs.gradients
-        # by cut: when the first activation is computed and has arrived, when its gradient is computed and decoded
-        ready = (self._before + costs.forward)[..., :-1]
-        reached = ready + self._hop_out - out.decode
-        returned = ready + self._trip[..., :-1]
-        computed = returned - self._hop_back
-        # from a decoded gradient, and from a computed activation, to the end of the step
-        end = (costs.input_gradient + self._after)[..., :-1]
-        end[..., 0] += self._weights[..., 0]
-        home = self._trip[..., :-1] + end
-        on_wire = home - out.encode - out.alone
-        back_on_wire = self._hop_back - back.encode - back.alone + end
-        # a stage encodes and sends the activations of its own cut and the gradients of the one before
-        sent, received = (0, -1), (-1, 0)
-        for kind, cuts, (first, seconds, left), (first_back, seconds_back, left_back) in (
-            (
-                "encoder",
-                sent,
-                (ready, out.encode, home - out.encode),
-                (computed, back.encode, self._hop_back - back.encode + end),
-            ),
-            (
-                "uplink",
-                sent,
-                (ready + out.encode, out.uplink, on_wire),
-                (computed + back.encode, back.uplink, back_on_wire),
-            ),
-            (
-                "downlink",
-                received,
-                (reached - out.alone, out.downlink, home - self._hop_out + out.decode),
-                (returned - back.decode - back.alone, back.downlink, back.decode + end),
-            ),
-            (
-                "decoder",
-                received,
-                (reached, out.decode, home - self._hop_out),
-                (returned - back.decode, back.decode, end),
-            ),
-        ):
-            for stage in range(self._num_cuts + 1):
-                forth, again = stage + cuts[0], stage + cuts[1]
-                goes, returns = 0 <= forth < self._num_cuts, 0 <= again < self._num_cuts
-                start = first[..., forth] if goes else first_back[..., again]
-                each = (seconds[..., forth] if goes else 0.0) + (seconds_back[..., again] if returns else 0.0)
-                tail = left_back[..., again] if returns else left[..., forth]
-                yield (kind, stage), start + self._count * each + tail
-        yield from self._lines("activations", ready + out.encode + self._count * out.path + on_wire)
-        yield from self._lines("gradients", computed + back.encode + self._count * back.path + back_on_wire)
-
-    @staticmethod
-    def _lines(kind: str, bounds: Array) -> Iterator[tuple[Resource, Array]]:
-        for cut in range(bounds.shape[-1]):
-            yield (kind, cut), bounds[..., cut]
+def _shared(kind: str, uses: tuple[_Use, _Use], cuts: tuple[int, int], count: float) -> dict[Resource, Array]:
+    """Bounds of a resource that activations and gradients share: stage s handles those of cuts s + `cuts`."""
+    num_cuts = uses[0][0].shape[-1]
+    bounds: dict[Resource, Array] = {}
+    for stage in range(num_cuts + 1):
+        mine = [
+            [each[..., stage + cut] for each in use]
+            for use, cut in zip(uses, cuts, strict=True)
+            if 0 <= stage + cut < num_cuts
+        ]
+        bounds[kind, stage] = mine[0][0] + count * sum(seconds for _, seconds, _ in mine) + mine[-1][2]
+    return bounds
 
 
 def _running(terms: Array) -> Array:
     """Sums over the stages before each stage: 0, then one more term for each."""
-    shape = (*terms.shape[:-1], terms.shape[-1] + 1)
-    sums = np.zeros(shape)
+    sums = np.zeros((*terms.shape[:-1], terms.shape[-1] + 1))
     np.cumsum(terms, axis=-1, out=sums[..., 1:])
     return sums

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tahq.comm.link.sending_order import First
-from tahq.errors import ScheduleError
-from tahq.pipeline.schedule.schedule import ActionKind, Schedule
+from tahq.pipeline.schedule.schedule import ActionKind
 
 ComputeSeconds = Mapping[tuple[int, ActionKind], float]
 """Seconds by (chunk, kind) for one micro-batch."""
@@ -53,8 +52,7 @@ class Costs:
         compute_s: see `ComputeSeconds`.
         cuts: one entry per cut, between chunk c and c + 1.
         hosts: one entry per stage.
-        commit_s: from the end of the last stage's work to the commit's arrival everywhere: a round trip
-            to the coordinator and what it does in between.
+        commit_s: from the end of the last stage's work to the commit's arrival everywhere.
         piece_nbytes: a frame's largest piece. On a downlink that two neighbours send into, pieces of
             their frames take turns, and on an uplink what goes first goes between pieces; None: whole frames do.
         first: which of the frames that wait for an uplink goes first; None: no order is kept, and links take
@@ -72,28 +70,14 @@ class Costs:
     queue_s: float = math.inf
     acknowledged: float = 0.0
 
-    def check(self, schedule: Schedule) -> None:
-        """Raise ScheduleError unless there is a cost for everything in the schedule."""
-        expected = {"cuts": schedule.num_chunks - 1, "hosts": schedule.num_stages}
-        for name, length in expected.items():
-            if len(getattr(self, name)) != length:
-                got = len(getattr(self, name))
-                raise ScheduleError(f"schedule {schedule.name} needs {length} {name}, the costs have {got}")
-        kinds = {(action.chunk, action.kind) for row in schedule.actions for action in row}
-        missing = sorted(f"{chunk}{kind}" for chunk, kind in kinds - set(self.compute_s))
-        if missing:
-            raise ScheduleError(f"no compute time for {', '.join(missing)} of schedule {schedule.name}")
-
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """The work of a step with one chunk per stage, whatever the network that it runs on.
 
     Attributes:
-        forward_s: seconds of a micro-batch's forward, by stage.
-        backward_s: the same of its backward.
-        activation_nbytes: of a micro-batch, by cut.
-        gradient_nbytes: of a micro-batch, by cut.
+        forward_s, backward_s: seconds of a micro-batch, by stage.
+        activation_nbytes, gradient_nbytes: of a micro-batch, by cut.
         num_micro_batches: per step.
         input_gradient_s: the part of `backward_s` after which the gradient can go on, by stage; None: all of it.
     """
@@ -106,27 +90,22 @@ class StepWork:
     input_gradient_s: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        stages = len(self.forward_s)
-        lengths = (len(self.backward_s), len(self.activation_nbytes) + 1, len(self.gradient_nbytes) + 1)
-        if stages < 2 or lengths != (stages, stages, stages):
+        stages, cuts = len(self.forward_s), (len(self.activation_nbytes), len(self.gradient_nbytes))
+        if stages < 2 or len(self.backward_s) != stages or cuts != (stages - 1, stages - 1):
             raise ValueError(
                 f"expected at least two stages, as many backwards as forwards, and one cut less; got {stages} "
-                f"forwards, {lengths[0]} backwards, {lengths[1] - 1} and {lengths[2] - 1} cuts"
+                f"forwards, {len(self.backward_s)} backwards, {cuts[0]} and {cuts[1]} cuts"
             )
-        if len(self.returns_s) != stages or any(i > b for i, b in zip(self.returns_s, self.backward_s, strict=True)):
+        returns_s = self.input_gradient_s or self.backward_s
+        if len(returns_s) != stages or any(i > b for i, b in zip(returns_s, self.backward_s, strict=True)):
             raise ValueError(
-                f"input_gradient_s must have a part of each of the {stages} backwards; got {self.input_gradient_s} "
+                f"input_gradient_s must have a part of each of the {stages} backwards; got {returns_s} "
                 f"of {self.backward_s}"
             )
 
-    @property
-    def returns_s(self) -> Sequence[float]:
-        """Seconds from a gradient's arrival at a stage to its departure, by stage."""
-        return self.backward_s if self.input_gradient_s is None else self.input_gradient_s
-
     def compute_s(self) -> ComputeSeconds:
         """The same for the simulator."""
-        return compute_seconds(self.forward_s, self.backward_s, self.returns_s)
+        return compute_seconds(self.forward_s, self.backward_s, self.input_gradient_s or self.backward_s)
 
     def cuts(self, paths: Sequence[CutCosts]) -> list[CutCosts]:
         """Paths (codec times, latency and rates, by cut) with the bytes that cross them."""
@@ -156,12 +135,7 @@ def uniform_costs(
     backward_s: float,
     cut: CutCosts = CutCosts(),
     host: HostCosts = HostCosts(),
-    commit_s: float = 0.0,
 ) -> Costs:
     """Costs that are the same for every chunk, cut and host; I and W take half a backward each."""
-    return Costs(
-        compute_s=compute_seconds([forward_s] * num_chunks, [backward_s] * num_chunks, [backward_s / 2] * num_chunks),
-        cuts=[cut] * (num_chunks - 1),
-        hosts=[host] * num_stages,
-        commit_s=commit_s,
-    )
+    compute_s = compute_seconds([forward_s] * num_chunks, [backward_s] * num_chunks, [backward_s / 2] * num_chunks)
+    return Costs(compute_s, cuts=[cut] * (num_chunks - 1), hosts=[host] * num_stages)

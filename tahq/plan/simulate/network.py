@@ -15,17 +15,19 @@ to one host slow each other down, and their other links with them.
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tahq.comm.link.frame import Direction
 from tahq.comm.link.sending_order import Rank, rank_of
 from tahq.comm.network_model import Line, transmission_s
 from tahq.plan.simulate.costs import Costs
 
+Event = Callable[[float], None]
 
-@dataclass(frozen=True, slots=True)
-class TransferSpan:
+
+@dataclass(slots=True)
+class Transfer:
     """A frame that crosses a cut; times are seconds from the start of the step.
 
     queued_s: encoded and given to the sender's uplink. start_s, sent_s: first byte into, last byte out of
@@ -38,46 +40,38 @@ class TransferSpan:
     source: int
     target: int
     nbytes: float
-    queued_s: float
-    start_s: float
-    sent_s: float
-    delivered_s: float
-
-
-Event = Callable[[float], None]
-Delivery = Callable[[TransferSpan], None]
+    queued_s: float = 0.0
+    start_s: float = 0.0
+    sent_s: float = 0.0
+    delivered_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Queued:
-    """A frame in an uplink's queue, and how many of its pieces have left."""
+    """A transfer in an uplink's queue, and how many of its pieces have left."""
 
-    transfer: TransferSpan
-    deliver: Delivery
+    transfer: Transfer
+    deliver: Callable[[], None]
     num_pieces: int
     num_sent: int = 0
 
 
 @dataclass(slots=True)
 class _Link:
-    """What waits on a host for one receiver, and what is under way to it."""
+    """What waits on a host for one receiver (a heap by rank), the bytes under way to it, the turn of its last piece."""
 
     waiting: list[tuple[Rank, _Queued]] = field(default_factory=list)
-    """A heap by rank."""
     under_way: float = 0.0
-    """Bytes."""
     turn: int = 0
-    """Of the last piece that went."""
 
 
 @dataclass(slots=True)
 class _Uplink:
-    """A host's links by receiver, and whether a piece is leaving."""
+    """A host's links by receiver, whether a piece is leaving, and the bytes that came since the last piece left."""
 
     links: dict[int, _Link] = field(default_factory=dict)
     is_busy: bool = False
     to_acknowledge: float = 0.0
-    """Bytes that came since the last piece went."""
 
 
 class SimulatedNetwork:
@@ -89,8 +83,7 @@ class SimulatedNetwork:
     """
 
     def __init__(self, costs: Costs, at: Callable[[float, Event], None]) -> None:
-        self._costs = costs
-        self._at = at
+        self._costs, self._at = costs, at
         self._uplinks = [_Uplink() for _ in costs.hosts]
         self._paths: dict[tuple[int, int], Line] = defaultdict(Line)
         """By source and target."""
@@ -99,78 +92,68 @@ class SimulatedNetwork:
         """Bytes by receiver, from all senders."""
         self._held_up: set[int] = set()
         """Hosts of which something waits for room in a queue."""
-        self._num_queued = 0
-        self._num_turns = 0
+        self._num_queued = self._num_turns = 0
 
-    def send(self, transfer: TransferSpan, now: float, deliver: Delivery) -> None:
-        """Queue a frame on its source's uplink; `deliver` gets it with all its times when its last byte is there."""
+    def send(self, transfer: Transfer, now: float, deliver: Callable[[], None]) -> None:
+        """Queue a frame on its source's uplink; `deliver` is called when its last byte is there and its times known."""
+        transfer.queued_s = now
         piece_nbytes = self._costs.piece_nbytes
         num_pieces = max(1, math.ceil(transfer.nbytes / piece_nbytes)) if piece_nbytes else 1
-        queued = _Queued(replace(transfer, queued_s=now), deliver, num_pieces)
         self._num_queued += 1
         uplink = self._uplinks[transfer.source]
         link = uplink.links.setdefault(transfer.target, _Link())
         rank = rank_of(transfer.direction, self._num_queued, self._costs.first or "oldest")
-        heapq.heappush(link.waiting, (rank, queued))
+        heapq.heappush(link.waiting, (rank, _Queued(transfer, deliver, num_pieces)))
         if not uplink.is_busy:
             self._send_piece(transfer.source, now)
 
     def _send_piece(self, stage: int, now: float) -> None:
-        uplink = self._uplinks[stage]
-        link = self._next_link(stage)
+        uplink, link = self._uplinks[stage], self._next_link(stage)
         uplink.is_busy = link is not None
         if link is None:
             return
         queued = link.waiting[0][1]
-        nbytes = self._piece_nbytes(queued)
+        transfer, is_last = queued.transfer, queued.num_sent == queued.num_pieces - 1
+        full = float(self._costs.piece_nbytes or 0)
+        nbytes = transfer.nbytes - full * queued.num_sent if is_last else full
         acknowledging = self._costs.acknowledged * uplink.to_acknowledge
         uplink.to_acknowledge = 0.0
         sent_s = now + transmission_s(acknowledging + nbytes, self._costs.hosts[stage].uplink_bits_per_s)
         if queued.num_sent == 0:
-            queued.transfer = replace(queued.transfer, start_s=now)
+            transfer.start_s = now
         queued.num_sent += 1
-        is_last = queued.num_sent == queued.num_pieces
         if is_last:
             heapq.heappop(link.waiting)
-            queued.transfer = replace(queued.transfer, sent_s=sent_s)
+            transfer.sent_s = sent_s
         self._num_turns += 1
         link.turn = self._num_turns
         link.under_way += nbytes
-        self._under_way[queued.transfer.target] += nbytes
-        self._travel(queued, nbytes, now, sent_s, is_last)
+        self._under_way[transfer.target] += nbytes
+        self._travel(transfer, nbytes, now, sent_s, queued.deliver if is_last else None)
         self._at(sent_s, lambda time_s: self._send_piece(stage, time_s))
 
     def _next_link(self, stage: int) -> _Link | None:
         """The link whose piece an uplink takes now; None if it has to wait."""
-        links = self._uplinks[stage].links
-        ready = [(target, link) for target, link in links.items() if link.waiting]
-        if self._costs.queue_s < math.inf:
-            waiting = len(ready)
-            ready = [(target, link) for target, link in ready if self._has_room(target, link)]
-            if len(ready) < waiting:
-                self._held_up.add(stage)
-        if not ready:
-            return None
-        if self._costs.first is None:
-            return min(ready, key=lambda item: (item[1].turn, item[1].waiting[0][0]))[1]
-        return min(ready, key=lambda item: item[1].waiting[0][0])[1]
+        waiting = [(target, link) for target, link in self._uplinks[stage].links.items() if link.waiting]
+        ready = [link for target, link in waiting if self._has_room(target, link)]
+        if len(ready) < len(waiting):
+            self._held_up.add(stage)
+        takes_turns = self._costs.first is None
+        return min(ready, key=lambda link: (link.turn if takes_turns else 0, link.waiting[0][0]), default=None)
 
     def _has_room(self, target: int, link: _Link) -> bool:
         """Whether the queues before a receiver would still take a piece; an empty one takes a piece of any size."""
+        if self._costs.queue_s == math.inf or not link.under_way:
+            return True
         transfer = link.waiting[0][1].transfer
         queue_s = self._costs.queue_s + self._costs.cuts[transfer.cut].latency_s
         allowed = queue_s * self._costs.hosts[target].downlink_bits_per_s / 8
-        path = queue_s * self._path_bits_per_s(transfer) / 8
-        return not link.under_way or (self._under_way[target] <= allowed and link.under_way <= path)
+        return self._under_way[target] <= allowed and link.under_way <= queue_s * self._path_bits_per_s(transfer) / 8
 
-    def _piece_nbytes(self, queued: _Queued) -> float:
-        if queued.num_pieces == 1:
-            return queued.transfer.nbytes
-        full = float(self._costs.piece_nbytes or 0)
-        return queued.transfer.nbytes - full * queued.num_sent if queued.num_sent == queued.num_pieces - 1 else full
-
-    def _travel(self, queued: _Queued, nbytes: float, first_s: float, last_s: float, is_last: bool) -> None:
-        transfer = queued.transfer
+    def _travel(
+        self, transfer: Transfer, nbytes: float, first_s: float, last_s: float, deliver: Callable[[], None] | None
+    ) -> None:
+        """A piece's way over path and downlink; `deliver` after the last one."""
         path = self._paths[transfer.source, transfer.target]
         path.rate_bits_per_s = self._path_bits_per_s(transfer)
         first_s, last_s = path.serve(nbytes, first_s, last_s)
@@ -182,27 +165,23 @@ class SimulatedNetwork:
             receiver.to_acknowledge += nbytes if receiver.is_busy else 0.0
             if self._costs.queue_s < math.inf:
                 self._at(delivered_s, lambda time_s: self._make_room(transfer, nbytes, time_s))
-            if is_last:
-                done = replace(transfer, delivered_s=delivered_s)
-                self._at(delivered_s, lambda _: queued.deliver(done))
+            if deliver is not None:
+                transfer.delivered_s = delivered_s
+                self._at(delivered_s, lambda _: deliver())
 
         self._at(last_s + latency_s, arrive)
 
-    def _make_room(self, transfer: TransferSpan, nbytes: float, now: float) -> None:
+    def _make_room(self, transfer: Transfer, nbytes: float, now: float) -> None:
         """Take a piece out of the queues, and let uplinks that waited for room go on."""
         self._under_way[transfer.target] -= nbytes
         self._uplinks[transfer.source].links[transfer.target].under_way -= nbytes
-        for stage in self._take_held_up(transfer.target):
-            if not self._uplinks[stage].is_busy:
-                self._send_piece(stage, now)
-
-    def _take_held_up(self, target: int) -> Iterator[int]:
         for stage in sorted(self._held_up):
-            link = self._uplinks[stage].links.get(target)
+            link = self._uplinks[stage].links.get(transfer.target)
             if link is not None and link.waiting:
                 self._held_up.discard(stage)
-                yield stage
+                if not self._uplinks[stage].is_busy:
+                    self._send_piece(stage, now)
 
-    def _path_bits_per_s(self, transfer: TransferSpan) -> float:
+    def _path_bits_per_s(self, transfer: Transfer) -> float:
         cut = self._costs.cuts[transfer.cut]
         return cut.forward_bits_per_s if transfer.direction is Direction.FORWARD else cut.backward_bits_per_s
