@@ -15,7 +15,7 @@ Pure: `tick` takes the state before a step and what was measured during it, and 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tahq.coordinator.observer import CodecChange, Traffic
@@ -124,35 +124,44 @@ class PolicyState:
     num_rising: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The state from the next step on, and the changes."""
-
-    state: PolicyState
-    changes: tuple[CodecChange, ...] = field(default=())
+def initial_state(rules: FollowRules, num_links: int, start: Mapping[Traffic, int]) -> PolicyState:
+    """Every link at the rung of the run's start; `num_links` are the cuts of the pipeline, `start` has the rungs."""
+    keys = [LinkKey(link, direction) for link in range(num_links) for direction in rules.ladders]
+    return PolicyState({key: LinkState(start[key.direction]) for key in keys})
 
 
-def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> Decision:
+def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple[PolicyState, tuple[CodecChange, ...]]:
     """Decide about the next step.
 
     Args:
         rules: the parameters.
         state: after the step before.
         load: the step that was just computed.
+
+    Returns:
+        The state from the next step on, and the changes.
     """
     state, alarm = _watch_loss(rules, state, load)
     is_warm = state.steps_seen >= WARM_UP_STEPS and load.compute_s > 0
-    links, traffic, changes = dict(state.links), dict(load.links), []
+    links, traffic, changes = dict(state.links), dict(load.links), list[CodecChange]()
     for key in sorted(links):
-        before, ladder = links[key], rules.ladders[key.direction]
-        room = _room(key, ladder, before.rung, traffic, load.compute_s) if is_warm else None
-        after, reason, detail = _decide(rules, ladder, before, load, room, alarm or _alarm(rules, traffic.get(key)))
+        before, specs = links[key], rules.ladders[key.direction].specs
+        room = _room(rules, key, before.rung, traffic, load.compute_s) if is_warm else None
+        reason: Literal["bottleneck", "room", "guard"] = "room"
+        if detail := alarm or _alarm(rules, traffic.get(key)):
+            after, reason = _raised(before, len(specs) - 1, load.step + 1 + rules.hold), "guard"
+        elif room is None:
+            after = replace(before, num_slow=0, num_room=0)
+        elif room.share(before.rung) > FULL:
+            after, reason, detail = _slow(rules, before, load.step, room), "bottleneck", room.words
+        else:
+            after, detail = _roomy(rules, before, load.step, room), room.words
         links[key] = after
         if after.rung != before.rung:
-            changes.append(CodecChange(*key, ladder.specs[before.rung], ladder.specs[after.rung], reason, detail))
+            changes.append(CodecChange(*key, specs[before.rung], specs[after.rung], reason, detail))
             if room is not None:  # links after it on the same uplink account for it
                 traffic[key] = replace(traffic[key], sending_s=room.seconds(after.rung))
-    return Decision(replace(state, links=links, steps_seen=state.steps_seen + 1), tuple(changes))
+    return replace(state, links=links, steps_seen=state.steps_seen + 1), tuple(changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,40 +183,26 @@ class _Room:
         return self.seconds(rung) / self.budget_s
 
 
-def _room(key: LinkKey, ladder: Ladder, rung: int, links: Mapping[LinkKey, LinkLoad], compute_s: float) -> _Room | None:
+def _room(
+    rules: FollowRules, key: LinkKey, rung: int, links: Mapping[LinkKey, LinkLoad], compute_s: float
+) -> _Room | None:
     """The link's room; None if nothing was sent."""
     own = links.get(key)
     if own is None or own.sending_s <= 0:
         return None
-    beside = [load.sending_s for other, load in links.items() if other != key and _share_uplink(load, own)]
+    others = [load for other, load in links.items() if other != key]
+    beside = [load.sending_s for load in others if own.uplink is not None and load.uplink == own.uplink]
     budget_s = max(compute_s - sum(beside), compute_s / (1 + len(beside)))
     goodput = 8e-6 * own.payload_bytes / own.sending_s
     words = f"sending took {own.sending_s:.3g} s at {goodput:.3g} Mbit/s, computing {compute_s:.3g} s"
     words += f", the host's other links {sum(beside):.3g} s" if beside else ""
-    return _Room(ladder.nbytes, rung, own.sending_s, budget_s, words)
+    return _Room(rules.ladders[key.direction].nbytes, rung, own.sending_s, budget_s, words)
 
 
-def _share_uplink(one: LinkLoad, other: LinkLoad) -> bool:
-    return one.uplink is not None and one.uplink == other.uplink
-
-
-_Reason = Literal["bottleneck", "room", "guard"]
-_Outcome = tuple[LinkState, _Reason, str]
-
-
-def _decide(
-    rules: FollowRules, ladder: Ladder, link: LinkState, load: StepLoad, room: _Room | None, alarm: str
-) -> _Outcome:
-    """The guard decides first, then the bandwidth."""
-    if alarm:
-        rung = min(link.rung + 1, len(ladder.specs) - 1)
-        held = replace(link, rung=rung, floor=rung, floor_until=load.step + 1 + rules.hold, num_slow=0, num_room=0)
-        return held, "guard", alarm
-    if room is None:
-        return replace(link, num_slow=0, num_room=0), "room", ""
-    if room.share(link.rung) > FULL:
-        return _slow(rules, link, load.step, room), "bottleneck", room.words
-    return _roomy(rules, link, load.step, room), "room", room.words
+def _raised(link: LinkState, top: int, until: int) -> LinkState:
+    """One rung higher, and held there until this step."""
+    rung = min(link.rung + 1, top)
+    return replace(link, rung=rung, floor=rung, floor_until=until, num_slow=0, num_room=0)
 
 
 def _slow(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkState:
@@ -262,15 +257,3 @@ def _watch_loss(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple
     alarm = f"loss {load.loss:.4g}, {average:.4g} on average before" if rising == RISING_STEPS else ""
     seen = replace(state, loss_average=mean, num_losses=count + 1, num_rising=0 if alarm else rising)
     return seen, alarm
-
-
-def initial_state(rules: FollowRules, num_links: int, start: Mapping[Traffic, int]) -> PolicyState:
-    """Every link at the rung of the run's start.
-
-    Args:
-        rules: with its directions.
-        num_links: cuts of the pipeline.
-        start: rung by direction.
-    """
-    keys = [LinkKey(link, direction) for link in range(num_links) for direction in rules.ladders]
-    return PolicyState({key: LinkState(start[key.direction]) for key in keys})

@@ -28,6 +28,7 @@ from tahq.comm.control.messages import (
     Relinked,
     Snapshotted,
     Start,
+    StartOver,
 )
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.observer import RunObserver
@@ -124,8 +125,9 @@ class ScriptedServer:
 class ScriptedWorker:
     """A worker that keeps to the protocol, unless told to do otherwise.
 
-    `hello` and `prepare` are fields to change; `silent_from_step` stops all messages at that step;
-    `say` maps a step to messages sent instead of its Prepare.
+    `hello` and `prepare` are fields to change; `silent_from_step` stops all messages at that step; `say` maps a step to
+    messages sent instead of its Prepare; `ignores` are types of messages that it does not react to; of the checkpoints
+    `damaged`, by step, its host has no whole file.
     """
 
     server: ScriptedServer
@@ -139,8 +141,7 @@ class ScriptedWorker:
     snapshot_error: str = ""
     copies_through: float = math.inf
     damaged: tuple = ()
-    """Checkpoints, by step, of which its host has no whole file."""
-    answers: bool = True
+    ignores: tuple = ()
     left: bool = False
     silent: bool = False
     step: int = -1
@@ -168,7 +169,7 @@ class ScriptedWorker:
     def receive(self, message):
         if isinstance(message, Refuse | Abort | Bye):
             self.left = True
-        elif self.answers:
+        elif not isinstance(message, self.ignores):
             self.react(message)
 
     def react(self, message):
@@ -199,6 +200,11 @@ class ScriptedWorker:
         for message in self.say.get(step, [make_prepare(step, self.stage, self.num_stages, **self.prepare)]):
             self.send(message)
 
+    def resume(self):
+        """Go on with the step at which it was told to stop."""
+        self.say, self.silent, self.silent_from_step = {}, False, None
+        self.begin(self.step)
+
     def report(self, commit):
         if commit.evaluate and self.stage == self.num_stages - 1:
             self.send(Evaluated(commit.step, 10, 30.0, 25.0))
@@ -222,7 +228,7 @@ class Recorder(RunObserver):
 
 @dataclass
 class Scene:
-    """A coordinator, its socket, its workers, its observer."""
+    """A coordinator, its socket, its workers, its observer, and what is to happen when."""
 
     clock: VirtualClock
     server: ScriptedServer
@@ -232,6 +238,9 @@ class Scene:
     publish_error: Exception | None = None
     executor: Executor = field(default_factory=AtOnce)
     coordinator: Coordinator | None = None
+    stages: list = field(default_factory=list)
+    """The worker of each stage, by stage."""
+    events: list = field(default_factory=list)
 
     def build(self, journal=None, **changes):
         training = {name: changes.pop(name) for name in list(changes) if name in TrainingConfig.model_fields}
@@ -254,19 +263,77 @@ class Scene:
             raise self.publish_error
         self.published.append(parts)
 
-    def workers(self, **changes_by_stage):
-        """Start one worker a stage; `stage1={...}` changes that one."""
+    def workers(self, kind=ScriptedWorker, only=None, **changes_by_stage):
+        """Start one worker per stage (`only`: these); `stage1={...}` changes that one."""
         made = []
-        for stage in range(self.options.num_stages):
+        for stage in range(self.options.num_stages) if only is None else only:
             changes = changes_by_stage.get(f"stage{stage}", {})
-            made.append(ScriptedWorker(self.server, stage, self.options.num_stages, **changes))
+            made.append(kind(self.server, stage, self.options.num_stages, **changes))
         for worker in made:
             worker.start()
+        self.stages = made
         return made
 
-    def run(self, tick=lambda: None, **changes):
+    def when(self, condition, action):
+        """Have an action happen once, as soon as its condition holds."""
+        self.events.append((condition, action))
+
+    def after(self, num_steps, action):
+        """Have an action happen once, as soon as so many steps are committed."""
+        self.when(lambda: len(self.losses()) >= num_steps, action)
+
+    def kill(self, stage):
+        """The stage's worker dies: nothing that it has not said yet is ever heard."""
+        worker = self.stages[stage]
+        if not worker.left:
+            worker.left = True
+            del self.server.workers[worker.identity]
+            self.coordinator.worker_exited(stage, -9)
+
+    def restart(self, stage, **changes):
+        """Start the stage's next worker."""
+        before = self.stages[stage]
+        self.server.workers.pop(before.identity, None)
+        fresh = {"generation": before.generation + 1, "left": False, "silent": False, "step": -1}
+        self.stages[stage] = replace(before, **(fresh | changes))
+        self.stages[stage].start()
+        return True
+
+    def start_over_when_told(self, **changes):
+        """Workers that are told to start over do so, and killed ones are started again."""
+        self.coordinator.restart = self.restart
+
+        def tick():
+            for stage, worker in enumerate(self.stages):
+                if self.server.told(worker.identity, StartOver) and worker.identity in self.server.workers:
+                    self.restart(stage, **changes)
+
+        self.events.append((None, tick))
+
+    def one_message_a_turn(self):
+        """So that a worker can be killed between any two."""
+        original = self.server.poll
+
+        def poll(timeout_s):
+            if self.server.inbox:
+                self.clock.now_s += 0.11
+                return [self.server.inbox.pop(0)]
+            return original(timeout_s)
+
+        self.server.poll = poll
+
+    def tick(self):
+        for event in list(self.events):
+            condition, action = event
+            if condition is None:
+                action()
+            elif condition():
+                self.events.remove(event)
+                action()
+
+    def run(self, tick=None, **changes):
         coordinator = self.coordinator or self.build(**changes)
-        return coordinator.run(tick)
+        return coordinator.run(tick or self.tick)
 
     @property
     def end(self):
@@ -277,6 +344,9 @@ class Scene:
 
     def losses(self):
         return [record.loss for record in self.observer.of("step_committed")]
+
+    def steps(self):
+        return [record.step for record in self.observer.of("step_committed")]
 
 
 def make_scene(run_folder):
@@ -303,18 +373,3 @@ def scene(tmp_path):
 def new_scene(tmp_path_factory):
     """For properties: a fresh scene for every example."""
     return lambda: make_scene(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="session")
-def hello():
-    return make_hello
-
-
-@pytest.fixture(scope="session")
-def prepare():
-    return make_prepare
-
-
-@pytest.fixture(scope="session")
-def scripted_worker():
-    return ScriptedWorker

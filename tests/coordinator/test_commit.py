@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from coordinator.conftest import make_prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,15 +21,15 @@ def decide(prepares, num_steps=100, skipped_in_a_row=0, snapshot_every=None, *, 
     return commit.decide(TrainingConfig(epochs=1, **training), prepares, NAMES, **settings, stop=stop)
 
 
-def all_prepares(prepare, step=0, **changes):
-    return [prepare(step, stage, **changes) for stage in range(3)]
+def all_prepares(step=0, **changes):
+    return [make_prepare(step, stage, **changes) for stage in range(3)]
 
 
 @given(numbers=st.lists(st.floats(0, 1e300), max_size=20), cuts=st.tuples(st.integers(0, 20), st.integers(0, 20)))
-def test_norm_does_not_depend_on_how_parameters_are_divided_into_stages(prepare, numbers, cuts):
+def test_norm_does_not_depend_on_how_parameters_are_divided_into_stages(numbers, cuts):
     low, high = sorted(cuts)
     divided = [numbers[:low], numbers[low:high], numbers[high:]]
-    assert commit.norm_of([prepare(0, stage, norm2=divided[stage]) for stage in range(3)]) == global_norm(numbers)
+    assert commit.norm_of([make_prepare(0, stage, norm2=divided[stage]) for stage in range(3)]) == global_norm(numbers)
 
 
 @given(st.lists(st.floats(0, 1e300), max_size=20))
@@ -55,8 +56,8 @@ def test_clip_factor_is_the_plain_quotient_never_above_one(norm, clip_norm, fact
     assert clip_factor(norm, clip_norm) == factor
 
 
-def test_gradients_are_clipped_by_the_norm_over_all_stages(prepare):
-    decision = decide([prepare(0, stage, norm2=[3.0, 1.0]) for stage in range(3)], clip_norm=1.0)
+def test_gradients_are_clipped_by_the_norm_over_all_stages():
+    decision = decide([make_prepare(0, stage, norm2=[3.0, 1.0]) for stage in range(3)], clip_norm=1.0)
     assert (decision.apply, decision.clip_factor) == (True, 1.0 / math.sqrt(12.0))
 
 
@@ -65,26 +66,26 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages(prepare):
     [{"finite": False}, {"norm2": [math.nan]}, {"norm2": [math.inf]}, {"norm2": [1e308, 1e308]}],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_non_finite_anywhere_skips_the_step_everywhere(prepare, change, stage):
-    prepares = all_prepares(prepare)
-    prepares[stage] = prepare(0, stage, **change)
+def test_non_finite_anywhere_skips_the_step_everywhere(change, stage):
+    prepares = all_prepares()
+    prepares[stage] = make_prepare(0, stage, **change)
     decision = decide(prepares, clip_norm=1.0)
     assert (decision.apply, decision.clip_factor) == (False, 1.0)
 
 
-def test_non_finite_loss_skips_the_step(prepare):
-    assert not decide([*all_prepares(prepare)[:2], prepare(0, 2, loss_sum=math.nan)]).apply
+def test_non_finite_loss_skips_the_step():
+    assert not decide([*all_prepares()[:2], make_prepare(0, 2, loss_sum=math.nan)]).apply
 
 
-def test_too_many_skips_in_a_row_halt(prepare):
-    bad = all_prepares(prepare, 5, finite=False)
+def test_too_many_skips_in_a_row_halt():
+    bad = all_prepares(5, finite=False)
     assert not decide(bad, skipped_in_a_row=1, max_skipped_in_a_row=2).apply
     with pytest.raises(NonFiniteError, match=r"halted at step 5.*3 steps in a row"):
         decide(bad, skipped_in_a_row=2, max_skipped_in_a_row=2)
 
 
-def test_halt_names_the_stages_with_nan(prepare):
-    prepares = [prepare(0, 0), prepare(0, 1, finite=False), prepare(0, 2, norm2=[math.nan])]
+def test_halt_names_the_stages_with_nan():
+    prepares = [make_prepare(0, 0), make_prepare(0, 1, finite=False), make_prepare(0, 2, norm2=[math.nan])]
     with pytest.raises(NonFiniteError, match=r"stage 1 \(b, pid 2\), stage 2 \(c, pid 3\) .training.non_finite"):
         decide(prepares, non_finite="halt")
 
@@ -99,34 +100,34 @@ def test_halt_names_the_stages_with_nan(prepare):
         (1, None, {"step": -1}, r"stage 1 \(b, pid 2\) prepared step -1 while step 0 is due"),
     ],
 )
-def test_impossible_prepares_name_the_peer(prepare, stage, before, changes, reason):
-    earlier = None if before is None else prepare(0, stage)
+def test_impossible_prepares_name_the_peer(stage, before, changes, reason):
+    earlier = None if before is None else make_prepare(0, stage)
     step = changes.pop("step", 0)
     with pytest.raises(RemoteProtocolError, match=reason):
-        check_prepare(prepare(step, stage, **changes), 0, earlier, NAMES[stage], is_last=stage == 2)
+        check_prepare(make_prepare(step, stage, **changes), 0, earlier, NAMES[stage], is_last=stage == 2)
 
 
-def test_the_same_prepare_is_a_repetition_also_with_nan(prepare):
-    before, again = (prepare(0, 1, norm2=[float("nan")]) for _ in range(2))
+def test_the_same_prepare_is_a_repetition_also_with_nan():
+    before, again = (make_prepare(0, 1, norm2=[float("nan")]) for _ in range(2))
     assert is_repeated(again, before)
-    assert not is_repeated(prepare(1, 1, norm2=[float("nan")]), before)
-    assert not is_repeated(prepare(0, 1), before)
+    assert not is_repeated(make_prepare(1, 1, norm2=[float("nan")]), before)
+    assert not is_repeated(make_prepare(0, 1), before)
     assert not is_repeated(before, None)
 
 
-def test_different_batches_name_both_stages(prepare):
-    prepares = [*all_prepares(prepare)[:2], prepare(0, 2, batch_digest="other")]
+def test_different_batches_name_both_stages():
+    prepares = [*all_prepares()[:2], make_prepare(0, 2, batch_digest="other")]
     with pytest.raises(DataError, match=r"stage 0 \(a, pid 1\) and stage 2 \(c, pid 3\) .* batch0 and other"):
         decide(prepares)
 
 
-def test_stop_request_makes_this_step_the_last_with_a_checkpoint(prepare):
-    decision = decide(all_prepares(prepare), eval_every=10, stop=True)
+def test_stop_request_makes_this_step_the_last_with_a_checkpoint():
+    decision = decide(all_prepares(), eval_every=10, stop=True)
     assert (decision.stop, decision.snapshot, decision.evaluate) == (True, True, False)
 
 
-def test_flags_follow_the_schedules_and_the_last_step_has_all(prepare):
-    commits = [decide(all_prepares(prepare, step), 7, eval_every=2, snapshot_every=3) for step in range(7)]
+def test_flags_follow_the_schedules_and_the_last_step_has_all():
+    commits = [decide(all_prepares(step), 7, eval_every=2, snapshot_every=3) for step in range(7)]
     assert [c.step for c in commits if c.evaluate] == [1, 3, 5, 6]
     assert [c.step for c in commits if c.snapshot] == [2, 5, 6]
     assert [c.step for c in commits if c.stop] == [6]

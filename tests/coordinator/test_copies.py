@@ -1,4 +1,4 @@
-"""Who is told to keep a copy of what, and when a snapshot counts as copied: no socket, no file."""
+"""Who is told to keep a copy of what, and when a checkpoint counts as copied: no socket, no file."""
 
 from coordinator.conftest import make_hello
 from coordinator.test_seats import options
@@ -12,44 +12,40 @@ from tahq.coordinator.seats import RestorePoint, SeatEvent, Seats
 
 
 class World:
-    """A table of greeted workers, and the run's checkpoints."""
+    """A table of greeted workers, and the run's checkpoints, of which one after 5 steps is complete."""
 
     def __init__(self, hosts="abc", silent=(), **changes):
         self.options = options(num_stages=len(hosts), **({"copies": 1} | changes))
         self.run, self.seats = RunState(RestorePoint(0), 0.0), Seats(len(hosts))
         for stage, host in enumerate(hosts):
             self.join(stage, host, serves=stage not in silent)
+        self.publish(5)
 
     def join(self, stage, host, *, serves=True, generation=0):
-        who = f"worker-{stage}-{generation}".encode()
-        hello = make_hello(stage, files_address=f"10.0.0.{stage}:7{generation:03d}" if serves else "")
-        self.seats.join(stage, who, Join(stage, "0", host, 100 + stage), 0.0)
-        self.seats.advance(stage, SeatEvent.HELLO, 0.0).hello = hello
+        address = f"10.0.0.{stage}:7{generation:03d}" if serves else ""
+        self.seats.join(stage, f"worker-{stage}-{generation}".encode(), Join(stage, "0", host, 100 + stage), 0.0)
+        self.seats.advance(stage, SeatEvent.HELLO, 0.0).hello = make_hello(stage, files_address=address)
 
     def publish(self, step):
-        point = RestorePoint(
-            step,
-            f"snapshots/step-{step:08d}",
-            {f"stage-{seat.stage:03d}-{step}.safetensors": f"{step}{seat.stage}" for seat in self.seats},
-        )
-        self.run.newest = point
+        files = {f"stage-{seat.stage:03d}-{step}.safetensors": f"{step}{seat.stage}" for seat in self.seats}
+        self.run.newest = RestorePoint(step, f"snapshots/step-{step:08d}", files)
         copies.published(self.run, self.seats)
-
-    def settle(self):
-        """What is copied is the base."""
-        self.run.rebase(self.run.copying)
-        copies.rebased(self.run, self.seats)
 
     def due(self):
         return copies.due(self.options, self.run, self.seats)
 
-    def carry_out(self):
+    def carry_out(self, *, and_settle=False):
         """Every holder does as it is told; returns (holder's stage, copied stage) of each order."""
         told = []
         for identity, order in self.due():
+            assert not self.is_complete
             holder = self.seats.find(identity)
             copies.copied(self.seats[order.stage], holder, Copied(order.step, order.stage, holder.stage))
             told.append((holder.stage, order.stage))
+        if and_settle:  # what is copied is the base
+            assert self.is_complete
+            self.run.rebase(self.run.copying)
+            copies.rebased(self.run, self.seats)
         return told
 
     @property
@@ -65,31 +61,20 @@ class World:
 
 def test_each_stage_is_copied_to_the_next_one_and_the_last_to_the_one_before():
     world = World()
-    world.publish(5)
-    assert not world.is_complete
-    orders = world.due()
-    assert [(who, order.stage, order.file, order.address) for who, order in orders] == [
+    assert [(who, order.stage, order.file, order.address) for who, order in world.due()] == [
         (b"worker-1-0", 0, "stage-000-5.safetensors", "10.0.0.0:7000"),
         (b"worker-2-0", 1, "stage-001-5.safetensors", "10.0.0.1:7000"),
         (b"worker-1-0", 2, "stage-002-5.safetensors", "10.0.0.2:7000"),
     ]
     assert world.due() == []
-    for who, order in orders:
-        assert not world.is_complete
-        holder = world.seats.find(who)
-        copies.copied(world.seats[order.stage], holder, Copied(5, order.stage, holder.stage))
-    assert world.is_complete
 
 
 def test_neighbours_of_one_host_are_skipped():
-    world = World("aabb")
-    world.publish(5)
-    assert world.carry_out() == [(2, 0), (2, 1), (1, 2), (1, 3)]
+    assert World("aabb").carry_out() == [(2, 0), (2, 1), (1, 2), (1, 3)]
 
 
 def test_stages_of_one_host_need_no_copies_unless_that_is_configured():
     world = World("aaa")
-    world.publish(5)
     assert not copies.is_needed(world.options, world.seats)
     assert world.due() == []
     assert world.is_complete
@@ -98,17 +83,13 @@ def test_stages_of_one_host_need_no_copies_unless_that_is_configured():
 
 def test_without_copies_every_complete_checkpoint_is_the_base():
     world = World(copies=0)
-    world.publish(5)
     assert world.is_complete
     assert world.due() == []
 
 
 def test_stage_that_no_worker_can_dial_is_not_waited_for():
     world = World(silent=(0,))
-    world.publish(5)
-    assert world.carry_out() == [(2, 1), (1, 2)]
-    assert world.is_complete
-    world.settle()
+    assert world.carry_out(and_settle=True) == [(2, 1), (1, 2)]
     assert world.lacks(0) == "stage-000-5.safetensors"
     assert copies.uncopied(world.options, world.seats) == [world.seats[0]]
     assert copies.uncopied(options(), world.seats) == []
@@ -117,20 +98,20 @@ def test_stage_that_no_worker_can_dial_is_not_waited_for():
 
 def test_newer_checkpoint_waits_until_the_one_before_is_copied():
     world = World()
-    world.publish(5)
-    first = world.run.newest
-    world.due()
+    orders = world.due()
     world.publish(10)
     world.publish(15)
-    assert world.run.copying == first
-    world.settle()
+    assert world.run.copying.step == 5
+    for who, order in orders:
+        holder = world.seats.find(who)
+        copies.copied(world.seats[order.stage], holder, Copied(5, order.stage, holder.stage))
+    world.carry_out(and_settle=True)
     assert world.run.copying.step == 15
     assert {order.step for _, order in world.due()} == {15}
 
 
 def test_holder_that_was_started_again_is_asked_again():
     world = World()
-    world.publish(5)
     world.carry_out()
     world.leave(1)
     world.join(1, "b", generation=1)
@@ -141,7 +122,6 @@ def test_holder_that_was_started_again_is_asked_again():
 
 def test_copy_that_failed_is_tried_again_with_the_next_checkpoint():
     world = World()
-    world.publish(5)
     world.due()
     copies.copied(world.seats[0], world.seats[1], Copied(5, 0, 1, "the disk is full"))
     assert world.due() == []
@@ -151,9 +131,7 @@ def test_copy_that_failed_is_tried_again_with_the_next_checkpoint():
 
 def test_sources_are_holders_that_are_there():
     world = World()
-    world.publish(5)
-    world.carry_out()
-    world.settle()
+    world.carry_out(and_settle=True)
     assert copies.sources(world.seats, 0) == [(5, world.seats[1], "10.0.0.1:7000")]
     world.leave(0)
     assert world.lacks(0) == ""
@@ -163,9 +141,7 @@ def test_sources_are_holders_that_are_there():
 
 def test_checkpoint_whose_part_is_lost_is_skipped():
     world = World()
-    world.publish(5)
-    world.carry_out()
-    world.settle()
+    world.carry_out(and_settle=True)
     world.publish(10)
     world.seats[1].position = 5
     copies.began(world.run, world.seats[1])  # on another host: its part of step 10 is gone
@@ -177,21 +153,15 @@ def test_checkpoint_whose_part_is_lost_is_skipped():
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=8))
 def test_all_that_can_be_copied_is_and_never_to_its_own_host(places):
-    world = World([host for host, _ in places], [stage for stage, (_, serves) in enumerate(places) if not serves])
-    world.publish(5)
-    told = world.carry_out()
-    assert world.is_complete
-    assert all(world.seats[holder].host != world.seats[stage].host for holder, stage in told)
-    hosts = {host for host, serves in places if serves}
-    protected = {stage for _, stage in told}
-    assert protected == {stage for stage, (host, serves) in enumerate(places) if serves and hosts - {host}}
-    world.settle()
-    for lost in sorted({host for host, _ in places}):  # with everything that was on it
-        again = World([host for host, _ in places], [stage for stage, (_, serves) in enumerate(places) if not serves])
-        again.publish(5)
-        again.carry_out()
-        again.settle()
-        for stage in [seat.stage for seat in again.seats if seat.host == lost]:
-            again.leave(stage)
-        for stage in again.seats.missing:
-            assert bool(again.lacks(stage)) == (stage not in protected)
+    hosts, silent = [host for host, _ in places], [stage for stage, (_, serves) in enumerate(places) if not serves]
+    serving = {host for host, serves in places if serves}
+    copied = {stage for stage, (host, serves) in enumerate(places) if serves and serving - {host}}
+    for lost in sorted(set(hosts)):  # with everything that was on it
+        world = World(hosts, silent)
+        told = world.carry_out(and_settle=True)
+        assert all(world.seats[holder].host != world.seats[stage].host for holder, stage in told)
+        assert {stage for _, stage in told} == copied
+        for stage in [seat.stage for seat in world.seats if seat.host == lost]:
+            world.leave(stage)
+        for stage in world.seats.missing:
+            assert bool(world.lacks(stage)) == (stage not in copied)

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import sqlite3
+from dataclasses import dataclass, field
 
 import pytest
 from coordinator.test_journal import FACTS, commit, decide
@@ -31,149 +32,145 @@ def journal(disk):
         yield journal
 
 
-@pytest.fixture
-def filled_scene(scene, disk, journal):
-    """A run of scripted workers, whose disk is full once `FULL_AFTER` steps are decided."""
-    scene.build(journal)
-    workers = scene.workers()
+@dataclass
+class Blocked:
+    """A run of scripted workers whose journal cannot be written once `FULL_AFTER` steps are decided."""
 
-    def report(commit, report=workers[0].report):
+    scene: object
+    path: object
+    release: object
+    """Makes room, or releases the lock."""
+    wanted: str
+    circumstances: str
+    num_commits: set = field(default_factory=set)
+    """Commits that had left by each turn of the wait."""
+
+    def after(self, wait_s, action):
+        """Have something happen once the coordinator has waited this long."""
+        began_s = []
+
+        def is_due():
+            if "training waits for" not in self.scene.warnings():
+                return False
+            began_s.append(self.scene.clock())
+            self.num_commits.add(len(self.scene.server.told(b"worker-0", Commit)))
+            return self.scene.clock() >= began_s[0] + wait_s
+
+        self.scene.when(is_due, action)
+
+
+def block_after_two_steps(scene, block):
+    first = scene.workers()[0]
+    report = first.report
+
+    def report_and_block(commit):
         if commit.step == FULL_AFTER - 1:
-            fill(disk / "filler")
+            block()
         report(commit)
 
-    workers[0].report = report
-    return scene
+    first.report = report_and_block
 
 
 @pytest.fixture
-def locked_scene(scene, tmp_path):
-    """A run of scripted workers, whose journal another program locks once `FULL_AFTER` steps are decided."""
-    other = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
-    with Journal(tmp_path / "journal.sqlite") as journal:
-        scene.build(journal, give_up_s=30.0)
-        workers = scene.workers()
+def filled(scene, disk, journal):
+    scene.build(journal)
+    block_after_two_steps(scene, lambda: fill(disk / "filler"))
+    return Blocked(scene, disk / "journal.sqlite", (disk / "filler").unlink, "room", f"free in {disk}")
 
-        def report(commit, report=workers[0].report):
-            if commit.step == FULL_AFTER - 1:
-                other.execute("BEGIN IMMEDIATE")
-            report(commit)
 
-        workers[0].report = report
-        scene.release = lambda: other.execute("ROLLBACK")
-        yield scene
+@pytest.fixture
+def locked(scene, tmp_path):
+    path = tmp_path / "journal.sqlite"
+    other = sqlite3.connect(path, isolation_level=None)
+    with Journal(path) as journal:
+        scene.build(journal)
+        block_after_two_steps(scene, lambda: other.execute("BEGIN IMMEDIATE"))
+        words = "database is locked; another program has it locked"
+        yield Blocked(scene, path, lambda: other.execute("ROLLBACK"), "the lock to be released", words)
     other.close()
 
 
-def num_commits(scene):
-    return len(scene.server.told(b"worker-0", Commit))
+@pytest.fixture(params=["filled", "locked"])
+def blocked(request):
+    return request.getfixturevalue(request.param)
 
 
-class Meanwhile:
-    """Does something once the coordinator has waited this long; notes how many commits had left until then."""
-
-    def __init__(self, scene, after_s, action):
-        self.scene, self.after_s, self.action = scene, after_s, action
-        self.full_since_s = None
-        self.commits = []
-
-    def __call__(self):
-        if "training waits for" not in self.scene.warnings():
-            return
-        if self.full_since_s is None:
-            self.full_since_s = self.scene.clock()
-        if self.action is not None:
-            self.commits.append(num_commits(self.scene))
-            if self.scene.clock() >= self.full_since_s + self.after_s:
-                action, self.action = self.action, None
-                action()
-
-
-def test_step_waits_for_room_and_goes_on_by_itself(filled_scene, disk, journal):
-    scene = filled_scene
-    meanwhile = Meanwhile(scene, 60.0, (disk / "filler").unlink)
-    assert scene.run(meanwhile) == 0
-    assert set(meanwhile.commits) == {FULL_AFTER}
-    assert [record.step for record in scene.observer.of("step_committed")] == [1, 2, 3, 4]
-    (waits,) = [text for text in scene.observer.of("warned") if "waits for room" in text]
-    assert str(disk / "journal.sqlite") in waits
-    assert f"free in {disk}" in waits
+def test_step_waits_and_goes_on_by_itself(blocked):
+    scene = blocked.scene
+    blocked.after(60.0, blocked.release)
+    assert scene.run() == 0
+    assert blocked.num_commits == {FULL_AFTER}
+    assert scene.steps() == [1, 2, 3, 4]
+    (waits,) = [text for text in scene.observer.of("warned") if "waits for" in text]
+    assert waits.startswith(f"cannot write {blocked.path}: ")
+    assert blocked.circumstances in waits
+    assert waits.endswith(f"training waits for {blocked.wanted}, for 120 s (run.give_up)")
     (goes_on,) = [text for text in scene.observer.of("warned") if "training goes on" in text]
     waited_s = float(goes_on.split(" s:")[0].split()[-1])
     assert 60.0 <= waited_s <= 66.0  # it tries every 5 s at least
-    assert not journal.has_run  # it has ended in order
+    assert not scene.coordinator._ctx.journal.has_run  # it has ended in order
 
 
-def test_run_ends_in_order_where_nobody_makes_room(filled_scene, disk):
-    scene = filled_scene
+def test_run_ends_in_order_if_the_journal_stays_blocked(blocked):
+    scene = blocked.scene
     assert scene.run() == 2
-    assert "waited 120 s for room (run.give_up)" in scene.end.message
-    assert str(disk / "journal.sqlite") in scene.end.message
-    assert num_commits(scene) == FULL_AFTER
-    assert [record.step for record in scene.observer.of("step_committed")] == [1, 2]
-    assert scene.end.steps_done == FULL_AFTER
+    assert f"waited 120 s for {blocked.wanted} (run.give_up)" in scene.end.message
+    assert str(blocked.path) in scene.end.message
+    assert scene.steps() == [1, 2]
+    assert scene.end.steps_done == len(scene.server.told(b"worker-0", Commit)) == FULL_AFTER
     for stage in range(3):
         (abort,) = scene.server.told(f"worker-{stage}".encode(), Abort)
         assert abort.exit_status == 2
-    (disk / "filler").unlink()
-    with Journal(disk / "journal.sqlite") as after:
+    blocked.release()
+    with Journal(blocked.path) as after:
         assert after.has_run  # that it ended could not be written: going on with it is as good
         assert [step.commit.step for step in after.steps()] == list(range(FULL_AFTER))
 
 
-def test_signals_are_heard_while_it_waits(filled_scene):
-    scene = filled_scene
-    twice = Meanwhile(scene, 1.0, lambda: [scene.coordinator.request_stop(signal.SIGINT) for _ in range(2)])
-    assert scene.run(twice) == 130
+@pytest.mark.parametrize(
+    ("signals", "status", "words"),
+    [([signal.SIGINT] * 2, 130, "second SIGINT"), ([signal.SIGTERM], 143, "longer than run.grace")],
+)
+def test_signals_and_their_grace_count_while_it_waits(locked, signals, status, words):
+    scene = locked.scene
+    locked.after(1.0, lambda: [scene.coordinator.request_stop(number) for number in signals])
+    assert scene.run() == status
+    assert words in scene.end.message
     assert scene.clock() < 1000.0 + 30.0
 
 
-def test_grace_is_kept_while_it_waits(filled_scene):
-    scene = filled_scene
-    stop = Meanwhile(scene, 1.0, lambda: scene.coordinator.request_stop(signal.SIGTERM))
-    assert scene.run(stop) == 143
-    assert "run.grace" in scene.end.message
+def test_worker_that_ends_meanwhile_is_noticed_afterwards(locked):
+    scene, started = locked.scene, []
+    scene.coordinator.restart = lambda stage: started.append(stage) or scene.restart(stage)
 
+    def kill_then_release():
+        scene.kill(1)
+        locked.release()
 
-def test_worker_that_ends_meanwhile_is_noticed_afterwards(filled_scene, disk):
-    scene = filled_scene
-    started = []
-
-    def restart(stage):
-        started.append(stage)
-        scene.server.workers.pop(b"worker-1")
-        worker = type(workers[0])(scene.server, 1, generation=1)
-        worker.start()
-        return True
-
-    workers = list(scene.server.workers.values())
-    scene.coordinator.restart = restart
-
-    def kill():
-        workers[1].silent = True
-        scene.coordinator.worker_exited(1, -9)
-
-    def kill_then_make_room():
-        kill()
-        (disk / "filler").unlink()
-
-    assert scene.run(Meanwhile(scene, 10.0, kill_then_make_room)) == 0
+    locked.after(10.0, kill_then_release)
+    assert scene.run() == 0
     assert started == [1]
-    assert [record.step for record in scene.observer.of("step_committed")] == [1, 2, 3, 4]
+    assert scene.steps() == [1, 2, 3, 4]
     assert scene.server.told(b"worker-0", Bye) == [Bye(0)]
 
 
-def decide_many(journal):
-    for step in range(1, 50):
-        decide(journal, step)
+def test_run_whose_folder_is_removed_ends_with_one_line_that_names_it(scene, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Journal(folder / "journal.sqlite") as journal:
+        scene.build(journal)
+        block_after_two_steps(scene, lambda: shutil.rmtree(folder))
+        assert scene.run() == 2
+    assert f"the run's folder {folder} or a file in it was removed" in scene.end.message
+    assert scene.end.steps_done == FULL_AFTER
 
 
-def test_journal_that_nobody_waits_for_says_what_is_full_and_forgets_nothing(disk, journal):
+def test_journal_alone_says_what_is_full_and_forgets_nothing(disk, journal):
     journal.begin(FACTS)
     decide(journal, 0)
     fill(disk / "filler")
     with pytest.raises(SnapshotError, match=r"cannot write .*journal\.sqlite: database or disk is full; .* free in"):
-        decide_many(journal)
+        any(decide(journal, step) for step in range(1, 50))
     written = [step.commit for step in journal.steps()]
     assert written == [commit(step) for step in range(len(written))]
     (disk / "filler").unlink()
@@ -185,40 +182,3 @@ def test_journal_that_cannot_be_made_is_not_called_damaged(disk):
     fill(disk / "filler")
     with pytest.raises(SnapshotError, match=r"cannot open .*journal\.sqlite: .*disk.*; .* free in"):
         Journal(disk / "journal.sqlite")
-
-
-def test_locked_journal_is_waited_for_as_a_full_disk_is(locked_scene, tmp_path):
-    scene = locked_scene
-    meanwhile = Meanwhile(scene, 20.0, scene.release)
-    assert scene.run(meanwhile) == 0
-    assert set(meanwhile.commits) == {FULL_AFTER}
-    assert [record.step for record in scene.observer.of("step_committed")] == [1, 2, 3, 4]
-    (waits,) = [text for text in scene.observer.of("warned") if "training waits for" in text]
-    assert f"cannot write {tmp_path / 'journal.sqlite'}: database is locked; another program has it locked" in waits
-    assert waits.endswith("training waits for the lock to be released, for 30 s (run.give_up)")
-
-
-def test_run_ends_in_order_if_the_journal_stays_locked(locked_scene, tmp_path):
-    scene = locked_scene
-    assert scene.run() == 2
-    assert f"{tmp_path / 'journal.sqlite'}: database is locked" in scene.end.message
-    assert "waited 30 s for the lock to be released (run.give_up)" in scene.end.message
-    assert scene.end.steps_done == FULL_AFTER
-
-
-def test_run_whose_folder_is_removed_ends_with_one_line_that_names_it(scene, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with Journal(folder / "journal.sqlite") as journal:
-        scene.build(journal)
-        workers = scene.workers()
-
-        def report(commit, report=workers[0].report):
-            if commit.step == FULL_AFTER - 1:
-                shutil.rmtree(folder)
-            report(commit)
-
-        workers[0].report = report
-        assert scene.run() == 2
-    assert f"the run's folder {folder} or a file in it was removed" in scene.end.message
-    assert scene.end.steps_done == FULL_AFTER

@@ -73,8 +73,8 @@ def test_run_that_breaks_off_names_the_checkpoint_that_was_being_published(late)
 
 def test_lost_stage_begins_at_a_checkpoint_that_was_being_published(late):
     """Were it to begin at the one before, its neighbours would free what it needs while it computes."""
-    stages = led(late, [(2, 1)], after_steps=5)
-    (plan,) = late.server.told(stages[1].worker.identity, Plan)
+    led(late, [(2, 1)], after_steps=5)
+    (plan,) = late.server.told(late.stages[1].identity, Plan)
     assert plan.start_step == 3
     assert late.losses() == [2.0] * 8
     assert [part.step for part in late.published] == [3, 6, 8]

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from coordinator.conftest import CONFIG_HASH, VERSION, make_hello
+from coordinator.conftest import CONFIG_HASH, VERSION, make_hello, make_prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ from tahq.comm.control.messages import Commit, Evaluated, Heartbeat, Join, Ready
 from tahq.coordinator import gathering, recovery, run_state, seats
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
-from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats, stage_list
+from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, UserError
 from tahq.pipeline.config import TrainingConfig
 
@@ -21,26 +21,17 @@ STEPS = (RunEvent.ALL_GREETED, RunEvent.ALL_READY, RunEvent.LAST_COMMIT, RunEven
 MEASURING_STEPS = (RunEvent.ALL_THERE, RunEvent.ALL_MEASURED)
 
 
-def options(tmp_path=None, num_stages=3, **changes):
-    values = {
-        "num_stages": num_stages,
-        "run_id": 7,
-        "run_folder": tmp_path,
-        "config_json": "{}",
-        "config_hash": CONFIG_HASH,
-        "version": VERSION,
-        "training": TrainingConfig(steps=4),
-        "give_up_s": 40.0,
-        "join_timeout_s": 100.0,
-    }
-    return CoordinatorOptions(**(values | changes))
+def options(num_stages=3, **changes):
+    values = {"config_json": "{}", "config_hash": CONFIG_HASH, "version": VERSION, "training": TrainingConfig(steps=4)}
+    limits = {"give_up_s": 40.0, "join_timeout_s": 100.0}
+    return CoordinatorOptions(num_stages, 7, None, **(values | limits | changes))
 
 
 def join_of(stage, **changes):
     return Join(stage, VERSION, **({"host": f"host{stage}", "pid": 5} | changes))
 
 
-def run_in(phase, start=None):
+def run_in(phase):
     run = RunState(RestorePoint(0), 0.0)
     for event in MEASURING_STEPS if phase is RunPhase.MEASURING else STEPS:
         if run.phase is not phase:
@@ -48,17 +39,28 @@ def run_in(phase, start=None):
     return run
 
 
-def seat_in(phase, table, stage=1):
-    """Bring a seat of an empty table to a phase."""
-    if phase is not SeatPhase.EMPTY:
-        table.join(stage, b"who", join_of(stage), 1.0)
-    if phase in (SeatPhase.GREETED, SeatPhase.PLANNED, SeatPhase.READY):
-        table.advance(stage, SeatEvent.HELLO, 2.0).hello = make_hello(stage)
-    if phase in (SeatPhase.PLANNED, SeatPhase.READY):
-        table.advance(stage, SeatEvent.PLAN, 3.0)
-    if phase is SeatPhase.READY:
-        table.advance(stage, SeatEvent.READY, 4.0)
-    return table[stage]
+def happen(table, event, stage, identity, now_s):
+    match event:
+        case SeatEvent.JOIN:
+            table.join(stage, identity, join_of(stage), now_s)
+        case SeatEvent.HELLO:
+            table.advance(stage, event, now_s).hello = make_hello(stage)
+        case SeatEvent.LEAVE:
+            table.leave(stage, now_s, position=0)
+        case SeatEvent.REJOIN:
+            if table.find(identity) is not None:
+                raise LocalProtocolError("holds a stage")
+            seat = table.advance(stage, event, now_s)
+            seat.identity, seat.hello, seat.lost_since_s = identity, make_hello(stage), None
+        case SeatEvent.PLAN | SeatEvent.READY:
+            table.advance(stage, event, now_s)
+
+
+def seat_in(phase, table):
+    """Bring stage 1 of an empty table to a phase."""
+    for event in (SeatEvent.JOIN, SeatEvent.HELLO, SeatEvent.PLAN, SeatEvent.READY)[: list(SeatPhase).index(phase)]:
+        happen(table, event, 1, b"who", 1.0)
+    return table[1]
 
 
 # -- seats -----------------------------------------------------------------------------------------
@@ -99,15 +101,8 @@ def test_one_worker_cannot_hold_two_stages():
     table.join(1, b"a", join_of(1), 0.0)
     with pytest.raises(LocalProtocolError, match="already holds a stage"):
         table.join(2, b"a", join_of(2), 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"stage 1 \(host1, pid 5\) spoke for stage 2"):
-        table.claim(b"a", 2)
     with pytest.raises(RemoteProtocolError, match="holds no stage"):
         table.claim(b"b", 2)
-
-
-@pytest.mark.parametrize(("stages", "text"), [([2], "stage 2"), ([1, 3], "stages 1, 3")])
-def test_stage_list_reads_well(stages, text):
-    assert stage_list(stages) == text
 
 
 EVENTS = st.lists(
@@ -119,9 +114,8 @@ EVENTS = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(EVENTS, st.sampled_from([RunPhase.JOINING, RunPhase.CONNECTING, RunPhase.TRAINING, RunPhase.FINISHING]))
 def test_invariants_hold_whatever_happens(events, phase):
-    """One holder per stage, phases along the table, nobody ready without HELLO, and nothing waits for ever."""
-    table, start, now_s = Seats(3), options(), 1.0
-    run = run_in(phase, start)
+    """One holder per stage, phases along the table, none ready without HELLO, and nothing waits for ever."""
+    table, run, now_s = Seats(3), run_in(phase), 1.0
     for event, stage, who, later_s in events:
         now_s += later_s
         before = table[stage].phase
@@ -132,24 +126,7 @@ def test_invariants_hold_whatever_happens(events, phase):
         else:
             assert event == "wait" or table[stage].phase is seats.TRANSITIONS[before, event]
         check_invariants(table)
-        check_deadlines(start, run, table, now_s)
-
-
-def happen(table, event, stage, identity, now_s):
-    match event:
-        case SeatEvent.JOIN:
-            table.join(stage, identity, join_of(stage), now_s)
-        case SeatEvent.HELLO:
-            table.advance(stage, event, now_s).hello = make_hello(stage)
-        case SeatEvent.LEAVE:
-            table.leave(stage, now_s, position=0)
-        case SeatEvent.REJOIN:
-            if table.find(identity) is not None:
-                raise LocalProtocolError("holds a stage")
-            seat = table.advance(stage, event, now_s)
-            seat.identity, seat.hello, seat.lost_since_s = identity, make_hello(stage), None
-        case SeatEvent.PLAN | SeatEvent.READY:
-            table.advance(stage, event, now_s)
+        check_deadlines(run, table, now_s)
 
 
 def check_invariants(table):
@@ -162,8 +139,9 @@ def check_invariants(table):
         assert seat.is_held or seat.lost_since_s is not None
 
 
-def check_deadlines(start, run, table, now_s):
+def check_deadlines(run, table, now_s):
     """Whatever is not READY has a deadline, and once nothing happens any more the run is given up."""
+    start = options()
     by_s = [recovery.deadline_s(start, run, table, seat) for seat in table]
     for seat, deadline_s in zip(table, by_s, strict=True):
         if seat.phase is not SeatPhase.READY:
@@ -175,35 +153,39 @@ def check_deadlines(start, run, table, now_s):
 
 
 def test_neighbour_that_never_makes_its_links_ready_has_a_deadline():
-    table, start = Seats(3), options()
-    seat_in(SeatPhase.READY, table)
-    run = run_in(RunPhase.TRAINING, start)
-    assert recovery.deadline_s(start, run, table, table[1]) is None
-    table[1].relinking_since_s = 5.0
-    assert recovery.deadline_s(start, run, table, table[1]) == 105.0
+    table, run = Seats(3), run_in(RunPhase.TRAINING)
+    seat = seat_in(SeatPhase.READY, table)
+    assert recovery.deadline_s(options(), run, table, seat) is None
+    seat.relinking_since_s = 5.0
+    assert recovery.deadline_s(options(), run, table, seat) == 105.0
 
 
 # -- who may have a seat ---------------------------------------------------------------------------
 
 
-def refused(table, join, key="", replaced=None, **changes):
-    refusal = gathering.refusal(options(**changes), table, join, key, replaced)
-    return refusal.reason if refusal else ""
-
-
-def test_worker_that_is_refused_is_told_why():
+@pytest.mark.parametrize(
+    ("join", "key", "reason"),
+    [
+        (join_of(2), "bb", ""),
+        (join_of(2), "aa", "another key"),
+        (join_of(1), "", "stage 1 already has a worker: stage 1 (host1, pid 5); still free: 0, 2"),
+        (join_of(10**9), "", "stages 0 to 2"),
+        (Join(0, "9", "host", 1), "", "another version"),
+        (join_of(0, pid=2**63), "", "expected one below"),
+    ],
+)
+def test_worker_that_is_refused_is_told_why(join, key, reason):
     table = Seats(3)
     table.join(1, b"a", join_of(1), 0.0)
-    assert refused(table, join_of(2)) == ""
-    assert "stage 1 already has a worker: stage 1 (host1, pid 5); still free: 0, 2" in refused(table, join_of(1))
-    assert "stages 0 to 2" in refused(table, join_of(10**9))
-    assert "another version" in refused(table, Join(0, "9", "host", 1))
-    assert "expected one below" in refused(table, join_of(0, pid=2**63))
-    assert "another key" in refused(table, join_of(2), "aa", host_keys=("", "", "bb"))
-    assert refused(table, join_of(2), "bb", host_keys=("", "", "bb")) == ""
-    table.join(0, b"b", join_of(0), 0.0)
-    table.join(2, b"c", join_of(2), 0.0)
-    assert "all 3 stages have a worker" in refused(table, join_of(-1))
+    refusal = gathering.refusal(options(host_keys=("", "", "bb")), table, join, key, None)
+    assert reason in refusal.reason if reason else refusal is None
+
+
+def test_worker_for_any_stage_is_refused_if_all_are_held():
+    table = Seats(1)
+    table.join(0, b"a", join_of(0), 0.0)
+    refusal = gathering.refusal(options(), table, join_of(-1), "", None)
+    assert "all 1 stages have a worker" in refusal.reason
 
 
 @pytest.mark.parametrize(
@@ -216,7 +198,7 @@ def test_worker_that_is_refused_is_told_why():
         (b"new", {"takeover": True}, True),
     ],
 )
-def test_worker_that_follows_another_takes_its_place_and_others_do_not(identity, changes, takes):
+def test_only_a_worker_that_follows_another_takes_its_place(identity, changes, takes):
     table = Seats(3)
     table.join(1, b"old", join_of(1, worker_id="w"), 0.0)
     replaced = gathering.replaced_by(table, identity, join_of(1, **changes))
@@ -229,10 +211,10 @@ def test_worker_that_follows_another_takes_its_place_and_others_do_not(identity,
 )
 def test_shared_fields_are_compared_between_the_stages_that_have_them(field, first, second):
     table = Seats(3)
-    for stage, who in enumerate((b"a", b"b")):
-        hello = make_hello(stage, **({field: first} if stage == 0 else {}))
-        table.join(stage, who, join_of(stage), 0.0)
-        table.advance(stage, SeatEvent.HELLO, 0.0).hello = hello
+    for stage in (0, 1):
+        happen(table, SeatEvent.JOIN, stage, b"%d" % stage, 0.0)
+        happen(table, SeatEvent.HELLO, stage, b"", 0.0)
+    table[0].hello = make_hello(0, **{field: first})
     rows = gathering.differences(options(), table, make_hello(2, **{field: second}))
     assert rows == [[field, str(second), f"{first} (stage 0 (host0, pid 5))"]]
 
@@ -263,23 +245,23 @@ def test_messages_come_in_their_phases(phase, message):
 
 
 @pytest.mark.parametrize(
-    ("start", "command", "text"),
+    ("point", "command", "text"),
     [
         (RestorePoint(0), "x", "no checkpoint had been written, so start the run anew"),
         (RestorePoint(7, "s"), "x -r", "the run can be resumed with `x -r` (checkpoint after step 7)"),
         (RestorePoint(7, "s"), "", "the run can be resumed (checkpoint after step 7)"),
     ],
 )
-def test_resume_hint(start, command, text):
-    assert RunState(start, 0.0).resumable(command) == text
+def test_resume_hint(point, command, text):
+    assert RunState(point, 0.0).resumable(command) == text
 
 
 @pytest.fixture
-def at_step_6(prepare):
+def at_step_6():
     """A run at step 6, with checkpoints after 2 and 4 steps; that after 2 is the base."""
     run, table = run_in(RunPhase.TRAINING), Seats(3)
     for step in range(6):
-        prepares = [prepare(step, stage) for stage in range(3)]
+        prepares = [make_prepare(step, stage) for stage in range(3)]
         after = RestorePoint(step + 1, codecs=[[0, 0, step]])
         run.decide(Commit(step, True, 1.0, False, step in (1, 3), False), prepares, after, 1.0)
         for seat in table:
@@ -291,26 +273,19 @@ def at_step_6(prepare):
     return run, table
 
 
-def test_decisions_are_kept_since_the_base(at_step_6):
+def test_decisions_are_kept_since_the_base_and_stages_begin_there_or_at_the_newest_checkpoint(at_step_6):
     run, _ = at_step_6
     assert (run.step, run.base.step, run.newest.step) == (6, 2, 4)
-    assert min(run.decided) == 2
-    run.rebase(run.newest)
-    assert run.step == 6
-    assert min(run.decided) == 4
-
-
-def test_stages_begin_at_the_newest_checkpoint_or_the_base_with_the_codecs_of_then(at_step_6):
-    run, _ = at_step_6
     assert [run.origin_at(step).codecs for step in (4, 2)] == [[[0, 0, 3]], [[0, 0, 1]]]
     assert run.origin_at(3) is None
+    assert min(run.decided) == 2
+    run.rebase(run.newest)
+    assert (run.step, min(run.decided)) == (6, 4)
 
 
 def test_base_stays_while_a_stage_is_before_the_new_one_and_all_go_back_together(at_step_6):
     run, table = at_step_6
-    assert recovery.common_point(run, table).step == 4
-    table[1].position = 2
-    assert not recovery.can_rebase(run, table, run.newest)
-    assert recovery.common_point(run, table).step == 2
-    table[1].position = 4
-    assert recovery.can_rebase(run, table, run.newest)
+    for position, point in ((6, 4), (2, 2), (4, 4)):
+        table[1].position = position
+        assert recovery.common_point(run, table).step == point
+        assert recovery.can_rebase(run, table, run.newest) == (point == 4)

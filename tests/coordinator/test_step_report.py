@@ -1,61 +1,68 @@
-"""The stages' PREPAREs as one record."""
+"""The stages' PREPAREs as one record, a stage's step in parts, and traced steps put together on one clock."""
 
 import math
+from dataclasses import replace
 
 import pytest
+from coordinator.conftest import make_prepare
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tahq.comm.control.messages import Commit
-from tahq.coordinator.step_report import step_record
+from tahq.comm.control.clock_offset import ClockOffset
+from tahq.comm.control.messages import Commit, Traced
+from tahq.coordinator.observer import StageSplit
+from tahq.coordinator.step_report import KEPT_STEPS, MAX_PART, MAX_PARTS, TraceCollector, stage_split, step_record
 from tahq.errors import RemoteProtocolError
 
 COMMIT = Commit(4, True, 1.0, False, False, False)
 
 
-def record(prepares):
+def record(num_stages=3, **changes_by_stage):
+    """The record of a step of 2 s; `stage1={...}` changes that stage's PREPARE."""
+    stages = range(num_stages)
+    prepares = [make_prepare(4, stage, num_stages, **changes_by_stage.get(f"stage{stage}", {})) for stage in stages]
     return step_record(COMMIT, prepares, 1.5, 2.0)
 
 
-def test_links_say_who_sent_what_to_whom(prepare):
-    links = record([prepare(4, stage) for stage in range(3)]).links
+def test_links_have_sender_receiver_and_rates():
+    links = record().links
     assert [(link.link, link.sender, link.receiver, link.direction) for link in links] == [
         (0, 0, 1, "activations"),
         (1, 1, 2, "activations"),
         (0, 1, 0, "gradients"),
         (1, 2, 1, "gradients"),
     ]
-    assert (links[0].bits_per_element, links[0].goodput_bits_per_s) == (4.0, 16000.0)
-    assert (links[2].bits_per_element, links[2].goodput_bits_per_s) == (8.0, 32000.0)
+    assert [(links[i].bits_per_element, links[i].goodput_bits_per_s) for i in (0, 2)] == [(4.0, 16e3), (8.0, 32e3)]
+    assert (links[0].busy_s, links[0].sending_s, links[0].wire_s) == (0.5, 0.4, 0.25)
+    assert links[0].queued_s == pytest.approx(0.1)
+    assert links[0].idle_s == 1.5  # of a step of 2 s
 
 
-@pytest.mark.parametrize(("num_stages", "last"), [(2, 1), (3, 2)])
-def test_link_of_tied_embeddings_joins_first_and_last_stage(prepare, num_stages, last):
-    prepares = [prepare(4, stage, num_stages, links=[]) for stage in range(num_stages)]
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_link_of_tied_embeddings_joins_first_and_last_stage(num_stages):
+    last = num_stages - 1
     rows = [[float(last), float(direction), 1.0, 8.0, 8.0, 2.0, 1.0, 1.0, 0.5] for direction in (0, 1)]
-    prepares[0] = prepare(4, 0, num_stages, links=[rows[0]])
-    prepares[last] = prepare(4, last, num_stages, links=[rows[1]])
-    links = record(prepares).links
+    changes = {f"stage{stage}": {"links": []} for stage in range(num_stages)}
+    links = record(num_stages, **changes | {"stage0": {"links": [rows[0]]}, f"stage{last}": {"links": [rows[1]]}}).links
     assert [(link.sender, link.receiver, link.direction) for link in links] == [
         (0, last, "gradients"),
         (last, 0, "gradients"),
     ]
 
 
-def test_links_have_the_error_that_was_measured_of_their_codec(prepare):
-    prepares = [prepare(4, stage) for stage in range(3)]
-    prepares[1] = prepare(4, 1, codec_errors=[[1.0, 0.0, 0.25], [0.0, 1.0, math.inf]])
-    assert [link.relative_error for link in record(prepares).links] == [None, 0.25, math.inf, None]
+def test_one_stage_has_no_links():
+    assert record(1).links == ()
+
+
+def test_links_have_the_error_that_was_measured_of_their_codec():
+    links = record(stage1={"codec_errors": [[1.0, 0.0, 0.25], [0.0, 1.0, math.inf]]}).links
+    assert [link.relative_error for link in links] == [None, 0.25, math.inf, None]
 
 
 @pytest.mark.parametrize("rows", [[[]], [[1.0, 0.0]], [[1.0, 0.0, -0.1]], [[1.0, 0.0, math.nan]]])
-def test_impossible_errors_name_the_stage(prepare, rows):
-    prepares = [prepare(4, stage) for stage in range(3)]
-    prepares[1] = prepare(4, 1, codec_errors=rows)
+def test_impossible_errors_name_the_stage(rows):
     with pytest.raises(RemoteProtocolError, match="stage 1 reported impossible codec errors"):
-        record(prepares)
-
-
-def test_one_stage_has_no_links(prepare):
-    assert record([prepare(4, 0, 1, links=[])]).links == ()
+        record(stage1={"codec_errors": rows})
 
 
 @pytest.mark.parametrize(
@@ -63,42 +70,174 @@ def test_one_stage_has_no_links(prepare):
     [
         [],
         [0.0] * 8,
-        [5.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [-1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [0.0, 7.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [math.nan, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [5.0, 0.0, *[1.0] * 7],
+        [-1.0, *[1.0] * 8],
+        [0.0, 7.0, *[1.0] * 7],
+        [math.nan, 0.0, *[1.0] * 7],
         [0.0, 0.0, 1.0, 1.0, 1.0, 1e308, 1.0, 1.0, 1.0],
-        [0.0, 0.0, math.inf, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan],
+        [0.0, 0.0, math.inf, *[1.0] * 6],
+        [0.0, 0.0, *[1.0] * 6, math.nan],
     ],
 )
-def test_impossible_traffic_names_the_stage(prepare, row):
-    prepares = [prepare(4, 0, links=[row]), prepare(4, 1), prepare(4, 2)]
+def test_impossible_traffic_names_the_stage(row):
     with pytest.raises(RemoteProtocolError, match="stage 0 reported impossible traffic"):
-        record(prepares)
+        record(stage0={"links": [row]})
 
 
-def test_waiting_share_is_the_part_of_measured_time(prepare):
+# -- a stage's step --------------------------------------------------------------------------------
+
+ACTIVITIES = (
+    "data", "forward", "backward", "input_gradient", "weight_gradient", "encode", "decode", "wait:0", "wait:12",
+    "wait:codec", "wait:memory", "norms", "optimizer", "snapshot",
+)  # fmt: skip
+SECONDS = st.floats(0, 100)
+
+
+@given(
+    st.dictionaries(st.sampled_from(ACTIVITIES), SECONDS),
+    st.dictionaries(st.sampled_from(["beside:encode", "beside:decode"]), SECONDS),
+    SECONDS,
+    SECONDS,
+)
+def test_parts_add_up_to_the_step(own, beside, unmeasured_s, commit_s):
+    active_s = sum(own.values()) + unmeasured_s
+    split = stage_split(own | beside, active_s, active_s + commit_s)
+    assert split.total_s == pytest.approx(active_s + commit_s)
+    assert split.other_s == pytest.approx(unmeasured_s, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("timing", "active_s", "step_time_s", "expected"),
+    [
+        (
+            {"input_gradient": 1.0, "weight_gradient": 2.0, "wait:3": 4.0, "wait:memory": 8.0, "wait:codec": 16.0},
+            31.0,
+            32.0,
+            StageSplit(backward_s=3.0, wait_s={3: 4.0}, wait_memory_s=8.0, wait_codec_s=16.0, commit_s=1.0),
+        ),
+        (
+            {"forward": 1.0, "beside:encode": 5.0, "encode": 0.5},
+            1.5,
+            1.5,
+            StageSplit(forward_s=1.0, encode_s=0.5, beside_s={"encode": 5.0}),
+        ),
+        ({"forward": 3.0, "wait:1": 2.0}, 4.0, 3.5, StageSplit(forward_s=3.0, wait_s={1: 2.0})),
+    ],
+    ids=["both gradients, waits by sender", "work beside takes no time", "device that overlaps with the host"],
+)
+def test_stage_split(timing, active_s, step_time_s, expected):
+    assert stage_split(timing, active_s, step_time_s) == expected
+
+
+def test_records_have_each_stages_split_and_share_of_waiting():
     stages = record(
-        [
-            prepare(4, 0, timing={"forward": 2.0, "wait": 1.0, "wait_commit": 1.0}),
-            prepare(4, 1),
-            prepare(4, 2, timing={}),
-        ]
+        stage0={"timing": {"forward": 0.5, "wait:1": 0.25, "norms": 0.125}, "active_s": 1.5},
+        stage1={"timing": {"forward": 2.0, "wait": 1.0, "wait_commit": 1.0}},
+        stage2={"timing": {}},
     ).stages
-    assert [stage.waiting_share for stage in stages] == [0.5, 0.75, 0.0]
-
-
-def test_links_say_how_long_they_sent_had_to_wait_and_were_idle(prepare):
-    link = record([prepare(4, stage) for stage in range(3)]).links[0]
-    assert (link.busy_s, link.sending_s, link.wire_s) == (0.5, 0.4, 0.25)
-    assert link.queued_s == pytest.approx(0.1)
-    assert link.idle_s == 1.5  # of a step of 2 s
-
-
-def test_stage_waits_for_its_commit_from_its_prepare_to_the_end_of_the_step(prepare):
-    timing = {"forward": 0.5, "wait:1": 0.25, "norms": 0.125}
-    split = record([prepare(4, stage, timing=timing, active_s=1.5) for stage in range(3)]).stages[0].split
+    split = stages[0].split
     assert (split.commit_s, split.other_s, split.optimizer_s) == (0.5, 0.625, 0.125)
-    assert split.wait_s == {1: 0.25}
-    assert split.total_s == 2.0
+    assert (split.wait_s, split.total_s) == ({1: 0.25}, 2.0)
+    assert [stage.waiting_share for stage in stages] == [pytest.approx(2 / 7), 0.5, 0.0]
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+EXACT = [ClockOffset(0.0, 0.0)] * 2
+
+
+def part(stage, *begins_s, step=4, number=0, num_parts=1):
+    n = len(begins_s)
+    ends_s = [begin_s + 0.5 for begin_s in begins_s]
+    texts = (["compute"] * n, ["forward"] * n, [f"F{index}" for index in range(n)], [""] * n)
+    return Traced(step, stage, number, num_parts, *texts, list(begins_s), ends_s, [0] * n, [0.0] * n)
+
+
+@pytest.fixture
+def collector():
+    collector = TraceCollector(["stage 0 (a, pid 1)", "stage 1 (b, pid 2)"])
+    collector.committed(4, 10.0, 12.0)
+    return collector
+
+
+def test_step_is_whole_when_every_part_of_every_stage_is_there(collector):
+    assert collector.take(part(0, 10.5, num_parts=2), EXACT) is None
+    assert collector.take(part(1, 10.7), EXACT) is None
+    trace = collector.take(part(0, 10.25, number=1, num_parts=2), EXACT)
+    assert (trace.step, trace.begin_s, trace.end_s) == (5, 10.0, 12.0)
+    assert [[span.begin_s for span in stage.spans] for stage in trace.stages] == [[10.25, 10.5], [10.7]]
+    assert trace.stages[1].name == "stage 1 (b, pid 2)"
+
+
+def test_skewed_clocks_are_converted_to_the_coordinators(collector):
+    """Stage 0's clock is 1,000 s ahead, stage 1's was never compared."""
+    offsets = [ClockOffset(1000.0, 0.01), None]
+    collector.take(part(0, 1011.0), offsets)
+    ahead, unknown = collector.take(part(1, 11.0), offsets).stages
+    assert [(stage.spans[0].begin_s, stage.spans[0].end_s) for stage in (ahead, unknown)] == [(11.0, 11.5)] * 2
+    assert (ahead.offset_s, ahead.clock_error_s) == (1000.0, 0.01)
+    assert math.isnan(unknown.clock_error_s)
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        *(
+            replace(part(0, 11.0), **changes)
+            for changes in (
+                {"names": []},
+                {"part": -1},
+                {"part": 1},
+                {"num_parts": MAX_PARTS + 1},
+                {"begins_s": [math.nan]},
+                {"ends_s": [math.inf]},
+                {"ends_s": [0.0]},
+            )
+        ),
+        part(0, *([11.0] * (MAX_PART + 1))),
+    ],
+)
+def test_malformed_trace_names_its_stage(collector, malformed):
+    with pytest.raises(RemoteProtocolError, match=r"stage 0 \(a, pid 1\) sent a malformed trace of step 4"):
+        collector.take(malformed, EXACT)
+
+
+def test_repeated_part_and_uncommitted_step_are_refused(collector):
+    collector.take(part(0, 11.0), EXACT)
+    with pytest.raises(RemoteProtocolError, match="part 0 of its trace of step 4 twice"):
+        collector.take(part(0, 11.0), EXACT)
+    with pytest.raises(RemoteProtocolError, match="step 9, which was not committed yet"):
+        collector.take(part(0, 11.0, step=9), EXACT)
+
+
+def test_trace_of_a_step_that_another_coordinator_committed_is_ignored(collector):
+    assert collector.take(part(0, 11.0, step=3), EXACT) is None
+    assert TraceCollector(["stage 0"]).take(part(0, 11.0), EXACT) is None
+    assert collector.take(part(1, 11.0), EXACT) is None  # stage 0 has yet to tell of step 4
+    assert collector.take(part(0, 11.0), EXACT).step == 5
+
+
+def test_incomplete_traces_are_forgotten(collector):
+    for step in range(4, 4 + 3 * KEPT_STEPS):
+        collector.committed(step, step, step + 1.0)
+        collector.take(part(0, 11.0, step=step), EXACT)
+    assert len(collector._parts) == len(collector._times) == KEPT_STEPS
+
+
+def test_coordinator_tells_its_observer_about_a_traced_step(scene):
+    scene.server.offsets = {b"worker-0": ClockOffset(2.0, 0.25)}
+    # A worker sends the trace of a step after its commit, and so before the next one's Prepare or with it.
+    said = {n: [make_prepare(1, n), part(n, 5.0 + n, step=0)] for n in range(3)}
+    scene.workers(**{f"stage{n}": {"say": {1: said[n]}} for n in range(3)})
+    assert scene.run() == 0
+    (trace,) = scene.observer.of("step_traced")
+    assert trace.step == 1
+    assert [stage.spans[0].begin_s for stage in trace.stages] == [3.0, 6.0, 7.0]
+    assert trace.stages[0].clock_error_s == 0.25
+
+
+def test_trace_before_training_is_refused(scene):
+    worker, *_ = scene.workers()
+    worker.send(part(0, 1.0, step=0))
+    assert scene.run(join_timeout_s=1.0) != 0
+    assert scene.observer.of("step_traced") == []
