@@ -13,7 +13,7 @@ weights and the error over all weights stand beside.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,18 +24,7 @@ from tahq.data.batches import BatchSource
 from tahq.data.config import DataConfig
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
-from tahq.memory.coat.fp8_groups import (
-    DE8,
-    DE8_UNSIGNED,
-    E4M3,
-    E5M2,
-    EightBitFormat,
-    MomentFormat,
-    as_groups,
-    decode,
-    encode,
-    make_tables,
-)
+from tahq.memory.coat.fp8_groups import NUM_POWERS, as_groups, decode, encode, moment_format, power, stored_scales
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
@@ -48,12 +37,7 @@ MODELS = {
     "gpt2": ModelConfig(family="gpt2", num_layers=4, hidden_size=192, num_heads=6),
     "llama": ModelConfig(family="llama", num_layers=4, hidden_size=192, num_heads=6, intermediate_size=512),
 }
-FORMATS: Mapping[str, tuple[EightBitFormat, EightBitFormat]] = {
-    "E4M3": (E4M3, E4M3),
-    "E5M2": (E5M2, E5M2),
-    "DE8": (DE8, DE8_UNSIGNED),
-}
-"""For m and for v."""
+FORMATS = ("E4M3", "E5M2", "DE8")
 KINDS = [f"{name}{expanded}" for name in FORMATS for expanded in ("", " + expand")]
 PLAIN, EXPANDED = ("E4M3", "E4M3"), ("E4M3 + expand", "E4M3 + expand")
 PAPER_RATIO = 1.63
@@ -128,10 +112,41 @@ def measure(model: str, step: int, loss: float, moments: Moments) -> Measured:
 
 def _read_back(moments: Moments, place: int, kind: str) -> torch.Tensor:
     """All values of m or v once stored, parameter by parameter, and read again."""
-    format = FORMATS[kind.removesuffix(" + expand")][place]
-    by = MomentFormat(format, kind.endswith("expand"), make_tables(format))
-    flat = [each[place].reshape(-1) for each in moments]
-    return torch.cat([decode(*encode(as_groups(x), by), by).view(-1)[: x.numel()] for x in flat]).double()
+    format, expand = kind.removesuffix(" + expand").lower(), kind.endswith("expand")
+    read = []
+    for x in (each[place].reshape(-1) for each in moments):
+        groups = as_groups(x)
+        if format == "de8":
+            values = _through_de8(groups, expand, is_signed=place == 0)
+        else:
+            by = moment_format(format, expand)
+            values = decode(*encode(groups, by), by)
+        read.append(values.view(-1)[: x.numel()])
+    return torch.cat(read).double()
+
+
+def _through_de8(groups: torch.Tensor, expand: bool, is_signed: bool) -> torch.Tensor:
+    """Groups [P, 128] rounded to DE8, the dynamic exponent of 8-bit Adam (Dettmers et al. 2021), in fp64.
+
+    Seven decades, 10⁻⁷ … 1, each cut into equal parts, twice as many as the decade below (and twice as many in all
+    without a sign), whose middles are the magnitudes; the last is 1, so that the largest of a group is exact.
+    """
+    first = 1 if is_signed else 2
+    cuts = [(10.0 ** (decade - 6), first << decade) for decade in range(7)]
+    middles = [top * (0.1 + 0.9 * (part + 0.5) / parts) for top, parts in cuts for part in range(parts)]
+    table = torch.tensor([0.0, *middles[:-1], 1.0], dtype=torch.float64)
+    sizes = groups.double().abs()
+    scales = stored_scales(groups.abs().amax(1)).double()[:, None]
+    ratios = torch.where(scales > 0, sizes / scales, 0.0)
+    k = torch.ones(len(groups), 1, dtype=torch.float64)
+    if expand:
+        smallest = torch.where(ratios > 0, ratios, torch.inf).amin(1)
+        exponents = torch.tensor([power(index) for index in range(NUM_POWERS)], dtype=torch.float64)
+        wanted = table[1].log() / smallest.clamp(max=1).log()  # ∞ at ratio 1
+        usable = (torch.searchsorted(exponents, wanted, right=True) - 1).clamp(min=0)
+        k = torch.where(smallest < ratios.amax(1), exponents[usable], 1.0)[:, None]
+    codes = torch.bucketize(ratios**k, (table[1:] + table[:-1]) / 2)
+    return (table[codes] ** (1 / k) * scales * groups.sign()).float()
 
 
 def _quotient(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
-from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights
+from tahq.models.slice import ModelSlice, Parts, build_slice
 from tahq.quant import get_codec
 from tahq.quant.codec import Codec
 
@@ -34,9 +34,7 @@ def build_stage(device: torch.device) -> ModelSlice:
     """Blocks 12 to 23 of GPT2-XL, with random weights."""
     config = ModelConfig(family="gpt2", num_layers=48, hidden_size=1600, num_heads=25)
     spec = load_spec(config, vocab_size=50257, seq_len=SHAPE[1])
-    stage = build_parts(spec, Parts(range(12, 24)), device=device, random=RandomContext(0))
-    fill_weights(spec, {name: parameter.data for name, parameter in stage.named_parameters()}, 0)
-    return stage
+    return build_slice(spec, Parts(range(12, 24)), seed=0, device=device, random=RandomContext(0))
 
 
 class Step:

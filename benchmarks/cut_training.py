@@ -22,7 +22,7 @@ from tahq.data.tokenizer import load_tokenizer
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
-from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights
+from tahq.models.slice import ModelSlice, Parts, build_slice, fill_weights
 from tahq.randomness import derive_seed
 
 BATCH, SEQ_LEN = 16, 512
@@ -111,11 +111,13 @@ class CutTraining:
         size = spec.num_layers // STAGES
         cuts = [range(stage * size, (stage + 1) * size) for stage in range(STAGES)]
         return [
-            build_parts(
+            build_slice(
                 spec,
                 Parts(blocks, embedding=stage == 0, head=stage == STAGES - 1),
+                seed=0,
                 device=self._device,
                 random=RandomContext(0),
+                weights=False,
             )
             for stage, blocks in enumerate(cuts)
         ]

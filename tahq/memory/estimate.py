@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass
 
-import torch
-
 from tahq.memory.galore.low_rank_weight import LowRankSettings
 from tahq.memory.galore.qgalore import Covered, divided_parameters, low_rank_bytes
 from tahq.memory.saved_tensors import (
@@ -22,7 +20,7 @@ from tahq.memory.saved_tensors import (
 )
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import HEAD_WEIGHT, slice_parameters
+from tahq.models.slice import HEAD_WEIGHT
 
 _FP32 = 4
 
@@ -66,9 +64,7 @@ class StageMemory:
 
     def kinds(self) -> dict[str, int]:
         """Bytes by kind; their sum is the total."""
-        kinds = asdict(self)
-        del kinds["copies"]
-        return kinds
+        return {name: nbytes for name, nbytes in asdict(self).items() if name != "copies"}
 
     @property
     def total(self) -> int:
@@ -104,9 +100,9 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
       logits or their gradient, 4·T·V, and 2·T·V more as bf16; with low-rank weights the largest decoded matrix of a
       block and its gradient, and with the logits the head's.
     """
-    shapes, covered = _shapes(spec, blocks, numbers.low_rank)
+    ordinary, covered = divided_parameters(spec, blocks, numbers.low_rank)
     low_rank = low_rank_bytes((each.shape, each.settings) for each in covered.values())
-    weights = _FP32 * sum(map(math.prod, shapes))
+    weights = _FP32 * sum(map(math.prod, ordinary.values()))
     saved = saved_by_slice(spec, blocks, numbers.shape, checkpoint_blocks=numbers.checkpoint_blocks)
     deferred = deferred_by_slice(spec, blocks, numbers.shape)
     codes = numbers.kept_code_nbytes * len(blocks) * spec.layout.block_weights(spec.hf_config)
@@ -114,22 +110,12 @@ def stage_memory(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> S
     return StageMemory(
         weights=weights + copies + low_rank.weights,
         gradients=weights + low_rank.gradients,
-        optimizer=numbers.optimizer_nbytes(shapes) + low_rank.states,
+        optimizer=numbers.optimizer_nbytes(ordinary.values()) + low_rank.states,
         activations=numbers.in_flight * saved + numbers.put_off * max(0, deferred - saved),
         boundary=_boundary(spec, blocks, numbers),
         workspace=_workspace(spec, blocks, numbers, covered),
         copies=copies,
     )
-
-
-def _shapes(
-    spec: ModelSpec, blocks: BlockRange, low_rank: LowRankSettings | None
-) -> tuple[list[torch.Size], dict[str, Covered]]:
-    """Shapes of ordinary parameters; and the layers with low-rank weights."""
-    if low_rank is None:
-        return list(slice_parameters(spec, blocks).values()), {}
-    ordinary, covered = divided_parameters(spec, blocks, low_rank)
-    return list(ordinary.values()), covered
 
 
 def _copies(spec: ModelSpec, blocks: BlockRange, numbers: StepNumbers) -> int:

@@ -84,9 +84,10 @@ def saved_by_block(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     COAT norms, their outputs and the MLP keep codes instead, see `_coat_block`.
     """
     if shape.coat:
-        return _coat_block(spec, shape) + _attention(spec, block, shape)
-    norms = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
-    return norms(spec, shape) + _attention(spec, block, shape)
+        without_attention = _coat_block
+    else:
+        without_attention = _layer_norm_block if spec.layout.rotary is None else _rms_norm_block
+    return without_attention(spec, shape) + _attention(spec, block, shape)
 
 
 def copied_by_block(spec: ModelSpec, shape: MicroBatchShape) -> int:
@@ -164,31 +165,19 @@ def _query_key_norms(spec: ModelSpec, shape: MicroBatchShape) -> int:
 def _attention(spec: ModelSpec, block: int, shape: MicroBatchShape) -> int:
     """Q, K, V and the output, a·T·D·(2·H + 2·K), and the softmax's part.
 
-    With a mask or with dropout the fused kernel cannot group keys and values: they are repeated for every query head.
+    Fused: log-sum-exp in fp32, 4·T·H, and a mask of a·S² if there is a window. With dropout: softmax in fp32, the mask
+    in bytes and the dropped weights, (4 + 1 + a)·B·H·S²; the causal mask, S². With a mask or with dropout the fused
+    kernel cannot group keys and values: they are repeated for every query head.
     """
-    config = spec.hf_config
-    heads, dropped = int(config.num_attention_heads), _attention_dropout(spec) > 0
-    window = spec.layout.window(config, block)
+    config, squared, element = spec.hf_config, shape.seq_len**2, shape.element_nbytes
+    heads, window = int(config.num_attention_heads), spec.layout.window(config, block)
     masked = window is not None and window <= shape.seq_len
-    kv_heads = heads if dropped or masked else num_kv_heads(config)
-    states = shape.element_nbytes * shape.num_tokens * head_dim(config) * (2 * heads + 2 * kv_heads)
-    return states + _attention_weights(heads, shape, dropped=dropped, masked=masked)
-
-
-def _attention_weights(heads: int, shape: MicroBatchShape, *, dropped: bool, masked: bool) -> int:
-    """Fused: log-sum-exp in fp32, 4·T·H, and a mask of a·S² if there is a window.
-
-    With dropout: softmax in fp32, the mask in bytes and the dropped weights, (4 + 1 + a)·B·H·S²; the causal mask, S².
-    """
-    squared = shape.seq_len**2
-    if dropped:
-        return shape.micro_batch * heads * squared * (_FP32 + 1 + shape.element_nbytes) + squared
-    return _FP32 * shape.num_tokens * heads + (shape.element_nbytes * squared if masked else 0)
-
-
-def _attention_dropout(spec: ModelSpec) -> float:
-    name = "attn_pdrop" if spec.layout.rotary is None else "attention_dropout"
-    return float(getattr(spec.hf_config, name))
+    if getattr(config, "attn_pdrop" if spec.layout.rotary is None else "attention_dropout") > 0:
+        kv_heads, softmax = heads, shape.micro_batch * heads * squared * (_FP32 + 1 + element) + squared
+    else:
+        kv_heads = heads if masked else num_kv_heads(config)
+        softmax = _FP32 * shape.num_tokens * heads + (element * squared if masked else 0)
+    return element * shape.num_tokens * head_dim(config) * (2 * heads + 2 * kv_heads) + softmax
 
 
 def rotary_tables(spec: ModelSpec, shape: MicroBatchShape) -> int:

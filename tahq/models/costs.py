@@ -6,7 +6,7 @@ Counting needs the configuration only. Timing builds one part at a time, so it n
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from tahq.models.families import head_dim
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import LayerCosts
-from tahq.models.slice import ModelSlice, Parts, build_parts, fill_weights, sharing_copies_of
+from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
 
 
 def counted_costs(spec: ModelSpec, seq_len: int) -> LayerCosts:
@@ -57,10 +57,7 @@ def measured_costs(
     Blocks with the same attention window are taken to be equal, so one of each kind is timed.
 
     Args:
-        spec: the model.
-        micro_batch: samples computed together.
-        seq_len: tokens per sample.
-        device: to compute on.
+        spec, micro_batch, seq_len, device: the model, samples and tokens per sample, and where to compute.
         bf16: compute under bf16 autocast.
         build: makes a part, on `device`; None: a plain part with random weights.
         repeats: timings of each part, after a warm-up.
@@ -68,28 +65,22 @@ def measured_costs(
     """
 
     def seconds(parts: Parts) -> float:
-        model = build(parts) if build is not None else _plain(spec, parts, device)
+        if build is not None:
+            model = build(parts)
+        else:
+            plain = dataclasses.replace(spec, folder=None)
+            model = build_slice(plain, parts, seed=0, device=device, random=RandomContext(0))
         x = _sample_input(model, micro_batch, seq_len, device)
         return _median_seconds(partial(_forward_and_backward, model, x, bf16), model, repeats, clock)
 
     windows = [spec.layout.window(spec.hf_config, block) for block in range(spec.num_layers)]
-    seconds_of = {window: seconds(Parts(range(block, block + 1))) for window, block in _one_of_each(windows).items()}
+    first_of = {window: windows.index(window) for window in windows}
+    seconds_of = {window: seconds(Parts(range(block, block + 1))) for window, block in first_of.items()}
     return LayerCosts(
         embedding=seconds(Parts(range(0), embedding=True)),
         blocks=tuple(seconds_of[window] for window in windows),
         head=seconds(Parts(range(0), head=True)),
     )
-
-
-def _plain(spec: ModelSpec, parts: Parts, device: torch.device | str) -> ModelSlice:
-    random_spec = dataclasses.replace(spec, folder=None)
-    model = build_parts(random_spec, parts, device=device, random=RandomContext(0))
-    fill_weights(random_spec, model.canonical_parameters(), seed=0)
-    return model
-
-
-def _one_of_each(windows: Sequence[int | None]) -> dict[int | None, int]:
-    return {window: block for block, window in reversed(list(enumerate(windows)))}
 
 
 def _sample_input(model: ModelSlice, micro_batch: int, seq_len: int, device: torch.device | str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, Parts
+from tahq.models.slice import ModelSlice
 
 INPUT_GRADIENT_SHARE = 0.5
 """Share of a split backward: its two matrix products, for the input and for the weights, have equal size."""
@@ -33,16 +33,16 @@ class SleepingSlice(ModelSlice):
 
     Args:
         spec: the imitated model.
-        parts: the imitated slice.
+        blocks: of the imitated slice.
         random: its seed fills the table.
         forward_s: seconds of a micro-batch's forward.
         backward_s: seconds of its backward.
     """
 
     def __init__(
-        self, spec: ModelSpec, parts: Parts, random: RandomContext, *, forward_s: float, backward_s: float
+        self, spec: ModelSpec, blocks: BlockRange, random: RandomContext, *, forward_s: float, backward_s: float
     ) -> None:
-        super().__init__(spec, parts, random)
+        super().__init__(spec, blocks, random)
         self.table: torch.Tensor
         self.forward_s = forward_s
         self.backward_s = backward_s
@@ -140,6 +140,6 @@ def build_sleeping_slice(
     random: RandomContext,
 ) -> SleepingSlice:
     """A slice on `device` with these times per micro-batch."""
-    model = SleepingSlice(spec, Parts.of(block_range), random, forward_s=forward_s, backward_s=backward_s)
+    model = SleepingSlice(spec, block_range, random, forward_s=forward_s, backward_s=backward_s)
     model.materialise(torch.device(device))
     return model

@@ -51,9 +51,11 @@ class Parts:
     head: bool = False
 
     @classmethod
-    def of(cls, block_range: BlockRange) -> "Parts":
-        """The blocks of a range, and what belongs to the ends."""
-        return cls(range(block_range.start, block_range.stop), block_range.first, block_range.last)
+    def of(cls, blocks: "BlockRange | Parts") -> "Parts":
+        """The blocks of a range, and the ends that belong to them; or these parts."""
+        if isinstance(blocks, Parts):
+            return blocks
+        return cls(range(blocks.start, blocks.stop), blocks.first, blocks.last)
 
 
 class ModelSlice(nn.Module):
@@ -64,10 +66,10 @@ class ModelSlice(nn.Module):
     `deferred`: where the next forward pass leaves the gradients of its weights; None: its backward computes them.
     """
 
-    def __init__(self, spec: ModelSpec, parts: Parts, random: RandomContext) -> None:
+    def __init__(self, spec: ModelSpec, blocks: BlockRange | Parts, random: RandomContext) -> None:
         super().__init__()
         self.spec = spec
-        self.parts = parts
+        self.parts = Parts.of(blocks)
         self.random = random
         self.checkpoint_blocks = False
         self.deferred: DeferredGradients | None = None
@@ -89,10 +91,13 @@ class ModelSlice(nn.Module):
             Logits [B, S, V] where the slice has the head, else hidden states [B, S, C].
         """
         hidden = self._embed(x) if self.parts.embedding else x
-        shared = self._shared_arguments(hidden)
-        masks = self._masks(hidden)
-        for index, block in zip(self.parts.blocks, self._blocks(), strict=True):
-            hidden = self._run(block, hidden, shared | {"attention_mask": masks[self._window(index)]})
+        windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
+        masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}
+        shared: dict[str, Any] = {}
+        if self._rotary is not None and windows:
+            shared["position_embeddings"] = self._rotary(hidden, _position_ids(hidden))
+        for window, block in zip(windows, self._part(self.spec.layout.blocks).children(), strict=True):
+            hidden = self._run(block, hidden, shared | {"attention_mask": masks[window]})
         if self.parts.head:
             with recording(self.deferred):
                 hidden = self.lm_head(self._part(self.spec.layout.final_norm)(hidden))
@@ -116,63 +121,38 @@ class ModelSlice(nn.Module):
 
     def _add_modules(self) -> None:
         layout, config = self.spec.layout, self._config
+        modeling = layout.modeling()
         trunk = nn.Module()
         if self.parts.embedding:
-            self._add_embedding(trunk)
-        block_class = getattr(layout.modeling(), layout.block)
+            padding = None if layout.positions else config.pad_token_id
+            trunk.add_module(layout.embedding, _made(nn.Embedding, config.vocab_size, config.hidden_size, padding))
+            if layout.positions is not None:
+                trunk.add_module(layout.positions, nn.Embedding(config.max_position_embeddings, config.hidden_size))
+            if layout.embedding_dropout is not None:
+                trunk.add_module("drop", nn.Dropout(getattr(config, layout.embedding_dropout)))
+        block_class = getattr(modeling, layout.block)
         blocks = {str(index): _made(block_class, config, layer_idx=index) for index in self.parts.blocks}
         trunk.add_module(layout.blocks, nn.ModuleDict(blocks))
         if self.parts.head:
-            trunk.add_module(layout.final_norm, self._new_norm())
+            norm_class = getattr(modeling, layout.norm, None) or getattr(nn, layout.norm)
+            trunk.add_module(
+                layout.final_norm, norm_class(config.hidden_size, eps=getattr(config, layout.norm_epsilon))
+            )
         self.add_module(layout.trunk, trunk)
         if self.parts.head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def _add_embedding(self, trunk: nn.Module) -> None:
-        layout, config = self.spec.layout, self._config
-        padding = None if layout.positions else config.pad_token_id
-        trunk.add_module(layout.embedding, _made(nn.Embedding, config.vocab_size, config.hidden_size, padding))
-        if layout.positions is not None:
-            trunk.add_module(layout.positions, nn.Embedding(config.max_position_embeddings, config.hidden_size))
-        if layout.embedding_dropout is not None:
-            trunk.add_module("drop", nn.Dropout(getattr(config, layout.embedding_dropout)))
-
-    def _new_norm(self) -> nn.Module:
-        layout = self.spec.layout
-        norm_class = getattr(layout.modeling(), layout.norm, None) or getattr(nn, layout.norm)
-        norm: nn.Module = norm_class(self._config.hidden_size, eps=getattr(self._config, layout.norm_epsilon))
-        return norm
-
     def _part(self, name: str) -> nn.Module:
         return self.get_submodule(f"{self.spec.layout.trunk}.{name}")
-
-    def _blocks(self) -> list[nn.Module]:
-        return list(self._part(self.spec.layout.blocks).children())
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         layout = self.spec.layout
         hidden: torch.Tensor = self._part(layout.embedding)(tokens)
         if layout.positions is not None:
-            hidden = hidden + self._part(layout.positions)(self._position_ids(hidden))
+            hidden = hidden + self._part(layout.positions)(_position_ids(hidden))
         if layout.embedding_dropout is not None:
             hidden = self._part("drop")(hidden)
         return hidden
-
-    def _position_ids(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.arange(hidden.shape[1], device=hidden.device)[None]
-
-    def _shared_arguments(self, hidden: torch.Tensor) -> dict[str, Any]:
-        """Arguments that all blocks of a forward pass share."""
-        if self._rotary is None or not self.parts.blocks:
-            return {}
-        return {"position_embeddings": self._rotary(hidden, self._position_ids(hidden))}
-
-    def _window(self, block: int) -> int | None:
-        return self.spec.layout.window(self._config, block)
-
-    def _masks(self, hidden: torch.Tensor) -> dict[int | None, torch.Tensor | None]:
-        windows = {self._window(block) for block in self.parts.blocks}
-        return {window: window_mask(hidden.shape[1], window, hidden.device) for window in windows}
 
     def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
@@ -199,18 +179,20 @@ def sharing_copies_of(slices: Iterable[ModelSlice]) -> AbstractContextManager[No
     return nullcontext() if any(each.checkpoint_blocks for each in slices) else sharing_weight_copies()
 
 
+def _position_ids(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.arange(hidden.shape[1], device=hidden.device)[None]
+
+
 def _computed(
     block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any], deferred: DeferredGradients | None
 ) -> torch.Tensor:
-    """A block's output; a block with its own autograd functions splits its backward itself."""
+    """A block's hidden states; a block with its own autograd functions splits its backward itself."""
     if getattr(block, "splits_backward", False):
-        return _hidden_states(block(hidden, **arguments, deferred=deferred))
-    with recording(deferred):
-        return _hidden_states(block(hidden, **arguments))
-
-
-def _hidden_states(output: Any) -> torch.Tensor:
-    """A block's hidden states, which some releases of transformers return in a tuple."""
+        output = block(hidden, **arguments, deferred=deferred)
+    else:
+        with recording(deferred):
+            output = block(hidden, **arguments)
+    # some releases of transformers return them in a tuple
     states: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return states
 
@@ -227,27 +209,20 @@ def _made(module_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
-def build_parts(spec: ModelSpec, parts: Parts, *, device: torch.device | str, random: RandomContext) -> ModelSlice:
-    """A slice of any parts, in fp32, its weights uninitialised; ModelError if transformers cannot build it."""
-    model = ModelSlice(spec, parts, random)
-    model.materialise(torch.device(device))
-    return model
-
-
 def build_slice(
     spec: ModelSpec,
-    block_range: BlockRange,
+    blocks: BlockRange | Parts,
     *,
     seed: int,
     device: torch.device | str,
     random: RandomContext,
     weights: bool = True,
 ) -> ModelSlice:
-    """Build a stage's slice, in fp32.
+    """Build a stage's slice, or any parts of a model, in fp32.
 
     Args:
         spec: the model.
-        block_range: the stage's blocks.
+        blocks: the stage's blocks, or parts.
         seed: the run's; random weights depend on it and on each parameter's name only.
         device: of the parameters.
         random: read by keyed dropout.
@@ -256,7 +231,8 @@ def build_slice(
     Raises:
         ModelError: a configuration that cannot be built, or a folder whose weights do not fit it.
     """
-    model = build_parts(spec, Parts.of(block_range), device=device, random=random)
+    model = ModelSlice(spec, blocks, random)
+    model.materialise(torch.device(device))
     if weights:
         fill_weights(spec, model.canonical_parameters(), seed)
     return model
@@ -293,5 +269,5 @@ def random_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int) -> t
 
 def slice_parameters(spec: ModelSpec, block_range: BlockRange) -> dict[str, torch.Size]:
     """Names and shapes of a slice's parameters, in the whole model's order; allocates nothing."""
-    model = ModelSlice(spec, Parts.of(block_range), RandomContext(0))
+    model = ModelSlice(spec, block_range, RandomContext(0))
     return {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -24,13 +24,13 @@ from tahq.data.sample_order import BEGINNING, Cursor, SampleOrder
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import ConfigError
 from tahq.memory.coat.fp8_flow import use_fp8_flow
-from tahq.memory.galore.qgalore import build_low_rank_parts, build_low_rank_slice, low_rank_weights
+from tahq.memory.galore.qgalore import build_low_rank_slice, low_rank_weights
 from tahq.models.costs import counted_costs
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import BlockRange, divide
 from tahq.models.sleeping_slice import build_sleeping_slice
-from tahq.models.slice import ModelSlice, Parts, build_parts, build_slice, fill_weights
+from tahq.models.slice import ModelSlice, Parts, build_slice
 from tahq.pipeline.checkpoint.copies import own_file
 from tahq.pipeline.checkpoint.durable_file import check_room
 from tahq.pipeline.checkpoint.manifest import StageMeta, arithmetic_differences, arithmetic_of
@@ -113,24 +113,29 @@ def chunk_module(
         naps = config.model.sleep.of(chunk % config.pipeline.stages)
         forward_s, backward_s = (seconds / config.pipeline.chunks for seconds in naps)
         return build_sleeping_slice(spec, blocks, forward_s, backward_s, device=device, random=random)
-    seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
-    if settings is None:
-        module = build_slice(spec, blocks, seed=seed, device=device, random=random, weights=weights)
-    else:
-        module = build_low_rank_slice(spec, blocks, settings, seed=seed, device=device, random=random, weights=weights)
-    keep_as_configured(config, module)
-    return module
+    return _slice(config, spec, blocks, device=device, random=random, weights=weights)
 
 
 def random_parts(config: ClusterConfig, spec: ModelSpec, parts: Parts, device: torch.device) -> ModelSlice:
     """Any parts of the model as a stage computes them, for timing; their weights are random."""
     spec, random = dataclasses.replace(spec, folder=None), RandomContext(config.run.seed)
-    settings = low_rank_settings(config.training, config.run.seed)
+    return _slice(config, spec, parts, device=device, random=random, weights=True)
+
+
+def _slice(
+    config: ClusterConfig,
+    spec: ModelSpec,
+    blocks: BlockRange | Parts,
+    *,
+    device: torch.device,
+    random: RandomContext,
+    weights: bool,
+) -> ModelSlice:
+    seed, settings = config.run.seed, low_rank_settings(config.training, config.run.seed)
     if settings is None:
-        module = build_parts(spec, parts, device=device, random=random)
-        fill_weights(spec, module.canonical_parameters(), config.run.seed)
+        module = build_slice(spec, blocks, seed=seed, device=device, random=random, weights=weights)
     else:
-        module = build_low_rank_parts(spec, parts, settings, seed=config.run.seed, device=device, random=random)
+        module = build_low_rank_slice(spec, blocks, settings, seed=seed, device=device, random=random, weights=weights)
     keep_as_configured(config, module)
     return module
 

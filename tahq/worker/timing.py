@@ -21,7 +21,7 @@ from tahq.memory.saved_tensors import saved_by_block
 from tahq.models.deferred_gradients import DeferredGradients
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.sleeping_slice import build_sleeping_slice
-from tahq.models.slice import ModelSlice, Parts, build_parts, sharing_copies_of
+from tahq.models.slice import ModelSlice, Parts, build_slice, sharing_copies_of
 from tahq.pipeline.boundary import BOUNDARY_DTYPE
 from tahq.pipeline.gradients import summed_cross_entropy
 from tahq.plan.cluster_numbers import LayerTimes
@@ -120,7 +120,7 @@ class ComputeMeasurement:
 
     def _parts(self, parts: Parts, name: str, micro_batch: int) -> tuple[float, ...]:
         self._working(f"timing {name}, micro-batches of {micro_batch}")
-        model = build_parts(self._spec, parts, device=self._device, random=RandomContext(0))
+        model = build_slice(self._spec, parts, seed=0, device=self._device, random=RandomContext(0), weights=False)
         keep_as_configured(self._config, model)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -55,8 +55,7 @@ def test_the_quantiser_in_plain_torch_gives_the_same_codes_on_the_device(signed)
     device_codes, device_scales = encode(x.cuda(), signed)
     assert torch.equal(codes, device_codes.cpu())
     assert torch.equal(scales, device_scales.cpu())
-    values = decode(device_codes, device_scales, signed, (100_000,))
-    assert torch.equal(decode(codes, scales, signed, (100_000,)), values.cpu())
+    assert torch.equal(decode(codes, scales, signed), decode(device_codes, device_scales, signed).cpu())
 
 
 SHAPES = {"matrix": (333, 77), "norm": (127,), "unused": (5000,)}

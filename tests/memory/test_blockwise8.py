@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.memory.adam.blockwise8 import BLOCK, borders, decode, dynamic_map, encode, num_blocks, zero_codes
+from tahq.memory.adam.blockwise8 import BLOCK, borders, decode, dynamic_map, encode
 
 both = pytest.mark.parametrize("signed", [True, False])
 
@@ -16,7 +16,7 @@ def gaussian(shape, seed=0):
 
 def round_trip(x, signed, block=BLOCK):
     codes, scales = encode(x, signed, block)
-    return decode(codes, scales, signed, tuple(x.shape), block)
+    return decode(codes, scales, signed, block).view(x.shape)
 
 
 def nearest_by_search(x, signed, block=BLOCK):
@@ -33,12 +33,15 @@ def nearest_by_search(x, signed, block=BLOCK):
 
 
 @both
-def test_map_is_ascending_and_has_zero_and_one(signed):
+def test_map_is_ascending_and_its_values_come_back(signed):
     values = dynamic_map(signed)
     assert values.shape == (256,)
     assert (values.diff() > 0).all()
-    assert values[-1] == 1.0
     assert values[127 if signed else 0] == 0.0
+    codes, scales = encode(values, signed)
+    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))
+    assert scales.tolist() == [1.0]
+    assert torch.equal(decode(codes, scales, signed), values)
 
 
 def test_map_by_hand():
@@ -61,6 +64,7 @@ def test_codes_are_those_of_the_nearest_values(signed):
 @both
 @pytest.mark.parametrize("scale", [2.0**-126, 3e-30, 0.7, 1.0, 1.9999999, 3e38])
 def test_codes_are_those_that_a_search_among_all_borders_finds(signed, scale):
+    """An element halfway between two values rounds towards 0."""
     limits = borders(signed) * scale
     x = torch.cat([limits, torch.nextafter(limits, torch.tensor(3e38)), torch.nextafter(limits, torch.tensor(0.0))])
     x = torch.cat([x, torch.rand(5000, generator=torch.Generator().manual_seed(0)) ** 6 * scale])
@@ -68,28 +72,9 @@ def test_codes_are_those_that_a_search_among_all_borders_finds(signed, scale):
     rows = torch.cat([torch.full((len(rows), 1), scale), rows], dim=1)
     expected = torch.searchsorted(limits, rows) + (127 if signed else 0)
     assert torch.equal(encode(rows, signed)[0], expected.flatten().to(torch.uint8))
-
-
-@both
-def test_values_of_the_map_come_back_as_they_are(signed):
-    values = dynamic_map(signed)
-    codes, scales = encode(values, signed)
-    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))
-    assert scales.tolist() == [1.0]
-    assert torch.equal(decode(codes, scales, signed, (256,)), values)
-
-
-@both
-def test_halfway_goes_towards_zero(signed):
-    x = torch.cat([borders(signed)[:255], torch.ones(1)])
-    codes, _ = encode(x, signed)
-    zero = 127 if signed else 0
-    assert torch.equal(codes[:-1].int(), zero + torch.arange(len(x) - 1, dtype=torch.int32))
-    above, _ = encode(torch.nextafter(x, torch.tensor(2.0)).clamp(max=1), signed)
-    assert torch.equal(above[:-1].int(), codes[:-1].int() + 1)
-    if signed:
-        below, _ = encode(torch.cat([-x[:-1], torch.ones(1)]), signed)
-        assert torch.equal(below[:-1].int(), 127 - (codes[:-1].int() - 127))
+    if signed:  # negative elements alike, below one of the scale
+        rows[:, 1:] *= -1
+        assert torch.equal(encode(rows, True)[0].view(rows.shape)[:, 1:].int(), 254 - expected[:, 1:].clamp(max=254))
 
 
 @pytest.mark.parametrize("shape", [(1,), (127,), (128,), (255,), (256,), (257,), (4097,), (33, 77), (2, 3, 5), ()])
@@ -99,35 +84,27 @@ def test_every_element_is_near_whatever_the_shape(shape, signed):
     x = x if signed else x.square()
     codes, scales = encode(x, signed)
     assert (codes.dtype, codes.numel()) == (torch.uint8, x.numel())
-    assert (scales.dtype, scales.numel()) == (torch.float32, num_blocks(tuple(x.shape)))
+    assert (scales.dtype, scales.numel()) == (torch.float32, -(-x.numel() // BLOCK))
     # Half of the widest cell, 10^0 · 0.9 / 64 or / 128, of a scale; −1 alone is farther, by 0.45/64.
     widest = 0.9 / (64 if signed else 128)
     scale = scales.repeat_interleave(BLOCK)[: x.numel()].reshape(shape)
     assert ((round_trip(x, signed) - x).abs() <= (widest / 2 + 1e-6) * scale).all()
 
 
-def test_relative_error_of_each_decade():
+@both
+def test_relative_error_of_each_decade(signed):
     """Half a cell over the least value of a decade: 0.45/F_i over 0.1 of it, whatever the decade."""
     x = torch.logspace(-6, 0, 4000, dtype=torch.float64).float()
-    for signed in (True, False):
-        relative = (round_trip(x, signed, block=4000) - x).abs() / x
-        for decade in range(1, 7):
-            cells = 2**decade if signed else 2 ** (decade + 1)
-            here = (x >= 10.0 ** (decade - 7) * 1.0001) & (x < 10.0 ** (decade - 6))
-            assert relative[here].max() <= 4.5 / cells + 1e-6
+    relative = (round_trip(x, signed, block=4000) - x).abs() / x
+    for decade in range(1, 7):
+        cells = 2**decade if signed else 2 ** (decade + 1)
+        here = (x >= 10.0 ** (decade - 7) * 1.0001) & (x < 10.0 ** (decade - 6))
+        assert relative[here].max() <= 4.5 / cells + 1e-6
 
 
 @both
-def test_zeros_have_the_code_of_zero_and_no_scale(signed):
-    codes, scales = encode(torch.zeros(700), signed)
-    assert torch.equal(codes, zero_codes((700,), signed, torch.device("cpu")))
-    assert scales.tolist() == [0.0] * 3
-    assert torch.equal(round_trip(torch.zeros(700), signed), torch.zeros(700))
-
-
-@both
-@pytest.mark.parametrize("value", [2.0**-126, 1e-30, 3.5, 3e38, torch.finfo(torch.float32).max])
-def test_constant_tiny_and_huge_blocks_are_exact(signed, value):
+@pytest.mark.parametrize("value", [0.0, 2.0**-126, 1e-30, 3.5, 3e38, torch.finfo(torch.float32).max])
+def test_constant_blocks_are_exact(signed, value):
     x = torch.full((300,), value)
     assert torch.equal(round_trip(x, signed), x)
     if signed:
@@ -138,12 +115,13 @@ def test_constant_tiny_and_huge_blocks_are_exact(signed, value):
 def test_subnormal_blocks_are_zeros(signed):
     codes, scales = encode(torch.full((10,), 2.0**-127), signed)
     assert scales.tolist() == [0.0]
-    assert torch.equal(decode(codes, scales, signed, (10,)), torch.zeros(10))
+    assert codes.eq(127 if signed else 0).all()
+    assert torch.equal(decode(codes, scales, signed), torch.zeros(10))
 
 
 @both
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(signed, bad):
+def test_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(signed, bad):
     x = gaussian(768).abs()
     x[300] = bad
     found = round_trip(x, signed)
@@ -153,14 +131,11 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(signed, ba
     assert (encode(x, signed)[0][256:512] == (127 if signed else 0)).all()
 
 
-def test_without_a_sign_only_zero_is_zero():
+def test_without_a_sign_only_zero_and_negative_elements_are_zero():
     x = torch.tensor([1.0, 1e-7, 1e-30, 0.0])
     lowest = dynamic_map(False)[1].item()
     assert round_trip(x, signed=False).tolist() == [1.0, lowest, lowest, 0.0]
     assert round_trip(x, signed=True).tolist() == [1.0, 0.0, 0.0, 0.0]
-
-
-def test_without_a_sign_negative_elements_are_zero():
     assert round_trip(torch.tensor([-8.0, 0.5, 1.0]), signed=False)[0] == 0
     assert encode(torch.tensor([-8.0, -1.0]), signed=False)[1].tolist() == [0.0]
 
@@ -182,7 +157,7 @@ def test_block_size_is_a_parameter(signed):
     assert torch.equal(encode(x, signed, 64)[0], nearest_by_search(x, signed, 64))
 
 
-def test_strides_and_types_are_those_of_their_values():
+def test_codes_are_those_of_the_values_whatever_strides_and_type():
     x = gaussian((40, 60))
     assert torch.equal(encode(x.t(), True)[0], encode(x.t().contiguous(), True)[0])
     assert torch.equal(encode(x.bfloat16(), True)[0], encode(x.bfloat16().float(), True)[0])

@@ -222,8 +222,10 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
             found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
         elif isinstance(each, FunctionType):
             waiting += [cell.cell_contents for cell in each.__closure__ or ()]
-        elif isinstance(each, OutputGradient | TensorCodes):
-            waiting += [getattr(each, name) for name in each.__slots__]
+        elif isinstance(each, OutputGradient):
+            waiting += [each.plain, each.codes, each.of_bias]
+        elif isinstance(each, TensorCodes):
+            waiting += each
     return sum(nbytes for at, nbytes in found.items() if at not in own)
 
 

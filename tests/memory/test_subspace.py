@@ -1,21 +1,26 @@
-"""Projections of either side, and when a subspace is looked for again."""
+"""Bases: projections by them, their storage in INT4, and when they are searched again."""
 
 from collections import deque
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tahq.memory.galore.subspace import (
+    Int4Projection,
     LazyRule,
     LazySubspace,
     exact_basis,
     low_rank_shape,
-    next_gap,
+    new_projection,
+    pack,
     project,
     project_back,
     randomised_basis,
     rank_of,
     similarity,
+    unpack,
 )
 
 CPU = torch.device("cpu")
@@ -82,18 +87,18 @@ def test_gaps_are_those_of_the_papers_rule():
         gap, kept, found = 200, [], []
         for cosine in cosines:
             kept = [*kept, cosine][-5:]
-            gap = next_gap(gap, kept, queue=5, threshold=0.4, max_gap=3000)
+            gap = LazyRule(queue=5, threshold=0.4, max_gap=3000).next_gap(gap, kept)
             found.append(gap)
         assert found == paper_gaps(cosines, gap=200, queue=5, threshold=0.4, cap=3000)
 
 
 def test_gap_by_hand():
-    rule = {"queue": 5, "threshold": 0.4, "max_gap": 700}
-    assert next_gap(200, [0.5] * 4, **rule) == 200
-    assert next_gap(200, [0.5] * 5, **rule) == 400
-    assert next_gap(200, [0.5, 0.5, 0.39, 0.5, 0.5], **rule) == 200
-    assert next_gap(400, [0.9] * 5, **rule) == 700
-    assert next_gap(700, [0.9] * 5, **rule) == 700
+    rule = LazyRule(queue=5, threshold=0.4, max_gap=700)
+    assert rule.next_gap(200, [0.5] * 4) == 200
+    assert rule.next_gap(200, [0.5] * 5) == 400
+    assert rule.next_gap(200, [0.5, 0.5, 0.39, 0.5, 0.5]) == 200
+    assert rule.next_gap(400, [0.9] * 5) == 700
+    assert rule.next_gap(700, [0.9] * 5) == 700
 
 
 def searched(rule, num_steps, gradient_at):
@@ -149,3 +154,42 @@ def test_ranks():
     assert rank_of((5, 9), None) == 2
     assert rank_of((1, 9), None) == 1
     assert rank_of((8, 4), 100) == 4
+
+
+# -- storage in INT4 --
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=70))
+def test_codes_are_packed_two_per_byte_and_come_back(codes):
+    packed = pack(torch.tensor(codes, dtype=torch.uint8))
+    assert packed.numel() == (len(codes) + 1) // 2
+    assert unpack(packed, len(codes)).tolist() == codes
+
+
+def test_first_of_two_codes_has_the_low_half():
+    assert pack(torch.tensor([1, 2, 3], dtype=torch.uint8)).tolist() == [0x21, 0x03]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 85), (16, 64), (33, 129)])
+def test_every_element_in_int4_is_within_half_a_step(shape):
+    basis = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    projection = Int4Projection(shape, CPU)
+    projection.assign(basis)
+    error = (projection.decoded(torch.float32) - basis).flatten().abs()
+    for group, errors in zip(basis.flatten().double().split(256), error.split(256), strict=True):
+        width = float(group.max().clamp(min=0) - group.min().clamp(max=0))
+        # the step is up to 2⁻⁷ larger than a fifteenth for being rounded up to bf16
+        assert float(errors.max()) <= width / 15 * 0.5 * (1 + 2**-7) + 1e-6
+
+
+def test_int4_takes_half_a_byte_per_number_and_three_bytes_for_256():
+    projection = new_projection("int4", (64, 256), CPU)
+    assert sum(tensor.nbytes for tensor in projection.tensors().values()) == 64 * 128 + 3 * 64
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_unquantised_bases_are_kept_as_they_are(kind):
+    basis = torch.randn(4, 9).bfloat16().float()
+    projection = new_projection(kind, (4, 9), CPU)
+    projection.assign(basis)
+    assert torch.equal(projection.decoded(torch.float32), basis)

@@ -1,4 +1,4 @@
-"""What kernels of our AdamWs must share with plain torch, for tests on CUDA and in Triton's interpreter alike.
+"""What tahq's AdamWs share with torch's, and their kernels, on CUDA and in Triton's interpreter, with plain torch.
 
 Moments, codes and scales to the bit; weights to the bit in the interpreter, where roots are rounded correctly.
 """
@@ -7,86 +7,102 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch.nn import Parameter
 
-from tahq.memory.adam.adamw import adamw8bit_step
-from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode, num_blocks, zero_codes
-from tahq.memory.adam.step import AdamwNumbers, adamw_step
+from tahq.memory.adam.adamw import adamw8bit_states, plain_adamw_states, step_in_torch
+from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode
+from tahq.memory.adam.loop import State, StateSpecs, new_states
+from tahq.memory.adam.step import AdamwNumbers
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CPU = torch.device("cpu")
 
 
-def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def distances(build, shape, rates, gradient, steps: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+    """After some steps: |x − x of torch's AdamW|, and the length of the latter's path, both in rates."""
+    ours, theirs = Parameter(normal(shape, 0)), Parameter(normal(shape, 0))
+    optimizer, reference = build([ours]), torch.optim.AdamW([theirs], foreach=False, **rates)
+    path = torch.zeros(shape)
+    for step in range(steps):
+        before = theirs.detach().clone()
+        ours.grad, theirs.grad = gradient(shape, step), gradient(shape, step)
+        optimizer.step()
+        reference.step()
+        path += (theirs.detach() - before).abs()
+    return (ours - theirs).detach().abs() / rates["lr"], path / rates["lr"]
+
+
+def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _sometimes_infinite(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    x = _normal(shape, seed)
+    x = normal(shape, seed)
     x.view(-1)[5], x.view(-1)[-1] = math.inf, math.nan
     return x
 
 
 GRADIENTS: dict[str, Callable[[tuple[int, ...], int], torch.Tensor]] = {
-    "normal": _normal,
-    "many magnitudes": lambda shape, seed: _normal(shape, seed) * 10 ** (3 * _normal(shape, seed + 500)),
+    "normal": normal,
+    "many magnitudes": lambda shape, seed: normal(shape, seed) * 10 ** (3 * normal(shape, seed + 500)),
     "zeros": lambda shape, seed: torch.zeros(shape),
-    "mostly zeros": lambda shape, seed: torch.where(_normal(shape, seed) > 2, _normal(shape, seed), 0.0),
+    "mostly zeros": lambda shape, seed: torch.where(normal(shape, seed) > 2, normal(shape, seed), 0.0),
     "constant": lambda shape, seed: torch.full(shape, -3.5),
-    "tiny": lambda shape, seed: 1e-17 * _normal(shape, seed),
-    "subnormal": lambda shape, seed: 1e-40 * _normal(shape, seed),
-    "huge": lambda shape, seed: 1e18 * _normal(shape, seed),
-    "overflowing": lambda shape, seed: 1e30 * _normal(shape, seed),
+    "tiny": lambda shape, seed: 1e-17 * normal(shape, seed),
+    "subnormal": lambda shape, seed: 1e-40 * normal(shape, seed),
+    "huge": lambda shape, seed: 1e18 * normal(shape, seed),
+    "overflowing": lambda shape, seed: 1e30 * normal(shape, seed),
     "not finite": _sometimes_infinite,
 }
 
 
-def step_8bit(weight, gradient, *states, block: int = BLOCK) -> None:
-    """One step by the kernels; `states` end with the step's numbers."""
+def bound_step(weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, block: int) -> None:
+    """One step by the kernels."""
     from tahq.memory.adam import kernels
 
-    *tensors, numbers = states
-    kernels.bind_adamw8bit(weight, gradient, *tensors, block)(gradient, numbers.in_order())
+    m, v = state["exp_avg"], state["exp_avg_sq"]
+    if m.dtype != torch.uint8:
+        launches = kernels.bind_plain_adamw(weight, gradient, m, v)
+    else:
+        scales = (state["exp_avg_scale"], state["exp_avg_sq_scale"])
+        launches = kernels.bind_adamw8bit(weight, gradient, m, v, *scales, block)
+    launches(gradient, numbers)
 
 
 def check_8bit(
     shape: tuple[int, ...],
     device: torch.device,
     *,
-    gradients: str = "normal",
     block: int = BLOCK,
+    gradients: str = "normal",
     weight_dtype: torch.dtype = torch.float32,
     gradient_dtype: torch.dtype = torch.float32,
-    steps: int = 3,
 ) -> None:
     """Assert that some steps on `device` give the weights, codes and scales of plain torch on the CPU."""
     size = (math.prod(shape),)
-    expected = [
-        _normal(size, 0).to(weight_dtype),
-        zero_codes(size, True, CPU),
-        zero_codes(size, False, CPU),
-        torch.zeros(num_blocks(size, block)),
-        torch.zeros(num_blocks(size, block)),
-    ]
-    found = [each.to(device, copy=True) for each in expected]
-    for step in range(1, steps + 1):
-        gradient, numbers = GRADIENTS[gradients](size, step).to(gradient_dtype), AdamwNumbers.of(GROUP, step)
-        adamw8bit_step(expected[0], gradient, *expected[1:], numbers, block)
-        step_8bit(found[0], gradient.to(device), *found[1:], numbers, block=block)
-        _assert_same(("weights", "codes of m", "codes of v", "scales of m", "scales of v"), found, expected)
+    states, weight = adamw8bit_states(size, block, 0), normal(size, 0).to(weight_dtype)
+    _check(states, weight, device, block, lambda step: GRADIENTS[gradients](size, step).to(gradient_dtype))
 
 
 def check_plain(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
     """The same with moments of fp32 or bf16."""
-    from tahq.memory.adam import kernels
-
     size = (math.prod(shape),)
-    expected = [_normal(size, 0), torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)]
-    found = [each.to(device, copy=True) for each in expected]
+    _check(plain_adamw_states(size, dtype), normal(size, 0), device, BLOCK, lambda step: normal(size, step))
+
+
+def _check(
+    states: StateSpecs,
+    weight: torch.Tensor,
+    device: torch.device,
+    block: int,
+    gradient_of: Callable[[int], torch.Tensor],
+) -> None:
+    expected, found = ({"weights": weight.to(on, copy=True)} | new_states(states, on) for on in (CPU, device))
     for step in range(1, 4):
-        gradient, numbers = _normal(size, step), AdamwNumbers.of(GROUP, step)
-        adamw_step(expected[0], gradient, *expected[1:], numbers)
-        kernels.bind_plain_adamw(found[0], on_device := gradient.to(device), *found[1:])(on_device, numbers.in_order())
-        _assert_same(("weights", "m", "v"), found, expected)
+        gradient, numbers = gradient_of(step), AdamwNumbers.of(GROUP, step)
+        step_in_torch(expected["weights"], gradient, expected, numbers, block)
+        bound_step(found["weights"], gradient.to(device), found, numbers, block)
+        _assert_same(found, expected)
 
 
 def check_every_border(device: torch.device, signed: bool) -> None:
@@ -105,18 +121,16 @@ def check_every_border(device: torch.device, signed: bool) -> None:
         rows = torch.nn.functional.pad(gradient, (0, -len(gradient) % (BLOCK - 1))).view(-1, BLOCK - 1)
         top = torch.full((len(rows), 1), scale if signed else math.sqrt(scale))
         gradient = torch.cat([top, rows], dim=1).reshape(-1)
-        size, values = gradient.shape, gradient if signed else gradient.square()
-        codes, scales = encode(values, signed)
-        found = [torch.zeros(size), zero_codes(size, True, CPU), zero_codes(size, False, CPU)]
-        found += [torch.zeros(len(rows)), torch.zeros(len(rows))]
-        found = [each.to(device) for each in found]
-        step_8bit(found[0], gradient.to(device), *found[1:], numbers)
-        which = (found[1], found[3]) if signed else (found[2], found[4])
-        _assert_same(("codes", "scales"), list(which), [codes, scales])
+        codes, scales = encode(gradient if signed else gradient.square(), signed)
+        weight, found = torch.zeros(gradient.shape), new_states(adamw8bit_states(gradient.shape, BLOCK, 0), device)
+        bound_step(weight.to(device), gradient.to(device), found, numbers, BLOCK)
+        name = "exp_avg" if signed else "exp_avg_sq"
+        _assert_same(found, {name: codes, f"{name}_scale": scales})
 
 
-def _assert_same(names: tuple[str, ...], found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for name, ours, theirs in zip(names, found, expected, strict=True):
+def _assert_same(found: State, expected: State) -> None:
+    for name, theirs in expected.items():
+        ours = found[name]
         wide, wide_theirs = ours.cpu().float(), theirs.float()
         if name == "weights" and ours.is_cuda:
             # Three steps of at most 10 rates (|m̂| ≤ 10·√v̂) of 2⁻²⁰, and three roundings of the weight itself.

@@ -7,9 +7,9 @@ bit, unless Δmax·(|x|/M)^k comes within some 2⁻⁴⁸ of the middle of two m
 Shape letters: P groups of 128.
 """
 
-import math
-
 import torch
+
+from tahq.memory.coat.fp8_groups import UNEXPANDED, as_groups, magnitudes
 
 NAN = 0x7F
 STEPS_PER_OCTAVE = 28
@@ -58,7 +58,7 @@ def nearest_code(y: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def encode_reference(
-    x: torch.Tensor, magnitudes: torch.Tensor, *, expand: bool, is_signed: bool = True
+    x: torch.Tensor, magnitudes: torch.Tensor, *, expand: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q(f(x)): codes uint8 [P, 128], scales bf16 [P], indices of powers uint8 [P] of groups fp32 [P, 128]."""
     scales = scale_as_stored(x)
@@ -66,44 +66,50 @@ def encode_reference(
     index = power_index(ratios, magnitudes) if expand else torch.full((len(x),), 4 * STEPS_PER_OCTAVE)
     k = 2.0 ** (index.double() / STEPS_PER_OCTAVE - 4)
     codes = nearest_code(magnitudes[-1] * ratios ** k[:, None], magnitudes)
-    if is_signed:
-        codes = torch.where(x.isfinite(), codes + 128 * x.signbit(), NAN)
+    codes = torch.where(x.isfinite(), codes + 128 * x.signbit(), NAN)
     return codes.to(torch.uint8), scales, index.to(torch.uint8)
 
 
 def decode_reference(
-    codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, magnitudes: torch.Tensor, *, is_signed: bool = True
+    codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, magnitudes: torch.Tensor
 ) -> torch.Tensor:
     """f⁻¹(DQ(codes)): ±M·(code/Δmax)^(1/k), fp32 [P, 128]; the share is rounded to fp32 before the product."""
-    place = codes.long() % 128 if is_signed else codes.long()
+    place = codes.long() % 128
     is_number = place < len(magnitudes)
     k = 2.0 ** (index.double() / STEPS_PER_OCTAVE - 4)
     shares = (magnitudes[torch.where(is_number, place, 0)] / magnitudes[-1]) ** (1 / k[:, None])
     values = torch.where(is_number, shares, torch.nan).float() * scales.float()[:, None]
-    return torch.where(codes > 127, -values, values) if is_signed else values
+    return torch.where(codes > 127, -values, values)
 
 
-def adamw_reference(
-    weights: torch.Tensor,
-    gradients: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    epsilon: float,
-    weight_decay: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def step_reference(weights: torch.Tensor, gradients: torch.Tensor, moments, numbers) -> None:
     """AdamW (Loshchilov & Hutter 2019, Alg. 2) on dequantised moments; COAT's Eq. 1 has ε inside the root, torch not.
 
     m ← m + (1 − β₁)(g − m);  v ← β₂·v + (1 − β₂)·g²;  w ← w·(1 − η·λ) − η/(1 − β₁ᵗ) · m/(√v/√(1 − β₂ᵗ) + ε)
 
-    Returns:
-        new weights, m, v in fp32; m and v are quantised only after the weights have used them.
+    Takes what `step_in_torch` does; moments are quantised only after the weights have used them.
     """
-    first, second = moments
-    first = first + (1 - betas[0]) * (gradients - first)
-    second = betas[1] * second + ((1 - betas[1]) * gradients) * gradients
-    denominator = second.double().sqrt().float() * (1 / math.sqrt(1 - betas[1] ** step)) + epsilon
-    step_size = lr / (1 - betas[0] ** step)
-    return weights * (1 - lr * weight_decay) - step_size * (first / denominator), first, second
+    count = weights.numel()
+    w, g = as_groups(weights), as_groups(gradients)
+    m, v = (
+        decode_reference(
+            as_groups(codes),
+            scales,
+            torch.full(scales.shape, UNEXPANDED) if powers is None else powers,
+            torch.from_numpy(magnitudes(by.fp8)),
+        )
+        for codes, scales, powers, by in moments
+    )
+    m = m + numbers.rest1 * (g - m)
+    v = numbers.beta2 * v + (numbers.rest2 * g) * g
+    denominator = v.double().sqrt().float() * numbers.root_factor + numbers.epsilon
+    w = w * numbers.decay - numbers.rate * (m / denominator)
+    weights.copy_(w.view(-1)[:count])
+    for moment, value in zip(moments, (m, v), strict=True):
+        codes, scales, powers = encode_reference(
+            value, torch.from_numpy(magnitudes(moment.by.fp8)), expand=moment.by.expand
+        )
+        moment.codes.copy_(codes.view(-1)[:count])
+        moment.scales.copy_(scales)
+        if moment.powers is not None:
+            moment.powers.copy_(powers)

@@ -3,15 +3,38 @@
 import torch
 
 from tahq.memory.adam.step import AdamwNumbers
-from tahq.memory.coat.fp8_groups import UNEXPANDED, EightBitFormat, MomentFormat, StoredGroups, make_tables, num_groups
+from tahq.memory.coat.fp8_groups import UNEXPANDED, MomentFormat, StoredMoment, encode, moment_format, num_groups
+
+FORMATS = {
+    "coat": (("e4m3", True), ("e4m3", True)),
+    "plain": (("e4m3", False), ("e4m3", False)),
+    "e5m2 first": (("e5m2", True), ("e4m3", False)),
+    "e5m2 second": (("e4m3", False), ("e5m2", True)),
+}
+"""Of both moments: formats, and whether ranges are expanded."""
+CPU = torch.device("cpu")
 
 
-def moment_format(format: EightBitFormat, expand: bool, device: str = "cpu") -> MomentFormat:
-    return MomentFormat(format, expand, make_tables(format).to(torch.device(device)))
+def formats_of(name: str, device: torch.device = CPU) -> tuple[MomentFormat, MomentFormat]:
+    first, second = (moment_format(*each, device) for each in FORMATS[name])
+    return first, second
 
 
-def magnitudes_of(format: EightBitFormat) -> torch.Tensor:
-    return torch.tensor(format.magnitudes, dtype=torch.float64)
+def parts_of(moments: tuple[StoredMoment, StoredMoment]) -> list[torch.Tensor]:
+    """All tensors of both."""
+    return [part for moment in moments for part in moment[:3] if part is not None]
+
+
+def step_on_groups(step, groups: torch.Tensor, formats: str, device: torch.device = CPU) -> list[torch.Tensor]:
+    """Weights and moments after a step from moments, and by gradients, of this sort; on the CPU."""
+    moments = []
+    for x, by, on_cpu in zip((groups, groups.abs()), formats_of(formats, device), formats_of(formats), strict=True):
+        codes, scales, powers = (part.to(device) for part in encode(x, on_cpu))
+        moments.append(StoredMoment(codes.view(-1), scales, powers if by.expand else None, by))
+    weights = torch.ones(groups.numel(), device=device)
+    gradients = groups.flip(0).reshape(-1).to(device)
+    step(weights, gradients, tuple(moments), numbers_of(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
+    return [part.cpu().float() for part in (weights, *parts_of(tuple(moments)))]
 
 
 def awkward_groups(num: int = 40) -> dict[str, torch.Tensor]:
@@ -65,24 +88,25 @@ class Trained:
     Args:
         step: what takes a step.
         numel: N.
-        formats: of both moments.
+        formats: of both moments, by name.
         device: where all of it is; gradients are the same everywhere.
     """
 
     MARGIN = 512
 
-    def __init__(self, step, numel: int, formats: tuple[MomentFormat, MomentFormat], device: str = "cpu") -> None:
-        self._step, self._formats, self._numel, self._device = step, formats, numel, device
+    def __init__(self, step, numel: int, formats: str, device: torch.device = CPU) -> None:
+        self._step, self._numel, self._device = step, numel, device
         groups = num_groups(numel)
         generator = torch.Generator().manual_seed(numel)
         self.weights = self._placed(torch.randn(numel, generator=generator))
         self.moments = tuple(
-            StoredGroups(
+            StoredMoment(
                 self._placed(torch.zeros(numel, dtype=torch.uint8)),
                 self._placed(torch.zeros(groups, dtype=torch.bfloat16)),
                 self._placed(torch.full((groups,), UNEXPANDED, dtype=torch.uint8)) if by.expand else None,
+                by,
             )
-            for by in formats
+            for by in formats_of(formats, device)
         )
 
     def take_steps(self, steps: range, scale: float = 1e-3) -> "Trained":
@@ -92,17 +116,16 @@ class Trained:
             gradients *= torch.randn(self._numel, generator=generator).exp()
             gradients[step :: 5 * self._numel // 7 + 1] = 0.0
             numbers = numbers_of(step, 1e-3, (0.9, 0.95), 1e-8, 0.1)
-            self._step(self.weights, gradients.to(self._device), self.moments, self._formats, numbers)
+            self._step(self.weights, gradients.to(self._device), self.moments, numbers)
         return self
 
     def tensors(self) -> list[torch.Tensor]:
         """Weights and all that is kept of both moments, on the CPU."""
-        kept = [part for moment in self.moments for part in (moment.codes, moment.scales, moment.powers)]
-        return [part.cpu() for part in (self.weights, *kept) if part is not None]
+        return [part.cpu() for part in (self.weights, *parts_of(self.moments))]
 
     def assert_nothing_else_was_written(self) -> None:
         """The bytes before and behind every tensor are what they were."""
-        for part in (self.weights, *(p for m in self.moments for p in (m.codes, m.scales, m.powers) if p is not None)):
+        for part in (self.weights, *parts_of(self.moments)):
             whole = torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
             margin = self.MARGIN
             assert (whole[:margin] == 0xAA).all()

@@ -18,15 +18,15 @@ On CUDA with Triton one kernel per parameter does a step (`kernels`): codes, sca
 torch, weights within 2⁻²⁰ of a step's change.
 """
 
+import math
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.nn import Parameter
 
-from tahq.memory.adam.blockwise8 import BLOCK, decode, encode, num_blocks, zero_codes
-from tahq.memory.adam.loop import AdamwLoop, State, StateSpec, StateSpecs, has_ptx
+from tahq.memory.adam.blockwise8 import BLOCK, ZERO_SIGNED, decode, encode
+from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.adam.step import AdamwNumbers, adamw_slice, adamw_step, slices
 from tahq.memory.config import MIN_ELEMENTS
 from tahq.quant.backends import interprets_triton
@@ -38,30 +38,18 @@ _ALIGNMENT = 16
 _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
-class AdamW8bit(AdamwLoop):
-    """AdamW with 8-bit moments.
+class BlockwiseAdamW(AdamwLoop):
+    """AdamW with states of `adamw8bit_states` or `plain_adamw_states`.
 
     Args:
-        params: groups, or parameters.
-        block: elements that share a scale, a power of two from 64 to 2048.
-        min_elements: parameters with fewer keep fp32 moments.
-        others: `lr`, `betas`, `eps`, `weight_decay` of torch's AdamW.
+        args: as of `AdamwLoop`.
+        block: elements that share a scale of 8-bit moments, a power of two from 64 to 2048.
+        others: as of `AdamwLoop`.
     """
 
-    def __init__(self, params: Any, *, block: int = BLOCK, min_elements: int = MIN_ELEMENTS, **others: Any) -> None:
-        self._block, self._min_elements = block, min_elements
-        super().__init__(params, **others)
-
-    def _moments(self, parameter: Parameter) -> State:
-        moments = {}
-        for name, spec in adamw8bit_states(tuple(parameter.shape), self._block, self._min_elements).items():
-            if spec.is_counter:
-                continue
-            if spec.dtype == torch.uint8:
-                moments[name] = zero_codes(spec.shape, name == "exp_avg", parameter.device)
-            else:
-                moments[name] = torch.zeros(spec.shape, dtype=torch.float32, device=parameter.device)
-        return moments
+    def __init__(self, *args: Any, block: int = BLOCK, **others: Any) -> None:
+        self._block = block
+        super().__init__(*args, **others)
 
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
         return bind_kernels(weight, gradient, state, self._block)
@@ -70,45 +58,23 @@ class AdamW8bit(AdamwLoop):
         step_in_torch(weight, gradient, state, numbers, self._block)
 
 
-class PlainAdamW(AdamwLoop):
-    """AdamW with moments in bf16 or fp32.
-
-    Args:
-        params: groups, or parameters.
-        moments: their dtype.
-        others: `lr`, `betas`, `eps`, `weight_decay` of torch's AdamW.
-    """
-
-    def __init__(self, params: Any, *, moments: torch.dtype, **others: Any) -> None:
-        self._dtype = moments
-        super().__init__(params, **others)
-
-    def _moments(self, parameter: Parameter) -> State:
-        shape, device = parameter.shape, parameter.device
-        return {name: torch.zeros(shape, dtype=self._dtype, device=device) for name in ("exp_avg", "exp_avg_sq")}
-
-    def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
-        return bind_kernels(weight, gradient, state)
-
-    def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
-        step_in_torch(weight, gradient, state, numbers)
-
-
 def adamw8bit_states(shape: tuple[int, ...], block: int = BLOCK, min_elements: int = MIN_ELEMENTS) -> StateSpecs:
     """The state of a parameter of this shape, with 8-bit moments unless it is small."""
-    if torch.Size(shape).numel() < min_elements:
+    if math.prod(shape) < min_elements:
         return plain_adamw_states(shape, torch.float32)
-    specs = {"step": StateSpec((), torch.float32, is_counter=True)}
-    for name in ("exp_avg", "exp_avg_sq"):
-        specs[name] = StateSpec(shape, torch.uint8)
-        specs[f"{name}_scale"] = StateSpec((num_blocks(shape, block),), torch.float32)
-    return specs
+    scales = StateSpec((-(-math.prod(shape) // block),), torch.float32)
+    return {
+        **STEP_COUNTER,
+        "exp_avg": StateSpec(shape, torch.uint8, ZERO_SIGNED),
+        "exp_avg_scale": scales,
+        "exp_avg_sq": StateSpec(shape, torch.uint8),
+        "exp_avg_sq_scale": scales,
+    }
 
 
 def plain_adamw_states(shape: tuple[int, ...], dtype: torch.dtype) -> StateSpecs:
     """The state of a parameter of this shape, with moments of this dtype; in fp32 that of torch's AdamW."""
-    moments = {name: StateSpec(shape, dtype) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": StateSpec((), torch.float32, is_counter=True)} | moments
+    return {**STEP_COUNTER, "exp_avg": StateSpec(shape, dtype), "exp_avg_sq": StateSpec(shape, dtype)}
 
 
 def bind_kernels(
@@ -136,40 +102,16 @@ def _has_kernels(device_type: str) -> bool:
 def step_in_torch(
     weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, block: int = BLOCK
 ) -> None:
-    """One step in plain torch, in place, on flat tensors [N] and a state."""
+    """One step in plain torch, in place, on flat tensors [N], fp32 or bf16, and a state."""
     m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-    if m.dtype == torch.uint8:
-        adamw8bit_step(weight, gradient, m, v, state["exp_avg_scale"], state["exp_avg_sq_scale"], numbers, block)
-    else:
+    if m.dtype != torch.uint8:
         adamw_step(weight, gradient, m, v, numbers)
-
-
-def adamw8bit_step(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    m_codes: torch.Tensor,
-    v_codes: torch.Tensor,
-    m_scales: torch.Tensor,
-    v_scales: torch.Tensor,
-    numbers: AdamwNumbers,
-    block: int = BLOCK,
-) -> None:
-    """One step in plain torch, in place, slice by slice.
-
-    Args:
-        weight, gradient: fp32 or bf16 [N].
-        m_codes, v_codes: uint8 [N].
-        m_scales, v_scales: fp32 [⌈N/block⌉].
-        numbers: of this step.
-        block: elements that share a scale.
-    """
+        return
+    stored = ((m, state["exp_avg_scale"], True), (v, state["exp_avg_sq_scale"], False))
     for here in slices(weight.numel()):
         blocks = slice(here.start // block, -(-here.stop // block))
-        shape = (here.stop - here.start,)
-        m = decode(m_codes[here], m_scales[blocks], True, shape, block)
-        v = decode(v_codes[here], v_scales[blocks], False, shape, block)
-        adamw_slice(weight[here], gradient[here], m, v, numbers)
-        for values, signed, codes, scales in ((m, True, m_codes, m_scales), (v, False, v_codes, v_scales)):
-            new_codes, new_scales = encode(values, signed, block)
-            codes[here].copy_(new_codes)
-            scales[blocks].copy_(new_scales)
+        wide_m, wide_v = (decode(codes[here], scales[blocks], signed, block) for codes, scales, signed in stored)
+        adamw_slice(weight[here], gradient[here], wide_m, wide_v, numbers)
+        for (codes, scales, signed), moment in zip(stored, (wide_m, wide_v), strict=True):
+            new_codes, scales[blocks] = encode(moment, signed, block)
+            codes[here] = new_codes

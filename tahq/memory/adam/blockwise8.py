@@ -24,7 +24,6 @@ Decisions that the paper leaves open:
 Every operation is correctly rounded by IEEE 754, so codes and values are the same on every device.
 """
 
-import math
 from functools import lru_cache
 
 import torch
@@ -63,34 +62,11 @@ def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Ten
     return codes.to(torch.uint8).reshape(-1)[: flat.numel()], scales
 
 
-def decode(
-    codes: torch.Tensor, absmax: torch.Tensor, signed: bool, shape: tuple[int, ...], block: int = BLOCK
-) -> torch.Tensor:
-    """The values of codes: map(code) · s, in fp32.
-
-    Args:
-        codes: uint8, of N = ∏ shape elements in any shape.
-        absmax: scales, fp32 [⌈N/block⌉].
-        signed: which of the two maps.
-        shape: of the result.
-        block: elements per block.
-
-    Returns:
-        fp32 of that shape.
-    """
+def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool, block: int = BLOCK) -> torch.Tensor:
+    """The values of codes, map(code) · s: fp32 in the shape of `codes`, uint8; scales fp32 [⌈N/block⌉]."""
     flat = dynamic_map(signed, codes.device).index_select(0, codes.reshape(-1).int())
-    values = _rows(flat, block) * absmax[:, None]
-    return values.reshape(-1)[: flat.numel()].reshape(shape)
-
-
-def zero_codes(shape: tuple[int, ...], signed: bool, device: torch.device) -> torch.Tensor:
-    """Codes of zeros, uint8 of a shape; their scales are 0."""
-    return torch.full(shape, ZERO_SIGNED if signed else 0, dtype=torch.uint8, device=device)
-
-
-def num_blocks(shape: tuple[int, ...], block: int = BLOCK) -> int:
-    """Scales of a tensor of this shape."""
-    return -(-math.prod(shape) // block)
+    values = _rows(flat, block) * scales[:, None]
+    return values.reshape(-1)[: flat.numel()].reshape(codes.shape)
 
 
 @lru_cache(maxsize=32)

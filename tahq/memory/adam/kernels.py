@@ -1,7 +1,7 @@
 """A step of AdamW as one kernel per parameter, launched without waiting for the device.
 
 Each tensor is read once and written once. Compiled without fusing multiplications and additions: codes, scales and
-moments are bit-equal to the reference (`step.adamw_step`, `adamw.adamw8bit_step`). Weights use the device's fast root
+moments are bit-equal to the reference (`adamw.step_in_torch`). Weights use the device's fast root
 and reciprocal: within 2⁻²⁰ of the reference's change, and bit-equal in the interpreter. Nothing is specialised on
 numbers that change from step to step. Shape letters: R blocks per program, B elements per block, in H rows of C.
 """
@@ -168,19 +168,9 @@ def plain_adamw_kernel(
     gradient = tl.load(gradients + at, mask=is_real, other=0.0).to(tl.float32)
     m = tl.load(ms + at, mask=is_real, other=0.0)
     v = tl.load(vs + at, mask=is_real, other=0.0)
+    wide, wide_m, wide_v = weight.to(tl.float32), m.to(tl.float32), v.to(tl.float32)
     moved, new_m, new_v = _advance(
-        weight.to(tl.float32),
-        gradient,
-        m.to(tl.float32),
-        v.to(tl.float32),
-        beta1,
-        rest1,
-        beta2,
-        rest2,
-        decay,
-        rate,
-        root_factor,
-        epsilon,
+        wide, gradient, wide_m, wide_v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
     )
     tl.store(weights + at, _rounded(moved, weight), mask=is_real)
     tl.store(ms + at, _rounded(new_m, m), mask=is_real)
@@ -196,7 +186,7 @@ def bind_adamw8bit(
     v_scales: torch.Tensor,
     block: int = BLOCK,
 ) -> BoundLaunches:
-    """Launches of `adamw8bit_step` on these tensors and any gradient of the same shape and dtype.
+    """Launches of a step with 8-bit moments on these tensors and any gradient of the same shape and dtype.
 
     All are contiguous and aligned to 16 bytes.
     """
@@ -213,13 +203,7 @@ def bind_plain_adamw(weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tens
 def _plans8bit(num_elements: int, block: int, elements: int, per_warp: int) -> tuple[Launch, ...]:
     """The full programs, which need no masks, and the last one if it is partial."""
     elements = max(block, elements)
-    constants = {
-        "R": elements // block,
-        "B": block,
-        "C": min(block, _ROW),
-        "num_warps": elements // per_warp,
-        **EXACT,
-    }
+    constants = {"R": elements // block, "B": block, "C": min(block, _ROW), "num_warps": elements // per_warp, **EXACT}
     whole, left = divmod(num_elements, elements)
     parts = ((0, whole, False), (whole, int(left > 0), True))
     return tuple(

@@ -1,4 +1,4 @@
-"""The part that all of tahq's AdamWs share: groups, step counts, states, and kernels bound to a parameter's tensors."""
+"""What tahq's AdamWs share: groups, step counts, states, streams, and kernels bound to a parameter's tensors."""
 
 import math
 from abc import abstractmethod
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
@@ -29,23 +29,34 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One tensor of a parameter's optimizer state: checkpoints are checked against it, and memory is counted.
+    """One tensor of a parameter's optimizer state: made from it, checked against it in checkpoints, and counted.
 
-    `dtype` None: the parameter's. `is_counter`: it lies on the CPU wherever the parameter is.
+    `dtype` None: the parameter's. `initial`: its elements before the first step. `is_counter`: it lies on the CPU
+    wherever the parameter is.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    initial: int = 0
     is_counter: bool = False
 
 
 StateSpecs = Mapping[str, StateSpec]
 """By name, such as `exp_avg`."""
+STEP_COUNTER: StateSpecs = {"step": StateSpec((), torch.float32, is_counter=True)}
 
 
 def states_nbytes(specs: StateSpecs, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of a parameter's states without counters; `dtype` is the parameter's."""
     return sum(math.prod(spec.shape) * (spec.dtype or dtype).itemsize for spec in specs.values() if not spec.is_counter)
+
+
+def new_states(specs: StateSpecs, device: torch.device) -> State:
+    """The states before the first step; counters on the CPU."""
+    return {
+        name: torch.full(spec.shape, spec.initial, dtype=spec.dtype, device="cpu" if spec.is_counter else device)
+        for name, spec in specs.items()
+    }
 
 
 @cache
@@ -55,7 +66,7 @@ def has_ptx(device_type: str) -> bool:
 
 
 class AdamwLoop(Optimizer):
-    """AdamW over single parameters; subclasses define how moments are stored.
+    """AdamW over single parameters; subclasses define the step with their states.
 
     The states of all parameters are made at the first step, also of those without a gradient: the tensors of a
     checkpoint do not depend on which layers were used. A parameter without a gradient keeps its weight, its moments
@@ -63,19 +74,22 @@ class AdamwLoop(Optimizer):
 
     Args:
         params: groups, or parameters.
+        states: a parameter's shape -> its states.
         lr, betas, eps, weight_decay: as in torch's AdamW; decay is decoupled.
     """
 
     def __init__(
         self,
         params: Any,
+        states: Callable[[tuple[int, ...]], StateSpecs],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._bound: dict[Parameter, _BoundStep | None] = {}
+        self._states = states
+        self._bound: dict[Parameter, tuple[tuple[object, ...], BoundLaunches | None]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -92,85 +106,49 @@ class AdamwLoop(Optimizer):
         for parameter in group["params"]:
             state: State = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state.update(self._moments(parameter))
+                state.update(new_states(self._states(tuple(parameter.shape)), parameter.device))
             if parameter.grad is None:
                 continue
             state["step"] += 1
             step = int(state["step"])
             if step not in numbers:
                 numbers[step] = AdamwNumbers.of(group, step)
-            yield parameter, partial(self._step_of, parameter, state, numbers[step])
+            yield parameter, partial(self._step_of, parameter, parameter.grad, state, numbers[step])
 
-    def _step_of(self, parameter: Parameter, state: State, numbers: AdamwNumbers) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        bound = self._bound.get(parameter)
-        if bound is None or not bound.fits(parameter, gradient, state):
-            bound = self._bound[parameter] = _BoundStep.of(self._bind, parameter, gradient, state)
-        if bound is not None:
-            bound.launches(gradient, numbers.in_order())
+    def _step_of(self, parameter: Parameter, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
+        if launches := self._bound_launches(parameter, gradient, state):
+            launches(gradient, numbers)
             return
         weight = parameter.detach()
         flat = weight.contiguous().view(-1)  # shares the weight's memory unless its strides are unusual
         flat_gradient = gradient.detach().contiguous().view(-1)
         if launches := self._bind(flat, flat_gradient, state):
-            launches(flat_gradient, numbers.in_order())
+            launches(flat_gradient, numbers)
         else:
             self._advance(flat, flat_gradient, state, numbers)
         if flat.data_ptr() != weight.data_ptr():
             weight.copy_(flat.view(weight.shape))
+
+    def _bound_launches(self, parameter: Parameter, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
+        """Kernels that are kept as long as weight and states stay where they are; None: none can read the tensors."""
+        is_plain = gradient.layout == torch.strided and gradient.data_ptr() % _ALIGNMENT == 0
+        if not (is_plain and gradient.is_contiguous() and parameter.is_contiguous()):
+            return None
+        tensors = (tensor for name, tensor in state.items() if name != "step")
+        places = (gradient.dtype, parameter.data_ptr(), *(tensor.data_ptr() for tensor in tensors))
+        known = self._bound.get(parameter)
+        if known is None or known[0] != places:
+            known = places, self._bind(parameter.detach().view(-1), gradient.detach().view(-1), state)
+            self._bound[parameter] = known
+        return known[1]
 
     @abstractmethod
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
         """Kernels that take steps on these flat tensors and state; None where no kernel can."""
 
     @abstractmethod
-    def _moments(self, parameter: Parameter) -> State:
-        """Moments of 0."""
-
-    @abstractmethod
     def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
         """Take one step without `_bind`, in place, on flat contiguous tensors [N]."""
-
-
-class _BoundStep:
-    """Launches bound to a parameter's weight and states, for gradients of one dtype."""
-
-    __slots__ = ("_address", "_gradient_type", "_kept", "launches")
-
-    def __init__(self, launches: "BoundLaunches", parameter: Parameter, gradient: torch.Tensor, state: State) -> None:
-        self.launches = launches
-        self._address, self._gradient_type = parameter.data_ptr(), gradient.dtype
-        self._kept = tuple((name, tensor) for name, tensor in state.items() if name != "step")
-
-    @classmethod
-    def of(
-        cls,
-        bind: Callable[[torch.Tensor, torch.Tensor, State], Optional["BoundLaunches"]],
-        parameter: Parameter,
-        gradient: torch.Tensor,
-        state: State,
-    ) -> Optional["_BoundStep"]:
-        """None where the tensors are not contiguous, or `bind` has no kernels for them."""
-        if not parameter.is_contiguous() or not _is_plain(gradient):
-            return None
-        launches = bind(parameter.detach().view(-1), gradient.detach().view(-1), state)
-        return None if launches is None else cls(launches, parameter, gradient, state)
-
-    def fits(self, parameter: Parameter, gradient: torch.Tensor, state: State) -> bool:
-        """Whether weight and states are still the bound tensors, and the gradient has the bound dtype."""
-        return (
-            parameter.data_ptr() == self._address
-            and parameter.is_contiguous()
-            and gradient.dtype == self._gradient_type
-            and _is_plain(gradient)
-            and all(state.get(name) is tensor for name, tensor in self._kept)
-        )
-
-
-def _is_plain(gradient: torch.Tensor) -> bool:
-    return gradient.layout == torch.strided and gradient.is_contiguous() and gradient.data_ptr() % _ALIGNMENT == 0
 
 
 def run_side_by_side(jobs: Sequence[Job], streams: int = STREAMS) -> None:

@@ -9,8 +9,7 @@ moments: no multiply-add is fused, and the numbers of a step are computed once, 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ SLICE = 1 << 18
 """Elements computed at a time, so that temporaries stay small: a multiple of every block."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdamwNumbers:
+class AdamwNumbers(NamedTuple):
     """The scalars of one step of one parameter, in the order of the kernels' arguments."""
 
     beta1: float
@@ -50,10 +48,6 @@ class AdamwNumbers:
             root_factor=1 / math.sqrt(1 - beta2**step),
             epsilon=group["eps"],
         )
-
-    def in_order(self) -> tuple[float, ...]:
-        """As kernels take them."""
-        return astuple(self)
 
 
 def slices(num_elements: int) -> Iterator[slice]:

@@ -8,35 +8,31 @@ ranges are not expanded. Together 8 + (16 + 8)/128 = 8.19 bits. Reasons: decisio
     w ← w·(1 − η·λ) − η/(1 − β₁ᵗ) · (m / (√v · 1/√(1 − β₂ᵗ) + ε))
 
 The order of operations is a contract: single sums, products, quotients and roots in fp32, each rounded once, none
-fused. So for equal gradients the states are bit-equal after every step, in plain torch on any device, in the CPU's
-kernel and in CUDA's: states saved on one device continue on another. Weights are bit-equal too, except in CUDA's
-kernel, which approximates root and quotient (`fp8_adamw_kernels.UPDATE_ERROR`).
+fused. So for equal gradients the states are bit-equal after every step, in plain torch on any device and in CUDA's
+kernel: states saved on one device continue on another. Weights are bit-equal too, except in CUDA's kernel, which
+approximates root and quotient (`fp8_adamw_kernels.UPDATE_ERROR`).
 
 The root's correction is a factor, since torch divides by a number differently on a CPU and on CUDA. Otherwise this is
 torch's AdamW: decay is decoupled, ε stands outside the root (COAT's Eq. 1 has it inside). The weights use m and v
 before they are quantised.
 """
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.nn import Parameter
 
-from tahq.memory.adam.loop import AdamwLoop, State, StateSpec, StateSpecs, has_ptx
+from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.adam.step import AdamwNumbers
 from tahq.memory.coat.fp8_groups import (
-    FP8_FORMATS,
     GROUP,
     UNEXPANDED,
-    MomentFormat,
-    StoredGroups,
+    StoredMoment,
     as_groups,
     decode,
     encode,
-    make_tables,
+    moment_format,
     num_groups,
 )
 from tahq.memory.config import Fp8AdamWConfig
@@ -45,8 +41,7 @@ if TYPE_CHECKING:  # needs triton
     from tahq.quant.gpu.launch import BoundLaunches
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-Formats = tuple[MomentFormat, MomentFormat]
-Step = Callable[[torch.Tensor, torch.Tensor, tuple[StoredGroups, StoredGroups], Formats, AdamwNumbers], None]
+Moments = tuple[StoredMoment, StoredMoment]
 CHUNK_GROUPS = 512
 """Groups computed at a time, a quarter of a megabyte in fp32: temporaries stay small and in the cache."""
 
@@ -64,103 +59,71 @@ class Fp8AdamW(AdamwLoop):
     """
 
     def __init__(self, params: Any, stored: Fp8AdamWConfig, **defaults: Any) -> None:
-        super().__init__(params, **defaults)
+        super().__init__(params, partial(fp8_adamw_states, stored), **defaults)
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.dtype != torch.float32:
                 raise ValueError(f"fp8_adamw takes parameters in torch.float32, got one in {parameter.dtype}")
         self._stored = stored
-        self._formats: dict[torch.device, Formats] = {}
 
     def _bind(self, weight: torch.Tensor, gradient: torch.Tensor, state: State) -> "BoundLaunches | None":
         if weight.numel() == 0 or not has_ptx(weight.device.type):
             return None
-        moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
         bind = import_module("tahq.memory.coat.fp8_adamw_kernels").bind_step
-        return cast("BoundLaunches | None", bind(weight, gradient, moments, self._formats_on(weight.device)))
+        return cast("BoundLaunches | None", bind(weight, gradient, self._moments(state)))
 
     def _advance(self, weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers) -> None:
-        moments = (_stored_groups(state, FIRST), _stored_groups(state, SECOND))
-        step = _step_on(weight.device.type)
-        step(weight, gradient, moments, self._formats_on(weight.device), numbers)
+        step = step_in_torch
+        if weight.numel() > 0 and has_ptx(weight.device.type):
+            step = import_module("tahq.memory.coat.fp8_adamw_kernels").step_on_cuda
+        step(weight, gradient, self._moments(state), numbers)
 
-    def _moments(self, parameter: Parameter) -> State:
-        specs = fp8_adamw_states(self._stored, tuple(parameter.shape))
-        return {
-            name: torch.full(
-                spec.shape, UNEXPANDED if name.endswith("_power") else 0, dtype=spec.dtype, device=parameter.device
-            )
-            for name, spec in specs.items()
-            if not spec.is_counter
-        }
+    def _moments(self, state: State) -> Moments:
+        def moment(name: str, fp8: str, expand: bool) -> StoredMoment:
+            codes = state[name]
+            by = moment_format(fp8, expand, codes.device)
+            return StoredMoment(codes.view(-1), state[f"{name}_scale"], state.get(f"{name}_power"), by)
 
-    def _formats_on(self, device: torch.device) -> Formats:
-        if device not in self._formats:
-            config = self._stored
-            chosen = ((config.first, config.expand_first), (config.second, config.expand_second))
-            first, second = (_moment_format(name, expand, device) for name, expand in chosen)
-            self._formats[device] = (first, second)
-        return self._formats[device]
+        stored = self._stored
+        return (
+            moment(FIRST, stored.first, stored.expand_first),
+            moment(SECOND, stored.second, stored.expand_second),
+        )
 
 
 def fp8_adamw_states(stored: Fp8AdamWConfig, shape: tuple[int, ...]) -> StateSpecs:
     """The state of a parameter of this shape: 2 bytes per element, 6 bytes per 128, and its number of steps."""
     count = num_groups(torch.Size(shape).numel())
-    specs = {"step": StateSpec((), torch.float32, is_counter=True)}
+    specs = dict(STEP_COUNTER)
     for name, expand in ((FIRST, stored.expand_first), (SECOND, stored.expand_second)):
         specs[name] = StateSpec(shape, torch.uint8)
         specs[f"{name}_scale"] = StateSpec((count,), torch.bfloat16)
         if expand:
-            specs[f"{name}_power"] = StateSpec((count,), torch.uint8)
+            specs[f"{name}_power"] = StateSpec((count,), torch.uint8, UNEXPANDED)
     return specs
 
 
-def _step_on(device_type: str) -> Step:
-    """The step for a kind of device, imported on first use, since importing tahq needs neither numba nor triton."""
-    if device_type == "cpu":
-        return cast(Step, import_module("tahq.memory.coat.fp8_adamw_numba").step_on_cpu)
-    if has_ptx(device_type):
-        return cast(Step, import_module("tahq.memory.coat.fp8_adamw_kernels").step_on_cuda)
-    return step_in_torch
-
-
-def _moment_format(name: str, expand: bool, device: torch.device) -> MomentFormat:
-    format = FP8_FORMATS[name]
-    return MomentFormat(format, expand, make_tables(format).to(device))
-
-
-def _stored_groups(state: Mapping[str, torch.Tensor], moment: str) -> StoredGroups:
-    return StoredGroups(state[moment].view(-1), state[f"{moment}_scale"], state.get(f"{moment}_power"))
-
-
-def step_in_torch(
-    weights: torch.Tensor,
-    gradients: torch.Tensor,
-    moments: tuple[StoredGroups, StoredGroups],
-    formats: tuple[MomentFormat, MomentFormat],
-    numbers: AdamwNumbers,
-) -> None:
+def step_in_torch(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments, numbers: AdamwNumbers) -> None:
     """Take one step, in place, on any device.
 
     Args:
         weights: fp32 [N], contiguous.
         gradients: fp32 [N].
         moments: m and v, with codes [N].
-        formats: theirs, with tables on the same device.
         numbers: of this step.
     """
-    count = weights.numel()
-    starts = [*range(0, count, CHUNK_GROUPS * GROUP), count]
-    for start, stop in pairwise(starts):
-        chunks = tuple(_part(moment, start, stop) for moment in moments)
-        first, second = (
-            decode(as_groups(chunk.codes), chunk.scales, chunk.powers, by)
-            for chunk, by in zip(chunks, formats, strict=True)
-        )
-        part = weights[start:stop]
-        updated, *new = _adamw(as_groups(part), as_groups(gradients[start:stop]), first, second, numbers)
-        part.copy_(updated.view(-1)[: stop - start])
-        for chunk, values, by in zip(chunks, new, formats, strict=True):
-            _store(chunk, values, by)
+    for start in range(0, weights.numel(), CHUNK_GROUPS * GROUP):
+        chunks = [_chunk(moment, start) for moment in moments]
+        m, v = (decode(as_groups(each.codes), each.scales, each.powers, each.by) for each in chunks)
+        part = weights[start : start + CHUNK_GROUPS * GROUP]
+        gradient = as_groups(gradients[start : start + part.numel()])
+        updated, *new = _adamw(as_groups(part), gradient, m, v, numbers)
+        part.copy_(updated.view(-1)[: part.numel()])
+        for chunk, value in zip(chunks, new, strict=True):
+            codes, scales, powers = encode(value, chunk.by)
+            chunk.codes.copy_(codes.view(-1)[: part.numel()])
+            chunk.scales.copy_(scales)
+            if chunk.powers is not None:
+                chunk.powers.copy_(powers)
 
 
 def _adamw(
@@ -173,16 +136,8 @@ def _adamw(
     return weights * numbers.decay - (first / denominator) * numbers.rate, first, second
 
 
-def _part(moment: StoredGroups, start: int, stop: int) -> StoredGroups:
-    """A view of the groups of elements from `start`, a multiple of 128, to `stop`."""
-    groups = slice(start // GROUP, -(-stop // GROUP))
-    powers = moment.powers[groups] if moment.powers is not None else None
-    return StoredGroups(moment.codes[start:stop], moment.scales[groups], powers)
-
-
-def _store(moment: StoredGroups, values: torch.Tensor, by: MomentFormat) -> None:
-    codes, scales, powers = encode(values, by)
-    moment.codes.copy_(codes.view(-1)[: moment.codes.numel()])
-    moment.scales.copy_(scales)
-    if moment.powers is not None:
-        moment.powers.copy_(powers)
+def _chunk(moment: StoredMoment, start: int) -> StoredMoment:
+    """A view of CHUNK_GROUPS groups from element `start` on."""
+    groups = slice(start // GROUP, start // GROUP + CHUNK_GROUPS)
+    powers = None if moment.powers is None else moment.powers[groups]
+    return StoredMoment(moment.codes[start : start + CHUNK_GROUPS * GROUP], moment.scales[groups], powers, moment.by)

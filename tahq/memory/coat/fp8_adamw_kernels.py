@@ -33,7 +33,7 @@ import triton.language as tl
 
 from tahq.memory.adam.kernels import load_once, store
 from tahq.memory.adam.step import AdamwNumbers
-from tahq.memory.coat import fp8_bits
+from tahq.memory.coat import fp8_bits, fp8_codes
 from tahq.memory.coat.fp8_bits import (
     exp2,
     log2,
@@ -43,10 +43,8 @@ from tahq.memory.coat.fp8_bits import (
     put,
     reciprocal_ftz,
 )
-from tahq.memory.coat.fp8_codes import has_fp8_units
+from tahq.memory.coat.fp8_codes import E4M3, E5M2, FRACTION_BITS, has_fp8_units
 from tahq.memory.coat.fp8_groups import (
-    E4M3,
-    E5M2,
     GROUP,
     LARGEST_SCALE,
     NAN,
@@ -54,8 +52,8 @@ from tahq.memory.coat.fp8_groups import (
     SMALLEST_NORMAL,
     STEPS_PER_OCTAVE,
     UNEXPANDED,
-    MomentFormat,
-    StoredGroups,
+    StoredMoment,
+    smallest_share,
 )
 from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch, aligned, on_device_of
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED
@@ -67,11 +65,9 @@ _MARGIN = 2.0**-17
 _BELOW = tl.constexpr(1 - _MARGIN)
 _LOG2_BELOW = tl.constexpr(math.log2(1 - _MARGIN))
 _ABOVE = tl.constexpr((1 + _MARGIN) / (1 - _MARGIN))
-_E4M3_LARGEST, _E5M2_LARGEST = tl.constexpr(E4M3.largest), tl.constexpr(E5M2.largest)
-_E4M3_LOG2_LARGEST = tl.constexpr(math.log2(E4M3.largest))
-_E5M2_LOG2_LARGEST = tl.constexpr(math.log2(E5M2.largest))
-_E4M3_RANGE = tl.constexpr(-math.log2(E4M3.smallest_share))
-_E5M2_RANGE = tl.constexpr(-math.log2(E5M2.smallest_share))
+_E4M3_LARGEST, _E5M2_LARGEST = (tl.constexpr(fp8_codes.LARGEST[fp8]) for fp8 in (E4M3, E5M2))
+_E4M3_LOG2_LARGEST, _E5M2_LOG2_LARGEST = (tl.constexpr(math.log2(fp8_codes.LARGEST[fp8])) for fp8 in (E4M3, E5M2))
+_E4M3_RANGE, _E5M2_RANGE = (tl.constexpr(-math.log2(smallest_share(fp8))) for fp8 in (E4M3, E5M2))
 _GROUP = tl.constexpr(GROUP)
 _RUN = tl.constexpr(32)
 _NAN = tl.constexpr(NAN)
@@ -99,12 +95,10 @@ _BOTH = """{
     mov.b32 $3, 0;
     mov.b32 $4, 0;
 }"""
-ROWS, WARPS = 2, 1
-"""Groups per program, and its warps."""
-_FRACTIONS = {"e4m3": 3, "e5m2": 2}
-"""Bits of the fraction, which identify the format to the kernel."""
-Kinds = tuple[tuple[bool, str], ...]
-"""For both moments: whether ranges are expanded, and the format's name."""
+ROWS = 2
+"""Groups per program, of one warp."""
+Kinds = tuple[tuple[bool, int], ...]
+"""For both moments: whether ranges are expanded, and the format's bits of fraction."""
 _NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 _PUT_8, _PUT_16 = (
     tl.constexpr(
@@ -341,67 +335,54 @@ def step_kernel(
 def step_on_cuda(
     weights: torch.Tensor,
     gradients: torch.Tensor,
-    moments: tuple[StoredGroups, StoredGroups],
-    formats: tuple[MomentFormat, MomentFormat],
+    moments: tuple[StoredMoment, StoredMoment],
     numbers: AdamwNumbers,
 ) -> None:
-    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing.
-
-    From the second step on, the kernel compiled for a shape is launched directly: Triton's launch takes longer than the
-    kernel for most tensors of a model.
-    """
+    """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing."""
     gradients = aligned(gradients)
-    launches = bind_step(weights, gradients, moments, formats)
-    if launches is not None:
-        launches(gradients, numbers.in_order())
+    if launches := bind_step(weights, gradients, moments):
+        launches(gradients, numbers)
         return
     with on_device_of(weights):
         # cached launches take aligned tensors only
-        for launch in _launches.__wrapped__(weights.numel(), *_kinds(weights.device, formats)):
-            launch(*_tensors(weights, gradients, moments, formats), last=numbers.in_order())
+        for launch in _launches.__wrapped__(weights.numel(), *_kinds(moments)):
+            launch(*_tensors(weights, gradients, moments), last=numbers)
 
 
 def bind_step(
-    weights: torch.Tensor,
-    gradients: torch.Tensor,
-    moments: tuple[StoredGroups, StoredGroups],
-    formats: tuple[MomentFormat, MomentFormat],
+    weights: torch.Tensor, gradients: torch.Tensor, moments: tuple[StoredMoment, StoredMoment]
 ) -> BoundLaunches | None:
     """`step_on_cuda` on these tensors, and any gradient like this one; None where a tensor is not aligned."""
-    tensors = _tensors(weights, gradients, moments, formats)
+    tensors = _tensors(weights, gradients, moments)
     if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
         return None
-    return BoundLaunches(_launches(weights.numel(), *_kinds(weights.device, formats)), tensors, moving=1)
+    return BoundLaunches(_launches(weights.numel(), *_kinds(moments)), tensors, moving=1)
 
 
 def _tensors(
-    weights: torch.Tensor,
-    gradients: torch.Tensor,
-    moments: tuple[StoredGroups, StoredGroups],
-    formats: tuple[MomentFormat, MomentFormat],
+    weights: torch.Tensor, gradients: torch.Tensor, moments: tuple[StoredMoment, StoredMoment]
 ) -> list[torch.Tensor]:
     """As the kernel takes them."""
     tensors = [weights, gradients]
-    for moment, by in zip(moments, formats, strict=True):
-        powers = moment.codes if moment.powers is None else moment.powers
-        tables = (by.tables.values, by.tables.uppers, by.tables.least, by.tables.exponents)
-        tensors += [moment.codes, moment.scales.view(torch.int16), powers, *tables]
+    for codes, scales, powers, by in moments:
+        powers = codes if powers is None else powers
+        tensors += [codes, scales.view(torch.int16), powers, by.values, by.uppers, by.least, by.exponents]
     return tensors
 
 
-def _kinds(device: torch.device, formats: tuple[MomentFormat, MomentFormat]) -> tuple[Kinds, bool, int, int]:
-    """Formats, whether codes may be encoded fast, and the shape of a program."""
-    fast = bool(IS_INTERPRETED.value) or has_fp8_units(device)
-    return tuple((by.expand, by.format.name) for by in formats), fast, ROWS, WARPS
+def _kinds(moments: tuple[StoredMoment, StoredMoment]) -> tuple[Kinds, bool]:
+    """Formats, and whether codes may be encoded fast."""
+    fast = bool(IS_INTERPRETED.value) or has_fp8_units(moments[0].codes.device)
+    return tuple((each.by.expand, FRACTION_BITS[each.by.fp8]) for each in moments), fast
 
 
 @lru_cache(maxsize=4096)
-def _launches(count: int, kinds: Kinds, fast: bool, rows: int, warps: int) -> tuple[Launch, ...]:
+def _launches(count: int, kinds: Kinds, fast: bool) -> tuple[Launch, ...]:
     """The full programs, and the last one if it is partial."""
-    constants: dict[str, int | bool] = {"R": rows, "num_warps": warps, **EXACT}
-    for name, (expand, format) in zip(("FIRST", "SECOND"), kinds, strict=True):
-        constants |= {f"{name}_EXPAND": expand, f"{name}_FRACTION": _FRACTIONS[format]}
-    whole, left = divmod(count, rows * GROUP)
+    constants: dict[str, int | bool] = {"R": ROWS, "num_warps": 1, **EXACT}
+    for name, (expand, fraction) in zip(("FIRST", "SECOND"), kinds, strict=True):
+        constants |= {f"{name}_EXPAND": expand, f"{name}_FRACTION": fraction}
+    whole, left = divmod(count, ROWS * GROUP)
     parts = ((0, whole, False), (whole, int(left > 0), True))
     return tuple(
         Launch(

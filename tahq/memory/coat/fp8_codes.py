@@ -1,14 +1,13 @@
-"""FP8 tensors of COAT's activations: codes with scales for groups of 16 or a whole tensor; and the choice of kernels.
+"""FP8 formats, and tensors of COAT's activations: codes with scales for groups of 16 or a whole tensor.
 
 Letters: T tokens, C channels, N output channels of a matrix.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,8 +15,11 @@ GROUP = 16
 """Elements along the channels that share a scale in non-linear layers (COAT §5.2, appendix H)."""
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
+FP8_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+"""By their name in cluster.yaml."""
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """Δmax of each format."""
+FRACTION_BITS = {E4M3: 3, E5M2: 2}
 SMALLEST_SCALE = 2.0**-120
 """Lower limit of scales, so that a scale and its reciprocal stay within fp32's normal range; zeros stay zeros."""
 
@@ -35,19 +37,16 @@ def has_fp8_units(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCodes:
-    """A tensor [T, C] in groups of 16 along its channels.
-
-    `codes`: E4M3 [T, C]; `scales`: bf16 [T, ⌈C/16⌉].
-    """
+class GroupCodes(NamedTuple):
+    """A tensor [T, C] in groups of 16 along its channels."""
 
     codes: torch.Tensor
+    """E4M3 [T, C]."""
     scales: torch.Tensor
+    """bf16 [T, ⌈C/16⌉]."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorCodes:
+class TensorCodes(NamedTuple):
     """A matrix [T, C] with one scale, in one or both layouts.
 
     `row_codes`: [T, C]; `column_codes`: [C, T], both contiguous; `scale`: fp32 [1], on their device.
@@ -77,18 +76,17 @@ class TensorCodes:
         return (self.rows.float() * self.scale).to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class NormForward:
-    """The results of an RMSNorm's first pass.
-
-    `total`: its input, the sum of residual stream and branch, in the stream's dtype; `codes`: the same in groups;
-    `rstd`: fp32 [T], of the coded input; `maxima`: fp32, maxima of the output's magnitudes, in no particular order.
-    """
+class NormForward(NamedTuple):
+    """The results of an RMSNorm's first pass."""
 
     total: torch.Tensor
+    """Its input, the sum of residual stream and branch, in the stream's dtype."""
     codes: GroupCodes
+    """The same in groups."""
     rstd: torch.Tensor
+    """fp32 [T], of the coded input."""
     maxima: torch.Tensor
+    """Maxima of the output's magnitudes, in no particular order."""
 
 
 def kernels_for(device: torch.device) -> ModuleType:

@@ -12,22 +12,19 @@ Source: COAT §5, Figure 1, appendices D and G.
 Letters: B samples, S positions, H heads, D channels per head, C channels.
 """
 
-from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from tahq.errors import ModelError
+from tahq.memory.coat.fp8_codes import kernels_for
 from tahq.memory.coat.fp8_functions import AfterAttention, BeforeAttention, FlowOptions
 from tahq.memory.coat.fp8_linear import WeightCodes
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
 from tahq.models.deferred_gradients import DeferredGradients, product_dtype
 from tahq.models.keyed_dropout import keyed_attention
-from tahq.models.model_spec import ModelSpec
 from tahq.models.slice import ModelSlice
 
 
@@ -56,9 +53,8 @@ class CoatBlock(nn.Module):
         attention, mlp = self.self_attn, self.mlp
         before = (attention.q_proj, attention.k_proj, attention.v_proj)
         after = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        keep = config.keep_weight_codes
-        self._before = tuple(WeightCodes(linear, keep=keep) for linear in before)
-        self._after = tuple(WeightCodes(linear, keep=keep) for linear in after)
+        codes = partial(WeightCodes, keep=config.keep_weight_codes)
+        self._before, self._after = tuple(map(codes, before)), tuple(map(codes, after))
 
     def forward(
         self,
@@ -67,16 +63,13 @@ class CoatBlock(nn.Module):
         attention_mask: torch.Tensor | None,
         deferred: DeferredGradients | None = None,
     ) -> torch.Tensor:
-        """Compute the layer.
+        """Hidden states [B, S, C] to [B, S, C] in the same dtype.
 
         Args:
-            hidden: [B, S, C].
+            hidden: hidden states.
             position_embeddings: cosine and sine [1, S, D].
             attention_mask: as `keyed_attention` takes it.
             deferred: where the backward leaves the weights' gradients; None: it computes them.
-
-        Returns:
-            [B, S, C] in the dtype of `hidden`.
         """
         flow = FlowOptions(product_dtype(hidden), self._config.backward_products, deferred)
         norm = self.input_layernorm
@@ -112,7 +105,7 @@ class CoatBlock(nn.Module):
         """Q, K, V [B, S, heads·D] to attention's output [B, S, H·D]."""
         attention = self.self_attn
         heads = [x.view(*x.shape[:-1], -1, attention.head_dim) for x in (query, key, value)]
-        rotated = [rotate(x, *tables) for x in heads[:2]]
+        rotated = [_Rotation.apply(x, *tables) for x in heads[:2]]  # type: ignore[no-untyped-call]
         dropout = attention.attention_dropout if self.training else 0.0
         query, key, value = (x.transpose(1, 2) for x in (*rotated, heads[2]))
         with torch.autocast(query.device.type, enabled=False):
@@ -128,22 +121,17 @@ def use_fp8_flow(module: ModelSlice, config: CoatConfig) -> None:
     Raises:
         ModelError: another family, or a Llama with another activation.
     """
-    check_fp8_flow(module.spec)
-    blocks = module.get_submodule(f"{module.spec.layout.trunk}.{module.spec.layout.blocks}")
-    for name, block in list(blocks.named_children()):
-        blocks.add_module(name, CoatBlock(block, config))
-
-
-def check_fp8_flow(spec: ModelSpec) -> None:
-    """Raise ModelError unless the model's layers are ones that `CoatBlock` computes."""
+    spec = module.spec
     if spec.family not in COAT_FAMILIES:
         raise ModelError(
             f"memory.activations: coat is for models of the families {', '.join(COAT_FAMILIES)}; this one is "
             f"{spec.family}, whose layers differ; use memory.activations: none"
         )
-    activation = spec.hf_config.hidden_act
-    if activation != "silu":
-        raise ModelError(f"memory.activations: coat needs hidden_act silu; this model has {activation}")
+    if spec.hf_config.hidden_act != "silu":
+        raise ModelError(f"memory.activations: coat needs hidden_act silu; this model has {spec.hf_config.hidden_act}")
+    blocks = module.get_submodule(f"{spec.layout.trunk}.{spec.layout.blocks}")
+    for name, block in list(blocks.named_children()):
+        blocks.add_module(name, CoatBlock(block, config))
 
 
 def _parameters(weights: tuple[WeightCodes, ...]) -> list[torch.Tensor | None]:
@@ -151,46 +139,22 @@ def _parameters(weights: tuple[WeightCodes, ...]) -> list[torch.Tensor | None]:
     return [parameter for weight in weights for parameter in (weight.linear.weight, weight.linear.bias)]
 
 
-def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding: x·cos + half(x)·sin, half(x₁, x₂) = (−x₂, x₁), in fp32, rounded to the dtype of x.
-
-    One function that saves only its tables; written out in torch it is eight operations in forward and in backward.
-
-    Args:
-        x: [B, S, H, D].
-        cosine: [1, S, D].
-        sine: [1, S, D].
-    """
-    rotated: torch.Tensor = _Rotation.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
-    return rotated
-
-
 class _Rotation(torch.autograd.Function):
-    """A linear map of pairs of channels; its transpose takes the gradient back."""
+    """Rotary embedding of x [B, S, H, D] by tables [1, S, D], in fp32, rounded to the dtype of x.
+
+        x·cos + half(x)·sin,   half(x₁, x₂) = (−x₂, x₁)
+
+    A linear map, whose transpose takes the gradient back. One function that saves only its tables; written out in torch
+    it is eight operations in forward and in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _kernel_for(x.device.type)(x, cosine, sine, False)
+        rotated: torch.Tensor = kernels_for(x.device).rotated(x, cosine, sine, False)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _kernel_for(gradients[0].device.type)(gradients[0], cosine, sine, True), None, None
-
-
-@cache
-def _kernel_for(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]:
-    if device_type == "cuda" and find_spec("triton") is not None:
-        of_triton: Callable[..., torch.Tensor] = import_module("tahq.memory.coat.fp8_flow_triton").rotated
-        return of_triton
-    return rotated
-
-
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """The reference: `rotate`, or its transpose, x₁·c₁ + x₂·s₂ and x₂·c₂ − x₁·s₁."""
-    first, second = x.float().chunk(2, dim=-1)
-    (c1, c2), (s1, s2) = (table.float()[:, :, None].chunk(2, dim=-1) for table in (cosine, sine))
-    if transposed:
-        return torch.cat((first * c1 + second * s2, second * c2 - first * s1), -1).to(x.dtype)
-    return torch.cat((first * c1 - second * s1, second * c2 + first * s2), -1).to(x.dtype)
+        gradient = kernels_for(gradients[0].device).rotated(gradients[0], *ctx.saved_tensors, True)
+        return gradient, None, None

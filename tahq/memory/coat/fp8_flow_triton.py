@@ -11,7 +11,6 @@ bits, int32, which order NaN above infinity. No call waits for the device.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from tahq.memory.coat import fp8_flow_kernels as kernels
 from tahq.memory.coat.fp8_codes import (
     E4M3,
+    FRACTION_BITS,
     GROUP,
     LARGEST,
     GroupCodes,
@@ -27,6 +27,7 @@ from tahq.memory.coat.fp8_codes import (
     TensorCodes,
     has_fp8_units,
 )
+from tahq.quant.gpu.launch import on_device_of
 
 _MAXIMA_BLOCK = 8192
 _SCALE_BLOCK = 4096
@@ -61,7 +62,7 @@ def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
 def quantize_tensor(x: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype, layouts: Layouts) -> TensorCodes:
     """See the reference."""
     values = x.detach().contiguous()
-    inputs, options = (values, scale), {"MANTISSA": _mantissa(fp8)}
+    inputs, options = (values, scale), {"MANTISSA": FRACTION_BITS[fp8]}
     return _tiled(kernels.quantize_kernel, inputs, x.shape, (), scale, fp8, layouts, **options)
 
 
@@ -73,8 +74,7 @@ def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
     maxima, groups = _maxima(x, tokens), coded.scales.shape[1]
     _launch(
         kernels.norm_forward_kernel, tokens,
-        x, x if added is None else added, weight, total, coded.codes.view(torch.uint8), coded.scales.view(torch.int16),
-        rstd, maxima, channels, groups, epsilon,
+        x, x if added is None else added, weight, total, *_bits(coded), rstd, maxima, channels, groups, epsilon,
         ADDED=added is not None, NATIVE=has_fp8_units(x.device), EVEN=channels == _power_of_two(groups) * GROUP,
         **_row(groups, NORM_ELEMENTS_PER_WARP), **_EXACT,
     )  # fmt: skip
@@ -154,12 +154,12 @@ def gated_gradient(
 ) -> TensorCodes:
     """See the reference."""
     inputs = (gradient, *_bits(gate), *_bits(up), scale)
-    groups, options = gate.scales.shape[1], {"UP": of == "up", "MANTISSA": _mantissa(fp8)}
+    groups, options = gate.scales.shape[1], {"UP": of == "up", "MANTISSA": FRACTION_BITS[fp8]}
     return _tiled(kernels.gated_gradient_kernel, inputs, gradient.shape, (groups,), scale, fp8, layouts, **options)
 
 
 def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """`rotary.rotated`, within a rounding of fp32."""
+    """See the reference; within a rounding of fp32."""
     values = x.contiguous()
     batch, positions, heads, channels = values.shape
     result, half = torch.empty_like(values), channels // 2
@@ -172,17 +172,9 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, transpose
     return result
 
 
-def _mantissa(fp8: torch.dtype) -> int:
-    return 3 if fp8 == E4M3 else 2
-
-
 def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    with _on_device_of(arguments[0]):
+    with on_device_of(arguments[0]):
         kernel[(programs,)](*arguments, **options)
-
-
-def _on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def _tiled(

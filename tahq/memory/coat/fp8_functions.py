@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tahq.memory.coat.fp8_codes import E4M3, GroupCodes, Layouts, TensorCodes, kernels_for
-from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, gradient_format, layouts_for, linear_forward
+from tahq.memory.coat.fp8_codes import E4M3, FP8_FORMATS, GroupCodes, Layouts, NormForward, TensorCodes, kernels_for
+from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, layouts_for, linear_forward
 from tahq.models.deferred_gradients import DeferredGradients, accumulate
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -62,10 +62,10 @@ class BeforeAttention(torch.autograd.Function):
         """
         kernels = kernels_for(hidden.device)
         norm = kernels.norm_forward(_matrix(hidden), None, norm_weight, epsilon)
-        y, kept = _normalised(kernels, norm.codes, norm.rstd, norm_weight, norm.maxima)
+        y, kept = _normalised(kernels, norm, norm_weight)
         outputs = [linear_forward(y, weight, flow.dtype) for weight in weights]
         ctx.flow, ctx.weights = flow, weights
-        ctx.save_for_backward(norm.codes.codes, norm.codes.scales, norm.rstd, norm_weight, *_parts(kept))
+        ctx.save_for_backward(*norm.codes, norm.rstd, norm_weight, *kept)
         shape = hidden.shape[:-1]
         return *(output.view(*shape, -1) for output in outputs), hidden.view_as(hidden)
 
@@ -73,12 +73,11 @@ class BeforeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         """Gradients of hidden states, norm weight, weights and biases."""
-        codes, scales, rstd, norm_weight, *parts = ctx.saved_tensors
-        flow, kernels = ctx.flow, kernels_for(codes.device)
-        y = _tensor_codes(parts)
+        codes, scales, rstd, norm_weight, *kept = ctx.saved_tensors
+        flow, kernels, y = ctx.flow, kernels_for(codes.device), TensorCodes(*kept)
         of_normalised, of_parameters = [], []
         for index, (weight, gradient) in enumerate(zip(ctx.weights, gradients[:-1], strict=True)):
-            of_output = _prepared(flow, weight, _matrix(gradient))
+            of_output = OutputGradient.of(_matrix(gradient), weight, flow.dtype, flow.backward_products)
             of_normalised.append(of_output.of_input(weight, flow.dtype))
             of_parameters += _weight_gradients(ctx, 5 + 2 * index, of_output, weight, lambda: y)
         of_hidden, of_norm = kernels.norm_backward(
@@ -109,7 +108,7 @@ class AfterAttention(torch.autograd.Function):
         a = kernels.quantize_tensor(attention_output, a_scale, E4M3, "rows")
         branch = linear_forward(a, project, flow.dtype)
         norm = kernels.norm_forward(_matrix(hidden), branch, norm_weight, epsilon)
-        y, kept_y = _normalised(kernels, norm.codes, norm.rstd, norm_weight, norm.maxima)
+        y, kept_y = _normalised(kernels, norm, norm_weight)
         del a, branch
         gate_codes, up_codes, maxima = kernels.gated_forward(
             linear_forward(y, gate, flow.dtype), linear_forward(y, up, flow.dtype)
@@ -120,10 +119,8 @@ class AfterAttention(torch.autograd.Function):
         out = norm.total.add_(linear_forward(p, down, flow.dtype))
         ctx.flow, ctx.weights = flow, weights
         ctx.save_for_backward(
-            attention_output, a_scale, norm.codes.codes, norm.codes.scales, norm.rstd, norm_weight,
-            gate_codes.codes, gate_codes.scales, up_codes.codes, up_codes.scales,
-            *_parts(kept_y), *_parts(kept_p),
-        )  # fmt: skip
+            attention_output, a_scale, *norm.codes, norm.rstd, norm_weight, *gate_codes, *up_codes, *kept_y, *kept_p
+        )
         result: torch.Tensor = out.view(hidden.shape)
         return result
 
@@ -133,12 +130,12 @@ class AfterAttention(torch.autograd.Function):
         """Gradients of attention's output, hidden states, norm weight, weights and biases."""
         attended, a_scale, codes, scales, rstd, norm_weight, *rest = ctx.saved_tensors
         gate_codes, up_codes = GroupCodes(*rest[0:2]), GroupCodes(*rest[2:4])
-        y, p = _tensor_codes(rest[4:7]), _tensor_codes(rest[7:10])
+        y, p = TensorCodes(*rest[4:7]), TensorCodes(*rest[7:10])
         flow, kernels = ctx.flow, kernels_for(codes.device)
         project, gate, up, down = ctx.weights
         gradient = _matrix(gradients[0])
 
-        of_output = _prepared(flow, down, gradient)
+        of_output = OutputGradient.of(gradient, down, flow.dtype, flow.backward_products)
         of_product = of_output.of_input(down, flow.dtype)
         of_down = _weight_gradients(ctx, 12, of_output, down, lambda: p)
         del of_output
@@ -153,7 +150,7 @@ class AfterAttention(torch.autograd.Function):
         of_hidden, of_norm = kernels.norm_backward(
             of_normalised, GroupCodes(codes, scales), rstd, norm_weight, gradient
         )
-        of_output = _prepared(flow, project, of_hidden)
+        of_output = OutputGradient.of(of_hidden, project, flow.dtype, flow.backward_products)
         of_attended = of_output.of_input(project, flow.dtype)
 
         def a() -> TensorCodes:
@@ -175,29 +172,15 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _normalised(
-    kernels: ModuleType, codes: GroupCodes, rstd: torch.Tensor, weight: torch.Tensor, maxima: torch.Tensor
-) -> tuple[TensorCodes, TensorCodes]:
+def _normalised(kernels: ModuleType, norm: NormForward, weight: torch.Tensor) -> tuple[TensorCodes, TensorCodes]:
     """A norm's output for the matrices that follow, and in the saved layout."""
-    scale = kernels.tensor_scale(maxima, E4M3)
-    return _kept(kernels.norm_output(codes, rstd, weight, scale, layouts_for(codes.codes)))
+    scale = kernels.tensor_scale(norm.maxima, E4M3)
+    return _kept(kernels.norm_output(norm.codes, norm.rstd, weight, scale, layouts_for(norm.codes.codes)))
 
 
 def _kept(x: TensorCodes) -> tuple[TensorCodes, TensorCodes]:
     """Codes for a forward, and those that its backward needs."""
     return x, x if x.column_codes is None else TensorCodes(None, x.column_codes, x.scale)
-
-
-def _parts(x: TensorCodes) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    return x.row_codes, x.column_codes, x.scale
-
-
-def _tensor_codes(parts: list[Any]) -> TensorCodes:
-    return TensorCodes(*parts)
-
-
-def _prepared(flow: FlowOptions, weight: WeightCodes, gradient: torch.Tensor) -> OutputGradient:
-    return OutputGradient.of(gradient, weight, flow.dtype, flow.backward_products)
 
 
 def _gated_gradients(
@@ -208,17 +191,14 @@ def _gated_gradients(
     weights: tuple[WeightCodes, WeightCodes],
 ) -> Iterator[OutputGradient]:
     """The gradients of gate's and then of up's output, one at a time to save memory."""
-    fp8 = gradient_format(flow.backward_products)
+    fp8 = FP8_FORMATS.get(flow.backward_products)
     if fp8 is None or any(weight.linear.bias is not None for weight in weights):
         for weight, each in zip(weights, kernels.gated_backward(gradient, *codes), strict=True):
-            yield _prepared(flow, weight, each)
+            yield OutputGradient.of(each, weight, flow.dtype, flow.backward_products)
         return
-    gate_maxima, up_maxima = kernels.gated_maxima(gradient, *codes)
-    layouts = layouts_for(gradient)
-    scale = kernels.tensor_scale(gate_maxima, fp8)
-    yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, "gate", scale, fp8, layouts))
-    scale = kernels.tensor_scale(up_maxima, fp8)
-    yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, "up", scale, fp8, layouts))
+    for of, maxima in zip(("gate", "up"), kernels.gated_maxima(gradient, *codes), strict=True):
+        scale = kernels.tensor_scale(maxima, fp8)
+        yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, of, scale, fp8, layouts_for(gradient)))
 
 
 def _weight_gradients(

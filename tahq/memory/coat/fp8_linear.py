@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tahq.memory.coat.fp8_codes import E4M3, E5M2, Layouts, TensorCodes, has_fp8_units, kernels_for
+from tahq.memory.coat.fp8_codes import E4M3, FP8_FORMATS, Layouts, TensorCodes, has_fp8_units, kernels_for
 
-_FORMATS = {"e5m2": E5M2, "e4m3": E4M3}
 _MULTIPLE = 16
 
 
@@ -31,17 +30,9 @@ def fits_fp8_units(device: torch.device, *sizes: int) -> bool:
 def product(
     a: torch.Tensor, b: torch.Tensor, scale: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, *, fast: bool
 ) -> torch.Tensor:
-    """a·bᵀ times both scales.
+    """a·bᵀ times both scales, fp32 [1]: [M, N] in bf16 or fp32 of FP8 codes [M, K] and [N, K].
 
-    Args:
-        a: FP8 codes [M, K].
-        b: FP8 codes [N, K].
-        scale: of a and of b, fp32 [1].
-        dtype: of the result, bf16 or fp32.
-        fast: may add in the matrix units' shorter accumulators; for forwards.
-
-    Returns:
-        [M, N].
+    `fast`: may add in the matrix units' shorter accumulators; for forwards.
     """
     of_a, of_b = scale
     if a.is_contiguous() and b.is_contiguous() and fits_fp8_units(a.device, a.shape[0], a.shape[1], b.shape[0]):
@@ -85,16 +76,9 @@ class WeightCodes:
         kept = [] if codes is None else [codes.row_codes, codes.column_codes]
         return sum(each.nbytes for each in (*kept, self._scale) if each is not None)
 
-    def rows(self) -> TensorCodes:
-        """Codes for the forward."""
-        return self._made(columns=False)
-
-    def columns(self) -> TensorCodes:
-        """Codes for the gradient of the input."""
-        return self._made(columns=True)
-
     @torch.no_grad()
-    def _made(self, *, columns: bool) -> TensorCodes:
+    def codes(self, *, for_gradient: bool) -> TensorCodes:
+        """Codes for the forward, or for the gradient of the input."""
         weight = self.linear.weight
         if self._version != weight._version:
             self.forget()
@@ -106,7 +90,7 @@ class WeightCodes:
             self._scale = kernels.tensor_scale(kernels.group_maxima(weight), E4M3)
         needs_columns = fits_fp8_units(weight.device, *weight.shape)
         if not self._keep:
-            layouts = "columns" if columns and needs_columns else "rows"
+            layouts = "columns" if for_gradient and needs_columns else "rows"
             codes: TensorCodes = kernels.quantize_tensor(weight, self._scale, E4M3, layouts)
             return codes
         self._codes = kernels.quantize_tensor(weight, self._scale, E4M3, "both" if needs_columns else "rows")
@@ -115,7 +99,7 @@ class WeightCodes:
 
 def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
     """x·Wᵀ + b: [T, N] of x [T, C]."""
-    codes = weight.rows()
+    codes = weight.codes(for_gradient=False)
     y = product(x.rows, codes.rows, (x.scale, codes.scale), dtype, fast=True)
     bias = weight.linear.bias
     return y if bias is None else y.add_(bias.detach().to(dtype))
@@ -124,11 +108,6 @@ def linear_forward(x: TensorCodes, weight: WeightCodes, dtype: torch.dtype) -> t
 def layouts_for(x: torch.Tensor) -> Layouts:
     """The layouts that products need of a tensor of the size of x [T, C]: FP8 units need its transposed codes too."""
     return "both" if fits_fp8_units(x.device, *x.shape) else "rows"
-
-
-def gradient_format(products: str) -> torch.dtype | None:
-    """The FP8 format of `backward_products`; None: gradients are not coded."""
-    return _FORMATS.get(products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +124,8 @@ class OutputGradient:
 
     @classmethod
     def of(cls, gradient: torch.Tensor, weight: WeightCodes, dtype: torch.dtype, products: str) -> "OutputGradient":
-        """Prepare a gradient [T, N].
-
-        Args:
-            gradient: in any dtype.
-            weight: of the layer.
-            dtype: of products.
-            products: `backward_products`.
-        """
-        fp8 = gradient_format(products)
+        """Prepare a gradient [T, N] of any dtype for `products`, as `backward_products`, or products in `dtype`."""
+        fp8 = FP8_FORMATS.get(products)
         of_bias = None if weight.linear.bias is None else gradient.float().sum(0)
         if fp8 is None:
             return cls(gradient.to(dtype), None, of_bias)
@@ -163,7 +135,7 @@ class OutputGradient:
 
     def of_input(self, weight: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
         """∂x = ∂y·W: [T, C]."""
-        codes = weight.columns()
+        codes = weight.codes(for_gradient=True)
         if self.codes is None:
             assert self.plain is not None
             return self.plain.mm(codes.dequantized(self.plain.dtype))

@@ -17,7 +17,7 @@ import triton.language as tl
 from tahq.memory.galore.affine_groups import GROUP, SMALLEST_SCALE
 from tahq.memory.galore.stored_weight import FINER, MARGIN, OFFSET, STEPS, TOP_CODE
 from tahq.quant.gpu.hash import hash_words
-from tahq.quant.gpu.launch import EXACT, on_device_of
+from tahq.quant.gpu.launch import EXACT, key_halves, on_device_of
 
 if TYPE_CHECKING:
     from tahq.memory.galore.stored_weight import Int8Weight
@@ -134,20 +134,19 @@ def add16_kernel(values, update, keep, rate, key_low, key_high, numel, SIZE: tl.
 
 def decoded8(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
     """See `Int8Weight.decoded`."""
-    return _launch_decode(decode8_kernel, weight.codes, weight.zero, weight.scale, weight.shape, dtype)
+    return _decoded_by(decode8_kernel, weight.codes, weight, dtype)
 
 
 def decoded4(projection: Int4Projection, dtype: torch.dtype) -> torch.Tensor:
     """See `Int4Projection.decoded`."""
-    return _launch_decode(decode4_kernel, projection.packed, projection.zero, projection.scale, projection.shape, dtype)
+    return _decoded_by(decode4_kernel, projection.packed, projection, dtype)
 
 
 def add8(weight: Int8Weight, update: torch.Tensor, *, keep: float, rate: float, key: int | None) -> None:
     """See `Int8Weight.add`."""
-    low, high = _words(key) if key is not None else (0, 0)
     with on_device_of(update):
         add8_kernel[_grid(weight.scale)](
-            weight.codes, weight.zero, weight.scale, update.contiguous(), keep, rate, low, high,
+            weight.codes, weight.zero, weight.scale, update.contiguous(), keep, rate, *key_halves(key or 0),
             update.numel(), weight.scale.numel(),
             IS_STOCHASTIC=key is not None, R=GROUPS_PER_PROGRAM, **OPTIONS,
         )  # fmt: skip
@@ -159,19 +158,14 @@ def add16(values: torch.Tensor, update: torch.Tensor, *, keep: float, rate: floa
     _check_count(numel)
     with on_device_of(values):
         add16_kernel[(-(-numel // ELEMENTS_PER_PROGRAM),)](
-            values, update.contiguous(), keep, rate, *_words(key), numel, SIZE=ELEMENTS_PER_PROGRAM, **OPTIONS
+            values, update.contiguous(), keep, rate, *key_halves(key), numel, SIZE=ELEMENTS_PER_PROGRAM, **OPTIONS
         )
 
 
-def _launch_decode(
-    kernel: Any,
-    codes: torch.Tensor,
-    zero: torch.Tensor,
-    scale: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+def _decoded_by(
+    kernel: Any, codes: torch.Tensor, stored: Int8Weight | Int4Projection, dtype: torch.dtype
 ) -> torch.Tensor:
-    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    out, zero, scale = torch.empty(stored.shape, dtype=dtype, device=codes.device), stored.zero, stored.scale
     with on_device_of(out):
         kernel[_grid(scale)](codes, zero, scale, out, out.numel(), scale.numel(), R=GROUPS_PER_PROGRAM, **OPTIONS)
     return out
@@ -185,12 +179,3 @@ def _grid(scale: torch.Tensor) -> tuple[int]:
 def _check_count(numel: int) -> None:
     if numel > _INDEX_LIMIT:
         raise ValueError(f"a tensor of {numel} elements; the kernels count up to {_INDEX_LIMIT}")
-
-
-def _words(key: int) -> tuple[int, int]:
-    """A key's low and high half."""
-    return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
-
-
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word

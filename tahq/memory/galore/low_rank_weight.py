@@ -12,15 +12,15 @@ without quantisation the update is AdamW's. Embedding and head are such weights.
 Source: Q-GaLore §3.5; GaLore (Zhao et al. 2024), Alg. 2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from tahq.errors import SnapshotError
-from tahq.memory.adam.adamw import bind_kernels, step_in_torch
-from tahq.memory.adam.blockwise8 import num_blocks, zero_codes
+from tahq.memory.adam.adamw import adamw8bit_states, bind_kernels, plain_adamw_states, step_in_torch
+from tahq.memory.adam.loop import StateSpecs, new_states
 from tahq.memory.adam.step import AdamwNumbers
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 from tahq.memory.galore.subspace import (
@@ -40,7 +40,7 @@ MomentType = Literal["int8", "fp32"]
 WeightType = Literal["int8", "bf16", "fp32"]
 _WHOLE = 2**63
 """A rank large enough that nothing is projected."""
-_COUNTERS = ("step", "gap", "similarities")
+_NUMBERS = ("step", "gap", "similarities")
 """States that are numbers, made for each checkpoint."""
 
 
@@ -68,56 +68,11 @@ class LowRankSettings:
         """Settings of embedding and head: nothing is projected, so no update is scaled."""
         return replace(self, rank=_WHOLE, scale=1.0, weights=self.ends, is_end=True)
 
-
-class LowRankAdam:
-    """Adam's direction in the low rank, with moments in fp32 or 8 bits.
-
-        m ← β₁·m + (1 − β₁)·g,  v ← β₂·v + (1 − β₂)·g²
-        direction = m / (1 − β₁ᵗ) / (√v / √(1 − β₂ᵗ) + ε)                (Kingma & Ba 2015, Alg. 1)
-
-    t counts this weight's own steps. The step is that of tahq's AdamW, at rate −1 on a weight of 0, so it uses the same
-    kernels, and the direction uses the moments before they are rounded to 8 bits.
-
-    Args:
-        shape: of the projected gradient.
-        device: of the moments.
-        kind: of the moments.
-        betas: β₁ and β₂.
-        epsilon: ε.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        device: torch.device,
-        kind: MomentType,
-        betas: tuple[float, float],
-        epsilon: float,
-    ) -> None:
-        self.num_steps = 0
-        self._group = {"lr": -1.0, "betas": betas, "eps": epsilon, "weight_decay": 0.0}
-        names = {"exp_avg": True, "exp_avg_sq": False}
-        if kind == "fp32":
-            self._states = {name: torch.zeros(shape, device=device) for name in names}
-        else:
-            self._states = {name: zero_codes(shape, signed, device) for name, signed in names.items()}
-            self._states |= {f"{name}_scale": torch.zeros(num_blocks(shape), device=device) for name in names}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The moments by the name of the state in a checkpoint; the tensors themselves."""
-        return dict(self._states)
-
-    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Update the moments with a step's gradient, fp32; returns the direction, fp32, to be descended."""
-        self.num_steps += 1
-        numbers = AdamwNumbers.of(self._group, self.num_steps)
-        direction = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
-        flat, flat_gradient = direction.view(-1), gradient.reshape(-1)
-        if launches := bind_kernels(flat, flat_gradient, self._states):
-            launches(flat_gradient, numbers.in_order())
-        else:
-            step_in_torch(flat, flat_gradient, self._states, numbers)
-        return direction
+    def moment_states(self, shape: tuple[int, int]) -> StateSpecs:
+        """Adam's moments for a gradient of this shape, and a counter."""
+        if self.states == "int8":
+            return adamw8bit_states(shape, min_elements=0)
+        return plain_adamw_states(shape, torch.float32)
 
 
 class LowRankWeight:
@@ -146,20 +101,19 @@ class LowRankWeight:
         """Called after each micro-batch's gradient, where the update does not wait for COMMIT."""
         self.settings = settings
         self._drawn_as = drawn_as or name
-        rank = rank_of(shape, settings.rank)
+        rank, smaller = rank_of(shape, settings.rank), min(shape)
         self.low_shape = low_rank_shape(shape, rank)
-        smaller = min(shape)
-        self.subspace = (
-            LazySubspace((rank, smaller), device, settings.projections, settings.rule, settings.svd)
-            if rank < smaller
-            else None
-        )
-        self.storage: Int8Weight | FullWeight = (
-            Int8Weight(shape, device)
-            if settings.weights == "int8"
-            else FullWeight(shape, device, FLOATS[settings.weights])
-        )
-        self._adam = LowRankAdam(self.low_shape, device, settings.states, settings.betas, settings.epsilon)
+        self.subspace: LazySubspace | None = None
+        if rank < smaller:
+            self.subspace = LazySubspace((rank, smaller), device, settings.projections, settings.rule, settings.svd)
+        self.storage: Int8Weight | FullWeight
+        if settings.weights == "int8":
+            self.storage = Int8Weight(shape, device)
+        else:
+            self.storage = FullWeight(shape, device, FLOATS[settings.weights])
+        self._moments = new_states(settings.moment_states(self.low_shape), device)
+        del self._moments["step"]
+        self._num_updates = 0
         self._step = 0
         self._dtype = torch.float32
 
@@ -192,6 +146,16 @@ class LowRankWeight:
         if self.on_gradient is not None:
             self.on_gradient(self)
 
+    def _projected(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.subspace is None:
+            return gradient
+        if self.grad is None and self.subspace.is_due(self._step):
+            self.subspace.search(gradient, derive_seed(self.settings.seed, "subspace", self.name, self._step))
+        basis = self.subspace.basis(gradient.dtype)
+        if basis is None:
+            return torch.full(self.low_shape, torch.nan, device=gradient.device)
+        return project(gradient, basis)
+
     @torch.no_grad()
     def apply(self, step: int, lr: float, weight_decay: float) -> None:
         """Take the optimizer's step with the summed gradients; none without a gradient, or before the first finite one.
@@ -200,17 +164,45 @@ class LowRankWeight:
         """
         if self.grad is None:
             return
-        settings = self.settings
-        basis = self.subspace.basis(self._dtype) if self.subspace is not None else None
+        basis = None if self.subspace is None else self.subspace.basis(self._dtype)
         if self.subspace is not None and basis is None:
             self.discard()
             return
-        update = self._adam.direction(self.grad)
+        update = self._direction(self.grad)
         self.grad = None
         if self.subspace is not None and basis is not None:
             update = project_back(update.to(self._dtype), basis, self.shape)
             self.subspace.keep(step)
-        self.storage.add(update, keep=1 - lr * weight_decay, rate=-lr * settings.scale, key=self._rounding_key(step))
+        rate = -lr * self.settings.scale
+        self.storage.add(update, keep=1 - lr * weight_decay, rate=rate, key=self._rounding_key(step))
+
+    def _direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Update the moments with a step's gradient, fp32; returns Adam's direction, fp32, to be descended.
+
+            m ← β₁·m + (1 − β₁)·g,  v ← β₂·v + (1 − β₂)·g²
+            direction = m / (1 − β₁ᵗ) / (√v / √(1 − β₂ᵗ) + ε)                (Kingma & Ba 2015, Alg. 1)
+
+        t counts this weight's own steps. The step is that of tahq's AdamW, at rate −1 on a weight of 0, so it uses the
+        same kernels, and the direction uses the moments before they are rounded to 8 bits.
+        """
+        self._num_updates += 1
+        betas, epsilon = self.settings.betas, self.settings.epsilon
+        group = {"lr": -1.0, "betas": betas, "eps": epsilon, "weight_decay": 0.0}
+        numbers = AdamwNumbers.of(group, self._num_updates)
+        direction = torch.zeros_like(gradient, memory_format=torch.contiguous_format)
+        flat, flat_gradient = direction.view(-1), gradient.reshape(-1)
+        if launches := bind_kernels(flat, flat_gradient, self._moments):
+            launches(flat_gradient, numbers)
+        else:
+            step_in_torch(flat, flat_gradient, self._moments, numbers)
+        return direction
+
+    def _rounding_key(self, step: int) -> int | None:
+        """None: to nearest."""
+        is_drawn = self.settings.weights == "int8" or self.settings.is_end
+        if not (is_drawn and self.settings.is_stochastic):
+            return None
+        return derive_seed(self.settings.seed, "weight rounding", self._drawn_as, step)
 
     def discard(self) -> None:
         """Forget the step's gradients and the basis found in them."""
@@ -220,11 +212,11 @@ class LowRankWeight:
 
     def weight_tensors(self) -> dict[str, torch.Tensor]:
         """The weight's tensors in a checkpoint, by `<folder>/<canonical name>`; the tensors themselves."""
-        return {f"{folder}/{self.name}": tensor for folder, tensor in self.storage.tensors().items()}
+        return {f"model{ending}/{self.name}": tensor for ending, tensor in self.storage.tensors().items()}
 
     def states(self) -> dict[str, torch.Tensor]:
         """The states in a checkpoint, by `<state>/<canonical name>`; counters are copies."""
-        states = self._adam.tensors() | {"step": torch.tensor(self._adam.num_steps)}
+        states = self._moments | {"step": torch.tensor(self._num_updates)}
         if self.subspace is not None:
             states |= self.subspace.tensors()
         return {f"{state}/{self.name}": tensor for state, tensor in states.items()}
@@ -243,36 +235,15 @@ class LowRankWeight:
             tensor.copy_(_checked(name, read(name), tensor))
         numbers: dict[str, torch.Tensor] = {}
         for name, tensor in self.states().items():
-            value = _checked(name, read(f"optimizer/{name}"), tensor)
-            state = name.partition("/")[0]
-            if state in _COUNTERS:
+            value, state = _checked(name, read(f"optimizer/{name}"), tensor), name.partition("/")[0]
+            if state in _NUMBERS:
                 numbers[state] = value
             else:
                 tensor.copy_(value)
-        self._take_numbers(numbers)
-
-    def _rounding_key(self, step: int) -> int | None:
-        """None: to nearest."""
-        is_drawn = self.settings.weights == "int8" or self.settings.is_end
-        if not (is_drawn and self.settings.is_stochastic):
-            return None
-        return derive_seed(self.settings.seed, "weight rounding", self._drawn_as, step)
-
-    def _take_numbers(self, numbers: Mapping[str, torch.Tensor]) -> None:
-        self._adam.num_steps = int(numbers["step"])
+        self._num_updates = int(numbers["step"])
         if self.subspace is not None:
             self.subspace.load(numbers)
         self.grad = None
-
-    def _projected(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.subspace is None:
-            return gradient
-        if self.grad is None and self.subspace.is_due(self._step):
-            self.subspace.search(gradient, derive_seed(self.settings.seed, "subspace", self.name, self._step))
-        basis = self.subspace.basis(gradient.dtype)
-        if basis is None:
-            return torch.full(self.low_shape, torch.nan, device=gradient.device)
-        return project(gradient, basis)
 
 
 def _checked(name: str, value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

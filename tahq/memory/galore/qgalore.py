@@ -8,13 +8,15 @@ weights have them.
 Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `attn` and `mlp` and has the rest in bf16.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from tahq.memory.adam.blockwise8 import num_blocks
+from tahq.memory.adam.loop import states_nbytes
 from tahq.memory.galore.affine_groups import affine_nbytes
 from tahq.memory.galore.low_rank_layers import LowRankEmbedding, LowRankLinear
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
@@ -76,21 +78,19 @@ def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) ->
     tied_head = model.spec.layout.embedding_weight if model.spec.tie == "sync" else None
     for name, covered in covered_layers(model, settings).items():
         drawn_as = tied_head if name == HEAD_WEIGHT else None
-        weight = LowRankWeight(name, covered.shape, covered.settings, device, drawn_as)
-        model.set_submodule(name.removesuffix(".weight"), _layer_over(weight, covered.layer))
+        layer, weight = covered.layer, LowRankWeight(name, covered.shape, covered.settings, device, drawn_as)
+        new: nn.Module
+        if isinstance(layer, nn.Embedding):
+            new = LowRankEmbedding(weight, layer.padding_idx)
+        else:
+            new = LowRankLinear(weight, getattr(layer, "bias", None), is_linear=isinstance(layer, nn.Linear))
+        model.set_submodule(name.removesuffix(".weight"), new)
     return low_rank_weights(model)
-
-
-def _layer_over(weight: LowRankWeight, layer: nn.Module) -> nn.Module:
-    """The replacement of a covered layer."""
-    if isinstance(layer, nn.Embedding):
-        return LowRankEmbedding(weight, layer.padding_idx)
-    return LowRankLinear(weight, getattr(layer, "bias", None), is_linear=isinstance(layer, nn.Linear))
 
 
 def build_low_rank_slice(
     spec: ModelSpec,
-    block_range: BlockRange,
+    blocks: BlockRange | Parts,
     settings: LowRankSettings,
     *,
     seed: int,
@@ -103,49 +103,28 @@ def build_low_rank_slice(
     Raises:
         ModelError: as `build_slice`.
     """
-    parts = Parts.of(block_range)
-    return build_low_rank_parts(spec, parts, settings, seed=seed, device=device, random=random, weights=weights)
-
-
-def build_low_rank_parts(
-    spec: ModelSpec,
-    parts: Parts,
-    settings: LowRankSettings,
-    *,
-    seed: int,
-    device: torch.device,
-    random: RandomContext,
-    weights: bool = True,
-) -> ModelSlice:
-    """A slice of any parts, likewise."""
-    model = ModelSlice(spec, parts, random)
+    model = ModelSlice(spec, blocks, random)
     covered = cover(model, settings, device)
     model.materialise(device)
     if weights:
         fill_weights(spec, model.canonical_parameters(), seed)
-        fill_low_rank(spec, covered.values(), seed)
+        for weight in covered.values():  # one at a time
+            values = torch.empty(weight.shape)
+            fill_weights(spec, {weight.name: values}, seed)
+            weight.storage.assign(values)
     return model
 
 
-def fill_low_rank(spec: ModelSpec, covered: Iterable[LowRankWeight], seed: int) -> None:
-    """Fill covered weights from the spec's folder or at random, one at a time, rounded to nearest."""
-    for weight in covered:
-        values = torch.empty(weight.shape)
-        fill_weights(spec, {weight.name: values}, seed)
-        weight.storage.assign(values)
-
-
 def divided_parameters(
-    spec: ModelSpec, block_range: BlockRange, settings: LowRankSettings
+    spec: ModelSpec, blocks: BlockRange, settings: LowRankSettings | None
 ) -> tuple[dict[str, torch.Size], dict[str, Covered]]:
     """A slice's ordinary parameters by name, their shapes, and its covered layers; allocates nothing."""
-    model = ModelSlice(spec, Parts.of(block_range), RandomContext(0))
-    covered = covered_layers(model, settings)
+    model = ModelSlice(spec, blocks, RandomContext(0))
+    covered = {} if settings is None else covered_layers(model, settings)
     return {name: parameter.shape for name, parameter in model.named_parameters() if name not in covered}, covered
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankBytes:
+class LowRankBytes(NamedTuple):
     """Bytes of covered weights by kind; gradients include the bases that a step with a search keeps until COMMIT."""
 
     weights: int = 0
@@ -155,25 +134,18 @@ class LowRankBytes:
 
 def low_rank_bytes(weights: Iterable[tuple[tuple[int, int], LowRankSettings]]) -> LowRankBytes:
     """Bytes of covered weights with these shapes and settings, counted without allocating."""
-    totals = [_weight_bytes(shape, settings) for shape, settings in weights]
-    return LowRankBytes(
-        sum(total.weights for total in totals),
-        sum(total.gradients for total in totals),
-        sum(total.states for total in totals),
-    )
+    kinds = [_weight_bytes(shape, settings) for shape, settings in weights]
+    return LowRankBytes(*map(sum, zip(*kinds, strict=True)))
 
 
-def _weight_bytes(shape: tuple[int, int], settings: LowRankSettings) -> LowRankBytes:
+def _weight_bytes(shape: tuple[int, int], settings: LowRankSettings) -> tuple[int, int, int]:
     rank, smaller = rank_of(shape, settings.rank), min(shape)
     low = low_rank_shape(shape, rank)
-    numel = low[0] * low[1]
-    moment = numel + 4 * num_blocks(low) if settings.states == "int8" else 4 * numel
     projection = _nbytes((rank, smaller), settings.projections) if rank < smaller else 0
-    return LowRankBytes(_nbytes(shape, settings.weights), 4 * numel + projection, 2 * moment + projection)
+    states = states_nbytes(settings.moment_states(low)) + projection
+    return _nbytes(shape, settings.weights), 4 * math.prod(low) + projection, states
 
 
 def _nbytes(shape: tuple[int, int], kind: str) -> int:
-    bits: Mapping[str, int] = {"int8": 8, "int4": 4}
-    if kind in bits:
-        return affine_nbytes(shape, bits[kind])
-    return shape[0] * shape[1] * {"bf16": 2, "fp32": 4}[kind]
+    bits = {"int4": 4, "int8": 8, "bf16": 16, "fp32": 32}[kind]
+    return affine_nbytes(shape, bits) if bits <= 8 else math.prod(shape) * bits // 8

@@ -48,8 +48,6 @@ class Int8Weight:
         device: of the tensors; zeros until they are assigned or loaded.
     """
 
-    bits = 8
-
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.shape = torch.Size(shape)
         self.codes = torch.zeros(shape, dtype=torch.int8, device=device)
@@ -58,8 +56,8 @@ class Int8Weight:
         self.scale = torch.zeros(groups, dtype=torch.bfloat16, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By their folder in a checkpoint; the tensors themselves."""
-        return {"model": self.codes, "model_zero": self.zero, "model_scale": self.scale}
+        """The tensors themselves, by the end of their folder's name in a checkpoint."""
+        return {"": self.codes, "_zero": self.zero, "_scale": self.scale}
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, in new memory."""
@@ -91,7 +89,7 @@ class Int8Weight:
         for first in range(0, flat.numel(), _SLAB):
             values = flat[first : first + _SLAB].to(self.codes.device, torch.float32)
             groups = as_groups(values)
-            self._store(first, values.numel(), groups, *_new_grid(groups), None)
+            self._store(first, values.numel(), groups, _new_grid(groups), None)
 
     @torch.no_grad()
     def add(self, update: torch.Tensor, *, keep: float, rate: float, key: int | None) -> None:
@@ -116,18 +114,13 @@ class Int8Weight:
             # two roundings, not fused, for the same bits on every device
             weight = weight.mul_(keep).add_(as_groups(part).to(torch.float32).mul(rate))
             grid = _kept_grid(weight, scale.to(torch.float32), zero.to(torch.float32) + OFFSET)
-            self._store(first, part.numel(), weight, *grid, key)
+            self._store(first, part.numel(), weight, grid, key)
 
     def _store(
-        self,
-        first: int,
-        count: int,
-        groups: torch.Tensor,
-        scale: torch.Tensor,
-        zero: torch.Tensor,
-        key: int | None,
+        self, first: int, count: int, groups: torch.Tensor, grid: tuple[torch.Tensor, torch.Tensor], key: int | None
     ) -> None:
         """Round fp32 [G, 256] and keep it as `count` elements from `first` on, a multiple of 256."""
+        scale, zero = grid
         steps = groups / scale[:, None]
         codes = steps.round_() if key is None else _round_stochastic(steps, first, key)
         codes = codes.add_(zero[:, None] - OFFSET).to(torch.int8)
@@ -164,21 +157,15 @@ def _round_stochastic(steps: torch.Tensor, first: int, key: int) -> torch.Tensor
 
 
 class FullWeight:
-    """A weight in fp32 or bf16.
-
-    Args:
-        shape: the weight's.
-        device: of the tensors; zeros until they are assigned or loaded.
-        dtype: fp32 or bf16. An update is added in fp32 under either, and the sum rounded.
-    """
+    """A weight or a projection in fp32 or bf16; an update is added in fp32 under either, and the sum rounded."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By their folder in a checkpoint; the tensors themselves."""
-        return {"model": self.values}
+        """The tensor itself; see `Int8Weight.tensors`."""
+        return {"": self.values}
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight; the tensor itself where it has this type."""
@@ -248,6 +235,6 @@ def snapshot_weight(name: str, read: Callable[[str], torch.Tensor]) -> torch.Ten
     if stored.dtype != torch.int8:
         return stored.float()
     weight = Int8Weight(tuple(stored.shape), stored.device)
-    for folder, tensor in weight.tensors().items():
-        tensor.copy_(stored if folder == "model" else read(f"{folder}/{name}"))
+    for ending, tensor in weight.tensors().items():
+        tensor.copy_(read(f"model{ending}/{name}"))
     return weight.decoded(torch.float32)

@@ -25,11 +25,13 @@ Source: GaLore (Zhao et al. 2024) Alg. 1; Q-GaLore §3.2 and §3.3.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
 from tahq.memory.galore.affine_groups import affine_kernels, as_groups, decode, num_groups, scales
+from tahq.memory.galore.stored_weight import FullWeight
 
 ProjectionType = Literal["int4", "bf16", "fp32"]
 FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -71,15 +73,9 @@ def exact_basis(gradient: torch.Tensor, rank: int) -> torch.Tensor:
 def randomised_basis(gradient: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
     """About the same vectors from `rank` + 8 random combinations, multiplied by the gradient five times.
 
+    The combinations are drawn on the gradient's device.
+
     Source: Halko, Martinsson & Tropp 2011, Alg. 4.4 and 5.1, with the SVD of the small matrix by its Gram matrix.
-
-    Args:
-        gradient: [m, n].
-        rank: r.
-        seed: of the combinations; drawn on the gradient's device.
-
-    Returns:
-        fp32 [rank, d].
     """
     tall = gradient.float() if is_right(gradient.shape) else gradient.float().t()
     size = min(rank + OVERSAMPLING, tall.shape[1])
@@ -99,17 +95,6 @@ def similarity(old: torch.Tensor, new: torch.Tensor) -> float:
     a, b = old[0].double(), new[0].double()
     lengths = float(a.norm() * b.norm())
     return min(1.0, abs(float(a @ b)) / lengths) if lengths > 0 else 0.0
-
-
-def next_gap(gap: int, similarities: Sequence[float], *, queue: int, threshold: float, max_gap: int) -> int:
-    """Steps until the next search.
-
-    Doubled, up to `max_gap`, where all of the last `queue` similarities are at least `threshold`.
-    (200, [.5, .5, .5, .5, .5], queue 5, threshold .4) -> 400; with one of them .3, or only four of them, 200.
-    """
-    if len(similarities) < queue or min(similarities[-queue:]) < threshold:
-        return gap
-    return min(2 * gap, max(gap, max_gap))
 
 
 def rank_of(shape: Sequence[int], rank: int | None) -> int:
@@ -134,8 +119,8 @@ class Int4Projection:
         self.scale = torch.zeros(num_groups(numel), dtype=torch.bfloat16, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the name of the state in a checkpoint; the tensors themselves."""
-        return {"projection": self.packed, "projection_zero": self.zero, "projection_scale": self.scale}
+        """The tensors themselves; see `Int8Weight.tensors`."""
+        return {"": self.packed, "_zero": self.zero, "_scale": self.scale}
 
     def assign(self, basis: torch.Tensor) -> None:
         """Round fp32 [r, d] to nearest; an element moves by half a step at most.
@@ -162,32 +147,12 @@ class Int4Projection:
         return decode(codes, self.zero, self.scale, dtype).view(-1)[:numel].view(self.shape)
 
 
-class FullProjection:
-    """[r, d] in fp32 or bf16."""
-
-    def __init__(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By the name of the state in a checkpoint; the tensor itself."""
-        return {"projection": self.values}
-
-    def assign(self, basis: torch.Tensor) -> None:
-        """Take [r, d]."""
-        self.values.copy_(basis)
-
-    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        """[r, d]; the tensor itself where it has this type."""
-        return self.values.to(dtype)
-
-
-Projection = Int4Projection | FullProjection
+Projection = Int4Projection | FullWeight
 
 
 def new_projection(kind: ProjectionType, shape: tuple[int, int], device: torch.device) -> Projection:
     """An empty basis, all zeros."""
-    return Int4Projection(shape, device) if kind == "int4" else FullProjection(shape, device, FLOATS[kind])
+    return Int4Projection(shape, device) if kind == "int4" else FullWeight(shape, device, FLOATS[kind])
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -217,6 +182,17 @@ class LazyRule:
     threshold: float = 0.4
     is_lazy: bool = True
 
+    def next_gap(self, gap: int, similarities: Sequence[float]) -> int:
+        """Steps until the next search.
+
+        Doubled, up to `max_gap`, where all of the last `queue` similarities are at least `threshold`.
+        (200, [.5, .5, .5, .5, .5], queue 5, threshold .4) -> 400; with one of them .3, or only four of them, 200.
+        """
+        latest = similarities[-self.queue :]
+        if not self.is_lazy or len(latest) < self.queue or min(latest) < self.threshold:
+            return gap
+        return min(2 * gap, max(gap, self.max_gap))
+
 
 class LazySubspace:
     """A basis [r, d] and its history.
@@ -236,8 +212,9 @@ class LazySubspace:
         self.refreshed_at = _NEVER
         """Step of the last search; -1: there has been none."""
         self.num_searches = 0
-        self._shape, self._device, self._kind, self._rule, self._svd = shape, device, kind, rule, svd
-        self._kept = new_projection(kind, shape, device)
+        self._rule, self._svd, self._rank = rule, svd, shape[0]
+        self._new = partial(new_projection, kind, shape, device)
+        self._kept = self._new()
         self._found: Projection | None = None
         self._similarities: list[float] = []
 
@@ -249,10 +226,11 @@ class LazySubspace:
         """Find a basis in a gradient [m, n], unless it is not finite."""
         if not bool(torch.isfinite(gradient).all()):
             return
-        rank = self._shape[0]
-        basis = exact_basis(gradient, rank) if self._svd == "exact" else randomised_basis(gradient, rank, seed)
-        self._found = new_projection(self._kind, self._shape, self._device)
-        self._found.assign(basis)
+        is_exact = self._svd == "exact"
+        self._found = self._new()
+        self._found.assign(
+            exact_basis(gradient, self._rank) if is_exact else randomised_basis(gradient, self._rank, seed)
+        )
 
     def basis(self, dtype: torch.dtype) -> torch.Tensor | None:
         """This step's basis; None before the first."""
@@ -270,7 +248,9 @@ class LazySubspace:
         if self._found is None:
             return
         if self.refreshed_at != _NEVER:
-            self._note(similarity(self._kept.decoded(torch.float32), self._found.decoded(torch.float32)))
+            cosine = similarity(self._kept.decoded(torch.float32), self._found.decoded(torch.float32))
+            self._similarities = [*self._similarities, cosine][-self._rule.queue :]
+            self.gap = self._rule.next_gap(self.gap, self._similarities)
         for name, tensor in self._kept.tensors().items():
             tensor.copy_(self._found.tensors()[name])
         self.refreshed_at, self._found = step, None
@@ -283,25 +263,13 @@ class LazySubspace:
     def tensors(self) -> dict[str, torch.Tensor]:
         """By the name of the state in a checkpoint; numbers are copies."""
         missing = [_NO_SIMILARITY] * (self._rule.queue - len(self._similarities))
-        numbers = {
+        return {f"projection{ending}": tensor for ending, tensor in self._kept.tensors().items()} | {
             "gap": torch.tensor([self.gap, self.refreshed_at, self.num_searches]),
             "similarities": torch.tensor([*self._similarities, *missing], dtype=torch.float64),
         }
-        return self._kept.tensors() | numbers
 
     def load(self, states: Mapping[str, torch.Tensor]) -> None:
         """Load the numbers from a checkpoint; the tensors have been copied already."""
         self.gap, self.refreshed_at, self.num_searches = (int(number) for number in states["gap"])
         self._similarities = [x for x in states["similarities"].tolist() if x != _NO_SIMILARITY]
         self._found = None
-
-    def _note(self, cosine: float) -> None:
-        self._similarities = [*self._similarities, cosine][-self._rule.queue :]
-        if self._rule.is_lazy:
-            self.gap = next_gap(
-                self.gap,
-                self._similarities,
-                queue=self._rule.queue,
-                threshold=self._rule.threshold,
-                max_gap=self._rule.max_gap,
-            )

@@ -10,6 +10,7 @@ A state is named `<state>/<canonical parameter name>`, such as `exp_avg/transfor
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from tahq.errors import SnapshotError
-from tahq.memory.adam.adamw import AdamW8bit, PlainAdamW, adamw8bit_states, plain_adamw_states
+from tahq.memory.adam.adamw import BlockwiseAdamW, adamw8bit_states, plain_adamw_states
 from tahq.memory.adam.loop import StateSpec, StateSpecs, has_ptx, states_nbytes
 from tahq.memory.coat.fp8_adamw import Fp8AdamW, fp8_adamw_states
 from tahq.memory.galore.low_rank_weight import LowRankSettings
@@ -124,7 +125,7 @@ def _adam_keys(config: TrainingConfig) -> dict[str, Any]:
 def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
-        return PlainAdamW(groups, moments=torch.float32, **_adam_keys(config))
+        return BlockwiseAdamW(groups, partial(_adamw_states, config), **_adam_keys(config))
     return AdamW(groups, foreach=False, fused=False, **_adam_keys(config))
 
 
@@ -133,11 +134,16 @@ def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
 
 
 def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
-    return AdamW8bit(groups, **_adam_keys(config), **config.adamw8bit.model_dump())
+    states, block = partial(_adamw8bit_states, config), config.adamw8bit.block
+    return BlockwiseAdamW(groups, states, block=block, **_adam_keys(config))
 
 
 def _adamw8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
+
+
+def _adamw_bf16_states(shape: Shape) -> StateSpecs:
+    return plain_adamw_states(shape, torch.bfloat16)
 
 
 def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
@@ -166,8 +172,8 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
     ),
     "adamw8bit": OptimizerKind(_adamw8bit, _adamw8bit_states),
     "adamw_bf16": OptimizerKind(
-        lambda groups, config: PlainAdamW(groups, moments=torch.bfloat16, **_adam_keys(config)),
-        lambda config, shape: plain_adamw_states(shape, torch.bfloat16),
+        lambda groups, config: BlockwiseAdamW(groups, _adamw_bf16_states, **_adam_keys(config)),
+        lambda config, shape: _adamw_bf16_states(shape),
     ),
     "qgalore": _BESIDE_LOW_RANK,
     "galore": _BESIDE_LOW_RANK,
