@@ -21,12 +21,12 @@ from typing import Any
 
 from harness import Table, main, say
 
+from tahq.comm.network_config import NetworkConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.units import parse_duration
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
-from tahq_netem.network.description import NetworkConfig
 from tahq_netem.network.fault_player import play
 from tahq_netem.network.faults import Timeline
 from tahq_netem.runtimes.session import SessionRequest

@@ -43,11 +43,13 @@ def probe(debug: Debug = False) -> int:
 def profiles(debug: Debug = False) -> int:
     """List the named kinds of connections, with their figures and the sources of those.
 
+    The list is YAML; a file with one such entry, without its name, is a profile of your own.
+
     Example: tahq-netem profiles
     """
-    from tahq_netem.network.profiles import profile_lines
+    from tahq_netem.network.profiles import profiles_text
 
-    print(*profile_lines(), sep="\n")
+    print(profiles_text(), end="")
     return 0
 
 

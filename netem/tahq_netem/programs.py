@@ -67,12 +67,7 @@ def hurrying() -> Iterator[None]:
         os.sched_setscheduler(0, *before)
 
 
-def main() -> None:
-    """Run the module that the command line names, until it or stdin ends."""
+if __name__ == "__main__":
     leave_with_stdin()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

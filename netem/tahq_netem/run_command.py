@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from tahq.comm.network_config import BackendName
 from tahq.errors import ConfigError, UserError
 from tahq_netem.backends.choice import build_network
-from tahq_netem.backends.namespaces import HOST_DEVICE, entered
+from tahq_netem.backends.namespaces import HOST_DEVICE
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.calibration import calibrate
-from tahq_netem.network.description import BackendName, known_host, plan_network
+from tahq_netem.network.description import known_host, plan_network
 from tahq_netem.network.fault_player import play
 from tahq_netem.network.faults import Timeline
 from tahq_netem.network.profiles import profile
@@ -50,9 +51,6 @@ _SOCKET_LISTS: Final = {
 _STATE, _INODE = 3, 9
 """Columns of these lists."""
 _PLACEHOLDER = re.compile(r"\{(host[0-9]+)\}")
-
-HostCommand = tuple[str, Sequence[str]]
-"""A host and a command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +85,42 @@ def run_command(request: RunRequest) -> int:
     config = profile(request.profile, request.num_hosts)
     hosts = list(config.hosts) if request.on == ALL else [known_host(request.on, config.hosts)]
     also = [_host_command(text, config.hosts) for text in request.also]
-    for argv in (request.command, *(argv for _, argv in also)):
-        _check_names(argv, config.hosts)
+    for argument in (argument for argv in (request.command, *(argv for _, argv in also)) for argument in argv):
+        for name in _PLACEHOLDER.findall(argument):
+            if name not in config.hosts:
+                raise ConfigError(f"{{{name}}}: there is no {name}; hosts are {', '.join(config.hosts)} (--hosts)")
     timeline = Timeline() if request.faults is None else Timeline.load(request.faults)
     timeline.check(plan_network(config), has_steps=False)
     with ExitStack() as afterwards, build_network(config, backend=request.backend, option="--backend") as network:
         if request.calibration is not None:
             _measure(network, request.calibration)
-        addresses = {host: network.address(host) for host in config.hosts}
-        _say(f"{', '.join(f'{host} is {address}' for host, address in addresses.items())}; by {network.backend}")
-        programs = _Programs(network, addresses, afterwards)
-        programs.serve(also)
+        addresses = ", ".join(f"{host} is {network.address(host)}" for host in config.hosts)
+        _say(f"{addresses}; by {network.backend}")
+        for host, argv in also:
+            _start(network, host, argv, afterwards, sys.stderr.fileno()).await_listening()
         with _playing(timeline, network):
-            return programs.run(hosts, request.command)
+            copied_to = None if len(hosts) == 1 else sys.stdout.fileno()
+            return _wait([_start(network, host, request.command, afterwards, copied_to) for host in hosts])
+
+
+def _host_command(text: str, hosts: Mapping[str, object]) -> tuple[str, Sequence[str]]:
+    """Parse `host1=iperf3 -s`."""
+    host, equals, command = text.partition("=")
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--also {text}: {error}") from None
+    if not equals or not argv:
+        raise ConfigError(f"--also {text}: expected a host and a command, such as --also 'host1=iperf3 -s'")
+    return known_host(host, hosts), argv
+
+
+def _measure(network: Network, path: Path) -> None:
+    measured = calibrate(network, quick=True)
+    measured.write(path)
+    for line in measured.lines():
+        _say(line)
+    measured.check()
 
 
 @contextmanager
@@ -113,76 +134,34 @@ def _playing(timeline: Timeline, network: Network) -> Iterator[None]:
         _say(f"{event.at_s:.2f} s: {event.fault.what} of {link} {event.change}{due}")
 
 
-def _host_command(text: str, hosts: Mapping[str, object]) -> HostCommand:
-    """Parse `host1=iperf3 -s`."""
-    host, equals, command = text.partition("=")
+def _start(
+    network: Network, host: str, argv: Sequence[str], afterwards: ExitStack, copied_to: int | None
+) -> "HostProgram":
+    """Start a program; `afterwards` is closed when the network is gone, and waits for its last output."""
+    addresses = {name: network.address(name) for name in network.plan.hosts}
+    env = {
+        **os.environ,
+        "TAHQ_HOST": host,
+        "TAHQ_HOSTS": ",".join(f"{name}={address}" for name, address in addresses.items()),
+        "TAHQ_INTERFACE": HOST_DEVICE,
+    }
+    filled = [_PLACEHOLDER.sub(lambda match: addresses[match[1]], argument) for argument in argv]
+    program = HostProgram(network, host, filled, env, copied_to=copied_to)
+    afterwards.callback(program.finish_output)
+    return program
+
+
+def _wait(programs: Sequence["HostProgram"]) -> int:
+    """Wait for programs to end; return the first exit status that is not 0, else 0."""
     try:
-        argv = shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(f"--also {text}: {error}") from None
-    if not equals or not argv:
-        raise ConfigError(f"--also {text}: expected a host and a command, such as --also 'host1=iperf3 -s'")
-    return known_host(host, hosts), argv
-
-
-def _check_names(command: Sequence[str], hosts: Mapping[str, object]) -> None:
-    for argument in command:
-        for name in _PLACEHOLDER.findall(argument):
-            if name not in hosts:
-                raise ConfigError(f"{{{name}}}: there is no {name}; hosts are {', '.join(hosts)} (--hosts)")
-
-
-def _measure(network: Network, path: Path) -> None:
-    measured = calibrate(network, quick=True)
-    measured.write(path)
-    for line in measured.lines():
-        _say(line)
-    measured.check()
-
-
-class _Programs:
-    """The programs on the hosts of one network.
-
-    Args:
-        network: the network.
-        addresses: of every host.
-        afterwards: closed when the network is gone; waits for the programs' last output.
-    """
-
-    def __init__(self, network: Network, addresses: Mapping[str, str], afterwards: ExitStack) -> None:
-        self._network = network
-        self._addresses = addresses
-        self._afterwards = afterwards
-
-    def serve(self, commands: Sequence[HostCommand]) -> None:
-        """Start the programs that run beside, each when the one before listens; they end with the network."""
-        for host, argv in commands:
-            self._start(host, argv, copied_to=sys.stderr.fileno()).await_listening()
-
-    def run(self, hosts: Sequence[str], argv: Sequence[str]) -> int:
-        """Run a command on these hosts to its end; return the first exit status that is not 0, else 0."""
-        copied_to = None if len(hosts) == 1 else sys.stdout.fileno()
-        programs = [self._start(host, argv, copied_to=copied_to) for host in hosts]
-        try:
-            statuses = [program.wait() for program in programs]
-        except KeyboardInterrupt:
-            # The terminal has signalled the programs too; those that stay are ended with the network.
-            for program in programs:
-                program.leave(LEAVE_S)
-            raise
-        return next((status for status in statuses if status), 0)
-
-    def _start(self, host: str, argv: Sequence[str], *, copied_to: int | None) -> "HostProgram":
-        filled = [_PLACEHOLDER.sub(lambda match: self._addresses[match[1]], argument) for argument in argv]
-        env = {
-            **os.environ,
-            "TAHQ_HOST": host,
-            "TAHQ_HOSTS": ",".join(f"{name}={address}" for name, address in self._addresses.items()),
-            "TAHQ_INTERFACE": HOST_DEVICE,
-        }
-        program = HostProgram(self._network, host, filled, env, copied_to=copied_to)
-        self._afterwards.callback(program.finish_output)
-        return program
+        statuses = [program.wait() for program in programs]
+    except KeyboardInterrupt:
+        # The terminal has signalled the programs too; those that stay are ended with the network.
+        for program in programs:
+            with suppress(subprocess.TimeoutExpired):
+                program.wait(LEAVE_S)
+        raise
+    return next((status for status in statuses if status), 0)
 
 
 class HostProgram:
@@ -203,17 +182,13 @@ class HostProgram:
     def __init__(
         self, network: Network, host: str, argv: Sequence[str], env: Mapping[str, str], *, copied_to: int | None = None
     ) -> None:
-        self.host = host
         self._network = network
+        self._host = host
         self._name = shlex.join(argv)
         self._others = listening_sockets(network, host)
-        pipes = (
-            {}
-            if copied_to is None
-            else {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            self._process: subprocess.Popen[bytes] = network.popen(host, argv, env=env, **pipes)
+            self._process = network.popen(host, argv, env=env, **({} if copied_to is None else pipes))
         except OSError as error:
             raise UserError(f"cannot start {argv[0]}: {error.strerror}") from error
         self._copier = threading.Thread(target=_copy_lines, args=(self._process.stdout, host, copied_to), daemon=True)
@@ -224,19 +199,19 @@ class HostProgram:
         """Whether it has not ended yet."""
         return self._process.poll() is None
 
-    def wait(self) -> int:
-        """Wait for its end and return its exit status, 128 + n for signal n; output may still be being copied."""
-        status = self._process.wait()
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for its end and return its exit status, 128 + n for signal n; output may still be being copied.
+
+        Raises:
+            TimeoutExpired: it still runs after `timeout_s`.
+        """
+        status = self._process.wait(timeout_s)
         return status if status >= 0 else 128 - status
 
     def finish_output(self, timeout_s: float = OUTPUT_WITHIN_S) -> None:
         """Wait until its output is copied, but no longer than `timeout_s`."""
         self._copier.join(timeout_s)
-
-    def leave(self, timeout_s: float) -> None:
-        """Wait for its end, but no longer than `timeout_s`."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+        self._process.poll()  # reaps it: the network, and so the program, is gone
 
     def await_listening(self, timeout_s: float = LISTEN_WITHIN_S) -> None:
         """Return when its host has a new socket that waits for TCP connections or UDP packets, or at the timeout.
@@ -245,27 +220,23 @@ class HostProgram:
             UserError: the program has failed.
         """
         deadline_s = time.monotonic() + timeout_s
-        while self.is_running and not self._has_listener() and time.monotonic() < deadline_s:
+        while self.is_running and time.monotonic() < deadline_s:
+            if not listening_sockets(self._network, self._host) <= self._others:
+                return
             time.sleep(0.02)
         if self._process.returncode:
-            raise UserError(f"{self._name} on {self.host} ended with status {self._process.returncode} at once")
-
-    def _has_listener(self) -> bool:
-        return not listening_sockets(self._network, self.host) <= self._others
+            raise UserError(f"{self._name} on {self._host} ended with status {self._process.returncode} at once")
 
 
-def listening_sockets(network: Network, host: str) -> frozenset[str]:
+def listening_sockets(network: Network, host: str) -> set[str]:
     """The inodes of a host's sockets that wait for connections or packets."""
-    with entered(network.namespace(host)):
-        return frozenset().union(*(_inodes(name, state) for name, state in _SOCKET_LISTS.items()))
-
-
-def _inodes(name: str, state: str) -> set[str]:
-    try:
-        _, *rows = Path(f"/proc/thread-self/net/{name}").read_text().splitlines()
-    except OSError:
-        return set()  # the kernel has no IPv6
-    return {fields[_INODE] for fields in map(str.split, rows) if fields[_STATE] == state}
+    found = set()
+    with network.entered(host):
+        for name, state in _SOCKET_LISTS.items():
+            with suppress(OSError):  # the kernel has no IPv6
+                rows = map(str.split, Path(f"/proc/thread-self/net/{name}").read_text().splitlines()[1:])
+                found |= {fields[_INODE] for fields in rows if fields[_STATE] == state}
+    return found
 
 
 def _copy_lines(lines: IO[bytes] | None, host: str, descriptor: int | None) -> None:

@@ -9,10 +9,11 @@ from support.runs import write_config
 
 from chaos.program import Program, warm
 from chaos.scene import Scene, watched
+from tahq.comm.network_config import NetworkConfig
 from tahq.comm.zmq.addresses import format_address
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
-from tahq_netem.network.description import NetworkConfig, uniform
+from tahq_netem.network.description import uniform
 from tahq_netem.network.fault_player import FaultPlayer, play
 from tahq_netem.network.faults import Timeline
 

@@ -7,17 +7,17 @@ from contextlib import ExitStack
 import pytest
 from support.real_networks import BUILDERS
 
+from tahq_netem.backends.namespace_group import NamespaceGroup
 from tahq_netem.backends.namespaces import list_namespaces, owner_pid
 from tahq_netem.backends.probe import probe
 from tahq_netem.measure import path_measurements
-from tahq_netem.measure.agents import MeasuringAgents
 from tahq_netem.measure.path_measurements import QUICK, PathMeasurements
 from tahq_netem.network.description import plan_network
 
 
 @pytest.fixture
 def own_namespaces():
-    """The names of this process's namespaces, now; afterwards there is none more than before."""
+    """The names of this process's namespaces, now; the test must leave none behind."""
 
     def names() -> list[str]:
         return [name for name in list_namespaces() if owner_pid(name) == os.getpid()]
@@ -25,6 +25,14 @@ def own_namespaces():
     before = names()
     yield names
     assert names() == before
+
+
+@pytest.fixture
+def namespace(own_namespaces):
+    """A namespace without devices."""
+    group = NamespaceGroup(["a"])
+    yield group["a"]
+    group.close()
 
 
 @pytest.fixture
@@ -61,16 +69,12 @@ def build(own_namespaces, monkeypatch):
 def measure(build, monkeypatch):
     """measure(network, effort) is the calibration's measurements of it.
 
-    What is too slow is tried more often than a user would wait for: noise makes networks slower, for minutes at a time
+    Slow figures are measured more often than a user would wait for: noise makes networks slower, for minutes at a time
     on a virtual machine whose host is busy, and one that is shaped wrongly is too slow at every attempt.
     """
     monkeypatch.setattr(path_measurements, "ATTEMPTS", 25)
     with ExitStack() as started:
-
-        def begin(network, effort=QUICK):
-            return PathMeasurements(network, started.enter_context(MeasuringAgents(network)), effort)
-
-        yield begin
+        yield lambda network, effort=QUICK: started.enter_context(PathMeasurements(network, effort))
 
 
 @pytest.fixture

@@ -1,13 +1,24 @@
-"""Calibration's arithmetic and its judgement; the measuring itself is tried in test_calibration_measuring."""
+"""Calibration: its arithmetic and judgement, and the measuring itself over loopback, without root."""
 
+import json
 import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.loopback_network import LoopbackNetwork
 
+from tahq.comm.network_config import HostConfig, NetworkConfig
 from tahq.errors import NetworkError
-from tahq_netem.measure.calibration import Calibration, neighbours
+from tahq_netem.measure import meter
+from tahq_netem.measure.calibration import Calibration, calibrate, neighbours
 from tahq_netem.measure.figures import (
     Figure,
     acceptance_interval,
@@ -16,12 +27,14 @@ from tahq_netem.measure.figures import (
     loss_figure,
     round_trip_figure,
 )
-from tahq_netem.measure.path_measurements import fastest
-from tahq_netem.network.description import HostConfig, NetworkConfig, plan_network, uniform
+from tahq_netem.measure.machine import BusyMeter, num_usable_cores
+from tahq_netem.measure.meter import StreamFigures
+from tahq_netem.measure.path_measurements import FULL, QUICK, PathMeasurements, fastest, lifted
+from tahq_netem.measure.responder import Responder
+from tahq_netem.network.description import plan_network, uniform
+from tahq_netem.programs import hurrying
 
-
-def _figure(measured: float, unit="bit/s") -> Figure:
-    return Figure("steady goodput", "a", "b", unit, measured, 100.0, 97.0, 103.0)
+GOODPUT_SHARE = 1448 / 1514
 
 
 def test_acceptance_interval_of_a_coin():
@@ -41,12 +54,9 @@ def test_acceptance_interval_holds_its_confidence_and_no_more(num_packets, share
     assert sum(weights[high:]) >= tail - rounding
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.0, (0, 0)), (1.0, (500, 500))])
-def test_acceptance_interval_of_certainty_is_one_count(share, expected):
-    assert acceptance_interval(500, share, 0.999) == expected
-
-
-def test_acceptance_interval_of_many_packets_does_not_overflow():
+def test_acceptance_interval_of_certainty_and_of_many_packets():
+    assert acceptance_interval(500, 0.0, 0.999) == (0, 0)
+    assert acceptance_interval(500, 1.0, 0.999) == (500, 500)
     low, high = acceptance_interval(40_000, 0.001, 0.999)
     # 40 ± 3.29·√40 = 40 ± 20.8, skewed upwards as a binomial of small p is.
     assert 19 <= low <= 23
@@ -57,74 +67,74 @@ def test_goodput_is_the_payload_of_full_frames_at_the_slowest_rate():
     plan = plan_network(
         NetworkConfig(hosts={"a": HostConfig(up=10e6, down=100e6), "b": HostConfig(up=50e6, down=20e6)})
     )
-    assert goodput(plan, "a", "b") == pytest.approx(10e6 * 1448 / 1514)
-    assert goodput(plan, "b", "a") == pytest.approx(50e6 * 1448 / 1514)
+    assert goodput(plan, "a", "b") == pytest.approx(10e6 * GOODPUT_SHARE)
+    assert goodput(plan, "b", "a") == pytest.approx(50e6 * GOODPUT_SHARE)
 
 
-@pytest.mark.parametrize(("share", "is_within"), [(0.969, False), (0.971, True), (1.029, True), (1.031, False)])
-def test_goodput_may_be_3_percent_off(share, is_within):
-    plan = plan_network(uniform(2, rate=100e6))
-    figure = goodput_figure(plan, "steady goodput", "host0", "host1", share * 100e6 * 1448 / 1514)
-    assert figure.is_within is is_within
+ENDS = ("host0", "host1")
 
 
-def test_goodput_of_an_unshaped_path_may_be_anything():
-    figure = goodput_figure(plan_network(uniform(2)), "steady goodput", "host0", "host1", 1.0)
-    assert figure.is_within
-    assert figure.line() == "host0 → host1: steady goodput 1 bit/s"
+@pytest.mark.parametrize(
+    ("network", "figure_of", "within", "off"),
+    [
+        (
+            {"rate": 100e6},
+            lambda plan, share: goodput_figure(plan, "steady goodput", *ENDS, share * 100e6 * GOODPUT_SHARE),
+            (0.971, 1.029),
+            (0.969, 1.031),
+        ),
+        ({}, lambda plan, measured: goodput_figure(plan, "steady goodput", *ENDS, measured), (1.0, 1e12), ()),
+        (
+            {"delay": 0.025},
+            lambda plan, trip_s: round_trip_figure(plan, *ENDS, trip_s, 31, 64),
+            (0.0481, 0.0519),
+            (0.0479, 0.0521),
+        ),
+        # Most packets overtake.
+        (
+            {"delay": 0.05, "reorder": 0.25},
+            lambda plan, trip_s: round_trip_figure(plan, *ENDS, trip_s, 31, 64),
+            (1.0,),
+            (),
+        ),
+        # B(5000, 1 %): 50 ± 3.29·√49.5 = 50 ± 23.
+        (
+            {"loss": 0.01},
+            lambda plan, num_lost: loss_figure(plan, *ENDS, 5000, 5000 - num_lost),
+            (50,),
+            (10, 90),
+        ),
+    ],
+    ids=["goodput", "unshaped", "round trip", "reordered", "loss"],
+)
+def test_figure_may_be_off_by_its_tolerance(network, figure_of, within, off):
+    plan = plan_network(uniform(2, **network))
+    assert all(figure_of(plan, measured).is_within for measured in within)
+    assert not any(figure_of(plan, measured).is_within for measured in off)
 
 
-@pytest.mark.parametrize(("measured_ms", "is_within"), [(47.9, False), (48.1, True), (51.9, True), (52.1, False)])
-def test_round_trip_may_be_2_ms_off(measured_ms, is_within):
-    plan = plan_network(uniform(2, delay=0.025))
-    assert round_trip_figure(plan, "host0", "host1", measured_ms / 1e3, 31, 64).is_within is is_within
-
-
-def test_round_trip_of_a_slow_link_may_take_its_serialisation():
+def test_round_trip_may_take_its_serialisation_and_stray_with_jitter():
     # 64 + 42 bytes at 64 kbit/s take 13.25 ms at the uplink and as long at the downlink, there and back.
-    plan = plan_network(uniform(2, rate=64e3))
-    figure = round_trip_figure(plan, "host0", "host1", 0.05, 31, 64)
-    assert figure.high == pytest.approx(4 * 8 * 106 / 64e3 + 2e-3)
-
-
-def test_round_trip_with_jitter_may_stray_as_its_median_does():
-    plan = plan_network(uniform(2, delay=0.05, jitter=0.01))
-    figure = round_trip_figure(plan, "host0", "host1", 0.1, 31, 64)
+    slow = round_trip_figure(plan_network(uniform(2, rate=64e3)), *ENDS, 0.05, 31, 64)
+    assert slow.high == pytest.approx(4 * 8 * 106 / 64e3 + 2e-3)
     # Each way is uniform ± 10 ms: σ² = 10²/3 each, and 3.3 of 1.25·σ/√31 of the sum are 6.05 ms.
+    figure = round_trip_figure(plan_network(uniform(2, delay=0.05, jitter=0.01)), *ENDS, 0.1, 31, 64)
     assert figure.high - 0.1 == pytest.approx(0.002 + 0.00605, abs=1e-5)
 
 
-def test_round_trip_where_most_overtake_is_not_judged():
-    plan = plan_network(uniform(2, delay=0.05, reorder=0.25))
-    assert round_trip_figure(plan, "host0", "host1", 1.0, 31, 64).is_within
-
-
-@pytest.mark.parametrize(("num_lost", "is_within"), [(10, False), (50, True), (90, False)])
-def test_loss_is_to_be_inside_its_interval(num_lost, is_within):
-    # B(5000, 1 %): 50 ± 3.29·√49.5 = 50 ± 23.
-    plan = plan_network(uniform(2, loss=0.01))
-    assert loss_figure(plan, "host0", "host1", 5000, 5000 - num_lost).is_within is is_within
-
-
-def test_attempts_end_with_the_first_that_is_fast_enough():
-    attempts = iter([_figure(90.0), _figure(98.0), _figure(99.0)])
-    assert fastest(lambda: next(attempts), 3).measured == 98.0
-    assert next(attempts).measured == 99.0
-
-
-def test_attempts_are_no_more_than_a_few_and_the_fastest_counts():
-    attempts = iter([_figure(90.0), _figure(95.0), _figure(91.0), _figure(100.0)])
-    assert fastest(lambda: next(attempts), 3).measured == 95.0
-
-
-def test_what_is_too_fast_is_not_measured_again():
-    attempts = iter([_figure(120.0), _figure(100.0)])
-    assert fastest(lambda: next(attempts), 3).measured == 120.0
-
-
-def test_a_duration_is_measured_again_when_it_is_too_long():
-    attempts = iter([_figure(120.0, "s"), _figure(101.0, "s")])
-    assert fastest(lambda: next(attempts), 3).measured == 101.0
+@pytest.mark.parametrize(
+    ("unit", "attempts", "counts", "num_attempts"),
+    [
+        ("bit/s", [90.0, 98.0, 99.0], 98.0, 2),  # fast enough
+        ("bit/s", [90.0, 95.0, 91.0, 100.0], 95.0, 3),  # no further attempt
+        ("bit/s", [120.0, 100.0], 120.0, 1),  # too fast
+        ("s", [120.0, 101.0], 101.0, 2),  # a duration that was too long
+    ],
+)
+def test_slow_figure_is_measured_again_and_the_fastest_attempt_counts(unit, attempts, counts, num_attempts):
+    left = [Figure("steady goodput", "a", "b", unit, measured, 100.0, 97.0, 103.0) for measured in attempts]
+    assert fastest(lambda: left.pop(0), 3).measured == counts
+    assert len(attempts) - len(left) == num_attempts
 
 
 def test_calibration_that_is_off_names_every_figure_in_one_line():
@@ -142,16 +152,158 @@ def test_calibration_that_is_off_names_every_figure_in_one_line():
     assert "\n" not in message
 
 
-def test_calibration_that_is_within_passes_and_is_stored_with_its_verdict():
-    calibration = Calibration((_figure(100.0),), ("cubic",), {"backend": "tun"}, True)
-    calibration.check()
-    stored = calibration.as_dict()
-    assert stored["is_within"]
-    assert stored["figures"][0]["measured"] == 100.0
-    assert stored["figures"][0]["is_within"]
-    assert stored["network"] == {"backend": "tun"}
-
-
 def test_neighbours_are_both_directions_of_each_cut_of_a_pipeline():
     plan = plan_network(uniform(3))
     assert neighbours(plan) == [("host0", "host1"), ("host1", "host0"), ("host1", "host2"), ("host2", "host1")]
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def target():
+    with closing(Responder("127.0.0.1")) as responder:
+        yield "127.0.0.1", responder.port
+
+
+@pytest.fixture
+def network():
+    return LoopbackNetwork(uniform(2, rate=100e6, delay=0.005))
+
+
+def test_every_datagram_of_a_train_comes_back_or_is_counted_under_its_train(target):
+    trips_s = meter.round_trips(target, count=20, interval_s=1e-3, wait_s=2.0)
+    assert len(trips_s) == 20
+    assert all(0 < trip_s < 2.0 for trip_s in trips_s)
+    assert [meter.count_datagrams(target, count, datagrams_per_s=1e4, wait_s=0.2) for count in (300, 20)] == [300, 20]
+
+
+def test_message_arrives_whole(target):
+    figures = meter.message(target, num_bytes=1_000_000, idle_s=0.0, timeout_s=10.0, num_wakers=3)
+    assert figures.num_bytes == 1_000_000
+    assert figures.total_s > 0
+    assert figures.congestion_control
+
+
+def test_flow_ends_with_its_time_or_its_last_byte_and_its_beginning_is_skipped(target):
+    figures = meter.steady(target, max_bytes=10**13, skip_s=0.1, duration_s=0.3)
+    assert 0 < figures.steady_bytes < figures.num_bytes
+    assert 0.1 < figures.steady_s < figures.total_s
+    short = meter.steady(target, max_bytes=3_000_000, skip_s=5.0, duration_s=30.0)
+    assert (short.num_bytes, short.steady_bytes, short.steady_s) == (3_000_000, 0, 0.0)
+
+
+@pytest.fixture
+def unread():
+    """A connection whose other end reads nothing."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=20) as connection,
+        listener.accept()[0],
+    ):
+        yield connection
+
+
+def test_message_of_any_length_fits_into_the_senders_buffer_of_root(unread):
+    if os.geteuid() != 0:
+        pytest.skip("only root may widen it without limit")
+    num_bytes = 4 * int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
+    meter._widen_send_buffer(unread, 4 * num_bytes)
+    assert meter._send_zeros(unread, num_bytes, time.monotonic_ns() + 20 * 10**9) == num_bytes
+
+
+def test_network_that_lets_nothing_through_is_an_error(network):
+    with PathMeasurements(network) as measurements:
+        measurements._targets["host1"] = ("127.0.0.1", 1)
+        with pytest.raises(NetworkError, match="a measurement from host0 failed: ConnectionRefusedError"):
+            measurements.steady("host0", "host1")
+        with pytest.raises(NetworkError, match=r"ConnectionRefusedError|none of 21 datagrams came back"):
+            measurements.round_trip("host0", "host1")
+
+
+def test_only_rates_hold_while_a_pair_is_lifted(network):
+    before = network.plan
+    with lifted(network, "host0", "host1"):
+        assert not network.plan.needs_netem
+        assert network.plan.host_shapes == before.host_shapes
+    assert network.plan == before
+
+
+def test_calibration_measures_the_wanted_paths_and_refuses_a_network_that_is_too_fast(network):
+    # Loopback is a thousand times as fast as described, which no noise explains.
+    calibration = calibrate(network, pairs=[("host1", "host0")], quick=True)
+    assert [(figure.what, figure.source) for figure in calibration.figures] == [
+        ("round trip", "host1"),
+        ("goodput of a message after idle", "host1"),
+        ("steady goodput", "host1"),
+    ]
+    assert calibration.congestion_controls == (Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),)
+    stored = json.loads(json.dumps(calibration.as_dict()))
+    assert stored["network"]["backend"] == "loopback"
+    assert not stored["is_within"]
+    assert not stored["figures"][-1]["is_within"]
+    with pytest.raises(NetworkError, match=r"not as described: .*host1 → host0: steady goodput .* bit/s, expected 95"):
+        calibration.check()
+
+
+@pytest.mark.parametrize("effort", [FULL, QUICK], ids=["full", "quick"])
+def test_steady_goodput_of_an_unshaped_path_is_not_limited(effort, monkeypatch):
+    def steady(_target, max_bytes, skip_s, duration_s):
+        total_s = min(duration_s, 8 * max_bytes / 100e9)
+        return StreamFigures(max_bytes, total_s, int((total_s - skip_s) * 100e9 / 8), total_s - skip_s, "cubic")
+
+    monkeypatch.setattr(meter, "steady", steady)
+    with PathMeasurements(LoopbackNetwork(uniform(2)), effort) as measurements:
+        assert measurements.steady("host0", "host1").measured == pytest.approx(100e9)
+
+
+def test_busy_cores_count_a_grandchild_that_computes_and_not_sleeping():
+    # process time, so that a busy machine makes it take longer and not count less
+    spin = (
+        "import time; end = time.process_time() + 0.6\nwhile time.process_time() < end: pass\n"
+        "print('done', flush=True)\ninput()"
+    )
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
+    counted = BusyMeter()
+    begin_s = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"done\n"
+    busy, seconds = counted.read(), time.monotonic() - begin_s
+    process.communicate(b"\n")
+    assert busy.own * seconds > 0.55
+    assert busy.own <= num_usable_cores() + 0.1
+    assert busy.machine >= busy.own - 0.1
+    sleeping = BusyMeter()
+    time.sleep(0.2)
+    assert sleeping.read().own < 0.2
+
+
+# -- priorities -----------------------------------------------------------------------------------
+
+HURRY = "import os\nfrom tahq_netem.programs import hurry\nprint(hurry(), os.sched_getscheduler(0) == os.SCHED_RR)"
+
+
+def policy():
+    return os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
+
+
+def test_priority_ends_with_the_block_even_after_an_error_and_may_be_nested():
+    before = policy()
+    with suppress(ZeroDivisionError), hurrying():
+        within = policy()
+        with hurrying():
+            assert policy() == within
+        assert policy() == within
+        1 / 0  # noqa: B018
+    assert policy() == before
+    assert within in (before, (os.SCHED_RR, 1))
+
+
+def test_granted_priority_is_reported():
+    granted, is_real_time = subprocess.check_output([sys.executable, "-c", HURRY], text=True).rsplit(maxsplit=1)
+    assert granted in ("real-time", "nice -10", "normal")
+    assert (granted == "real-time") is (is_real_time == "True")
+    if os.geteuid() == 0:
+        # Imported first: an ordinary user may not be able to read this checkout.
+        program = f"import os, tahq_netem.programs\nos.setgid(65534); os.setuid(65534)\n{HURRY}"
+        assert subprocess.check_output([sys.executable, "-c", program], text=True) == "normal False\n"

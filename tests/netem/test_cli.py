@@ -1,10 +1,11 @@
-"""`tahq-netem` as somebody meets it who wants a slow network now, and makes mistakes on the way to it."""
+"""`tahq-netem` for a user who wants a slow network now, and makes mistakes."""
 
 import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,27 +16,31 @@ from support.capabilities import run_without_network_rights
 from support.processes import wait_until
 from support.runs import command, environment
 
+from tahq.errors import UserError
 from tahq_launch import cli
-from tahq_netem.network.profiles import profile_names
+from tahq_netem.backends.namespaces import end_processes, entered, popen
+from tahq_netem.network.profiles import named_profiles
+from tahq_netem.run_command import HostProgram, listening_sockets
 
+netns = pytest.mark.netns
 NAMESPACES = Path("/run/netns")
 PROFILE = """\
 title: Two desks
-source: [measured by nobody]
+source: [measured by us]
 host: {up: 50mbit, down: 50mbit, delay: 15ms}
 """
 
 
 @pytest.fixture
-def netem(tmp_path, monkeypatch, capsys):
-    """netem("run", ...) runs a command inside this process: (status, stdout, stderr)."""
+def netem(tmp_path, monkeypatch, capfd):
+    """netem("run", ...) runs a command inside this process, in an empty folder: (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, program: str = "tahq-netem") -> tuple[int, str, str]:
         programs = {"tahq-netem": cli.netem_main, "tahq": cli.main}
         monkeypatch.setattr(sys, "argv", [program, *arguments])
         status = programs[program]()
-        captured = capsys.readouterr()
+        captured = capfd.readouterr()
         return status, captured.out, captured.err
 
     return run
@@ -50,12 +55,6 @@ def assert_one_line(outcome: tuple[int, str, str], *parts: str) -> None:
         assert part in stderr
 
 
-def tahq_netem(*arguments: str, **options) -> "subprocess.CompletedProcess[str]":
-    """The command in a process of its own, to its end."""
-    argv = [command("tahq-netem"), *arguments]
-    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=120, **options)
-
-
 def namespaces_of(pid: int) -> list[str]:
     return [name for name in os.listdir(NAMESPACES) if name.startswith(f"tahq-{pid}")] if NAMESPACES.exists() else []
 
@@ -63,22 +62,19 @@ def namespaces_of(pid: int) -> list[str]:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def test_every_command_has_help_with_an_example(netem):
+def test_every_command_has_help_with_an_example_and_is_there_under_tahq_too(netem):
     for name in ("probe", "profiles", "run", "clean", "calibrate", "sweep", "plot"):
         status, stdout, stderr = netem(name, "--help")
         assert (status, stderr) == (0, "")
         assert f"Example: tahq-netem {name}" in stdout
-
-
-def test_commands_are_there_under_tahq_too(netem):
     assert netem("netem", "--help", program="tahq")[1].count("\n  ") == netem("--help")[1].count("\n  ")
 
 
 def test_profiles_are_listed_with_figures_and_sources(netem):
     status, stdout, _ = netem("profiles")
     assert status == 0
-    assert all(f"\n{name}: " in f"\n{stdout}" for name in profile_names())
-    assert "up 20 Mbit/s, down 185 Mbit/s" in stdout
+    assert all(f"\n{name}:" in stdout for name in named_profiles())
+    assert "up: 20mbit, down: 185mbit" in stdout
 
 
 @pytest.mark.parametrize(
@@ -97,6 +93,9 @@ def test_profiles_are_listed_with_figures_and_sources(netem):
         (["run", "cable", "--also", "host7=true", "--", "true"], ["no host 'host7'", "host0, host1"]),
         (["run", "cable", "--also", "host1=echo {host7}", "--", "true"], ["{host7}", "host0, host1"]),
         (["run", "cable", "--faults", "nowhere.yaml", "--", "true"], ["nowhere.yaml cannot be read"]),
+        (["run", "cable", "--faults", "step.yaml", "--", "true"], ["steps are not counted here", "`at`"]),
+        (["run", "cable", "--faults", "host.yaml", "--", "true"], ["no host 'host7'"]),
+        (["run", "./mine.yaml", "--", "true"], ["mine.yaml: host.up", "100mbit"]),
         (["calibrate", "cabel"], ["did you mean cable?"]),
         (["sweep", "nowhere.yaml"], ["nowhere.yaml"]),
         (["sweep", "nowhere.yaml", "--limit", "5"], ["--limit", "20ms"]),
@@ -104,103 +103,152 @@ def test_profiles_are_listed_with_figures_and_sources(netem):
         (["prob"], ["prob"]),
     ],
 )
-def test_mistake_is_one_line_that_says_what_would_be_right(netem, arguments, parts):
+def test_mistake_is_one_line_that_says_what_would_be_right(netem, tmp_path, arguments, parts):
+    (tmp_path / "step.yaml").write_text("- {step: 3, link: host1, what: down}\n")
+    (tmp_path / "host.yaml").write_text("- {at: 3s, link: host7, what: down}\n")
+    (tmp_path / "mine.yaml").write_text(PROFILE.replace("50mbit", "50", 1))
     assert_one_line(netem(*arguments), *parts)
 
 
-def test_fault_that_cannot_happen_is_told_before_anything_is_built(netem, tmp_path):
-    (tmp_path / "faults.yaml").write_text("- {step: 3, link: host1, what: down}\n")
-    assert_one_line(
-        netem("run", "cable", "--faults", "faults.yaml", "--", "true"), "steps are not counted here", "`at`"
-    )
-    (tmp_path / "faults.yaml").write_text("- {at: 3s, link: host7, what: down}\n")
-    assert_one_line(netem("run", "cable", "--faults", "faults.yaml", "--", "true"), "no host 'host7'")
-
-
-def test_profile_that_makes_no_sense_is_one_line(netem, tmp_path):
-    (tmp_path / "mine.yaml").write_text(PROFILE.replace("50mbit", "50", 1))
-    assert_one_line(netem("run", "mine.yaml", "--", "true"), "mine.yaml: host.up", "100mbit")
-
-
-def test_without_rights_one_line_says_what_to_do(tmp_path):
-    for arguments in (
-        ["run", "cable", "--", "true"],
-        ["run", "cable", "--backend", "tun", "--", "true"],
-        ["calibrate", "cable"],
-        ["calibrate", "cable", "--backend", "tun"],
-    ):
+def test_without_rights_one_line_says_what_to_do_and_probe_what_is_missing():
+    for arguments in (["run", "cable", "--", "true"], ["calibrate", "cable", "--backend", "tun"]):
         done = run_without_network_rights([command("tahq-netem"), *arguments], environment(), timeout=60)
         assert_one_line((done.returncode, done.stdout, done.stderr), "root", "tahq-netem probe")
-
-
-def test_probe_without_rights_says_what_is_missing():
     done = run_without_network_rights([command("tahq-netem"), "probe"], environment(), timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "namespaces  no: " in done.stdout
 
 
-# -- networks -------------------------------------------------------------------------------------
+# -- networks, in this process --------------------------------------------------------------------
 
 
-@pytest.mark.netns
+@netns
 def test_probe_says_of_each_part_whether_it_works(netem):
     status, stdout, stderr = netem("probe")
     assert (status, stderr) == (0, "")
     findings = dict(line.split(maxsplit=1) for line in stdout.splitlines())
-    assert findings["namespaces"] == "yes"
-    assert findings["htb"] == "yes"
-    assert set(findings) >= {"kernel", "root", "veth", "tun", "netem", "tbf", "nfqueue", "TCP"}
+    assert findings["namespaces"] == findings["htb"] == "yes"
+    assert set(findings) >= {"kernel", "root", "veth", "tun", "netem", "TCP"}
 
 
-@pytest.mark.netns
-def test_command_reaches_the_other_host_by_its_address_and_nothing_else(tmp_path):
+CLIENT = """
+import os, socket, sys, time
+server = dict(pair.split('=') for pair in os.environ['TAHQ_HOSTS'].split(','))['host1']
+assert (server, os.environ['TAHQ_HOST'], os.environ['TAHQ_INTERFACE']) == (sys.argv[1], 'host0', 'eth0')
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+try: probe.connect(('192.0.2.1', 9)); sys.exit('a route to the Internet')
+except OSError: pass
+began = time.monotonic()
+try: socket.create_connection((server, 7000), 5)
+except ConnectionRefusedError: print(time.monotonic() - began)
+"""
+
+
+@netns
+def test_command_reaches_the_other_host_by_its_address_and_nothing_else(netem, tmp_path):
     (tmp_path / "mine.yaml").write_text(PROFILE)
-    client = (
-        "import os, socket, subprocess, sys, time\n"
-        "server = dict(pair.split('=') for pair in os.environ['TAHQ_HOSTS'].split(','))['host1']\n"
-        "assert (server, os.environ['TAHQ_HOST']) == (sys.argv[1], 'host0')\n"
-        "probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
-        "try: probe.connect(('192.0.2.1', 9)); sys.exit('there is a way out')\n"
-        "except OSError: pass\n"
-        "began = time.monotonic()\n"
-        "try: socket.create_connection((server, 7000), 5)\n"
-        "except ConnectionRefusedError: print(time.monotonic() - began)\n"
-    )
-    done = tahq_netem("run", "mine.yaml", "--", sys.executable, "-c", client, "{host1}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    status, stdout, stderr = netem("run", "mine.yaml", "--", sys.executable, "-c", CLIENT, "{host1}")
+    assert status == 0, stderr
     # SYN and RST take 15 ms each.
-    assert 0.030 <= float(done.stdout) < 0.2
-    assert done.stderr.startswith("tahq-netem: host0 is 10.77.0.1, host1 is 10.77.0.2")
+    assert 0.030 <= float(stdout) < 0.2
+    assert stderr.startswith("tahq-netem: host0 is 10.77.0.1, host1 is 10.77.0.2")
 
 
-@pytest.mark.netns
-def test_what_runs_beside_is_ready_before_the_command_and_goes_after_it(tmp_path):
+@netns
+def test_program_beside_is_ready_before_the_command_and_ends_after_it(netem, tmp_path):
     (tmp_path / "page.txt").write_text("over the slow link")
     server = f"host1={sys.executable} -m http.server --bind {{host1}} 8000"
     client = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
     fetch = [sys.executable, "-c", client, "http://{host1}:8000/page.txt"]
-    done = tahq_netem("run", "campus", "--also", server, "--", *fetch, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "over the slow link\n"), done.stderr
-    assert "host1 | 10.77.0.1 - - [" in done.stderr
+    status, stdout, stderr = netem("run", "campus", "--also", server, "--", *fetch)
+    assert (status, stdout) == (0, "over the slow link\n"), stderr
+    assert "host1 | 10.77.0.1 - - [" in stderr
+
+
+@netns
+def test_command_is_not_started_without_the_programs_beside_it(netem, tmp_path):
+    status, _, stderr = netem("run", "campus", "--also", "host1=sh -c 'exit 3'", "--", "touch", "ran")
+    assert status == 2
+    assert stderr.splitlines()[-1] == "tahq-netem: sh -c 'exit 3' on host1 ended with status 3 at once"
+    assert not (tmp_path / "ran").exists()
+
+
+CONNECT = """
+import socket, sys, time
+def refused_after():
+    began = time.monotonic()
+    assert socket.socket().connect_ex((sys.argv[1], 7000)) != 0
+    return time.monotonic() - began
+deadline = time.monotonic() + 20
+while refused_after() < 0.05 and time.monotonic() < deadline: time.sleep(0.05)
+sys.exit(refused_after() < 0.05)
+"""
+
+
+@netns
+def test_faults_happen_while_the_command_runs(netem, tmp_path):
+    (tmp_path / "faults.yaml").write_text("- {at: 200ms, link: host1, what: delay, to: 50ms, for: 60s}\n")
+    argv = ["--faults", "faults.yaml", "--", sys.executable, "-c", CONNECT, "{host1}"]
+    status, _, stderr = netem("run", "campus", *argv)
+    assert status == 0, stderr
+    assert re.search(r"\b\d+\.\d\d s: delay of host1 began \(due at 0\.20 s\)\n", stderr)
+    assert "delay of host1 undone" in stderr
+
+
+@netns
+@pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_exit_status_is_the_commands(netem, script, status):
+    assert netem("run", "campus", "--", "sh", "-c", script)[0] == status
+
+
+@netns
+def test_output_of_all_hosts_has_their_names_and_does_not_wait_for_programs_left_in_the_background(netem):
+    script = "sleep 999 & echo I am $TAHQ_HOST; exit 4"
+    status, stdout, stderr = netem("run", "campus", "--hosts", "3", "--on", "all", "--", "sh", "-c", script)
+    assert status == 4, stderr
+    assert sorted(stdout.splitlines()) == [f"host{k} | I am host{k}" for k in range(3)]
+
+
+@netns
+def test_missing_program_is_one_line(netem):
+    status, _, stderr = netem("run", "campus", "--", "no-such-program")
+    assert status == 2
+    assert stderr.splitlines()[-1] == "tahq-netem: cannot start no-such-program: No such file or directory"
+
+
+@netns
+def test_calibrate_prints_and_keeps_every_figure(netem, tmp_path):
+    (tmp_path / "mine.yaml").write_text(PROFILE)
+    status, stdout, stderr = netem("calibrate", "mine.yaml", "--quick", "--json", "figures.json")
+    assert status == 0, stdout + stderr
+    kept = json.loads((tmp_path / "figures.json").read_text())
+    assert kept["is_within"]
+    assert len(stdout.splitlines()) == 1 + len(kept["figures"])
+    trip = next(figure for figure in kept["figures"] if figure["what"] == "round trip")
+    assert abs(trip["measured"] - 0.030) < 0.002 + 1e-3
 
 
 @pytest.mark.acceptance
-@pytest.mark.netns
-def test_each_of_two_servers_on_a_host_is_ready_before_the_command():
-    late = "import socket, time; time.sleep({}); server = socket.create_server(('', {})); time.sleep(60)"
-    scripts = [late.format(delay_s, port) for delay_s, port in ((0.3, 8001), (0.6, 8002))]
-    servers = [("--also", f"host1={shlex.join([sys.executable, '-c', script])}") for script in scripts]
-    connect = "import socket, sys; [socket.create_connection((sys.argv[1], port), 5) for port in (8001, 8002)]"
-    command_line = [*(word for flags in servers for word in flags), "--", sys.executable, "-c", connect, "{host1}"]
-    done = tahq_netem("run", "campus", *command_line)
-    assert done.returncode == 0, done.stderr
+@netns
+def test_nothing_runs_on_a_network_that_is_off(netem, tmp_path):
+    # More than a process can carry from one device to another.
+    sites = "sites: {a: {up: 30gbit}, b: {up: 50mbit}}"
+    (tmp_path / "mine.yaml").write_text(f"title: Too fast\nsource: [us]\n{sites}\n")
+    status, _, stderr = netem("run", "mine.yaml", "--calibrate", "figures.json", "--", "touch", "ran")
+    assert status == 2
+    assert "goodput" in stderr.splitlines()[-1]
+    assert not json.loads((tmp_path / "figures.json").read_text())["is_within"]
+    assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.netns
-def test_last_words_of_what_runs_beside_are_shown_even_if_they_are_read_late():
+# -- networks, in processes of their own ----------------------------------------------------------
+
+
+@netns
+def test_last_output_of_a_program_beside_is_shown_even_if_it_is_read_late():
     server = (
         "import signal, socket, sys\n"
-        "words = '\\n' * 30_000 + 'served nobody'\n"  # with the host's name before each, more than a pipe holds
+        "words = '\\n' * 30_000 + 'no clients'\n"  # with the host's name before each, more than a pipe holds
         "signal.signal(signal.SIGTERM, lambda *_: (print(words, flush=True), sys.exit()))\n"
         "server = socket.create_server(('', 8000))\n"
         "signal.pause()\n"
@@ -210,129 +258,128 @@ def test_last_words_of_what_runs_beside_are_shown_even_if_they_are_read_late():
     with subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout.readline() == "done\n"
         wait_until(lambda: not namespaces_of(run.pid), 60, "the network goes")
-        time.sleep(0.5)  # for a run that would not wait for its words to be read
-        assert run.stderr.read().splitlines()[-1] == "host1 | served nobody"
+        time.sleep(0.5)  # for a run that would not wait for its output to be read
+        assert run.stderr.read().splitlines()[-1] == "host1 | no clients"
         assert run.wait(60) == 0
 
 
-@pytest.mark.netns
-def test_command_is_not_started_without_what_has_to_run_beside(tmp_path):
-    done = tahq_netem("run", "campus", "--also", "host1=sh -c 'exit 3'", "--", "touch", "ran", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "tahq-netem: sh -c 'exit 3' on host1 ended with status 3 at once"
-    assert not (tmp_path / "ran").exists()
+@pytest.fixture
+def begin():
+    """begin(): a `tahq-netem run` whose command has started and sleeps."""
+    runs = []
+
+    def start(**options) -> subprocess.Popen:
+        argv = [command("tahq-netem"), "run", "campus", "--", "sh", "-c", "echo started; exec sleep 60"]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        runs.append(subprocess.Popen(argv, env=environment(), text=True, **pipes, **options))
+        assert runs[-1].stdout.readline() == "started\n"
+        assert namespaces_of(runs[-1].pid)
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.terminate()
+        run.communicate(timeout=60)
+        wait_until(lambda pid=run.pid: not namespaces_of(pid), 10, "the network goes with its run")
 
 
-@pytest.mark.netns
-def test_faults_happen_while_the_command_runs(tmp_path):
-    (tmp_path / "faults.yaml").write_text("- {at: 200ms, link: host1, what: delay, to: 50ms, for: 60s}\n")
-    connect = (
-        "import socket, sys, time\n"
-        "def refused_after():\n"
-        "    began = time.monotonic()\n"
-        "    assert socket.socket().connect_ex((sys.argv[1], 7000)) != 0\n"
-        "    return time.monotonic() - began\n"
-        "deadline = time.monotonic() + 20\n"
-        "while refused_after() < 0.05 and time.monotonic() < deadline: time.sleep(0.05)\n"
-        "sys.exit(refused_after() < 0.05)\n"
-    )
-    flags = ["--faults", "faults.yaml"]
-    done = tahq_netem("run", "campus", *flags, "--", sys.executable, "-c", connect, "{host1}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\b\d+\.\d\d s: delay of host1 began \(due at 0\.20 s\)\n", done.stderr)
-    assert "delay of host1 undone" in done.stderr
-
-
-@pytest.mark.netns
-@pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)])
-def test_exit_status_is_the_commands(script, status):
-    done = tahq_netem("run", "campus", "--", "sh", "-c", script)
-    assert done.returncode == status, done.stderr
-
-
-@pytest.mark.netns
-def test_command_on_all_hosts_is_told_apart_by_name():
-    done = tahq_netem("run", "campus", "--hosts", "3", "--on", "all", "--", "sh", "-c", "echo I am $TAHQ_HOST; exit 4")
-    assert done.returncode == 4
-    assert sorted(done.stdout.splitlines()) == [f"host{k} | I am host{k}" for k in range(3)]
-
-
-@pytest.mark.netns
-def test_what_a_command_leaves_in_the_background_holds_nobody_up():
-    done = tahq_netem("run", "campus", "--on", "all", "--", "sh", "-c", "sleep 999 & echo done")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["host0 | done", "host1 | done"]
-
-
-@pytest.mark.netns
-def test_program_that_is_not_there_is_one_line(tmp_path):
-    done = tahq_netem("run", "campus", "--", "no-such-program")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "tahq-netem: cannot start no-such-program: No such file or directory"
-
-
-@pytest.mark.netns
+@netns
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_ends_command_and_network(number, tmp_path):
-    argv = [command("tahq-netem"), "run", "campus", "--", "sh", "-c", "echo started; exec sleep 60"]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(argv, env=environment(), text=True, start_new_session=True, **pipes)
-    try:
-        assert process.stdout.readline() == "started\n"
-        assert namespaces_of(process.pid)
-        # As a terminal does at Ctrl-C: to the whole group.
-        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        _, stderr = process.communicate(timeout=45)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode in (128 + number, -number)
+def test_signal_ends_command_and_network(begin, number):
+    run = begin(start_new_session=True)
+    # As a terminal does at Ctrl-C: to the whole group.
+    os.killpg(run.pid, number) if number == signal.SIGINT else run.send_signal(number)
+    _, stderr = run.communicate(timeout=45)
+    assert run.returncode in (128 + number, -number)
     assert "Traceback" not in stderr
-    assert namespaces_of(process.pid) == []
+    assert namespaces_of(run.pid) == []
 
 
-@pytest.mark.netns
-def test_clean_removes_what_a_killed_run_left_and_nothing_in_use():
-    argv = [command("tahq-netem"), "run", "campus", "--", "sh", "-c", "echo started; exec sleep 60"]
-    runs = [subprocess.Popen(argv, env=environment(), text=True, stdout=subprocess.PIPE) for _ in range(2)]
-    try:
-        for run in runs:
-            assert run.stdout.readline() == "started\n"
-        killed, in_use = runs
-        assert namespaces_of(killed.pid)
-        killed.kill()
-        killed.wait(60)
-        assert tahq_netem("clean").returncode == 0
-        assert namespaces_of(killed.pid) == []
-        assert namespaces_of(in_use.pid)
-    finally:
-        for run in runs:
-            run.terminate()
-            run.communicate(timeout=60)
-    wait_until(lambda: not namespaces_of(in_use.pid), 10, "the network goes with its run")
+@netns
+def test_clean_removes_the_remains_of_a_killed_run_and_nothing_in_use(begin, netem):
+    killed, in_use = begin(), begin()
+    killed.kill()
+    killed.wait(60)
+    assert netem("clean")[0] == 0
+    assert namespaces_of(killed.pid) == []
+    assert namespaces_of(in_use.pid)
 
 
-@pytest.mark.netns
-def test_calibrate_prints_and_keeps_every_figure(tmp_path):
-    (tmp_path / "mine.yaml").write_text(PROFILE)
-    done = tahq_netem("calibrate", "mine.yaml", "--quick", "--json", "figures.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    kept = json.loads((tmp_path / "figures.json").read_text())
-    assert kept["is_within"]
-    assert len(done.stdout.splitlines()) == 1 + len(kept["figures"])
-    trip = next(figure for figure in kept["figures"] if figure["what"] == "round trip")
-    assert abs(trip["measured"] - 0.030) < 0.002 + 1e-3
+# -- programs on a host ---------------------------------------------------------------------------
 
 
-@pytest.mark.acceptance
-@pytest.mark.netns
-def test_nothing_runs_on_a_network_that_is_off(tmp_path):
-    # More than a process can carry from one device to another.
-    sites = "sites: {a: {up: 30gbit}, b: {up: 50mbit}}"
-    (tmp_path / "mine.yaml").write_text(f"title: Too fast\nsource: [nobody]\n{sites}\n")
-    flags = ["--calibrate", "figures.json"]
-    done = tahq_netem("run", "mine.yaml", *flags, "--", "touch", "ran", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "goodput" in done.stderr.splitlines()[-1]
-    assert not json.loads((tmp_path / "figures.json").read_text())["is_within"]
-    assert not (tmp_path / "ran").exists()
+class OneHost:
+    """A network with one namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def entered(self, _host):
+        return entered(self.namespace)
+
+    def popen(self, _host, argv, *, env=None, **options) -> subprocess.Popen:
+        return popen(self.namespace, argv, env=env, **options)
+
+
+@pytest.fixture
+def start(namespace):
+    """start(python) runs it on a host."""
+    programs = []
+
+    def begin(python: str, copied_to: int = 2) -> HostProgram:
+        argv = [sys.executable, "-c", python]
+        programs.append(HostProgram(OneHost(namespace), "a", argv, {}, copied_to=copied_to))
+        return programs[-1]
+
+    yield begin
+    end_processes([namespace], grace_s=0.0)
+    for program in programs:
+        program.wait()
+        program.finish_output()
+
+
+SERVERS = {
+    "tcp": "import socket, time; server = socket.create_server(('', 0)); time.sleep(60)",
+    "udp": "import socket, time; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('', 5000)); time.sleep(60)",
+}
+
+
+@netns
+@pytest.mark.parametrize("kind", SERVERS)
+def test_each_server_of_a_host_is_awaited_until_it_listens(start, namespace, kind):
+    start(SERVERS["tcp"]).await_listening(timeout_s=60)
+    second = start(SERVERS[kind].replace("time;", "time; time.sleep(0.3);"))
+    second.await_listening(timeout_s=60)
+    assert second.is_running
+    assert len(listening_sockets(OneHost(namespace), "a")) == 2
+
+
+@netns
+def test_program_that_never_listens_or_goes_into_the_background_is_no_mistake_but_a_failure_is(start):
+    program = start("import time; time.sleep(60)")
+    program.await_listening(timeout_s=0.1)
+    assert program.is_running
+    start("").await_listening(timeout_s=60)
+    with pytest.raises(UserError, match=r"raise SystemExit\(3\).* on a ended with status 3 at once"):
+        start("raise SystemExit(3)").await_listening(timeout_s=60)
+
+
+@netns
+def test_connected_socket_is_not_a_server(namespace):
+    host = OneHost(namespace)
+    with entered(namespace):
+        server = socket.create_server(("127.0.0.1", 0))
+        client = socket.create_connection(server.getsockname())
+    with server, client, server.accept()[0]:
+        assert len(listening_sockets(host, "a")) == 1
+    assert listening_sockets(host, "a") == set()
+
+
+@netns
+def test_program_continues_when_its_output_has_no_reader(start):
+    reader, writer = socket.socketpair()
+    reader.close()
+    with writer:
+        program = start("print('x' * 1_000_000)\nprint('y')", writer.fileno())
+        assert program.wait() == 0
+        program.finish_output()

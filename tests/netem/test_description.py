@@ -1,18 +1,13 @@
+"""Networks as they are described, and the named kinds of connections."""
+
 import pytest
 from pydantic import ValidationError
 
+from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig
 from tahq.errors import ConfigError
 from tahq.units import WRITTEN_BY_HAND
-from tahq_netem.network.description import (
-    HostConfig,
-    HostShape,
-    NetworkConfig,
-    PairConfig,
-    PathShape,
-    known_host,
-    plan_network,
-    uniform,
-)
+from tahq_netem.network.description import HostShape, PathShape, known_host, plan_network, uniform
+from tahq_netem.network.profiles import load_profile, named_profiles, profile
 
 TWO_SITES = {
     "hosts": {
@@ -35,21 +30,16 @@ def test_uniform_network_has_the_same_rate_and_delay_everywhere():
     assert len(plan.paths) == 6
     assert set(plan.paths.values()) == {PathShape(delay_s=0.025)}
     assert plan.round_trip_s("host0", "host2") == 0.05
+    asymmetric = plan_network(uniform(2, rate=1e8, up=1e7, names=["home", "lab"]))
+    assert asymmetric.host_shapes == {"home": HostShape(1e7, 1e8), "lab": HostShape(1e7, 1e8)}
 
 
-def test_uniform_network_can_be_asymmetric_and_named():
-    plan = plan_network(uniform(2, rate=1e8, up=1e7, names=["home", "lab"]))
-    assert plan.host_shapes == {"home": HostShape(1e7, 1e8), "lab": HostShape(1e7, 1e8)}
-
-
-def test_path_has_the_figures_of_the_host_that_sends():
+def test_path_has_the_figures_of_the_host_that_sends_and_an_exception_holds_in_both_directions():
     plan = plan_with()
     assert plan.paths["a1", "b1"] == PathShape(delay_s=0.1, loss=0.1)
     assert plan.paths["b1", "a1"] == PathShape(delay_s=0.3)
     assert plan.round_trip_s("a1", "b1") == pytest.approx(0.4)
-
-
-def test_exception_holds_in_both_directions():
+    assert plan.longest_round_trip_s("a1") == pytest.approx(0.5)
     plan = plan_with(PairConfig(between=("a1", "b1"), delay=0.5))
     assert plan.paths["a1", "b1"].delay_s == plan.paths["b1", "a1"].delay_s == 0.5
 
@@ -80,14 +70,11 @@ def test_figure_that_an_exception_leaves_out_comes_from_the_next_wider_place():
     assert plan.paths["a2", "b1"] == PathShape(delay_s=0.5, rate_bits_per_s=1e7)
 
 
-def test_site_with_itself_is_the_traffic_inside_it():
-    plan = plan_with(PairConfig(between=("a", "a"), delay=0.0))
+def test_exceptions_of_sites_hold_for_their_hosts_alone():
+    plan = plan_with(PairConfig(between=("a", "a"), delay=0.0), PairConfig(between=("a", "b"), delay=0.5))
     assert plan.paths["a1", "a2"].delay_s == plan.paths["a2", "a1"].delay_s == 0
-    assert plan.paths["a1", "b1"].delay_s == 0.1
-
-
-def test_host_without_a_site_is_in_no_site_pair():
-    assert plan_with(PairConfig(between=("a", "b"), delay=0.5)).paths["alone", "b1"].delay_s == 0.4
+    assert plan.paths["a1", "b1"].delay_s == 0.5
+    assert plan.paths["alone", "b1"].delay_s == 0.4
 
 
 def test_rate_between_two_hosts_is_the_smallest_on_the_way():
@@ -110,17 +97,14 @@ def test_written_out_configuration_means_the_same_when_read_again():
     assert plan_network(NetworkConfig.model_validate(config.model_dump())) == plan_network(config)
 
 
-def test_rates_change_one_by_one():
+def test_rates_and_paths_change_one_by_one():
     plan = plan_with()
     assert plan.with_rates("b1", up=None).host_shapes["b1"] == HostShape(None, 2e7)
     assert plan.with_rates("b1", down=3e7).host_shapes["b1"] == HostShape(1e7, 3e7)
     assert plan.host_shapes["b1"] == HostShape(1e7, 2e7)
-
-
-def test_path_changes_in_one_direction_only():
-    plan = plan_with().with_path("a1", "b1", PathShape(loss=0.5))
-    assert plan.paths["a1", "b1"] == PathShape(loss=0.5)
-    assert plan.paths["b1", "a1"] == PathShape(delay_s=0.3)
+    changed = plan.with_path("a1", "b1", PathShape(loss=0.5))
+    assert changed.paths["a1", "b1"] == PathShape(loss=0.5)
+    assert changed.paths["b1", "a1"] == PathShape(delay_s=0.3)
 
 
 @pytest.mark.parametrize(
@@ -171,3 +155,81 @@ def test_description_that_makes_no_sense_is_refused(config, message):
 def test_unknown_host_of_many_is_named_with_the_nearest():
     with pytest.raises(ConfigError, match=r"no host 'host1O' .*… host39.*did you mean host1"):
         known_host("host1O", [f"host{index}" for index in range(40)])
+
+
+# -- profiles -------------------------------------------------------------------------------------
+
+NAMED = ["home-fibre", "cable", "dsl", "4g", "5g", "campus", "two-clouds", "satellite"]
+OWN = """
+title: Radio across the valley
+source: ["measured on a Sunday"]
+host: {up: 5mbit, down: 10mbit, delay: 12ms, loss: 0.001}
+"""
+
+
+def test_every_named_profile_has_rates_delays_and_sources():
+    assert list(named_profiles()) == NAMED
+    for name in NAMED:
+        plan = plan_network(profile(name, 4))
+        assert all(shape.up_bits_per_s and shape.down_bits_per_s for shape in plan.host_shapes.values())
+        assert all(path.delay_s > 0 and path.jitter_s < path.delay_s for path in plan.paths.values())
+        assert all(len(source) > 40 for source in load_profile(name).source)
+
+
+def test_cable_has_the_figures_of_its_source():
+    plan = plan_network(profile("cable", 2))
+    assert plan.rate_bits_per_s("host0", "host1") == 20e6
+    assert plan.round_trip_s("host0", "host1") == pytest.approx(2 * 14e-3 + 10e-3)
+
+
+@pytest.mark.parametrize(("num_hosts", "sites"), [(2, "ae"), (3, "aae"), (4, "aaee")])
+def test_hosts_are_divided_among_the_sites_in_order(num_hosts, sites):
+    config = profile("two-clouds", num_hosts)
+    assert "".join(str(host.site)[0] for host in config.hosts.values()) == sites
+
+
+def test_two_clouds_are_near_within_and_far_between():
+    plan = plan_network(profile("two-clouds", 4))
+    assert plan.round_trip_s("host0", "host1") < 1e-3
+    assert plan.round_trip_s("host1", "host2") == pytest.approx(0.07)
+
+
+def test_own_file_is_a_profile_whose_hosts_can_have_other_names(tmp_path):
+    path = tmp_path / "valley.yaml"
+    path.write_text(OWN)
+    plan = plan_network(profile(str(path), 2, ["home", "lab"]))
+    assert (plan.rate_bits_per_s("home", "lab"), plan.paths["home", "lab"].loss) == (5e6, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (OWN.replace("5mbit", "5"), "host.up: a rate needs a unit"),
+        (OWN.replace("loss", "lost"), "host.lost: Extra inputs"),
+        (OWN.replace("host:", "hast:"), "hast"),
+        ("title: x\nsource: [y]\n", "expected host .* or sites"),
+        ("{", "is not YAML"),
+        (None, "cannot read the profile .*: No such file"),
+    ],
+)
+def test_mistake_in_an_own_file_is_one_line_that_names_it(tmp_path, text, message):
+    path = tmp_path / "valley.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        profile(str(path), 2)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_hosts", "message"),
+    [
+        ("cabel", 2, r"no profile 'cabel'; there are home-fibre, .*; did you mean cable"),
+        ("two-clouds", 1, "needs at least 2 hosts; got 1"),
+        ("cable", 0, "needs at least 1 hosts; got 0"),
+    ],
+)
+def test_unknown_profile_or_too_few_hosts_are_refused(name, num_hosts, message):
+    with pytest.raises(ConfigError, match=message):
+        profile(name, num_hosts)

@@ -1,4 +1,4 @@
-"""Timelines: read, and played on a network that only writes down what it is told, by a clock of the test's own."""
+"""Timelines: read, and played on a network that only notes its calls, by a virtual clock."""
 
 import math
 import threading
@@ -16,11 +16,11 @@ from tahq_netem.network.faults import Fault, Timeline, conditions
 
 
 class WrittenNetwork(LoopbackNetwork):
-    """Keeps its plan, and a list of everything that it was told to do."""
+    """Keeps its plan, and a list of its calls."""
 
     def __init__(self, plan: NetworkPlan) -> None:
         self.plan = plan
-        self.told: list[tuple] = []
+        self.calls: list[tuple] = []
         self.refused: set[str] = set()
 
     def set_rate(self, host, *, up=..., down=...):
@@ -41,12 +41,12 @@ class WrittenNetwork(LoopbackNetwork):
     def _note(self, what, *details):
         if what in self.refused:
             raise NetworkError(f"no {what} here")
-        self.told.append((what, *details))
+        self.calls.append((what, *details))
 
     def take(self) -> list[tuple]:
-        """What it was told since the last time."""
-        told, self.told = self.told, []
-        return told
+        """The calls since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def player_of(network, text: str) -> FaultPlayer:
     return FaultPlayer(Timeline.parse(text), network)
 
 
-def test_a_timeline_is_read_with_its_units():
+def test_timeline_is_read_with_its_units():
     timeline = Timeline.parse(
         """
         - {at: 10s, link: host1, what: down, for: 500ms}
@@ -77,10 +77,9 @@ def test_a_timeline_is_read_with_its_units():
     ]
     assert [timeline.faults[index].value for index in (1, 2, 3)] == [10e6, 0.05, 0.2]
     assert timeline.faults[2].link == ("host0", "host1")
-    assert timeline.needs_steps
 
 
-def test_a_timeline_is_written_as_it_is_read():
+def test_timeline_is_written_as_it_is_read():
     timeline = Timeline.parse("- {at: 1s, link: [a, b], what: rate, to: 10mbit, for: 2s}")
     assert Timeline.model_validate(timeline.model_dump(by_alias=True)) == timeline
     assert timeline.faults == [Fault(at=1.0, link=("a", "b"), what="rate", to="10mbit", lasts=2.0)]
@@ -106,7 +105,7 @@ def test_a_timeline_is_written_as_it_is_read():
         ("{at: 1s, link: [a, b, c], what: down}", "link"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_where(line, message):
+def test_mistake_is_one_line_that_names_where(line, message):
     with pytest.raises(ConfigError) as caught:
         Timeline.parse(f"- {{at: 1s, link: a, what: down}}\n- {line}\n", "faults.yaml")
     assert message in str(caught.value)
@@ -114,24 +113,21 @@ def test_a_mistake_is_one_line_that_names_where(line, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_yaml_is_refused_with_its_line():
+def test_invalid_yaml_is_refused_with_its_line():
     with pytest.raises(ConfigError, match=r"^faults\.yaml:2: not valid YAML"):
         Timeline.parse("- {at: 1s,\n  link: ]}", "faults.yaml")
 
 
-def test_a_host_that_is_not_there_is_refused_before_the_start(network):
+def test_fault_that_the_network_cannot_have_is_refused_before_the_start(network):
     with pytest.raises(ConfigError, match="did you mean host1"):
         player_of(network, "- {at: 1s, link: host11, what: down}")
-    assert network.take() == []
-
-
-def test_a_path_that_cannot_be_is_refused_before_the_start():
-    network = WrittenNetwork(plan_network(uniform(2, delay=0.01, reorder=0.1)))
+    reordering = WrittenNetwork(plan_network(uniform(2, delay=0.01, reorder=0.1)))
     with pytest.raises(ConfigError, match="reorder needs a delay"):
-        player_of(network, "- {at: 1s, link: host0, what: delay, to: 0s}")
+        player_of(reordering, "- {at: 1s, link: host0, what: delay, to: 0s}")
+    assert network.take() == reordering.take() == []
 
 
-def test_a_link_goes_down_for_a_time(network):
+def test_link_goes_down_for_a_time(network):
     player = player_of(network, "- {at: 10s, link: host1, what: down, for: 2s}")
     player.advance(9.9)
     assert network.take() == []
@@ -144,27 +140,39 @@ def test_a_link_goes_down_for_a_time(network):
     assert player.next_s() == math.inf
 
 
-def test_up_ends_what_is_down(network):
-    player = player_of(network, "- {at: 1s, link: host1, what: down}\n- {at: 3s, link: host1, what: up}")
+LOSSY = PathShape(delay_s=0.01, loss=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "at_1_s", "at_3_s"),
+    [
+        (
+            "- {at: 1s, link: host1, what: down}\n- {at: 3s, link: host1, what: up}",
+            [("link", "host1", False)],
+            [("link", "host1", True)],
+        ),
+        (
+            "- {at: 1s, link: host0, what: rate, to: 10mbit, for: 2s}",
+            [("rate", "host0", 10e6, 10e6)],
+            [("rate", "host0", 100e6, 100e6)],
+        ),
+        (
+            "- {at: 1s, link: host0, what: loss, to: 0.1}",
+            [("path", "host0", "host1", LOSSY), ("path", "host0", "host2", LOSSY)],
+            [],
+        ),
+        ("- {at: 1s, link: host2, what: reset}", [("reset", "host2")], []),
+    ],
+    ids=["up ends down", "rate of both directions", "loss of everything sent", "reset once"],
+)
+def test_fault_of_a_host_begins_and_ends(network, text, at_1_s, at_3_s):
+    player = player_of(network, text)
     player.advance(1.0)
     player.advance(2.0)
-    assert network.take() == [("link", "host1", False)]
+    assert network.take() == at_1_s
     player.advance(3.0)
-    assert network.take() == [("link", "host1", True)]
-
-
-def test_a_rate_of_a_host_changes_both_ways_and_comes_back(network):
-    player = player_of(network, "- {at: 1s, link: host0, what: rate, to: 10mbit, for: 1s}")
-    player.advance(1.0)
-    player.advance(2.0)
-    assert network.take() == [("rate", "host0", 10e6, 10e6), ("rate", "host0", 100e6, 100e6)]
-
-
-def test_a_loss_of_a_host_is_on_all_that_it_sends(network):
-    player = player_of(network, "- {at: 1s, link: host0, what: loss, to: 0.1}")
-    player.advance(1.0)
-    lossy = PathShape(delay_s=0.01, loss=0.1)
-    assert network.take() == [("path", "host0", "host1", lossy), ("path", "host0", "host2", lossy)]
+    assert network.take() == at_3_s
+    assert player.log[0].num_connections == (3 if "reset" in text else None)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +184,12 @@ def test_a_loss_of_a_host_is_on_all_that_it_sends(network):
         ("what: rate, to: 1mbit", PathShape(delay_s=0.01, rate_bits_per_s=1e6)),
     ],
 )
-def test_a_fault_of_a_pair_is_on_one_direction(network, fault, shape):
+def test_fault_of_a_pair_is_on_one_direction(network, fault, shape):
     player = player_of(network, f"- {{at: 1s, link: [host0, host1], {fault}, for: 1s}}")
     player.advance(1.0)
     assert network.take() == [("path", "host0", "host1", shape)]
     player.advance(2.0)
     assert network.take() == [("path", "host0", "host1", PathShape(delay_s=0.01))]
-
-
-def test_a_reset_happens_once_and_its_connections_are_counted(network):
-    player = player_of(network, "- {at: 1s, link: host2, what: reset}")
-    player.advance(5.0)
-    player.advance(6.0)
-    assert network.take() == [("reset", "host2")]
-    assert [event.num_connections for event in player.log] == [3]
 
 
 def test_overlapping_faults_end_in_any_order(network):
@@ -207,14 +207,14 @@ def test_overlapping_faults_end_in_any_order(network):
     assert ups == [[50e6], [10e6], [50e6], [20e6], [], [100e6]]
 
 
-def test_faults_that_nobody_looked_at_still_happened(network):
+def test_faults_happen_in_order_however_late_the_call(network):
     player = player_of(network, "- {at: 2s, link: host1, what: down, for: 1s}\n- {at: 1s, link: host2, what: reset}")
     player.advance(100.0)
     assert network.take() == [("reset", "host2"), ("link", "host1", False), ("link", "host1", True)]
     assert [(event.at_s, event.due_s) for event in player.log] == [(100.0, 1.0), (100.0, 2.0), (100.0, 3.0)]
 
 
-def test_a_fault_at_a_step_begins_with_it_and_lasts_from_then(network):
+def test_fault_at_a_step_begins_with_it_and_lasts_from_then(network):
     player = player_of(network, "- {step: 3, link: host1, what: down, for: 2s}")
     player.advance(5.0, 2)
     assert network.take() == []
@@ -228,7 +228,7 @@ def test_a_fault_at_a_step_begins_with_it_and_lasts_from_then(network):
     assert events == [(6.0, None, 4, "began"), (8.0, 8.0, 4, "ended")]
 
 
-def test_fault_at_a_step_comes_after_those_that_were_due_before_anybody_looked(network):
+def test_fault_at_a_step_comes_after_those_that_were_due_by_time(network):
     text = "- {step: 3, link: host0, what: rate, to: 2mbit}\n- {at: 1s, link: host0, what: rate, to: 1mbit}"
     player = player_of(network, text)
     player.advance(5.0, 3)
@@ -236,7 +236,7 @@ def test_fault_at_a_step_comes_after_those_that_were_due_before_anybody_looked(n
     assert [event.due_s for event in player.log] == [1.0, None]
 
 
-def test_log_says_when_a_thing_was_done_and_not_only_when_it_was_due(network):
+def test_log_says_when_a_fault_was_applied_besides_when_it_was_due(network):
     timeline = Timeline.parse("- {at: 1s, link: host1, what: down}\n- {at: 1s, link: host2, what: reset}")
     # Every look at the clock takes it on: that is, everything that is done takes a while.
     times_s = iter([1.2, 1.5, 2.25])
@@ -255,7 +255,7 @@ ALL_AT_ONCE = """
 
 
 @pytest.mark.parametrize("refused", ["rate", "path", "link"])
-def test_what_cannot_be_undone_keeps_nothing_else_from_being_undone(network, refused):
+def test_setting_that_cannot_be_undone_does_not_keep_others_from_being_undone(network, refused):
     player = player_of(network, ALL_AT_ONCE)
     player.advance(1.0)
     network.take()
@@ -268,7 +268,7 @@ def test_what_cannot_be_undone_keeps_nothing_else_from_being_undone(network, ref
     assert {what for what, *_ in network.take()} == {refused}
 
 
-def test_what_failed_half_way_is_undone_with_the_rest(network):
+def test_fault_that_failed_half_way_is_undone_with_the_rest(network):
     network.refused = {"path"}
     player = player_of(network, ALL_AT_ONCE)
     with pytest.raises(NetworkError, match="no path here"):
@@ -276,7 +276,7 @@ def test_what_failed_half_way_is_undone_with_the_rest(network):
     assert network.take() == [("rate", "host0", 1e6, 1e6)]
     network.refused = set()
     player.close(2.0)
-    # Nobody knows whether a path that was refused is as it was.
+    # Whether a path that was refused has changed is unknown.
     as_it_was = PathShape(delay_s=0.01)
     assert network.take() == [
         ("rate", "host0", 100e6, 100e6),
@@ -285,7 +285,7 @@ def test_what_failed_half_way_is_undone_with_the_rest(network):
     ]
 
 
-def test_everything_is_undone_at_the_end_and_written_down(network):
+def test_everything_is_undone_at_the_end_and_logged(network):
     player = player_of(network, "- {at: 1s, link: host1, what: down}\n- {at: 2s, link: host0, what: rate, to: 1mbit}")
     before = network.plan
     player.advance(2.0)
@@ -321,7 +321,7 @@ FAULTS = st.builds(
 
 
 @given(st.lists(FAULTS, max_size=8), st.lists(st.floats(0, 20), max_size=10))
-def test_a_network_is_always_what_the_active_faults_make_of_it(faults, looks_s):
+def test_network_is_always_in_the_conditions_of_the_active_faults(faults, looks_s):
     network = WrittenNetwork(plan_network(uniform(3, rate=100e6)))
     plan = network.plan
     player = FaultPlayer(Timeline(faults=faults), network)
@@ -333,21 +333,22 @@ def test_a_network_is_always_what_the_active_faults_make_of_it(faults, looks_s):
             if fault.at <= now_s and (fault.lasts is None or now_s < fault.at + fault.lasts)
         ]
         expected = conditions(plan, active)
-        assert (network.plan.host_shapes, network.plan.paths) == (expected.host_shapes, expected.paths)
+        assert all(shape == expected["rate", host] for host, shape in network.plan.host_shapes.items())
+        assert all(shape == expected["path", *ends] for ends, shape in network.plan.paths.items())
     player.close(30.0)
     assert network.plan == plan
 
 
-def test_a_thread_plays_the_timeline_and_undoes_it_at_the_end(network):
+def test_thread_plays_the_timeline_and_undoes_it_at_the_end(network):
     timeline = Timeline.parse("- {at: 0s, link: host1, what: down}")
     is_down = threading.Event()
-    network.set_link = lambda host, *, is_up: (network.told.append((host, is_up)), is_down.set())
+    network.set_link = lambda host, *, is_up: (network.calls.append((host, is_up)), is_down.set())
     with play(timeline, network):
         assert is_down.wait(20)
     assert network.take() == [("host1", False), ("host1", True)]
 
 
-def test_a_thread_looks_at_the_steps(network):
+def test_thread_looks_at_the_steps(network):
     steps = iter([0, 0, 1, 2])
     reached = threading.Event()
     network.reset_tcp = lambda host: reached.set() or 0
@@ -358,7 +359,7 @@ def test_a_thread_looks_at_the_steps(network):
     assert [(event.step, event.change) for event in player.log] == [(2, "began")]
 
 
-def test_steps_that_nobody_counts_are_refused(network):
+def test_fault_at_a_step_is_refused_where_steps_are_not_counted(network):
     with (
         pytest.raises(ConfigError, match="steps are not counted here"),
         play(Timeline.parse("- {step: 2, link: host1, what: reset}"), network),
@@ -366,14 +367,11 @@ def test_steps_that_nobody_counts_are_refused(network):
         pytest.fail("the block must not begin")
 
 
-def test_what_the_network_cannot_do_is_an_error_at_the_end(network):
+def test_error_of_the_network_or_of_the_step_source_is_raised_at_the_end(network):
     network.refused = {"path"}
     text = "- {at: 0s, link: host0, what: rate, to: 1mbit}\n- {at: 1ms, link: host0, what: loss, to: 0.1}"
     with pytest.raises(NetworkError, match="no path here"):
         _play_to_the_end(Timeline.parse(text), network)
-
-
-def test_steps_that_cannot_be_counted_any_more_are_an_error_at_the_end(network):
     failed = threading.Event()
 
     def count() -> int:
@@ -385,7 +383,7 @@ def test_steps_that_cannot_be_counted_any_more_are_an_error_at_the_end(network):
         assert failed.wait(20)
 
 
-def test_what_failed_meanwhile_is_a_note_to_what_ended_the_block(network):
+def test_error_of_the_timeline_is_a_note_to_the_error_that_ended_the_block(network):
     network.refused = {"link"}
     timeline = Timeline.parse("- {at: 0s, link: host1, what: down}")
     with pytest.raises(TimeoutError, match="no step in 120 s") as caught:

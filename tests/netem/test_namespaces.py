@@ -1,22 +1,30 @@
+"""Namespaces: names, entering and leaving, settings, and the processes in them."""
+
 import os
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.processes import is_alive, wait_until
 
+from tahq.comm.network_config import MAX_HOSTS
 from tahq.errors import NetworkError
-from tahq_netem.backends.namespace_group import NamespaceGroup
+from tahq_netem.backends.namespace_group import NamespaceGroup, set_congestion_control
 from tahq_netem.backends.namespaces import (
     create_namespace,
     end_processes,
     entered,
+    host_address,
+    host_mac,
     list_namespaces,
     namespace_path,
+    namespace_prefix,
     netlink,
+    owner_pid,
     popen,
     processes_in,
     read_sysctl,
@@ -24,10 +32,44 @@ from tahq_netem.backends.namespaces import (
     write_sysctl,
 )
 
-pytestmark = pytest.mark.netns
-
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+netns = pytest.mark.netns
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+SYSCTL = Path("/proc/sys/net/ipv4")
+
+
+@pytest.mark.parametrize(
+    ("taken", "prefix"),
+    [
+        ([], "tahq-7-"),
+        (["tahq-71-host0", "other"], "tahq-7-"),
+        (["tahq-7-host0"], "tahq-7.1-"),
+        (["tahq-7-host0", "tahq-7.1-host0"], "tahq-7.2-"),
+        (["tahq-7.1-host0"], "tahq-7-"),
+    ],
+)
+def test_second_network_of_a_process_gets_other_names(taken, prefix):
+    assert namespace_prefix(7, taken) == prefix
+
+
+@pytest.mark.parametrize(
+    ("name", "pid"),
+    [
+        ("tahq-12-host0", 12),
+        ("tahq-12.3-my-host", 12),
+        ("tahq-12-_switch", 12),
+        ("tahq-x-host0", None),
+        ("tahq-12", None),
+        ("my-tahq-12-host0", None),
+    ],
+)
+def test_name_tells_its_owner(name, pid):
+    assert owner_pid(name) == pid
+
+
+def test_addresses_and_macs_are_distinct():
+    indices = range(MAX_HOSTS)
+    assert len({host_address(index) for index in indices}) == len({host_mac(index) for index in indices}) == MAX_HOSTS
+    assert host_address(MAX_HOSTS - 1) == "10.77.0.250"
 
 
 def here() -> int:
@@ -35,37 +77,21 @@ def here() -> int:
     return os.stat("/proc/thread-self/ns/net").st_ino
 
 
-@pytest.fixture
-def namespace(own_namespaces):
-    group = NamespaceGroup(["a"])
-    yield group["a"]
-    group.close()
-
-
-def test_block_runs_in_the_namespace_and_returns(namespace):
-    home = here()
-    with entered(namespace):
-        assert here() == namespace_path(namespace).stat().st_ino != home
-    assert here() == home
-
-
-def test_thread_returns_after_an_error(namespace):
-    home = here()
-    with pytest.raises(ZeroDivisionError), entered(namespace):
-        1 / 0  # noqa: B018
-    assert here() == home
-
-
-def test_other_threads_stay_where_they_are(namespace):
+@netns
+def test_only_the_calling_thread_enters_and_it_returns_even_after_an_error(namespace):
     home, is_inside, seen = here(), threading.Event(), []
     other = threading.Thread(target=lambda: (is_inside.wait(10), seen.append(here())))
     other.start()
-    with entered(namespace):
+    with suppress(ZeroDivisionError), entered(namespace):
+        assert here() == namespace_path(namespace).stat().st_ino != home
         is_inside.set()
         other.join()
+        1 / 0  # noqa: B018
+    assert here() == home
     assert seen == [home]
 
 
+@netns
 def test_new_namespace_has_lo_up_and_no_ipv6(namespace):
     with netlink(namespace) as kernel:
         [lo] = kernel.get_links()
@@ -73,63 +99,69 @@ def test_new_namespace_has_lo_up_and_no_ipv6(namespace):
         assert [address.get("family") for address in kernel.get_addr()] == [socket.AF_INET]
 
 
-def test_sockets_live_where_they_were_made(namespace):
-    """The same port can be bound here and there."""
+@netns
+def test_sockets_and_processes_stay_where_they_were_made(namespace):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with entered(namespace):
-            socket.create_server(("127.0.0.1", port)).close()
-
-
-def test_process_starts_in_the_namespace(namespace):
+            socket.create_server(("127.0.0.1", port)).close()  # the same port is free there
     argv = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
     with popen(namespace, argv, stdout=subprocess.PIPE, text=True) as process:
         assert int(process.stdout.read()) == namespace_path(namespace).stat().st_ino
 
 
+@netns
 def test_setting_belongs_to_the_namespace(namespace):
     name = "net.ipv4.ip_default_ttl"
-    here_before = Path("/proc/sys/net/ipv4/ip_default_ttl").read_text()
+    before = (SYSCTL / "ip_default_ttl").read_text()
     write_sysctl(namespace, name, "33")
     assert read_sysctl(namespace, name) == "33"
-    assert Path("/proc/sys/net/ipv4/ip_default_ttl").read_text() == here_before
-
-
-def test_setting_that_the_kernel_refuses_is_named(namespace):
+    assert (SYSCTL / "ip_default_ttl").read_text() == before
     with pytest.raises(NetworkError, match=r"refuses net.ipv4.ip_default_ttl = 999: Invalid argument"):
-        write_sysctl(namespace, "net.ipv4.ip_default_ttl", "999")
+        write_sysctl(namespace, name, "999")
 
 
-def test_processes_of_a_namespace_are_found_and_ended(namespace):
-    process = popen(namespace, SLEEP)
-    assert processes_in(namespace) == [process.pid]
-    end_processes([namespace])
-    assert process.wait(60) == -15
-    assert processes_in(namespace) == []
+@netns
+def test_every_congestion_control_of_the_kernel_can_be_set_in_the_namespace_alone(namespace):
+    machine = [(SYSCTL / f"tcp_{name}congestion_control").read_text() for name in ("", "allowed_")]
+    available = (SYSCTL / "tcp_available_congestion_control").read_text().split()
+    default = read_sysctl(namespace, "net.ipv4.tcp_congestion_control")
+    assert set_congestion_control(namespace, None) == ("cubic" if "cubic" in available else default)
+    for name in available:
+        assert set_congestion_control(namespace, name) == name
+        assert read_sysctl(namespace, "net.ipv4.tcp_congestion_control") == name
+    assert [(SYSCTL / f"tcp_{name}congestion_control").read_text() for name in ("", "allowed_")] == machine
+    with pytest.raises(NetworkError, match=r"no congestion control warp.*this kernel has .*reno"):
+        set_congestion_control(namespace, "warp")
 
 
+@netns
 def test_process_that_ignores_sigterm_is_killed(namespace):
     with popen(namespace, [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
+        assert processes_in(namespace) == [process.pid]
         end_processes([namespace], grace_s=0.2)
         assert process.wait(60) == -9
+    assert processes_in(namespace) == []
 
 
-def test_closing_a_group_ends_what_runs_in_it(own_namespaces):
+@netns
+def test_closing_a_group_ends_all_processes_in_it_and_closing_again_does_nothing(own_namespaces):
     group = NamespaceGroup(["a"])
-    process = popen(group["a"], ["/bin/sh", "-c", f"{sys.executable} -c 'import time; time.sleep(60)' & wait"])
+    process = popen(group["a"], ["/bin/sh", "-c", "sleep 60 & wait"])
     wait_until(lambda: len(processes_in(group["a"])) == 2, 10, "the shell starts its child")
     pids = processes_in(group["a"])
+    group.close()
     group.close()
     process.wait(60)
     wait_until(lambda: not any(map(is_alive, pids)), 10, "all are gone")
 
 
+@netns
 def test_two_groups_of_one_process_live_side_by_side(own_namespaces):
     first, second = NamespaceGroup(["a"]), NamespaceGroup(["a"])
     try:
-        assert first["a"] == f"tahq-{os.getpid()}-a"
-        assert second["a"] == f"tahq-{os.getpid()}.1-a"
+        assert (first["a"], second["a"]) == (f"tahq-{os.getpid()}-a", f"tahq-{os.getpid()}.1-a")
         first.close()
         assert own_namespaces() == [second["a"]]
     finally:
@@ -137,23 +169,16 @@ def test_two_groups_of_one_process_live_side_by_side(own_namespaces):
         second.close()
 
 
-def test_closing_twice_does_nothing(own_namespaces):
-    group = NamespaceGroup(["a"])
-    group.close()
-    group.close()
-
-
+@netns
 def test_taken_name_is_refused_and_kept(namespace):
     with pytest.raises(NetworkError, match="exists already"):
         create_namespace(namespace)
     assert namespace in list_namespaces()
 
 
-def test_entering_what_is_gone_says_so():
+@netns
+def test_namespace_that_is_gone_cannot_be_entered_and_need_not_be_removed():
     with pytest.raises(NetworkError, match="cannot open namespace tahq-0-gone"), entered("tahq-0-gone"):
         pass
-
-
-def test_removing_what_is_gone_is_no_error():
     assert remove_namespace("tahq-0-gone")
     assert processes_in("tahq-0-gone") == []

@@ -1,3 +1,5 @@
+"""What this machine can do, and the choice of a backend by it, with errors that say what to do."""
+
 import errno
 import os
 import platform
@@ -5,15 +7,16 @@ import platform
 import pytest
 from pyroute2 import IPRoute, NetlinkError
 
+from tahq.comm.network_config import PairConfig
 from tahq.errors import NetworkError
-from tahq_netem.backends.choice import build_network
+from tahq_netem.backends.choice import build_network, choose_backend
 from tahq_netem.backends.probe import PARTS, Probe, probe
-from tahq_netem.network.description import PairConfig, PathShape, plan_network, uniform
+from tahq_netem.network.description import PathShape, plan_network, uniform
 
 UNSHAPED = plan_network(uniform(2))
 RATES = plan_network(uniform(2, rate=1e8))
 CAPPED = UNSHAPED.with_path("host0", "host1", PathShape(rate_bits_per_s=1e6))
-DELAYED = plan_network(uniform(2, delay=0.01))
+DELAYED = plan_network(uniform(2, rate=1e7, delay=0.01))
 LOSSY = plan_network(uniform(2, loss=0.01))
 NO_ROOT = Probe(False, "network namespaces need root", {}, ("cubic",))
 
@@ -22,70 +25,121 @@ def found(*missing: str) -> Probe:
     return Probe(True, None, {name: name not in missing for name in PARTS}, ("reno", "cubic"))
 
 
-def test_every_missing_part_is_listed_with_what_that_means():
+@pytest.mark.parametrize(
+    ("missing", "plan", "wanted", "backend"),
+    [
+        ((), UNSHAPED, "auto", "kernel"),
+        ((), LOSSY, "auto", "kernel"),
+        ((), DELAYED, "tun", "tun"),
+        (("netem",), UNSHAPED, "auto", "tun"),
+        (("netem",), UNSHAPED, "kernel", "kernel"),
+        (("netem",), DELAYED, "auto", "tun"),
+        (("netem", "tun"), RATES, "auto", "kernel"),
+        (("veth",), LOSSY, "auto", "tun"),
+        (("u32", "tun"), RATES, "auto", "kernel"),
+        (("u32",), LOSSY, "auto", "tun"),
+        (("u32", "netem"), DELAYED, "auto", "tun"),
+    ],
+)
+def test_best_backend_that_can_build_the_network_is_chosen(missing, plan, wanted, backend):
+    assert choose_backend(plan, found(*missing), wanted) == backend
+
+
+def test_kernel_without_netem_comes_first_where_only_rates_are_ever_needed():
+    assert choose_backend(RATES, found("netem"), rates_only=True) == "kernel"
+    assert choose_backend(DELAYED, found("netem"), rates_only=True) == "tun"
+
+
+@pytest.mark.parametrize(
+    ("probed", "plan", "wanted", "message"),
+    [
+        (NO_ROOT, DELAYED, "auto", "hosts need network namespaces: network namespaces need root; run it as root"),
+        (NO_ROOT, DELAYED, "kernel", "network namespaces need root; run it as root"),
+        (found("netem"), DELAYED, "kernel", r"no netem \(module sch_netem\); leave backend at auto, which takes tun"),
+        (found("tun"), DELAYED, "tun", r"no tun \(module tun\); leave backend at auto, which takes kernel"),
+        (found("tun", "htb"), RATES, "tun", r"no tun \(module tun\), htb \(module sch_htb\)"),
+        (found("u32"), CAPPED, "auto", r"kernel: .* no u32 .*; backend tun: .* no u32 .* \(modprobe\)"),
+        (found("tun", "netem"), DELAYED, "auto", r"tun: .* no tun .*; backend kernel: .* no netem .* \(modprobe\)"),
+        (found("tun", "netem"), DELAYED, "tun", r"tun: .* no tun .*; backend kernel: .* no netem .* \(modprobe\)"),
+    ],
+)
+def test_refusal_says_what_is_missing_and_what_to_do(probed, plan, wanted, message):
+    with pytest.raises(NetworkError, match=message) as caught:
+        choose_backend(plan, probed, wanted)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_missing_part_is_listed_with_its_consequence():
     lines = found("netem", "tun").lines()
     assert [line.split()[0] for line in lines] == ["kernel", "root", "namespaces", *PARTS, "TCP"]
     text = {line.split()[0]: line for line in lines}
     assert text["htb"].split() == ["htb", "yes"]
     assert "no (module sch_netem): without it, backend kernel shapes rates only" in text["netem"]
     assert "backend tun does not work" in text["tun"]
-
-
-def test_without_namespaces_nothing_else_was_tried():
-    text = "\n".join(NO_ROOT.lines())
-    assert "no: network namespaces need root; without them there are no hosts" in text
-    assert text.count("not tried") == len(PARTS)
+    without_namespaces = "\n".join(NO_ROOT.lines())
+    assert "no: network namespaces need root; without them there are no hosts" in without_namespaces
+    assert without_namespaces.count("not tried") == len(PARTS)
 
 
 @pytest.mark.netns
-def test_probe_finds_what_this_machine_has_and_leaves_nothing(own_namespaces):
+def test_probe_finds_the_parts_of_this_machine_and_leaves_nothing(own_namespaces):
     here = probe()
-    assert here.kernel == platform.release()
-    assert here.is_root == (os.geteuid() == 0)
+    assert (here.kernel, here.is_root) == (platform.release(), os.geteuid() == 0)
     assert here.namespaces_obstacle is None
     assert here.parts.keys() == PARTS.keys()
-    assert "cubic" in here.congestion_controls or "reno" in here.congestion_controls
+    assert {"cubic", "reno"} & {*here.congestion_controls}
+    if here.obstacle("kernel", CAPPED) is None:  # a part that is said to work does work in a network
+        pair = PairConfig(between=("host0", "host1"), rate=1e6)
+        with build_network(uniform(2, rate=1e7).model_copy(update={"pairs": [pair]}), backend="kernel") as network:
+            assert network.backend == "kernel"
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """refuse(method, key, …): the kernel refuses requests of an IPRoute that have one of these kinds or commands."""
+
+    def begin(method, *refused):
+        class Refusing(IPRoute):
+            def __getattribute__(self, name):
+                if name != method:
+                    return super().__getattribute__(name)
+                return lambda *args, **options: self._ask(args, options)
+
+            def _ask(self, args, options):
+                if {args[0], options.get("kind")} & {*refused}:
+                    raise NetlinkError(errno.EOPNOTSUPP, "Operation not supported")
+                return IPRoute.__getattr__(self, method)(*args, **options)
+
+        monkeypatch.setattr("tahq_netem.backends.namespaces.IPRoute", Refusing)
+
+    return begin
 
 
 @pytest.mark.netns
-def test_part_that_fails_half_way_does_not_make_others_fail(own_namespaces, monkeypatch):
-    class WithoutClasses(IPRoute):
-        def tc(self, command, *arguments, **options):
-            if command == "add-class":
-                raise NetlinkError(errno.EINVAL, "Invalid argument")
-            return self.__getattr__("tc")(command, *arguments, **options)
+def test_kernel_without_veth_still_has_tun_and_without_both_no_hosts(refuse, own_namespaces, monkeypatch):
+    refuse("link", "veth", "bridge")
+    assert choose_backend(DELAYED, probe()) == "tun"
+    with pytest.raises(NetworkError, match=r"no veth \(module veth\), bridge .*at auto, which takes tun"):
+        choose_backend(RATES, probe(), "kernel")
+    monkeypatch.setattr("tahq_netem.backends.tun._TUN", "/dev/net/no-such-device")
+    with pytest.raises(NetworkError, match=r"no tun \(module tun\).*no veth \(module veth\).*modprobe"):
+        choose_backend(RATES, probe())
 
+
+@pytest.mark.netns
+def test_part_that_fails_half_way_does_not_make_others_fail(refuse, own_namespaces):
     usual = probe().parts
-    monkeypatch.setattr("tahq_netem.backends.namespaces.IPRoute", WithoutClasses)
+    refuse("tc", "add-class")
     assert probe().parts == {**usual, "htb": False}
 
 
 @pytest.mark.netns
 @pytest.mark.parametrize("error", [OSError(errno.EROFS, "x"), NetlinkError(errno.EPERM, "x"), NetworkError("x")])
-def test_namespace_that_cannot_be_prepared_is_none(own_namespaces, monkeypatch, error):
-    def refuse():
+def test_namespace_that_cannot_be_prepared_is_an_obstacle(own_namespaces, monkeypatch, error):
+    def fail():
         raise error
 
-    monkeypatch.setattr("tahq_netem.backends.namespaces._prepare", refuse)
+    monkeypatch.setattr("tahq_netem.backends.namespaces._prepare", fail)
     here = probe()
     assert here.namespaces_obstacle is not None
     assert here.parts == {}
-
-
-@pytest.mark.netns
-def test_namespace_that_cannot_be_entered_is_none(own_namespaces, monkeypatch):
-    def refuse(_namespace):
-        raise NetworkError("cannot enter it")
-
-    monkeypatch.setattr("tahq_netem.backends.probe.netlink", refuse)
-    assert probe().namespaces_obstacle == "cannot enter it"
-
-
-@pytest.mark.netns
-def test_what_the_probe_finds_can_be_used(own_namespaces):
-    """A part that is said to work does work in a network: here veth, bridge, htb and u32."""
-    if probe().obstacle("kernel", CAPPED):
-        pytest.skip("this kernel lacks a part of the kernel backend")
-    config = uniform(2, rate=1e7).model_copy(update={"pairs": [PairConfig(between=("host0", "host1"), rate=1e6)]})
-    with build_network(config, backend="kernel") as network:
-        assert network.backend == "kernel"

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,13 @@ from support.loopback_network import LoopbackNetwork
 from support.processes import children, is_alive, wait_until
 from support.sweeps import small
 
+from tahq.comm.network_config import host_names
 from tahq.pipeline.schedule.schedule import Schedule, validate
-from tahq_netem.network.description import host_names, uniform
+from tahq_netem.network.description import uniform
 from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.runtimes.bare_async import DEEP, actions_of
 from tahq_netem.runtimes.gloo_stage import device_of
-from tahq_netem.runtimes.session import GrowingLines, HostProcesses, RuntimeLostError, SessionRequest
+from tahq_netem.runtimes.session import GrowingLines, RuntimeLostError, Session, SessionRequest
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
 from tahq_netem.sweep.stage_times import StageTimes, calibrate, time_stage
@@ -44,7 +44,7 @@ def losses():
     ("runtime", "schedule"),
     [
         ("tahq", "1f1b"),
-        ("torch", "1f1b"),
+        pytest.param("torch", "1f1b", marks=pytest.mark.acceptance),
         pytest.param("torch", "1f1b-runtime", marks=pytest.mark.acceptance),
         pytest.param("bare", DEEP, marks=pytest.mark.acceptance),
     ],
@@ -52,7 +52,7 @@ def losses():
 def test_runtime_trains_the_same_model_on_the_same_data(tmp_path, losses, runtime, schedule):
     with RUNTIMES[runtime](request(tmp_path, runtime, schedule)) as session:
         records = [session.next_step(TIMEOUT_S) for _ in range(3)]
-        ours = [pid for child in session._processes.running.values() for pid in (child.pid, *children(child.pid))]
+        ours = [pid for child in session.running.values() for pid in (child.pid, *children(child.pid))]
     assert not any(is_alive(pid) for pid in ours)
     assert [record.step for record in records] == [1, 2, 3]
     frames = 4 * 2 * 32 * 64 * 4  # micro-batches, samples, tokens, channels, bytes
@@ -93,31 +93,9 @@ def test_sleeping_stages_set_the_pace_and_one_that_dies_is_named(tmp_path):
         records = [session.next_step(TIMEOUT_S) for _ in range(4)]
         # f + b of the first stage, and four times those of the second
         assert sum(record.seconds for record in records[1:]) >= 3 * (0.06 + 4 * 0.06) * 0.98
-        session._processes.running["rank 1"].kill()
+        session.running["rank 1"].kill()
         with pytest.raises(RuntimeLostError, match=r"rank \d ended with status"):
-            _step_until_it_fails(session)
-
-
-def _step_until_it_fails(session):
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        session.next_step(TIMEOUT_S)
-
-
-def test_stage_leaves_when_its_sweep_is_gone(tmp_path):
-    program = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'from tahq_netem.programs import leave_with_stdin"
-        " as watch; import time; watch(); print(1, flush=True); time.sleep(600)'], stdin=subprocess.PIPE, "
-        "stdout=subprocess.PIPE, start_new_session=True)\n"
-        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)\n"
-    )
-    sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    stage = int(sweep.stdout.readline())
-    assert is_alive(stage)
-    sweep.kill()
-    sweep.communicate()
-    wait_until(lambda: not is_alive(stage), 10, "the stage leaves")
+            _ = [session.next_step(TIMEOUT_S) for _ in range(1000)]
 
 
 def test_program_that_does_not_watch_its_stdin_is_watched(tmp_path):
@@ -130,16 +108,15 @@ def test_program_that_does_not_watch_its_stdin_is_watched(tmp_path):
         assert held.wait(60) == 1
 
 
-@pytest.mark.parametrize(
-    ("runtime", "num_processes"), [("tahq", 3), pytest.param("bare", 2, marks=pytest.mark.acceptance)]
-)
+@pytest.mark.acceptance
+@pytest.mark.parametrize(("runtime", "num_processes"), [("tahq", 3), ("bare", 2)])
 def test_nothing_outlives_a_sweep_that_was_killed(tmp_path, runtime, num_processes):
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
         "from test_runtimes import RUNTIMES, request\n"
         f"session = RUNTIMES['{runtime}'](request(Path.cwd(), '{runtime}', '1f1b'))\n"
-        "print(*(process.pid for process in session._processes.running.values()), flush=True)\n"
+        "print(*(process.pid for process in session.running.values()), flush=True)\n"
         "time.sleep(600)\n"
     )
     here = {"PYTHONPATH": f"{Path(__file__).parent}:{module_environment()['PYTHONPATH']}"}
@@ -155,44 +132,28 @@ def test_nothing_outlives_a_sweep_that_was_killed(tmp_path, runtime, num_process
     wait_until(lambda: not any(map(is_alive, pids)), TIMEOUT_S, "all of the sweep's processes end")
 
 
-class StartedHere:
-    """A network to start processes on, and what they were started with."""
+class ShellSession(Session):
+    """A session of one shell command, on no network."""
 
-    def __init__(self) -> None:
-        self.options = {}
+    def _start_all(self):
+        self.start("leader", "host0", ["sh", "-c", "sleep 600 & echo $! > child; echo $PYTHONPATH > path"])
 
-    def popen(self, _host, argv, **options) -> subprocess.Popen:
-        self.options = options
-        return subprocess.Popen(argv, **options)
-
-
-@pytest.fixture
-def host_processes(tmp_path):
-    """Processes of a session, on no network."""
-    there = StartedHere()
-    config = request(tmp_path, "tahq", "1f1b").config
-    return HostProcesses(SessionRequest(config, "1f1b", there, ("host0",), tmp_path))
+    def steps_so_far(self):
+        return []
 
 
-def test_children_of_a_process_that_has_ended_end_with_the_session(host_processes, tmp_path):
-    # It has ended when the session is closed, and what it started has not.
-    host_processes.start("leader", "host0", ["sh", "-c", "sleep 600 & echo $! > child"])
-    with pytest.raises(RuntimeLostError, match="leader ended with status 0"):
-        wait_until(host_processes.check, 30, "the leader ends")
-    child = int((tmp_path / "child").read_text())
-    assert is_alive(child)
-    host_processes.close()
-    wait_until(lambda: not is_alive(child), 10, "its child ends")
-    host_processes.close()
-
-
-def test_modules_are_found_in_the_sessions_folder_too(host_processes, monkeypatch):
-    monkeypatch.chdir("/")
+def test_children_of_a_process_that_has_ended_end_with_the_session(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", "here/launch", *sys.path])
-    host_processes.start("nothing", "host0", ["true"])
-    host_processes.close()
-    folders = host_processes.request.network.options["env"]["PYTHONPATH"].split(":")
-    assert folders[1:3] == ["/", "/here/launch"]
+    with ShellSession(request(tmp_path, "tahq", "1f1b")) as session:
+        with pytest.raises(RuntimeLostError, match="leader ended with status 0; the logs are empty"):
+            session.next_step(30)
+        child = int((tmp_path / "child").read_text())
+        assert is_alive(child)
+    wait_until(lambda: not is_alive(child), 10, "its child ends")
+    session.close()
+    # Modules are found in the session's folder, too.
+    folders = (tmp_path / "path").read_text().strip().split(":")
+    assert folders[1:3] == [os.getcwd(), f"{os.getcwd()}/here/launch"]
     assert all(folder.startswith("/") for folder in folders)
 
 
@@ -205,6 +166,7 @@ def test_stages_are_timed_in_order(tmp_path):
     assert 0.1 <= slept.backward_s[0] < 0.2
 
 
+@pytest.mark.acceptance
 def test_real_compute_can_be_timed(tmp_path):
     key = SessionKey("tahq", "1f1b", RAW, RAW, stages=2, micro_batch=2, compute="real")
     forward_s, backward_s = time_stage(session_config(small(), key, tmp_path, None), stage=1, repeats=3)

@@ -8,7 +8,7 @@ from support.sweeps import World, small
 from tahq.errors import ConfigError, NetworkError
 from tahq_netem.measure.machine import BusyCores
 from tahq_netem.sweep import runner as sweep_runner
-from tahq_netem.sweep.measurement import TooBusyError, check_busy, num_steps
+from tahq_netem.sweep.measurement import RejectedMeasurementError, check_busy, num_steps
 from tahq_netem.sweep.results import read_results
 from tahq_netem.sweep.spec import StepsConfig
 
@@ -170,7 +170,7 @@ def test_real_compute_may_be_as_busy_as_it_likes(world, path):
 def test_limit_of_two_cores_is_one_point_two(monkeypatch):
     monkeypatch.setattr("tahq_netem.sweep.measurement.num_usable_cores", lambda: 2)
     check_busy(BusyCores(1.19, 2.0), None)
-    with pytest.raises(TooBusyError, match=r"1\.21 of 2 cores were busy, the limit is 1\.20"):
+    with pytest.raises(RejectedMeasurementError, match=r"1\.21 of 2 cores were busy, the limit is 1\.20"):
         check_busy(BusyCores(1.21, 2.0), None)
 
 
@@ -186,7 +186,7 @@ def test_compute_is_timed_once_for_each_size(world, path, monkeypatch):
     outcome = world.sweep(small(compute=["calibrated"], micro_batches=[1, 2]), path)
     assert outcome.num_done == 8
     assert sorted(asked) == [(2, 1), (2, 2)]
-    slept = [session._request.config.model.sleep for session in world.sessions]
+    slept = [session.request.config.model.sleep for session in world.sessions]
     assert all(sleep.of(1) == (0.01, 0.02) for sleep in slept)
 
 

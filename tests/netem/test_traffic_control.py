@@ -1,10 +1,11 @@
+"""Shapers of a device: the kernel's settings after each change, and netem's and bfifo's requests."""
+
 import pytest
 from pyroute2.netlink.rtnl.tcmsg import sched_netem
 
-from tahq_netem.backends.namespace_group import NamespaceGroup
 from tahq_netem.backends.namespaces import netlink
 from tahq_netem.backends.probe import probe
-from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Leaf, Shaper, Tree, bfifo_message, netem_options
+from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Leaf, Shaper, Tree, netem_options, queue_message
 from tahq_netem.network.description import PathShape
 
 ADDRESSES = {0: "10.77.0.1", 1: "10.77.0.2", 2: "10.77.0.3"}
@@ -20,12 +21,6 @@ def test_path_becomes_netem_options_in_its_units():
     assert netem_options(leaf) == {"delay": 25500, "jitter": 0, "loss": 1.0, "limit": 77, "prob_reorder": 25.0}
 
 
-def test_jitter_comes_with_a_rate_that_keeps_the_order():
-    options = netem_options(Leaf(PathShape(delay_s=0.01, jitter_s=0.002), QUEUE, 10))
-    assert options["jitter"] == 2000
-    assert options["rate"] == 4_000_000_000
-
-
 def test_pyroute2_puts_the_options_into_netems_structure():
     """delay and jitter in ticks of 64 ns, loss as a share of 2**32 − 1: tc_netem_qopt of linux/pkt_sched.h."""
     leaf = Leaf(PathShape(delay_s=0.064, jitter_s=0.0064, loss=0.5, reorder=0.5), QUEUE, 10)
@@ -34,26 +29,23 @@ def test_pyroute2_puts_the_options_into_netems_structure():
     assert packed["loss"] == (2**32 - 1) // 2
     assert packed["gap"] == 1
     assert dict(packed["attrs"])["TCA_NETEM_REORDER"]["prob_reorder"] == (2**32 - 1) // 2
+    # With jitter, a rate keeps the order.
     assert dict(packed["attrs"])["TCA_NETEM_RATE"]["rate"] == 4_000_000_000
 
 
 def test_bfifo_message_holds_the_limit_in_bytes():
-    message = bfifo_message(3, 0x20000, 0x10002, 0x12345678)
+    message = queue_message(3, 0x20000, 0x10002, Leaf(PathShape(), 0x12345678))
     message.encode()
     assert b"bfifo\0" in message.data
     assert bytes.fromhex("78563412") in message.data
 
 
 @pytest.fixture
-def device(own_namespaces):
+def device(namespace):
     """A veth in a namespace: the IPRoute there, and the device's index."""
-    group = NamespaceGroup(["a"])
-    try:
-        with netlink(group["a"]) as kernel:
-            kernel.link("add", ifname="eth0", kind="veth", peer="eth1")
-            yield kernel, kernel.link_lookup(ifname="eth0")[0]
-    finally:
-        group.close()
+    with netlink(namespace) as kernel:
+        kernel.link("add", ifname="eth0", kind="veth", peer="eth1")
+        yield kernel, kernel.link_lookup(ifname="eth0")[0]
 
 
 def classes(kernel, index: int) -> dict[int, tuple[int, int]]:
@@ -77,25 +69,15 @@ def num_filters(kernel, index: int) -> int:
 
 
 @pytest.mark.netns
-def test_shaper_without_anything_to_do_installs_nothing(device):
+def test_classes_are_made_for_a_rate_and_for_peers_with_a_cap(device):
     kernel, index = device
     shaper = Shaper(index, DESTINATION_FIELD, ADDRESSES)
     shaper.apply(kernel, Tree(None, QUEUE, {}))
     assert classes(kernel, index) == {}
-
-
-@pytest.mark.netns
-def test_rate_alone_needs_no_class_for_any_peer(device):
-    kernel, index = device
-    Shaper(index, DESTINATION_FIELD, ADDRESSES).apply(kernel, Tree(8e6, QUEUE, {}))
+    shaper.apply(kernel, Tree(8e6, QUEUE, {}))
     assert classes(kernel, index) == {1: (1_000_000, 1_000_000), 2: (125, 1_000_000)}
     assert kinds(kernel, index) == {2: "bfifo"}
-
-
-@pytest.mark.netns
-def test_capped_peer_has_a_class_and_a_filter(device):
-    kernel, index = device
-    Shaper(index, DESTINATION_FIELD, ADDRESSES).apply(kernel, Tree(8e6, QUEUE, {1: capped(8e5), 2: capped(8e7)}))
+    shaper.apply(kernel, Tree(8e6, QUEUE, {1: capped(8e5), 2: capped(8e7)}))
     found = classes(kernel, index)
     assert found[0x11] == (125, 100_000)
     assert found[0x12] == (125, 1_000_000), "a cap above the line's rate is the line's rate"

@@ -13,22 +13,22 @@ from tahq_netem.wire.packet import Packet, read_packet
 class Walk:
     """A path, what comes out of it, and the agenda that drives it."""
 
-    def __init__(self, shape: PathShape, seed: str = "walk") -> None:
+    def __init__(self, shape: PathShape, seed: str = "walk"):
         self.agenda = Agenda()
         self.arrivals: list[tuple[float, Packet]] = []
         self.path = Path(
             self.agenda, lambda now_s, packet: self.arrivals.append((now_s, packet)), shape, 0.1, seed=seed
         )
 
-    def send(self, now_s: float, frame: bytes) -> None:
+    def send(self, now_s: float, frame: bytes):
         self.agenda.run_until(now_s)
         self.path.enter(now_s, read_packet(frame))
 
-    def finish(self) -> list[tuple[float, Packet]]:
+    def finish(self):
         self.agenda.run_until(math.inf)
         return self.arrivals
 
-    def numbers(self) -> list[int]:
+    def numbers(self):
         return [int.from_bytes(packet.frame[-4:], "big") for _, packet in self.finish()]
 
 
@@ -36,21 +36,18 @@ def numbered(index: int) -> bytes:
     return udp_frame(index.to_bytes(4, "big"))
 
 
-def test_delay_is_added_and_order_kept() -> None:
+def test_delay_is_added_and_order_kept():
     walk = Walk(PathShape(delay_s=0.05))
     for index in range(10):
         walk.send(index * 1e-3, numbered(index))
     assert [now_s for now_s, _ in walk.finish()] == pytest.approx([0.05 + index * 1e-3 for index in range(10)])
     assert walk.numbers() == list(range(10))
+    plain = Walk(PathShape())
+    plain.send(1.0, numbered(0))
+    assert [now_s for now_s, _ in plain.arrivals] == [1.0]
 
 
-def test_plain_path_passes_at_once() -> None:
-    walk = Walk(PathShape())
-    walk.send(1.0, numbered(0))
-    assert [now_s for now_s, _ in walk.arrivals] == [1.0]
-
-
-def test_jitter_stays_in_its_range_and_keeps_the_order() -> None:
+def test_jitter_stays_in_its_range_and_keeps_the_order():
     walk = Walk(PathShape(delay_s=0.02, jitter_s=0.005))
     for index in range(500):
         walk.send(index * 0.02, numbered(index))  # further apart than the jitter, so that each shows its own
@@ -61,21 +58,21 @@ def test_jitter_stays_in_its_range_and_keeps_the_order() -> None:
     assert sum(delays_s) / 500 == pytest.approx(0.02, abs=3 * 0.005 / math.sqrt(3 * 500))
 
 
-def test_dense_packets_keep_their_order_under_jitter() -> None:
+def test_dense_packets_keep_their_order_under_jitter():
     walk = Walk(PathShape(delay_s=0.02, jitter_s=0.02))
     for index in range(500):
         walk.send(index * 1e-4, numbered(index))
     assert walk.numbers() == list(range(500))
 
 
-def test_jitter_larger_than_the_delay_never_travels_back_in_time() -> None:
+def test_jitter_larger_than_the_delay_never_travels_back_in_time():
     walk = Walk(PathShape(delay_s=0.001, jitter_s=0.01))
     for index in range(200):
         walk.send(float(index), numbered(index))
     assert all(now_s >= index for index, (now_s, _) in enumerate(walk.finish()))
 
 
-def test_segments_are_lost_one_by_one_not_by_the_frame() -> None:
+def test_segments_are_lost_one_by_one_not_by_the_frame():
     walk = Walk(PathShape(loss=0.02))
     payload = bytes(range(250)) * 160
     sent = []
@@ -84,16 +81,13 @@ def test_segments_are_lost_one_by_one_not_by_the_frame() -> None:
         sent += segments_of(frame)
         walk.send(0.0, frame)
     received = [segment for _, packet in walk.finish() for segment in segments_of(packet.frame)]
-    counters = walk.path.counters()
-    assert counters == {"packets": 8000, "lost": 8000 - len(received), "dropped": 0}
-    assert 120 < counters["lost"] < 200  # 160 ± 3.3 deviations of 12.5
     missing = {segment.sequence for segment in sent} - {segment.sequence for segment in received}
-    assert len(missing) == counters["lost"]
+    assert 120 < len(missing) < 200  # of 8,000: 160 ± 3.3 deviations of 12.5
     assert received == [segment for segment in sent if segment.sequence not in missing]
 
 
 @pytest.mark.parametrize("shape", [PathShape(loss=0.1), PathShape(delay_s=0.1, jitter_s=0.05, reorder=0.2)])
-def test_same_seed_means_same_fate(shape: PathShape) -> None:
+def test_same_seed_means_same_fate(shape: PathShape):
     def outcome(seed: str) -> list[tuple[float, bytes]]:
         walk = Walk(shape, seed)
         for index in range(300):
@@ -104,7 +98,7 @@ def test_same_seed_means_same_fate(shape: PathShape) -> None:
     assert outcome("one") != outcome("other")
 
 
-def test_reordered_share_skips_the_delay() -> None:
+def test_reordered_share_skips_the_delay():
     walk = Walk(PathShape(delay_s=0.05, reorder=0.1))
     num_packets = 2000
     for index in range(num_packets):
@@ -117,7 +111,7 @@ def test_reordered_share_skips_the_delay() -> None:
     assert held_back == sorted(held_back)
 
 
-def test_segments_of_one_frame_overtake_singly() -> None:
+def test_segments_of_one_frame_overtake_singly():
     walk = Walk(PathShape(delay_s=0.05, reorder=0.1))
     frame = tcp_frame(bytes(40_000), 1000)
     walk.send(0.0, frame)
@@ -127,7 +121,7 @@ def test_segments_of_one_frame_overtake_singly() -> None:
     assert sorted([*early, *late], key=lambda segment: segment.sequence) == segments_of(frame)
 
 
-def test_cap_of_the_pair_holds_packets_of_mtu_size() -> None:
+def test_cap_of_the_pair_holds_packets_of_mtu_size():
     rate = 8e6  # one byte a microsecond: longer frames are cut
     walk = Walk(PathShape(rate_bits_per_s=rate, delay_s=0.01))
     frame = tcp_frame(bytes(43 * 1448), 1448)
@@ -138,7 +132,7 @@ def test_cap_of_the_pair_holds_packets_of_mtu_size() -> None:
     assert arrivals[-1][0] == pytest.approx(0.01 + 43 * 1514e-6, rel=0.07)
 
 
-def test_new_shape_leaves_what_is_under_way_as_it_is() -> None:
+def test_new_shape_leaves_what_is_under_way_as_it_is():
     walk = Walk(PathShape(delay_s=0.1))
     walk.send(0.0, numbered(0))
     walk.path.set_shape(0.0, PathShape(delay_s=0.3), 0.6)
@@ -148,7 +142,7 @@ def test_new_shape_leaves_what_is_under_way_as_it_is() -> None:
     assert [now_s for now_s, _ in walk.finish()] == pytest.approx([0.1, 0.31])
 
 
-def test_less_delay_lets_nothing_overtake() -> None:
+def test_less_delay_lets_nothing_overtake():
     walk = Walk(PathShape(delay_s=0.1))
     walk.send(0.0, numbered(0))
     walk.path.set_shape(0.0, PathShape(), 0.0)

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from support.ethernet_frames import tcp_frame
 
-from tahq.comm.network_model import FULL_FRAME_NBYTES, burst_nbytes, queue_limit_nbytes
+from tahq.comm.network_model import FULL_FRAME_NBYTES, queue_limit_nbytes
 from tahq_netem.wire.lines import (
     LONGEST_RUN_S,
     Agenda,
@@ -28,11 +28,11 @@ def full_frame(name: bytes = b"") -> Packet:
 class Arrivals:
     """What a line has forwarded, and when."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.times_s: list[float] = []
         self.names: list[bytes] = []
 
-    def __call__(self, now_s: float, packet: Packet) -> None:
+    def __call__(self, now_s: float, packet: Packet):
         self.times_s.append(now_s)
         self.names.append(packet.frame)
 
@@ -42,7 +42,7 @@ def make_line(rate: float | None = RATE, rtt_s: float = 0.0) -> tuple[Agenda, Ar
     return agenda, arrivals, Transmitter(agenda, arrivals, rate, rtt_s)
 
 
-def test_agenda_runs_in_order_of_time_then_of_entry() -> None:
+def test_agenda_runs_in_order_of_time_then_of_entry():
     agenda, arrivals = Agenda(), Arrivals()
     for due_s, name in ((2.0, b"c"), (1.0, b"a"), (2.0, b"d"), (1.5, b"b"), (3.0, b"later")):
         agenda.put(due_s, arrivals, full_frame(name))
@@ -51,7 +51,7 @@ def test_agenda_runs_in_order_of_time_then_of_entry() -> None:
     assert agenda.next_due_s == 3.0
 
 
-def test_uplink_delivers_when_the_last_bit_has_left() -> None:
+def test_uplink_delivers_when_the_last_bit_has_left():
     agenda, arrivals = Agenda(), Arrivals()
     uplink = Uplink(agenda, RATE)
     for _ in range(2):
@@ -59,15 +59,11 @@ def test_uplink_delivers_when_the_last_bit_has_left() -> None:
     uplink.enter(20.0, Packet(b"", 66), arrivals)
     agenda.run_until(math.inf)
     assert arrivals.times_s == pytest.approx([10 + SECONDS_PER_FRAME, 10 + 2 * SECONDS_PER_FRAME, 20 + 66e-6])
+    Uplink(agenda, None).enter(30.0, full_frame(), arrivals)
+    assert arrivals.times_s[-1] == 30.0
 
 
-def test_uplink_without_a_rate_delivers_at_once() -> None:
-    agenda, arrivals = Agenda(), Arrivals()
-    Uplink(agenda, None).enter(10.0, full_frame(), arrivals)
-    assert arrivals.times_s == [10.0]
-
-
-def test_uplink_hands_a_flows_frames_over_in_longer_runs_the_longer_it_lasts() -> None:
+def test_uplink_hands_a_flows_frames_over_in_longer_runs_the_longer_it_lasts():
     agenda, arrivals = Agenda(), Arrivals()
     uplink, frame = Uplink(agenda, 1e9), read_packet(tcp_frame(bytes(40 * 1448), 1448))
     duration_s = 8 * 40 * FULL_FRAME_NBYTES / 1e9
@@ -82,7 +78,7 @@ def test_uplink_hands_a_flows_frames_over_in_longer_runs_the_longer_it_lasts() -
     assert arrivals.times_s[-1] == pytest.approx(30 * duration_s)
 
 
-def test_line_adds_nothing_to_what_comes_at_its_own_rate() -> None:
+def test_line_adds_nothing_to_what_comes_at_its_own_rate():
     agenda, arrivals, line = make_line()
     times_s = [5 + index * SECONDS_PER_FRAME for index in range(1000)]
     for now_s in times_s:
@@ -92,7 +88,7 @@ def test_line_adds_nothing_to_what_comes_at_its_own_rate() -> None:
     assert arrivals.times_s == pytest.approx(times_s, abs=1e-9)
 
 
-def test_line_spreads_a_burst_at_its_rate() -> None:
+def test_line_spreads_a_burst_at_its_rate():
     agenda, arrivals, line = make_line()
     for index in range(100):
         line.enter(5.0, full_frame(bytes([index])))
@@ -105,7 +101,7 @@ def test_line_spreads_a_burst_at_its_rate() -> None:
     assert gaps_s == pytest.approx([SECONDS_PER_FRAME] * 95)
 
 
-def test_late_wake_up_loses_no_rate() -> None:
+def test_late_wake_up_loses_no_rate():
     agenda, arrivals, line = make_line()
     for _ in range(100):
         line.enter(5.0, full_frame())
@@ -115,19 +111,19 @@ def test_late_wake_up_loses_no_rate() -> None:
     assert arrivals.times_s[-1] - 5 == pytest.approx(100 * SECONDS_PER_FRAME, rel=0.04)
 
 
-def test_queue_drops_at_the_tail_and_counts() -> None:
+def test_queue_drops_at_the_tail():
     agenda, arrivals, line = make_line()
     limit = queue_limit_nbytes(RATE, 0.0)
     num_sent = limit // FULL_FRAME_NBYTES + 50
     for index in range(num_sent):
         line.enter(5.0, full_frame(index.to_bytes(4, "big")))
     agenda.run_until(math.inf)
-    num_kept = num_sent - line.num_dropped
+    num_kept = len(arrivals.names)
     assert arrivals.names == [index.to_bytes(4, "big") for index in range(num_kept)]
     assert limit <= num_kept * FULL_FRAME_NBYTES <= limit + 3 * FULL_FRAME_NBYTES
 
 
-def test_new_rate_holds_for_what_waits() -> None:
+def test_new_rate_holds_for_what_waits():
     agenda, arrivals, line = make_line()
     for _ in range(102):
         line.enter(5.0, full_frame())
@@ -141,7 +137,7 @@ def test_new_rate_holds_for_what_waits() -> None:
     assert len(arrivals.times_s) == 102
 
 
-def test_line_without_a_rate_any_more_lets_everything_go() -> None:
+def test_line_without_a_rate_any_more_lets_everything_go():
     agenda, arrivals, line = make_line()
     for _ in range(50):
         line.enter(5.0, full_frame())
@@ -152,25 +148,13 @@ def test_line_without_a_rate_any_more_lets_everything_go() -> None:
     assert arrivals.names[-1] == b"last"
 
 
-def test_queue_holds_a_round_trip_and_never_less_than_200_ms() -> None:
-    assert queue_limit_nbytes(1e9, 0.3) == 37_500_000
-    assert queue_limit_nbytes(1e8, 0.02) == 2_500_000
-    assert queue_limit_nbytes(1e6, 0.0) == 128 * 1514
-
-
-@pytest.mark.parametrize(("rate", "expected"), [(1e7, 3028), (1e8, 3028), (1e9, 12500)])
-def test_burst_is_small_enough_not_to_show_in_a_message(rate: float, expected: int) -> None:
-    assert burst_nbytes(rate) == expected
-    assert expected / 1e6 < 0.0126
-
-
 @pytest.mark.parametrize(("rate", "expected"), [(1e6, 1), (1e7, 1), (1e8, 8), (1e9, 82)])
-def test_runs_last_a_millisecond_at_most(rate: float, expected: int) -> None:
+def test_runs_last_a_millisecond_at_most(rate: float, expected: int):
     assert segments_within(LONGEST_RUN_S, rate) == expected
 
 
 @pytest.mark.parametrize("probability", [0.001, 0.01, 0.05, 0.5])
-def test_gaps_choose_the_share_asked_for(probability: float) -> None:
+def test_gaps_choose_the_share_asked_for(probability: float):
     gaps = Gaps(Random(f"gaps {probability}"), probability)
     num_packets = 200_000
     num_chosen = sum(len(gaps.chosen(20)) for _ in range(num_packets // 20))
@@ -178,7 +162,7 @@ def test_gaps_choose_the_share_asked_for(probability: float) -> None:
     assert abs(num_chosen - num_packets * probability) < 3.3 * deviation  # 99.9 %
 
 
-def test_gaps_do_not_depend_on_how_packets_come_together() -> None:
+def test_gaps_do_not_depend_on_how_packets_come_together():
     one_by_one, together = Gaps(Random("same"), 0.05), Gaps(Random("same"), 0.05)
     singly = [index for index in range(4400) if one_by_one.chosen(1)]
     in_frames = [44 * frame + position for frame in range(100) for position in together.chosen(44)]
@@ -186,14 +170,10 @@ def test_gaps_do_not_depend_on_how_packets_come_together() -> None:
     assert singly
 
 
-def test_gaps_at_the_ends_of_the_scale() -> None:
-    assert Gaps(Random(0), 0.0).chosen(10**9) == []
-    assert Gaps(Random(0), 1.0).chosen(5) == [0, 1, 2, 3, 4]
-
-
-def test_gaps_take_a_new_probability_at_once() -> None:
+def test_gaps_take_a_new_probability_at_once():
     gaps = Gaps(Random(0), 0.0)
+    assert gaps.chosen(10**9) == []
     gaps.set_probability(1.0)
-    assert gaps.chosen(2) == [0, 1]
+    assert gaps.chosen(5) == [0, 1, 2, 3, 4]
     gaps.set_probability(0.0)
     assert gaps.chosen(1000) == []

@@ -2,10 +2,12 @@
 
 import os
 import subprocess
+from contextlib import nullcontext
 from itertools import count
 
+from tahq.comm.network_config import NetworkConfig
 from tahq_netem.backends.network import Network
-from tahq_netem.network.description import NetworkConfig, plan_network
+from tahq_netem.network.description import plan_network
 
 _NETWORKS = count()
 
@@ -24,6 +26,9 @@ class LoopbackNetwork(Network):
 
     def address(self, host):
         return f"{self._prefix}.{self.plan.hosts.index(host) + 1}"
+
+    def entered(self, host):
+        return nullcontext()
 
     def popen(self, host, argv, *, env=None, **options):
         return subprocess.Popen(argv, env=env, **options)

@@ -37,30 +37,24 @@ class ScriptedSession(Session):
     """Steps that take as long as the network's slowest rate says, and failures when the world says so."""
 
     def __init__(self, request: SessionRequest, world: "World") -> None:
-        super().__init__(None)
-        self._request = request
+        super().__init__(request)
         self._world = world
         self._step = 0
-        self.is_closed = False
         if world.starts_fail:
             raise RuntimeLostError("it did not start")
 
+    def _start_all(self) -> None:
+        self.is_closed = False
+
     def steps_so_far(self) -> list[StepRecord]:
-        rates = [shape.up_bits_per_s for shape in self._request.network.plan.host_shapes.values()]
-        rate = rates[0]
+        rate = next(iter(self.request.network.plan.host_shapes.values())).up_bits_per_s
         if rate in self._world.losing_rates:
             raise RuntimeLostError(f"lost at {rate}")
         self._step += 1
-        cuts = len(self._request.hosts) - 1
+        cuts = len(self.request.hosts) - 1
         seconds = 1.0 if rate is None else 1.0 + 1e8 / rate
         self._world.now_s += seconds
         return [StepRecord(self._step, seconds, 5.0 / self._step, (1000.0,) * cuts, (2000.0,) * cuts)]
-
-    def check(self) -> None:
-        pass
-
-    def last_words(self) -> str:
-        return "nothing"
 
     def close(self) -> None:
         self.is_closed = True

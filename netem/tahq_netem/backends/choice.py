@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Final
 
+from tahq.comm.network_config import BackendName, NetworkConfig
 from tahq.errors import NetworkError
 from tahq_netem.backends.kernel import KernelNetwork
 from tahq_netem.backends.leftovers import sweep_leftovers
 from tahq_netem.backends.network import Network
 from tahq_netem.backends.probe import Probe, probe
 from tahq_netem.backends.tun import TunNetwork
-from tahq_netem.network.description import BackendName, NetworkConfig, NetworkPlan, plan_network
+from tahq_netem.network.description import NetworkPlan, plan_network
 
 _BUILDERS: Final[dict[BackendName, Callable[[NetworkPlan], Network]]] = {"kernel": KernelNetwork, "tun": TunNetwork}
 ADVICE: Final = (

@@ -51,16 +51,17 @@ _SPARE_PACKETS: Final = 1000
 
 
 class KernelNetwork(Network):
-    """Namespaces joined by veths and a bridge, shaped by htb and netem.
-
-    Raises:
-        NetworkError: the kernel lacks a part, or this user may not; nothing stays behind.
-    """
+    """Namespaces joined by veths and a bridge, shaped by htb and netem."""
 
     backend = "kernel"
 
     def __init__(self, plan: NetworkPlan) -> None:
         super().__init__(plan, [SWITCH])
+        try:
+            self._await_forwarding()
+        except BaseException:
+            self.close()
+            raise
 
     def set_link(self, host: str, *, is_up: bool) -> None:
         """Take the host's port out of the bridge, or put it back; packets already past the bridge still arrive."""
@@ -85,8 +86,17 @@ class KernelNetwork(Network):
             kernel.link("set", index=bridge, state="up")
             self._ports = {host: self._plug(kernel, bridge, index) for index, host in enumerate(self.plan.hosts)}
         self._port_shapers = {host: Shaper(port, SOURCE_FIELD, self._addresses) for host, port in self._ports.items()}
-        self._set_up_hosts()
-        self._await_forwarding()
+
+    def _plug(self, kernel: IPRoute, bridge: int, index: int) -> int:
+        name = f"port{index}"
+        # The other end is created in the host's namespace; nothing is ever created in this process's own.
+        with open(namespace_path(self._namespaces[self.plan.hosts[index]]), "rb") as namespace:
+            peer = {"ifname": HOST_DEVICE, "net_ns_fd": namespace.fileno()}
+            kernel.link("add", ifname=name, kind="veth", peer=peer)
+        [port] = kernel.link_lookup(ifname=name)
+        kernel.link("set", index=port, state="up")
+        _join(kernel, bridge, port, index)
+        return int(port)
 
     def _egress_tree(self, host: str) -> Tree:
         return egress_tree(self.plan, host)
@@ -105,17 +115,6 @@ class KernelNetwork(Network):
                 if time.monotonic() > deadline_s:
                     raise NetworkError(f"a port of the bridge does not forward within {_FORWARDING_WITHIN_S:g} s")
                 time.sleep(0.005)
-
-    def _plug(self, kernel: IPRoute, bridge: int, index: int) -> int:
-        name = f"port{index}"
-        # The other end is created in the host's namespace; nothing is ever created in this process's own.
-        with open(namespace_path(self._namespaces[self.plan.hosts[index]]), "rb") as namespace:
-            peer = {"ifname": HOST_DEVICE, "net_ns_fd": namespace.fileno()}
-            kernel.link("add", ifname=name, kind="veth", peer=peer)
-        [port] = kernel.link_lookup(ifname=name)
-        kernel.link("set", index=port, state="up")
-        _join(kernel, bridge, port, index)
-        return int(port)
 
 
 def _join(kernel: IPRoute, bridge: int, port: int, index: int) -> None:
@@ -136,16 +135,12 @@ def egress_tree(plan: NetworkPlan, host: str) -> Tree:
     """The shaper of a host's own device: its uplink, and the caps of its pairs."""
     up = plan.host_shapes[host].up_bits_per_s
     leaves = {
-        index: Leaf(PathShape(rate_bits_per_s=path.rate_bits_per_s), _queue_nbytes(plan, host, path.rate_bits_per_s))
+        index: Leaf(PathShape(rate_bits_per_s=cap), _queue_nbytes(plan, host, cap))
         for index, other in enumerate(plan.hosts)
-        if other != host and (path := plan.paths[host, other]).rate_bits_per_s is not None
+        if other != host and (cap := plan.paths[host, other].rate_bits_per_s) is not None
     }
-    queue_nbytes, burst_s = _queue_nbytes(plan, host, up), _egress_burst_s(up)
-    return Tree(up, queue_nbytes, leaves, most_segments=_most_segments(plan, host), burst_s=burst_s)
-
-
-def _egress_burst_s(up_bits_per_s: float | None) -> float:
-    return min(_CATCH_UP_S, 8 * _CATCH_UP_NBYTES / up_bits_per_s) if up_bits_per_s is not None else 0.0
+    burst_s = min(_CATCH_UP_S, 8 * _CATCH_UP_NBYTES / up) if up is not None else 0.0
+    return Tree(up, _queue_nbytes(plan, host, up), leaves, burst_s, _most_segments(plan, host))
 
 
 def port_tree(plan: NetworkPlan, host: str) -> Tree:
@@ -157,7 +152,7 @@ def port_tree(plan: NetworkPlan, host: str) -> Tree:
         for index, other in enumerate(plan.hosts)
         if other != host and (path := plan.paths[other, host]).needs_netem
     }
-    return Tree(down, queue_nbytes, leaves, burst_s=_port_burst_s(plan, host))
+    return Tree(down, queue_nbytes, leaves, _port_burst_s(plan, host))
 
 
 def _port_burst_s(plan: NetworkPlan, host: str) -> float:
@@ -167,19 +162,17 @@ def _port_burst_s(plan: NetworkPlan, host: str) -> float:
     the usual burst on a busy machine.
     """
     down = plan.host_shapes[host].down_bits_per_s
-    if down is None or any(_line_bits_per_s(plan, other, host) > down for other in plan.hosts if other != host):
+    if down is None:
         return 0.0
+    for sender in (other for other in plan.hosts if other != host):
+        rates = (plan.host_shapes[sender].up_bits_per_s, plan.paths[sender, host].rate_bits_per_s)
+        if min((rate for rate in rates if rate is not None), default=math.inf) > down:
+            return 0.0
     return max(8 * _SECOND_BURST_NBYTES / down, _SECOND_BURST_S)
 
 
-def _line_bits_per_s(plan: NetworkPlan, source: str, destination: str) -> float:
-    rates = (plan.host_shapes[source].up_bits_per_s, plan.paths[source, destination].rate_bits_per_s)
-    return min((rate for rate in rates if rate is not None), default=math.inf)
-
-
 def _queue_nbytes(plan: NetworkPlan, host: str, rate_bits_per_s: float | None) -> int:
-    longest_s = max((plan.round_trip_s(host, other) for other in plan.hosts if other != host), default=0.0)
-    return queue_limit_nbytes(rate_bits_per_s or _UNSHAPED_QUEUE_BITS_PER_S, longest_s)
+    return queue_limit_nbytes(rate_bits_per_s or _UNSHAPED_QUEUE_BITS_PER_S, plan.longest_round_trip_s(host))
 
 
 def _netem_limit(plan: NetworkPlan, source: str, destination: str, queue_nbytes: int) -> int:

@@ -39,17 +39,14 @@ class Guard:
         self._remove = remove
         self._owner = os.getpid()
         self._is_active = True
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[int, object] = {}
         atexit.register(self._at_exit)
         for number in _ENDING:
-            with suppress(ValueError):  # signals can be handled in the main thread only
-                self._take_over(number)
-
-    def _take_over(self, number: signal.Signals) -> None:
-        handler = signal.getsignal(number)
-        if handler is signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Guard):
-            signal.signal(number, self._on_signal)
-            self._previous[number] = handler
+            handler = signal.getsignal(number)
+            if handler is signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), Guard):
+                with suppress(ValueError):  # signals can be handled in the main thread only
+                    signal.signal(number, self._on_signal)
+                    self._previous[number] = handler
 
     def release(self) -> None:
         """Stop guarding."""
@@ -71,15 +68,12 @@ class Guard:
         except Exception:
             traceback.print_exc()  # the process is about to end
         finally:
-            self._pass_on(number, frame)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        older = self._previous[signal.Signals(number)]
-        if callable(older):
-            older(number, frame)
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            older = self._previous[number]
+            if callable(older):
+                older(number, frame)
+            else:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
 
 
 def note_process() -> None:
@@ -90,11 +84,9 @@ def note_process() -> None:
     """
     pid = os.getpid()
     note = _note(pid)
-    unfinished = note.with_suffix(".part")
     try:
         STATE_FOLDER.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({"pid": pid, "start_ticks": start_ticks(pid)}))
-        unfinished.replace(note)
+        note.write_text(json.dumps({"pid": pid, "start_ticks": start_ticks(pid)}))
     except PermissionError:
         raise NetworkError("network namespaces need root") from None
     except OSError as error:
@@ -141,17 +133,13 @@ def sweep_leftovers() -> list[str]:
         NetworkError: there are leftovers, and this user may not remove them.
     """
     owners = {name: pid for name in list_namespaces() if (pid := owner_pid(name)) is not None}
-    dead = {pid for pid in owners.values() if not is_alive(pid)}
+    noted = {int(note.stem) for note in STATE_FOLDER.glob("[0-9]*.json") if note.stem.isdigit()}
+    dead = {pid for pid in noted | set(owners.values()) if not is_alive(pid)}
     leftovers = [name for name, pid in owners.items() if pid in dead]
     end_processes(leftovers, grace_s=0.0)
     removed = [name for name in leftovers if remove_namespace(name)]
     for name in set(leftovers) - set(removed):
         _log.debug("namespace %s is hidden by another mount and stays", name)
-    for pid in dead | _noted_dead():
+    for pid in dead:
         forget_process(pid)
     return removed
-
-
-def _noted_dead() -> set[int]:
-    notes = STATE_FOLDER.glob("[0-9]*.json")
-    return {int(note.stem) for note in notes if note.stem.isdigit() and not is_alive(int(note.stem))}

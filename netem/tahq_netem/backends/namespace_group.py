@@ -96,9 +96,7 @@ class NamespaceGroup:
 
 def _window_nbytes(plan: NetworkPlan) -> int:
     """Twice the largest product of rate and round trip: the kernel keeps half of a socket's buffer for itself."""
-    products = (
-        rate / 8 * plan.round_trip_s(*pair) for pair in plan.paths if (rate := plan.rate_bits_per_s(*pair)) is not None
-    )
+    products = ((plan.rate_bits_per_s(*pair) or 0.0) / 8 * plan.round_trip_s(*pair) for pair in plan.paths)
     return int(2 * max(products, default=0.0)) + (1 << 20)
 
 
@@ -142,14 +140,10 @@ def _allowed_to_all(name: str) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = _ALLOWED.read_text().strip()
         try:
-            _allow(f"{before} {name}")
+            _ALLOWED.write_text(f"{before} {name}")
+        except OSError as error:
+            raise NetworkError(f"{name} cannot be allowed in {_ALLOWED} ({error.strerror})") from None
+        try:
             yield
         finally:
-            _allow(before)
-
-
-def _allow(names: str) -> None:
-    try:
-        _ALLOWED.write_text(names)
-    except OSError as error:
-        raise NetworkError(f"{_ALLOWED} cannot be set to {names!r} ({error.strerror})") from None
+            _ALLOWED.write_text(before)

@@ -28,13 +28,10 @@ from tahq.errors import NetworkError
 
 NAMESPACE_FOLDER: Final = Path("/run/netns")
 """The folder that `ip netns` uses, too."""
-
 SWITCH: Final = "_switch"
 """Label of the namespace that joins the hosts; host names cannot start with an underscore."""
-
 HOST_DEVICE: Final = "eth0"
 """The only network device of a host, besides lo."""
-
 GRACE_S: Final = 3.0
 """Time for processes to exit after SIGTERM when their namespace is removed."""
 
@@ -50,7 +47,7 @@ _OWN: Final = "/proc/thread-self/ns/net"
 
 def namespace_prefix(pid: int, taken: Collection[str]) -> str:
     """A name prefix for a new network of process `pid` that none of the `taken` names starts with."""
-    prefixes = (f"tahq-{pid}-" if number == 0 else f"tahq-{pid}.{number}-" for number in range(len(taken) + 1))
+    prefixes = [f"tahq-{pid}-", *(f"tahq-{pid}.{number}-" for number in range(1, len(taken) + 1))]
     return next(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in taken))
 
 
@@ -124,10 +121,9 @@ def create_namespace(namespace: str) -> None:
 
 
 def _prepare() -> None:
-    # IPv6 would add router solicitations to the measured traffic.
-    with suppress(FileNotFoundError):
-        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
-        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+    with suppress(FileNotFoundError):  # IPv6 would add router solicitations to the measured traffic
+        for which in ("all", "default"):
+            Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1")
     with _netlink_socket() as kernel:
         kernel.link("set", index=1, state="up")
 
@@ -290,7 +286,7 @@ def _sysctl_path(name: str) -> Path:
 
 def processes_in(*namespaces: str) -> list[int]:
     """Pids of the other processes whose main thread is in one of these namespaces."""
-    wanted = {identity for name in namespaces if (identity := _identity(namespace_path(name))) is not None}
+    wanted = {_identity(namespace_path(name)) for name in namespaces} - {None}
     others = (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid())
     return [pid for pid in others if _identity(f"/proc/{pid}/ns/net") in wanted]
 

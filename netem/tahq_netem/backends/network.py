@@ -9,14 +9,21 @@ import platform
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, Final, Self
 
-from pyroute2 import IPRoute
-
 from tahq_netem.backends.namespace_group import NamespaceGroup
-from tahq_netem.backends.namespaces import HOST_DEVICE, host_address, host_mac, netlink, popen, refusals_explained
+from tahq_netem.backends.namespaces import (
+    HOST_DEVICE,
+    entered,
+    host_address,
+    host_mac,
+    netlink,
+    popen,
+    refusals_explained,
+)
 from tahq_netem.backends.tcp_reset import reset_connections
 from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Shaper, Tree
 from tahq_netem.network.description import NetworkPlan, PathShape, RateChange, known_host
@@ -48,6 +55,7 @@ class Network(ABC):
             with refusals_explained():
                 self._tcp = self._namespaces.tune_tcp(plan)
                 self._connect()
+                self._shapers = {host: self._set_up_host(index) for index, host in enumerate(plan.hosts)}
                 self._shape()
         except BaseException:
             self.close()
@@ -56,7 +64,7 @@ class Network(ABC):
 
     @abstractmethod
     def _connect(self) -> None:
-        """Give every host its device, call `_set_up_hosts`, and return when packets get through."""
+        """Give every host its device."""
 
     @abstractmethod
     def _egress_tree(self, host: str) -> Tree:
@@ -73,6 +81,10 @@ class Network(ABC):
     def namespace(self, host: str) -> str:
         """The name of the host's network namespace."""
         return self._namespaces[known_host(host, self.plan.hosts)]
+
+    def entered(self, host: str) -> AbstractContextManager[None]:
+        """Move the calling thread to `host` for the duration of the block; sockets opened there stay there."""
+        return entered(self.namespace(host))
 
     def popen(
         self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
@@ -146,21 +158,14 @@ class Network(ABC):
                 with netlink(self._namespaces[host]) as kernel:
                     shaper.apply(kernel, tree)
 
-    def _set_up_hosts(self) -> None:
-        """Give every host's device its addresses and bring it up."""
-        self._shapers = {host: self._set_up_host(index) for index, host in enumerate(self.plan.hosts)}
-
     def _set_up_host(self, index: int) -> Shaper:
         with netlink(self._namespaces[self.plan.hosts[index]]) as kernel:
             [device] = kernel.link_lookup(ifname=HOST_DEVICE)
             kernel.link("set", index=device, address=host_mac(index))
             kernel.link("set", index=device, state="up")
             kernel.addr("add", index=device, address=self._addresses[index], prefixlen=24)
-            self._add_neighbours(kernel, index, device)
+            # In place of ARP: hosts far apart share no Ethernet, and an outage must not turn into `no route to host`.
+            for other, address in self._addresses.items():
+                if other != index:
+                    kernel.neigh("add", dst=address, lladdr=host_mac(other), ifindex=device, state=_NEIGHBOUR_PERMANENT)
         return Shaper(device, DESTINATION_FIELD, self._addresses)
-
-    def _add_neighbours(self, kernel: IPRoute, index: int, device: int) -> None:
-        """Replace ARP: hosts far apart share no Ethernet, and an outage must not turn into `no route to host`."""
-        for other, address in self._addresses.items():
-            if other != index:
-                kernel.neigh("add", dst=address, lladdr=host_mac(other), ifindex=device, state=_NEIGHBOUR_PERMANENT)

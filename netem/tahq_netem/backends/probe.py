@@ -6,13 +6,11 @@ A kernel's configuration says little: parts are modules that may not load, and c
 import errno
 import os
 import platform
-import socket
-import struct
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pyroute2 import IPRoute, NetlinkError
 from pyroute2.protocols import ETH_P_IP
@@ -26,6 +24,7 @@ from tahq_netem.network.description import NetworkPlan
 
 _LABEL: Final = "_probe"
 _LINK: Final = "probe"
+_QDISC: Final = 0x10000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +57,29 @@ class Probe:
         """Why a backend cannot build `plan` here; None if it can."""
         if self.namespaces_obstacle is not None:
             return self.namespaces_obstacle
-        missing = [name for name in _needs(backend, plan) if not self.parts[name]]
-        return f"this kernel has no {_with_modules(missing)}" if missing else None
+        has_caps = any(path.rate_bits_per_s is not None for path in plan.paths.values())
+        if backend == "tun":
+            needs = {"tun": True, "htb": True, "u32": has_caps}
+        else:
+            netem = plan.needs_netem
+            needs = {"veth": True, "bridge": True, "htb": True, "u32": has_caps or netem, "netem": netem}
+        missing = [name for name, is_needed in needs.items() if is_needed and not self.parts[name]]
+        named = ", ".join(f"{name} (module {PARTS[name].module})" for name in missing)
+        return f"this kernel has no {named}" if missing else None
 
     def lines(self) -> list[str]:
         """One line for each part, saying what a missing part means."""
-        rows = [
-            ("kernel", self.kernel),
-            ("root", "yes" if self.is_root else "no"),
-            ("namespaces", self._namespaces_finding()),
-            *((name, self._finding(name)) for name in PARTS),
-            ("TCP", f"congestion control {', '.join(self.congestion_controls) or 'unknown'}"),
-        ]
-        width = max(len(name) for name, _ in rows)
-        return [f"{name:{width}}  {finding}" for name, finding in rows]
-
-    def _namespaces_finding(self) -> str:
-        if self.namespaces_obstacle is None:
-            return "yes"
-        return f"no: {self.namespaces_obstacle}; without them there are no hosts"
-
-    def _finding(self, name: str) -> str:
-        if name not in self.parts:
-            return "not tried: that needs a namespace"
-        return "yes" if self.parts[name] else f"no (module {PARTS[name].module}): without it, {PARTS[name].meaning}"
+        obstacle = self.namespaces_obstacle
+        rows = {
+            "kernel": self.kernel,
+            "root": "yes" if self.is_root else "no",
+            "namespaces": "yes" if obstacle is None else f"no: {obstacle}; without them there are no hosts",
+        }
+        for name, part in PARTS.items():
+            missing = f"no (module {part.module}): without it, {part.meaning}"
+            rows[name] = "not tried: that needs a namespace" if obstacle else "yes" if self.parts[name] else missing
+        rows["TCP"] = f"congestion control {', '.join(self.congestion_controls) or 'unknown'}"
+        return [f"{name:{max(map(len, rows))}}  {finding}" for name, finding in rows.items()]
 
 
 def probe() -> Probe:
@@ -89,21 +87,13 @@ def probe() -> Probe:
     parts: dict[str, bool] = {}
     obstacle = None
     try:
-        with closing(NamespaceGroup([_LABEL])) as group:
-            parts = _try_parts(group[_LABEL])
+        with closing(NamespaceGroup([_LABEL])) as group, netlink(group[_LABEL]) as kernel:
+            parts = {name: _works(part, kernel) for name, part in PARTS.items()}
     except NetworkError as error:
         obstacle = str(error)
-    return Probe(os.geteuid() == 0, obstacle, parts, _congestion_controls())
-
-
-def _congestion_controls() -> tuple[str, ...]:
-    path = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-    return tuple(path.read_text().split()) if path.exists() else ()
-
-
-def _try_parts(namespace: str) -> dict[str, bool]:
-    with netlink(namespace) as kernel:
-        return {name: _works(part, kernel) for name, part in PARTS.items()}
+    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+    controls = tuple(available.read_text().split()) if available.exists() else ()
+    return Probe(os.geteuid() == 0, obstacle, parts, controls)
 
 
 def _works(part: Part, kernel: IPRoute) -> bool:
@@ -114,70 +104,31 @@ def _works(part: Part, kernel: IPRoute) -> bool:
     return True
 
 
-def _needs(backend: str, plan: NetworkPlan) -> list[str]:
-    has_caps = any(path.rate_bits_per_s is not None for path in plan.paths.values())
-    if backend == "tun":
-        wanted = {"tun": True, "htb": True, "u32": has_caps}
-    else:
-        has_leaves = has_caps or plan.needs_netem
-        wanted = {"veth": True, "bridge": True, "htb": True, "u32": has_leaves, "netem": plan.needs_netem}
-    return [name for name, is_wanted in wanted.items() if is_wanted]
-
-
-def _with_modules(names: list[str]) -> str:
-    return ", ".join(f"{name} (module {PARTS[name].module})" for name in names)
-
-
-def _try_link(kernel: IPRoute, kind: str, **options: Any) -> None:
-    kernel.link("add", ifname=f"{_LINK}-{kind}", kind=kind, **options)
-
-
-def _try_veth(kernel: IPRoute) -> None:
-    _try_link(kernel, "veth", peer=f"{_LINK}-peer")
-
-
-def _device(kernel: IPRoute) -> int:
-    """The throwaway veth, or lo where there is none."""
-    return int(next(iter(kernel.link_lookup(ifname=f"{_LINK}-veth")), 1))
-
-
-def _try_qdisc(kernel: IPRoute, kind: str, **options: Any) -> None:
-    index = _device(kernel)
-    kernel.tc("add", kind, index, 0x10000, **options)
-    kernel.tc("del", index=index, handle=0x10000, root=True)
+@contextmanager
+def _qdisc(kernel: IPRoute, kind: str, **options: int) -> Iterator[int]:
+    """A queueing discipline on the throwaway veth, or on lo where there is none; gives the device's index."""
+    index = int(next(iter(kernel.link_lookup(ifname=f"{_LINK}-veth")), 1))
+    kernel.tc("add", kind, index, _QDISC, **options)
+    try:
+        yield index
+    finally:
+        kernel.tc("del", index=index, handle=_QDISC, root=True)
 
 
 def _try_htb(kernel: IPRoute) -> None:
-    index = _device(kernel)
-    kernel.tc("add", "htb", index, 0x10000, default=0)
-    try:
-        kernel.tc("add-class", "htb", index, 0x10001, parent=0x10000, rate=125_000, burst=3000, quantum=1514)
-    finally:
-        kernel.tc("del", index=index, handle=0x10000, root=True)
+    with _qdisc(kernel, "htb", default=0) as index:
+        kernel.tc("add-class", "htb", index, _QDISC + 1, parent=_QDISC, rate=125_000, burst=3000, quantum=1514)
 
 
 def _try_u32(kernel: IPRoute) -> None:
-    index = _device(kernel)
-    kernel.tc("add", "htb", index, 0x10000, default=0)
-    try:
-        keys = ["0x0a4d0001/0xffffffff+12"]
-        kernel.tc("add-filter", "u32", index, parent=0x10000, prio=1, protocol=ETH_P_IP, target=0x10001, keys=keys)
-    finally:
-        kernel.tc("del", index=index, handle=0x10000, root=True)
+    keys = ["0x0a4d0001/0xffffffff+12"]
+    with _qdisc(kernel, "htb", default=0) as index:
+        kernel.tc("add-filter", "u32", index, parent=_QDISC, prio=1, protocol=ETH_P_IP, target=_QDISC + 1, keys=keys)
 
 
-def _try_tun(kernel: IPRoute) -> None:
-    os.close(open_device(f"{_LINK}-tun"))
-
-
-def _try_nfqueue(kernel: IPRoute) -> None:
-    """Bind to queue 0: NFQNL_MSG_CONFIG with NFQNL_CFG_CMD_BIND of linux/netfilter/nfnetlink_queue.h."""
-    body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0) + struct.pack("=HHBBH", 8, 1, 1, 0, 0)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as netfilter:
-        netfilter.send(struct.pack("=IHHII", 16 + len(body), 3 << 8 | 2, 0x5, 0, 0) + body)
-        number = -struct.unpack_from("=i", netfilter.recv(4096), 16)[0]
-    if number:
-        raise OSError(number, os.strerror(number))
+def _try_netem(kernel: IPRoute) -> None:
+    with _qdisc(kernel, "netem", delay=1000, limit=10):
+        pass
 
 
 def _try_reset(kernel: IPRoute) -> None:
@@ -186,24 +137,24 @@ def _try_reset(kernel: IPRoute) -> None:
 
 
 PARTS: Final[dict[str, Part]] = {
-    "veth": Part(_try_veth, "backend kernel has no links", "veth"),
-    "bridge": Part(lambda kernel: _try_link(kernel, "bridge"), "backend kernel cannot join its hosts", "bridge"),
+    "veth": Part(
+        lambda kernel: kernel.link("add", ifname=f"{_LINK}-veth", kind="veth", peer=f"{_LINK}-peer"),
+        "backend kernel has no links",
+        "veth",
+    ),
+    "bridge": Part(
+        lambda kernel: kernel.link("add", ifname=f"{_LINK}-bridge", kind="bridge"),
+        "backend kernel cannot join its hosts",
+        "bridge",
+    ),
     "htb": Part(_try_htb, "rates cannot be shaped by kernel or tun", "sch_htb"),
     "u32": Part(
         _try_u32, "backend kernel shapes hosts alone, no path of its own, and backend tun caps no pairs", "cls_u32"
     ),
     "netem": Part(
-        lambda kernel: _try_qdisc(kernel, "netem", delay=1000, limit=10),
-        "backend kernel shapes rates only; backend tun delays and loses packets in its place",
-        "sch_netem",
+        _try_netem, "backend kernel shapes rates only; backend tun delays and loses packets in its place", "sch_netem"
     ),
-    "tbf": Part(
-        lambda kernel: _try_qdisc(kernel, "tbf", rate=125_000, burst=3000, latency=50_000),
-        "nothing is missing: htb shapes rates",
-        "sch_tbf",
-    ),
-    "tun": Part(_try_tun, "backend tun does not work", "tun"),
-    "nfqueue": Part(_try_nfqueue, "nothing is missing: backend tun needs no firewall", "nfnetlink_queue"),
+    "tun": Part(lambda kernel: os.close(open_device(f"{_LINK}-tun")), "backend tun does not work", "tun"),
     "tcp-reset": Part(_try_reset, "faults cannot reset TCP connections", "tcp_diag"),
 }
 """In the order of trying: later ones use the veth and the htb of earlier ones."""

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import Final
 
 from tahq.errors import NetworkError
@@ -23,11 +24,9 @@ _NLMSG_DONE: Final = 3
 _REQUEST, _ACK, _DUMP = 0x1, 0x4, 0x300
 _STATES: Final = sum(1 << state for state in (1, 4, 5, 8))
 """ESTABLISHED, FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT."""
-
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST_BODY: Final = struct.Struct("=BBBBI48s")
-_ID: Final = struct.Struct("!HH16s16s12s")
-"""Ports, source, destination; then interface and cookie, passed through as they are."""
+_NO_CONNECTION: Final = bytes(40) + b"\xff" * 8  # INET_DIAG_NOCOOKIE
 
 
 def reset_connections(namespace: str) -> int:
@@ -47,13 +46,13 @@ def reset_connections(namespace: str) -> int:
 
 
 def can_reset() -> bool:
-    """Whether this kernel can end connections; asked about one that cannot be, in the calling thread's namespace."""
+    """Whether this kernel can end connections; tried on one that does not exist."""
     try:
         with _open_kernel() as kernel:
             # Ending a connection fails alike without the connection and without the module; listing them does not.
             for _ in _connections(kernel, socket.AF_INET):
                 pass
-            _destroy(kernel, socket.AF_INET, bytes(40) + b"\xff" * 8)  # INET_DIAG_NOCOOKIE
+            _destroy(kernel, socket.AF_INET, _NO_CONNECTION)
     except (NetworkError, OSError):
         return False
     return True
@@ -64,7 +63,8 @@ def _open_kernel() -> socket.socket:
 
 
 def _connections(kernel: socket.socket, family: int) -> Iterator[bytes]:
-    _send(kernel, _SOCK_DIAG_BY_FAMILY, _REQUEST | _DUMP, family, _STATES, bytes(48))
+    """The identity of each connection: both ports and addresses, interface and cookie, as the kernel packs them."""
+    _send(kernel, _SOCK_DIAG_BY_FAMILY, _REQUEST | _DUMP, family, bytes(48))
     while True:
         for kind, body in _messages(kernel.recv(1 << 16)):
             if kind in (_NLMSG_DONE, _NLMSG_ERROR):
@@ -75,21 +75,20 @@ def _connections(kernel: socket.socket, family: int) -> Iterator[bytes]:
 
 def _destroy(kernel: socket.socket, family: int, identity: bytes) -> bool:
     """Whether there still was such a connection."""
-    _send(kernel, _SOCK_DESTROY, _REQUEST | _ACK, family, _STATES, identity)
+    _send(kernel, _SOCK_DESTROY, _REQUEST | _ACK, family, identity)
     [(_, body)] = _messages(kernel.recv(1 << 16))
-    number = _error_number(body)
-    if number != errno.ENOENT:
-        _check(body)
-    return number == 0
+    if _error_number(body) == errno.ENOENT:
+        return False
+    _check(body)
+    return True
 
 
 def _error_number(message: bytes) -> int:
-    (number,) = struct.unpack_from("=i", message)
-    return -int(number)
+    return -int.from_bytes(message[:4], "little", signed=True)
 
 
-def _check(error: bytes) -> None:
-    number = _error_number(error)
+def _check(message: bytes) -> None:
+    number = _error_number(message)
     if number == errno.ENOENT:
         raise NetworkError("this kernel cannot reset connections: it has no module tcp_diag")
     if number == errno.EOPNOTSUPP:
@@ -98,8 +97,8 @@ def _check(error: bytes) -> None:
         raise NetworkError(f"the kernel did not reset a connection: {os.strerror(number)}")
 
 
-def _send(kernel: socket.socket, kind: int, flags: int, family: int, states: int, identity: bytes) -> None:
-    body = _REQUEST_BODY.pack(family, socket.IPPROTO_TCP, 0, 0, states, identity)
+def _send(kernel: socket.socket, kind: int, flags: int, family: int, identity: bytes) -> None:
+    body = _REQUEST_BODY.pack(family, socket.IPPROTO_TCP, 0, 0, _STATES, identity)
     kernel.send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 0, 0) + body)
 
 
@@ -112,10 +111,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _is_within_host(family: int, identity: bytes) -> bool:
     """Connections of a host to itself are not the network's to end."""
-    _, _, source, destination, _ = _ID.unpack(identity)
-    if source == destination:
-        return True
-    if family == socket.AF_INET:
-        return bytes(destination).startswith(b"\x7f")
-    mapped_loopback = bytes(10) + b"\xff\xff\x7f"
-    return destination == bytes(15) + b"\x01" or bytes(destination).startswith(mapped_loopback)
+    size = 4 if family == socket.AF_INET else 16
+    source, destination = ip_address(identity[4 : 4 + size]), ip_address(identity[20 : 20 + size])
+    mapped = getattr(destination, "ipv4_mapped", None)
+    return source == destination or (mapped or destination).is_loopback

@@ -95,7 +95,9 @@ class Shaper:
         try:
             self._change(kernel, self.installed, tree)
         except BaseException:
-            self._remove(kernel)
+            self.installed = Tree(None, 0, {})
+            with suppress(NetlinkError):  # it was not there yet
+                kernel.tc("del", index=self._index, handle=_QDISC, root=True)
             raise
         self.installed = tree
 
@@ -107,53 +109,42 @@ class Shaper:
         elif before.is_needed:
             kernel.tc("del", index=self._index, handle=_QDISC, root=True)
 
-    def _remove(self, kernel: IPRoute) -> None:
-        self.installed = Tree(None, 0, {})
-        with suppress(NetlinkError):  # it was not there yet
-            kernel.tc("del", index=self._index, handle=_QDISC, root=True)
-
     def _install(self, kernel: IPRoute, before: Tree, tree: Tree) -> None:
         if not before.is_needed:
             kernel.tc("replace", "htb", self._index, _QDISC, default=_DEFAULT_CLASS & 0xFFFF)
-        root_changes = not before.is_needed or _root(before) != _root(tree)
+        root_changes = not before.is_needed or (before.rate_bits_per_s, before.burst_s) != (
+            tree.rate_bits_per_s,
+            tree.burst_s,
+        )
         if root_changes:
             self._set_class(kernel, _ROOT_CLASS, tree)
             self._set_class(kernel, _DEFAULT_CLASS, tree)
         if root_changes or before.queue_nbytes != tree.queue_nbytes:
-            self._set_fifo(kernel, _DEFAULT_LEAF, _DEFAULT_CLASS, tree.queue_nbytes)
+            self._set_queue(kernel, _DEFAULT_LEAF, _DEFAULT_CLASS, Leaf(PathShape(), tree.queue_nbytes))
         for peer in before.leaves.keys() - tree.leaves.keys():
-            self._remove_leaf(kernel, peer)
+            self._filter(kernel, "del-filter", peer)
+            kernel.tc("del-class", index=self._index, handle=_FIRST_PEER_CLASS + peer, parent=_ROOT_CLASS)
         for peer, leaf in tree.leaves.items():
             if root_changes or before.leaves.get(peer) != leaf:
                 self._set_class(kernel, _FIRST_PEER_CLASS + peer, tree, leaf.path.rate_bits_per_s)
                 self._set_leaf(kernel, peer, before.leaves.get(peer), leaf)
 
     def _set_leaf(self, kernel: IPRoute, peer: int, old: Leaf | None, leaf: Leaf) -> None:
-        if old != leaf:
-            self._set_queue(kernel, peer, old, leaf)
-        if old is None:
-            self._filter(kernel, "add-filter", peer)
-
-    def _set_queue(self, kernel: IPRoute, peer: int, old: Leaf | None, leaf: Leaf) -> None:
         handle, parent = _FIRST_PEER_LEAF + (peer << 16), _FIRST_PEER_CLASS + peer
         if old is not None and old.path.needs_netem != leaf.path.needs_netem:
             kernel.tc("del", index=self._index, handle=handle, parent=parent)
-        if leaf.path.needs_netem:
-            self._set_netem(kernel, handle, parent, leaf)
-        else:
-            self._set_fifo(kernel, handle, parent, leaf.queue_nbytes)
+        if old != leaf:
+            self._set_queue(kernel, handle, parent, leaf)
+        if old is None:
+            self._filter(kernel, "add-filter", peer)
 
-    def _set_netem(self, kernel: IPRoute, handle: int, parent: int, leaf: Leaf) -> None:
+    def _set_queue(self, kernel: IPRoute, handle: int, parent: int, leaf: Leaf) -> None:
         try:
-            kernel.nlm_request_batch([netem_message(self._index, handle, parent, leaf)])
+            kernel.nlm_request_batch([queue_message(self._index, handle, parent, leaf)])
         except NetlinkError as error:
-            if error.code in (errno.ENOENT, errno.EOPNOTSUPP):
+            if leaf.path.needs_netem and error.code in (errno.ENOENT, errno.EOPNOTSUPP):
                 raise NetworkError("this kernel has no netem (module sch_netem); backend tun works without") from None
             raise
-
-    def _remove_leaf(self, kernel: IPRoute, peer: int) -> None:
-        self._filter(kernel, "del-filter", peer)
-        kernel.tc("del-class", index=self._index, handle=_FIRST_PEER_CLASS + peer, parent=_ROOT_CLASS)
 
     def _filter(self, kernel: IPRoute, command: str, peer: int) -> None:
         address = int.from_bytes(socket.inet_aton(self._addresses[peer]), "big")
@@ -170,13 +161,6 @@ class Shaper:
             options |= {"rate": _OWN_BYTES_PER_S, "burst": FULL_FRAME_NBYTES, "ceil": int(rate / 8)}
         parent = _QDISC if handle == _ROOT_CLASS else _ROOT_CLASS
         kernel.tc("replace-class", "htb", self._index, handle, parent=parent, **options)
-
-    def _set_fifo(self, kernel: IPRoute, handle: int, parent: int, nbytes: int) -> None:
-        kernel.nlm_request_batch([bfifo_message(self._index, handle, parent, nbytes)])
-
-
-def _root(tree: Tree) -> tuple[float | None, float]:
-    return tree.rate_bits_per_s, tree.burst_s
 
 
 def netem_options(leaf: Leaf) -> dict[str, float]:
@@ -199,17 +183,16 @@ def netem_options(leaf: Leaf) -> dict[str, float]:
     return options
 
 
-def netem_message(index: int, handle: int, parent: int, leaf: Leaf) -> tcmsg:
-    """The request for a netem: pyroute2's own (0.9.7) takes netem's rate for an attribute of the message."""
-    return _queue_message(index, handle, parent, "netem", sched_netem.get_parameters(netem_options(leaf)))
+def queue_message(index: int, handle: int, parent: int, leaf: Leaf) -> tcmsg:
+    """The request for a leaf's netem, or for a queue of so many bytes.
 
-
-def bfifo_message(index: int, handle: int, parent: int, nbytes: int) -> tcmsg:
-    """The request for a queue of `nbytes`: pyroute2 knows only queues that count packets, which can have 64 kB each."""
-    return _queue_message(index, handle, parent, "bfifo", struct.pack("=I", nbytes))
-
-
-def _queue_message(index: int, handle: int, parent: int, kind: str, options: object) -> tcmsg:
+    pyroute2's own requests (0.9.7) take netem's rate for an attribute of the message, and know only queues that count
+    packets, which can have 64 kB each.
+    """
+    if leaf.path.needs_netem:
+        kind, options = "netem", sched_netem.get_parameters(netem_options(leaf))
+    else:
+        kind, options = "bfifo", struct.pack("=I", leaf.queue_nbytes)
     message = tcmsg()
     message["index"], message["handle"], message["parent"] = index, handle, parent
     message["header"]["type"], message["header"]["flags"] = RTM_NEWQDISC, _REPLACE

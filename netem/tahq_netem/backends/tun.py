@@ -17,9 +17,6 @@ segments in one piece of up to 64 kB with their checksum left open: no data is s
 
 import fcntl
 import os
-import socket
-import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from struct import Struct
 from typing import Any, Final
@@ -30,8 +27,7 @@ from tahq_netem.backends.namespaces import HOST_DEVICE, netlink
 from tahq_netem.backends.network import Network
 from tahq_netem.backends.traffic_control import Tree
 from tahq_netem.network.description import NetworkPlan, PathShape, RateChange, known_host
-from tahq_netem.programs import module_argv, module_environment
-from tahq_netem.wire.control import WireControl, plan_to_json
+from tahq_netem.wire.control import WireProcess
 from tahq_netem.wire.lines import LONGEST_RUN_S, segments_within
 from tahq_netem.wire.packet import VNET_HEADER_BYTES
 
@@ -45,7 +41,14 @@ _IFF_VNET_HDR: Final = 0x4000
 _TUN_F_CSUM: Final = 0x01
 _TUN_F_TSO4: Final = 0x02
 _INTERFACE_REQUEST: Final = Struct("16sH22x")  # struct ifreq: name, flags
-_INT: Final = Struct("i")
+
+MOST_SEGMENTS: Final = 44
+"""Most TCP segments in a frame: 64 kB."""
+CATCH_UP_S: Final = 5e-3
+"""How far a host's shaper may catch up after a late wake-up. On a busy machine 1 to 5 ms are common; with the usual
+burst of 100 µs they cost 20 % of the rate at 1 Gbit/s. A full line then shows up to 5 ms of queue."""
+RING_FRAMES: Final = 16384
+"""Frames that can wait for the wire in a device: enough for 0.1 s without a core. A full ring drops frames."""
 
 
 def open_device(name: str) -> int:
@@ -63,71 +66,42 @@ def open_device(name: str) -> int:
             f"cannot open {_TUN}: {error.strerror}; the tun backend needs root and `modprobe tun`"
         ) from None
     try:
-        _attach(descriptor, name)
+        flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(descriptor, _TUNSETIFF, _INTERFACE_REQUEST.pack(name.encode(), flags))
+        fcntl.ioctl(descriptor, _TUNSETVNETHDRSZ, Struct("i").pack(VNET_HEADER_BYTES))
+        # Neither UDP's segmentation nor ECN's: the kernel cuts those before they get here.
+        fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     except OSError as error:
         os.close(descriptor)
         raise NetworkError(f"cannot make the TUN device {name}: {error.strerror}; it needs CAP_NET_ADMIN") from None
     return descriptor
 
 
-def _attach(descriptor: int, name: str) -> None:
-    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
-    fcntl.ioctl(descriptor, _TUNSETIFF, _INTERFACE_REQUEST.pack(name.encode(), flags))
-    fcntl.ioctl(descriptor, _TUNSETVNETHDRSZ, _INT.pack(VNET_HEADER_BYTES))
-    # Neither UDP's segmentation nor ECN's: the kernel cuts those before they get here.
-    fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
-
-
-MOST_SEGMENTS: Final = 44
-"""Most TCP segments in a frame: 64 kB."""
-CATCH_UP_S: Final = 5e-3
-"""How far a host's shaper may catch up after a late wake-up. On a busy machine 1 to 5 ms are common; with the usual
-burst of 100 µs they cost 20 % of the rate at 1 Gbit/s. A full line then shows up to 5 ms of queue."""
-RING_FRAMES: Final = 16384
-"""Frames that can wait for the wire in a device: enough for 0.1 s without a core. A full ring drops frames."""
-_GRACE_S: Final = 3.0
-
-
 class TunNetwork(Network):
     """Namespaces with TUN devices, joined by a wire process.
 
-    `seed` determines losses, jitter and reordering: the same packets meet the same fate.
+    Losses, jitter and reordering are pseudo-random: the same packets meet the same fate.
     """
 
     backend = "tun"
-
-    _wire: "WireProcess | None" = None
-
-    def __init__(self, plan: NetworkPlan, *, seed: int = 0) -> None:
-        self._seed = seed
-        super().__init__(plan)
-
-    @property
-    def wire(self) -> "WireProcess":
-        """The process that moves the packets."""
-        if self._wire is None:
-            raise RuntimeError("the network is closed")
-        return self._wire
+    wire: WireProcess
+    """The process that moves the packets."""
 
     def set_rate(self, host: str, *, up: RateChange = ..., down: RateChange = ...) -> None:
         """Change a host's rates; waiting packets leave at the new rate."""
         changed = self.plan.with_rates(host, up, down)
-        self.wire.control.set_rates(host, changed.host_shapes[host])
+        self.wire.control.ask("set_rates", host, changed.host_shapes[host])
         self._change(changed)
 
     def set_path(self, source: str, destination: str, shape: PathShape) -> None:
         """Change what packets meet that are sent from now on; packets on their way keep their delay."""
         changed = self.plan.with_path(source, destination, shape)
-        self.wire.control.set_path(source, destination, shape)
+        self.wire.control.ask("set_path", source, destination, shape)
         self._change(changed)
 
     def set_link(self, host: str, *, is_up: bool) -> None:
         """Have the wire drop everything to and from the host, or stop doing so. Its interface stays up."""
-        self.wire.control.set_link(known_host(host, self.plan.hosts), is_up=is_up)
-
-    def counters(self) -> dict[str, Any]:
-        """Packets seen, lost and dropped so far, by path."""
-        return self.wire.control.counters()
+        self.wire.control.ask("set_link", known_host(host, self.plan.hosts), is_up)
 
     def describe(self) -> dict[str, Any]:
         """The network, what is in force, and versions, fit for JSON."""
@@ -139,9 +113,8 @@ class TunNetwork(Network):
     def close(self) -> None:
         """End what runs in the namespaces, remove them, and end the wire."""
         super().close()
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        if hasattr(self, "wire"):
+            self.wire.close()
 
     def _connect(self) -> None:
         devices: list[int] = []
@@ -150,12 +123,11 @@ class TunNetwork(Network):
                 with netlink(self._namespaces[host]) as kernel:
                     devices.append(open_device(HOST_DEVICE))
                     kernel.link("set", index=kernel.link_lookup(ifname=HOST_DEVICE)[0], txqlen=RING_FRAMES)
-            self._wire = WireProcess(devices, self.plan, list(self._addresses.values()), self._seed)
+            self.wire = WireProcess(devices, self.plan, list(self._addresses.values()))
         finally:
             # The wire has its own copies; without these, the devices go when it does.
             for device in devices:
                 os.close(device)
-        self._set_up_hosts()
 
     def _egress_tree(self, host: str) -> Tree:
         return wire_tree(self.plan, host)
@@ -170,37 +142,3 @@ def wire_tree(plan: NetworkPlan, host: str) -> Tree:
     up = plan.host_shapes[host].up_bits_per_s
     most_segments = MOST_SEGMENTS if up is None else min(MOST_SEGMENTS, segments_within(LONGEST_RUN_S, up))
     return replace(egress_tree(plan, host), most_segments=most_segments, burst_s=CATCH_UP_S)
-
-
-class WireProcess:
-    """The wire's process, seen from its owner."""
-
-    def __init__(self, devices: Sequence[int], plan: NetworkPlan, addresses: Sequence[str], seed: int) -> None:
-        own_end, wire_end = socket.socketpair()
-        self.control = WireControl(own_end)
-        owner = os.pidfd_open(os.getpid())
-        descriptors = [wire_end.fileno(), owner, *devices]
-        with wire_end, os.fdopen(owner, "rb"):
-            self._process = subprocess.Popen(
-                module_argv("tahq_netem.wire.process", *map(str, descriptors)),
-                pass_fds=descriptors,
-                env=module_environment(),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        try:
-            facts = self.control.start({"plan": plan_to_json(plan), "addresses": list(addresses), "seed": seed})
-        except BaseException:
-            self.close()
-            raise
-        self.pid = self._process.pid
-        self.scheduling = str(facts["scheduling"])
-
-    def close(self) -> None:
-        """End the process."""
-        self.control.close()
-        try:
-            self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()

@@ -6,13 +6,12 @@ of the experiment that it belongs to, and an experiment on a network that is off
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tahq.errors import NetworkError, UserError
 from tahq_netem.backends.network import Network
-from tahq_netem.measure.agents import MeasuringAgents
 from tahq_netem.measure.figures import Figure
 from tahq_netem.measure.path_measurements import FULL, QUICK, PathMeasurements
 from tahq_netem.network.description import NetworkPlan
@@ -27,11 +26,6 @@ class Calibration:
     """TCP's, as the measuring sockets had it."""
     network: dict[str, Any]
     is_quick: bool
-
-    @property
-    def is_within(self) -> bool:
-        """Whether every figure is as it should be."""
-        return all(figure.is_within for figure in self.figures)
 
     def check(self) -> None:
         """Refuse a network that is not what was asked for.
@@ -50,11 +44,12 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures and the network, fit for JSON."""
+        figures = [asdict(figure) | {"is_within": figure.is_within} for figure in self.figures]
         return {
-            "is_within": self.is_within,
+            "is_within": all(figure.is_within for figure in self.figures),
             "is_quick": self.is_quick,
             "congestion_controls": list(self.congestion_controls),
-            "figures": [figure.as_dict() for figure in self.figures],
+            "figures": figures,
             "network": self.network,
         }
 
@@ -90,18 +85,10 @@ def calibrate(network: Network, *, pairs: Sequence[tuple[str, str]] | None = Non
     Raises:
         NetworkError: nothing gets through.
     """
-    with MeasuringAgents(network) as agents:
-        measurements = PathMeasurements(network, agents, QUICK if quick else FULL)
-        figures: list[Figure] = []
-        for (one, other), directions in _by_ends(neighbours(network.plan) if pairs is None else pairs).items():
-            figures += measurements.between(one, other, directions)
-    return Calibration(tuple(figures), tuple(sorted(measurements.congestion_controls)), network.describe(), quick)
-
-
-def _by_ends(paths: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """The wanted directions of each two hosts, under the direction named first."""
+    # The wanted directions of each two hosts, under the direction named first.
     grouped: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for path in paths:
-        ends = path if path[::-1] not in grouped else path[::-1]
-        grouped.setdefault(ends, []).append(path)
-    return grouped
+    for path in neighbours(network.plan) if pairs is None else pairs:
+        grouped.setdefault(path[::-1] if path[::-1] in grouped else path, []).append(path)
+    with PathMeasurements(network, QUICK if quick else FULL) as measurements:
+        figures = [figure for ends, paths in grouped.items() for figure in measurements.between(*ends, paths)]
+    return Calibration(tuple(figures), tuple(sorted(measurements.congestion_controls)), network.describe(), quick)

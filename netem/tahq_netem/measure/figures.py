@@ -6,12 +6,13 @@
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from tahq.comm.network_model import DATAGRAM_HEADERS_NBYTES, GOODPUT_SHARE
 from tahq.units import format_rate
-from tahq_netem.network.description import NetworkPlan
+from tahq_netem.network.description import NetworkPlan, PathShape
 
 RATE_TOLERANCE: Final = 0.03
 ROUND_TRIP_TOLERANCE_S: Final = 2e-3
@@ -38,19 +39,10 @@ class Figure:
     num_samples: int = 1
 
     @property
-    def is_too_low(self) -> bool:
-        """Whether it is below its lower bound."""
-        return self.low is not None and self.measured < self.low
-
-    @property
-    def is_too_high(self) -> bool:
-        """Whether it is above its upper bound."""
-        return self.high is not None and self.measured > self.high
-
-    @property
     def is_too_slow(self) -> bool:
         """Whether it is off in the direction of a busy machine."""
-        return self.is_too_high if self.unit == "s" else self.is_too_low
+        bound = self.high if self.unit == "s" else self.low
+        return bound is not None and (self.measured > bound if self.unit == "s" else self.measured < bound)
 
     @property
     def speed(self) -> float:
@@ -60,7 +52,7 @@ class Figure:
     @property
     def is_within(self) -> bool:
         """Whether it is within its bounds."""
-        return not (self.is_too_low or self.is_too_high)
+        return (self.low is None or self.measured >= self.low) and (self.high is None or self.measured <= self.high)
 
     def line(self) -> str:
         """The figure and its bounds as text."""
@@ -69,10 +61,6 @@ class Figure:
             return path
         within = f"{_text(self.low, self.unit)} to {_text(self.high, self.unit)}"
         return f"{path}, expected {_text(self.expected, self.unit)} ({within})"
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields and `is_within`, fit for JSON."""
-        return {**asdict(self), "is_within": self.is_within}
 
 
 def _text(value: float, unit: Unit) -> str:
@@ -105,25 +93,20 @@ def round_trip_figure(
     if (1 - there.reorder) * (1 - back.reorder) < 0.75:
         # So many packets overtake that the median says little about the delay.
         return Figure("round trip", source, destination, "s", median_s, num_samples=num_trips)
-    spread = ROUND_TRIP_TOLERANCE_S + _jitter_spread(plan, source, destination, num_trips)
-    wire_s = _serialisation(plan, source, destination, datagram_bytes)
+    spread = ROUND_TRIP_TOLERANCE_S + _jitter_spread((there, back), num_trips)
+    # A datagram and its echo are serialised at both ends of each path.
+    rates = plan.rate_bits_per_s(source, destination), plan.rate_bits_per_s(destination, source)
+    bits = 8 * (datagram_bytes + DATAGRAM_HEADERS_NBYTES)
+    wire_s = sum(2 * bits / rate for rate in rates if rate is not None)
     low, high = max(0.0, expected - spread), expected + spread + wire_s
     return Figure("round trip", source, destination, "s", median_s, expected, low, high, num_trips)
 
 
-def _jitter_spread(plan: NetworkPlan, source: str, destination: str, num_trips: int) -> float:
-    paths = plan.paths[source, destination], plan.paths[destination, source]
+def _jitter_spread(paths: Sequence[PathShape], num_trips: int) -> float:
     if any(path.jitter_s > path.delay_s for path in paths):
         return sum(path.jitter_s for path in paths)  # cut off at zero, so not even
     variance = sum(path.jitter_s**2 / 3 for path in paths)
     return _MEDIAN_SPREAD * math.sqrt(variance / max(1, num_trips))
-
-
-def _serialisation(plan: NetworkPlan, source: str, destination: str, datagram_bytes: int) -> float:
-    """Seconds of serialisation of a datagram and its echo, at both ends of each path."""
-    bits = 8 * (datagram_bytes + DATAGRAM_HEADERS_NBYTES)
-    rates = plan.rate_bits_per_s(source, destination), plan.rate_bits_per_s(destination, source)
-    return sum(2 * bits / rate for rate in rates if rate is not None)
 
 
 def loss_figure(plan: NetworkPlan, source: str, destination: str, num_sent: int, num_arrived: int) -> Figure:
@@ -139,11 +122,6 @@ def acceptance_interval(num_packets: int, share: float, confidence: float) -> tu
 
     With k ~ B(n, p), the smallest and largest k for which P(K ≤ k) and P(K ≥ k) both exceed (1 − confidence)/2. A
     normal approximation would be off by more than the tolerance at 0.1 % of a few thousand packets.
-
-    Args:
-        num_packets: n.
-        share: p, the loss that is set.
-        confidence: 0.999 refuses a correct link at most once in a thousand times.
 
     Returns:
         Smallest and largest accepted count. For n = 10, p = 0.5, confidence = 0.9: (2, 8).

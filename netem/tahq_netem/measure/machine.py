@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,13 +26,14 @@ def describe_machine(device: str) -> dict[str, Any]:
     """Processor, cores, kernel, versions and, where stages compute on CUDA, the accelerators."""
     found: dict[str, Any] = {
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_usable_cores(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "tahq": __version__,
     }
-    versions = {name: _version(name) for name in _PACKAGES}
-    found |= {name: text for name, text in versions.items() if text is not None}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     if device != "cpu" and torch.cuda.is_available():
         found["accelerators"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
     return found
@@ -52,13 +54,6 @@ def processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 _PARENT, _USER, _SYSTEM = 1, 11, 12
@@ -108,12 +103,10 @@ def _tree_ticks(root: int) -> dict[int, int]:
         if fields:
             ticks[int(entry)] = int(fields[_USER]) + int(fields[_SYSTEM])
             children[int(fields[_PARENT])].append(int(entry))
-    found, waiting = {}, [root]
-    while waiting:
-        pid = waiting.pop()
-        found[pid] = ticks.get(pid, 0)
-        waiting += children[pid]
-    return found
+    tree = [root]
+    for pid in tree:  # which grows meanwhile
+        tree += children[pid]
+    return {pid: ticks.get(pid, 0) for pid in tree}
 
 
 def _stat(pid: str) -> list[str]:

@@ -1,38 +1,23 @@
-"""The measuring program that runs on every measured host: ``python -m tahq_netem.measure.meter --address 10.77.0.1``.
+"""The near end of a measurement: sends to a `Responder` and times what arrives.
 
-It answers other hosts' measurements (`responder`) and makes its own. First line on stdout: ``{"port": …}``. Then each
-line on stdin is a measurement, such as ``{"do": "message", "target": ["10.77.0.2", 40001], …}`` with the arguments of
-the function of that name here, and each line on stdout its result: raw durations and counts. The program ends with
-stdin.
+A measurement takes place on the host whose namespace the calling thread has entered. Results are raw durations and
+counts; `path_measurements` judges them.
 """
 
-import argparse
-import json
 import os
 import random
 import select
 import socket
-import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
-from tahq_netem.measure.responder import (
-    ASK,
-    COUNT,
-    DATAGRAM,
-    ECHO,
-    STREAM_HEADER,
-    TALLY,
-    Responder,
-    StreamReport,
-    receive_report,
-)
+from tahq_netem.measure.responder import ASK, COUNT, DATAGRAM, ECHO, STREAM_HEADER, receive_report
 from tahq_netem.programs import hurrying
 
 Target = tuple[str, int]
+"""Address and port of a responder."""
 
 ECHO_BYTES: Final = 64
 COUNTED_BYTES: Final = 64
@@ -161,7 +146,16 @@ def _stream(connection: socket.socket, num_bytes: int, skip_s: float, timeout_s:
     if _send_zeros(connection, num_bytes, start_ns + int(timeout_s * 1e9)) < num_bytes:
         connection.shutdown(socket.SHUT_WR)
     connection.settimeout(timeout_s + _PATIENCE_S)
-    return _figures(receive_report(connection), start_ns, _congestion_control(connection))
+    report = receive_report(connection)
+    control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    is_marked = report.marked_ns > 0
+    return StreamFigures(
+        num_bytes=report.num_bytes,
+        total_s=max(0, report.last_ns - start_ns) / 1e9,
+        steady_bytes=report.num_bytes - report.marked_bytes if is_marked else 0,
+        steady_s=(report.last_ns - report.marked_ns) / 1e9 if is_marked else 0.0,
+        congestion_control=control.split(b"\0")[0].decode(),
+    )
 
 
 def _send_zeros(connection: socket.socket, num_bytes: int, deadline_ns: int) -> int:
@@ -176,21 +170,6 @@ def _send_zeros(connection: socket.socket, num_bytes: int, deadline_ns: int) -> 
     finally:
         os.close(block)
     return sent
-
-
-def _congestion_control(connection: socket.socket) -> str:
-    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0].decode()
-
-
-def _figures(report: StreamReport, start_ns: int, congestion_control: str) -> StreamFigures:
-    is_marked = report.marked_ns > 0
-    return StreamFigures(
-        num_bytes=report.num_bytes,
-        total_s=max(0, report.last_ns - start_ns) / 1e9,
-        steady_bytes=report.num_bytes - report.marked_bytes if is_marked else 0,
-        steady_s=(report.last_ns - report.marked_ns) / 1e9 if is_marked else 0.0,
-        congestion_control=congestion_control,
-    )
 
 
 def count_datagrams(target: Target, count: int, datagrams_per_s: float, wait_s: float) -> int:
@@ -210,53 +189,13 @@ def count_datagrams(target: Target, count: int, datagrams_per_s: float, wait_s: 
         datagrams.connect(target)
         start_s = time.monotonic()
         for number in range(count):
-            early_s = start_s + number / datagrams_per_s - time.monotonic()
-            if early_s > 0:
-                time.sleep(early_s)
+            time.sleep(max(0.0, start_s + number / datagrams_per_s - time.monotonic()))
             datagrams.send(DATAGRAM.pack(COUNT, train, number).ljust(COUNTED_BYTES, b"\0"))
         time.sleep(wait_s)
-        return _ask_tally(datagrams, train, wait_s)
-
-
-def _ask_tally(datagrams: socket.socket, train: int, wait_s: float) -> int:
-    for _ in range(_ASK_ATTEMPTS):
-        datagrams.send(DATAGRAM.pack(ASK, train, 0))
-        if select.select([datagrams], [], [], wait_s)[0]:
-            _kind, answered, tally = TALLY.unpack_from(datagrams.recv(2048))
-            if answered == train:
-                return int(tally)
+        for _ in range(_ASK_ATTEMPTS):
+            datagrams.send(DATAGRAM.pack(ASK, train, 0))
+            if select.select([datagrams], [], [], wait_s)[0]:
+                _kind, answered, tally = DATAGRAM.unpack_from(datagrams.recv(2048))
+                if answered == train:
+                    return int(tally)
     raise TimeoutError(f"no answer to {_ASK_ATTEMPTS} requests for the number of datagrams that had arrived")
-
-
-MEASUREMENTS: Final[dict[str, Callable[..., Any]]] = {
-    "round_trips": round_trips,
-    "message": lambda target, **arguments: asdict(message(target, **arguments)),
-    "steady": lambda target, **arguments: asdict(steady(target, **arguments)),
-    "count_datagrams": count_datagrams,
-}
-
-
-def measure(command: dict[str, Any]) -> dict[str, Any]:
-    """Make one measurement; network errors (connection refused, reset) are results, too."""
-    arguments = dict(command)
-    function = MEASUREMENTS[arguments.pop("do")]
-    target = tuple(arguments.pop("target"))
-    try:
-        return {"result": function(target, **arguments)}
-    except OSError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def main() -> None:
-    """Answer other hosts, and make the measurements that stdin asks for, until it ends."""
-    parser = argparse.ArgumentParser(prog="python -m tahq_netem.measure.meter", description=__doc__)
-    parser.add_argument("--address", required=True, help="this host's own address, where it answers")
-    responder = Responder(parser.parse_args().address)
-    responder.start()
-    print(json.dumps({"port": responder.port}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(measure(json.loads(line))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

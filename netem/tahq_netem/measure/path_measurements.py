@@ -1,34 +1,21 @@
-"""The measurements between two hosts of a network: how each is made, how long it takes, and when it is repeated.
-
-- Round trip and loss are measured on the path as it is set.
-- Goodput (a message after idle, a steady flow) is measured with delay, jitter, loss and reordering of that pair lifted
-  for the moment: over a long or lossy path TCP's own dynamics decide, which an experiment wants to study. TCP's goodput
-  over the path as set is measured too, and not judged.
-
-A busy machine makes everything slower and nothing faster. So a figure that is too slow is measured again, a few times
-at most, and the fastest counts; a figure that is too fast (a burst) counts at once.
-"""
+"""Measurements of the paths of a network: round trips, loss and goodput, each repeated where noise made it slow."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self, TypeVar
 
 from tahq.comm.network_model import DATAGRAM_HEADERS_NBYTES, FULL_FRAME_NBYTES
 from tahq.errors import NetworkError
 from tahq_netem.backends.network import Network
-from tahq_netem.measure.agents import MeasuringAgents
-from tahq_netem.measure.figures import (
-    Figure,
-    goodput,
-    goodput_figure,
-    loss_figure,
-    round_trip_figure,
-)
-from tahq_netem.measure.meter import COUNTED_BYTES, ECHO_BYTES, StreamFigures
+from tahq_netem.measure import meter
+from tahq_netem.measure.figures import Figure, goodput, goodput_figure, loss_figure, round_trip_figure
+from tahq_netem.measure.meter import COUNTED_BYTES, ECHO_BYTES, StreamFigures, Target
+from tahq_netem.measure.responder import Responder
 from tahq_netem.network.description import PathShape
 
+_Result = TypeVar("_Result")
 MESSAGE_BYTES: Final = 1_000_000
 ATTEMPTS: Final = 6
 """At 1 Gbit/s a message takes 8 ms, of which one late wake-up may take a tenth; the machine under a virtual machine may
@@ -81,14 +68,42 @@ def lifted(network: Network, one: str, other: str) -> Iterator[None]:
 
 
 class PathMeasurements:
-    """Measures the paths of a network, one after another."""
+    """Measures the paths of a network, one after another; a context manager that ends the hosts' responders."""
 
-    def __init__(self, network: Network, agents: MeasuringAgents, effort: Effort) -> None:
+    def __init__(self, network: Network, effort: Effort = QUICK) -> None:
         self._network = network
-        self._agents = agents
         self._effort = effort
+        self._targets: dict[str, Target] = {}
+        self._responders = ExitStack()
         self.congestion_controls: set[str] = set()
         """TCP's, as the sockets of all streams so far had it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._responders.close()
+
+    def measure(self, what: Callable[..., _Result], source: str, destination: str, **arguments: Any) -> _Result:
+        """Make a measurement of `meter` between two hosts.
+
+        Raises:
+            NetworkError: the network did not let it through.
+        """
+        target = self._target(destination)
+        try:
+            with self._network.entered(source):
+                return what(target, **arguments)
+        except OSError as error:
+            raise NetworkError(f"a measurement from {source} failed: {type(error).__name__}: {error}") from error
+
+    def _target(self, host: str) -> Target:
+        if host not in self._targets:
+            address = self._network.address(host)
+            with self._network.entered(host):
+                responder = self._responders.enter_context(closing(Responder(address)))
+            self._targets[host] = address, responder.port
+        return self._targets[host]
 
     def between(self, one: str, other: str, directions: Sequence[tuple[str, str]]) -> list[Figure]:
         """All figures of two hosts; those that have a direction in each of `directions`."""
@@ -123,18 +138,12 @@ class PathMeasurements:
         # Packets keep their order, so datagrams sent within each other's jitter would delay each other.
         interval_s = _TRIP_INTERVAL_S + 2 * max(path.jitter_s for path in paths)
         wait_s = sum(path.delay_s + path.jitter_s for path in paths) + _WAIT_S
-        count = self._effort.num_trips
-        trips_s: list[float] = self._agents.measure(
-            "round_trips",
-            source,
-            destination,
-            lasts_s=count * (interval_s + wait_s),
-            count=count,
-            interval_s=interval_s,
-            wait_s=wait_s,
-        )
+        train = {"count": self._effort.num_trips, "interval_s": interval_s, "wait_s": wait_s}
+        trips_s = self.measure(meter.round_trips, source, destination, **train)
         if not trips_s:
-            raise NetworkError(f"none of {count} datagrams came back from {destination} to {source}: is a link down?")
+            raise NetworkError(
+                f"none of {train['count']} datagrams came back from {destination} to {source}: is a link down?"
+            )
         return trips_s
 
     def loss(self, source: str, destination: str) -> Figure:
@@ -146,15 +155,13 @@ class PathMeasurements:
         datagrams_per_s = _COUNTED_PER_S if rate is None else min(_COUNTED_PER_S, rate / 2 / wire_bits)
         wanted = _LOST_WANTED / plan.paths[source, destination].loss
         count = max(1, round(min(wanted, self._effort.counting_s * datagrams_per_s)))
-        wait_s = plan.round_trip_s(source, destination) + _WAIT_S
-        arrived: int = self._agents.measure(
-            "count_datagrams",
+        arrived = self.measure(
+            meter.count_datagrams,
             source,
             destination,
-            lasts_s=count / datagrams_per_s + wait_s,
             count=count,
             datagrams_per_s=datagrams_per_s,
-            wait_s=wait_s,
+            wait_s=plan.round_trip_s(source, destination) + _WAIT_S,
         )
         return loss_figure(plan, source, destination, count, arrived)
 
@@ -170,10 +177,9 @@ class PathMeasurements:
 
         def attempt() -> Figure:
             stream = self._stream(
-                "message",
+                meter.message,
                 source,
                 destination,
-                lasts_s=self._effort.idle_s + timeout_s,
                 num_bytes=num_bytes,
                 idle_s=self._effort.idle_s,
                 timeout_s=timeout_s,
@@ -199,19 +205,16 @@ class PathMeasurements:
         skip_s = self._effort.skip_s + 4 * plan.round_trip_s(source, destination)
         fewest_s = 0.0 if rate is None else 8 * FULL_FRAME_NBYTES * _FEWEST_PACKETS / rate
         duration_s = skip_s + max(self._effort.steady_s, fewest_s)
+        max_bytes = _UNBOUNDED_BYTES if rate is None else int(duration_s * rate / 8)
         stream = self._stream(
-            "steady",
-            source,
-            destination,
-            lasts_s=duration_s,
-            max_bytes=_UNBOUNDED_BYTES if rate is None else int(duration_s * rate / 8),
-            skip_s=skip_s,
-            duration_s=duration_s,
+            meter.steady, source, destination, max_bytes=max_bytes, skip_s=skip_s, duration_s=duration_s
         )
         return _bits_per_s(stream.steady_bytes, stream.steady_s)
 
-    def _stream(self, do: str, source: str, destination: str, lasts_s: float, **arguments: Any) -> StreamFigures:
-        stream = StreamFigures(**self._agents.measure(do, source, destination, lasts_s, **arguments))
+    def _stream(
+        self, what: Callable[..., StreamFigures], source: str, destination: str, **arguments: Any
+    ) -> StreamFigures:
+        stream = self.measure(what, source, destination, **arguments)
         self.congestion_controls.add(stream.congestion_control)
         return stream
 

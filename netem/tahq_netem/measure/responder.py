@@ -12,18 +12,17 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 
 from tahq_netem.programs import hurry
 
 STREAM_HEADER = struct.Struct("!Qd")
 """Bytes that follow (0: report at once), and seconds from the first of them that do not count as steady."""
 STREAM_REPORT = struct.Struct("!QQQQ")
-"""Bytes received, when the last came (ns), bytes at the end of the skipped time, when that was (ns)."""
+"""The fields of `StreamReport`."""
 DATAGRAM = struct.Struct("!cQQ")
-"""Kind, train or nonce, and the datagram's number in it."""
-TALLY = struct.Struct("!cQQ")
-"""Kind, train, datagrams of it that have arrived."""
+"""Kind, train or nonce, and the datagram's number in it; in the answer to `ASK`, how many have arrived."""
 ECHO, COUNT, ASK = b"E", b"C", b"A"
 
 _RECEIVE_BUFFER_BYTES = 8 * 1024 * 1024
@@ -38,34 +37,51 @@ class StreamReport:
     num_bytes: int
     last_ns: int
     marked_bytes: int
+    """Bytes at the end of the skipped time."""
     marked_ns: int
+    """When that was; 0: the stream had ended before."""
 
 
 class Responder:
-    """Answers on `address`, in threads, until the process ends."""
+    """Answers on `address` of the calling thread's namespace, in threads, until it is closed."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.create_server((address, 0), backlog=16)
         self.port: int = self._listener.getsockname()[1]
         self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        _widen_receive_buffer(self._datagrams)
+        # Keeps a busy machine from losing datagrams here; only root may exceed the system's limit.
+        try:
+            self._datagrams.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
+        except PermissionError:
+            self._datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         self._datagrams.bind((address, self.port))
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._accept, self._answer_datagrams)]
+        for thread in self._threads:
+            thread.start()
 
-    def start(self) -> None:
-        """Begin to answer."""
-        for target in (self._accept, self._answer_datagrams):
-            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+    def close(self) -> None:
+        """Stop answering."""
+        for each in (self._listener, self._datagrams):
+            with suppress(OSError):  # an unconnected socket says so, but wakes its thread up
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+        self._datagrams.close()
 
     def _accept(self) -> None:
-        while True:
-            connection, _peer = self._listener.accept()
-            threading.Thread(target=serve_stream, args=(connection,), daemon=True).start()
+        with suppress(OSError):  # closed
+            while True:
+                connection, _peer = self._listener.accept()
+                threading.Thread(target=_serve_streams, args=(connection,), daemon=True).start()
 
     def _answer_datagrams(self) -> None:
         hurry()
         tallies: dict[int, int] = {}
         while True:
             datagram, sender = self._datagrams.recvfrom(2048)
+            if sender is None:
+                return  # closed
             if len(datagram) < DATAGRAM.size:
                 continue
             kind, train, _number = DATAGRAM.unpack_from(datagram)
@@ -74,31 +90,17 @@ class Responder:
             elif kind == COUNT:
                 tallies[train] = tallies.get(train, 0) + 1
             elif kind == ASK:
-                self._datagrams.sendto(TALLY.pack(ASK, train, tallies.get(train, 0)), sender)
+                self._datagrams.sendto(DATAGRAM.pack(ASK, train, tallies.get(train, 0)), sender)
 
 
-def _widen_receive_buffer(datagrams: socket.socket) -> None:
-    """Keep a busy machine from losing datagrams here; only root may exceed the system's limit."""
-    try:
-        datagrams.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
-    except PermissionError:
-        datagrams.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-
-
-def serve_stream(connection: socket.socket) -> None:
-    """Receive and report one stream after another, until the peer closes."""
+def _serve_streams(connection: socket.socket) -> None:
+    """Receive and report one stream after another, until the peer closes or a fault resets the connection."""
     hurry()
-    with connection:
+    with connection, suppress(ConnectionError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            while header := _receive_exactly(connection, STREAM_HEADER.size):
-                num_bytes, skip_s = STREAM_HEADER.unpack(header)
-                report = _swallow(connection, num_bytes, skip_s)
-                connection.sendall(
-                    STREAM_REPORT.pack(report.num_bytes, report.last_ns, report.marked_bytes, report.marked_ns)
-                )
-        except ConnectionError:
-            return  # the near end gave up, or a fault reset the connection
+        while header := _receive_exactly(connection, STREAM_HEADER.size):
+            report = _swallow(connection, *STREAM_HEADER.unpack(header))
+            connection.sendall(STREAM_REPORT.pack(*astuple(report)))
 
 
 def receive_report(connection: socket.socket) -> StreamReport:

@@ -11,40 +11,8 @@ from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Final
 
-from tahq.comm.network_config import (
-    MAX_HOSTS,
-    BackendName,
-    HostChanges,
-    HostConfig,
-    NetworkConfig,
-    PairConfig,
-    PathChanges,
-    PathConfig,
-    host_names,
-    listed,
-    nearest,
-)
+from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, PathConfig, host_names, listed, nearest
 from tahq.errors import ConfigError
-
-__all__ = [
-    "MAX_HOSTS",
-    "BackendName",
-    "HostChanges",
-    "HostConfig",
-    "HostShape",
-    "NetworkConfig",
-    "NetworkPlan",
-    "PairConfig",
-    "PathChanges",
-    "PathConfig",
-    "PathShape",
-    "host_names",
-    "known_host",
-    "nearest",
-    "plan_network",
-    "uniform",
-]
-
 
 MIN_RATE_BITS_PER_S: Final = 1e4
 """Below, a full packet would take more than a second."""
@@ -136,6 +104,10 @@ class NetworkPlan:
         """Round trip between two hosts without queues."""
         return self.paths[one, other].delay_s + self.paths[other, one].delay_s
 
+    def longest_round_trip_s(self, host: str) -> float:
+        """Round trip to the farthest other host; 0 for a host without others."""
+        return max((self.round_trip_s(host, other) for other in self.hosts if other != host), default=0.0)
+
 
 def known_host(name: str, hosts: Iterable[str]) -> str:
     """Return `name` if it is one of `hosts`.
@@ -153,47 +125,26 @@ def uniform(
     num_hosts: int,
     *,
     rate: float | None = None,
-    up: float | None = None,
-    down: float | None = None,
-    delay: float = 0.0,
-    jitter: float = 0.0,
-    loss: float = 0.0,
-    reorder: float = 0.0,
     names: Sequence[str] | None = None,
     congestion_control: str | None = None,
     tcp_slow_start_after_idle: bool | None = None,
-    backend: BackendName = "auto",
+    **host: float,
 ) -> NetworkConfig:
-    """A network of identical hosts, called host0, host1, … unless `names` says otherwise.
+    """A network of identical hosts.
 
     Args:
         num_hosts: number of hosts.
-        rate: bit/s of each host's uplink and downlink; None: unshaped.
-        up: bit/s of each uplink, if not `rate`.
-        down: bit/s of each downlink, if not `rate`.
-        delay: one-way, in seconds.
-        jitter: ± seconds around the delay.
-        loss: share of packets, 0 to 1.
-        reorder: share of packets that overtake, 0 to 1.
-        names: the hosts' names.
+        rate: bit/s of each host's uplink and downlink, unless `host` says otherwise; None: unshaped.
+        names: the hosts' names; None: host0, host1, …
         congestion_control: TCP's; None: cubic.
         tcp_slow_start_after_idle: whether TCP restarts slowly after a pause; None: the kernel's default.
-        backend: kernel, tun or auto.
+        host: other fields of `HostConfig`, such as delay=0.01.
     """
-    host = HostConfig(
-        up=rate if up is None else up,
-        down=rate if down is None else down,
-        delay=delay,
-        jitter=jitter,
-        loss=loss,
-        reorder=reorder,
-    )
-    chosen = host_names(num_hosts) if names is None else list(names)
+    config = HostConfig.model_validate({"up": rate, "down": rate} | host)
     return NetworkConfig(
-        hosts=dict.fromkeys(chosen, host),
+        hosts=dict.fromkeys(names or host_names(num_hosts), config),
         congestion_control=congestion_control,
         tcp_slow_start_after_idle=tcp_slow_start_after_idle,
-        backend=backend,
     )
 
 
@@ -218,23 +169,22 @@ def plan_network(config: NetworkConfig) -> NetworkPlan:
 
 
 def _path(config: NetworkConfig, source: str, destination: str) -> PathShape:
-    levels: list[PathConfig | PairConfig] = [*_exceptions(config, source, destination), config.hosts[source]]
+    exceptions = _exceptions(config, source, destination)
+    levels: list[PathConfig | PairConfig] = [*exceptions, config.hosts[source]]
+
+    def first(field: str) -> float:
+        return next(float(value) for level in levels if (value := getattr(level, field)) is not None)
+
     try:
         return PathShape(
-            delay_s=_first(levels, "delay"),
-            jitter_s=_first(levels, "jitter"),
-            loss=_first(levels, "loss"),
-            reorder=_first(levels, "reorder"),
-            rate_bits_per_s=next(
-                (pair.rate for pair in levels[:-1] if isinstance(pair, PairConfig) and pair.rate), None
-            ),
+            delay_s=first("delay"),
+            jitter_s=first("jitter"),
+            loss=first("loss"),
+            reorder=first("reorder"),
+            rate_bits_per_s=next((pair.rate for pair in exceptions if pair.rate), None),
         )
     except ConfigError as error:
         raise ConfigError(f"from {source} to {destination}: {error}") from None
-
-
-def _first(levels: Sequence[PathConfig | PairConfig], field: str) -> float:
-    return next(float(value) for level in levels if (value := getattr(level, field)) is not None)
 
 
 def _exceptions(config: NetworkConfig, source: str, destination: str) -> list[PairConfig]:

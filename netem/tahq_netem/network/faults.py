@@ -15,15 +15,14 @@ overlapping faults may end in any order, and without an active fault the network
 it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from tahq.errors import ConfigError
-from tahq.typed_yaml import positions as yaml_positions
 from tahq.typed_yaml.mistakes import Origin, Origins, one_line
 from tahq.typed_yaml.positions import YamlError, parse_yaml
 from tahq.units import WRITTEN_BY_HAND, Duration, Section, parse_duration, parse_rate
@@ -32,8 +31,9 @@ from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, kn
 What = Literal["down", "up", "rate", "loss", "delay", "reset"]
 """Kind of fault."""
 
-_AT_ONCE: Final = ("up", "reset")
-_WITH_VALUE: Final = ("rate", "loss", "delay")
+_EXAMPLES: Final = {"rate": "10mbit", "loss": "0.05", "delay": "200ms"}
+"""Of the kinds that have a value."""
+_READERS: Final[dict[str, Callable[[object], float]]] = {"rate": parse_rate, "delay": parse_duration}
 
 
 class Fault(Section):
@@ -59,12 +59,14 @@ class Fault(Section):
             raise ValueError("a fault happens at a time or at a step: give exactly one of `at` and `step`")
         if self.what == "reset" and not isinstance(self.link, str):
             raise ValueError("reset ends the connections of a host; give one host as `link`")
-        if self.what in _AT_ONCE and self.lasts is not None:
+        if self.what in ("up", "reset") and self.lasts is not None:
             raise ValueError(f"{self.what} has no duration; leave `for` out")
-        if (self.what in _WITH_VALUE) != (self.to is not None):
-            needs = f"needs `to`, such as {_EXAMPLES[self.what]}" if self.what in _WITH_VALUE else "takes no `to`"
-            raise ValueError(f"{self.what} {needs}")
-        if self.what in _WITH_VALUE:
+        if self.what not in _EXAMPLES:
+            if self.to is not None:
+                raise ValueError(f"{self.what} takes no `to`")
+        elif self.to is None:
+            raise ValueError(f"{self.what} needs `to`, such as {_EXAMPLES[self.what]}")
+        else:
             _ = self.value  # raises where it cannot be read
         return self
 
@@ -87,10 +89,6 @@ class Fault(Section):
     def hosts(self) -> tuple[str, ...]:
         """The hosts that `link` names."""
         return (self.link,) if isinstance(self.link, str) else self.link
-
-
-_READERS: Final[dict[str, Callable[[object], float]]] = {"rate": parse_rate, "delay": parse_duration}
-_EXAMPLES: Final = {"rate": "10mbit", "loss": "0.05", "delay": "200ms"}
 
 
 class Timeline(Section):
@@ -116,7 +114,11 @@ class Timeline(Section):
         values, lines = document.value, dict(document.lines)
         if isinstance(values, list):
             values, lines = {"faults": values}, {("faults", *where): line for where, line in lines.items()}
-        return cls._checked(values, source, lines)
+        try:
+            return cls.model_validate(values, context=WRITTEN_BY_HAND)
+        except ValidationError as error:
+            known = {(): Origin(source)} | {place: Origin(f"{source}:{line}", line) for place, line in lines.items()}
+            raise ConfigError(one_line(error, values, cls, Origins(source, known, {}))) from error
 
     @classmethod
     def load(cls, path: Path) -> "Timeline":
@@ -130,21 +132,6 @@ class Timeline(Section):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
 
-    @classmethod
-    def _checked(cls, values: Any, source: str, lines: Mapping[yaml_positions.Path, int]) -> "Timeline":
-        try:
-            return cls.model_validate(values, context=WRITTEN_BY_HAND)
-        except ValidationError as error:
-            known = {where: Origin(f"{source}:{line}", line) for where, line in lines.items()}
-            raise ConfigError(
-                one_line(error, values, cls, Origins(source, known | {(): Origin(source)}, {}))
-            ) from error
-
-    @property
-    def needs_steps(self) -> bool:
-        """Whether a fault waits for a step."""
-        return any(fault.step is not None for fault in self.faults)
-
     def check(self, plan: NetworkPlan, *, has_steps: bool = True) -> None:
         """Refuse faults that this network cannot have.
 
@@ -156,7 +143,7 @@ class Timeline(Section):
             ConfigError: a fault names an unknown host, makes an impossible path, or waits for a step where steps are
                 not counted.
         """
-        if self.needs_steps and not has_steps:
+        if not has_steps and any(fault.step is not None for fault in self.faults):
             raise ConfigError(
                 "the timeline has faults at steps, but steps are not counted here; give them a time with `at`"
             )
@@ -166,50 +153,43 @@ class Timeline(Section):
             conditions(plan, [fault])
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """The state of a network at a moment."""
-
-    host_shapes: Mapping[str, HostShape]
-    paths: Mapping[tuple[str, str], PathShape]
-    cut_off: frozenset[str] = field(default_factory=frozenset)
+Setting = tuple[str, ...]
+"""("rate", host), ("path", source, destination) or ("link", host)."""
 
 
-def conditions(plan: NetworkPlan, active: Sequence[Fault]) -> Conditions:
-    """Apply faults to the plan, in this order.
+def conditions(plan: NetworkPlan, active: Sequence[Fault]) -> dict[Setting, Any]:
+    """The network's settings under these faults, applied to the plan in this order.
+
+    Returns:
+        A HostShape for each rate, a PathShape for each path, and for each link whether it is up.
 
     Raises:
         ConfigError: an impossible path, such as one that reorders without a delay.
     """
-    current = Conditions(plan.host_shapes, plan.paths)
+    current: dict[Setting, Any] = {("rate", host): shape for host, shape in plan.host_shapes.items()}
+    current |= {("path", *ends): shape for ends, shape in plan.paths.items()}
+    current |= {("link", host): True for host in plan.hosts}
     for fault in active:
-        current = _with_fault(current, fault)
+        current |= _changes(current, fault)
     return current
 
 
-def _with_fault(current: Conditions, fault: Fault) -> Conditions:
-    if fault.what in _AT_ONCE:
-        return current
+def _changes(current: dict[Setting, Any], fault: Fault) -> dict[Setting, Any]:
+    if fault.what in ("up", "reset"):
+        return {}
     if isinstance(fault.link, str) and fault.what == "down":
-        return replace(current, cut_off=current.cut_off | {fault.link})
+        return {("link", fault.link): False}
     if isinstance(fault.link, str) and fault.what == "rate":
-        return replace(current, host_shapes={**current.host_shapes, fault.link: HostShape(fault.value, fault.value)})
-    changed = {ends: _on_path(shape, fault) for ends, shape in current.paths.items() if _is_on(fault, ends)}
-    return replace(current, paths={**current.paths, **changed})
-
-
-def _is_on(fault: Fault, ends: tuple[str, str]) -> bool:
-    return ends[0] == fault.link if isinstance(fault.link, str) else ends == fault.link
+        return {("rate", fault.link): HostShape(fault.value, fault.value)}
+    paths = [setting for setting in current if setting[0] == "path" and fault.link in (setting[1], setting[1:])]
+    return {setting: _on_path(current[setting], fault) for setting in paths}
 
 
 def _on_path(shape: PathShape, fault: Fault) -> PathShape:
     match fault.what:
-        case "down":
-            return replace(shape, loss=1.0)
         case "rate":
             return replace(shape, rate_bits_per_s=fault.value)
-        case "loss":
-            return replace(shape, loss=fault.value)
         case "delay":
             return replace(shape, delay_s=fault.value)
-    raise AssertionError(f"{fault.what} changes no path")
+        case _:
+            return replace(shape, loss=1.0 if fault.what == "down" else fault.value)

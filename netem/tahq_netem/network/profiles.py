@@ -4,7 +4,6 @@ The figures and their sources are in profiles.yaml. A user's own file holds one 
 """
 
 import functools
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host_names, nearest
 from tahq.errors import ConfigError
-from tahq.units import WRITTEN_BY_HAND, Section, format_rate
-from tahq_netem.network.description import HostConfig, NetworkConfig, PairConfig, host_names, nearest
+from tahq.units import WRITTEN_BY_HAND, Section
 
 
 class Profile(Section):
@@ -42,20 +41,16 @@ class Profile(Section):
         Raises:
             ConfigError: fewer hosts than sites, or invalid names.
         """
-        names = host_names(num_hosts) if names is None else names
         if num_hosts < max(1, len(self.sites)):
             raise ConfigError(f"{self.title} needs at least {max(1, len(self.sites))} hosts; got {num_hosts}")
+        sites = [host.model_copy(update={"site": site}) for site, host in self.sites.items()]
+        if self.host is not None:
+            sites = [self.host]
+        hosts = [sites[index * len(sites) // num_hosts] for index in range(num_hosts)]
         try:
-            return NetworkConfig(hosts=dict(zip(names, self._hosts(num_hosts), strict=True)), pairs=self.pairs)
+            return NetworkConfig(hosts=dict(zip(names or host_names(num_hosts), hosts, strict=True)), pairs=self.pairs)
         except ValidationError as error:
             raise ConfigError(f"{self.title}: {_first_mistake(error)}") from None
-
-    def _hosts(self, num_hosts: int) -> list[HostConfig]:
-        if self.host is not None:
-            return [self.host] * num_hosts
-        sites = list(self.sites)
-        places = [sites[index * len(sites) // num_hosts] for index in range(num_hosts)]
-        return [self.sites[site].model_copy(update={"site": site}) for site in places]
 
 
 def profile(name: str, num_hosts: int, names: list[str] | None = None) -> NetworkConfig:
@@ -72,11 +67,6 @@ def profile(name: str, num_hosts: int, names: list[str] | None = None) -> Networ
     return load_profile(name).network(num_hosts, names)
 
 
-def profile_names() -> list[str]:
-    """The built-in profiles, in the order of the file."""
-    return list(_own_profiles())
-
-
 def load_profile(name: str) -> Profile:
     """The profile of that name, or in the YAML file of that path.
 
@@ -85,16 +75,21 @@ def load_profile(name: str) -> Profile:
     """
     if "/" in name or name.endswith((".yaml", ".yml")):
         return _read_file(Path(name))
-    known = _own_profiles()
+    known = named_profiles()
     if name not in known:
         raise ConfigError(f"no profile {name!r}; there are {', '.join(known)}{nearest(name, list(known))}")
     return known[name]
 
 
+def profiles_text() -> str:
+    """The file of the named profiles: figures, and the sources of those."""
+    return (files("tahq_netem") / "profiles.yaml").read_text(encoding="utf-8")
+
+
 @functools.cache
-def _own_profiles() -> dict[str, Profile]:
-    entries = yaml.safe_load((files("tahq_netem") / "profiles.yaml").read_text(encoding="utf-8"))
-    return {str(name): _validated(entry) for name, entry in entries.items()}
+def named_profiles() -> dict[str, Profile]:
+    """The named profiles, in the order of the file."""
+    return {str(name): _validated(entry) for name, entry in yaml.safe_load(profiles_text()).items()}
 
 
 def _validated(entry: Any) -> Profile:
@@ -117,43 +112,3 @@ def _first_mistake(error: ValidationError) -> str:
     place = ".".join(str(step) for step in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     return f"{place}: {message}" if place else message
-
-
-def profile_lines() -> list[str]:
-    """A paragraph for each profile."""
-    return "\n\n".join("\n".join(_paragraph(name, load_profile(name))) for name in profile_names()).splitlines()
-
-
-def _paragraph(name: str, profile: Profile) -> Iterator[str]:
-    yield f"{name}: {profile.title}"
-    if profile.host is not None:
-        yield f"  {_host(profile.host)}"
-    for site, host in profile.sites.items():
-        yield f"  {site}: {_host(host)}"
-    for pair in profile.pairs:
-        yield f"  between {' and '.join(pair.between)}: {_pair(pair)}"
-    for source in profile.source:
-        yield f"    {source}"
-
-
-def _host(host: HostConfig) -> str:
-    return ", ".join([f"up {_rate(host.up)}", f"down {_rate(host.down)}", *_path(host)])
-
-
-def _pair(pair: PairConfig) -> str:
-    return ", ".join([*([f"rate {_rate(pair.rate)}"] if pair.rate is not None else []), *_path(pair)])
-
-
-def _path(path: HostConfig | PairConfig) -> Iterator[str]:
-    if path.delay is not None:
-        yield f"delay {1000 * path.delay:g} ms one-way"
-    if path.jitter:
-        yield f"jitter ± {1000 * path.jitter:g} ms"
-    if path.loss:
-        yield f"loss {100 * path.loss:g} %"
-    if path.reorder:
-        yield f"reordered {100 * path.reorder:g} %"
-
-
-def _rate(bits_per_s: float | None) -> str:
-    return format_rate(bits_per_s) if bits_per_s is not None else "not shaped"

@@ -9,7 +9,6 @@ Run by the sweep:  python -m tahq_netem.runtimes.bare_async PLAN RANK
 
 import itertools
 import sys
-from dataclasses import dataclass, field
 
 import torch
 from torch import distributed
@@ -17,17 +16,10 @@ from torch import distributed
 from tahq.data.batches import StepBatch
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind
-from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.gloo_stage import StagePart, join
-from tahq_netem.runtimes.session import Session, SessionRequest
 
 DEEP = "1f1b-deep"
 Pending = tuple[distributed.Work, torch.Tensor]
-
-
-def start_bare(request: SessionRequest) -> Session:
-    """Start one process per stage (on the sweep's side)."""
-    return GlooSession(request, "tahq_netem.runtimes.bare_async")
 
 
 def actions_of(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
@@ -41,26 +33,25 @@ def actions_of(schedule: str, stage: int, num_stages: int, num_micro_batches: in
     return (*forwards[:warm_up], *(action for pair in alternating for action in pair if action is not None))
 
 
-@dataclass
 class BareLoop:
     """One stage's loop."""
 
-    part: StagePart
-    _activations: list[Pending] = field(default_factory=list)
-    _gradients: list[Pending] = field(default_factory=list)
-    _sends: list[Pending] = field(default_factory=list)
-    _in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        config = self.part.config
-        count = config.training.num_micro_batches
-        self._actions = actions_of(self.part.schedule, self.part.rank, config.pipeline.stages, count)
+    def __init__(self, part: StagePart) -> None:
+        self.part = part
+        self._count = part.config.training.num_micro_batches
+        self._actions = actions_of(part.schedule, part.rank, part.config.pipeline.stages, self._count)
+        self._activations: list[Pending] = []
+        self._gradients: list[Pending] = []
+        self._sends: list[Pending] = []
+        self._in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run_step(self, step: int) -> list[torch.Tensor]:
         """Forward and backward of a step; returns the micro-batches' losses on the last stage."""
         batch = self.part.batches.train(step) if self.part.batches is not None else None
         losses: list[torch.Tensor] = []
-        self._post_receives()
+        part, count = self.part, range(self._count)
+        self._activations = [] if part.is_first else [self._receive(part.rank - 1, 2 * i) for i in count]
+        self._gradients = [] if part.is_last else [self._receive(part.rank + 1, 2 * i + 1) for i in count]
         for action in self._actions:
             if action.kind is ActionKind.F:
                 self._forward(action.micro_batch, batch, losses)
@@ -70,11 +61,6 @@ class BareLoop:
             work.wait()
         self._sends.clear()
         return losses
-
-    def _post_receives(self) -> None:
-        count, part = self.part.config.training.num_micro_batches, self.part
-        self._activations = [] if part.is_first else [self._receive(part.rank - 1, 2 * i) for i in range(count)]
-        self._gradients = [] if part.is_last else [self._receive(part.rank + 1, 2 * i + 1) for i in range(count)]
 
     def _receive(self, peer: int, tag: int) -> Pending:
         tensor = torch.empty(self.part.boundary)
@@ -88,8 +74,7 @@ class BareLoop:
         x = self._input(index, batch)
         y: torch.Tensor = self.part.module(x)
         if self.part.is_last:
-            if batch is None:
-                raise AssertionError("the last stage has a batch")
+            assert batch is not None
             y = self.part.loss(y, batch.micro_batch(index)[1], batch.num_tokens)
             losses.append(y.detach())
         else:
@@ -111,24 +96,15 @@ class BareLoop:
             work.wait()
         y.backward(gradient)  # type: ignore[no-untyped-call]
         if not self.part.is_first:
-            if x.grad is None:
-                raise AssertionError("backward left no gradient on the received activation")
+            assert x.grad is not None
             self._send(x.grad, self.part.rank - 1, 2 * index + 1)
 
 
 def _checked(work: distributed.Work | None) -> distributed.Work:
-    if work is None:
-        raise AssertionError("gloo gives a handle for every transfer")
+    assert work is not None, "gloo gives a handle for every transfer"
     return work
 
 
-def main() -> None:
-    """Train until the end of stdin."""
-    part = join(sys.argv)
-    loop = BareLoop(part)
-    for step in itertools.count():
-        part.finish_step(step, loop.run_step(step))
-
-
 if __name__ == "__main__":
-    main()
+    stage_part = join(sys.argv)
+    stage_part.train(BareLoop(stage_part).run_step)

@@ -15,7 +15,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_json
 from tahq.quant.spec import CodecSpec
 from tahq_netem.programs import module_argv
-from tahq_netem.runtimes.session import GrowingLines, HostProcesses, Session, SessionRequest, StepRecord
+from tahq_netem.runtimes.session import GrowingLines, Session, SessionRequest, StepRecord
 from tahq_netem.sweep.spec import HALF_WIRE, PLAIN_WIRE
 
 STORE_PORT = 7702
@@ -32,29 +32,27 @@ class GlooSession(Session):
     """
 
     def __init__(self, request: SessionRequest, module: str) -> None:
-        super().__init__(HostProcesses(request))
-        network, hosts, config = request.network, request.hosts, request.config
-        elements = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0)
-        frame = elements * wire_dtype(config).itemsize
-        self._frames = (float(frame * config.training.num_micro_batches),) * (len(hosts) - 1)
-        self._seconds = GrowingLines(request.folder / steps_file(0))
-        self._losses = GrowingLines(request.folder / steps_file(len(hosts) - 1))
+        self._module = module
         self._rows: list[dict[str, Any]] = []
         self._loss_of: dict[int, float | None] = {}
+        super().__init__(request)
+
+    def _start_all(self) -> None:
+        config, network, hosts = self.request.config, self.request.network, self.request.hosts
+        elements = config.training.micro_batch * config.data.seq_len * (config.model.hidden_size or 0)
+        frame_nbytes = elements * wire_dtype(config).itemsize
+        self._frames = (float(frame_nbytes * config.training.num_micro_batches),) * (len(hosts) - 1)
+        self._seconds = GrowingLines(self.request.folder / steps_file(0))
+        self._losses = GrowingLines(self.request.folder / steps_file(len(hosts) - 1))
         plan = {
             "config": config_json(config),
-            "schedule": request.schedule,
+            "schedule": self.request.schedule,
             "addresses": [network.address(host) for host in hosts],
             "port": STORE_PORT,
         }
-        (request.folder / PLAN_FILE).write_text(json.dumps(plan), encoding="utf-8")
-        try:
-            for rank, host in enumerate(hosts):
-                core = request.cores[rank] if request.cores else None
-                self._processes.start(f"rank {rank}", host, module_argv(module, PLAN_FILE, str(rank)), core=core)
-        except BaseException:
-            self.close()
-            raise
+        (self.request.folder / PLAN_FILE).write_text(json.dumps(plan), encoding="utf-8")
+        for rank, host in enumerate(hosts):
+            self.start(f"rank {rank}", host, module_argv(self._module, PLAN_FILE, str(rank)), stage=rank)
 
     def steps_so_far(self) -> list[StepRecord]:
         """The first stage's rows for which the last stage has written the loss."""

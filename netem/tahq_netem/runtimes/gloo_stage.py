@@ -6,20 +6,18 @@ converts and copies them, is part of its module, and gradients cross it in the s
 Shapes: B samples per micro-batch, S tokens, C channels.
 """
 
-import array
-import fcntl
+import itertools
 import json
 import math
 import os
-import socket
-import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+from pyroute2 import IPRoute
 from torch import distributed, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # made at run time
 
@@ -33,7 +31,6 @@ from tahq_netem.programs import leave_with_stdin
 from tahq_netem.runtimes.gloo_session import steps_file, wire_dtype
 from tahq_netem.sweep.stage_times import build_stage
 
-_SIOCGIFADDR = 0x8915
 _TIMEOUT = timedelta(hours=1)
 """Long, since the sweep decides when a step takes too long."""
 
@@ -82,11 +79,13 @@ class StagePart:
         """A micro-batch's part of the step's loss."""
         return summed_cross_entropy(logits, labels.to(self.device)) / max(num_tokens, 1)
 
-    def finish_step(self, step: int, losses: Sequence[torch.Tensor]) -> None:
-        """Update the weights, and log the step."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.log.write(step, math.fsum(float(loss) for loss in losses) if self.is_last else None)
+    def train(self, run_step: Callable[[int], Sequence[torch.Tensor]]) -> None:
+        """Train until the process is ended; `run_step` gives the last stage the micro-batches' losses."""
+        for step in itertools.count():
+            losses = run_step(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.log.write(step, math.fsum(float(loss) for loss in losses) if self.is_last else None)
 
 
 class Boundaries(nn.Module):
@@ -103,13 +102,10 @@ class Boundaries(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the slice."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
-            y: torch.Tensor = self.module(self._received(x))
+            on_device = x.to(self._device)
+            # Tokens unchanged, activations in fp32: converted on the device, which halves the bytes to copy.
+            y: torch.Tensor = self.module(on_device.float() if x.is_floating_point() else on_device)
         return y if self._is_last else y.to(self._wire_dtype).cpu()
-
-    def _received(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens unchanged, activations in fp32: converted on the device, which halves the bytes to copy."""
-        on_device = x.to(self._device)
-        return on_device.float() if x.is_floating_point() else on_device
 
 
 class StepLog:
@@ -123,8 +119,8 @@ class StepLog:
         """Log that a step has ended now."""
         now_s = time.perf_counter()
         seconds, self._begin_s = now_s - self._begin_s, now_s
-        finite = loss if loss is not None and math.isfinite(loss) else None
-        self._file.write(json.dumps({"step": step + 1, "seconds": seconds, "loss": finite}) + "\n")
+        loss = loss if loss is not None and math.isfinite(loss) else None
+        self._file.write(json.dumps({"step": step + 1, "seconds": seconds, "loss": loss}) + "\n")
 
 
 def join(argv: Sequence[str]) -> StagePart:
@@ -139,16 +135,8 @@ def join(argv: Sequence[str]) -> StagePart:
     module.train()
     batches = batches_of(config) if rank == 0 or is_last else None
     join_group(plan["addresses"], plan["port"], rank)
-    return StagePart(
-        rank,
-        config,
-        plan["schedule"],
-        module,
-        device,
-        optimizer_of(config, module),
-        batches,
-        StepLog(Path(steps_file(rank))),
-    )
+    optimizer, log = optimizer_of(config, module), StepLog(Path(steps_file(rank)))
+    return StagePart(rank, config, plan["schedule"], module, device, optimizer, batches, log)
 
 
 def batches_of(config: ClusterConfig) -> BatchSource:
@@ -184,19 +172,9 @@ def device_of(address: str) -> str:
     Raises:
         OSError: none has it.
     """
-    for _, name in socket.if_nameindex():
-        if _address_of(name) == address:
-            return name
-    if address.startswith("127."):  # lo has all of 127.0.0.0/8, but reports only one address
+    if address.startswith("127."):
         return "lo"
+    with IPRoute() as kernel:
+        for entry in kernel.get_addr(address=address):
+            return str(entry.get_attr("IFA_LABEL"))
     raise OSError(f"no network device here has the address {address}")
-
-
-def _address_of(device: str) -> str | None:
-    request = array.array("B", struct.pack("256s", device.encode()[:15]))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anything:
-        try:
-            fcntl.ioctl(anything.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return None  # it has none
-    return socket.inet_ntoa(request[20:24].tobytes())

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,23 +75,64 @@ class StepRecord:
 
 
 class Session(ABC):
-    """Workers that train; a context manager that ends them."""
+    """Processes that train, each with its own log; a context manager that ends them.
 
-    def __init__(self, processes: "HostProcesses") -> None:
-        self._processes = processes
+    They run in their own process sessions, so that Ctrl-C reaches the sweep alone. Their stdin is a pipe from the
+    sweep, which they watch (`programs.leave_with_stdin`): they end when the sweep does, killed or not.
+    """
+
+    def __init__(self, request: SessionRequest) -> None:
+        self.request = request
+        self.running: dict[str, subprocess.Popen[Any]] = {}
+        """The processes by name."""
         self._pending: list[StepRecord] = []
+        try:
+            self._start_all()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _start_all(self) -> None:
+        """Start every process, with `start`."""
 
     @abstractmethod
     def steps_so_far(self) -> list[StepRecord]:
         """The steps finished since the last call."""
 
+    def start(self, name: str, host: str, argv: Sequence[str], *, stage: int | None = None) -> None:
+        """Run a program on a host, under this name; a stage's process gets the stage's core."""
+        limits = dict.fromkeys(_THREAD_VARIABLES, str(self.request.config.run.threads or 1))
+        with self._log(name).open("ab") as log:
+            process = self.request.network.popen(
+                *(host, argv),
+                env={**module_environment(), **limits, "PYTHONUNBUFFERED": "1"},
+                cwd=self.request.folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.running[name] = process
+        if stage is not None and self.request.cores:
+            os.sched_setaffinity(process.pid, {self.request.cores[stage]})  # threads that it starts later inherit it
+
     def check(self) -> None:
-        """Raise RuntimeLostError if a process has ended."""
-        self._processes.check()
+        """Raise RuntimeLostError if a process has ended, with its last output."""
+        ended = {name: status for name, process in self.running.items() if (status := process.poll()) is not None}
+        if ended:
+            first = next((name for name, status in ended.items() if status != 0), next(iter(ended)))
+            raise RuntimeLostError(f"{first} ended with status {ended[first]}; {self.last_words()}")
 
     def close(self) -> None:
-        """End every process; a second time does nothing."""
-        self._processes.close()
+        """Kill and reap each process with all its descendants; a second time does nothing."""
+        for process in self.running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        self.running.clear()
 
     def next_step(self, timeout_s: float) -> StepRecord:
         """Wait for the next step.
@@ -99,16 +140,15 @@ class Session(ABC):
         Raises:
             RuntimeLostError: a process ended, or no step in time.
         """
-        pending = self._pending
         deadline_s = time.monotonic() + timeout_s
-        while not pending:
-            pending += self.steps_so_far()
-            if not pending:
+        while not self._pending:
+            self._pending += self.steps_so_far()
+            if not self._pending:
                 self.check()
                 if time.monotonic() > deadline_s:
                     raise RuntimeLostError(f"no step in {timeout_s:.0f} s; {self.last_words()}")
                 time.sleep(POLL_S)
-        return pending.pop(0)
+        return self._pending.pop(0)
 
     def take_finished(self) -> list[StepRecord]:
         """The finished steps that `next_step` has not returned."""
@@ -117,8 +157,12 @@ class Session(ABC):
         return finished
 
     def last_words(self) -> str:
-        """The last lines of the processes' logs."""
-        return self._processes.last_words()
+        """The last line of every log."""
+        lines = {name: _last_line(self._log(name)) for name in self.running}
+        return "; ".join(f"{name}: {line}" for name, line in lines.items() if line) or "the logs are empty"
+
+    def _log(self, name: str) -> Path:
+        return self.request.folder / f"{name}.log"
 
     def __enter__(self) -> Self:
         return self
@@ -130,67 +174,11 @@ class Session(ABC):
 StartSession = Callable[[SessionRequest], Session]
 
 
-@dataclass
-class HostProcesses:
-    """The processes of a session, each with its own log.
-
-    They run in their own process sessions, so that Ctrl-C reaches the sweep alone. Their stdin is a pipe from the
-    sweep, which they watch (`programs.leave_with_stdin`): they end when the sweep does, killed or not.
-    """
-
-    request: SessionRequest
-    running: dict[str, subprocess.Popen[Any]] = field(default_factory=dict)
-
-    def start(self, name: str, host: str, argv: Sequence[str], *, core: int | None = None) -> None:
-        """Run a program on a host, under this name."""
-        threads = str(self.request.config.run.threads or 1)
-        limits = dict.fromkeys(_THREAD_VARIABLES, threads)
-        environment = {**module_environment(), **limits, "PYTHONUNBUFFERED": "1"}
-        with self._log(name).open("ab") as log:
-            process = self.request.network.popen(
-                *(host, argv),
-                env=environment,
-                cwd=self.request.folder,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.running[name] = process
-        if core is not None:
-            os.sched_setaffinity(process.pid, {core})  # threads that it starts later inherit it
-
-    def check(self) -> None:
-        """Raise RuntimeLostError if a process has ended, with its last output."""
-        ended = {name: status for name, process in self.running.items() if (status := process.poll()) is not None}
-        if ended:
-            first = next((name for name, status in ended.items() if status != 0), next(iter(ended)))
-            raise RuntimeLostError(f"{first} ended with status {ended[first]}; {self.last_words()}")
-
-    def close(self) -> None:
-        """Kill and reap each process with all its descendants."""
-        for process in self.running.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        self.running.clear()
-
-    def last_words(self) -> str:
-        """The last line of every log."""
-        lines = {name: self._last_line(name) for name in self.running}
-        return "; ".join(f"{name}: {line}" for name, line in lines.items() if line) or "the logs are empty"
-
-    def _log(self, name: str) -> Path:
-        return self.request.folder / f"{name}.log"
-
-    def _last_line(self, name: str) -> str:
-        with self._log(name).open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(0, end - _TAIL_NBYTES))
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
+def _last_line(path: Path) -> str:
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - _TAIL_NBYTES))
+        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 class GrowingLines:

@@ -9,7 +9,6 @@ Run by the sweep:  python -m tahq_netem.runtimes.torch_pipelining PLAN RANK
 """
 
 import inspect
-import itertools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +19,7 @@ from torch.distributed.pipelining import schedules
 
 from tahq.errors import TahqError
 from tahq.pipeline.schedule.generators import generate
-from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.gloo_stage import StagePart, join
-from tahq_netem.runtimes.session import Session, SessionRequest
 
 
 def _one_f_one_b_in_the_runtime(stage: pipelining.PipelineStage, count: int, **options: Any) -> Any:
@@ -48,11 +45,6 @@ SCHEDULES: Mapping[str, Any] = {
     "1f1b": pipelining.Schedule1F1B,
     "1f1b-runtime": _one_f_one_b_in_the_runtime,
 }
-
-
-def start_torch(request: SessionRequest) -> Session:
-    """Start one process per stage (on the sweep's side)."""
-    return GlooSession(request, "tahq_netem.runtimes.torch_pipelining")
 
 
 class TorchPipeline:
@@ -89,13 +81,6 @@ class TorchPipeline:
         return self._part.loss(logits, labels, self._num_tokens)
 
 
-def main() -> None:
-    """Train until the end of stdin."""
-    part = join(sys.argv)
-    pipeline = TorchPipeline(part)
-    for step in itertools.count():
-        part.finish_step(step, pipeline.run_step(step))
-
-
 if __name__ == "__main__":
-    main()
+    stage_part = join(sys.argv)
+    stage_part.train(TorchPipeline(stage_part).run_step)

@@ -1,10 +1,10 @@
 """`tahq-netem sweep` and `tahq-netem plot`, without the command line."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Self
 
 from rich.console import Console
 
@@ -34,11 +34,10 @@ def run_sweep_file(path: Path, results: Path | None = None, limit_s: float | Non
 def run_sweep(config: SweepConfig, results: Path, limit_s: float | None = None) -> SweepOutcome:
     """Measure the points of a configuration that have no result yet."""
     console = Console(soft_wrap=True)
-    with _Ending() as ending, ResultFile(results) as file, SweepProgress(console) as progress:
-        outside = Outside(is_ending=ending.has_begun)
+    with ResultFile(results) as file, SweepProgress(console) as progress:
         try:
-            outcome = SweepRun(config, file, progress, outside, limit_s).run()
-            ending.raise_again()
+            with _unwinding() as has_begun:
+                outcome = SweepRun(config, file, progress, Outside(is_ending=has_begun), limit_s).run()
         except (KeyboardInterrupt, SystemExit):
             progress.say(f"stopped; the results so far are in {results}, and the same command continues from there")
             raise
@@ -49,38 +48,28 @@ def run_sweep(config: SweepConfig, results: Path, limit_s: float | None = None) 
     return outcome
 
 
-class _Ending:
-    """A context in which SIGTERM and SIGHUP unwind as Ctrl-C does, so that sessions and networks are closed.
+@contextmanager
+def _unwinding() -> Iterator[Callable[[], bool]]:
+    """Have SIGTERM and SIGHUP unwind as Ctrl-C does, so that sessions and networks are closed.
 
     An exception raised by a handler is lost in callbacks of Python itself (weak references), and becomes another error
-    in an event loop. So the signal is kept, the sweep checks for it between points, and it is raised again at the end.
+    in an event loop. So the sweep asks between points whether a signal has arrived (the value of the context), and
+    SystemExit is raised again at the end.
     """
+    arrived: list[int] = []
 
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._before: dict[signal.Signals, object] = {}
+    def leave(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        raise SystemExit(128 + number)
 
-    def has_begun(self) -> bool:
-        """Whether a signal has arrived."""
-        return self._number is not None
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self.raise_again()
-
-    def raise_again(self) -> None:
-        """Raise SystemExit if a signal has arrived."""
-        if self._number is not None:
-            raise SystemExit(128 + self._number)
-
-    def _leave(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
-        self.raise_again()
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield lambda: bool(arrived)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if arrived:
+            raise SystemExit(128 + arrived[0])
 
 
 def plot_results(results: Sequence[Path], out: Path) -> list[Path]:

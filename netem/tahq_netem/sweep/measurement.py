@@ -27,12 +27,8 @@ BUSY_SHARE = 0.6
 """Of the cores: if more are busy, the codecs of sleeping stages would have delayed each other."""
 
 
-class TooBusyError(TahqError):
-    """More cores were busy than a measurement with sleeping stages may use."""
-
-
-class MissedFaultError(TahqError):
-    """The steps of a point ended before a fault that should have happened during them."""
+class RejectedMeasurementError(TahqError):
+    """A measurement that does not count: a fault did not happen, or too many cores were busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +108,7 @@ def measure_point(
     with play(config.timeline, network, step_source=lambda: len(steps)) as faults:
         while len(steps) < num_steps(config.steps, expected_s):
             steps.append(session.next_step(timeout_s))
-        missed, busy = faults.waiting, meter.read()
+        missed, busy = tuple(faults.waiting), meter.read()
     work = _work_done(steps, planned, times)
     bound_s = step_bound_s(work, plan) if work is not None else None
     tokens = config.global_batch * config.sample_len
@@ -124,25 +120,20 @@ def _work_done(steps: Sequence[StepRecord], planned: StepWork, times: StageTimes
     if times is None:
         if not all(step.compute_s for step in steps):
             return None
-        times = _mean_times(steps, count)
-    last = steps[-1]
+        times = StageTimes(*(_means([step.compute_s for step in steps], kind, count) for kind in (0, 1)))
     return replace(
         planned,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        activation_nbytes=[nbytes / count for nbytes in last.activation_nbytes],
-        gradient_nbytes=[nbytes / count for nbytes in last.gradient_nbytes],
+        activation_nbytes=[nbytes / count for nbytes in steps[-1].activation_nbytes],
+        gradient_nbytes=[nbytes / count for nbytes in steps[-1].gradient_nbytes],
     )
 
 
-def _mean_times(steps: Sequence[StepRecord], count: int) -> StageTimes:
-    """Seconds of a micro-batch, as measured by the stages."""
-    stages = range(len(steps[0].compute_s))
-    forward_s, backward_s = (
-        tuple(statistics.fmean(step.compute_s[stage][kind] for step in steps) / count for stage in stages)
-        for kind in (0, 1)
-    )
-    return StageTimes(forward_s, backward_s)
+def _means(compute_s: Sequence[Sequence[tuple[float, float]]], kind: int, count: int) -> tuple[float, ...]:
+    """Seconds of a micro-batch by stage, as the stages measured them; kind 0: forward, 1: backward."""
+    stages = zip(*compute_s, strict=True)
+    return tuple(statistics.fmean(step[kind] for step in steps) / count for steps in stages)
 
 
 def prediction_of(key: SessionKey, planned: StepWork, plan: NetworkPlan, measured: Measurement) -> dict[str, Any]:
@@ -164,11 +155,11 @@ def check_faults(measured: Measurement) -> None:
     """Refuse a measurement during which a fault did not happen.
 
     Raises:
-        MissedFaultError: a fault has not begun.
+        RejectedMeasurementError: a fault has not begun.
     """
     if measured.missed:
         first, seconds = measured.missed[0], sum(step.seconds for step in measured.steps)
-        raise MissedFaultError(
+        raise RejectedMeasurementError(
             f"{first.what} of {first.link} did not happen within {len(measured.steps)} steps ({seconds:.1f} s); raise "
             "steps.at_least and steps.at_most"
         )
@@ -178,12 +169,12 @@ def check_busy(busy: BusyCores, limit: float | None) -> None:
     """Refuse a measurement with sleeping stages during which too many cores were busy.
 
     Raises:
-        TooBusyError: more than `limit` were (None: `BUSY_SHARE` of all cores).
+        RejectedMeasurementError: more than `limit` were (None: `BUSY_SHARE` of all cores).
     """
     cores = num_usable_cores()
     limit = BUSY_SHARE * cores if limit is None else limit
     if busy.own > limit:
-        raise TooBusyError(
+        raise RejectedMeasurementError(
             f"{busy.own:.2f} of {cores} cores were busy, the limit is {limit:.2f}: this would measure the machine; "
             "take fewer stages, a larger micro-batch or a cheaper codec, or a machine with more cores"
         )

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tahq.comm.network_config import NetworkConfig
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.calibration import calibrate
-from tahq_netem.network.description import NetworkConfig, NetworkPlan, plan_network
+from tahq_netem.network.description import NetworkPlan, PathShape, plan_network
 from tahq_netem.network.faults import conditions
 from tahq_netem.sweep.points import NetworkChoice, Point
 from tahq_netem.sweep.spec import SweepConfig
@@ -35,8 +36,9 @@ def open_network(config: NetworkConfig, sweep: SweepConfig) -> Network:
         NetworkError: it cannot be built here.
     """
     plan = plan_network(config)
-    with_faults = [conditions(plan, [fault]).paths for fault in sweep.faults]
-    rates_only = not any(path.needs_netem for paths in (plan.paths, *with_faults) for path in paths.values())
+    settings = [conditions(plan, faults) for faults in ([], *([fault] for fault in sweep.faults))]
+    shapes = [shape for each in settings for shape in each.values() if isinstance(shape, PathShape)]
+    rates_only = not any(shape.needs_netem for shape in shapes)
     return build_network(config, backend=sweep.backend, rates_only=rates_only)
 
 

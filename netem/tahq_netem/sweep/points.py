@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from tahq.comm.network_config import NetworkConfig
 from tahq.models.config import SleepConfig
 from tahq.units import format_rate, write_duration
-from tahq_netem.network.description import NetworkConfig, NetworkPlan, plan_network, uniform
+from tahq_netem.network.description import NetworkPlan, plan_network, uniform
 from tahq_netem.network.profiles import profile
-from tahq_netem.sweep.spec import InFlight, RuntimeConfig, SweepConfig, split_wire
+from tahq_netem.sweep.spec import SweepConfig, split_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ class NetworkChoice:
         self, num_hosts: int, congestion_control: str | None = None, after_idle: bool | None = None
     ) -> NetworkConfig:
         """The network for `num_hosts` hosts; `after_idle`: whether TCP restarts slowly after a pause."""
-        of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
         if self.profile is None:
             network = uniform(num_hosts, rate=self.rate_bits_per_s, delay=self.round_trip_s / 2)
         else:
             network = profile(self.profile, num_hosts)
+        of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
         return network.model_copy(update=of_tcp)
 
     def plan(self, num_hosts: int) -> NetworkPlan:
@@ -109,11 +110,12 @@ class Point:
 def sweep_points(config: SweepConfig) -> list[Point]:
     """All points, those of a session together, in the order of the file."""
     workload = _workload(config)
+    networks = [NetworkChoice(rate, trip_s) for trip_s, rate in product(config.round_trips, config.rates)]
+    networks += [NetworkChoice(profile=name) for name in config.profiles]
     points: dict[str, Point] = {}
-    for session in _sessions(config):
-        for network in _networks(config):
-            point = Point(_id(workload, session, network), session, network)
-            points.setdefault(point.id, point)
+    for session, network in product(_sessions(config), networks):
+        point = Point(_id(workload, session, network), session, network)
+        points.setdefault(point.id, point)
     return list(points.values())
 
 
@@ -125,25 +127,15 @@ def by_session(points: Iterable[Point]) -> dict[SessionKey, list[Point]]:
     return sessions
 
 
-def _networks(config: SweepConfig) -> Iterator[NetworkChoice]:
-    for round_trip_s, rate in product(config.round_trips, config.rates):
-        yield NetworkChoice(rate, round_trip_s)
-    yield from (NetworkChoice(profile=name) for name in config.profiles)
-
-
 def _sessions(config: SweepConfig) -> Iterator[SessionKey]:
     axes = product(config.compute, config.stages, config.micro_batches, config.runtimes)
     for compute, stages, micro_batch, runtime in axes:
         kind, forward_s, backward_s = _compute(config, compute, stages, micro_batch)
-        for schedule, (activations, gradients), depth in _variants(runtime):
+        for schedule, wire, depth in product(runtime.schedules, runtime.wires, runtime.in_flight):
+            codecs = split_wire(wire)
             yield SessionKey(
-                *(runtime.name, schedule, activations, gradients, stages, micro_batch, kind, forward_s, backward_s),
-                in_flight=depth,
+                *(runtime.name, schedule, *codecs, stages, micro_batch, kind, forward_s, backward_s), in_flight=depth
             )
-
-
-def _variants(runtime: RuntimeConfig) -> Iterator[tuple[str, tuple[str, str], InFlight | None]]:
-    yield from product(runtime.schedules, map(split_wire, runtime.wires), runtime.in_flight)
 
 
 def _compute(

@@ -10,7 +10,7 @@ leave open, whatever the schedule or runtime (`tahq.plan.simulate.bound`); codec
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from tahq.comm.network_model import ACKNOWLEDGED_SHARE, GOODPUT_SHARE, SHORTEST_QUEUE_S, goodput_bits_per_s
@@ -95,11 +95,14 @@ def predicted_step_s(
     """
     hosts = plan.hosts[: schedule.num_stages] if hosts is None else hosts
     timeline = simulate(schedule, step_costs(work, plan, codec, hosts, queue_s))
-    ends_s = [0.0] * schedule.num_stages
-    for span in timeline.actions:
-        ends_s[span.stage] = max(ends_s[span.stage], span.end_s)
-    delays_s = [plan.paths[host, hosts[0]].delay_s if has_coordinator and host != hosts[0] else 0.0 for host in hosts]
-    return max(end_s + delay_s for end_s, delay_s in zip(ends_s, delays_s, strict=True))
+    ends_s = [max(span.end_s for span in timeline.actions if span.stage == stage) for stage in range(len(hosts))]
+    if has_coordinator:
+        ends_s = [end_s + _delay_s(plan, host, hosts[0]) for end_s, host in zip(ends_s, hosts, strict=True)]
+    return max(ends_s)
+
+
+def _delay_s(plan: NetworkPlan, source: str, destination: str) -> float:
+    return 0.0 if source == destination else plan.paths[source, destination].delay_s
 
 
 def step_bound_s(work: StepWork, plan: NetworkPlan) -> float:
@@ -136,10 +139,7 @@ def step_costs(
         there, back = plan.paths[ends], plan.paths[ends[::-1]]
         paths.append(
             CutCosts(
-                forward_encode_s=codec.forward_encode_s,
-                forward_decode_s=codec.forward_decode_s,
-                backward_encode_s=codec.backward_encode_s,
-                backward_decode_s=codec.backward_decode_s,
+                **asdict(codec),
                 latency_s=latency(there.delay_s, back.delay_s),
                 forward_bits_per_s=goodput_bits_per_s(there.rate_bits_per_s),
                 backward_bits_per_s=goodput_bits_per_s(back.rate_bits_per_s),
@@ -148,9 +148,7 @@ def step_costs(
     return Costs(
         compute_s=work.compute_s(),
         cuts=work.cuts(paths),
-        hosts=[
-            HostCosts(goodput_bits_per_s(it.up_bits_per_s), goodput_bits_per_s(it.down_bits_per_s)) for it in shapes
-        ],
+        hosts=[HostCosts(*map(goodput_bits_per_s, (it.up_bits_per_s, it.down_bits_per_s))) for it in shapes],
         piece_nbytes=SHARED_NBYTES,
         first=None,
         queue_s=queue_s,

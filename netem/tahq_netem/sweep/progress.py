@@ -7,7 +7,7 @@ unshaped ones.
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tahq_netem.sweep.points import Point
 from tahq_netem.sweep.results import DONE
@@ -17,11 +17,8 @@ class SweepProgress:
     """Writes the progress of a sweep to a console."""
 
     def __init__(self, console: Console) -> None:
-        self.seen: set[str] = set()
-        """Ids of the points measured by this call, failures included."""
         self._console = console
         self._left = 0
-        self._task: TaskID | None = None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -31,6 +28,7 @@ class SweepProgress:
             console=console,
             disable=not console.is_terminal,
         )
+        self._task = self._bar.add_task("sweep", left=0)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -43,7 +41,7 @@ class SweepProgress:
         """Print how much there is to do."""
         self._left = num_missing
         self.say(f"{num_points} points, {num_missing} to measure, about {expected_s / 60:.0f} min or more")
-        self._task = self._bar.add_task("sweep", total=max(expected_s, 1e-9), left=num_missing)
+        self._bar.update(self._task, total=max(expected_s, 1e-9), left=num_missing)
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -51,20 +49,16 @@ class SweepProgress:
 
     def start(self, point: Point) -> None:
         """Show that a point is being measured."""
-        if self._task is not None:
-            self._bar.update(self._task, description=point.label)
+        self._bar.update(self._task, description=point.label)
 
     def finish(self, point: Point, row: dict[str, Any], expected_s: float) -> None:
         """Show a point's result."""
-        self.seen.add(point.id)
         self._left -= 1
-        if self._task is not None:
-            self._bar.update(self._task, advance=expected_s, left=self._left)
-        self.say(f"[{self._left} left] {point.label}: {result_line(row)}")
+        self._bar.update(self._task, advance=expected_s, left=self._left)
+        self.say(f"[{self._left} left] {point.label}: {_result_line(row)}")
 
 
-def result_line(row: dict[str, Any]) -> str:
-    """A point's result as one line."""
+def _result_line(row: dict[str, Any]) -> str:
     if row["status"] != DONE:
         return f"FAILED: {row['error']}"
     share = f", {row['share_of_bound']:.0%} of the bound" if row["share_of_bound"] is not None else ""

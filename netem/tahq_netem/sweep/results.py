@@ -31,12 +31,15 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
         self._file = path.open("ab")
         try:
-            self._lock()
-            _cut_off_torn_line(path)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            content = path.read_bytes()
+            os.truncate(path, content.rfind(b"\n") + 1)
             self.rows = read_results(path)
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(f"{path} is being written by another sweep; wait, or choose another file") from None
         except BaseException:
             self._file.close()
             raise
@@ -58,14 +61,6 @@ class ResultFile:
         """Whether a point has a measurement; failures do not count."""
         return self.rows.get(id, {}).get("status") == DONE
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{self._path} is being written by another sweep; wait for it, or choose another file"
-            ) from None
-
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """The newest row of every point, by id, in the order in which points were first written.
@@ -79,10 +74,14 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{path} cannot be read: {error}; give the .jsonl that a sweep wrote") from error
     rows: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
-        row = _row(line)
-        if row is None:
-            raise ConfigError(f"{path}:{number}: not a sweep's result; is this the .jsonl that a sweep wrote?")
-        rows[row["id"]] = row
+        try:
+            row = json.loads(line)
+            rows[row["id"]] = row
+            _ = row["status"], row["point"]
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"{path}:{number}: not a sweep's result; is this the .jsonl that a sweep wrote?"
+            ) from None
     return rows
 
 
@@ -92,21 +91,6 @@ def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         rows |= read_results(path)
     return list(rows.values())
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and {"id", "status", "point"} <= row.keys() else None
-
-
-def _cut_off_torn_line(path: Path) -> None:
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
 
 
 Row = Mapping[str, Any]
@@ -157,23 +141,14 @@ def done(rows: Iterable[Row]) -> list[Row]:
 def setting_of(row: Row) -> Setting:
     """Which table a row belongs to."""
     point = row["point"]
-    return Setting(
-        row["sweep"],
-        point["compute"],
-        point["stages"],
-        point["micro_batch"],
-        _congestion_control(row),
-        point["profile"] is not None,
-        point["round_trip_s"],
-    )
-
-
-def _congestion_control(row: Row) -> str:
-    """As configured; earlier versions stored only the one in force, beside the calibration."""
+    # As configured; earlier versions stored only the congestion control in force, beside the calibration.
     network = (row.get("calibration") or {}).get("network", {})
-    control = str(row["point"].get("congestion_control") or network.get("congestion_control", "unknown"))
-    after_idle = row["point"].get("tcp_slow_start_after_idle")
-    return control if after_idle is None else f"{control}, {'' if after_idle else 'no '}slow start after pauses"
+    control = str(point.get("congestion_control") or network.get("congestion_control", "unknown"))
+    after_idle = point.get("tcp_slow_start_after_idle")
+    if after_idle is not None:
+        control += f", {'' if after_idle else 'no '}slow start after pauses"
+    sizes = point["stages"], point["micro_batch"]
+    return Setting(row["sweep"], point["compute"], *sizes, control, point["profile"] is not None, point["round_trip_s"])
 
 
 def series_of(row: Row) -> Series:
@@ -196,12 +171,12 @@ def network_label(row: Row) -> str:
 
 def network_labels(rows: Sequence[Row]) -> list[str]:
     """The networks of a table: unshaped, rates from fast to slow, then profiles."""
+    points = {network_label(row): row["point"] for row in rows}
 
-    def place(row: Row) -> tuple[bool, float]:
-        point = row["point"]
-        return point["profile"] is not None, -(point["rate_bits_per_s"] or math.inf)
+    def place(label: str) -> tuple[bool, float]:
+        return points[label]["profile"] is not None, -(points[label]["rate_bits_per_s"] or math.inf)
 
-    return list(dict.fromkeys(map(network_label, sorted(rows, key=place))))
+    return sorted(points, key=place)
 
 
 def bits_an_element(row: Row) -> tuple[float, float]:

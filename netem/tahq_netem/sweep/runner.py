@@ -17,17 +17,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tahq.comm.network_config import NetworkConfig
 from tahq.errors import TahqError, message_of
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.machine import BusyMeter, describe_machine
-from tahq_netem.network.description import NetworkConfig, NetworkPlan
-from tahq_netem.runtimes.bare_async import start_bare
+from tahq_netem.runtimes.gloo_session import GlooSession
 from tahq_netem.runtimes.session import Session, SessionRequest, StartSession
 from tahq_netem.runtimes.tahq_runtime import TahqSession
-from tahq_netem.runtimes.torch_pipelining import start_torch
 from tahq_netem.sweep.measurement import Measurement, check_busy, check_faults, measure_point, prediction_of
 from tahq_netem.sweep.networks import apply_plan, by_network_kind, calibrate_quickly, demands, open_network
 from tahq_netem.sweep.points import NetworkChoice, Point, SessionKey, by_session, sweep_points
@@ -45,8 +45,11 @@ from tahq_netem.sweep.workload import (
     session_config,
 )
 
-RUNTIMES: Mapping[str, StartSession] = {"tahq": TahqSession, "torch": start_torch, "bare": start_bare}
-"""Each starts a session; torch and bare run over gloo."""
+RUNTIMES: Mapping[str, StartSession] = {
+    "tahq": TahqSession,
+    "torch": partial(GlooSession, module="tahq_netem.runtimes.torch_pipelining"),
+    "bare": partial(GlooSession, module="tahq_netem.runtimes.bare_async"),
+}
 OPEN_LINKS = NetworkChoice()
 """Workers start on an unshaped network: the first step, which is not measured, may be much larger (AQ-SGD's is)."""
 
@@ -95,8 +98,10 @@ class SweepRun:
     progress: SweepProgress
     outside: Outside
     limit_s: float | None = None
+    _seen: set[str] = field(default_factory=set)
+    """Ids of the points measured by this call, failures included."""
     _times: dict[tuple[int, int], StageTimes] = field(default_factory=dict)
-    _calibrations: dict[tuple[int, NetworkChoice], dict[str, Any]] = field(default_factory=dict)
+    _calibrations: dict[NetworkChoice, dict[str, Any]] = field(default_factory=dict)
     _is_under_way: bool = False
 
     def run(self) -> SweepOutcome:
@@ -116,7 +121,9 @@ class SweepRun:
         for network_points in by_network_kind(missing):
             if self._has_time():
                 self._measure_on_one_network(network_points)
-        return self._outcome(points)
+        done = sum(self.results.is_done(point.id) for point in points)
+        failed = sum(self.results.rows.get(point.id, {}).get("status") == FAILED for point in points)
+        return SweepOutcome(done, failed, len(points) - done - failed)
 
     # -- networks --------------------------------------------------------------------------------
 
@@ -131,57 +138,44 @@ class SweepRun:
             for session_points in by_session(points).values():
                 self._measure_session(network, session_points)
 
-    def _calibrate(self, network: Network, choice: NetworkChoice, plan: NetworkPlan) -> None:
-        """Measure the network under this plan while nothing else uses it; once, unless it was off.
-
-        Raises:
-            NetworkError: it is off.
-        """
-        key = (len(plan.hosts), choice)
-        if key in self._calibrations:
-            return
+    def _is_calibrated(self, network: Network, point: Point) -> bool:
+        """Measure the network of a point while nothing else uses it; once, unless it was off, which fails the point."""
+        if not self._has_time():
+            return False
+        choice = point.network
         if not self.config.calibrate:
-            self._calibrations[key] = {"network": network.describe()}
-            return
-        self.progress.say(f"measuring the network: {choice.label}")
-        apply_plan(network, plan)
-        self._calibrations[key] = self.outside.calibrate_network(network)
+            self._calibrations[choice] = {"network": network.describe()}
+        elif choice not in self._calibrations:
+            self.progress.say(f"measuring the network: {choice.label}")
+            try:
+                apply_plan(network, choice.plan(point.session.stages))
+                self._calibrations[choice] = self.outside.calibrate_network(network)
+            except TahqError as error:
+                self._fail([point], error)
+                return False
+        return True
 
     # -- sessions --------------------------------------------------------------------------------
 
     def _measure_session(self, network: Network, points: Sequence[Point]) -> None:
         """Calibrate the networks of a session's points, then measure them, the fastest first."""
         left = [point for point in points if self._is_calibrated(network, point)]
-        key = points[0].session
         if not left or not self._has_time():
             return
         try:
-            times = self._stage_times(key)
+            times = self._stage_times(points[0].session)
         except TahqError as error:
-            self._fail_all(left, error)
+            self._fail(left, error)
             return
         left.sort(key=lambda point: expected_step_s(self.config, point, times))
-        while fitting := [point for point in left if self._is_missing(point) and self._fits(point, times, START_S)]:
-            self._run_until_lost(network, fitting, times)
-
-    def _run_until_lost(self, network: Network, points: Sequence[Point], times: StageTimes | None) -> None:
-        """Run a session to its end or first failure; a failed start fails all its points."""
-        self._is_under_way = False
-        try:
-            self._run_session(network, points, times)
-        except TahqError as error:
-            left = [point for point in points if self._is_missing(point)]
-            self._fail_all(left[:1] if self._is_under_way else left, error)
-
-    def _is_calibrated(self, network: Network, point: Point) -> bool:
-        if not self._has_time():
-            return False
-        try:
-            self._calibrate(network, point.network, point.network.plan(point.session.stages))
-        except TahqError as error:
-            self._fail(point, error)
-            return False
-        return True
+        while fitting := [point for point in self._unseen(left) if self._fits(point, times, START_S)]:
+            self._is_under_way = False
+            try:
+                self._run_session(network, fitting, times)
+            except TahqError as error:
+                # A failed start fails all its points, a lost session the one that was being measured.
+                failed = self._unseen(fitting)
+                self._fail(failed[:1] if self._is_under_way else failed, error)
 
     def _run_session(self, network: Network, points: Sequence[Point], times: StageTimes | None) -> None:
         key = points[0].session
@@ -213,15 +207,17 @@ class SweepRun:
         work = planned_work(self.config, key, times)
         measured = measure_point(session, self.config, network, work, times, self.outside.busy_meter)
         seconds = self.outside.clock() - begin_s
-        row = self._row(point, DONE) | measured.as_dict() | {"seconds": seconds, "stage_times": _as_rows(times)}
-        row |= prediction_of(key, work, plan, measured)
-        row["elements_a_step"] = measured.tokens_per_step * (self.config.model.hidden_size or 0)
-        row["calibration"] = self._calibrations.get((key.stages, point.network))
         error = self._objection(measured, times)
+        row = self._row(point, DONE) | measured.as_dict() | prediction_of(key, work, plan, measured)
+        row |= {
+            "seconds": seconds,
+            "stage_times": None if times is None else list(zip(times.forward_s, times.backward_s, strict=True)),
+            "elements_a_step": measured.tokens_per_step * (self.config.model.hidden_size or 0),
+            "calibration": self._calibrations.get(point.network),
+        }
         if error is not None:
             row |= {"status": FAILED, "error": str(error)}
-        self.results.append(row)
-        self.progress.finish(point, row, expected_point_s(self.config, point, times))
+        self._finish(point, row, times)
 
     def _objection(self, measured: Measurement, times: StageTimes | None) -> TahqError | None:
         """Why the measurement does not count; None if it does."""
@@ -233,14 +229,33 @@ class SweepRun:
             return error
         return None
 
-    def _fail(self, point: Point, error: TahqError) -> None:
-        row = self._row(point, FAILED) | {"error": f"{type(error).__name__}: {message_of(error)}"}
-        self.results.append(row)
-        self.progress.finish(point, row, expected_point_s(self.config, point, None))
-
-    def _fail_all(self, points: Sequence[Point], error: TahqError) -> None:
+    def _fail(self, points: Sequence[Point], error: TahqError) -> None:
         for point in points:
-            self._fail(point, error)
+            row = self._row(point, FAILED) | {"error": f"{type(error).__name__}: {message_of(error)}"}
+            self._finish(point, row, None)
+
+    def _finish(self, point: Point, row: dict[str, Any], times: StageTimes | None) -> None:
+        self.results.append(row)
+        self._seen.add(point.id)
+        self.progress.finish(point, row, expected_point_s(self.config, point, times))
+
+    def _row(self, point: Point, status: str) -> dict[str, Any]:
+        config = self.config
+        common = {
+            "global_batch": config.global_batch,
+            "seq_len": config.sample_len,
+            "congestion_control": config.congestion_control,
+            "tcp_slow_start_after_idle": config.tcp_slow_start_after_idle,
+            "piece": config.piece,
+        }
+        return {
+            "id": point.id,
+            "sweep": config.name,
+            "status": status,
+            "point": point.as_dict() | common,
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": self._machine,
+        }
 
     # -- what a point takes ----------------------------------------------------------------------
 
@@ -258,11 +273,10 @@ class SweepRun:
         return self._times[size]
 
     def _cores(self, key: SessionKey) -> tuple[int, ...]:
-        """One core for each stage that computes on the CPU, if there are enough; else empty."""
+        """One core for each stage that computes with one thread on the CPU, if there are enough; else empty."""
         usable = sorted(os.sched_getaffinity(0))
-        if key.compute != "real" or self.config.device != "cpu" or self.config.threads * key.stages > len(usable):
-            return ()
-        return tuple(usable[: key.stages]) if self.config.threads == 1 else ()
+        on_one_core = key.compute == "real" and self.config.device == "cpu" and self.config.threads == 1
+        return tuple(usable[: key.stages]) if on_one_core and key.stages <= len(usable) else ()
 
     def _has_time(self, expected_s: float = 0.0) -> bool:
         if self.outside.is_ending():
@@ -272,37 +286,5 @@ class SweepRun:
     def _fits(self, point: Point, times: StageTimes | None, before_s: float = 0.0) -> bool:
         return self._has_time(before_s + expected_point_s(self.config, point, times))
 
-    def _is_missing(self, point: Point) -> bool:
-        return point.id not in self.progress.seen
-
-    # -- results ---------------------------------------------------------------------------------
-
-    def _row(self, point: Point, status: str) -> dict[str, Any]:
-        return {
-            "id": point.id,
-            "sweep": self.config.name,
-            "status": status,
-            "point": point.as_dict() | self._common(),
-            "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": self._machine,
-        }
-
-    def _common(self) -> dict[str, Any]:
-        """The settings of all points that tables need."""
-        config = self.config
-        return {
-            "global_batch": config.global_batch,
-            "seq_len": config.sample_len,
-            "congestion_control": config.congestion_control,
-            "tcp_slow_start_after_idle": config.tcp_slow_start_after_idle,
-            "piece": config.piece,
-        }
-
-    def _outcome(self, points: Sequence[Point]) -> SweepOutcome:
-        done = sum(self.results.is_done(point.id) for point in points)
-        failed = sum(self.results.rows.get(point.id, {}).get("status") == FAILED for point in points)
-        return SweepOutcome(done, failed, len(points) - done - failed)
-
-
-def _as_rows(times: StageTimes | None) -> list[tuple[float, float]] | None:
-    return None if times is None else list(zip(times.forward_s, times.backward_s, strict=True))
+    def _unseen(self, points: Sequence[Point]) -> list[Point]:
+        return [point for point in points if point.id not in self._seen]

@@ -56,8 +56,8 @@ def calibrate(config: ClusterConfig) -> StageTimes:
     if done.returncode != 0:
         last_words = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise TahqError(f"the stages could not be timed: {last_words}")
-    rows = json.loads(done.stdout)
-    return StageTimes(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+    forward_s, backward_s = zip(*json.loads(done.stdout), strict=True)
+    return StageTimes(forward_s, backward_s)
 
 
 def time_stage(config: ClusterConfig, stage: int, repeats: int = REPEATS) -> tuple[float, float]:
@@ -71,7 +71,11 @@ def time_stage(config: ClusterConfig, stage: int, repeats: int = REPEATS) -> tup
 
 
 def _time_once(config: ClusterConfig, module: ModelSlice, device: torch.device) -> tuple[float, float]:
-    x = _input(config, module, device)
+    shape = (config.training.micro_batch, config.data.seq_len)
+    if module.parts.embedding:
+        x = torch.zeros(shape, dtype=torch.int64, device=device)
+    else:
+        x = torch.randn(*shape, module.spec.hidden_size, device=device, requires_grad=True)
     begin_s = _now(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(config, device)):
         y = module(x)
@@ -80,24 +84,12 @@ def _time_once(config: ClusterConfig, module: ModelSlice, device: torch.device) 
     return forward_end_s - begin_s, _now(device) - forward_end_s
 
 
-def _input(config: ClusterConfig, module: ModelSlice, device: torch.device) -> torch.Tensor:
-    shape = (config.training.micro_batch, config.data.seq_len)
-    if module.parts.embedding:
-        return torch.zeros(shape, dtype=torch.int64, device=device)
-    return torch.randn(*shape, module.spec.hidden_size, device=device, requires_grad=True)
-
-
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def main() -> None:
-    """Time every stage of the configuration on stdin; write [forward, backward] of each to stdout."""
-    config = config_from_json(sys.stdin.read())
-    print(json.dumps([time_stage(config, stage) for stage in range(config.pipeline.stages)]))
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # time every stage of the configuration on stdin; write [forward, backward] of each
+    cluster = config_from_json(sys.stdin.read())
+    print(json.dumps([time_stage(cluster, number) for number in range(cluster.pipeline.stages)]))

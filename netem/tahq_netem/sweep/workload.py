@@ -51,15 +51,21 @@ def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: Sta
         ConfigError: the model, the data or the wire do not fit each other.
     """
     data = _absolute(sweep.data) if sweep.data is not None else _random_data(sweep, folder)
-    model = sweep.model.model_copy(update={"sleep": _sleep(times)})
+    sleep = None if times is None else SleepConfig(forward=list(times.forward_s), backward=list(times.backward_s))
+    model = sweep.model.model_copy(update={"sleep": sleep})
     if model.path is None and model.vocab_size is None:
         model = model.model_copy(update={"vocab_size": load_tokenizer(data).vocab_size})
+    # Schedules that only other runtimes have are passed to them by the session's name.
+    schedule = key.schedule if key.schedule in GENERATORS else "1f1b"
+    pipeline: dict[str, Any] = {"stages": key.stages, "schedule": schedule}
+    if key.in_flight is not None:
+        pipeline["in_flight"] = key.in_flight if isinstance(key.in_flight, int) else list(key.in_flight)
     values = ClusterConfig(
         run=RunConfig(name="session", dir="runs", threads=sweep.threads, device=sweep.device, peer_timeout=60.0),
         model=model,
         data=data,
         training=TrainingConfig(steps=MANY_STEPS, global_batch=sweep.global_batch, micro_batch=key.micro_batch),
-        pipeline=_pipeline(key),
+        pipeline=PipelineConfig.model_validate(pipeline),
         wire=WireConfig(activations=key.activations, gradients=key.gradients),
         links=LinksConfig() if sweep.piece is None else LinksConfig(piece=sweep.piece),
     )
@@ -93,38 +99,20 @@ def input_gradients(key: SessionKey, times: StageTimes | None) -> tuple[float, .
     return tuple(INPUT_GRADIENT_SHARE * seconds for seconds in times.backward_s)
 
 
-def _pipeline(key: SessionKey) -> PipelineConfig:
-    values: dict[str, Any] = {"stages": key.stages, "schedule": _known_schedule(key.schedule)}
-    if key.in_flight is not None:
-        values["in_flight"] = key.in_flight if isinstance(key.in_flight, int) else list(key.in_flight)
-    return PipelineConfig.model_validate(values)
-
-
-def _known_schedule(name: str) -> str:
-    """Schedules that only other runtimes have are passed to them by the session's name."""
-    return name if name in GENERATORS else "1f1b"
-
-
-def _sleep(times: StageTimes | None) -> SleepConfig | None:
-    if times is None:
-        return None
-    return SleepConfig(forward=list(times.forward_s), backward=list(times.backward_s))
-
-
 def _absolute(data: DataConfig) -> DataConfig:
     """The data with absolute paths; relative ones start in the sweep's working folder."""
-    changed = {key: _absolute_paths(getattr(data, key)) for key in ("text", "tokens", "jsonl")}
+
+    def absolute(path: str) -> str:
+        return path if path == "stdlib" else str(Path(path).absolute())
+
+    changed: dict[str, Any] = {}
+    for key in ("text", "tokens", "jsonl"):
+        paths = getattr(data, key)
+        if paths is not None:
+            changed[key] = absolute(paths) if isinstance(paths, str) else [absolute(path) for path in paths]
     if data.tokenizer != "bytes":
-        changed["tokenizer"] = str(Path(data.tokenizer).absolute())
+        changed["tokenizer"] = absolute(data.tokenizer)
     return data.model_copy(update=changed)
-
-
-def _absolute_paths(paths: str | list[str] | None) -> str | list[str] | None:
-    if paths is None or paths == "stdlib":
-        return paths
-    if isinstance(paths, str):
-        return str(Path(paths).absolute())
-    return [path if path == "stdlib" else str(Path(path).absolute()) for path in paths]
 
 
 def _random_data(sweep: SweepConfig, folder: Path) -> DataConfig:
@@ -152,10 +140,9 @@ def expected_point_s(config: SweepConfig, point: Point, times: StageTimes | None
 
 def expected_sweep_s(config: SweepConfig, points: Sequence[Point]) -> float:
     """Seconds of points and of their sessions' starts, as far as the configuration says."""
-    seconds = sum(expected_point_s(config, point, _said_times(point)) for point in points)
-    return seconds + START_S * len(by_session(points))
-
-
-def _said_times(point: Point) -> StageTimes | None:
-    key = point.session
-    return StageTimes(key.forward_s, key.backward_s) if key.forward_s else None
+    seconds = START_S * len(by_session(points))
+    for point in points:
+        key = point.session
+        times = StageTimes(key.forward_s, key.backward_s) if key.forward_s else None
+        seconds += expected_point_s(config, point, times)
+    return seconds

@@ -47,7 +47,7 @@ class Agenda:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the earliest event is due; None if there is none."""
+        """When the earliest event is due; None: no event."""
         return self._heap[0][0] if self._heap else None
 
     def put(self, due_s: float, action: Forward, packet: Packet) -> None:
@@ -86,8 +86,7 @@ class Gaps:
         if num_packets <= self._before_next:
             self._before_next -= num_packets
             return []
-        positions = []
-        position = self._before_next
+        positions, position = [], self._before_next
         while position < num_packets:
             positions.append(int(position))
             position += 1 + self._draw()
@@ -152,14 +151,14 @@ class Transmitter:
         self._wake_s = math.inf
         self._limit_bytes = 0
         self._longest_run = WHOLE
-        self.num_dropped = 0
         self.set_rate(0.0, rate_bits_per_s, rtt_s)
 
     def set_rate(self, now_s: float, rate_bits_per_s: float | None, rtt_s: float) -> None:
         """Another rate and queue length from now on, for waiting packets too."""
         self._line.rate_bits_per_s = rate_bits_per_s or math.inf
         if rate_bits_per_s is None:
-            self._flush(now_s)
+            while self._waiting:
+                self._pass_first(now_s)
             return
         self._line.burst_s = 8 * burst_nbytes(rate_bits_per_s) / rate_bits_per_s
         self._limit_bytes = queue_limit_nbytes(rate_bits_per_s, rtt_s)
@@ -178,7 +177,6 @@ class Transmitter:
 
     def _take(self, now_s: float, packet: Packet) -> None:
         if self._waiting and self._waiting_bytes + packet.wire_bytes > self._limit_bytes:
-            self.num_dropped += packet.num_segments
             return
         if not self._waiting:
             left_s = self._serve(now_s, packet)
@@ -210,10 +208,6 @@ class Transmitter:
         self._waiting_bytes -= packet.wire_bytes
         self._forward(now_s, packet)
 
-    def _flush(self, now_s: float) -> None:
-        while self._waiting:
-            self._pass_first(now_s)
-
 
 class Path:
     """What packets from one host to another meet between the two hosts' own lines.
@@ -236,12 +230,6 @@ class Path:
         self._jitter = Random(f"{seed}/jitter")
         self._line = Transmitter(agenda, self._delay, shape.rate_bits_per_s, rtt_s)
         self._last_due_s = -math.inf
-        self._num_packets = 0
-        self._num_lost = 0
-
-    def counters(self) -> dict[str, int]:
-        """Packets that came, that were lost by chance, and that the pair's full queue dropped."""
-        return {"packets": self._num_packets, "lost": self._num_lost, "dropped": self._line.num_dropped}
 
     def set_shape(self, now_s: float, shape: PathShape, rtt_s: float) -> None:
         """Another shape from now on; packets under way arrive as they would have."""
@@ -252,13 +240,7 @@ class Path:
 
     def enter(self, now_s: float, packet: Packet) -> None:
         """Take a packet that has left its sender's line."""
-        self._num_packets += packet.num_segments
-        lost = self._loss.chosen(packet.num_segments)
-        if not lost:
-            self._line.enter(now_s, packet)
-            return
-        self._num_lost += len(lost)
-        for run, is_lost in _divide(packet, lost):
+        for run, is_lost in _divide(packet, self._loss.chosen(packet.num_segments)):
             if not is_lost:
                 self._line.enter(now_s, run)
 
@@ -266,25 +248,24 @@ class Path:
         if self._shape.delay_s == 0 and self._shape.jitter_s == 0 and now_s >= self._last_due_s:
             self._forward(now_s, packet)
             return
-        chosen = self._overtaking.chosen(packet.num_segments)
-        parts = _divide(packet, chosen) if chosen else ((packet, False),)
-        for part, overtakes in parts:
+        for part, overtakes in _divide(packet, self._overtaking.chosen(packet.num_segments)):
             if overtakes:
                 self._forward(now_s, part)
             else:
                 self._agenda.put(self._due_s(now_s), self._forward, part)
 
     def _due_s(self, now_s: float) -> float:
-        shape = self._shape
-        delay_s = shape.delay_s
-        if shape.jitter_s:
-            delay_s = max(0.0, delay_s + self._jitter.uniform(-shape.jitter_s, shape.jitter_s))
-        self._last_due_s = max(self._last_due_s, now_s + delay_s)
+        jitter_s = self._shape.jitter_s
+        drawn_s = self._jitter.uniform(-jitter_s, jitter_s) if jitter_s else 0.0
+        self._last_due_s = max(self._last_due_s, now_s + max(0.0, self._shape.delay_s + drawn_s))
         return self._last_due_s
 
 
 def _divide(packet: Packet, chosen: list[int]) -> Iterator[tuple[Packet, bool]]:
     """The packet's segments in order: the chosen ones one by one, those between them as runs."""
+    if not chosen:
+        yield packet, False
+        return
     start = 0
     for position in chosen:
         if position > start:

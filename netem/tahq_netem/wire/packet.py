@@ -76,8 +76,7 @@ def cut(packet: Packet, first: int, count: int) -> Packet:
     start = header + first * packet.segment_bytes
     end = start + count * packet.segment_bytes
     payload = packet.frame[start:end]
-    is_last = first + count == packet.num_segments
-    frame = _headers_of_run(packet.frame[:header], first, count, packet, len(payload), is_last) + payload
+    frame = _headers_of_run(packet, first, count, len(payload)) + payload
     wire_bytes = len(frame) - VNET_HEADER_BYTES + (count - 1) * packet.header_bytes
     return Packet(frame, wire_bytes, count, packet.header_bytes, packet.segment_bytes)
 
@@ -90,45 +89,33 @@ def runs(packet: Packet, longest: int) -> list[Packet]:
     return [cut(packet, first, min(longest, num_segments - first)) for first in range(0, num_segments, longest)]
 
 
-def _headers_of_run(header: bytes, first: int, count: int, packet: Packet, payload_bytes: int, is_last: bool) -> bytes:
-    changed = bytearray(header)
+def _headers_of_run(packet: Packet, first: int, count: int, payload_bytes: int) -> bytes:
+    """The headers of segments [first, first + count), as a network card would write them."""
+    header = bytearray(packet.frame[: VNET_HEADER_BYTES + packet.header_bytes])
+    tcp = _IP + (header[_IP] & 15) * 4
+    old_bytes, new_bytes = len(packet.frame) - tcp, len(header) - tcp + payload_bytes
     if count == 1:
-        flags, _, _, _, csum_start, csum_offset = _VNET.unpack_from(changed)
-        _VNET.pack_into(changed, 0, flags, _GSO_NONE, 0, 0, csum_start, csum_offset)
-    tcp = _IP + (changed[_IP] & 15) * 4
-    old_bytes = len(packet.frame) - tcp
-    new_bytes = len(header) - tcp + payload_bytes
-    _change_ip(changed, tcp, new_bytes, first)
-    _change_tcp(changed, tcp, first * packet.segment_bytes, is_last=is_last)
-    _change_pseudo_header_sum(changed, tcp, old_bytes, new_bytes)
-    return bytes(changed)
-
-
-def _change_ip(header: bytearray, tcp: int, tcp_bytes: int, first: int) -> None:
-    """Set total length, identification (a card adds one per segment) and checksum."""
-    _U16.pack_into(header, _IP + 2, tcp - _IP + tcp_bytes)
-    (identification,) = _U16.unpack_from(header, _IP + 4)
-    _U16.pack_into(header, _IP + 4, (identification + first) & 0xFFFF)
+        flags, _, _, _, csum_start, csum_offset = _VNET.unpack_from(header)
+        _VNET.pack_into(header, 0, flags, _GSO_NONE, 0, 0, csum_start, csum_offset)
+    # IP: total length, identification (a card adds one per segment), checksum
+    _U16.pack_into(header, _IP + 2, tcp - _IP + new_bytes)
+    _add(_U16, header, _IP + 4, first)
     _U16.pack_into(header, _IP + 10, 0)
-    _U16.pack_into(header, _IP + 10, ~_fold(sum(_words(header[_IP:tcp]))) & 0xFFFF)
-
-
-def _change_tcp(header: bytearray, tcp: int, offset: int, *, is_last: bool) -> None:
-    """Set the sequence number; FIN and PSH belong to the last segment. (The kernel itself cuts a frame with CWR.)"""
-    (sequence,) = _U32.unpack_from(header, tcp + 4)
-    _U32.pack_into(header, tcp + 4, (sequence + offset) & 0xFFFFFFFF)
-    if not is_last:
+    words = Struct(f"!{(tcp - _IP) // 2}H").unpack_from(header, _IP)
+    _U16.pack_into(header, _IP + 10, ~_fold(sum(words)) & 0xFFFF)
+    # TCP: FIN and PSH belong to the last segment (the kernel itself cuts a frame with CWR). With NEEDS_CSUM the
+    # checksum field holds the sum of the pseudo header, of which the length is a part.
+    _add(_U32, header, tcp + 4, first * packet.segment_bytes)
+    if first + count < packet.num_segments:
         header[tcp + 13] &= ~_FIN_PSH & 0xFF
-
-
-def _change_pseudo_header_sum(header: bytearray, tcp: int, old_bytes: int, new_bytes: int) -> None:
-    """NEEDS_CSUM: the checksum field holds the sum of the pseudo header, of which the length is a part."""
     (partial,) = _U16.unpack_from(header, tcp + 16)
     _U16.pack_into(header, tcp + 16, _fold(partial + (~old_bytes & 0xFFFF) + new_bytes))
+    return bytes(header)
 
 
-def _words(data: bytearray) -> tuple[int, ...]:
-    return Struct(f"!{len(data) // 2}H").unpack(data)
+def _add(number: Struct, header: bytearray, offset: int, amount: int) -> None:
+    (before,) = number.unpack_from(header, offset)
+    number.pack_into(header, offset, (before + amount) % (1 << 8 * number.size))
 
 
 def _fold(total: int) -> int:

@@ -1,0 +1,351 @@
+"""What real networks do beyond their figures: hosts, links that go down, resets, faults, and their end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from support import host_traffic
+from support.host_traffic import begin, run
+from support.processes import children, is_alive, wait_until
+from support.real_networks import BUILDERS, on_each_backend
+
+from tahq.comm.network_config import PairConfig
+from tahq.errors import ConfigError, NetworkError
+from tahq_netem.backends.choice import build_network
+from tahq_netem.backends.kernel import egress_tree, port_tree
+from tahq_netem.backends.leftovers import STATE_FOLDER, sweep_leftovers
+from tahq_netem.backends.namespaces import HOST_DEVICE, list_namespaces, netlink, owner_pid
+from tahq_netem.backends.probe import probe
+from tahq_netem.backends.tun import MOST_SEGMENTS, wire_tree
+from tahq_netem.measure import meter
+from tahq_netem.network.description import PathShape, plan_network, uniform
+from tahq_netem.network.fault_player import FaultPlayer, play
+from tahq_netem.network.faults import Timeline
+
+netns = pytest.mark.netns
+
+
+def trips(measurements, source, destination, count=5, wait_s=1.0):
+    """Round trips of the datagrams that came back; `wait_s` is waited only if one did not."""
+    return measurements.measure(meter.round_trips, source, destination, count=count, interval_s=0.005, wait_s=wait_s)
+
+
+def count(measurements, num_datagrams):
+    """How many of so many datagrams from host0 arrive on host1."""
+    train = {"count": num_datagrams, "datagrams_per_s": 5e3, "wait_s": 0.3}
+    return measurements.measure(meter.count_datagrams, "host0", "host1", **train)
+
+
+@netns
+@on_each_backend
+def test_hosts_reach_each_other_and_a_link_goes_down_without_an_error(backend, build, measure):
+    network = build(backend, uniform(3))
+    measurements = measure(network)
+    assert [network.address(host) for host in network.plan.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    for source, destination in [*network.plan.paths, ("host0", "host0")]:
+        assert len(trips(measurements, source, destination, count=2)) == 2
+    network.set_link("host1", is_up=False)
+    assert trips(measurements, "host0", "host1", wait_s=0.2) == trips(measurements, "host1", "host0", wait_s=0.2) == []
+    assert len(trips(measurements, "host0", "host2")) == 5
+    network.set_link("host1", is_up=True)
+    assert len(trips(measurements, "host0", "host1")) == 5
+
+
+@netns
+@on_each_backend
+def test_process_runs_on_its_host_and_ends_with_the_network(backend, build):
+    network = build(backend, uniform(1))
+    process = network.popen("host0", [sys.executable, "-c", "import time; time.sleep(60)"], env={"A": "b"})
+    network.close()
+    assert process.wait(10) == -15
+
+
+@netns
+@on_each_backend
+def test_two_networks_do_not_meet(backend, build):
+    first, second = build(backend, uniform(2)), build(backend, uniform(2))
+    with second.entered("host1"), socket.create_server((second.address("host1"), 0)) as server:
+        # The first network has that address, too, and nothing listens there.
+        with first.entered("host0"), pytest.raises(ConnectionRefusedError):
+            socket.create_connection(server.getsockname(), 5)
+        with second.entered("host0"):
+            socket.create_connection(server.getsockname(), 5).close()
+
+
+@netns
+@on_each_backend
+def test_data_arrives_as_it_was_sent_over_a_path_that_loses_and_reorders(backend, build):
+    """Frames that stand for many segments are lost and overtaken in parts: a wrong cut would show in the data."""
+    network = build(backend, uniform(2, rate=1e8, delay=0.002, jitter=0.001, loss=0.01, reorder=0.01))
+    server = begin(network, "host1", "receive", network.address("host1"))
+    sent = run(network, "host0", "send", network.address("host1"), 2_000_000)
+    assert json.loads(server.communicate(timeout=60)[0]) == sent
+
+
+@netns
+@on_each_backend
+def test_connection_outlives_an_outage(backend, build):
+    network = build(backend, uniform(2))
+    server = begin(network, "host1", "receive", network.address("host1"))
+    network.set_link("host0", is_up=False)
+    client = begin(network, "host0", "send", network.address("host1"), 1000)
+    with pytest.raises(subprocess.TimeoutExpired):
+        client.wait(0.5)
+    network.set_link("host0", is_up=True)
+    assert client.communicate(timeout=20)[0] == server.communicate(timeout=20)[0]
+
+
+@netns
+@on_each_backend
+def test_reset_ends_connections_at_both_ends_but_not_those_within_the_host(backend, build):
+    if not probe().parts["tcp-reset"]:
+        pytest.skip("this kernel cannot reset connections")
+    network = build(backend, uniform(2))
+    inner = [begin(network, "host0", what, "127.0.0.1") for what in ("hold_open", "hold")]
+    server = begin(network, "host1", "hold_open", network.address("host1"))
+    client = begin(network, "host0", "hold", network.address("host1"))
+    assert network.reset_tcp("host0") == 1
+    assert host_traffic.end(client) == "ConnectionAbortedError"
+    assert host_traffic.end(server) == "ConnectionResetError"
+    assert network.reset_tcp("host0") == network.reset_tcp("host1") == 0
+    assert [process.poll() for process in inner] == [None, None]
+
+
+@netns
+@on_each_backend
+def test_description_fits_json_and_says_what_is_in_force(backend, build):
+    config = uniform(2, rate=1e9, congestion_control="reno", tcp_slow_start_after_idle=False)
+    pair = PairConfig(between=("host0", "host1"), rate=1e7)
+    network = build(backend, config.model_copy(update={"pairs": [pair]}))
+    network.set_rate("host0", up=2e7)
+    described = json.loads(json.dumps(network.describe()))
+    assert described["backend"] == backend
+    assert described["congestion_control"] == network.congestion_control == "reno"
+    assert described["tcp"]["tcp_slow_start_after_idle"] is False
+    assert described["hosts"]["host0"] == {"address": "10.77.0.1", "up_bits_per_s": 2e7, "down_bits_per_s": 1e9}
+    assert [path["rate_bits_per_s"] for path in described["paths"]] == [1e7, 1e7]
+    assert described["kernel"]
+    assert described["pyroute2"]
+    in_force = network._namespaces.tune_tcp(plan_network(uniform(2, rate=1e9, delay=0.5)))
+    # 1 Gbit/s for 1 s are 125 MB; the kernel keeps half of a buffer for itself.
+    assert all(int(in_force[name].split()[2]) >= 2 * 125_000_000 for name in ("tcp_rmem", "tcp_wmem"))
+
+
+@netns
+@on_each_backend
+def test_mistake_is_refused_and_changes_nothing(backend, build):
+    network = build(backend, uniform(2, rate=1e8))
+    before = network.plan
+    for mistake in (
+        lambda: network.address("host7"),
+        lambda: network.popen("host7", ["true"]),
+        lambda: network.set_rate("host7", up=1e6),
+        lambda: network.set_path("host0", "host7", PathShape()),
+        lambda: network.set_link("host7", is_up=True),
+        lambda: network.reset_tcp("host7"),
+    ):
+        with pytest.raises(ConfigError, match="no host 'host7'"):
+            mistake()
+    with pytest.raises(ConfigError, match="at least 10000 bit/s"):
+        network.set_rate("host0", up=0)
+    assert network.plan == before
+
+
+@netns
+@on_each_backend
+def test_network_that_cannot_be_built_leaves_nothing(backend, own_namespaces):
+    with pytest.raises(NetworkError, match="no congestion control warp"):
+        BUILDERS[backend](plan_network(uniform(3, congestion_control="warp")))
+    assert own_namespaces() == []
+
+
+OWNER = """
+import sys, time
+from tahq_netem.network.description import uniform
+from tahq_netem.backends.choice import build_network
+with build_network(uniform(2, rate=1e8), backend=sys.argv[1]) as network:
+    child = network.popen("host1", [sys.executable, "-c", "import time; time.sleep(60)"])
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@netns
+@on_each_backend
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal_or_the_next_start(backend, number):
+    with subprocess.Popen([sys.executable, "-c", OWNER, backend], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout.readline()
+        started = children(owner.pid)
+        assert started
+        owner.send_signal(number)
+        assert owner.wait(20) == -number
+    if number == signal.SIGKILL:
+        build_network(uniform(2), backend=backend).close()
+    assert not [name for name in list_namespaces() if owner_pid(name) == owner.pid]
+    assert not (STATE_FOLDER / f"{owner.pid}.json").exists()
+    wait_until(lambda: not any(map(is_alive, started)), 10, "the program and the wire end")
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@netns
+@on_each_backend
+def test_faults_take_a_link_down_change_its_rate_and_lose_packets_for_a_time(backend, build, measure):
+    network = build(backend, uniform(2, rate=50e6))
+    measurements = measure(network)
+    text = "- {at: 1s, link: host1, what: down, for: 2s}\n- {at: 5s, link: host1, what: rate, to: 4mbit, for: 1s}\n"
+    has_loss = backend == "tun" or probe().has_netem
+    if has_loss:
+        text += "- {at: 8s, link: [host1, host0], what: loss, to: 0.5, for: 1s}\n"
+    player = FaultPlayer(Timeline.parse(text), network)
+    answers = {}
+    for now_s, wait_s in {0.5: 10.0, 1.0: 0.2, 2.9: 0.2, 3.0: 10.0}.items():
+        player.advance(now_s)
+        answers[now_s] = len(trips(measurements, "host0", "host1", 40, wait_s))
+    assert answers == {0.5: 40, 1.0: 0, 2.9: 0, 3.0: 40}
+    goodputs = []
+    for now_s in (5.0, 6.0):
+        player.advance(now_s)
+        flow = measurements.measure(meter.steady, "host0", "host1", max_bytes=10**7, skip_s=0.2, duration_s=0.7)
+        goodputs.append(8 * flow.steady_bytes / flow.steady_s)
+    # A burst adds less than a hundredth to half a second at 4 Mbit/s.
+    assert 0 < goodputs[0] < 1.01 * 4e6
+    assert goodputs[1] > 8e6
+    if has_loss:
+        player.advance(8.0)
+        # All of 40 arrive, or none, once in 2^39 times.
+        assert 0 < len(trips(measurements, "host0", "host1", 40, 0.3)) < 40
+        player.advance(9.0)
+        assert len(trips(measurements, "host0", "host1", 40, 10.0)) == 40
+
+
+@netns
+@on_each_backend
+def test_connections_are_reset_at_a_step(backend, build):
+    if not probe().parts["tcp-reset"]:
+        pytest.skip("this kernel cannot reset connections")
+    network = build(backend, uniform(2))
+    address = network.address("host1")
+    listening = begin(network, "host1", "hold_open", address)
+    connected = begin(network, "host0", "hold", address)
+    text = "- {step: 7, link: host1, what: reset}\n- {step: 8, link: host1, what: down}"
+    with play(Timeline.parse(text), network, step_source=lambda: 7) as player:
+        ends = {host_traffic.end(process) for process in (listening, connected)}
+    assert ends == {"ConnectionResetError", "ConnectionAbortedError"}
+    [event] = player.log
+    assert (event.num_connections, event.step) == (1, 7)
+
+
+# -- backend kernel -------------------------------------------------------------------------------
+
+
+@netns
+def test_delay_without_netem_is_refused_and_the_network_stays_as_it_was(build, measure):
+    if probe().has_netem:
+        pytest.skip("this kernel has netem")
+    network = build("kernel", uniform(2, rate=1e8))
+    with pytest.raises(NetworkError, match=r"this kernel has no netem \(module sch_netem\)"):
+        network.set_path("host0", "host1", PathShape(delay_s=0.01))
+    assert network.plan == plan_network(uniform(2, rate=1e8))
+    network.set_rate("host1", down=5e7)
+    assert count(measure(network), 9) == 9
+
+
+@netns
+def test_packets_to_a_host_that_is_down_or_silent_reach_no_other_host(build):
+    network = build("kernel", uniform(4, rate=1e8))
+
+    def num_received() -> int:
+        with netlink(network.namespace("host3")) as kernel:
+            [device] = kernel.link_lookup(ifname=HOST_DEVICE)
+            [link] = kernel.get_links(device)
+            return link.get_attr("IFLA_STATS64")["rx_packets"]
+
+    network.set_link("host1", is_up=False)
+    before = num_received()
+    with network.entered("host0"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for host in ("host1", "host2") * 10:
+            sender.sendto(b"x", (network.address(host), 9))
+    time.sleep(0.1)
+    # Both floods would be 20 packets; the kernel sends a few of its own now and then, such as group memberships.
+    assert num_received() - before < 5
+
+
+def test_lossy_paths_carry_single_packets():
+    plan = plan_network(uniform(2, rate=1e8))
+    assert egress_tree(plan, "host0").most_segments == 4
+    assert egress_tree(plan.with_path("host0", "host1", PathShape(loss=0.01)), "host0").most_segments == 1
+    assert egress_tree(plan_network(uniform(2)), "host0").most_segments is None
+
+
+def test_netem_holds_packets_under_way_and_the_acknowledgements_of_a_fast_download():
+    plan = plan_network(uniform(2, up=1e7, down=1e9, delay=0.1))
+    [leaf] = port_tree(plan, "host0").leaves.values()
+    assert leaf.netem_limit > 1e7 / 8 * 0.1 / 1514
+    fast = plan_network(uniform(2, rate=1e9, delay=0.1)).with_rates("host1", up=1e7)
+    [leaf] = port_tree(fast, "host0").leaves.values()
+    assert leaf.netem_limit > 1e9 / 8 * 0.1 / 1514
+
+
+# -- backend tun ----------------------------------------------------------------------------------
+
+
+@netns
+def test_same_packets_meet_the_same_fate(build, measure):
+    first, second = (count(measure(build("tun", uniform(2, loss=0.1))), 500) for _ in range(2))
+    assert first == second < 500
+
+
+@netns
+def test_wire_ends_with_the_network(build):
+    network = build("tun", uniform(2))
+    assert network.describe()["wire_scheduling"] in ("real-time", "nice -10", "normal")
+    assert is_alive(network.wire.pid)
+    network.close()
+    assert not is_alive(network.wire.pid)
+
+
+@netns
+def test_wire_that_has_died_is_named(build):
+    network = build("tun", uniform(2))
+    os.kill(network.wire.pid, 9)
+    wait_until(lambda: not is_alive(network.wire.pid), 10, "the wire dies")
+    with pytest.raises(NetworkError, match="wire process"):
+        network.set_rate("host0", up=1e7)
+
+
+FORKING_OWNER = """
+import os, sys, time
+from tahq_netem.network.description import plan_network, uniform
+from tahq_netem.backends.tun import TunNetwork
+network = TunNetwork(plan_network(uniform(2)))
+if os.fork() == 0:
+    time.sleep(60)
+print(network.wire.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@netns
+def test_wire_ends_with_its_owner_though_a_forked_child_lives_on():
+    argv = [sys.executable, "-c", FORKING_OWNER]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, process_group=0) as owner:
+        wire = int(owner.stdout.readline())
+        try:
+            assert owner.wait(20) == -9
+            wait_until(lambda: not is_alive(wire), 10, "the wire ends")
+        finally:
+            os.killpg(owner.pid, 9)
+    sweep_leftovers()
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(None, MOST_SEGMENTS), (1e9, MOST_SEGMENTS), (1e8, 8), (1e6, 1)])
+def test_frames_are_no_longer_than_a_millisecond_of_the_hosts_own_line(rate, expected):
+    assert wire_tree(plan_network(uniform(2, rate=rate)), "host0").most_segments == expected
