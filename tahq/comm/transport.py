@@ -4,13 +4,15 @@ Nothing here knows a model. A transport owns its sockets in one thread and is us
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId
+from tahq.comm.link.outbound import BusyClocks
+from tahq.comm.link.session import Session
 from tahq.comm.link.wire_time import HeartbeatTimes, PieceTimes
 
 
@@ -71,10 +73,14 @@ class Transport(Protocol):
         """Send what is queued, say goodbye, release the sockets; safe to call twice."""
 
 
+@dataclass(slots=True)
 class _Count:
-    def __init__(self) -> None:
-        self.frames = self.payload_bytes = self.wire_bytes = self.elements = 0
-        self.busy_until_last_take_s = self.sending_until_last_take_s = 0.0
+    frames: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    elements: int = 0
+    busy_until_last_take_s: float = 0.0
+    sending_until_last_take_s: float = 0.0
 
 
 class LinkCounter:
@@ -104,40 +110,43 @@ class LinkCounter:
         count.wire_bytes += nbytes + self._header_nbytes * pieces
         count.elements += math.prod(frame.shape)
 
+    def take_session(self, session: Session, now_s: float) -> list[LinkStats]:
+        """Figures since the last call of a link whose frames go over this session."""
+        outbound = session.outbound
+        times = (outbound.take_piece_times(), session.heartbeats.recent)
+        return self.take(outbound.busy, outbound.sending, now_s, *times)
+
     def take(
         self,
-        busy_s: Callable[[Direction], float],
-        sending_s: Callable[[Direction], float] | None = None,
+        busy: BusyClocks,
+        sending: BusyClocks,
+        now_s: float,
         pieces: Sequence[PieceTimes] = (),
         heartbeats: tuple[HeartbeatTimes, ...] = (),
     ) -> list[LinkStats]:
-        """Figures since the last call, one entry a direction in which something was sent, or acknowledged.
+        """Figures since the last call, one entry per direction in which something was sent, or acknowledged.
 
         Args:
-            busy_s: seconds since the start in which something was queued or not acknowledged.
-            sending_s: likewise, in which bytes were on their way; None: not known, taken for `busy_s`.
-            pieces: what was acknowledged since the last call, evaluations and all.
+            busy: times in which something was queued or not acknowledged.
+            sending: times in which bytes were on their way.
+            now_s: now, by the clock of these.
+            pieces: those acknowledged since the last call, evaluations and all.
             heartbeats: the last few that met nothing of the link on their way.
         """
-        sending_s = sending_s or busy_s
-        return [
-            replace(self._take(direction, busy_s(direction), sending_s(direction), pieces), heartbeats=heartbeats)
-            for direction, count in self._counts.items()
-            if count.frames or any(piece.id.direction is direction for piece in pieces)
-        ]
-
-    def _take(self, direction: Direction, busy_s: float, sending_s: float, pieces: Sequence[PieceTimes]) -> LinkStats:
-        old, new = self._counts[direction], _Count()
-        new.busy_until_last_take_s, new.sending_until_last_take_s = busy_s, sending_s
-        self._counts[direction] = new
-        return LinkStats(
-            link=self._link,
-            direction=direction,
-            frames=old.frames,
-            payload_bytes=old.payload_bytes,
-            wire_bytes=old.wire_bytes,
-            elements=old.elements,
-            busy_s=busy_s - old.busy_until_last_take_s,
-            sending_s=sending_s - old.sending_until_last_take_s,
-            pieces=tuple(piece for piece in pieces if piece.id.direction is direction),
-        )
+        stats = []
+        for direction, count in self._counts.items():
+            own = tuple(piece for piece in pieces if piece.id.direction is direction)
+            if not count.frames and not own:
+                continue
+            busy_s, sending_s = busy.total_s(direction, now_s), sending.total_s(direction, now_s)
+            self._counts[direction] = _Count(busy_until_last_take_s=busy_s, sending_until_last_take_s=sending_s)
+            stats.append(
+                LinkStats(
+                    *(self._link, direction, count.frames, count.payload_bytes, count.wire_bytes, count.elements),
+                    busy_s=busy_s - count.busy_until_last_take_s,
+                    sending_s=sending_s - count.sending_until_last_take_s,
+                    pieces=own,
+                    heartbeats=heartbeats,
+                )
+            )
+        return stats

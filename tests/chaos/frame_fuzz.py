@@ -64,8 +64,7 @@ def true_messages() -> list[Raw]:
         upper.send(_frame(number, Direction.BACKWARD, 50), 0.0)
     for now_s in (0.0, 2.0, 4.0):
         for session in (lower, upper):
-            due_s = session.next_timer_s()
-            if due_s is not None and due_s <= now_s:
+            if session.timer_s <= now_s:
                 session.handle_timer(now_s)
         to_upper = [*urgent(lower, now_s), *pieces(lower, now_s)]
         lost = to_upper[-2:-1] if now_s == 0.0 else []
@@ -274,8 +273,7 @@ class _Transfer:
                 self.num_delivered += 1
         self.now_s += 0.01
         for session in self.ends:
-            due_s = session.next_timer_s()
-            if due_s is not None and due_s <= self.now_s:
+            if session.timer_s <= self.now_s:
                 session.handle_timer(self.now_s)
 
     def duplicate(self, said: list[Raw]) -> list[Raw]:

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 import zmq
+from support.inproc_transport import VirtualClock
 
-from tahq.comm.link.inproc_transport import VirtualClock
 from tahq.comm.zmq.gate import Connections
 
 

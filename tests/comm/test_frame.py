@@ -1,4 +1,3 @@
-import dataclasses
 import zlib
 
 import pytest
@@ -153,4 +152,4 @@ def test_field_of_any_value_is_a_header_or_a_protocol_error(change_at, value):
 )
 def test_header_that_has_no_place_for_a_value_is_our_own_error(changes):
     with pytest.raises(LocalProtocolError):
-        pack_header(dataclasses.replace(EXAMPLE, **changes), b"abcd")
+        pack_header(EXAMPLE._replace(**changes), b"abcd")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tahq.comm.group.gloo_group import PART_NBYTES
+from tahq.comm.group.gloo_path import PART_NBYTES
 from tahq.comm.group.rendezvous import GroupSpec, open_group
 from tahq.comm.link.frame import Direction, Frame
 from tahq.comm.link.spec import PeerIdentity
@@ -99,11 +99,10 @@ def test_peer_is_told_why_its_frame_was_not_taken(joined, make_id):
     assert own_threads() == []
 
 
-def test_peer_that_says_no_address_is_a_protocol_error(connected, make_id):
+def test_peer_that_says_no_address_is_a_protocol_error(connected):
     below, above, _ = connected
-    text = torch.frombuffer(bytearray(b"nowhere"), dtype=torch.uint8)
-    above.send(Frame(make_id(0, Direction.BACKWARD)._replace(purpose=4), 0, torch.uint8, (7,), text))
-    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 2 .*sent 'nowhere'"):
+    above.say(b"\0nowhere")
+    with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 2 .*sent ADDRESS 'nowhere'"):
         open_group(below, spec(1))
 
 
@@ -172,7 +171,7 @@ def test_neighbour_that_dies_is_waited_for_until_it_is_given_up_or_all_begin_ane
             child.kill()
 
 
-def test_group_that_breaks_between_two_who_live_ends_the_link(make_endpoint):
+def test_group_that_breaks_between_two_that_live_ends_the_link(make_endpoint, make_id):
     lower, upper = (make_endpoint(stage, heartbeat_s=0.1) for stage in (1, 2))
     below, above = lower.open_link(1, 2, "upper", ""), upper.open_link(1, 1, "lower", lower.address)
     for endpoint in (lower, upper):
@@ -181,7 +180,8 @@ def test_group_that_breaks_between_two_who_live_ends_the_link(make_endpoint):
         opening = other.submit(open_group, above, spec(2, lower.address))
         link = open_group(below, spec(1))
         peer = opening.result()
-    peer._lanes.incoming.abort()
+    peer._incoming.abort()
+    link.send(random_frame(make_id(0), 16 << 20))
     with pytest.raises(PeerLostError, match=r"link 1 to stage 2 .*its process group broke"):
         link.recv(SOON_S)
     for transport in (link, peer):

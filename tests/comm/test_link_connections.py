@@ -86,7 +86,7 @@ def test_hello_of_another_connection_or_number_of_them_is_a_protocol_error(hello
     listening = Session(PeerIdentity(RUN, 1, 1, "c"), LinkSpec(0, 0, "", dials=False), LIMITS)
     dialling = Session(PeerIdentity(RUN, 1, 0, "c"), LinkSpec(0, 1, "", dials=True), LIMITS)
     (message, *_) = sorted(urgent(dialling), key=lambda message: message.connection)
-    header = pack_header(replace(header_of(message), payload_nbytes=len(hello.pack())), hello.pack())
+    header = pack_header(header_of(message)._replace(payload_nbytes=len(hello.pack())), hello.pack())
     with pytest.raises(RemoteProtocolError, match="connection"):
         listening.receive(header, hello.pack(), 0.0, connection=0)
 

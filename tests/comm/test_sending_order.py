@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose, unpack_header
-from tahq.comm.link.sending_order import next_to_send
 from tahq.comm.link.shaping import Shaping, Uplink
 from tahq.comm.link.spec import SessionLimits
 
@@ -37,6 +36,12 @@ def some_frames():
         at_s=st.integers(0, 40).map(lambda tenths: tenths / 10),
     )
     return st.lists(frame, max_size=12).map(lambda frames: sorted(frames, key=lambda frame: frame.at_s))
+
+
+def next_to_send(candidates):
+    """As the I/O thread chooses."""
+    ready = [(rank, number, sender) for number, (rank, sender) in enumerate(candidates) if rank is not None]
+    return min(ready)[2] if ready else None
 
 
 class Host:

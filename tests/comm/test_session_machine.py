@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
 from tahq.comm.link.frame import Channel, Direction, Frame, LogicalId, Purpose, unpack_header
-from tahq.comm.link.session import PeerForgotError, Session, pack_reset
+from tahq.comm.link.session import PeerForgotError, Session
+from tahq.comm.link.signals import pack_reset
 from tahq.comm.link.spec import MESSAGE_WINDOW_NBYTES, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import TRANSITIONS, End, Event
 from tahq.errors import RemoteProtocolError
@@ -111,8 +112,7 @@ class BreakingLink(RuleBasedStateMachine):
     def wait(self, duration_s):
         self.now_s += duration_s
         for session in self.ends:
-            due_s = session.next_timer_s()
-            if due_s is not None and due_s <= self.now_s:
+            if session.timer_s <= self.now_s:
                 session.handle_timer(self.now_s)
 
     @precondition(lambda self: self.sent[0] or self.sent[1])

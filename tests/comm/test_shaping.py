@@ -1,10 +1,12 @@
 """The shaping cores on virtual times; test_shaped_sockets.py measures the real thing."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inproc_transport import InprocPair, VirtualClock
 
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.shaping import DelayLine, Downlink, Shaping, Uplink
 from tahq.comm.link.spec import SessionLimits
 
@@ -14,7 +16,7 @@ MEGABIT = 1e6
 def releases(line: DelayLine[str]) -> list[tuple[str, float]]:
     """Every item with the time at which it is let go."""
     out = []
-    while (due_s := line.next_s()) is not None:
+    while (due_s := line.next_s) < math.inf:
         out += [(item, pytest.approx(due_s)) for item in line.take_due(due_s)]
     return out
 
@@ -112,7 +114,7 @@ def test_no_stretch_of_time_carries_more_than_cap_bucket_and_a_message(steps):
         now_s += pause_s
         now_s = now_s if uplink.is_free(now_s) else uplink.free_s
         uplink.send(nbytes, nbytes, now_s)
-    while (due_s := uplink.next_s()) is not None:
+    while (due_s := uplink.next_s) < math.inf:
         let_go += [(due_s, nbytes) for nbytes in uplink.take_due(due_s)]
     for i, (start_s, _) in enumerate(let_go):
         for j in range(i, len(let_go)):

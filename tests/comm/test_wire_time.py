@@ -1,15 +1,14 @@
 """What the bytes took on the wire, told from departures and arrivals."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inproc_transport import InprocPair, VirtualClock
 
 from tahq.comm.link.frame import Direction, Frame, LogicalId, Purpose
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.wire_time import RECENT_S, HeartbeatTimes, PieceTimes, WireClock, busy_seconds
 
@@ -87,8 +86,8 @@ def test_way_back_makes_no_difference(backs_s):
 def test_clock_of_another_process_at_the_other_end_is_another_clock():
     """1 s a piece on a way of 2 s; the second process's clock is 500 s ahead of the first one's."""
     first = [piece(0, 0.0, 3.0), piece(0, 0.0, 4.0)]
-    second = [replace(p, epoch=1, arrived_s=p.arrived_s + 500.0) for p in (piece(1, 10.0, 13.0), piece(1, 10.0, 14.0))]
-    third = [replace(p, epoch=2, arrived_s=p.arrived_s - 900.0) for p in (piece(2, 20.0, 23.0), piece(2, 20.0, 24.0))]
+    second = [p._replace(epoch=1, arrived_s=p.arrived_s + 500.0) for p in (piece(1, 10.0, 13.0), piece(1, 10.0, 14.0))]
+    third = [p._replace(epoch=2, arrived_s=p.arrived_s - 900.0) for p in (piece(2, 20.0, 23.0), piece(2, 20.0, 24.0))]
     clock = WireClock()
     assert busy_seconds(clock.passages({0: [*first, *second]})) == {(0, FORWARD): pytest.approx(4.0)}
     beats = [heartbeat(2.0, 19.0, epoch=1)]  # of the clock before, and of no use
@@ -109,14 +108,14 @@ def test_what_was_seen_long_ago_is_forgotten_since_clocks_drift():
     clock.passages({0: [piece(0, 0.0, 3.0)]}, {0: [heartbeat(2.0)]})
     late_s = 2 * RECENT_S
     drifted = [
-        replace(p, arrived_s=p.arrived_s + 1.0) for p in (piece(1, late_s, late_s + 3), piece(1, late_s, late_s + 4))
+        p._replace(arrived_s=p.arrived_s + 1.0) for p in (piece(1, late_s, late_s + 3), piece(1, late_s, late_s + 4))
     ]
     assert busy_seconds(clock.passages({0: drifted}, {0: [heartbeat(2.0)]})) == {(0, FORWARD): pytest.approx(2.0)}
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4), st.integers(0, 2**64 - 1))
 def test_no_time_that_a_peer_can_say_makes_more_of_a_piece_than_until_it_was_acknowledged(ticks, beat):
-    sent = [replace(piece(n, float(n), n + 2.0), arrived_s=time / 1e6) for n, time in enumerate(ticks)]
+    sent = [piece(n, float(n), n + 2.0)._replace(arrived_s=time / 1e6) for n, time in enumerate(ticks)]
     honest = piece(9, 1.0, 3.0)
     passages = WireClock().passages({0: sent, 1: [honest]}, {0: [HeartbeatTimes(0, 0.0, beat / 1e6)]})
     assert all(p.piece.taken_s <= p.begin_s <= p.end_s <= max(5.0, p.piece.acked_s) for p in passages)

@@ -20,7 +20,7 @@ from tahq.comm.link.frame import Direction, FrameHeader, FrameKind, pack_header
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
-from tahq.comm.zmq import endpoint_loop
+from tahq.comm.zmq import reception
 from tahq.comm.zmq.sockets import open_router
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError, UserError
 
@@ -404,7 +404,7 @@ def test_frame_kept_for_later_keeps_its_bytes(make_endpoint, make_frame):
 
 
 def test_address_that_cannot_be_reached_is_in_the_log_of_both_ends_soon(make_endpoint, monkeypatch, caplog):
-    monkeypatch.setattr(endpoint_loop, "_LATE_S", 0.3)
+    monkeypatch.setattr(reception, "_LATE_S", 0.3)
     lower, upper = make_endpoint(0, bind=""), make_endpoint(1)
     lower.open_link(0, 1, "host1", "127.0.0.1:9")
     upper.open_link(0, 0, "host0", "")
@@ -420,7 +420,7 @@ def test_address_that_cannot_be_reached_is_in_the_log_of_both_ends_soon(make_end
 
 
 def test_coordinator_that_cannot_be_reached_is_in_the_log_soon(monkeypatch, caplog):
-    monkeypatch.setattr(endpoint_loop, "_LATE_S", 0.3)
+    monkeypatch.setattr(reception, "_LATE_S", 0.3)
     client = ControlClient("127.0.0.1:9", "stage 1", shaping=Shaping(), peer_timeout_s=5.0, heartbeat_s=1.0)
     deadline_s = time.monotonic() + 10.0
     while not caplog.records and time.monotonic() < deadline_s:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.inproc_transport import InprocPair, VirtualClock
 
-from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.group.rendezvous import Backend, GroupSpec, open_group
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, LogicalId, Purpose
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.shaping import Shaping
 from tahq.comm.link.spec import PeerIdentity, SessionLimits
 from tahq.comm.transport import Transport

@@ -3,7 +3,7 @@
 import pytest
 from support.runs import launch, tiny, train
 
-from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES
 
 THREE = tiny(

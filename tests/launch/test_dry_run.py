@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.cluster_files import EXAMPLES
 
-from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config, resolve

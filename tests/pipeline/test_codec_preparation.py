@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.compiled_kernels import compiled_kernels
 from support.cuts import cross, cut_sides
+from support.inproc_transport import InprocPair, VirtualClock
 
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.errors import ConfigError, RemoteProtocolError
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext

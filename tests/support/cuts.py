@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from support.inproc_transport import InprocPair, VirtualClock
 from tahq.comm.link.frame import Direction, Purpose
-from tahq.comm.link.inproc_transport import InprocPair, VirtualClock
 from tahq.pipeline.boundary import Boundary, CodecTable, CutIdentity
 from tahq.pipeline.spans import Stopwatch
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tahq.comm.group.lane import ANNOUNCEMENT_NBYTES
+from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.host_shaping import host_shaping
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.comm.network_model import GOODPUT_SHARE

@@ -1,4 +1,4 @@
-"""Payloads from one CUDA device's memory to another's, over NCCL; announcements stay on gloo.
+"""Payloads from one CUDA device's memory to another's, over NCCL.
 
 An NCCL kernel that waits for its other half keeps the device from work that needs all of it, such as loading
 another kernel at its first use, and the thread that waits for that may be the one that should start the other half. So
@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 
-from tahq.comm.group.gloo_group import GroupBrokenError, Store, Work, c10d
+from tahq.comm.group.gloo_path import GroupBrokenError, Store, Work, c10d
 from tahq.errors import ConfigError
 
 _FOR_EVER = timedelta(days=365)
@@ -40,6 +40,15 @@ def _nothing() -> None:
     """An empty payload needs neither kernel nor turn."""
 
 
+def check_nccl(device: torch.device) -> None:
+    """Raise ConfigError if payloads of this device cannot go over NCCL."""
+    if device.type != "cuda" or not c10d.is_nccl_available():
+        raise ConfigError(
+            f"links.inside: nccl needs CUDA devices and a torch that has NCCL; got device {device}, NCCL "
+            f"{'available' if c10d.is_nccl_available() else 'missing'}; use links.inside: gloo or zmq"
+        )
+
+
 class NcclPath:
     """See PayloadPath."""
 
@@ -56,21 +65,13 @@ class NcclPath:
         """Take a place in the group; the ends meet in `open`.
 
         Args:
-            store: where the ends find each other; it must outlive the path.
+            store: where the ends find each other.
             name: of the group, unique in the store.
             rank: 0 or 1.
             device: of the payloads; each end needs a separate one.
             sends: whether this is the sending end.
             turn: shared by both directions of the link at the lower stage; None at the upper one.
-
-        Raises:
-            ConfigError: no CUDA device, or a torch without NCCL.
         """
-        if device.type != "cuda" or not c10d.is_nccl_available():
-            raise ConfigError(
-                f"links.inside: nccl needs CUDA devices and a torch that has NCCL; got device {device}, NCCL "
-                f"{'available' if c10d.is_nccl_available() else 'missing'}; use links.inside: gloo or zmq"
-            )
         # The ZMQ session handles a peer that dies; NCCL's watchdog would end this process, with no message.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         options = c10d.ProcessGroupNCCL.Options()
@@ -81,6 +82,7 @@ class NcclPath:
         self._turn = turn
         self._is_aborted = False
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._store = store  # NCCL uses it as long as it lives
         self._group = c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), rank, 2, options)
 
     def open(self) -> None:

@@ -5,6 +5,7 @@ are whole microseconds since that clock began, so none is NaN, infinite or negat
 statistics depend on them.
 """
 
+import math
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -15,19 +16,19 @@ from tahq.errors import RemoteProtocolError
 
 ACK_DELAY_S = 0.005
 ACK_AT_ONCE_NBYTES = 64 * 1024
-"""Small frames are acknowledged together, after the delay: a separate ACK would cost as much as the
-frame. Large ones are acknowledged at once, since the window and goodput wait for it."""
+"""Small frames are acknowledged together, after the delay: a separate ACK would cost as much as the frame. Large ones
+are acknowledged at once, since the window and goodput wait for it."""
 
 MAX_TIMES = 128
-"""Messages whose arrival one ACK tells: 1 KiB. Those before them came no later than the first of these."""
+"""Messages whose arrival one ACK reports: 1 KiB. Those before them came no later than the first of these."""
 
-_PASSED = struct.Struct("<Q")
-_HEARTBEAT = struct.Struct("<IQ")
-_TIME = struct.Struct("<Q")
+_HEARTBEAT_NBYTES = struct.calcsize("<IQ")
 _A_SECOND = 1_000_000
+_UNDER_WAY = 8
+_REMEMBERED = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Acknowledgement:
     """The payload of an ACK, beside the number up to which everything has come.
 
@@ -45,9 +46,9 @@ class Acknowledgement:
 
     def pack(self) -> bytes:
         """The payload."""
-        passed = b"".join(map(_PASSED.pack, self.passed))
-        arrivals = b"".join(_TIME.pack(_ticks(time_s)) for time_s in self.arrivals_s)
-        return passed + _HEARTBEAT.pack(self.heartbeat, _ticks(self.heartbeat_s)) + arrivals
+        heartbeat_ticks, *ticks = [round(_A_SECOND * time_s) for time_s in (self.heartbeat_s, *self.arrivals_s)]
+        layout = f"<{len(self.passed)}QIQ{len(ticks)}Q"
+        return struct.pack(layout, *self.passed, self.heartbeat, heartbeat_ticks, *ticks)
 
     def arrival_s(self, behind: int) -> float | None:
         """When the message came that is so many numbers before the acknowledged one; None: unknown."""
@@ -56,65 +57,61 @@ class Acknowledgement:
         return self.arrivals_s[max(0, len(self.arrivals_s) - 1 - behind)]
 
 
-def unpack_acknowledgement(payload: bytes | memoryview, connections: int, peer: str) -> Acknowledgement:
+def unpack_acknowledgement(payload: bytes | memoryview, connections: int, peer: object) -> Acknowledgement:
     """Parse the payload of an ACK, of a link with so many connections.
 
     Raises:
         RemoteProtocolError: its length is impossible.
     """
-    head = connections * _PASSED.size if connections > 1 else 0
-    num_times, left = divmod(len(payload) - head - _HEARTBEAT.size, _TIME.size)
+    num_passed = connections if connections > 1 else 0
+    num_times, left = divmod(len(payload) - 8 * num_passed - _HEARTBEAT_NBYTES, 8)
     if left or not 0 <= num_times <= MAX_TIMES:
         raise RemoteProtocolError(f"{peer}: sent {len(payload)} bytes with an ACK for {connections} connections")
-    heartbeat, ticks = _HEARTBEAT.unpack_from(payload, head)
-    times = _TIME.iter_unpack(payload[head + _HEARTBEAT.size :])
-    return Acknowledgement(
-        passed=[number for (number,) in _PASSED.iter_unpack(payload[:head])],
-        heartbeat=heartbeat,
-        heartbeat_s=ticks / _A_SECOND,
-        arrivals_s=[ticks / _A_SECOND for (ticks,) in times],
-    )
-
-
-def _ticks(time_s: float) -> int:
-    return round(_A_SECOND * time_s)
+    values = struct.unpack(f"<{num_passed}QIQ{num_times}Q", payload)
+    heartbeat, *ticks = values[num_passed:]
+    heartbeat_s, *arrivals_s = [tick / _A_SECOND for tick in ticks]
+    return Acknowledgement(values[:num_passed], heartbeat, heartbeat_s, arrivals_s)
 
 
 class Arrivals:
-    """Arrival times of messages, until the peer is told."""
+    """Arrival times of messages and of the last HEARTBEAT, until the peer is told."""
 
     def __init__(self) -> None:
+        self.due_s = math.inf
+        """When to acknowledge the messages that have come; inf: none has."""
+        self._nbytes = 0
+        """Bytes since the last ACK."""
         self._arrived_s: dict[int, float] = {}
         self._told = 0
-        self._heartbeat, self._heartbeat_s = 0, 0.0
+        self._heartbeat = (0, 0.0)
 
-    def note(self, sequence: int, now_s: float) -> None:
-        """A message of this number is here; if it has come before, that is when it came."""
+    def note(self, sequence: int, nbytes: int, now_s: float) -> bool:
+        """A message is here; one that comes again keeps its first time. Returns whether to acknowledge at once."""
         if sequence > self._told:
             self._arrived_s.setdefault(sequence, now_s)
+        self._nbytes += nbytes
+        if self.due_s == math.inf:
+            self.due_s = now_s + ACK_DELAY_S
+        return self._nbytes >= ACK_AT_ONCE_NBYTES
 
     def note_heartbeat(self, number: int, now_s: float) -> None:
         """A HEARTBEAT of this number is here."""
-        self._heartbeat, self._heartbeat_s = number, now_s
+        self._heartbeat = (number, now_s)
 
     def tell(self, received: int, passed: Sequence[int]) -> Acknowledgement:
-        """What the peer was not told yet, when all up to `received` have come."""
+        """The times that the peer was not told yet, when all up to `received` have come."""
         times_s = [self._arrived_s.pop(number) for number in range(self._told + 1, received + 1)]
-        ack = Acknowledgement(passed, self._heartbeat, self._heartbeat_s, times_s[-MAX_TIMES:])
-        self._told = received
-        self._heartbeat, self._heartbeat_s = 0, 0.0
+        ack = Acknowledgement(passed, *self._heartbeat, times_s[-MAX_TIMES:])
+        self._told, self._heartbeat = received, (0, 0.0)
+        self.due_s, self._nbytes = math.inf, 0
         return ack
 
 
-_UNDER_WAY = 8
-_REMEMBERED = 8
-
-
 class Heartbeats:
-    """This end's heartbeats of one session: their numbers, and the times of those that had the link for themselves.
+    """This end's heartbeats of one session: their numbers, and the times of those that had the link to themselves.
 
-    Such a heartbeat takes as long as the path is, so that much of the time of a piece is no work. An ACK names the
-    heartbeat that it answers: others may be on their way by then. One thread moves it, any thread may ask for `recent`.
+    Such a heartbeat takes as long as the path is. An ACK names the heartbeat that it answers: others may be on their
+    way by then. One thread moves it, any thread may ask for `recent`.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -137,7 +134,7 @@ class Heartbeats:
     def answered(self, number: int, arrived_s: float, now_s: float) -> None:
         """The one with this number came at `arrived_s`, by the peer's clock; 0 is none.
 
-        One that is answered at the moment it left has met no network, as when the ends of an `InprocPair` are joined.
+        One that is answered at the moment it left has met no network: the two ends are joined in one process.
         """
         left_s = self._alone_s.pop(number, None)
         if left_s is not None and now_s > left_s:

@@ -1,8 +1,7 @@
 """What travels on a link: the logical id of a piece of data, and the frame that carries it.
 
-The byte layout of the header (`pack_header`, `unpack_header`) is in this module too; see
-docs/dev/protocol.md for the table. Invariant: `unpack_header` either returns a header whose every field
-is in range and whose checksum covers the payload it came with, or raises RemoteProtocolError.
+docs/dev/protocol.md has the byte layout of the header. Invariant: `unpack_header` either returns a header whose every
+field is in range and whose checksum covers the payload it came with, or raises RemoteProtocolError.
 """
 
 import struct
@@ -23,11 +22,9 @@ class Purpose(IntEnum):
     EVAL = 1
     EVAL_RAW = 2
     TIE = 3
-    GROUP = 4
-    """No tensor of the model: the address at which a link's process group is made."""
 
 
-_EVALUATING = (Purpose.EVAL, Purpose.EVAL_RAW)
+EVALUATING = (Purpose.EVAL, Purpose.EVAL_RAW)
 
 
 class Direction(IntEnum):
@@ -38,7 +35,7 @@ class Direction(IntEnum):
 
 
 class Channel(IntEnum):
-    """What a message on a link belongs to; each channel has its own window (docs/dev/protocol.md, Channels)."""
+    """What a message on a link belongs to; each channel has its own window (docs/dev/protocol.md)."""
 
     DATA = 0
     """Activations, gradients and what else has a logical id."""
@@ -82,7 +79,7 @@ class LogicalId(NamedTuple):
     @property
     def is_evaluation(self) -> bool:
         """Whether it is sent to evaluate; such frames are in no step's figures."""
-        return self.purpose in _EVALUATING
+        return self.purpose in EVALUATING
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +115,11 @@ _KINDS, _PURPOSES, _DIRECTIONS, _CHANNELS = tuple(FrameKind), tuple(Purpose), tu
 _FIELDS = struct.Struct("<4s4B3Q5I2H4B4IIQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
+_NO_DIMS = (0,) * MAX_DIMS
 
 
 def check_sendable(frame: Frame, device: torch.device = CPU) -> None:
-    """Whether a transport that sends from this device's memory can take this frame.
+    """Check that a transport that sends from this device's memory can take this frame.
 
     Raises:
         LocalProtocolError: the payload is no contiguous 1-D uint8 tensor there, or a field has no place.
@@ -132,7 +130,7 @@ def check_sendable(frame: Frame, device: torch.device = CPU) -> None:
             f"{frame.id}: a payload must be uint8, 1-D, contiguous and on {device}; got {payload.dtype}, shape "
             f"{tuple(payload.shape)}, on {payload.device}"
         )
-    if len(frame.shape) > MAX_DIMS or frame.dtype not in DTYPES:
+    if len(frame.shape) > MAX_DIMS or frame.dtype not in _DTYPE_CODES:
         raise LocalProtocolError(f"{frame.id}: the header has no place for {frame.dtype} of shape {frame.shape}")
 
 
@@ -141,12 +139,11 @@ def buffer_of(payload: torch.Tensor) -> memoryview:
     return memoryview(payload.numpy().data)
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):
     """One message on a link: a piece of a frame (DATA), or one of the session's own messages.
 
-    `sequence` is the message's own number for DATA, the highest one received without a gap for ACK,
-    and the last one sent for HEARTBEAT and BYE. The fields after it mean something for DATA alone.
+    `sequence` is the message's own number for DATA, the highest one received without a gap for ACK, and the last one
+    sent for HEARTBEAT and BYE. The fields after it mean something for DATA alone. A tuple as LogicalId is.
     """
 
     kind: FrameKind
@@ -163,6 +160,16 @@ class FrameHeader:
     payload_nbytes: int = 0
     channel: Channel = Channel.DATA
 
+    def frame(self, payload: torch.Tensor) -> Frame:
+        """The frame that this header announces."""
+        return Frame(self.id, self.codec, self.dtype, self.shape, payload, self.shard)
+
+
+def header_of(frame: Frame, epoch: int, link: int) -> FrameHeader:
+    """The header that announces a whole frame, not numbered yet."""
+    fields = (frame.id, frame.shard, frame.codec, frame.dtype, frame.shape)
+    return FrameHeader(FrameKind.DATA, epoch, link, 0, *fields, total_nbytes=frame.payload.numel())
+
 
 def pack_header(header: FrameHeader, payload: bytes | memoryview) -> bytes:
     """The header's HEADER_NBYTES bytes, its checksum covering them and the payload.
@@ -170,45 +177,40 @@ def pack_header(header: FrameHeader, payload: bytes | memoryview) -> bytes:
     Raises:
         LocalProtocolError: a field does not fit its place, or `payload` is not of the length it names.
     """
-    if len(payload) != header.payload_nbytes or len(header.shape) > MAX_DIMS or header.dtype not in _DTYPE_CODES:
+    id, shape = header.id, header.shape
+    if len(payload) != header.payload_nbytes or len(shape) > MAX_DIMS or header.dtype not in _DTYPE_CODES:
         raise LocalProtocolError(f"this header cannot carry {len(payload)} bytes: {header}")
     try:
-        fields = _FIELDS.pack(*_values(header))
+        fields = _FIELDS.pack(
+            *(MAGIC, HEADER_VERSION, header.kind, id.purpose, id.direction),
+            *(id.run, header.sequence, id.step),
+            *(header.epoch, header.link, id.replica, id.micro_batch, id.cut),
+            *(header.shard, header.codec),
+            *(_DTYPE_CODES[header.dtype], len(shape), header.channel, 0, *shape, *_NO_DIMS[len(shape) :]),
+            *(header.payload_nbytes, header.offset, header.total_nbytes),
+        )
     except struct.error as error:
         raise LocalProtocolError(f"a field of this header is out of range ({error}): {header}") from None
     return fields + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(fields)))
 
 
-def _values(header: FrameHeader) -> tuple[bytes | int, ...]:
-    id = header.id
-    shape = header.shape + (0,) * (MAX_DIMS - len(header.shape))
-    return (
-        *(MAGIC, HEADER_VERSION, header.kind, id.purpose, id.direction),
-        *(id.run, header.sequence, id.step),
-        *(header.epoch, header.link, id.replica, id.micro_batch, id.cut),
-        *(header.shard, header.codec),
-        *(_DTYPE_CODES[header.dtype], len(header.shape), header.channel, 0, *shape),
-        *(header.payload_nbytes, header.offset, header.total_nbytes),
-    )
-
-
 def peek_kind(data: bytes | memoryview) -> int:
-    """The kind in a header that nobody has verified yet; -1 if it is too short to have one."""
+    """The kind in a header that is not verified yet; -1 if it is too short to have one."""
     return data[5] if len(data) == HEADER_NBYTES else -1
 
 
 def peek_payload_nbytes(data: bytes | memoryview) -> int:
-    """The length of the payload that goes with a header of which nothing is verified yet; -1 if it is too short."""
+    """The length of the payload that goes with a header that is not verified yet; -1 if it is too short."""
     return int(_FIELDS.unpack_from(data)[-3]) if len(data) == HEADER_NBYTES else -1
 
 
-def unpack_header(data: bytes | memoryview, payload: bytes | memoryview, peer: str) -> FrameHeader:
+def unpack_header(data: bytes | memoryview, payload: bytes | memoryview, peer: object) -> FrameHeader:
     """The header in these bytes, everything in it verified.
 
     Args:
         data: HEADER_NBYTES bytes from the peer.
         payload: what came with them.
-        peer: who sent them, for the message of the error.
+        peer: the sender's name, for the message of the error.
 
     Raises:
         RemoteProtocolError: wrong length, magic, version or checksum, or a field out of range.
@@ -216,25 +218,10 @@ def unpack_header(data: bytes | memoryview, payload: bytes | memoryview, peer: s
     if len(data) != HEADER_NBYTES:
         raise RemoteProtocolError(f"{peer}: sent a header of {len(data)} bytes; expected {HEADER_NBYTES}")
     fields = bytes(data[: _FIELDS.size])
-    values = _FIELDS.unpack(fields)
-    _check_envelope(values, data, fields, payload, peer)
-    try:
-        header = _header(values)
-    except (ValueError, IndexError) as error:
-        raise RemoteProtocolError(f"{peer}: sent a header with a field out of range: {error}") from None
-    if header.offset + header.payload_nbytes > header.total_nbytes and header.kind is FrameKind.DATA:
-        raise RemoteProtocolError(f"{peer}: sent a piece that reaches past the end of its frame: {header}")
-    return header
-
-
-def _check_envelope(
-    values: tuple[bytes | int, ...],
-    data: bytes | memoryview,
-    fields: bytes,
-    payload: bytes | memoryview,
-    peer: str,
-) -> None:
-    magic, version, payload_nbytes = values[0], values[1], values[-3]
+    (magic, version, kind, purpose, direction, run, sequence, step, epoch, link, replica, micro_batch, cut, *rest) = (
+        _FIELDS.unpack(fields)
+    )
+    (shard, codec, dtype, num_dims, channel, reserved, *shape, payload_nbytes, offset, total_nbytes) = rest
     if magic != MAGIC or version != HEADER_VERSION:
         raise RemoteProtocolError(
             f"{peer}: sent a header with magic {magic!r}, version {version!r}; expected {MAGIC!r}, version "
@@ -242,30 +229,19 @@ def _check_envelope(
         )
     if payload_nbytes != len(payload):
         raise RemoteProtocolError(f"{peer}: announced {payload_nbytes!r} bytes of payload and sent {len(payload)}")
-    (checksum,) = _CHECKSUM.unpack(data[_FIELDS.size :])
-    if checksum != zlib.crc32(payload, zlib.crc32(fields)):
+    if _CHECKSUM.unpack(data[_FIELDS.size :])[0] != zlib.crc32(payload, zlib.crc32(fields)):
         raise RemoteProtocolError(
             f"{peer}: sent {len(payload)} bytes whose checksum does not match; damaged on the way"
         )
-
-
-def _header(values: tuple[int, ...]) -> FrameHeader:
-    (_, _, kind, purpose, direction, run, sequence, step, epoch, link, replica, micro_batch, cut) = values[:13]
-    (shard, codec, dtype, num_dims, channel, reserved, *shape, payload_nbytes, offset, total_nbytes) = values[13:]
-    if num_dims > MAX_DIMS or reserved or any(shape[num_dims:]):
-        raise ValueError(f"{num_dims} dimensions in {shape}, reserved byte {reserved}")
-    return FrameHeader(
-        kind=_KINDS[kind],
-        epoch=epoch,
-        link=link,
-        sequence=sequence,
-        id=LogicalId(run, replica, step, _PURPOSES[purpose], micro_batch, cut, _DIRECTIONS[direction]),
-        shard=shard,
-        codec=codec,
-        dtype=DTYPES[dtype],
-        shape=tuple(shape[:num_dims]),
-        offset=offset,
-        total_nbytes=total_nbytes,
-        payload_nbytes=payload_nbytes,
-        channel=_CHANNELS[channel],
-    )
+    try:
+        if num_dims > MAX_DIMS or reserved or any(shape[num_dims:]):
+            raise ValueError(f"{num_dims} dimensions in {shape}, reserved byte {reserved}")
+        id = LogicalId(run, replica, step, _PURPOSES[purpose], micro_batch, cut, _DIRECTIONS[direction])
+        tensor = (shard, codec, DTYPES[dtype], tuple(shape[:num_dims]))
+        place = (offset, total_nbytes, payload_nbytes, _CHANNELS[channel])
+        header = FrameHeader(_KINDS[kind], epoch, link, sequence, id, *tensor, *place)
+    except (ValueError, IndexError) as error:
+        raise RemoteProtocolError(f"{peer}: sent a header with a field out of range: {error}") from None
+    if offset + payload_nbytes > total_nbytes and header.kind is FrameKind.DATA:
+        raise RemoteProtocolError(f"{peer}: sent a piece that reaches past the end of its frame: {header}")
+    return header

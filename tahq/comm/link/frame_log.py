@@ -1,15 +1,15 @@
-"""What a link has sent, kept on disk until nobody can ask for it again.
+"""The frames that a link has sent, kept on disk until no peer can ask for them again.
 
-A stage that is started again computes its steps since the snapshot once more, from the frames that its neighbours sent
-it then: they keep them here. One file a step, ``step-00000012.frames``, and in it one frame after the other: its header
-(`frame.py`), whose checksum covers the payload, and the payload. Nothing is synchronised to the disk: the log is there
-for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
+A stage that is started again computes its steps since the checkpoint once more, from the frames that its neighbours
+sent it then: they keep them here. One file per step, ``step-00000012.frames``, and in it one frame after the other: its
+header (`frame.py`), whose checksum covers the payload, and the payload. Nothing is synchronised to the disk: the log is
+there for neighbours that die, not for the death of this machine, after which it would be computed anew anyway.
 
-When the log would become too long, steps before the newest complete snapshot go first: only a stage that comes back
-from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, which the user is
-told once until the next snapshot: then the neighbour cannot come back alone until that is complete, and all stages
-would go back to the one before. What was kept of the step that it happened at, and of those before, is removed; from
-the next step on it is tried again, so that the log is complete again soon after there is room.
+When the log would become too long, steps before the newest complete checkpoint go first: only a stage that comes back
+from an older copy wants those. When that is not enough, or the disk takes no more, it is given up, and the user is told
+once until the next checkpoint: then the neighbour cannot come back alone until that is complete, and all stages would
+go back to the one before. What was kept of the step that it happened at, and of those before, is removed; from the next
+step on it is tried again, so that the log is complete again soon after there is room.
 """
 
 import logging
@@ -18,7 +18,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,9 +25,8 @@ import torch
 from tahq.comm.link.frame import (
     HEADER_NBYTES,
     Frame,
-    FrameHeader,
-    FrameKind,
     buffer_of,
+    header_of,
     pack_header,
     peek_payload_nbytes,
     unpack_header,
@@ -37,14 +35,7 @@ from tahq.errors import FrameLogError, RemoteProtocolError
 from tahq.units import format_size
 
 _log = logging.getLogger(__name__)
-_SUFFIX = ".frames"
 _TRIES = 5
-
-
-@dataclass(slots=True)
-class _StepFile:
-    path: Path
-    nbytes: int = 0
 
 
 class FrameLog:
@@ -54,7 +45,7 @@ class FrameLog:
         folder: of this link alone; what an earlier process has left in it is removed.
         link: the link's number, for messages.
         limit_nbytes: the most that it may take on the disk.
-        on_given_up: told why, when the log is given up; called by the thread that sends.
+        on_given_up: called with the reason when the log is given up, by the thread that sends.
         inside: a folder around it; it and those in between are removed with the last log in them.
     """
 
@@ -72,24 +63,20 @@ class FrameLog:
         self._limit_nbytes = limit_nbytes
         self._on_given_up = on_given_up
         self._around = [each for each in folder.parents if inside is not None and each.is_relative_to(inside)]
-        self._is_told = False
-        """Whether the user knows that it was given up since the newest snapshot."""
         self._lock = threading.Lock()
-        self._files: dict[int, _StepFile] = {}
-        self._nbytes = 0
-        self._given_up_at: int | None = None
-        """The step at which it was given up; frames of this step and of those before are not all here."""
+        self.nbytes = 0
+        """What it takes on the disk."""
+        self._step_nbytes: dict[int, int] = {}
+        """What each step's file takes."""
         self._first = 0
         """Of the steps before this one nothing is here, or not all."""
         self._droppable = 0
-        shutil.rmtree(folder, ignore_errors=True)
+        """Steps before this one may be removed when room is needed."""
+        self._is_told = False
+        """Whether the user knows that it was given up since the newest checkpoint."""
         self._open: tuple[int, int] | None = None
         """The step whose file is open, and its descriptor."""
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes on the disk."""
-        return self._nbytes
+        shutil.rmtree(folder, ignore_errors=True)
 
     def begin(self, step: int) -> None:
         """Nothing of the steps before this one will be kept: another process sent it."""
@@ -97,54 +84,56 @@ class FrameLog:
 
     def is_complete_from(self, step: int) -> bool:
         """Whether every frame of this step and of all later ones is here."""
-        return step >= self._first and (self._given_up_at is None or step > self._given_up_at)
+        return step >= self._first
 
     def append(self, frame: Frame) -> None:
         """Keep a frame whose payload lies in host memory; steps never go back."""
         with self._lock:
             step = frame.id.step
-            if self._given_up_at is not None and step <= self._given_up_at:
+            if step < self._first:
                 return
             payload = buffer_of(frame.payload)
             try:
                 if not self._has_room(HEADER_NBYTES + len(payload)):
                     raise OSError(f"it would take more than {format_size(self._limit_nbytes)} (run.frame_log)")
-                self._write(step, _header(frame, self._link, len(payload)), payload)
+                header = header_of(frame, 0, self._link)._replace(payload_nbytes=len(payload))
+                self._write(step, [memoryview(pack_header(header, payload)), payload])
             except OSError as error:
                 self._give_up(step, error)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so much more fits, after steps have gone that may."""
-        for step in [step for step in self._files if step < self._droppable]:
-            if self._nbytes + nbytes <= self._limit_nbytes:
+        for step in [step for step in self._step_nbytes if step < self._droppable]:
+            if self.nbytes + nbytes <= self._limit_nbytes:
                 break
-            self._remove([step])
+            self._remove(step)
             self._first = step + 1
-        return self._nbytes + nbytes <= self._limit_nbytes
+        return self.nbytes + nbytes <= self._limit_nbytes
 
-    def _write(self, step: int, header: FrameHeader, payload: memoryview) -> None:
+    def _write(self, step: int, rest: list[memoryview]) -> None:
         descriptor = self._descriptor(step)
-        rest = [memoryview(pack_header(header, payload)), payload]
         nbytes = sum(map(len, rest))
         while rest:
             written = os.writev(descriptor, rest)
             while rest and written >= len(rest[0]):
                 written -= len(rest.pop(0))
-            if written:
+            if rest:
                 rest[0] = rest[0][written:]
-        self._files[step].nbytes += nbytes
-        self._nbytes += nbytes
+        self._step_nbytes[step] += nbytes
+        self.nbytes += nbytes
 
     def _descriptor(self, step: int) -> int:
         if self._open is not None and self._open[0] == step:
             return self._open[1]
         self._close_file()
         self._make_folder()
-        path = self._folder / f"step-{step:08d}{_SUFFIX}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._files.setdefault(step, _StepFile(path))
+        descriptor = os.open(self._path(step), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._step_nbytes.setdefault(step, 0)
         self._open = (step, descriptor)
         return descriptor
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}.frames"
 
     def _make_folder(self) -> None:
         """Make it, though a worker that leaves may remove a folder around it that is empty just now."""
@@ -163,15 +152,16 @@ class FrameLog:
         if not self._is_told:
             self._is_told = True
             _log.warning(
-                "link %d: what was sent is kept no longer, until the next snapshot: %s. If the peer dies before that, "
-                "all stages go back to the last snapshot",
+                "link %d: sent frames are not kept any more until the next checkpoint: %s. If the peer dies before "
+                "that, all stages go back to the last checkpoint",
                 self._link,
                 reason,
             )
             if self._on_given_up is not None:
                 self._on_given_up(reason)
-        self._given_up_at = step
-        self._remove(list(self._files))
+        self._first = step + 1
+        for kept in list(self._step_nbytes):
+            self._remove(kept)
 
     def read(self, first: int, last: int | None = None) -> Iterator[Frame]:
         """The frames of steps first … last (None: to the newest), as they were sent.
@@ -180,85 +170,65 @@ class FrameLog:
             FrameLogError: they are not all here, or damaged; the message names the file.
         """
         if not self.is_complete_from(first):
-            since = max(self._first, -1 if self._given_up_at is None else self._given_up_at + 1)
             raise FrameLogError(
-                f"link {self._link}: frames since step {first + 1} are not kept: the log begins at step {since + 1}",
+                f"link {self._link}: frames since step {first + 1} are not kept: the log begins at step "
+                f"{self._first + 1}",
                 self._link,
             )
         with self._lock:
-            files = [(step, file.path, file.nbytes) for step, file in self._files.items()]
-        for step, path, nbytes in files:
+            files = dict(self._step_nbytes)
+        for step, nbytes in files.items():
             if first <= step and (last is None or step <= last):
-                yield from self._read_file(path, nbytes)
+                yield from self._read_file(self._path(step), nbytes)
 
     def _read_file(self, path: Path, nbytes: int) -> Iterator[Frame]:
         try:
             with path.open("rb") as file:
                 while file.tell() < nbytes:
                     data = file.read(HEADER_NBYTES)
-                    payload = bytearray(_payload_nbytes(data, nbytes - file.tell(), path))
+                    payload_nbytes = peek_payload_nbytes(data)
+                    if not 0 <= payload_nbytes <= nbytes - file.tell():
+                        raise RemoteProtocolError(f"{path} ends in the middle of a frame")
+                    payload = bytearray(payload_nbytes)
                     file.readinto(payload)
-                    header = unpack_header(data, memoryview(payload), str(path))
-                    tensor = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0).byte()
-                    yield Frame(header.id, header.codec, header.dtype, header.shape, tensor, header.shard)
+                    header = unpack_header(data, memoryview(payload), path)
+                    yield header.frame(
+                        torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0).byte()
+                    )
         except (OSError, RemoteProtocolError) as error:
             raise FrameLogError(f"link {self._link}: its frame log cannot be read: {error}", self._link) from error
 
     def free_before(self, step: int, droppable: int = 0) -> None:
-        """Nobody will ask for anything of the steps before this one; those before `droppable` stay if there is room."""
+        """Steps before this one are not needed any more; those before `droppable` stay if there is room."""
         with self._lock:
             self._droppable = droppable
-            self._remove([kept for kept in self._files if kept < step])
-            if self._given_up_at is not None and self._given_up_at < max(step, droppable):
+            for kept in [kept for kept in self._step_nbytes if kept < step]:
+                self._remove(kept)
+            if self._first <= max(step, droppable):
                 self._is_told = False
 
     def close(self) -> None:
-        """Remove it: who closes a link in order needs no log of it any more. Folders around it go with the last one."""
+        """Remove it: a link that ends in order needs no log any more. Folders around it go with the last one."""
         with self._lock:
-            self._remove(list(self._files))
+            for kept in list(self._step_nbytes):
+                self._remove(kept)
             shutil.rmtree(self._folder, ignore_errors=True)
-            with suppress(OSError):  # of another link, or another stage, there is something left
+            with suppress(OSError):  # there is something left of another link, or another stage
                 for folder in self._around:
                     folder.rmdir()
 
-    def _remove(self, steps: list[int]) -> None:
-        if self._open is not None and self._open[0] in steps:
+    def _remove(self, step: int) -> None:
+        if self._open is not None and self._open[0] == step:
             with suppress(OSError):  # it goes, whatever was in it
                 self._close_file()
-        for step in steps:
-            file = self._files.pop(step)
-            self._nbytes -= file.nbytes
-            try:
-                file.path.unlink(missing_ok=True)
-            except OSError as error:
-                _log.warning("link %d: %s cannot be removed: %s", self._link, file.path, error.strerror)
+        self.nbytes -= self._step_nbytes.pop(step)
+        try:
+            self._path(step).unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("link %d: %s cannot be removed: %s", self._link, self._path(step), error.strerror)
 
     def _close_file(self) -> None:
         if self._open is not None:
             _, descriptor = self._open
-            self._open = None  # whatever the disk says to what it has kept back until now
+            self._open = None  # even if the disk refuses what it has kept back until now
             os.close(descriptor)
-
-
-def _header(frame: Frame, link: int, nbytes: int) -> FrameHeader:
-    return FrameHeader(
-        kind=FrameKind.DATA,
-        epoch=0,
-        link=link,
-        sequence=0,
-        id=frame.id,
-        shard=frame.shard,
-        codec=frame.codec,
-        dtype=frame.dtype,
-        shape=frame.shape,
-        total_nbytes=nbytes,
-        payload_nbytes=nbytes,
-    )
-
-
-def _payload_nbytes(header: bytes, left: int, path: Path) -> int:
-    """The payload's length as the header at hand names it, within what is left of the file."""
-    nbytes = peek_payload_nbytes(header)
-    if not 0 <= nbytes <= left:
-        raise RemoteProtocolError(f"{path} ends in the middle of a frame")
-    return nbytes

@@ -6,13 +6,13 @@ order, in each lane (control, forward, backward, files) one frame after the othe
 the control and files channels have no id: each is delivered when it is whole.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from tahq.comm.link.frame import MAX_PIECE_NBYTES, Channel, Direction, Frame, FrameHeader, LogicalId
-from tahq.comm.link.spec import MESSAGE_WINDOW_NBYTES, SessionLimits, UnexpectedBound
+from tahq.comm.link.spec import MESSAGE_WINDOW_NBYTES, SessionLimits
 from tahq.errors import LocalProtocolError, RemoteProtocolError
 from tahq.units import format_size
 
@@ -46,39 +46,36 @@ _MAX_CONSUMED = 16_384
 
 
 class _Assembly:
-    """A frame of which the pieces up to `received` have come; without a buffer it is being dropped."""
+    """A frame or message of which the bytes up to `received` have come.
+
+    The memory of a frame is allocated at once; a frame without `payload` is being dropped. That of a message on another
+    channel grows with what has come, not with what was announced.
+    """
 
     def __init__(self, header: FrameHeader, payload: torch.Tensor | None) -> None:
         self.header = header
         self.payload = payload
-        self._bytes = None if self.payload is None else self.payload.numpy()
+        self.message = bytearray()
         self.received = 0
+        self._bytes = None if payload is None else payload.numpy()
 
     def add(self, piece: bytes | memoryview) -> None:
         end = self.received + len(piece)
-        if self._bytes is not None:
+        if self.header.channel is not Channel.DATA:
+            self.message += piece
+        elif self._bytes is not None:
             # NumPy copies without the GIL, which new memory, page by page, would hold up all other threads with.
             self._bytes[self.received : end] = np.frombuffer(piece, np.uint8)
         self.received = end
 
-
-class _MessageAssembly:
-    """A message of another channel; memory grows with what has come, not with what was announced."""
-
-    def __init__(self, header: FrameHeader) -> None:
-        self.header = header
-        self.data = bytearray()
-
-    @property
-    def received(self) -> int:
-        return len(self.data)
-
-    def add(self, piece: bytes | memoryview) -> None:
-        self.data += piece
-
-
-def _frame_fields(header: FrameHeader) -> tuple[object, ...]:
-    return (header.id, header.total_nbytes, header.shape, header.dtype, header.codec, header.shard)
+    def is_continued_by(self, header: FrameHeader, piece: bytes | memoryview) -> bool:
+        """Whether this is the next piece."""
+        own = self.header
+        is_same = header is own or (
+            (header.id, header.total_nbytes, header.shape) == (own.id, own.total_nbytes, own.shape)
+            and (header.dtype, header.codec, header.shard) == (own.dtype, own.codec, own.shard)
+        )
+        return is_same and header.offset == self.received and (len(piece) > 0 or header.total_nbytes == 0)
 
 
 class Inbound:
@@ -86,7 +83,7 @@ class Inbound:
 
     def __init__(self, limits: SessionLimits, peer: str, allocate: Allocate = pageable) -> None:
         self._allocate = allocate
-        self._bound: UnexpectedBound = limits.unexpected
+        self._bound = limits.unexpected
         self._max_message_nbytes = limits.max_message_nbytes
         self._peer = peer
         self._posted: dict[LogicalId, int] = {}
@@ -94,7 +91,7 @@ class Inbound:
         self._early_nbytes = 0
         self._admitted: dict[LogicalId, int] = {}
         self._consumed: dict[LogicalId, None] = {}
-        self._assemblies: dict[tuple[Channel, Direction], _Assembly | _MessageAssembly] = {}
+        self._assemblies: dict[tuple[Channel, Direction], _Assembly] = {}
 
     def begin_anew(self) -> None:
         """The peer starts again with a new frame: parts of unfinished frames will come again."""
@@ -135,9 +132,8 @@ class Inbound:
         lane = (header.channel, header.id.direction)
         assembly = self._assemblies.get(lane)
         if assembly is None:
-            assembly = self._assemblies[lane] = self._begin(header)
-        continues = header.offset == assembly.received and _frame_fields(header) == _frame_fields(assembly.header)
-        if not continues or (not piece and header.total_nbytes):
+            assembly = self._assemblies[lane] = _Assembly(header, self._memory_for(header))
+        if not assembly.is_continued_by(header, piece):
             raise RemoteProtocolError(
                 f"{self._peer}: sent bytes {header.offset} to {header.offset + len(piece)} of {header.id}; expected "
                 f"byte {assembly.received} of {assembly.header.id}"
@@ -146,19 +142,19 @@ class Inbound:
         if assembly.received < header.total_nbytes:
             return None
         del self._assemblies[lane]
-        if isinstance(assembly, _MessageAssembly):
-            return header.channel, bytes(assembly.data)
+        if header.channel is not Channel.DATA:
+            return header.channel, bytes(assembly.message)
         return None if assembly.payload is None else self.complete(assembly.header, assembly.payload)
 
-    def _begin(self, header: FrameHeader) -> _Assembly | _MessageAssembly:
+    def _memory_for(self, header: FrameHeader) -> torch.Tensor | None:
         if header.channel is Channel.DATA:
-            return _Assembly(header, self._allocate(header.total_nbytes) if self.admit(header) else None)
+            return self._allocate(header.total_nbytes) if self.admit(header) else None
         if header.total_nbytes > self._max_message_nbytes:
             raise RemoteProtocolError(
                 f"{self._peer}: sent a message of {header.total_nbytes} bytes on the channel for "
                 f"{header.channel.name.lower()}; at most {self._max_message_nbytes}"
             )
-        return _MessageAssembly(header)
+        return None
 
     def admit(self, header: FrameHeader) -> bool:
         """Whether memory may be taken for this frame; no if its id is coming in, kept or delivered already.
@@ -178,7 +174,7 @@ class Inbound:
 
     def complete(self, header: FrameHeader, payload: torch.Tensor) -> Frame | None:
         """A frame that was admitted is whole: the frame if it was posted, else it is kept."""
-        frame = Frame(header.id, header.codec, header.dtype, header.shape, payload, header.shard)
+        frame = header.frame(payload)
         del self._admitted[header.id]
         if self._posted.pop(header.id, None) is None:
             self._early[header.id] = frame
@@ -212,12 +208,12 @@ Piece = tuple[FrameHeader, bytes | memoryview]
 class Resequencer:
     """Puts pieces that came over the connections of a link back into the order of their numbers, each once.
 
-    Each connection keeps its order, so what came over one says that all before it on the same one has come, or never
-    will; a HEARTBEAT or BYE says the same up to the number it names. A number that all connections have passed and none
-    has brought was lost. It is asked for, and everything after it comes again, in a new *round*: on each connection
-    behind a RESUME that names the round, with the same numbers as before. A piece that comes over a connection that has
-    not reached the latest round is used, but says nothing about losses. HEARTBEAT names its round, too, so a RESUME may
-    be lost.
+    Each connection keeps its order, so a piece that came over one says that all before it on the same one has come, or
+    never will; a HEARTBEAT or BYE says the same up to the number it names. A number that all connections have passed
+    and none has brought was lost. It is asked for, and everything after it comes again, in a new *round*: on each
+    connection behind a RESUME that names the round, with the same numbers as before. A piece that comes over a
+    connection that has not reached the latest round is used, but says nothing about losses. HEARTBEAT names its round,
+    too, so a RESUME may be lost.
     """
 
     def __init__(self, limits: SessionLimits, peer: str) -> None:
@@ -227,38 +223,39 @@ class Resequencer:
         """The latest round; everything comes in round 0 at first."""
         self.has_lost = False
         """Whether something was lost that was not asked for yet."""
+        self.passed = [0] * limits.connections
+        """For each connection, the number up to which it has brought all that it will."""
         self._is_precaution = False
         """Whether the latest round was begun without anything being known to be lost."""
         self._rounds = [0] * limits.connections
-        self._passed = [0] * limits.connections
         self._held: dict[int, Piece] = {}
         self._held_nbytes = 0
         self._bound_nbytes = limits.receive_window_nbytes + 2 * MESSAGE_WINDOW_NBYTES + MAX_PIECE_NBYTES
         self._peer = peer
 
     @property
-    def passed(self) -> Sequence[int]:
-        """For each connection, the number up to which it has brought all that it will."""
-        return self._passed
-
-    @property
     def is_waiting(self) -> bool:
         """Whether something was lost and has not begun to come again on all connections."""
         return self.has_lost or (min(self._rounds) < self.round and not self._is_precaution)
 
-    def take(self, header: FrameHeader, payload: bytes | memoryview, connection: int) -> Iterator[Piece]:
+    def take(self, header: FrameHeader, payload: bytes | memoryview, connection: int) -> list[Piece]:
         """Take a piece, and return those that are next in order now; one that has come before is dropped.
 
         Raises:
             RemoteProtocolError: more waits for its turn than the peer may have on its way.
         """
-        if header.sequence > self.received and header.sequence not in self._held:
-            self._hold(header, payload)
-        while (piece := self._held.pop(self.received + 1, None)) is not None:
+        ready: list[Piece] = []
+        if header.sequence == self.received + 1:
             self.received += 1
-            self._held_nbytes -= len(piece[1])
-            yield piece
+            ready.append((header, payload))
+            while (piece := self._held.pop(self.received + 1, None)) is not None:
+                self.received += 1
+                self._held_nbytes -= len(piece[1])
+                ready.append(piece)
+        elif header.sequence > self.received and header.sequence not in self._held:
+            self._hold(header, payload)
         self.pass_on(header.sequence, connection)
+        return ready
 
     def _hold(self, header: FrameHeader, payload: bytes | memoryview) -> None:
         self._held[header.sequence] = (header, payload)
@@ -272,15 +269,15 @@ class Resequencer:
     def pass_on(self, sequence: int, connection: int) -> None:
         """All up to `sequence` that goes over this connection, in the round that it is in, has come or never will."""
         if self._rounds[connection] == self.round:
-            self._passed[connection] = max(self._passed[connection], sequence)
-            self.has_lost |= min(self._passed) > self.received
+            self.passed[connection] = max(self.passed[connection], sequence)
+            self.has_lost |= min(self.passed) > self.received
 
     def begin_round(self, *, is_precaution: bool = False) -> None:
-        """What was lost is to come in another round; or, as a precaution, what may have been."""
+        """The lost messages are to come in another round; or, as a precaution, those that may have been lost."""
         self._is_precaution = is_precaution and not self.is_waiting
         self.round += 1
         self.has_lost = False
-        self._passed = [0] * len(self._passed)
+        self.passed = [0] * len(self.passed)
 
     def join_round(self, number: int, sequence: int, connection: int) -> bool:
         """All up to `sequence` was sent on this connection before, or in, the round of this number.

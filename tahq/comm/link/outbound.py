@@ -10,10 +10,12 @@ references to the caller's memory.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tahq.comm.link.acknowledgement import Acknowledgement
 from tahq.comm.link.frame import (
+    EVALUATING,
     Channel,
     Direction,
     Frame,
@@ -21,68 +23,46 @@ from tahq.comm.link.frame import (
     FrameKind,
     LogicalId,
     buffer_of,
+    header_of,
     pack_header,
 )
-from tahq.comm.link.sending_order import Rank, next_to_send, rank_again, rank_of
+from tahq.comm.link.sending_order import DATA_AGAIN, FILES_AGAIN, Rank, rank_of
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.wire_time import PieceTimes
 
-MAX_PIECES_KEPT = 1 << 16
+_MAX_PIECES_KEPT = 1 << 16
 """Times of acknowledged pieces that were not taken yet; older ones are forgotten."""
-
-NO_TIMES = Acknowledgement()
-"""Stands for an ACK where none says when messages came."""
-
-
-class BusyClock:
-    """Total time during which something was outstanding.
-
-    One thread moves it, any thread may read it: the state is one tuple, replaced whole.
-    """
-
-    def __init__(self) -> None:
-        self._outstanding = 0
-        self._state: tuple[float, float | None] = (0.0, None)
-
-    def start(self, now_s: float) -> None:
-        """One more item is outstanding."""
-        self._outstanding += 1
-        total_s, since_s = self._state
-        if since_s is None:
-            self._state = (total_s, now_s)
-
-    def stop(self, now_s: float) -> None:
-        """One item less is outstanding."""
-        self._outstanding -= 1
-        total_s, since_s = self._state
-        if self._outstanding == 0 and since_s is not None:
-            self._state = (total_s + max(0.0, now_s - since_s), None)
-
-    def total_s(self, now_s: float) -> float:
-        """Seconds until now."""
-        total_s, since_s = self._state
-        return total_s if since_s is None else total_s + max(0.0, now_s - since_s)
+_NO_TIMES = Acknowledgement()
 
 
 class BusyClocks:
-    """A clock per direction of a training step's data; frames of evaluations, and None, are not counted."""
+    """For each direction, the total time during which training data was outstanding; evaluations are not counted.
+
+    One thread moves it, any thread may read it: a direction's state is one tuple, replaced whole.
+    """
 
     def __init__(self) -> None:
-        self._clocks = {direction: BusyClock() for direction in Direction}
+        self._state: dict[Direction, tuple[int, float, float]] = dict.fromkeys(Direction, (0, 0.0, 0.0))
+        """Number outstanding, seconds before the last change, time of that change."""
 
-    def start(self, id: LogicalId | None, now_s: float) -> None:
-        """Something of this frame is outstanding."""
-        if id is not None and not id.is_evaluation:
-            self._clocks[id.direction].start(now_s)
+    def start(self, id: LogicalId, now_s: float) -> None:
+        """One more item of this frame is outstanding."""
+        self._change(id, 1, now_s)
 
-    def stop(self, id: LogicalId | None, now_s: float) -> None:
-        """It is no longer."""
-        if id is not None and not id.is_evaluation:
-            self._clocks[id.direction].stop(now_s)
+    def stop(self, id: LogicalId, now_s: float) -> None:
+        """One item less is."""
+        self._change(id, -1, now_s)
+
+    def _change(self, id: LogicalId, by: int, now_s: float) -> None:
+        if id.purpose not in EVALUATING:
+            number, total_s, since_s = self._state[id.direction]
+            total_s += max(0.0, now_s - since_s) if number else 0.0
+            self._state[id.direction] = (number + by, total_s, max(now_s, since_s) if number else now_s)
 
     def total_s(self, direction: Direction, now_s: float) -> float:
         """Seconds until now during which anything was outstanding."""
-        return self._clocks[direction].total_s(now_s)
+        number, total_s, since_s = self._state[direction]
+        return total_s + max(0.0, now_s - since_s) if number else total_s
 
 
 class Stripes:
@@ -97,10 +77,11 @@ class Stripes:
 
     def take(self, sequence: int, nbytes: int) -> int:
         """The connection that carries the piece with this number; the first of equals."""
+        if len(self._sent) == 1:
+            return 0
         connection = self._nbytes.index(min(self._nbytes))
-        if len(self._sent) > 1:
-            self._sent[connection].append((sequence, nbytes))
-            self._nbytes[connection] += nbytes
+        self._sent[connection].append((sequence, nbytes))
+        self._nbytes[connection] += nbytes
         return connection
 
     def forget(self) -> None:
@@ -117,8 +98,7 @@ class Stripes:
                 self._nbytes[connection] -= sent.popleft()[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A message for the wire, over one of the link's connections.
 
     `ready_s` is since when it could have been sent, had the wire been free.
@@ -135,38 +115,47 @@ class Outgoing:
         return len(self.header) + len(self.payload)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SentPiece:
     """A piece on its way, or to be sent again."""
 
     header: FrameHeader
     payload: memoryview
-    is_last: bool
     queued_s: float
     taken_s: float
     is_again: bool = False
 
     @property
-    def sequence(self) -> int:
-        return self.header.sequence
-
-    @property
-    def channel(self) -> Channel:
-        return self.header.channel
+    def is_last(self) -> bool:
+        """Whether its frame ends with it."""
+        return self.header.offset + self.header.payload_nbytes == self.header.total_nbytes
 
 
 @dataclass(slots=True)
-class _Cutting:
+class _Queued:
     """A frame of which `offset` bytes have been taken."""
 
     header: FrameHeader
     payload: memoryview
-    ready_s: float
+    rank: Rank
     offset: int = 0
 
 
-def _timed(header: FrameHeader) -> LogicalId | None:
-    return header.id if header.channel is Channel.DATA else None
+@dataclass(slots=True)
+class _Flow:
+    """One channel: its window, and the bytes on their way."""
+
+    window_nbytes: int
+    in_flight_nbytes: int = 0
+    room_since_s: float = -math.inf
+
+
+@dataclass(slots=True)
+class _SendLane:
+    """Frames that go out in the order queued."""
+
+    flow: _Flow
+    frames: deque[_Queued] = field(default_factory=deque)
 
 
 class Outbound:
@@ -177,17 +166,16 @@ class Outbound:
         self._epoch = identity.epoch
         self._message_id = LogicalId.of_session(identity.run_id)
         self._piece_nbytes = limits.piece_nbytes
-        self._windows = limits.windows
         self._first = limits.first
+        self._flows = [_Flow(limits.windows[channel]) for channel in Channel]
         self._stripes = Stripes(limits.connections)
-        self._lanes: dict[tuple[Channel, Direction], deque[_Cutting]] = {}
+        self._lanes: dict[tuple[Channel, Direction], _SendLane] = {}
         self._unacknowledged: deque[_SentPiece] = deque()
         self._again: deque[_SentPiece] = deque()
         """To be sent again, before anything else; their numbers follow those of `_unacknowledged`."""
-        self._in_flight_nbytes = dict.fromkeys(Channel, 0)
-        self._queued_nbytes = 0
-        self._room_since_s = dict.fromkeys(Channel, -math.inf)
         self._rewound_s = -math.inf
+        self.nbytes = 0
+        """Payload bytes queued or on their way; any thread may read it."""
         self.last_sequence = 0
         self.num_again = 0
         """Pieces that were sent again because the peer did not get them."""
@@ -195,22 +183,17 @@ class Outbound:
         """From when a frame is queued until it is acknowledged; any thread may read it."""
         self.sending = BusyClocks()
         """As `busy`, but from when a piece is taken: a frame that waits for others is not being sent."""
-        self._pieces: deque[PieceTimes] = deque(maxlen=MAX_PIECES_KEPT)
+        self._pieces: deque[PieceTimes] = deque(maxlen=_MAX_PIECES_KEPT)
 
     @property
     def is_settled(self) -> bool:
         """Whether everything queued has been taken and acknowledged."""
-        return self.is_drained and not self._unacknowledged
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes queued or on their way; any thread may ask."""
-        return self._queued_nbytes + sum(self._in_flight_nbytes.values())
+        return not self._unacknowledged and self.is_drained
 
     @property
     def is_drained(self) -> bool:
         """Whether everything queued has been taken for the wire."""
-        return not any(self._lanes.values()) and not self._again
+        return not self._again and not any(lane.frames for lane in self._lanes.values())
 
     @property
     def is_resending(self) -> bool:
@@ -220,16 +203,28 @@ class Outbound:
     @property
     def sent_through(self) -> int:
         """The number up to which everything has been sent, or sent again."""
-        return self._again[0].sequence - 1 if self._again else self.last_sequence
+        return self._again[0].header.sequence - 1 if self._again else self.last_sequence
 
     @property
     def next_rank(self) -> Rank | None:
         """The rank of the next piece; None if there is none, or no room for it."""
         if self._again:
-            is_room = self._has_room(self._again[0].channel)
-            return rank_again(piece.channel for piece in self._again) if is_room else None
-        frame = self._next_frame()
-        return None if frame is None else self._rank(frame)
+            flow = self._flows[self._again[0].header.channel]
+            if flow.in_flight_nbytes >= flow.window_nbytes:
+                return None
+            has_files_alone = all(piece.header.channel is Channel.FILES for piece in self._again)
+            return FILES_AGAIN if has_files_alone else DATA_AGAIN
+        lane = self._next_lane()
+        return None if lane is None else lane.frames[0].rank
+
+    def _next_lane(self) -> _SendLane | None:
+        best = None
+        for lane in self._lanes.values():
+            if not lane.frames or lane.flow.in_flight_nbytes >= lane.flow.window_nbytes:
+                continue
+            if best is None or lane.frames[0].rank < best.frames[0].rank:
+                best = lane
+        return best
 
     def take_piece_times(self) -> list[PieceTimes]:
         """When pieces left and arrived, of those acknowledged since the last call; any one thread may ask."""
@@ -243,80 +238,68 @@ class Outbound:
 
     def limit_window(self, nbytes: int) -> None:
         """Have no more data than this on its way unacknowledged, as the receiver asks."""
-        self._windows[Channel.DATA] = min(self._windows[Channel.DATA], nbytes)
+        self._flows[Channel.DATA].window_nbytes = min(self._flows[Channel.DATA].window_nbytes, nbytes)
 
     def queue(self, frame: Frame, now_s: float) -> None:
         """Queue a frame of data; its payload is a contiguous uint8 CPU tensor."""
-        payload = buffer_of(frame.payload)
-        header = FrameHeader(
-            *(FrameKind.DATA, self._epoch, self._link, 0, frame.id, frame.shard, frame.codec, frame.dtype, frame.shape),
-            total_nbytes=len(payload),
-        )
-        self._queue(_Cutting(header, payload, now_s))
+        self._queue(header_of(frame, self._epoch, self._link), buffer_of(frame.payload), now_s)
+        self.busy.start(frame.id, now_s)
 
     def queue_message(self, channel: Channel, data: bytes, now_s: float) -> None:
         """Queue a message of another channel."""
-        header = FrameHeader(
-            *(FrameKind.DATA, self._epoch, self._link, 0, self._message_id), total_nbytes=len(data), channel=channel
-        )
-        self._queue(_Cutting(header, memoryview(data), now_s))
+        place = (FrameKind.DATA, self._epoch, self._link, 0, self._message_id)
+        self._queue(FrameHeader(*place, total_nbytes=len(data), channel=channel), memoryview(data), now_s)
 
-    def _queue(self, frame: _Cutting) -> None:
-        self._lanes.setdefault((frame.header.channel, frame.header.id.direction), deque()).append(frame)
-        self._queued_nbytes += len(frame.payload)
-        self.busy.start(_timed(frame.header), frame.ready_s)
+    def _queue(self, header: FrameHeader, payload: memoryview, now_s: float) -> None:
+        name = (header.channel, header.id.direction)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = _SendLane(self._flows[header.channel])
+        rank = rank_of(header.id.direction, now_s, self._first, header.channel)
+        lane.frames.append(_Queued(header, payload, rank))
+        self.nbytes += len(payload)
 
     def take_piece(self, now_s: float) -> Outgoing:
         """The next piece, numbered; only while there is a `next_rank`."""
         if self._again:
             self.num_again += 1
-            return self._send(replace(self._again.popleft(), taken_s=now_s, is_again=True), self._rewound_s)
-        cutting = self._next_frame()
-        if cutting is None:
+            piece = self._again.popleft()
+            piece.taken_s, piece.is_again = now_s, True
+            return self._send(piece, self._rewound_s)
+        lane = self._next_lane()
+        if lane is None:
             raise AssertionError("no piece is queued")
-        piece = cutting.payload[cutting.offset : cutting.offset + self._piece_nbytes]
+        queued = lane.frames[0]
+        payload = queued.payload[queued.offset : queued.offset + self._piece_nbytes]
         self.last_sequence += 1
-        header = replace(cutting.header, sequence=self.last_sequence, offset=cutting.offset, payload_nbytes=len(piece))
-        cutting.offset += len(piece)
-        is_last = cutting.offset == len(cutting.payload)
-        if is_last:
-            self._lanes[header.channel, header.id.direction].popleft()
-        return self._send(_SentPiece(header, piece, is_last, cutting.ready_s, now_s), cutting.ready_s)
+        header = queued.header._replace(sequence=self.last_sequence, offset=queued.offset, payload_nbytes=len(payload))
+        queued.offset += len(payload)
+        if queued.offset == len(queued.payload):
+            lane.frames.popleft()
+        queued_s = queued.rank[1]
+        return self._send(_SentPiece(header, payload, queued_s, now_s), queued_s)
 
     def _send(self, piece: _SentPiece, ready_s: float) -> Outgoing:
-        nbytes = len(piece.payload)
+        header, nbytes = piece.header, len(piece.payload)
         self._unacknowledged.append(piece)
-        self._queued_nbytes -= nbytes
-        self._in_flight_nbytes[piece.channel] += nbytes
-        self.sending.start(_timed(piece.header), piece.taken_s)
-        connection = self._stripes.take(piece.sequence, nbytes)
-        ready_s = max(ready_s, self._room_since_s[piece.channel])
-        return Outgoing(pack_header(piece.header, piece.payload), piece.payload, ready_s, connection)
+        flow = self._flows[header.channel]
+        flow.in_flight_nbytes += nbytes
+        if header.channel is Channel.DATA:
+            self.sending.start(header.id, piece.taken_s)
+        connection = self._stripes.take(header.sequence, nbytes)
+        packed = pack_header(header, piece.payload)
+        return Outgoing(packed, piece.payload, max(ready_s, flow.room_since_s), connection)
 
-    def _has_room(self, channel: Channel) -> bool:
-        return self._in_flight_nbytes[channel] < self._windows[channel]
-
-    def _next_frame(self) -> _Cutting | None:
-        heads = (lane[0] for (channel, _), lane in self._lanes.items() if lane and self._has_room(channel))
-        return next_to_send((self._rank(head), head) for head in heads)
-
-    def _rank(self, frame: _Cutting) -> Rank:
-        return rank_of(frame.header.id.direction, frame.ready_s, self._first, frame.header.channel)
-
-    def acknowledge(self, sequence: int, now_s: float, ack: Acknowledgement = NO_TIMES) -> None:
+    def acknowledge(self, sequence: int, now_s: float, ack: Acknowledgement = _NO_TIMES) -> None:
         """The peer has everything up to and including `sequence`; `ack` says when, and over which connections."""
         self._stripes.acknowledge(ack.passed)
-        had_room = {channel: self._has_room(channel) for channel in Channel}
-        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
+        while self._unacknowledged and self._unacknowledged[0].header.sequence <= sequence:
             piece = self._unacknowledged.popleft()
             self._recall(piece, now_s)
-            self._forget(piece, now_s, ack.arrival_s(sequence - piece.sequence))
-        while self._again and self._again[0].sequence <= sequence:  # it has come after all
+            self._forget(piece, now_s, ack.arrival_s(sequence - piece.header.sequence))
+        while self._again and self._again[0].header.sequence <= sequence:  # it has come after all
             piece = self._again.popleft()
-            self._forget(piece, now_s, ack.arrival_s(sequence - piece.sequence))
-        for channel in Channel:
-            if self._has_room(channel) and not had_room[channel]:
-                self._room_since_s[channel] = now_s
+            self._forget(piece, now_s, ack.arrival_s(sequence - piece.header.sequence))
 
     def rewind(self, sequence: int, now_s: float) -> None:
         """The peer has everything up to and including `sequence`, but not all that followed: send that again."""
@@ -330,24 +313,31 @@ class Outbound:
 
     def _recall(self, piece: _SentPiece, now_s: float) -> None:
         """The piece is no longer on its way."""
-        self._in_flight_nbytes[piece.channel] -= len(piece.payload)
-        self._queued_nbytes += len(piece.payload)
-        self.sending.stop(_timed(piece.header), now_s)
+        flow = self._flows[piece.header.channel]
+        had_no_room = flow.in_flight_nbytes >= flow.window_nbytes
+        flow.in_flight_nbytes -= len(piece.payload)
+        if had_no_room and flow.in_flight_nbytes < flow.window_nbytes:
+            flow.room_since_s = now_s
+        if piece.header.channel is Channel.DATA:
+            self.sending.stop(piece.header.id, now_s)
 
     def _forget(self, piece: _SentPiece, now_s: float, arrived_s: float | None) -> None:
         """The peer has the piece, or has left; without an arrival time it is in no statistics."""
-        self._queued_nbytes -= len(piece.payload)
+        self.nbytes -= len(piece.payload)
+        if piece.header.channel is not Channel.DATA:
+            return
         if piece.is_last:
-            self.busy.stop(_timed(piece.header), now_s)
-        if arrived_s is not None and piece.channel is Channel.DATA:
+            self.busy.stop(piece.header.id, now_s)
+        if arrived_s is not None:
             times_s = (piece.queued_s, piece.taken_s, now_s, arrived_s)
             self._pieces.append(PieceTimes(piece.header.id, len(piece.payload), *times_s, self._epoch, piece.is_again))
 
     def discard(self, now_s: float) -> None:
         """Forget everything: the peer will not take it."""
         for lane in self._lanes.values():
-            for cutting in lane:
-                self._queued_nbytes -= len(cutting.payload) - cutting.offset
-                self.busy.stop(_timed(cutting.header), now_s)
-            lane.clear()
+            for queued in lane.frames:
+                self.nbytes -= len(queued.payload) - queued.offset
+                if queued.header.channel is Channel.DATA:
+                    self.busy.stop(queued.header.id, now_s)
+            lane.frames.clear()
         self.acknowledge(self.last_sequence, now_s)

@@ -5,8 +5,7 @@ the pieces of another: control messages, then activations and gradients in the o
 """
 
 import math
-from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Literal
 
 from tahq.comm.link.frame import Channel, Direction
 
@@ -16,13 +15,14 @@ First = Literal["oldest", "activations", "gradients"]
 Rank = tuple[int, float]
 """Priority class and time since when it has been waiting (s); the lowest goes first."""
 
-FAREWELL: Rank = (-2, 0.0)
-"""The rank of a BYE, which comes after all frames of its own link and need not wait for those of others."""
-
 _PREFERRED = {"oldest": None, "activations": Direction.FORWARD, "gradients": Direction.BACKWARD}
 _CONTROL, _DATA, _OTHER_DATA, _FILES = -1, 0, 1, 2
 
-Sender = TypeVar("Sender")
+FAREWELL: Rank = (-2, 0.0)
+"""The rank of a BYE, which comes after all frames of its own link and need not wait for those of others."""
+DATA_AGAIN: Rank = (_DATA, -math.inf)
+"""The rank of pieces that are sent again, before anything else of their link, since the peer waits for them."""
+FILES_AGAIN: Rank = (_FILES, -math.inf)
 
 
 def rank_of(direction: Direction, queued_s: float, first: First, channel: Channel = Channel.DATA) -> Rank:
@@ -31,17 +31,3 @@ def rank_of(direction: Direction, queued_s: float, first: First, channel: Channe
         preferred = _PREFERRED[first]
         return (_DATA if preferred is None or direction is preferred else _OTHER_DATA, queued_s)
     return (_CONTROL if channel is Channel.CONTROL else _FILES, queued_s)
-
-
-def rank_again(channels: Iterable[Channel]) -> Rank:
-    """The rank of pieces that are sent again, before anything else of their link, since the peer waits for them."""
-    return (_FILES if all(channel is Channel.FILES for channel in channels) else _DATA, -math.inf)
-
-
-def next_to_send(candidates: Iterable[tuple[Rank | None, Sender]]) -> Sender | None:
-    """The sender with the lowest rank, the first of equals; a rank of None means that it has nothing to send now."""
-    best: tuple[Rank, Sender] | None = None
-    for rank, sender in candidates:
-        if rank is not None and (best is None or rank < best[0]):
-            best = (rank, sender)
-    return None if best is None else best[1]

@@ -76,23 +76,26 @@ class Shaping:
 
 
 class DelayLine(Generic[Item]):
-    """Items that wait, in order, each for its time."""
+    """A line at a rate, and items that have passed it and wait, in order, each for its time."""
 
-    def __init__(self) -> None:
+    def __init__(self, shaping: Shaping) -> None:
+        self._line = Line()
         self._waiting: deque[tuple[float, Item]] = deque()
+        self.reshape(shaping)
 
-    def put(self, item: Item, release_s: float) -> None:
-        """Hold `item` until `release_s`, and until all before it are released."""
-        self._waiting.append((release_s, item))
+    def reshape(self, shaping: Shaping) -> None:
+        """Use other rates and another delay for what enters from now on."""
+        raise NotImplementedError
 
     def take_due(self, now_s: float) -> Iterator[Item]:
         """Everything whose time has come, oldest first."""
         while self._waiting and self._waiting[0][0] <= now_s:
             yield self._waiting.popleft()[1]
 
-    def next_s(self) -> float | None:
-        """When the next item is due; None if there is none."""
-        return self._waiting[0][0] if self._waiting else None
+    @property
+    def next_s(self) -> float:
+        """When the next item is due; inf if there is none."""
+        return self._waiting[0][0] if self._waiting else math.inf
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -101,16 +104,12 @@ class DelayLine(Generic[Item]):
 class Uplink(DelayLine[Item]):
     """Serialises what one host sends at the rate, then holds it for the delay."""
 
-    def __init__(self, shaping: Shaping) -> None:
-        super().__init__()
-        self._line = Line()
-        self.reshape(shaping)
-
     def reshape(self, shaping: Shaping) -> None:
         """Use other rates and another delay for what enters from now on."""
-        self._shaping = shaping
         self._line.rate_bits_per_s, self._line.delay_s = shaping.up_bits_per_s, shaping.delay_s
-        self._line.burst_s = _BURST_S if shaping.is_up_capped else 0.0
+        self._is_capped = shaping.is_up_capped
+        self._line.burst_s = _BURST_S if self._is_capped else 0.0
+        self._imitated_bits_per_s = shaping.rate_bits_per_s or math.inf
 
     @property
     def free_s(self) -> float:
@@ -124,27 +123,26 @@ class Uplink(DelayLine[Item]):
     def send(self, item: Item, nbytes: int, ready_s: float, now_s: float | None = None) -> None:
         """Enter, at `now_s`, a message of `nbytes` that has been waiting since `ready_s` (None: it has not)."""
         now_s = ready_s if now_s is None else now_s
-        is_capped = self._shaping.is_up_capped
-        _, left_s = self._line.serve(nbytes, now_s if is_capped else ready_s)
-        if is_capped:
+        _, left_s = self._line.serve(nbytes, now_s if self._is_capped else ready_s)
+        if self._is_capped:
             # A full bucket passes it at once, but the imitated line still takes its time.
-            left_s = max(left_s, now_s + transmission_s(nbytes, self._shaping.rate_bits_per_s or math.inf))
-        self.put(item, left_s + self._line.delay_s)
+            left_s = max(left_s, now_s + transmission_s(nbytes, self._imitated_bits_per_s))
+        self._waiting.append((left_s + self._line.delay_s, item))
 
 
 class Downlink(DelayLine[Item]):
     """Passes what one host receives at the rate."""
 
-    def __init__(self, shaping: Shaping) -> None:
-        super().__init__()
-        self._line = Line()
-        self.reshape(shaping)
-
     def reshape(self, shaping: Shaping) -> None:
         """Use another rate for what enters from now on."""
         self._line.rate_bits_per_s = shaping.down_bits_per_s
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether a message may have to wait."""
+        return self._line.rate_bits_per_s < math.inf
+
     def receive(self, item: Item, nbytes: int, arrival_s: float) -> None:
         """Enter a message of `nbytes` that has just arrived whole."""
         _, left_s = self._line.serve(nbytes, -math.inf, arrival_s)
-        self.put(item, left_s)
+        self._waiting.append((left_s, item))

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
+from typing import NamedTuple
 
 from tahq.comm.link.frame import Direction, LogicalId
 
@@ -42,8 +43,7 @@ LEAST_NBYTES = 16 * 1024
 """Pieces smaller than this say more about threads and sockets than about rates."""
 
 
-@dataclass(frozen=True, slots=True)
-class PieceTimes:
+class PieceTimes(NamedTuple):
     """An acknowledged piece of a frame.
 
     `queued_s` is when its frame was given to the link, `arrived_s` by the receiver's clock, which is another one in

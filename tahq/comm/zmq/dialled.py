@@ -6,6 +6,7 @@ our key, where the two ends do not agree about CURVE, and where the peer's bytes
 
 import errno
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -87,7 +88,7 @@ class Dialled:
     ) -> None:
         self.socket = socket
         self.address = address
-        self.redial_s: float | None = None
+        self.redial_s = math.inf
         """When to call `look` at the latest."""
         self.num_hang_ups = 0
         """Connections that ended at once, in a row: the peer may have another key, be no ZMQ socket, or just start."""
@@ -119,11 +120,11 @@ class Dialled:
         """Handle events, and dial again if that is due."""
         for event in self._monitor.take():
             if event.kind in (monitor.CONNECTED, monitor.RETRIED):
-                self.redial_s = None  # ZMQ dials by itself
+                self.redial_s = math.inf  # ZMQ dials by itself
             if (outcome := self._outcome(event)) is not None:
                 self._note(outcome)
-        if self.redial_s is not None and self.redial_s <= self._clock():
-            self.redial_s = None
+        if self.redial_s <= self._clock():
+            self.redial_s = math.inf
             self._is_again = True
             self._redial()
 
@@ -163,7 +164,7 @@ class Dialled:
 
     def _note(self, outcome: Outcome) -> None:
         if outcome is Outcome.SUCCEEDED:
-            self.redial_s = None
+            self.redial_s = math.inf
             if self._is_again:
                 self._end.reconnected(self._connection)
             self._is_again = True

@@ -41,7 +41,7 @@ from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import open_dealer, open_router
-from tahq.comm.zmq.transport import ALL, DataEnd, LinkEnd, Wanted, ZmqTransport
+from tahq.comm.zmq.transport import ALL, MAX_MESSAGE_NBYTES, DataEnd, LinkEnd, Wanted, ZmqTransport
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
 _log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class ZmqEndpoint:
             first=first,
             connections=connections,
             give_up_s=give_up_s,
+            max_message_nbytes=MAX_MESSAGE_NBYTES,
         )
         _start_zero_copy()
         self._context: zmq.Context[Socket] = zmq.Context()

@@ -2,7 +2,8 @@
 
 One turn: run what other threads have asked for; take what the sockets have; give the sessions what the downlink
 releases; fire timers; let the uplink take the sessions' next messages, urgent ones first and then pieces by rank, and
-put on the sockets what has left it; wait. No call blocks but that wait, however slow a peer is.
+put on the sockets what has left it; wait. No call blocks but that wait, however slow a peer is. Sockets and links that
+have nothing to do cost a turn nothing but a look: each names its next time (`timer_s`, `late_s`, `redial_s`).
 """
 
 import logging
@@ -17,21 +18,18 @@ import zmq
 
 from tahq.comm.link.frame import FrameKind, peek_kind
 from tahq.comm.link.outbound import Outgoing
-from tahq.comm.link.sending_order import next_to_send
 from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
 from tahq.comm.zmq.dialled import Dialled
-from tahq.comm.zmq.reception import Arrival, Reception, Wire, take_messages
-from tahq.comm.zmq.socket_wait import WaitSet, Waker
+from tahq.comm.zmq.reception import Arrival, Reception, Wire
+from tahq.comm.zmq.socket_wait import Socket, WaitSet, Waker, take_messages
 from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import RemoteProtocolError, TahqError, UserError
 
 _log = logging.getLogger(__name__)
 
 _MESSAGES_A_TURN = 64
-_LATE_S = 10.0
-"""After so long the user is told that a peer has not connected."""
 _HANDLING_S = 0.0006
 """What a message spends in threads and sockets at both ends, which is part of the delay that a user sets. Measured
 as what a set delay was exceeded by, 0.8 to 1.2 ms on two slow cores, less some for faster ones (bench_links.py)."""
@@ -56,7 +54,7 @@ class Trouble:
 
 
 OnTrouble = Callable[[Trouble], None]
-"""Told in the I/O thread."""
+"""Called in the I/O thread."""
 
 
 class EndpointLoop:
@@ -92,9 +90,10 @@ class EndpointLoop:
         self._dialled: dict[Dialled, LinkEnd] = {}
         self._wait_set = WaitSet(self._waker)
         if reception is not None:
-            for socket in (reception.router, *reception.gate.sockets):
-                self._wait_set.add(socket)
-        self._resume_s: float | None = None
+            for socket in reception.gate.sockets:
+                self._wait_set.add(socket, reception.gate.serve)
+            self._wait_set.add(reception.router, partial(self._receive_routed, reception))
+        self._resume_s = math.inf
         self._is_stopped = False
 
     # Called from other threads
@@ -143,14 +142,13 @@ class EndpointLoop:
     def step(self) -> None:
         """Do everything that is due."""
         self._waker.clear()
-        self._run_commands()
-        self._shake_hands()
-        self._receive()
+        while self._commands:
+            self._guard(*self._commands.popleft())
+        self._wait_set.serve()
         for arrival in self._downlink.take_due(self._clock()):
             self._take_in(arrival)
-        self._handle_timers()
-        self._note_trouble()
-        self._transmit()
+        self._handle_timers(self._clock())
+        self._transmit(self._clock())
         self._note_flushed()
 
     def wait(self, until_s: float = math.inf) -> None:
@@ -164,10 +162,6 @@ class EndpointLoop:
         self._downlink.reshape(shaping)
         self._delay_in_s = shaping.delay_s if self._is_remote else 0.0
 
-    def _run_commands(self) -> None:
-        while self._commands:
-            self._guard(*self._commands.popleft())
-
     def _guard(self, end: LinkEnd | None, action: Callable[[], None]) -> None:
         try:
             action()
@@ -179,12 +173,12 @@ class EndpointLoop:
             end.publish()
 
     def _next_s(self) -> float:
-        times = [wire.end.session.next_timer_s() for wire in self._wires]
-        times += [wire.opened_s + _LATE_S for wire in self._wires if self._may_be_late(wire)]
-        times += [self._uplink.next_s(), self._downlink.next_s(), self._resume_s]
-        times += [dialled.redial_s for dialled in self._dialled]
-        times += [self._reception.gate.next_s] if self._reception is not None else []
-        return min((time_s for time_s in times if time_s is not None), default=math.inf)
+        next_s = min(self._uplink.next_s, self._downlink.next_s, self._resume_s)
+        for wire in self._wires:
+            next_s = min(next_s, wire.end.session.timer_s, wire.late_s)
+        for dialled in self._dialled:
+            next_s = min(next_s, dialled.redial_s)
+        return next_s if self._reception is None else min(next_s, self._reception.gate.next_s)
 
     def _stop(self) -> None:
         self._is_stopped = True
@@ -204,20 +198,14 @@ class EndpointLoop:
 
     # Links
 
-    def _shake_hands(self) -> None:
-        """Let in who may come in, and see who has let us in."""
-        if self._reception is not None:
-            self._reception.gate.serve()
-        for dialled, end in list(self._dialled.items()):
-            self._guard(end, dialled.look)
-
     def _open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
         if dealers:
-            for dealer in dealers:
-                self._wait_set.add(dealer.socket)
-                self._wait_set.add(dealer.events)
-            self._dialled |= dict.fromkeys(dealers, end)
-            self._wires.append(Wire(end, [dealer.socket for dealer in dealers], True, [], self._clock()))
+            wire = Wire(end, [dealer.socket for dealer in dealers], True, [], self._clock())
+            for connection, dealer in enumerate(dealers):
+                self._dialled[dealer] = end
+                self._wait_set.add(dealer.events, partial(self._guard, end, dealer.look))
+                self._wait_set.add(dealer.socket, partial(self._receive, wire, connection, dealer.socket))
+            self._wires.append(wire)
         elif self._reception is not None:
             wire, arrivals = self._reception.open(end)
             self._wires.append(wire)
@@ -253,77 +241,81 @@ class EndpointLoop:
             self._reception.close(wire)
 
     def _note_flushed(self) -> None:
-        for wire in list(self._wires):
+        for wire in tuple(self._wires):
             session = wire.end.session
-            if wire.in_transit == 0 and session.is_settled:
+            if wire.in_transit > 0:
+                continue
+            if session.local is End.CLOSED and session.is_settled:
                 wire.end.flushed.set()
-            if wire.in_transit == 0 and wire.end.is_temporary and session.is_over:
+            if wire.end.is_temporary and session.is_over:
                 self.forget(wire.end)
 
-    def _handle_timers(self) -> None:
-        now_s = self._clock()
-        for wire in self._wires:
-            due_s = wire.end.session.next_timer_s()
-            if due_s is not None and due_s <= now_s:
-                self._guard(wire.end, partial(wire.end.session.handle_timer, now_s))
+    # Time
 
-    @staticmethod
-    def _may_be_late(wire: Wire) -> bool:
+    def _handle_timers(self, now_s: float) -> None:
+        for wire in self._wires:
+            session = wire.end.session
+            is_due = session.timer_s <= now_s
+            if is_due:
+                self._guard(wire.end, partial(session.handle_timer, now_s))
+            if is_due or session.is_disturbed or wire.is_degraded:
+                self._note_trouble(wire, now_s)
+            if wire.late_s <= now_s:
+                self._note_lateness(wire, now_s)
+        for dialled, end in list(self._dialled.items()):
+            if dialled.redial_s <= now_s:
+                self._guard(end, dialled.look)
+        if self._reception is not None and self._reception.gate.next_s <= now_s:
+            self._reception.gate.serve()
+
+    def _note_trouble(self, wire: Wire, now_s: float) -> None:
+        """Report a link once when it becomes degraded, and when it is as before."""
         session = wire.end.session
-        is_waiting = session.remote is End.CONNECTING and session.local is not End.CLOSED
-        return wire.end.warns and is_waiting and not wire.is_late
+        session.is_disturbed = False
+        reason = session.trouble(now_s) if wire.end.warns else ""
+        if reason and not wire.is_degraded:
+            wire.is_degraded, wire.degraded_s = True, now_s
+            self._report(Trouble(wire.end.spec, reason))
+        elif not reason and wire.is_degraded:
+            wire.is_degraded = False
+            if session.remote is End.OPEN:
+                self._report(Trouble(wire.end.spec, "", now_s - wire.degraded_s, session.outbound.num_again))
 
-    def _note_trouble(self) -> None:
-        """Report a link once when it becomes degraded, and when it is as before; and one that does not connect."""
-        now_s = self._clock()
-        for wire in self._wires:
-            if now_s - wire.opened_s >= _LATE_S and self._may_be_late(wire):
-                wire.is_late = True
-                _log.warning("%s", self._lateness(wire))
-            reason = wire.end.session.trouble(now_s) if wire.end.warns else ""
-            if reason and wire.degraded_s is None:
-                wire.degraded_s = now_s
-                self._tell(Trouble(wire.end.spec, reason))
-            elif not reason and wire.degraded_s is not None:
-                lasted_s, wire.degraded_s = now_s - wire.degraded_s, None
-                if wire.end.session.remote is End.OPEN:
-                    self._tell(Trouble(wire.end.spec, "", lasted_s, wire.end.session.outbound.num_again))
-
-    def _lateness(self, wire: Wire) -> str:
-        end = wire.end
-        late = f"{end.spec}: not connected after {_LATE_S:g} s"
-        for dialled in self._dialled:
-            if dialled.socket in wire.sockets:
-                hint = end.obstacle or "check that the peer runs, and that its address can be reached from here"
-                return f"{late}: cannot reach {dialled.address} from this host; {hint}"
-        own = self._reception.address if self._reception is not None else "this host"
-        return f"{late}: the peer has not dialled this host; check that it can reach {own}"
-
-    def _tell(self, trouble: Trouble) -> None:
+    def _report(self, trouble: Trouble) -> None:
         _log.warning("%s", trouble)
         if self._on_trouble is not None:
             self._on_trouble(trouble)
 
+    def _note_lateness(self, wire: Wire, now_s: float) -> None:
+        """Warn, once, of a peer that has not connected."""
+        end, waited_s, wire.late_s = wire.end, now_s - wire.opened_s, math.inf
+        if not end.warns or end.session.remote is not End.CONNECTING or end.session.local is End.CLOSED:
+            return
+        addresses = [dialled.address for dialled in self._dialled if dialled.socket in wire.sockets]
+        if addresses:
+            hint = end.obstacle or "check that the peer runs, and that its address can be reached from here"
+            reason = f"cannot reach {addresses[0]} from this host; {hint}"
+        else:
+            own = self._reception.address if self._reception is not None else "this host"
+            reason = f"the peer has not dialled this host; check that it can reach {own}"
+        _log.warning("%s: not connected after %.2g s: %s", end.spec, waited_s, reason)
+
     # In
 
-    def _receive(self) -> None:
-        for wire in list(self._wires):
-            for connection, dealer in enumerate(wire.sockets if wire.is_dialled else ()):
-                for parts in take_messages(dealer, _MESSAGES_A_TURN):
-                    self._arrive_from(wire, connection, parts)
-        if self._reception is not None:
-            for route, *parts in take_messages(self._reception.router, _MESSAGES_A_TURN):
-                self._reception.gate.know(route)
-                self._receive_routed(self._reception, route.bytes, parts)
+    def _receive(self, wire: Wire, connection: int, dealer: Socket) -> None:
+        for parts in take_messages(dealer, _MESSAGES_A_TURN):
+            self._arrive_from(wire, connection, parts)
 
-    def _receive_routed(self, reception: Reception, route: bytes, parts: list[zmq.Frame]) -> None:
-        known = reception.wire_of(route, parts)
-        if known is not None:
-            self._arrive_from(*known, parts)
-        elif (arrival := reception.sort(route, parts)) is not None:
-            self._wires += reception.opened
-            reception.opened.clear()
-            self._arrive(arrival)
+    def _receive_routed(self, reception: Reception) -> None:
+        for route, *parts in take_messages(reception.router, _MESSAGES_A_TURN):
+            reception.gate.know(route)
+            known = reception.wire_of(route.bytes, parts)
+            if known is not None:
+                self._arrive_from(*known, parts)
+            elif (arrival := reception.sort(route.bytes, parts)) is not None:
+                self._wires += reception.opened
+                reception.opened.clear()
+                self._arrive(arrival)
 
     def _arrive_from(self, wire: Wire, connection: int, parts: list[zmq.Frame]) -> None:
         if len(parts) == 2:
@@ -332,51 +324,55 @@ class EndpointLoop:
             wire.end.fail(RemoteProtocolError(f"{wire.end.spec}: sent {len(parts)} message parts; expected 2"))
 
     def _arrive(self, arrival: Arrival) -> None:
-        now_s = self._clock()
-        arrival.wire.end.session.heard(now_s, arrival.connection)
+        is_held = self._delay_in_s > 0 or self._downlink.is_limited or self._downlink
         # An acknowledgement says nothing about what it overtakes; all else keeps its place.
-        if peek_kind(arrival.header.buffer) == FrameKind.ACK:
+        if not is_held or peek_kind(arrival.header.buffer) == FrameKind.ACK:
             self._take_in(arrival)
         else:
+            now_s = self._clock()
+            arrival.wire.end.session.heard(now_s, arrival.connection)
             self._downlink.receive(arrival, arrival.nbytes, now_s + self._delay_in_s)
 
     def _take_in(self, arrival: Arrival) -> None:
-        end, header, payload = arrival.wire.end, arrival.header.buffer, arrival.payload.buffer
-        receive = partial(end.session.receive, header, payload, self._clock(), arrival.connection)
-        self._guard(end, receive)
+        end = arrival.wire.end
+        try:
+            end.session.receive(arrival.header.buffer, arrival.payload.buffer, self._clock(), arrival.connection)
+        except TahqError as error:
+            end.fail(error)
+        end.publish()
 
     # Out
 
-    def _transmit(self) -> None:
-        now_s = self._clock()
+    def _transmit(self, now_s: float) -> None:
         self._resume_s = now_s
         for _ in range(_MESSAGES_A_TURN):
             if not self._uplink.is_free(now_s):
                 self._resume_s = self._uplink.free_s
                 break
-            if not self._enter_next(now_s):
-                self._resume_s = None
+            chosen = self._next_message(now_s)
+            if chosen is None:
+                self._resume_s = math.inf
                 break
+            wire, outgoing = chosen
+            wire.in_transit += 1
+            self._uplink.send(chosen, outgoing.nbytes, outgoing.ready_s, now_s)
         for wire, outgoing in self._uplink.take_due(now_s):
-            self._put(wire, outgoing)
+            wire.in_transit -= 1
+            try:
+                wire.put(outgoing)
+            except zmq.ZMQError as error:
+                # Its connection is down at the moment, or replaced; the session will notice what is missing.
+                _log.debug("%s: nothing can be put on the socket: %s", wire.end.spec, error)
 
-    def _enter_next(self, now_s: float) -> bool:
+    def _next_message(self, now_s: float) -> tuple[Wire, Outgoing] | None:
+        """What enters the uplink next: a session's own message, or the piece with the lowest rank."""
+        best, best_rank = None, None
         for wire in self._wires:
-            if (urgent := wire.end.session.next_urgent(now_s)) is not None:
-                return self._enter(wire, urgent, now_s)
-        first = next_to_send((wire.end.session.next_rank, wire) for wire in self._wires)
-        piece = None if first is None else first.end.session.next_piece(now_s)
-        return first is not None and piece is not None and self._enter(first, piece, now_s)
-
-    def _enter(self, wire: Wire, outgoing: Outgoing, now_s: float) -> bool:
-        wire.in_transit += 1
-        self._uplink.send((wire, outgoing), outgoing.nbytes, outgoing.ready_s, now_s)
-        return True
-
-    def _put(self, wire: Wire, outgoing: Outgoing) -> None:
-        wire.in_transit -= 1
-        try:
-            wire.put(outgoing)
-        except zmq.ZMQError as error:
-            # Its connection is down at the moment, or replaced; the session will notice what is missing.
-            _log.debug("%s: nothing can be put on the socket: %s", wire.end.spec, error)
+            session = wire.end.session
+            if session.signals and (urgent := session.next_urgent(now_s)) is not None:
+                return wire, urgent
+            rank = session.next_rank
+            if rank is not None and (best_rank is None or rank < best_rank):
+                best, best_rank = wire, rank
+        piece = None if best is None else best.end.session.next_piece(now_s)
+        return None if best is None or piece is None else (best, piece)

@@ -6,7 +6,9 @@ The thread that owns the ROUTER answers, between its other work. Invariants: a c
 here and by nothing else; nothing that a peer sends before that is read.
 """
 
+import math
 import socket
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -21,7 +23,7 @@ from tahq.comm.zmq import monitor
 from tahq.comm.zmq.addresses import format_address
 from tahq.comm.zmq.monitor import Event, Monitor
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
-from tahq.comm.zmq.socket_wait import Socket, has_input
+from tahq.comm.zmq.socket_wait import Socket, take_messages
 from tahq.comm.zmq.sockets import HANDSHAKE_S, limit_handshakes, serve_curve
 
 MOST_UNKNOWN: Final = 1024
@@ -197,13 +199,15 @@ class Gate:
         return [self._monitor.socket, *([self._requests] if self._requests is not None else [])]
 
     @property
-    def next_s(self) -> float | None:
-        """When to call `serve` even if none has input; None: only then."""
-        return min((asked.until_s for asked in self._held), default=None)
+    def next_s(self) -> float:
+        """When to call `serve` even if none has input; inf: only then."""
+        return min((asked.until_s for asked in self._held), default=math.inf)
 
     def allow(self, key: str) -> None:
         """Let the owner of this public key in from now on, also if it waits already."""
         self._allowed.add(key)
+        if self._held:
+            self.serve()
 
     def know(self, frame: zmq.Frame) -> None:
         """A message, received with ``copy=False``, has come: its sender is in, and needs no more watching."""
@@ -234,8 +238,8 @@ class Gate:
     def _answer_all(self, requests: Socket) -> None:
         now_s = self._clock()
         asked, self._held = self._held, []
-        while has_input(requests):
-            asked.append(self._parse(requests.recv_multipart(zmq.NOBLOCK), now_s))
+        for parts in take_messages(requests, sys.maxsize):
+            asked.append(self._parse([part.bytes for part in parts], now_s))
         for who in asked:
             if who.key in self._allowed:
                 self._answer(requests, who, b"200")

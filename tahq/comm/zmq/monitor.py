@@ -1,14 +1,14 @@
-"""What ZMQ says of a socket's connections: made, refused in the handshake, lost."""
+"""What ZMQ reports of a socket's connections: made, refused in the handshake, lost."""
 
 import os
 import struct
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 
-from tahq.comm.zmq.socket_wait import Socket, has_input
+from tahq.comm.zmq.socket_wait import Socket, take_messages
 
 _EVENT = struct.Struct("=HI")
 
@@ -23,13 +23,12 @@ RETRIED: Final = int(zmq.EVENT_CONNECT_RETRIED)
 FAILURES: Final = (CLOSED, PROTOCOL, REFUSED)
 
 OTHER_SERVER_KEY: Final = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
-"""A PROTOCOL event's value: what was said could not be decrypted."""
+"""A PROTOCOL event's value: the message could not be decrypted."""
 OTHER_MECHANISM: Final = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 """A PROTOCOL event's value: one end uses CURVE and the other does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Its kind, and what goes with it: a descriptor, a reason."""
 
     kind: int
@@ -50,9 +49,8 @@ class Monitor:
 
     def take(self) -> Iterator[Event]:
         """What has happened since the last call, in order."""
-        while has_input(self.socket):
-            head, _ = self.socket.recv_multipart(zmq.NOBLOCK)
-            yield Event(*_EVENT.unpack(head[: _EVENT.size]))
+        for head, _ in take_messages(self.socket, sys.maxsize):
+            yield Event(*_EVENT.unpack(head.bytes[: _EVENT.size]))
 
     def close(self) -> None:
         """Listen no more; a second time does nothing."""

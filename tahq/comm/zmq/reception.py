@@ -1,4 +1,4 @@
-"""Messages on ZMQ sockets (two parts, behind a routing id on a ROUTER), and who sent those that come in on the ROUTER.
+"""Who sent the messages that come in on the ROUTER, and where the messages of a link go.
 
 A sender is a stranger until its HELLO names a link that is open here, or one that anybody who was let in may open (for
 control or files), and everything in it matches. A HELLO for a link that is not open yet is kept, since a peer may have
@@ -7,19 +7,21 @@ its plan a moment before us. All else from strangers is dropped with a line in t
 
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 
-from tahq.comm.link.frame import FrameHeader, FrameKind, LogicalId, pack_header, unpack_header
+from tahq.comm.link.frame import FrameHeader, FrameKind, unpack_header
 from tahq.comm.link.outbound import Outgoing
-from tahq.comm.link.session import pack_reset
+from tahq.comm.link.signals import pack_refusal, pack_reset
 from tahq.comm.link.spec import Hello, unpack_hello
 from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
-from tahq.comm.zmq.socket_wait import Socket, has_input
+from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import peer_key
 from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import RemoteProtocolError
@@ -28,6 +30,8 @@ _log = logging.getLogger(__name__)
 _NOWAIT = int(zmq.NOBLOCK)
 _NOWAIT_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _MAX_WAITING = 64
+_LATE_S = 10.0
+"""After so long the user is told that a peer has not connected."""
 
 Accept = Callable[[bytes, Hello, str], LinkEnd]
 """(routing id, HELLO, public key) -> this end of a link that a peer opens; may raise RemoteProtocolError."""
@@ -43,12 +47,16 @@ class Wire:
     routes: list[bytes | None]
     """Of a link that is dialled by the peer; None: not yet."""
     opened_s: float
+    late_s: float = math.inf
+    """When to look whether the peer has connected; inf: that was done."""
     in_transit: int = 0
     """Messages that the uplink holds."""
-    degraded_s: float | None = None
-    """Since when the link has been degraded; None: it is not."""
-    is_late: bool = False
-    """Whether it was logged that the peer has not connected."""
+    is_degraded: bool = False
+    degraded_s: float = 0.0
+    """Since when it is."""
+
+    def __post_init__(self) -> None:
+        self.late_s = self.opened_s + _LATE_S
 
     def put(self, outgoing: Outgoing) -> None:
         """Put a message on the socket; a long payload is not copied. Raises zmq.ZMQError if its peer is gone."""
@@ -59,8 +67,7 @@ class Wire:
         socket.send(outgoing.payload, _NOWAIT, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A message that has come whole; the ZMQ frames keep the buffers alive."""
 
     wire: Wire
@@ -72,19 +79,6 @@ class Arrival:
     def nbytes(self) -> int:
         """Bytes of both parts."""
         return len(self.header) + len(self.payload)
-
-
-def take_messages(socket: Socket, limit: int) -> Iterator[list[zmq.Frame]]:
-    """Up to `limit` messages that are there already."""
-    for _ in range(limit):
-        if not has_input(socket):
-            return
-        part = socket.recv(_NOWAIT, copy=False)
-        parts = [part]
-        while part.more:
-            part = socket.recv(_NOWAIT, copy=False)
-            parts.append(part)
-        yield parts
 
 
 class Reception:
@@ -120,7 +114,7 @@ class Reception:
 
     def open(self, end: LinkEnd) -> tuple[Wire, list[Arrival]]:
         """Admit the peer of this link from now on; returns the HELLOs that came before their time, too."""
-        count = end.session.num_connections
+        count = len(end.session.connections)
         wire = Wire(end, [self.router] * count, False, [None] * count, self._clock())
         self._wires[end.spec.link] = wire
         if end.peer_key:
@@ -149,66 +143,59 @@ class Reception:
         """A message from the stranger with this routing id, if it makes the stranger one of our peers."""
         name = f"a stranger at {_origin(parts[0])}" if parts else "a stranger"
         try:
-            return self._admit(route, parts, name)
+            if len(parts) != 2:
+                raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
+            header = unpack_header(parts[0].buffer, parts[1].buffer, name)
+            if header.kind is FrameKind.HELLO:
+                return self._greet(route, header, parts, name)
+            if header.link not in self._accept or header.kind is FrameKind.RESET:
+                raise RemoteProtocolError(f"{name}: sent {header.kind.name} before HELLO")
+            self._send(route, pack_reset(header.id.run, header.epoch, header.link))
         except RemoteProtocolError as error:
             self._warnings.warning(f"dropped a message: {error}")
-            return None
+        return None
 
-    def _admit(self, route: bytes, parts: list[zmq.Frame], name: str) -> Arrival | None:
-        if len(parts) != 2:
-            raise RemoteProtocolError(f"{name}: sent {len(parts)} message parts; expected 2")
-        header = unpack_header(parts[0].buffer, parts[1].buffer, name)
+    def _greet(self, route: bytes, header: FrameHeader, parts: list[zmq.Frame], name: str) -> Arrival | None:
         wire = self._wires.get(header.link)
-        if header.kind is not FrameKind.HELLO:
-            if header.link in self._accept and header.kind is not FrameKind.RESET:
-                self._send(route, pack_reset(header.id.run, header.epoch, header.link))
-                return None
-            raise RemoteProtocolError(f"{name}: sent {header.kind.name} before HELLO")
         try:
             if route in self._routes:
                 raise RemoteProtocolError(f"{name}: has another key than the peer with its routing id")
             if header.link in self._accept:
-                return self._visit(route, header, parts, name)
-            if wire is None:
-                self._keep(route, parts)
+                wire, connection = self._accept_link(route, header, parts, name), 0
+            elif wire is None:
+                self._waiting[route] = parts
+                if len(self._waiting) > _MAX_WAITING:
+                    del self._waiting[next(iter(self._waiting))]
                 return None
-            connection = self._check(wire, header, *parts)
+            else:
+                connection = self._check(wire, header, *parts)
         except RemoteProtocolError as error:
             self._send(route, pack_refusal(header, str(error)))
             raise
-        return self._arrival(route, wire, connection, parts)
-
-    def _visit(self, route: bytes, header: FrameHeader, parts: list[zmq.Frame], name: str) -> Arrival:
-        hello = unpack_hello(parts[1].buffer, name)
-        end = self._accept[header.link](route, hello, peer_key(parts[0]))
-        end.session.check_hello(header, parts[1].buffer)
-        wire = Wire(end, [self.router], False, [None], self._clock())
-        self.opened.append(wire)
-        return self._arrival(route, wire, 0, parts)
-
-    def _arrival(self, route: bytes, wire: Wire, connection: int, parts: list[zmq.Frame]) -> Arrival:
         wire.routes[connection] = route
         self._routes[route] = (wire, connection)
         return Arrival(wire, connection, *parts)
 
+    def _accept_link(self, route: bytes, header: FrameHeader, parts: list[zmq.Frame], name: str) -> Wire:
+        end = self._accept[header.link](route, unpack_hello(parts[1].buffer, name), peer_key(parts[0]))
+        end.session.signals.check_hello(header, parts[1].buffer)
+        wire = Wire(end, [self.router], False, [None], self._clock())
+        self.opened.append(wire)
+        return wire
+
     def _check(self, wire: Wire, header: FrameHeader, hello: zmq.Frame, payload: zmq.Frame) -> int:
+        """The connection that this HELLO of a link's peer is about."""
         if None not in wire.routes:
             raise RemoteProtocolError(f"{wire.end.spec}: is connected already; a second peer for it was refused")
         if peer_key(hello) != wire.end.peer_key:
             raise RemoteProtocolError(f"{wire.end.spec}: has another key than this member; it was refused")
-        connection = wire.end.session.check_hello(header, payload.buffer).connection
+        connection = wire.end.session.signals.check_hello(header, payload.buffer).connection
         if wire.routes[connection] is not None:
             raise RemoteProtocolError(f"{wire.end.spec}: has connection {connection} already; a second was refused")
         return connection
 
-    def _keep(self, route: bytes, parts: list[zmq.Frame]) -> None:
-        self._waiting[route] = parts
-        if len(self._waiting) > _MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
-
     def _send(self, route: bytes, message: tuple[bytes, bytes]) -> None:
-        # The peer may have hung up.
-        with contextlib.suppress(zmq.ZMQError):
+        with contextlib.suppress(zmq.ZMQError):  # the peer may have hung up
             self.router.send_multipart([route, *message], zmq.NOBLOCK)
 
 
@@ -218,11 +205,3 @@ def _origin(part: zmq.Frame) -> str:
         return str(part.get("Peer-Address")).removeprefix("::ffff:")
     except zmq.ZMQError:
         return "an unknown address"
-
-
-def pack_refusal(hello: FrameHeader, reason: str) -> tuple[bytes, bytes]:
-    """Header and payload of the BYE that answers a HELLO which is refused."""
-    payload = f"refused: {reason}".encode()[:1024]
-    id: LogicalId = hello.id
-    bye = FrameHeader(FrameKind.BYE, hello.epoch, hello.link, sequence=0, id=id, payload_nbytes=len(payload))
-    return pack_header(bye, payload), payload

@@ -1,8 +1,8 @@
 """Waiting for ZMQ sockets, other threads and timers at once, to the microsecond.
 
 `zmq.Poller` counts whole milliseconds, and so do Python's `poll` and `epoll`; `select` takes no descriptor above 1023.
-So this waits with `ppoll` for an epoll that has the sockets' descriptors. Those signal edges, not levels: a socket must
-be asked for its events after anything was done with it and before waiting, which `WaitSet.wait` does.
+So this waits with `ppoll` for an epoll that has the sockets' descriptors. Those signal edges, not levels: all sockets
+must be asked for their events after anything was done with one and before waiting, which `WaitSet.wait` does.
 """
 
 import ctypes
@@ -11,10 +11,32 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import zmq
 
+Socket = zmq.Socket[bytes]
+
 _READABLE = 1
+_MAX_WAIT_S = 3600.0
+# Plain integers: arithmetic on enum members costs more than the system call that it prepares.
+_POLLIN = int(zmq.POLLIN)
+_NOWAIT = int(zmq.NOBLOCK)
+
+
+def take_messages(socket: Socket, limit: int) -> Iterator[list[zmq.Frame]]:
+    """Up to `limit` messages that are there already, part by part."""
+    for _ in range(limit):
+        try:
+            part = socket.recv(_NOWAIT, copy=False)
+        except zmq.Again:
+            return
+        parts = [part]
+        while part.more:
+            part = socket.recv(_NOWAIT, copy=False)
+            parts.append(part)
+        yield parts
 
 
 class _Descriptor(ctypes.Structure):
@@ -26,11 +48,7 @@ class _Time(ctypes.Structure):
 
 
 class ReadableWait:
-    """Waits until a descriptor can be read; for one thread.
-
-    Args:
-        descriptor: open for as long as this is used.
-    """
+    """Waits until a descriptor, which stays open, can be read; for one thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._ppoll = ctypes.CDLL(None, use_errno=True).ppoll
@@ -45,14 +63,6 @@ class ReadableWait:
         if number < 0 and ctypes.get_errno() != errno.EINTR:
             raise OSError(ctypes.get_errno(), f"ppoll: {os.strerror(ctypes.get_errno())}")
         return number != 0
-
-
-Socket = zmq.Socket[bytes]
-
-_MAX_WAIT_S = 3600.0
-# Plain integers: arithmetic on enum members costs more than the system call it prepares.
-_EVENTS = int(zmq.EVENTS)
-_POLLIN = int(zmq.POLLIN)
 
 
 class Waker:
@@ -96,45 +106,48 @@ class Waker:
                 os.close(self._descriptor)
 
 
-def has_input(socket: Socket) -> bool:
-    """Whether a message can be received without waiting."""
-    return bool(int(socket.get(_EVENTS)) & _POLLIN)
-
-
 class WaitSet:
-    """A waker and the sockets of one thread."""
+    """The waker and the sockets of one thread, each socket with the function that takes its input."""
 
     def __init__(self, waker: Waker) -> None:
         self._epoll = select.epoll()
+        self._epoll.register(waker.fileno(), select.EPOLLIN)
         self._precise = ReadableWait(self._epoll.fileno())
-        self._waker_descriptor = waker.fileno()
-        self._epoll.register(self._waker_descriptor, select.EPOLLIN)
-        self._sockets: list[Socket] = []
+        self._handlers: dict[Socket | int, Callable[[], None]] = {waker.fileno(): waker.clear}
+        self._ready: Sequence[tuple[Any, int]] | None = None
 
-    def add(self, socket: Socket) -> None:
+    def add(self, socket: Socket, handle: Callable[[], None]) -> None:
         """Wait for this socket too, until it is removed, or closed with the others."""
-        self._sockets.append(socket)
+        self._handlers[socket] = handle
         self._epoll.register(int(socket.get(zmq.FD)), select.EPOLLIN)
 
     def remove(self, socket: Socket) -> None:
         """Wait for it no longer; it is the caller's to close."""
-        self._sockets.remove(socket)
+        del self._handlers[socket]
         self._epoll.unregister(int(socket.get(zmq.FD)))
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Return when a socket has input, the waker was woken, or the time is over (None: no limit)."""
-        deadline_s = time.monotonic() + (_MAX_WAIT_S if timeout_s is None else min(timeout_s, _MAX_WAIT_S))
+    def wait(self, timeout_s: float) -> None:
+        """Return when a socket has input, the waker was woken, or the time is over."""
+        deadline_s = time.monotonic() + min(timeout_s, _MAX_WAIT_S)
         # A ZMQ descriptor also signals events internal to ZMQ, so look again before returning.
-        while not self._has_input():
-            is_ready = self._precise.wait(max(0.0, deadline_s - time.monotonic()))
-            if not is_ready or any(descriptor == self._waker_descriptor for descriptor, _ in self._epoll.poll(0)):
-                return
+        while not (ready := self._look()) and self._precise.wait(max(0.0, deadline_s - time.monotonic())):
+            pass
+        self._ready = ready
 
-    def _has_input(self) -> bool:
-        return any(has_input(socket) for socket in self._sockets)
+    def serve(self) -> None:
+        """Take the input that the last wait has found, or that is there now."""
+        ready, self._ready = self._ready, None
+        for source, _ in self._look() if ready is None else ready:
+            handle = self._handlers.get(source)
+            if handle is not None:  # the one before may have removed it
+                handle()
+
+    def _look(self) -> Sequence[tuple[Any, int]]:
+        return zmq.zmq_poll([(source, _POLLIN) for source in self._handlers], 0)
 
     def close(self, linger_ms: int) -> None:
         """Close the sockets; a second time does nothing."""
         self._epoll.close()
-        for socket in self._sockets:
-            socket.close(linger=linger_ms)
+        for socket in self._handlers:
+            if not isinstance(socket, int):
+                socket.close(linger=linger_ms)

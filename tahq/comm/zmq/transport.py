@@ -5,6 +5,7 @@ fills, so nothing here can block but `recv` and `close`.
 """
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -12,24 +13,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tahq.comm.inbox import Inbox
-from tahq.comm.link.frame import CPU, Frame, LogicalId, Purpose, check_sendable
+from tahq.comm.link.frame import CPU, Channel, Frame, LogicalId, check_sendable
 from tahq.comm.link.frame_log import FrameLog
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
 from tahq.comm.transport import LinkCounter, LinkStats
 from tahq.comm.zmq.dialled import Dialled, Outcome
-from tahq.errors import LocalProtocolError, PeerLostError, TahqError
+from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError, TahqError
 from tahq.units import format_size
 
 _log = logging.getLogger(__name__)
 MAX_QUEUED_NBYTES = 4 << 30
 """What `send` accepts ahead of the peer's acknowledgements; more than any schedule has in flight."""
 
+MAX_MESSAGE_NBYTES = 1024
+"""Longest message on the control channel of a link."""
+_MAX_MESSAGES = 256
+"""Messages that are kept until they are taken; a sender has at most a window of 16 frames under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which frames the peer wants of a link: all, unless one of both ends was started again.
+    """Which frames the peer wants of a link: all, unless one of the ends was started again.
 
     Attributes:
         since: first step whose training frames it lacks.
@@ -42,9 +48,7 @@ class Wanted:
     through: int | None = None
 
     def has(self, id: LogicalId) -> bool:
-        """Whether this is one of them; what makes a process group is of no step."""
-        if id.purpose == Purpose.GROUP:
-            return True
+        """Whether this is one of them."""
         first = self.evaluations_since if id.is_evaluation else self.since
         return first <= id.step and (self.through is None or id.step <= self.through)
 
@@ -71,13 +75,17 @@ class LinkEnd:
         """Set when the peer has said HELLO, or never will."""
         self.flushed = threading.Event()
         """Set when everything was sent and acknowledged after a close, or never will be."""
+        self._published = End.CONNECTING
+        """The peer's state when it was last looked at."""
 
     # Called in the I/O thread
 
     def publish(self) -> None:
         """Hand over what the session has for its owner."""
-        if self.session.remote is not End.CONNECTING and not self.met.is_set():
-            self.met.set()
+        if self.session.remote is not self._published:
+            self._published = self.session.remote
+            if self._published is not End.CONNECTING:
+                self.met.set()
 
     def fail(self, error: TahqError) -> None:
         """The link ends with this error, of which the peer is told."""
@@ -111,6 +119,8 @@ class DataEnd(LinkEnd):
         self.log = log
         self._wanted = wanted
         self.inbox: Inbox[Frame] = Inbox(str(spec))
+        self.messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """The peer's messages on the control channel, for a process group; None: no more will come."""
 
     # Called in the I/O thread
 
@@ -127,9 +137,18 @@ class DataEnd(LinkEnd):
         """Hand over frames that were expected, and say when no more will come."""
         for frame in self.session.take_delivered():
             self.inbox.put(frame)
+        for _, message in self.session.take_messages():
+            self._take(message)
         super().publish()
         if self.session.remote is End.CLOSED and self.inbox.error is None:
             self.inbox.fail(PeerLostError(f"{self.spec}: the peer has closed it; nothing more will come"))
+            self.messages.put(None)
+
+    def _take(self, message: bytes) -> None:
+        if self.messages.qsize() < _MAX_MESSAGES:
+            self.messages.put(message)
+        elif self.inbox.error is None:
+            self.fail(RemoteProtocolError(f"{self.spec}: sent more than {_MAX_MESSAGES} messages that wait here"))
 
     def fail(self, error: TahqError) -> None:
         """Deliver what has come, then the error; tell the peer."""
@@ -142,6 +161,7 @@ class DataEnd(LinkEnd):
     def give_up(self, error: TahqError) -> None:
         """Have `recv` raise this."""
         self.inbox.fail(error)
+        self.messages.put(None)
         super().give_up(error)
 
     def hold(self) -> None:
@@ -236,13 +256,7 @@ class ZmqTransport:
 
     def take_stats(self) -> list[LinkStats]:
         """What was sent since the last call; see Transport.take_stats."""
-        session, now_s = self._end.session, time.monotonic()
-        return self._counter.take(
-            lambda direction: session.outbound.busy.total_s(direction, now_s),
-            lambda direction: session.outbound.sending.total_s(direction, now_s),
-            session.outbound.take_piece_times(),
-            session.heartbeats.recent,
-        )
+        return self._counter.take_session(self._end.session, time.monotonic())
 
     def close(self, linger_s: float = 5.0) -> None:
         """Send what is queued, say BYE and wait up to `linger_s` until the peer has it; safe to call twice."""
@@ -268,6 +282,20 @@ class ZmqTransport:
     def was_heard_after(self, time_s: float) -> bool:
         """Whether the peer has given a sign of life since this time (`time.monotonic`)."""
         return self._end.session.was_heard_after(time_s)
+
+    @property
+    def messages(self) -> "queue.SimpleQueue[bytes | None]":
+        """What the peer has sent with `say`, in order; None: no more will come."""
+        return self._end.messages
+
+    def say(self, message: bytes) -> None:
+        """Send the peer a message on the control channel."""
+
+        def send() -> None:
+            if self._end.session.local is End.OPEN:
+                self._end.session.send_message(Channel.CONTROL, message, time.monotonic())
+
+        self._submit(self._end, send, True)
 
     def deliver(self, frame: Frame) -> None:
         """Have `recv` return a frame that has come another way."""

@@ -1,11 +1,11 @@
-"""A link inside one thread, on a virtual clock: the fake that stands in for the network in tests.
+"""A link inside one thread, on a virtual clock: the fake that stands in for the network.
 
-The sessions, the shaping and the bytes are the real ones; only sockets and threads are missing. `recv`
-moves the clock on by itself, from event to event, until a frame is there or the time is over, so a
-test needs neither sleeps nor a second thread. What can go wrong on a network can be made to: a side
-can `vanish` as if its process were killed, and messages can be lost with `lose_next`.
+The sessions, the shaping and the bytes are the real ones; only sockets and threads are missing. `recv` moves the clock
+by itself, from event to event, until a frame is there or the time is over, so a test needs neither sleeps nor a second
+thread. A side can `vanish` as if its process were killed, and messages can be lost with `lose_next`.
 """
 
+import math
 from typing import Protocol
 
 from tahq.comm.inbox import Inbox
@@ -22,8 +22,8 @@ from tahq.errors import LocalProtocolError, PeerLostError, TahqError
 class Actor(Protocol):
     """Something that has things to do at times."""
 
-    def next_s(self) -> float | None:
-        """When it next has something to do; None: not unless somebody else acts."""
+    def next_s(self) -> float:
+        """When it next has something to do; inf: not unless another acts."""
 
     def act(self, now_s: float) -> None:
         """Do everything that is due by now."""
@@ -45,18 +45,18 @@ class VirtualClock:
         self._actors.append(actor)
 
     def advance(self, duration_s: float) -> None:
-        """Move on by so much, everything that is due on the way being done at its time."""
+        """Move on by so much, everything that is due being done at its time."""
         until_s = self._now_s + duration_s
         while self.step(until_s):
             pass
         self._now_s = until_s
 
     def step(self, until_s: float) -> bool:
-        """Move to the next time that somebody waits for and let all act; False if there is none by `until_s`."""
-        times = [time_s for actor in self._actors if (time_s := actor.next_s()) is not None]
-        if not times or min(times) > until_s:
+        """Move to the next time that an actor waits for and let all act; False if there is none by `until_s`."""
+        next_s = min((actor.next_s() for actor in self._actors), default=math.inf)
+        if next_s == math.inf or next_s > until_s:
             return False
-        self._now_s = max(self._now_s, min(times))
+        self._now_s = max(self._now_s, next_s)
         for actor in self._actors:
             actor.act(self._now_s)
         return True
@@ -66,12 +66,12 @@ class InprocTransport:
     """One end of the link (contract: tahq.comm.transport.Transport). Payloads are CPU tensors."""
 
     payload_device = CPU
+    peer: "InprocTransport"
 
     def __init__(
         self, identity: PeerIdentity, spec: LinkSpec, limits: SessionLimits, shaping: Shaping, clock: VirtualClock
     ) -> None:
         self.link = spec.link
-        self.peer: InprocTransport | None = None
         self._spec = spec
         self._session = Session(identity, spec, limits)
         self._uplink: Uplink[Outgoing] = Uplink(shaping)
@@ -81,7 +81,7 @@ class InprocTransport:
         self._inbox: Inbox[Frame] = Inbox(str(spec))
         self._has_vanished = False
         self._to_lose = 0
-        self._resume_s: float | None = clock()
+        self._resume_s = clock()
 
     def __str__(self) -> str:
         return str(self._spec)
@@ -89,13 +89,13 @@ class InprocTransport:
     # The contract
 
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
-        """Post a receive; see Transport.expect."""
+        """Post a receive."""
         self._check_usable()
         self._session.expect(id, max_nbytes)
         self._publish()
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame; see Transport.send."""
+        """Queue a frame."""
         check_sendable(frame)
         self._check_usable()
         self._counter.count(frame)
@@ -103,10 +103,10 @@ class InprocTransport:
         self._resume_s = self._clock()
 
     def recv(self, timeout_s: float | None = None) -> Frame:
-        """The next expected frame that is whole; moves the clock. See Transport.recv.
+        """The next expected frame that is whole; moves the clock.
 
         Raises:
-            LocalProtocolError: without a time limit, when nothing is on its way: nobody is left to send.
+            LocalProtocolError: without a time limit, when nothing is on its way.
         """
         deadline_s = None if timeout_s is None else self._clock() + timeout_s
         while True:
@@ -116,14 +116,8 @@ class InprocTransport:
                 self._wait(deadline_s)
 
     def take_stats(self) -> list[LinkStats]:
-        """What was sent since the last call; see Transport.take_stats."""
-        session, now_s = self._session, self._clock()
-        return self._counter.take(
-            lambda direction: session.outbound.busy.total_s(direction, now_s),
-            lambda direction: session.outbound.sending.total_s(direction, now_s),
-            session.outbound.take_piece_times(),
-            session.heartbeats.recent,
-        )
+        """What was sent since the last call."""
+        return self._counter.take_session(self._session, self._clock())
 
     def close(self) -> None:
         """Send what is queued, say BYE; moves the clock until the peer has it. Safe to call twice."""
@@ -147,17 +141,16 @@ class InprocTransport:
     def greet(self) -> None:
         """Say what a session begins with, one message, past all shaping."""
         message = self._session.next_urgent(self._clock())
-        if message is not None and self.peer is not None:
+        if message is not None:
             self.peer._session.receive(message.header, message.payload, self._clock())
 
     # What the clock calls
 
-    def next_s(self) -> float | None:
+    def next_s(self) -> float:
         """When this end next has something to do."""
         if self._has_vanished:
-            return None
-        times = (self._uplink.next_s(), self._downlink.next_s(), self._session.next_timer_s(), self._resume_s)
-        return min((time_s for time_s in times if time_s is not None), default=None)
+            return math.inf
+        return min(self._uplink.next_s, self._downlink.next_s, self._session.timer_s, self._resume_s)
 
     def act(self, now_s: float) -> None:
         """Receive, see to timers, send: what is due by now."""
@@ -167,7 +160,8 @@ class InprocTransport:
             for message in self._downlink.take_due(now_s):
                 self._session.receive(message.header, message.payload, now_s)
                 self._publish()
-            self._session.handle_timer(now_s)
+            if self._session.timer_s <= now_s:
+                self._session.handle_timer(now_s)
         except TahqError as error:
             self._publish()
             self._inbox.fail(error)
@@ -175,7 +169,7 @@ class InprocTransport:
         self._transmit(now_s)
 
     def _transmit(self, now_s: float) -> None:
-        self._resume_s = None
+        self._resume_s = math.inf
         while self._uplink.is_free(now_s):
             outgoing = self._session.next_urgent(now_s) or self._session.next_piece(now_s)
             if outgoing is None:
@@ -184,13 +178,10 @@ class InprocTransport:
         else:
             self._resume_s = self._uplink.free_s
         for outgoing in self._uplink.take_due(now_s):
-            self._put(outgoing, now_s)
-
-    def _put(self, outgoing: Outgoing, now_s: float) -> None:
-        if self._to_lose > 0:
-            self._to_lose -= 1
-        elif self.peer is not None:
-            self.peer._arrive(outgoing, now_s)
+            if self._to_lose > 0:
+                self._to_lose -= 1
+            else:
+                self.peer._arrive(outgoing, now_s)
 
     def _arrive(self, message: Outgoing, now_s: float) -> None:
         self._session.heard(now_s)
@@ -204,17 +195,16 @@ class InprocTransport:
 
     def _wait(self, deadline_s: float | None) -> None:
         if deadline_s is None:
-            if self._nothing_will_come() or not self._clock.step(float("inf")):
+            if self._nothing_will_come() or not self._clock.step(math.inf):
                 raise LocalProtocolError(f"{self}: waits for ever; nothing expected is on its way, nor will be")
         elif not self._clock.step(deadline_s):
             self._clock.advance(deadline_s - self._clock())
             raise TimeoutError(f"{self}: nothing came in time")
 
     def _nothing_will_come(self) -> bool:
-        peer = self.peer
-        if peer is None or peer._has_vanished or peer._session.local is not End.OPEN:
+        if self.peer._has_vanished or self.peer._session.local is not End.OPEN:
             return False
-        return self._session.remote is End.OPEN and peer._session.outbound.nbytes == 0
+        return self._session.remote is End.OPEN and self.peer._session.outbound.nbytes == 0
 
     def _check_usable(self) -> None:
         if self._inbox.error is not None:
@@ -226,7 +216,10 @@ _GREETINGS = 4
 
 
 class InprocPair:
-    """Both ends of one link, who have met: `lower` at stage `link`, `upper` at stage `link + 1`."""
+    """Both ends of one link, which have met: `lower` at stage `link`, `upper` at stage `link + 1`.
+
+    Pairs may share a clock. `upper_shaping` is what the upper side is capped to; None: as the lower one.
+    """
 
     def __init__(
         self,
@@ -239,17 +232,6 @@ class InprocPair:
         upper_shaping: Shaping | None = None,
         limits: SessionLimits | None = None,
     ) -> None:
-        """Connect two ends.
-
-        Args:
-            clock: drives both; more pairs may share it.
-            link: its number.
-            run_id: of the logical ids that travel.
-            epoch: of both ends.
-            shaping: what each side is capped to, each for itself.
-            upper_shaping: what the upper side is capped to; None: as the lower one.
-            limits: times and bounds of both sessions.
-        """
         shaping = shaping or Shaping()
         limits = limits or SessionLimits(piece_nbytes=shaping.message_nbytes)
 

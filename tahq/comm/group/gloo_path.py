@@ -1,13 +1,12 @@
-"""A gloo process group of the two ends of a link, used in one direction, and the payload path over it.
+"""Payloads over a gloo process group of the two ends of a link.
 
 torch's own object without `init_process_group`, so that there is no default group, no environment variable, and
-as many groups as there are links. Each message is received into a buffer of its exact length, posted by a
-receiver that was told that length: gloo aborts the process when a message is longer than its buffer. Large
-payloads go in parts, so that waiting for one is bounded by the peer's silence and not by the payload's length.
+as many groups as there are links. Each payload is received into a buffer of its exact length, posted by a receiver that
+was told that length: gloo aborts the process when a message is longer than its buffer. Large payloads go in parts, so
+that waiting for one is bounded by the peer's silence and not by the payload's length.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -29,9 +28,7 @@ Work: TypeAlias = Any
 PART_NBYTES = 4 * 1024 * 1024
 """A part of a payload: what a slow network must carry within the time limit."""
 
-_ANNOUNCEMENTS, _ANSWERS, _PAYLOADS, _NOTHING = 1, 2, 3, 4
-_MAX_ANSWERS = 64
-"""Most that may be under way: more than two for each frame of a sender's window."""
+_PAYLOADS, _NOTHING = 1, 2
 _FOREVER_S = 10 * 365 * 86400.0
 _AT_ONCE = timedelta(milliseconds=1)
 T = TypeVar("T")
@@ -65,21 +62,20 @@ class PayloadPath(Protocol):
         """End every wait with GroupBrokenError; any thread may call it."""
 
 
-class GlooGroup:
-    """One direction of a link: small messages both ways, and payloads in host memory one way (see PayloadPath)."""
+class GlooPath:
+    """See PayloadPath; payloads in host memory, both ways at once."""
 
     device = CPU
 
-    def __init__(self, store: Store, name: str, rank: int, address: str, connect_s: float, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, address: str, connect_s: float, timeout_s: float) -> None:
         """Connect the two ends; blocks until both are there.
 
         Args:
             store: where the ends find each other.
-            name: of the group, unique in the store.
             rank: 0 or 1.
             address: this machine's IP address that the other end reaches.
             connect_s: time limit for the other end to connect.
-            timeout_s: time limit for it to receive a message, or a part of a payload.
+            timeout_s: time limit for it to receive a part of a payload.
 
         Raises:
             GroupBrokenError: it did not connect in time.
@@ -94,39 +90,18 @@ class GlooGroup:
         self._peer = 1 - rank
         self._timeout_s = timeout_s
         self._is_aborted = False
-        self._answers: deque[Work] = deque()
-        self._group = _moved(lambda: c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, 2, options))
+        self._group = _moved(c10d.ProcessGroupGloo, c10d.PrefixStore("gloo", store), rank, 2, options)
 
-    # -- the sender's side --------------------------------------------------------------------
-
-    def announce(self, message: torch.Tensor) -> None:
-        """Send an announcement."""
-        self._send(message, _ANNOUNCEMENTS)
-
-    def wait_answer(self, answer: torch.Tensor) -> None:
-        """Receive the next answer into this buffer; waits without a limit."""
-        _wait(self._receive(answer, _ANSWERS), _FOREVER_S)
+    def open(self) -> None:
+        """See PayloadPath; the group is connected already."""
 
     def mark(self) -> None:
         """See PayloadPath; a CPU's results are ready at once."""
 
     def send(self, payload: torch.Tensor, mark: torch.cuda.Event | None = None) -> None:
         """See PayloadPath."""
-        works = [self._start_send(part, _PAYLOADS) for part in _parts(payload)]
-        for work in works:
-            _wait(work, self._timeout_s)
-
-    # -- the receiver's side ------------------------------------------------------------------
-
-    def post_announcement(self, message: torch.Tensor) -> Callable[[], None]:
-        """Begin to receive the next announcement; returns a function that waits for it, without a limit."""
-        return self._begin([message], _ANNOUNCEMENTS)
-
-    def answer(self, message: torch.Tensor) -> None:
-        """Send an answer, without waiting until the sender looks for it: it may be waiting for us."""
-        self._answers.append(self._start_send(message, _ANSWERS))
-        if len(self._answers) > _MAX_ANSWERS:
-            _wait(self._answers.popleft(), self._timeout_s)
+        works = [_moved(self._group.send, [part], self._peer, _PAYLOADS) for part in _parts(payload)]
+        _wait(works, self._timeout_s)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See PayloadPath."""
@@ -134,43 +109,18 @@ class GlooGroup:
 
     def post(self, buffer: torch.Tensor) -> Callable[[], None]:
         """See PayloadPath; the payload has exactly the buffer's length."""
-        return self._begin(_parts(buffer), _PAYLOADS)
-
-    # -- both sides ---------------------------------------------------------------------------
-
-    def open(self) -> None:
-        """See PayloadPath; the group is connected already."""
+        works = [_moved(self._group.recv, [part], self._peer, _PAYLOADS) for part in _parts(buffer)]
+        return lambda: _wait(works, _FOREVER_S)
 
     def abort(self) -> None:
-        """Break the group, so that every wait for a message ends; any thread may call it.
-
-        A wait for a part that the kernel has half sent goes on until the time limit.
-        """
+        """See PayloadPath. A wait for a part that the kernel has half sent goes on until the time limit."""
         if self._is_aborted:
             return
         self._is_aborted = True
-        # gloo has no call for this. A receive that nobody answers breaks every connection of the group when its
+        # gloo has no call for this. A receive that is never answered breaks every connection of the group when its
         # time is over; it raises then, as it does when the group is broken already.
         with suppress(RuntimeError):
             self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NOTHING).wait(_AT_ONCE)
-
-    def _send(self, message: torch.Tensor, tag: int) -> None:
-        _wait(self._start_send(message, tag), self._timeout_s)
-
-    def _start_send(self, message: torch.Tensor, tag: int) -> Work:
-        return _moved(lambda: self._group.send([message], self._peer, tag))
-
-    def _receive(self, buffer: torch.Tensor, tag: int) -> Work:
-        return _moved(lambda: self._group.recv([buffer], self._peer, tag))
-
-    def _begin(self, buffers: list[torch.Tensor], tag: int) -> Callable[[], None]:
-        works = [self._receive(buffer, tag) for buffer in buffers]
-
-        def wait() -> None:
-            for work in works:
-                _wait(work, _FOREVER_S)
-
-        return wait
 
 
 def _parts(payload: torch.Tensor) -> list[torch.Tensor]:
@@ -178,13 +128,14 @@ def _parts(payload: torch.Tensor) -> list[torch.Tensor]:
     return [payload[i * PART_NBYTES : (i + 1) * PART_NBYTES] for i in range(count)]
 
 
-def _wait(work: Work, timeout_s: float) -> None:
-    _moved(lambda: work.wait(timedelta(seconds=timeout_s)))
+def _wait(works: list[Work], timeout_s: float) -> None:
+    for work in works:
+        _moved(work.wait, timedelta(seconds=timeout_s))
 
 
-def _moved(call: Callable[[], T]) -> T:
+def _moved(call: Callable[..., T], *arguments: object) -> T:
     """The call's result; torch reports a broken group as a RuntimeError with a text."""
     try:
-        return call()
+        return call(*arguments)
     except RuntimeError as error:
         raise GroupBrokenError(str(error).partition(". This is typically")[0]) from error
