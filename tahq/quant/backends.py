@@ -1,7 +1,7 @@
 """Which implementation of a codec runs: plain torch (`reference`), numba on the CPU (`cpu`) or Triton on CUDA.
 
 All backends of a codec write the same streams and read each other's. A backend is the module
-`<codec>/<backend>.py`, imported when it is first chosen: importing tahq.quant needs neither numba nor Triton.
+`<package>/<backend>.py`, imported when it is first chosen: importing tahq.quant needs neither numba nor Triton.
 """
 
 import os
@@ -15,6 +15,8 @@ import torch
 from tahq.errors import CodecError, ConfigError
 
 AUTO = "auto"
+_PACKAGES = {"eden": "gaussian", "wf": "gaussian"}
+"""Where a codec's backends are, if not in a package of its own name."""
 BACKENDS = ("reference", "cpu", "triton")
 
 
@@ -47,11 +49,7 @@ def kernels_for(codec: str, backend: str, device: torch.device, num_elements: in
 
 
 def check_backend(backend: str) -> str:
-    """The name of a backend, or `auto`.
-
-    Raises:
-        ConfigError: any other text.
-    """
+    """The name of a backend, or `auto`; ConfigError for any other text."""
     if backend not in (AUTO, *BACKENDS):
         raise ConfigError(f"backend must be {AUTO}, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}; got {backend!r}")
     return backend
@@ -64,13 +62,9 @@ def interprets_triton() -> bool:
 
 @cache
 def load(codec: str, backend: str) -> Kernels:
-    """Import the module of a backend.
-
-    Raises:
-        CodecError: a dependency is not installed.
-    """
+    """Import the module of a backend; CodecError if a dependency is not installed."""
     try:
-        return cast(Kernels, import_module(f"tahq.quant.{codec}.{backend}"))
+        return cast(Kernels, import_module(f"tahq.quant.{_PACKAGES.get(codec, codec)}.{backend}"))
     except ModuleNotFoundError as error:
         raise CodecError(
             f"codec {codec}: backend {backend} cannot be loaded ({error}); install what is missing, "

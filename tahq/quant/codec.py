@@ -70,17 +70,7 @@ class Codec(ABC):
 
 
 class FramedCodec(Codec):
-    """A codec with a header, a layout that spec and shape decide, and a module for each backend.
-
-    Checks its arguments, looks up the layout, and calls the backend.
-
-    Args:
-        spec: of the codec; its name is that of the package with the backends.
-        layout_of: the layout of a shape; raises CodecError if there is none.
-        backend: one of `backends.BACKENDS`, or `auto`.
-        threads: how many a CPU backend may use.
-        is_keyed: whether the stream depends on the key.
-    """
+    """A codec with a header, a layout that spec and shape decide, and a module for each backend."""
 
     def __init__(
         self,

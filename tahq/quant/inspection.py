@@ -51,24 +51,13 @@ def codec_summaries() -> dict[str, str]:
 
 
 def header_guesses(buf: torch.Tensor) -> dict[str, tuple[HeaderField, ...]]:
-    """The codecs, by name, whose header the first 16 bytes could be, each with the fields read that way.
-
-    Args:
-        buf: uint8 [nbytes].
-
-    Returns:
-        Empty if no codec with a header writes such bytes, or there are fewer than 16.
-    """
+    """The codecs, by name, whose header the first 16 bytes could be, each with the fields read that way."""
     framed = {name: each for name, each in _DESCRIPTIONS.items() if each.header}
     return {name: _read_header(each, buf) for name, each in framed.items() if _could_be(each, buf)}
 
 
 def header_fields(spec: CodecSpec, buf: torch.Tensor) -> tuple[HeaderField, ...]:
-    """The header's bytes under their names, whether or not they are valid; empty for a codec without one.
-
-    Raises:
-        CodecError: fewer bytes than a header has.
-    """
+    """The header's bytes under their names, valid or not; empty for a codec without one."""
     description = _description(spec)
     if description.header and buf.numel() < HEADER_NBYTES:
         raise CodecError(f"{spec}: a stream has a header of {HEADER_NBYTES} bytes; got {buf.numel()} bytes")

@@ -13,14 +13,10 @@ _DRAW_BITS = 24
 
 
 def round_stochastic_(y: torch.Tensor, key: int) -> torch.Tensor:
-    """Round each y, in place, down or up with probability 1 − f and f, f being its fraction.
+    """Round each y (fp32, contiguous), in place, down or up with probability 1 − f and f, f being its fraction.
 
     ⌊y⌋ + [u < y − ⌊y⌋] with u uniform on multiples of 2^−24 in [0, 1). The mean over keys is y to
     within 2^−24. (Adding u to y and rounding down would lose bits of u where y is large.)
-
-    Args:
-        y: fp32, contiguous.
-        key: 64 bits; equal keys give equal draws.
     """
     floor = y.floor()
     return y.sub_(floor).gt_(draws(y.numel(), key, y.device).view(y.shape)).add_(floor)

@@ -8,7 +8,7 @@ Beside each codec stands a `Description` of its streams, so that one tool can sh
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -82,7 +82,7 @@ class Layout:
     spec: CodecSpec
     tiling: Tiling
     header: tuple[tuple[str, int], ...]
-    sections: Sections
+    sections: Sections = field(hash=False)
 
     def new_stream(
         self, is_flagged: int | torch.Tensor, exponent: int | torch.Tensor, device: torch.device
@@ -92,11 +92,7 @@ class Layout:
         return new_stream(self.sections.nbytes, (version, is_flagged, *rest, exponent), device)
 
     def read_header(self, buf: torch.Tensor) -> tuple[bool, int]:
-        """The flag for non-finite values, and e, of an accepted buffer.
-
-        Raises:
-            CodecError: the header is not the layout's, or no encoder writes this e.
-        """
+        """The flag for non-finite values and e; CodecError for another layout's header, or e that no encoder writes."""
         is_flagged, exponent = read_header(buf, self.header, self.spec)
         if not self.min_exponent <= exponent <= MAX_EXPONENT:
             raise CodecError(
@@ -122,11 +118,7 @@ def new_stream(nbytes: int, header: Sequence[int | torch.Tensor], device: torch.
 
 
 def accept(buf: torch.Tensor, nbytes: int, codec: object) -> torch.Tensor:
-    """The buffer, contiguous and aligned for any view, after checking its length.
-
-    Raises:
-        CodecError: not uint8, not one-dimensional, or of another length.
-    """
+    """The buffer, contiguous and aligned for any view; CodecError if it is not uint8, 1-D and of this length."""
     if buf.dtype != torch.uint8 or buf.dim() != 1:
         raise CodecError(f"{codec}: a stream is a 1-D uint8 tensor; got {buf.dtype} with shape {list(buf.shape)}")
     if buf.numel() != nbytes:
@@ -140,13 +132,7 @@ def accept(buf: torch.Tensor, nbytes: int, codec: object) -> torch.Tensor:
 def read_header(buf: torch.Tensor, expected: Sequence[tuple[str, int]], codec: object) -> tuple[bool, int]:
     """Check a header [version, flags, …, e, 0 …] and return what varies: the non-finite flag and e.
 
-    Args:
-        buf: an accepted stream.
-        expected: the bytes before e, with their names; `flags` may have its bit 0 set.
-        codec: named in messages.
-
-    Raises:
-        CodecError: any byte that differs, or an exponent that no encoder writes.
+    `expected` are the bytes before e, with their names; `flags` may have bit 0 set. CodecError for any that differs.
     """
     header = buf[:HEADER_NBYTES].tolist()
     flagged = bool(header[1] & NON_FINITE)
@@ -164,11 +150,7 @@ def read_header(buf: torch.Tensor, expected: Sequence[tuple[str, int]], codec: o
 
 
 def refuse(problems: Mapping[str, torch.Tensor], codec: object) -> None:
-    """Raise for the first problem whose flag (bool without dimensions) is set; one transfer from the device.
-
-    Raises:
-        CodecError: naming the problem.
-    """
+    """Raise CodecError for the first problem whose flag (bool, no dimensions) is set; one transfer from the device."""
     flags = torch.stack([flag.to(torch.bool) for flag in problems.values()]).tolist()
     for problem, is_set in zip(problems, flags, strict=True):
         if is_set:
@@ -182,11 +164,7 @@ def fp16_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def is_flagged(buf: torch.Tensor) -> bool:
-    """Bit 0 of the flags of a framed stream (a CPU buffer; on another device this waits for it).
-
-    Raises:
-        CodecError: a buffer too short to have a header.
-    """
+    """Bit 0 of the flags of a framed stream (a CPU buffer; on another device this waits for it)."""
     if buf.numel() < HEADER_NBYTES:
         raise CodecError(f"a stream has a header of {HEADER_NBYTES} bytes; got {buf.numel()} bytes")
     return bool(int(buf[1]) & NON_FINITE)

@@ -27,13 +27,7 @@ class Tiling:
 
     @classmethod
     def of(cls, shape: Sequence[int], group: int) -> "Tiling":
-        """Tiles of `shape` with at most `group` channels each.
-
-        G is the largest power of two from 8 to `group` that divides C, else `group`.
-
-        Raises:
-            CodecError: a shape without dimensions, or with a negative one.
-        """
+        """Tiles of `shape` with G channels: the largest power of two from 8 to `group` that divides C, else `group`."""
         checked = check_shape(shape)
         dividing = math.gcd(checked[-1], group)
         return cls(checked, dividing if dividing >= MIN_GROUP else group)
@@ -102,11 +96,7 @@ class Tiling:
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple.
-
-    Raises:
-        CodecError: a shape without dimensions, or with a negative one.
-    """
+    """The shape as a tuple; CodecError for one without dimensions, or with a negative one."""
     checked = tuple(map(int, shape))
     if not checked or min(checked) < 0:
         raise CodecError(f"a codec takes tensors [..., C] of one dimension or more; got shape {list(checked)}")
@@ -114,21 +104,13 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_encodable(x: torch.Tensor) -> None:
-    """Refuse what no stream can hold.
-
-    Raises:
-        CodecError: a dtype other than fp32, bf16, fp16, or a tensor without dimensions.
-    """
+    """Refuse a dtype other than fp32, bf16 and fp16, or a tensor without dimensions."""
     if x.dtype not in ENCODABLE:
         raise CodecError(f"a codec takes fp32, bf16 or fp16; got {x.dtype}: convert it first")
     check_shape(x.shape)
 
 
 def check_decodable(dtype: torch.dtype) -> None:
-    """Refuse a dtype that no codec decodes to.
-
-    Raises:
-        CodecError: a dtype other than fp32, bf16, fp16.
-    """
+    """Refuse a dtype other than fp32, bf16 and fp16."""
     if dtype not in ENCODABLE:
         raise CodecError(f"a codec decodes to fp32, bf16 or fp16; got {dtype}: decode to one of them and convert")

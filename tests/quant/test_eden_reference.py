@@ -7,7 +7,7 @@ import torch
 from support.boundary import boundary, needs_fixture
 
 from tahq.quant import get_codec
-from tahq.quant.eden import reference as eden_reference
+from tahq.quant.gaussian import reference as eden_reference
 from tahq.quant.gaussian import small_scale
 from tahq.quant.gaussian.levels import DISTORTIONS, magnitude_indices, magnitudes_of
 from tahq.quant.gaussian.tile_stream import TileLayout, unpack

@@ -33,11 +33,11 @@ def acceptance(*specs):
 
 @pytest.fixture
 def wf_triton():
-    from tahq.quant.wf import triton as wf_triton
+    from tahq.quant.gaussian import triton as wf_triton
 
-    wf_triton._plan.cache_clear()
+    wf_triton.plan.cache_clear()
     yield wf_triton
-    wf_triton._plan.cache_clear()
+    wf_triton.plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_levels_at_both_ends_of_their_range():
 
 def test_planes_before_a_tile_are_counted_over_many_programs():
     """Each of a decoder's programs counts those before its tiles for itself, 32,768 tiles at a time."""
-    from tahq.quant.eden import triton as eden_triton
-    from tahq.quant.gpu.gaussian import SLOTS
+    from tahq.quant.gaussian import triton as eden_triton
+    from tahq.quant.gaussian.triton_stream import SLOTS
 
     layout = layout_of("eden:bits=2.5,group=8", (8750, 64))
     count = layout.tiling.num_tiles
@@ -136,17 +136,17 @@ def test_planes_before_a_tile_are_counted_over_many_programs():
     packed = bit_planes.pack_numbers((width - 1).to(torch.uint8), tile_stream.WIDTH_BITS)
     layout.sections.view(buf, "width").copy_(packed)
     work = torch.full((SLOTS + count + 1,), -1, dtype=torch.int32)
-    _, starts = eden_triton._plan(layout.spec, layout.tiling).decode[0]
+    _, starts = eden_triton.plan(layout).decode[0]
     starts(buf, work)
     assert torch.equal(work[SLOTS:], torch.nn.functional.pad(width.cumsum(0, dtype=torch.int32), (1, 0)))
     assert work[1] == 0
 
 
 def test_more_tiles_than_can_be_counted_are_refused():
-    from tahq.quant.eden import triton as eden_triton
+    from tahq.quant.gaussian import triton as eden_triton
 
     with pytest.raises(CodecError, match="use reference"):
-        eden_triton._plan(get_codec("eden").spec, layout_of("eden", (2**28, 8)).tiling)
+        eden_triton.plan(layout_of("eden", (2**28, 8)))
 
 
 # -- means of channels ---------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 def tah_triton():
     from tahq.quant.tah import triton as tah_triton
 
-    tah_triton._plan.cache_clear()
+    tah_triton.plan.cache_clear()
     yield tah_triton
-    tah_triton._plan.cache_clear()
+    tah_triton.plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_equal_entropies_are_ranked_by_index():
 def run_selection(tah_triton, spec: str, entropies: torch.Tensor) -> torch.Tensor:
     """Places [B, n] that the selection gives to tiles of these entropies, whose masses are 1."""
     layout = TahLayout.of(get_codec(spec).spec, (*entropies.shape, 8))
-    plan = tah_triton._plan(layout.spec, layout.tiling)
+    plan = tah_triton.plan(layout)
     selection, slots = tah_triton.selection, tah_triton.launch.slots
     count = layout.tiling.num_tiles
     tiles_at, places_at = selection.WORDS_BEFORE_TILES, selection.WORDS_BEFORE_TILES + 4 * slots(count)
@@ -177,8 +177,8 @@ def test_large_samples_are_selected_by_counting(tah_triton, monkeypatch):
     monkeypatch.setattr(tah_triton.selection, "MAX_KEYS_IN_REGISTERS", 32)
     check_encoding("tah:group=8,alloc=16", awkward((2, 20, 32)))
     small, large = (TahLayout.of(get_codec("tah").spec, (1, n, 64)) for n in (32, 33))
-    assert len(tah_triton._plan(small.spec, small.tiling).encode) == 5
-    assert len(tah_triton._plan(large.spec, large.tiling).encode) == 7
+    assert len(tah_triton.plan(small).encode) == 5
+    assert len(tah_triton.plan(large).encode) == 7
 
 
 def test_every_byte_is_written(monkeypatch):

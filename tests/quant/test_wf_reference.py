@@ -7,10 +7,10 @@ import torch
 from support.boundary import boundary, needs_fixture
 
 from tahq.quant import get_codec
+from tahq.quant.gaussian import reference as wf_reference
 from tahq.quant.gaussian import small_scale
 from tahq.quant.gaussian.levels import DISTORTIONS, magnitude_indices, magnitudes_of
 from tahq.quant.gaussian.tile_stream import TileLayout, unpack
-from tahq.quant.wf import reference as wf_reference
 
 
 def made(spec):

@@ -34,8 +34,8 @@ def check_kernels(spec: str, x: torch.Tensor, key: int = 0, dtypes: Sequence[tor
 
 def check_allocation(levels: torch.Tensor, budget: int) -> None:
     """The kernels give tiles of these levels (int32 [T]) the widths that `bit_allocation` does, and count planes."""
-    from tahq.quant.gpu import allocation
-    from tahq.quant.gpu.gaussian import Work
+    from tahq.quant.gaussian import triton_allocation as allocation
+    from tahq.quant.gaussian.triton import Work
 
     device, count = device_of("triton"), len(levels)
     work_at = Work.of(count)

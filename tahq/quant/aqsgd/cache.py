@@ -39,9 +39,6 @@ def mapped_file(folder: Path, num_values: int) -> torch.Tensor:
     """A block in an unnamed file in `folder`, mapped into memory.
 
     Its space is reserved at once, so that a full disk is an error here and not a signal at a later write.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     nbytes = 2 * num_values
     try:
@@ -90,11 +87,7 @@ class SampleCache:
         return torch.stack([self._entry(self._places[sample_id]) for sample_id in sample_ids])
 
     def check_shape(self, shape: tuple[int, int]) -> None:
-        """Refuse tensors of another shape than those that are remembered.
-
-        Raises:
-            CodecError: [S, C] is not that of the samples so far.
-        """
+        """Refuse tensors of another shape than those that are remembered."""
         if self._blocks and self._blocks[0].shape[1:] != shape:
             raise CodecError(
                 f"aqsgd remembers samples of shape {list(self._blocks[0].shape[1:])}, got one of {list(shape)}; "
@@ -102,12 +95,7 @@ class SampleCache:
             )
 
     def store(self, sample_id: int, entry: torch.Tensor) -> None:
-        """Remember this of a sample, in place of what was; one visit more.
-
-        Args:
-            sample_id: from 0.
-            entry: fp16 [S, C] on the CPU, of the shape that all have (see `check_shape`).
-        """
+        """Remember fp16 [S, C] of a sample, in place of what was; one more visit."""
         place = self._places.get(sample_id)
         if place is None:
             place = self._new_place(sample_id, entry.shape)
@@ -129,15 +117,9 @@ class SampleCache:
         return {IDS: torch.tensor(list(self._places)), VISITS: torch.tensor(self._visits), **filled}
 
     def load(self, names: Iterable[str], read: Callable[[str], torch.Tensor], shape: tuple[int, ...]) -> None:
-        """Take over what `tensors` of another cache said, in place of all that is remembered.
+        """Replace all that is remembered by the `tensors` of another cache, of which `read` returns one by its name.
 
-        Args:
-            names: of the tensors that there are; none: nothing is remembered then.
-            read: a tensor by its name; one block is asked for at a time.
-            shape: [S, C] of the samples to come; entries of another shape are not taken.
-
-        Raises:
-            SnapshotError: the tensors do not belong together.
+        Entries of another shape than [S, C] are dropped. SnapshotError if the tensors do not belong together.
         """
         self._blocks, self._places, self._visits = [], {}, []
         blocks = sorted(name for name in names if name.startswith(ENTRIES))

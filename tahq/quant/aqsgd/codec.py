@@ -184,11 +184,7 @@ class AqsgdCodec(Codec):
 
 
 def check_agreement(spec: AqsgdSpec, told: Sequence[Record], known: Sequence[Record]) -> None:
-    """Compare what the sender says that it remembers with what is remembered here.
-
-    Raises:
-        CodecError: for the first sample that differs; it says how, and what to do.
-    """
+    """Refuse the first sample that the sender remembers differently; the error says how, and what to do."""
     for theirs, mine in zip(told, known, strict=True):
         if theirs.sample_id != mine.sample_id:
             raise CodecError(

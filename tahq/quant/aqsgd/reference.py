@@ -46,22 +46,14 @@ def quantize(change: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def dequantize(scale: torch.Tensor, codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Q = q/2^(b−1)·s, fp32 [N, S, C]; exact, for s has 11 significant bits and q at most 8.
+    """Q = q/2^(b−1)·s, fp32 [N, S, C], of s fp16 [C] and uint8 codes.
 
-    Args:
-        scale: fp16 [C].
-        codes: uint8 [N, S, C].
-        bits: b.
+    It is exact, for s has 11 significant bits and q at most 8.
     """
     half = 1 << bits - 1
     return codes.float().sub_(half).div_(half).mul_(scale.float())
 
 
 def advance(memory: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    """The next m = fp16(m + Q): added in fp32, then rounded.
-
-    Args:
-        memory: m, fp16 [N, S, C].
-        change: Q, fp32 [N, S, C].
-    """
+    """The next m = fp16(m + Q), fp16 [N, S, C]: added in fp32, then rounded."""
     return to_fp16(memory.float() + change)

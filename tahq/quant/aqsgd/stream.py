@@ -28,12 +28,9 @@ _RECORD = struct.Struct("<QII")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What an end remembers of a sample before a micro-batch.
+    """What an end remembers of a sample before a micro-batch: how often it was remembered, and a CRC-32 of the values.
 
-    Attributes:
-        sample_id: from 0; `NO_ID` for a sample that nothing is to be remembered of.
-        visits: how often it was remembered; 0: it is sent whole.
-        checksum: CRC-32 of what is remembered, 0 if nothing is.
+    `sample_id` is `NO_ID` for a sample that must not be remembered. Without visits a sample is sent whole.
     """
 
     sample_id: int = NO_ID
@@ -43,14 +40,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class AqsgdLayout:
-    """Where everything lies, given what both ends remember.
-
-    Attributes:
-        spec: the codec.
-        shape: of the tensor.
-        is_whole: of each sample, whether it is sent whole; empty for a tensor without elements.
-        sections: see docs/dev/wire-format.md.
-    """
+    """Where everything lies, given which samples are sent whole; `is_whole` is empty for a tensor without elements."""
 
     spec: AqsgdSpec
     shape: tuple[int, ...]
@@ -59,11 +49,7 @@ class AqsgdLayout:
 
     @classmethod
     def of(cls, spec: AqsgdSpec, shape: Sequence[int], is_whole: Sequence[bool]) -> "AqsgdLayout":
-        """Lay out the stream of a tensor of this shape.
-
-        Raises:
-            CodecError: a shape without dimensions.
-        """
+        """Lay out the stream of a tensor of this shape."""
         checked = check_shape(shape)
         whole = () if 0 in checked else tuple(is_whole)
         return cls(spec, checked, whole, sections_of(spec, checked, sum(whole)))
@@ -108,11 +94,7 @@ def max_nbytes(spec: AqsgdSpec, shape: Sequence[int]) -> int:
 
 
 def check_length(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> None:
-    """Refuse a stream that cannot be of this shape, before anything is made for each of its samples.
-
-    Raises:
-        CodecError: of another length; with a cache too short for its records, or longer than the longest.
-    """
+    """Refuse a stream that cannot have this shape, before anything is allocated for each of its samples."""
     checked = check_shape(shape)
     longest = max_nbytes(spec, checked)
     least = sections_of(spec, checked, num_whole=0).by_name["records"].end if spec.has_cache else longest
@@ -161,11 +143,7 @@ def pack(layout: AqsgdLayout, records: Sequence[Record], parts: AqsgdParts) -> t
 
 
 def read_records(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[Record, ...]:
-    """The records of a stream with a cache, whose length is not yet known to be right.
-
-    Raises:
-        CodecError: no stream of this version and spec, or too short to have them.
-    """
+    """The records of a stream of any length; CodecError if it is too short for them."""
     records = AqsgdLayout.of(spec, shape, ()).sections.by_name["records"]
     readable = stream.accept(buf, max(buf.numel(), records.end), spec)
     _check_header(spec, readable)
@@ -174,13 +152,7 @@ def read_records(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tu
 
 
 def unpack(layout: AqsgdLayout, buf: torch.Tensor) -> AqsgdParts:
-    """The parts of a stream; its records are not looked at.
-
-    Raises:
-        CodecError: a wrong length; a version, flag or bits that is not the spec's; filling that is not zero; a
-            scale that is negative or not finite; a value that is not finite; marks without the header's flag, or
-            the flag without a mark.
-    """
+    """The content of a stream, records aside; CodecError for anything that no encoder writes."""
     buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
     is_flagged = _check_header(layout.spec, buf)
     samples, tokens, channels = layout.grid
@@ -213,11 +185,7 @@ def header_only(layout: AqsgdLayout, device: torch.device) -> torch.Tensor:
 
 
 def check_header_only(layout: AqsgdLayout, buf: torch.Tensor) -> None:
-    """Check the stream of a tensor without elements.
-
-    Raises:
-        CodecError: it is not what `header_only` writes.
-    """
+    """Refuse a stream of a tensor without elements that `header_only` does not write."""
     if _check_header(layout.spec, stream.accept(buf, layout.sections.nbytes, layout.spec)):
         raise CodecError(f"{layout.spec}: damaged stream: a tensor without elements is flagged as not finite")
 

@@ -12,27 +12,21 @@ from numpy.typing import NDArray
 
 from tahq.quant.cpu.kernel import kernel
 from tahq.quant.cpu.levels import Ladder, Levels, read_levels, scale_of, write_codes
-from tahq.quant.cpu.numbers import Fp32Array, Values
+from tahq.quant.cpu.numbers import Fp32Array, Key, Values
 from tahq.quant.cpu.planes import ByteArray, read_number, read_planes, write_number, write_planes
 from tahq.quant.cpu.tiles import Grid, Int32Array, power_of_two
 from tahq.quant.gaussian.bit_allocation import NUM_LEVELS, STEPS
 from tahq.quant.gaussian.small_scale import NOT_FINITE
 from tahq.quant.gaussian.tile_stream import WIDTH_BITS, TileLayout
-from tahq.quant.tiling import Tiling
+from tahq.quant.spec import EdenSpec
 
 Int64Array = NDArray[np.int64]
 
 
 def allocate(levels: Int32Array, budget: int, packed: ByteArray) -> Int64Array:
-    """Widths by `bit_allocation.allocate`, written to the wire; where each tile's planes start, and the last ends.
+    """Write widths, allocated as by `bit_allocation.allocate`, to `packed`, which must be zeros.
 
-    Args:
-        levels: int32 [T], from 0 to 511.
-        budget: K, from T to 8·T.
-        packed: uint8 [⌈3·T/8⌉], zeros; written.
-
-    Returns:
-        int64 [T + 1], in planes.
+    Returns where each tile's planes start, and the last end: int64 [T + 1], in planes.
     """
     starts = np.empty(levels.size + 1, np.int64)
     _write_widths(levels, budget - levels.size, np.zeros(NUM_LEVELS, np.int64), packed, starts)
@@ -95,9 +89,6 @@ def _read_widths(packed: ByteArray, starts: Int64Array) -> None:
         starts[tile + 1] = starts[tile] + read_number(tile, WIDTH_BITS, packed) + 1
 
 
-_CPU = torch.device("cpu")
-
-
 class Sections(NamedTuple):
     """The sections that both codecs' streams have, sharing the stream's memory."""
 
@@ -113,13 +104,7 @@ class Sections(NamedTuple):
 
 
 class OpenStream(NamedTuple):
-    """A stream that may be read.
-
-    Attributes:
-        sections: of it.
-        starts: int64 [T + 1], where each tile's planes start, and the last ends.
-        exponent: e.
-    """
+    """A stream that may be read; `starts`, int64 [T + 1], says where each tile's planes start, and the last end."""
 
     sections: Sections
     starts: Int64Array
@@ -127,60 +112,45 @@ class OpenStream(NamedTuple):
 
 
 def open_stream(layout: TileLayout, buf: torch.Tensor) -> OpenStream | None:
-    """An accepted stream if the reference would take it, except that means are not looked at; else None.
-
-    Kernels that read it need no checks of their own, as the starts end with what the section of codes holds.
-
-    Raises:
-        CodecError: the header is not the layout's.
-    """
+    """An accepted stream if the reference would take it, means aside; else None. A wrong header raises CodecError."""
     is_flagged, exponent = layout.read_header(buf)
     sections = Sections.of(layout, buf)
     starts = read_starts(sections.width, layout.tiling.num_tiles)
-    is_sound = starts[-1] == layout.num_planes and _are_sound(sections, is_flagged)
-    if not is_sound or layout.sections.has_dirty_filling(buf):
-        return None
-    return OpenStream(sections, starts, exponent)
-
-
-def _are_sound(sections: Sections, is_flagged: bool) -> bool:
-    """Whether nothing is behind the widths, and scales mark tiles as not finite just where the header does."""
-    used = sections.scale.size * WIDTH_BITS % 8
-    is_clean = used == 0 or sections.width[-1] >> used == 0
-    return bool(is_clean and (sections.scale == NOT_FINITE).any() == is_flagged)
+    used = layout.tiling.num_tiles * WIDTH_BITS % 8
+    is_sound = (
+        starts[-1] == layout.num_planes
+        and (used == 0 or sections.width[-1] >> used == 0)
+        and (sections.scale == NOT_FINITE).any() == is_flagged
+        and not layout.sections.has_dirty_filling(buf)
+    )
+    return OpenStream(sections, starts, exponent) if is_sound else None
 
 
 class Field(NamedTuple):
-    """A tensor in memory, and how its values and those that are transformed belong together.
+    """A tensor in memory, and how its values are transformed.
 
-    Attributes:
-        values: of the tensor.
-        grid: where its tiles lie.
-        factor: 2^e in encoding, 2^−e in decoding.
-        norm: fp32(1/√G).
+    `factor` is 2^e in encoding and 2^−e in decoding, `norm` fp32(1/√G). `is_random` means random signs by `key` and
+    stochastic rounding (`eden`). `means`, fp32 [M·G], has each channel's; empty if they are not taken out.
     """
 
     values: Values
     grid: Grid
     factor: np.float32
     norm: np.float32
+    is_random: bool
+    key: Key
+    means: Fp32Array
 
     @classmethod
-    def of(cls, values: Values, tiling: Tiling, exponent: int) -> "Field":
-        """A tensor that is multiplied by 2^exponent."""
-        return cls(values, Grid.of(tiling), power_of_two(exponent), np.float32(tiling.group**-0.5))
+    def of(cls, layout: TileLayout, values: Values, exponent: int, key: int) -> "Field":
+        """A tensor that is multiplied by 2^exponent, without means."""
+        tiling, none = layout.tiling, np.empty(0, np.float32)
+        norm, is_random = np.float32(tiling.group**-0.5), isinstance(layout.spec, EdenSpec)
+        return cls(values, Grid.of(tiling), power_of_two(exponent), norm, is_random, Key.of(key), none)
 
 
 class Scratch(NamedTuple):
-    """Room for one tile.
-
-    Attributes:
-        z: fp32 [G], its values.
-        magnitudes: fp32 [G], theirs.
-        ladder: thresholds and levels of its width.
-        codes: uint8 [G].
-        words: uint64 [G/8], the memory of `codes`.
-    """
+    """Room for one tile: values z and |z|, thresholds and levels of its width, codes [G] and their memory as words."""
 
     z: Fp32Array
     magnitudes: Fp32Array

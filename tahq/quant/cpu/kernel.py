@@ -5,6 +5,8 @@ strict IEEE fp32: no fused multiply-add, no reassociation, true division, subnor
 quantity that need not be equal to the bit: entropies.
 """
 
+import re
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -38,20 +40,28 @@ def _compile(function: F, **options: Any) -> F:
     A kernel therefore cannot allocate arrays; it is given memory to work in.
     """
     options |= {"nogil": True, "cache": True, "error_model": "numpy", "forceinline": True, "_nrt": False}
-    function.__qualname__ += f"-{_stamp_of_sources()}"
+    function.__qualname__ += f"-{_stamp_of(function.__module__)}"
     compiled: F = numba.njit(**options)(function)
     return compiled
 
 
 @cache
-def _stamp_of_sources() -> str:
-    """Changes with any file of `tahq.quant`; it becomes part of the names of cached files.
+def _stamp_of(module: str) -> str:
+    """Changes with every file of tahq.quant that a module is made of; it becomes part of the names of cached files.
 
     numba itself looks only at the file of the kernel that is called: it would run a cached one on with what it
     had inlined from other files before they were edited, or replaced by a newer tahq.
     """
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return blake2b(b"".join(source.read_bytes() for source in sources), digest_size=4).hexdigest()
+    sources = [Path(path).read_bytes() for path in sorted(_files_of(module))]
+    return blake2b(b"".join(sources), digest_size=4).hexdigest()
+
+
+@cache
+def _files_of(module: str) -> frozenset[str]:
+    """The files of a module and of those of tahq.quant that it imports, directly or not."""
+    path = str(sys.modules[module].__file__)
+    imported = re.findall(r"^from (tahq\.quant\.[\w.]+) import", Path(path).read_text(encoding="utf-8"), re.MULTILINE)
+    return frozenset([path]).union(*map(_files_of, imported))
 
 
 class Team(ExitStack):
@@ -69,10 +79,7 @@ class Team(ExitStack):
     def share(self, count: int, work: Callable[[int, int], R], *, multiple_of: int = 1) -> list[R]:
         """The results of work(first, stop) over consecutive ranges that cover 0 … count − 1, in order.
 
-        Args:
-            count: how many tiles, samples, …
-            work: called with a range; compiled kernels run at the same time.
-            multiple_of: what every range starts at a multiple of, so that no two share a byte of the stream.
+        Every range starts at a multiple of `multiple_of`, so that no two share a byte of the stream.
         """
         ranges = split(count, self._threads, multiple_of)
         if len(ranges) == 1:

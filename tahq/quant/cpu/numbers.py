@@ -34,13 +34,9 @@ _TO_WHOLE_BITS = 0x4B400000
 
 
 class Values(NamedTuple):
-    """The elements of a tensor, in row order, in its own type.
+    """The elements of a tensor, in row order, in its own type; no finite value is written beyond ±`largest`.
 
-    Attributes:
-        kind: FP32, BF16 or FP16.
-        wide: the values, if FP32, else empty.
-        narrow: their bits, if BF16 or FP16, else empty.
-        largest: fp32; no finite value is written beyond it.
+    FP32 values are in `wide`, the bits of BF16 and FP16 in `narrow`; the other array is empty.
     """
 
     kind: int
@@ -168,12 +164,7 @@ _FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
 
 
 class Key(NamedTuple):
-    """The two halves of a 64-bit key.
-
-    Attributes:
-        low: the lower 32 bits.
-        high: the upper ones.
-    """
+    """The two halves of a 64-bit key."""
 
     low: int
     high: int

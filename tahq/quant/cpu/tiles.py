@@ -16,14 +16,7 @@ Int32Array = NDArray[np.int32]
 
 
 class Grid(NamedTuple):
-    """Where the tiles of a tensor lie.
-
-    Attributes:
-        group: G.
-        log2_group: log2 G.
-        tiles_per_token: M.
-        channels: C.
-    """
+    """Where the tiles of a tensor lie: G, log2 G, M and C."""
 
     group: int
     log2_group: int
@@ -39,10 +32,8 @@ class Grid(NamedTuple):
 class Magnitudes(NamedTuple):
     """Largest magnitudes, found in one pass over a tensor.
 
-    Attributes:
-        of_tiles: int32 [T], fp32 bits of each tile's max|x|; INFINITY_BITS or above where it is not finite.
-        overall: max|x| over the finite tiles.
-        all_finite: whether there is no other.
+    Those of tiles are fp32 bits, int32 [T], INFINITY_BITS or above where a tile is not finite; `overall` is that of the
+    finite tiles.
     """
 
     of_tiles: Int32Array
@@ -66,11 +57,7 @@ def place_of_tile(grid: Grid, tile: int) -> tuple[int, int]:
 
 @kernel
 def read_tile(values: Values, grid: Grid, tile: int, factor: np.float32, magnitude: np.int32, y: Fp32Array) -> int:
-    """y = the tile times factor, filled up with zeros, all of it zeros if it is not finite.
-
-    Returns:
-        How many of its channels are not filling.
-    """
+    """y = the tile times factor, padded with zeros, all zeros if it is not finite; returns how many channels it has."""
     start, count = place_of_tile(grid, tile)
     known = count if magnitude < INFINITY_BITS else 0
     read_scaled(values, start, factor, y[:known])

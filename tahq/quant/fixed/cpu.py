@@ -37,14 +37,7 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class Rule(NamedTuple):
-    """What the kernels need of the spec and the key.
-
-    Attributes:
-        bits: of a code.
-        largest: Q = 2^(bits − 1) − 1.
-        is_random: stochastic rounding, else half to even.
-        key: of the draws.
-    """
+    """What the kernels need of the spec and the key; `largest` is Q = 2^(bits − 1) − 1."""
 
     bits: int
     largest: int
@@ -73,14 +66,7 @@ class Sections(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Room for one group.
-
-    Attributes:
-        y: fp32 [G], its values.
-        codes: int32 [G].
-        rest: uint8 [G], what of the codes is above their whole bytes.
-        words: uint64 [G/8], the memory of `rest`.
-    """
+    """Room for one group: values [G], codes [G], what codes have above whole bytes [G], and that as words [G/8]."""
 
     y: Fp32Array
     codes: Int32Array

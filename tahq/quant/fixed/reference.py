@@ -76,8 +76,7 @@ def step_size(scale: torch.Tensor, bits: int) -> torch.Tensor:
 def ceil_to_fp16(values: torch.Tensor) -> torch.Tensor:
     """The least fp16 number not below each fp32 value (not negative, at most 65,504).
 
-    Rounds to nearest, then takes one step up where that fell short: the bit patterns of fp16 numbers
-    that are not negative are in the order of their values.
+    Rounds to nearest, then takes one step up where that fell short: bit patterns of fp16 numbers are in their order.
     """
     nearest = values.half()
     short = nearest.float() < values

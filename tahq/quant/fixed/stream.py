@@ -44,11 +44,7 @@ class FixedLayout(stream.Layout):
 
     @classmethod
     def of(cls, spec: FixedSpec, shape: Sequence[int]) -> "FixedLayout":
-        """Lay out the stream of a tensor of this shape.
-
-        Raises:
-            CodecError: a shape without dimensions.
-        """
+        """Lay out the stream of a tensor of this shape."""
         tiling = Tiling.of(shape, spec.group)
         num_codes = tiling.num_tiles * tiling.group
         sizes = {
@@ -83,12 +79,7 @@ def pack(layout: FixedLayout, tiles: FixedTiles) -> torch.Tensor:
 
 
 def unpack(layout: FixedLayout, buf: torch.Tensor) -> FixedTiles:
-    """The content of an accepted buffer (`stream.accept`).
-
-    Raises:
-        CodecError: a version, flag, log2 G or bits that is not the spec's; an exponent below −113; padding that is
-            not zero; a negative or infinite scale; a NaN scale without the header's flag, or the flag without one.
-    """
+    """The content of an accepted buffer (`stream.accept`); CodecError for anything that no encoder writes."""
     is_flagged, exponent = layout.read_header(buf)
     scale = layout.sections.view(buf, "scale").view(torch.float16)
     problems = {

@@ -6,9 +6,7 @@ tiles are filled up, never on data or the key.
 """
 
 from functools import lru_cache
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -43,8 +41,6 @@ from tahq.quant.gpu.tiles import (
     tensor_exponent,
     unpack_bits,
 )
-from tahq.quant.spec import FixedSpec
-from tahq.quant.tiling import Tiling
 
 _TOP = tl.constexpr(TOP_EXPONENT)
 _MIN_EXPONENT = tl.constexpr(FixedLayout.min_exponent)
@@ -54,14 +50,7 @@ _LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit(do_not_specialize=["num_tiles", "channels", "tiles_per_token"])
 def measure_kernel(
-    x,
-    work,
-    num_tiles,
-    channels,
-    tiles_per_token,
-    G: tl.constexpr,
-    TILES: tl.constexpr,
-    PADDED: tl.constexpr,
+    x, work, num_tiles, channels, tiles_per_token, G: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr
 ):
     """Largest magnitude of every program."""
     largest_seen = tl.zeros([TILES], tl.int32)
@@ -122,16 +111,7 @@ def _round_stochastic(y, step, element, key_low, key_high, BITS: tl.constexpr):
 
 @triton.jit
 def _store_codes(
-    buf,
-    codes,
-    is_tile,
-    block,
-    num_tiles,
-    bytes_at,
-    planes_at,
-    G: tl.constexpr,
-    TILES: tl.constexpr,
-    BITS: tl.constexpr,
+    buf, codes, is_tile, block, num_tiles, bytes_at, planes_at, G: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr
 ):
     """Whole bytes of codes int32 [T, G], one plane of them after the other, then the bits that are left."""
     first = tl.cast(block, tl.int64) * (TILES * G)
@@ -203,16 +183,7 @@ def quantize_kernel(
 
 
 @triton.jit
-def _load_codes(
-    buf,
-    block,
-    num_tiles,
-    bytes_at,
-    planes_at,
-    G: tl.constexpr,
-    TILES: tl.constexpr,
-    BITS: tl.constexpr,
-):
+def _load_codes(buf, block, num_tiles, bytes_at, planes_at, G: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr):
     """Codes int32 [8, G/8, T]."""
     tile = tl.arange(0, TILES)[None, None, :]
     channel = tl.arange(0, 8)[:, None, None] + 8 * tl.arange(0, G // 8)[None, :, None]
@@ -283,56 +254,41 @@ def values_kernel(
     store_verdict(work, verdict)
 
 
-def encode(layout: FixedLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The stream of x, which is on a CUDA device and not empty."""
-    return launch.run_encoder(_plan(layout.spec, layout.tiling), layout, x, key=key)
-
-
-def decode(
-    layout: FixedLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
-) -> torch.Tensor | None:
-    """The tensor of an accepted stream; None if the stream is damaged."""
-    return launch.run_decoder(_plan(layout.spec, layout.tiling), layout, buf, dtype, key=key)
-
-
 @lru_cache(maxsize=256)
-def _plan(spec: FixedSpec, tiling: Tiling) -> launch.LaunchPlan:
-    layout = FixedLayout.of(spec, tiling.shape)
+def plan(layout: FixedLayout) -> launch.LaunchPlan:
+    """The launches for a layout."""
+    tiling, spec = layout.tiling, layout.spec
     num_measured = launch.measuring_programs(tiling.num_tiles, tiling.group)
-    grid = (launch.programs(tiling.num_tiles, tiling.group), 1, 1)
     starts = tuple(section.start for section in layout.sections.by_name.values())
     numbers = (tiling.num_tiles, tiling.channels, tiling.tiles_per_token)
-    constants = _coding_constants(layout)
-    rounding = {"STOCHASTIC": spec.round == "stochastic"}
-    measure = Launch(measure_kernel, (num_measured, 1, 1), numbers, _measuring_constants(tiling))
-    quantize = Launch(quantize_kernel, grid, (num_measured, *numbers, *starts), constants | rounding)
-    return launch.LaunchPlan(
-        encode_words=MAX_MEASURED,
-        encode=(("x work", measure), ("x work buf key", quantize)),
-        decode_words=1,
-        decode=(("buf work x", Launch(values_kernel, grid, (*numbers, *starts), constants)),),
-        is_zeroed=True,
-    )
-
-
-def _measuring_constants(tiling: Tiling) -> dict[str, Any]:
-    return {
+    measuring = {
         "G": tiling.group,
         "TILES": launch.measuring_tiles(tiling.group),
         "PADDED": tiling.padding > 0,
         "num_warps": launch.MEASURING_WARPS,
         "num_stages": 1,
     }
-
-
-def _coding_constants(layout: FixedLayout) -> dict[str, Any]:
-    group = layout.tiling.group
-    return {
-        "G": group,
-        "WIDTH": layout.tiling.log2_group,
-        "TILES": launch.tiles_per_block(group, launch.ELEMENTS_PER_WARP),
-        "BITS": layout.spec.bits,
-        "PADDED": layout.tiling.padding > 0,
-        "num_warps": launch.warps_per_block(group, launch.ELEMENTS_PER_WARP),
+    grid = (launch.programs(tiling.num_tiles, tiling.group), 1, 1)
+    coding = {
+        "G": tiling.group,
+        "WIDTH": tiling.log2_group,
+        "TILES": launch.tiles_per_block(tiling.group, launch.ELEMENTS_PER_WARP),
+        "BITS": spec.bits,
+        "PADDED": tiling.padding > 0,
+        "num_warps": launch.warps_per_block(tiling.group, launch.ELEMENTS_PER_WARP),
         **launch.EXACT,
     }
+    rounding = coding | {"STOCHASTIC": spec.round == "stochastic"}
+    return launch.LaunchPlan(
+        encode_words=MAX_MEASURED,
+        encode=(
+            ("x work", Launch(measure_kernel, (num_measured, 1, 1), numbers, measuring)),
+            ("x work buf key", Launch(quantize_kernel, grid, (num_measured, *numbers, *starts), rounding)),
+        ),
+        decode_words=1,
+        decode=(("buf work x", Launch(values_kernel, grid, (*numbers, *starts), coding)),),
+        is_zeroed=True,
+    )
+
+
+encode, decode = launch.backend(plan)

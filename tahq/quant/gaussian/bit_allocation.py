@@ -43,7 +43,7 @@ def allocate(levels: torch.Tensor, budget: int) -> torch.Tensor:
 def _border(levels: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """θ, the highest rank at which the steps from above reach `num_steps`, and how many of that rank are granted.
 
-    Both are tensors without dimensions: what they are is not asked of the device.
+    Both are tensors without dimensions, so that the device is not asked for their values.
     """
     counts = torch.zeros(NUM_LEVELS, dtype=torch.int32, device=levels.device)
     counts.scatter_add_(0, levels.long(), torch.ones_like(levels))

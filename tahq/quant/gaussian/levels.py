@@ -117,15 +117,10 @@ class CodedTiles:
 
 
 def magnitude_indices(magnitude: torch.Tensor, step: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """m of each value: how many thresholds of its tile's bits, times its tile's step, it exceeds.
+    """m of each value: how many thresholds of its tile's bits, times its tile's step, it exceeds; int32 [T, G].
 
-    Args:
-        magnitude: fp32 [T, G], not negative, finite.
-        step: fp32 [T], not negative.
-        width: int32 [T], bits of each tile.
-
-    Returns:
-        int32 [T, G]. Where the step is 0, all thresholds are: 0 for a value of 0, the last for others.
+    Magnitudes are fp32 [T, G], not negative and finite, steps fp32 [T], widths int32 [T]. Where the step is 0, all
+    thresholds are: 0 for a value of 0, the last index for others.
     """
     borders = _tables(magnitude.device).thresholds[width] * step.unsqueeze(-1)
     count = torch.searchsorted(borders, magnitude, out_int32=True)

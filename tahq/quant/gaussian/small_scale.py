@@ -22,11 +22,7 @@ def value_of(code: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_code(value: torch.Tensor) -> torch.Tensor:
-    """int32 codes of the scales nearest to fp32 values, of two as near the larger; at most 254.
-
-    Args:
-        value: any shape, not negative, finite. What rounds below code 1 is 0.
-    """
+    """int32 codes of the scales nearest to fp32 values (finite, not negative), the larger of two; at most 254."""
     return _code_of_bits(value.view(torch.int32) + (1 << (DROPPED_BITS - 1)))
 
 

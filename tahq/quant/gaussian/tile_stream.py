@@ -26,8 +26,7 @@ WIDTH_BITS = 3
 class TileLayout(stream.Layout):
     """Everything about a stream that the shape and the spec decide.
 
-    Attributes:
-        num_planes: K, bits of all tiles together; a plane is a bit of each of a tile's G codes, G/8 bytes.
+    The tiles have K = `num_planes` bits together; a plane is one bit of each of a tile's G codes, G/8 bytes.
     """
 
     spec: EdenSpec | WfSpec
@@ -35,11 +34,7 @@ class TileLayout(stream.Layout):
 
     @classmethod
     def of(cls, spec: EdenSpec | WfSpec, shape: Sequence[int]) -> "TileLayout":
-        """Lay out the stream of a tensor of this shape.
-
-        Raises:
-            CodecError: a shape without dimensions.
-        """
+        """Lay out the stream of a tensor of this shape."""
         tiling = Tiling.of(shape, spec.group)
         num_tiles, num_planes = tiling.num_tiles, math.floor(spec.bits * tiling.num_tiles)
         header = [("version", 1), ("flags", 0), ("log2 G", tiling.log2_group)]
@@ -76,13 +71,7 @@ def pack(layout: TileLayout, tiles: CodedTiles) -> torch.Tensor:
 
 
 def unpack(layout: TileLayout, buf: torch.Tensor) -> CodedTiles:
-    """The tiles of an accepted buffer (`stream.accept`).
-
-    Raises:
-        CodecError: a header that is not the layout's; an exponent below −117; padding, or bits after the widths, that
-            are not zero; widths that do not sum to K; a scale of 255 without the header's flag, or the flag without
-            one; a mean that is not finite.
-    """
+    """The tiles of an accepted buffer (`stream.accept`); CodecError for anything that no encoder writes."""
     is_flagged, exponent = layout.read_header(buf)
     num_tiles, group = layout.tiling.num_tiles, layout.tiling.group
     scale = layout.sections.view(buf, "scale").clone()
@@ -106,14 +95,9 @@ def unpack(layout: TileLayout, buf: torch.Tensor) -> CodedTiles:
 
 
 def plane_places(width: torch.Tensor, num_planes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each plane of a stream: the tile that it belongs to, and its number among the tile's planes.
+    """For each plane of a stream: its tile, and its number among the tile's planes; both int64 [K].
 
-    Args:
-        width: int32 [T], summing to `num_planes`; since that is known, nothing synchronises.
-        num_planes: K.
-
-    Returns:
-        Both int64 [K].
+    Since the sum K of the widths (int32 [T]) is known, nothing synchronises.
     """
     tile = torch.repeat_interleave(width, output_size=num_planes)
     start = width.cumsum(0) - width

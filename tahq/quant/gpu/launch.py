@@ -56,14 +56,10 @@ class Launch:
 
 
 class BoundLaunches:
-    """Launches on tensors that stay where they are, all but one: their addresses are read once.
+    """Launches on tensors that stay where they are, except number `moving`: their addresses are read once.
 
-    Otherwise a dozen tensors cost the host more time than some millions of their elements the device.
-
-    Args:
-        launches: one after the other.
-        tensors: aligned, and kept as long as this is.
-        moving: the number of the one that is given anew each time, on the same device and of the same type.
+    Otherwise a dozen tensors cost the host more time than some millions of their elements the device. The tensors must
+    be aligned, and are kept as long as this is; each call passes the moving one, always of one device and type.
     """
 
     __slots__ = ("_addresses", "_launches", "_moving", "_of", "_tensors")
@@ -107,11 +103,7 @@ Steps = tuple[tuple[str, Launch], ...]
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The launches for one spec and shape, and how many 32-bit words of work buffer they need.
-
-    Attributes:
-        is_zeroed: whether the decoder's work buffer must begin as zeros.
-    """
+    """The launches for one spec and shape, and the 32-bit words of work buffer that they need."""
 
     encode_words: int
     encode: Steps
@@ -120,34 +112,36 @@ class LaunchPlan:
     is_zeroed: bool = False
 
 
-def run_encoder(
-    plan: LaunchPlan, layout: Layout, x: torch.Tensor, *, key: int = 0, table: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The stream of x, which is on a CUDA device and not empty; never synchronises."""
-    x = aligned(x)
-    work = torch.empty(plan.encode_words, dtype=torch.int32, device=x.device)
-    buf = torch.empty(layout.sections.nbytes, dtype=torch.uint8, device=x.device)
-    _run(plan.encode, {"x": x, "work": work, "table": table, "buf": buf}, key)
-    return buf
+def backend(
+    plan_of: Callable[[Any], LaunchPlan], table_on: Callable[[torch.device], torch.Tensor | None] = lambda device: None
+) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor | None]]:
+    """`encode` and `decode` of a backend (see `backends.Kernels`) for tensors on CUDA that are not empty.
 
+    Args:
+        plan_of: the launches for a layout; cached.
+        table_on: makes what launches call `table`.
+    """
 
-def run_decoder(
-    plan: LaunchPlan,
-    layout: Layout,
-    buf: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    key: int = 0,
-    table: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """The tensor of an accepted stream, or None if the verdict (the first word of `work`) is that it is damaged."""
-    make = torch.zeros if plan.is_zeroed else torch.empty
-    work = make(plan.decode_words, dtype=torch.int32, device=buf.device)
-    x = torch.empty(layout.tiling.shape, dtype=dtype, device=buf.device)
-    _run(plan.decode, {"x": x, "work": work, "table": table, "buf": buf}, key)
-    verdict = int(work[0])
-    is_refused = bool(verdict & DAMAGED) or bool(verdict & FLAGGED) != bool(verdict & MARKED)
-    return None if is_refused else x
+    def encode(layout: Layout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
+        plan, x = plan_of(layout), aligned(x)
+        work = torch.empty(plan.encode_words, dtype=torch.int32, device=x.device)
+        buf = torch.empty(layout.sections.nbytes, dtype=torch.uint8, device=x.device)
+        _run(plan.encode, {"x": x, "work": work, "table": table_on(x.device), "buf": buf}, key)
+        return buf
+
+    def decode(
+        layout: Layout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
+    ) -> torch.Tensor | None:
+        plan = plan_of(layout)
+        make = torch.zeros if plan.is_zeroed else torch.empty
+        work = make(plan.decode_words, dtype=torch.int32, device=buf.device)
+        x = torch.empty(layout.tiling.shape, dtype=dtype, device=buf.device)
+        _run(plan.decode, {"x": x, "work": work, "table": table_on(buf.device), "buf": buf}, key)
+        verdict = int(work[0])
+        is_refused = bool(verdict & DAMAGED) or bool(verdict & FLAGGED) != bool(verdict & MARKED)
+        return None if is_refused else x
+
+    return encode, decode
 
 
 def _run(steps: Steps, tensors: Mapping[str, Any], key: int) -> None:

@@ -87,14 +87,7 @@ def locate(
 
 @triton.jit
 def locate_tiles(
-    x,
-    block,
-    num_tiles,
-    channels,
-    tiles_per_token,
-    TILES: tl.constexpr,
-    G: tl.constexpr,
-    PADDED: tl.constexpr,
+    x, block, num_tiles, channels, tiles_per_token, TILES: tl.constexpr, G: tl.constexpr, PADDED: tl.constexpr
 ):
     """`locate` for a block [TILES, G]."""
     tile, channel = tl.arange(0, TILES)[:, None], tl.arange(0, G)[None, :]
@@ -103,14 +96,7 @@ def locate_tiles(
 
 @triton.jit
 def locate_eights(
-    x,
-    block,
-    num_tiles,
-    channels,
-    tiles_per_token,
-    TILES: tl.constexpr,
-    G: tl.constexpr,
-    PADDED: tl.constexpr,
+    x, block, num_tiles, channels, tiles_per_token, TILES: tl.constexpr, G: tl.constexpr, PADDED: tl.constexpr
 ):
     """`locate` for a block [8, G/8, TILES], as `unpack_bits` has them."""
     byte, tile = tl.arange(0, G // 8)[None, :, None], tl.arange(0, TILES)[None, None, :]
@@ -169,19 +155,20 @@ def exchange(y, pivot, G: tl.constexpr):
 
 
 @triton.jit
-def hadamard(y, NORM: tl.constexpr, TILES: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr):
-    """Butterflies (a, b) → (a + b, a − b) at distances 1, 2, … G/2, then times NORM; WIDTH is log2 G.
+def hadamard(y, TILES: tl.constexpr, G: tl.constexpr):
+    """Butterflies (a, b) → (a + b, a − b) at distances 1, 2, … G/2, then times 1/√G.
 
     The other of a pair is the pair's sum less its own value, of their bits as whole numbers: a reduction,
     which needs no other layout of the block. Then b's place takes a − b as the other less its own.
     """
     is_b = tl.arange(0, 2)[None, None, :, None] == 1
-    for level in tl.static_range(WIDTH):
-        own = tl.reshape(y, [TILES, G // (2 << level), 2, 1 << level])
-        bits = own.to(tl.int32, bitcast=True)
-        other = (tl.sum(bits, axis=2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
-        y = tl.reshape(tl.where(is_b, other - own, own + other), [TILES, G])
-    return y * NORM
+    for level in tl.static_range(8):
+        if (2 << level) <= G:
+            own = tl.reshape(y, [TILES, G // (2 << level), 2, 1 << level])
+            bits = own.to(tl.int32, bitcast=True)
+            other = (tl.sum(bits, axis=2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+            y = tl.reshape(tl.where(is_b, other - own, own + other), [TILES, G])
+    return y * G**-0.5
 
 
 @triton.jit
@@ -289,12 +276,7 @@ def is_gap_dirty(buf, stop):
 
 @triton.jit
 def header_verdict(
-    buf,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    PLACE: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
+    buf, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PLACE: tl.constexpr, MIN_EXPONENT: tl.constexpr
 ):
     """The verdict on a header that should be as `store_header` writes it."""
     place = tl.arange(0, 16)

@@ -70,11 +70,7 @@ def _second_largest(y: Fp32Array) -> np.float32:
 
 @kernel
 def suppress_outlier(y: Fp32Array, largest: np.float32, norm: np.float32) -> int:
-    """Swap the pivot, the lowest index of magnitude `largest`, with channel 0, and transform (§3.3, Eq. 4).
-
-    Returns:
-        The pivot.
-    """
+    """Swap the pivot, the lowest index of magnitude `largest`, with channel 0, transform (§3.3, Eq. 4); returns it."""
     pivot = 0
     while abs(y[pivot]) != largest:
         pivot += 1
@@ -139,15 +135,7 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class Rule(NamedTuple):
-    """What the kernels need of the spec.
-
-    Attributes:
-        low: L.
-        high: H.
-        tiles_per_alloc: R.
-        tau: τ.
-        norm: fp32(1/√G).
-    """
+    """What the kernels need of the spec: L, H, R, τ and fp32(1/√G)."""
 
     low: int
     high: int
@@ -256,16 +244,9 @@ def _count_high(is_high: ByteArray, tiles_per_alloc: int, stop: int) -> int:
 def is_sound(
     grid: Grid, sections: Sections, is_high: ByteArray, samples: int, per_sample: int, num_high: int, is_flagged: bool
 ) -> bool:
-    """Whether `tah.stream.unpack` takes what the sections say, filling behind them aside.
+    """Whether `tah.stream.unpack` takes what the sections say, padding behind them aside.
 
-    Args:
-        grid: of the layout.
-        sections: of the stream.
-        is_high: all bits of the bit map, those behind the last allocation tile included.
-        samples: B.
-        per_sample: n.
-        num_high: how many allocation tiles of each sample must have H bits.
-        is_flagged: the header's flag for non-finite values.
+    `is_high` has all bits of the bit map; `num_high` of the n = `per_sample` of each of the B samples must be set.
     """
     used = sections.scale.size * grid.log2_group & 7
     wrong = used != 0 and (sections.pivot[-1] >> used) != 0

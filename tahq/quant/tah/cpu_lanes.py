@@ -24,17 +24,7 @@ _make: Any = intrinsic
 
 
 class Planes(NamedTuple):
-    """Where the planes of one tile lie.
-
-    Attributes:
-        low: array of the lowest planes.
-        low_at: where in `low` the tile's start.
-        num_low: how many they are.
-        high: array of the planes above.
-        high_at: where in `high` the tile's start.
-        num_high: how many they are.
-        nbytes: of one plane, G/8.
-    """
+    """Where the planes of one tile lie: arrays, starts and numbers of the low and the high ones; G/8 bytes each."""
 
     low: ByteArray
     low_at: int

@@ -109,15 +109,7 @@ def measure_and_sum(
 ) -> tuple[np.int32, bool]:
     """`tiles.measure_tiles` over the tiles of a range of allocation tiles, whose sums are written too.
 
-    Args:
-        values: the tensor.
-        grid: of the tensor.
-        tiles_per_alloc: R.
-        first: allocation tile to begin with.
-        stop: the one to stop before.
-        of_tiles: int32 [T], the magnitudes, written.
-        sums: written.
-        y: fp32 [R·G], room.
+    `of_tiles`, int32 [T], and `sums` are written; `y`, fp32 [R·G], is scratch.
     """
     overall, all_finite = np.int32(0), True
     for alloc in range(first, stop):
@@ -170,14 +162,7 @@ def mark_smallest(
 ) -> None:
     """For each row from `first` to `stop − 1`, 0 for its `count` smallest values, 1 for the others.
 
-    Args:
-        values: fp32 [rows · length], no NaN.
-        length: entries of a row.
-        count: at most length.
-        first: row to begin with.
-        stop: row to stop before.
-        is_larger: uint8 [rows · length], written.
-        counts: int64 [NUM_COUNTS], room for counting.
+    `values`, fp32 [rows · length], holds no NaN; `counts`, int64 [NUM_COUNTS], is scratch.
     """
     for row in range(first, stop):
         start = row * length

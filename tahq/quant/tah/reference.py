@@ -44,13 +44,7 @@ def encode_tiles(
 ) -> TahTiles:
     """Quantise tiles: allocate bits by entropy, suppress outliers, round (TAH-Quant §3.1 to §3.3).
 
-    Args:
-        x: fp32 [B, S, M, G]; not written.
-        allocation: which allocation tiles get `low` bits.
-        tau: τ of Eq. 3, not negative.
-        low: L, bits of a low-entropy tile.
-        high: H, bits of the others.
-        padding: how many channels at the end of every token's last tile are filling (zeros).
+    `x`, fp32 [B, S, M, G], is not written; the last `padding` channels of every token's last tile are zeros.
     """
     finite = largest_magnitude(x).isfinite()
     exponent = top_exponent(x, finite, TOP_EXPONENT)

@@ -79,11 +79,7 @@ class TahLayout(stream.Layout):
 
     @classmethod
     def of(cls, spec: TahSpec, shape: Sequence[int]) -> "TahLayout":
-        """Lay out the stream of a tensor of this shape.
-
-        Raises:
-            CodecError: a shape without dimensions, or channels that allocation tiles do not divide.
-        """
+        """Lay out the stream of a tensor of this shape; CodecError if allocation tiles do not divide its channels."""
         tiling = Tiling.of(shape, spec.group)
         per_alloc = _tiles_per_alloc(spec, tiling)
         allocs_per_sample = tiling.tiles_per_sample // per_alloc
@@ -160,7 +156,7 @@ def _below(share: Fraction, largest_denominator: int) -> Fraction:
     """The largest fraction not above `share` whose denominator is at most this.
 
     An integer k in (i·below, i·share] with i ≤ largest_denominator would make k/i a larger one, so that
-    ⌊i·below⌋ = ⌊i·share⌋ for all these i. Where the nearest fraction p/q lies above, the one sought is its
+    ⌊i·below⌋ = ⌊i·share⌋ for all these i. Where the nearest fraction p/q lies above, the result is its
     lower neighbour p'/q' in the Farey sequence: p·q' − p'·q = 1, q' as large as allowed.
     """
     nearest = share.limit_denominator(largest_denominator)
@@ -200,14 +196,7 @@ def pack(layout: TahLayout, tiles: TahTiles) -> torch.Tensor:
 
 
 def unpack(layout: TahLayout, buf: torch.Tensor) -> TahTiles:
-    """The content of an accepted buffer (`stream.accept`).
-
-    Raises:
-        CodecError: a version, flag, log2 G, L or H that is not the spec's; an exponent
-            below −117; filling that is not zero; a sample without exactly ⌊(1−p)·n⌋ allocation tiles of L
-            bits; a scale or zero-point that is not finite, but for the mark of a tile that is not finite (scale
-            +0, zero-point NaN); such marks without the header's flag, or the flag without a mark.
-    """
+    """The content of an accepted buffer (`stream.accept`); CodecError for anything that no encoder writes."""
     is_flagged, exponent = layout.read_header(buf)
     num_tiles, group = layout.tiling.num_tiles, layout.tiling.group
     bit_map, left_of_map = bit_planes.unpack_numbers(layout.sections.view(buf, "bit map"), layout.num_allocs, 1)

@@ -15,12 +15,10 @@ import torch
 
 from tahq.quant.gpu import launch
 from tahq.quant.gpu.launch import Launch
-from tahq.quant.spec import TahSpec
 from tahq.quant.tah import triton_decode as decoding
 from tahq.quant.tah import triton_encode as encoding
 from tahq.quant.tah import triton_select as selection
 from tahq.quant.tah.stream import TahLayout
-from tahq.quant.tiling import Tiling
 
 ENCODED_PER_WARP = 1024
 """Elements of a warp of the kernels that code: two threads have a tile of 64."""
@@ -32,21 +30,10 @@ MAX_PROGRAMS = 4 * launch.MAX_PROGRAMS
 """Of the kernels that code: more than a device holds at a time, as blocks with tiles to be coded alone take longer."""
 
 
-def encode(layout: TahLayout, x: torch.Tensor, *, key: int = 0, threads: int = 1) -> torch.Tensor:
-    """The stream of x, which is on a CUDA device and not empty."""
-    return launch.run_encoder(_plan(layout.spec, layout.tiling), layout, x)
-
-
-def decode(
-    layout: TahLayout, buf: torch.Tensor, dtype: torch.dtype, *, key: int = 0, threads: int = 1
-) -> torch.Tensor | None:
-    """The tensor of an accepted stream; None if the stream is damaged."""
-    return launch.run_decoder(_plan(layout.spec, layout.tiling), layout, buf, dtype)
-
-
 @lru_cache(maxsize=256)
-def _plan(spec: TahSpec, tiling: Tiling) -> launch.LaunchPlan:
-    layout = TahLayout.of(spec, tiling.shape)
+def plan(layout: TahLayout) -> launch.LaunchPlan:
+    """The launches for a layout."""
+    tiling = layout.tiling
     tile_slots, alloc_slots = launch.slots(tiling.num_tiles), launch.slots(layout.num_allocs)
     num_tallies, num_counts = _selection_words(layout)
     counts_at = selection.WORDS_BEFORE_TILES + 4 * tile_slots + 2 * alloc_slots + num_tallies
@@ -149,7 +136,6 @@ def _coding_constants(layout: TahLayout, elements_per_warp: int) -> dict[str, An
         "HIGH": layout.spec.high,
         "IS_SINGLE": layout.tiles_per_alloc == 1,
         "PADDED": layout.tiling.padding > 0,
-        "NORM": group**-0.5,
         "num_warps": launch.warps_per_block(group, elements_per_warp),
         **launch.EXACT,
     }
@@ -194,3 +180,6 @@ def _values(layout: TahLayout) -> Launch:
     constants = _coding_constants(layout, ENCODED_PER_WARP) | {"BYTES": launch.bytes_per_word(tiling.group)}
     num_blocks = -(-tiling.num_tiles // launch.tiles_per_block(tiling.group, ENCODED_PER_WARP))
     return Launch(decoding.values_kernel, (min(num_blocks, MAX_PROGRAMS), 1, 1), numbers, constants)
+
+
+encode, decode = launch.backend(plan)

@@ -184,13 +184,7 @@ def _load_codes(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Codes fp32 [BYTES, T, words, 8] of the tiles `is_wanted` [T], 0 of others.
-
-    Args:
-        low_buf: where the first tile's low planes are.
-        high_buf: where the high planes of the first tile with H bits in the tensor are.
-        place: of each tile [T] among those with H bits, negative for L bits.
-    """
+    """Codes fp32 [BYTES, T, words, 8] of the tiles `is_wanted` [T], 0 of others; see `triton_tile._store_planes`."""
     codes = _load_four(low_buf, high_buf, place, is_wanted, 0, T, G, BYTES, LOW, HIGH)
     if HIGH > 4:
         codes |= _load_four(low_buf, high_buf, place, is_wanted, 4, T, G, BYTES, LOW, HIGH) << 4
@@ -240,7 +234,6 @@ def values_kernel(
     HIGH: tl.constexpr,
     IS_SINGLE: tl.constexpr,
     PADDED: tl.constexpr,
-    NORM: tl.constexpr,
 ):
     """Values of all tiles, and the rest of the verdict.
 
@@ -290,10 +283,8 @@ def values_kernel(
                 low_buf + first * (LOW * G // 8),
                 buf + high_planes_at,
                 G,
-                WIDTH,
                 LOW,
                 HIGH,
-                NORM,
             )
             own, is_there = locate_tiles(x, block * TILES + first, num_tiles, channels, tiles_per_token, 1, G, PADDED)
             _store(own, own_y, is_there, after, is_safe)

@@ -207,46 +207,8 @@ def _store_pivots(buf, eights, block, num_tiles, TILES: tl.constexpr, WIDTH: tl.
     tl.store(buf + own + place, (eights[:, None] >> (8 * part)).to(tl.uint8), mask=is_real)
 
 
-@triton.jit
-def _finish(
-    buf,
-    exponent,
-    is_flagged,
-    num_tiles,
-    num_allocs,
-    num_high,
-    bit_map_at,
-    scale_at,
-    zero_point_at,
-    pivot_at,
-    low_planes_at,
-    high_planes_at,
-    G: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
-    """The header, and zeros behind every section."""
-    store_header(buf, exponent, is_flagged, WIDTH, LOW, HIGH, 5)
-    count = num_tiles.to(tl.int64)
-    fill_gap(buf, bit_map_at + (num_allocs + 7) // 8)
-    fill_gap(buf, scale_at + 2 * count)
-    fill_gap(buf, zero_point_at + 2 * count)
-    fill_gap(buf, pivot_at + (count * WIDTH + 7) // 8)
-    fill_gap(buf, low_planes_at + count * (LOW * G // 8))
-    fill_gap(buf, high_planes_at + num_high.to(tl.int64) * ((HIGH - LOW) * G // 8))
-
-
 @triton.jit(
-    do_not_specialize=[
-        "num_tiles",
-        "num_allocs",
-        "num_high",
-        "tiles_per_alloc",
-        "channels",
-        "tiles_per_token",
-        "tau",
-    ]
+    do_not_specialize=["num_tiles", "num_allocs", "num_high", "tiles_per_alloc", "channels", "tiles_per_token", "tau"]
 )
 def quantize_kernel(
     x,
@@ -274,9 +236,8 @@ def quantize_kernel(
     HIGH: tl.constexpr,
     IS_SINGLE: tl.constexpr,
     PADDED: tl.constexpr,
-    NORM: tl.constexpr,
 ):
-    """Every byte of `buf`. WIDTH is log2 G, NORM 1/√G."""
+    """Every byte of `buf`. WIDTH is log2 G."""
     exponent, is_flagged = load_exponent(work)
     factor, is_extreme = power_of_two(exponent), tl.abs(exponent) > _MOST_EXPONENT
     places = places_in(work, tile_slots)
@@ -325,11 +286,9 @@ def quantize_kernel(
                 low_buf + first * (LOW * G // 8),
                 high_buf,
                 G,
-                WIDTH,
                 LOW,
                 HIGH,
                 PADDED,
-                NORM,
             )
             scale = tl.where(is_own, own_scale, scale)
             zero_point = tl.where(is_own, own_zero_point, zero_point)
@@ -345,21 +304,11 @@ def quantize_kernel(
         tl.store(as_halves(buf + scale_at) + tiles, scale.to(tl.int16), mask=is_tile)
         tl.store(as_halves(buf + zero_point_at) + tiles, zero_point.to(tl.int16), mask=is_tile)
     if tl.program_id(0) == 0:
-        _finish(
-            buf,
-            exponent,
-            is_flagged,
-            num_tiles,
-            num_allocs,
-            num_high,
-            bit_map_at,
-            scale_at,
-            zero_point_at,
-            pivot_at,
-            low_planes_at,
-            high_planes_at,
-            G,
-            WIDTH,
-            LOW,
-            HIGH,
-        )
+        store_header(buf, exponent, is_flagged, WIDTH, LOW, HIGH, 5)
+        count = num_tiles.to(tl.int64)
+        fill_gap(buf, bit_map_at + (num_allocs + 7) // 8)
+        fill_gap(buf, scale_at + 2 * count)
+        fill_gap(buf, zero_point_at + 2 * count)
+        fill_gap(buf, pivot_at + (count * WIDTH + 7) // 8)
+        fill_gap(buf, low_planes_at + count * (LOW * G // 8))
+        fill_gap(buf, high_planes_at + num_high.to(tl.int64) * ((HIGH - LOW) * G // 8))

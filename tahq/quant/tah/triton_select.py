@@ -98,15 +98,7 @@ def places_in(work, tile_slots):
 
 
 @triton.jit
-def _keys(
-    work,
-    num_measured,
-    allocs,
-    is_real,
-    tiles_per_alloc,
-    IS_SINGLE: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+def _keys(work, num_measured, allocs, is_real, tiles_per_alloc, IS_SINGLE: tl.constexpr, REVERSE: tl.constexpr):
     """Keys in the order of rank; of lanes without a tile, one above all.
 
     With r = ‖a‖₁/(‖a‖₁ + ϵ), the shares p = r·|a|/‖a‖₁ have r times the entropy, and −r·log r.

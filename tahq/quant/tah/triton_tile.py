@@ -35,9 +35,7 @@ def _range(y, is_hidden, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _transform(
-    y, largest, next_largest, is_finite, tau, NORM: tl.constexpr, T: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr
-):
+def _transform(y, largest, next_largest, is_finite, tau, T: tl.constexpr, G: tl.constexpr):
     """Swap and transform the outliers among tiles [T, G]; `next_largest` is without those equal to the largest.
 
     Returns y, and of each tile whether it was transformed, and its pivot: the lowest channel of the largest.
@@ -47,7 +45,7 @@ def _transform(
     second = tl.where(tl.sum(is_largest.to(tl.int32), axis=1) == 1, next_largest, largest)
     is_transformed = is_finite & (tl.div_rn(largest, second + _EPSILON) > tau)
     pivot = tl.where(is_transformed, tl.min(tl.where(is_largest, channel, G), axis=1), 0)
-    y = tl.where(is_transformed[:, None], hadamard(exchange(y, pivot, G), NORM, T, G, WIDTH), y)
+    y = tl.where(is_transformed[:, None], hadamard(exchange(y, pivot, G), T, G), y)
     return y, is_transformed, pivot
 
 
@@ -93,15 +91,10 @@ def _store_planes(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Planes of codes [T, G], zero where `is_coded` [T] is false, of the first `num_left` tiles.
+    """Planes of codes int32 [T, G], zero where `is_coded` [T] is false, of the first `num_left` tiles.
 
-    Args:
-        low_buf: where the first tile's low planes go.
-        high_buf: where the high planes of the first tile with H bits in the tensor go.
-        codes: int32.
-        is_coded: bool [T].
-        high_place: of each tile [T] among those with H bits, negative for L bits.
-        num_left: tiles.
+    `low_buf` is the first tile's place, `high_buf` that of the tensor's first tile with H bits, from which `high_place`
+    [T] counts; negative for L bits.
     """
     NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
     words = tl.where(is_coded[:, None], pack_bits(codes, 0, HIGH <= 4, TILES, G), 0)
@@ -128,29 +121,19 @@ def encode_tile(
     low_buf,
     high_buf,
     G: tl.constexpr,
-    WIDTH: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     PADDED: tl.constexpr,
-    NORM: tl.constexpr,
 ):
-    """Write the planes of a tile y [1, G]; return its scale and zero-point, bits of fp16, and its pivot.
+    """Write the planes of a tile y [1, G]; return fp16 bits of scale and zero-point, and its pivot.
 
-    They are returned as scalars, so that the layout of one tile does not become that of the block's.
-
-    Args:
-        y: the tile, times the tensor's power of two.
-        is_hidden: bool [1, G]: channels that are there only to fill the tile up.
-        is_finite: bool [1].
-        place: int32 [1], among the tiles with H bits, negative for L bits.
-        tau: outliers exceed the second largest this many times.
-        low_buf: where the tile's low planes go.
-        high_buf: where the high planes of the first tile with H bits in the tensor go.
+    They are returned as scalars, so that the layout of one tile does not become that of the block's. `is_hidden` [1, G]
+    are padding channels; `place` and the buffers are those of `_store_planes`.
     """
     smallest, largest = _range(y, is_hidden, PADDED)
     magnitude, size = tl.maximum(largest, -smallest), tl.abs(y)
     next_largest = tl.max(tl.where(size == magnitude[:, None], 0.0, size), axis=1)
-    y, is_transformed, pivot = _transform(y, magnitude, next_largest, is_finite, tau, NORM, 1, G, WIDTH)
+    y, is_transformed, pivot = _transform(y, magnitude, next_largest, is_finite, tau, 1, G)
     smallest, largest = _range(y, is_hidden & ~is_transformed[:, None], PADDED)
     levels = tl.where(place >= 0, (1 << HIGH) - 1.0, (1 << LOW) - 1.0)
     scale, zero_point = scale_and_zero_point(smallest, largest, place >= 0, LOW, HIGH)
@@ -165,23 +148,9 @@ def encode_tile(
 
 @triton.jit
 def _load_planes(
-    low_buf,
-    high_buf,
-    high_place,
-    num_left,
-    T: tl.constexpr,
-    G: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
+    low_buf, high_buf, high_place, num_left, T: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
 ):
-    """Codes int32 [T, G] of the first `num_left` tiles.
-
-    Args:
-        low_buf: where the first tile's low planes are.
-        high_buf: where the high planes of the first tile with H bits in the tensor are.
-        high_place: of each tile [T] among those with H bits, negative for L bits.
-        num_left: tiles.
-    """
+    """Codes int32 [T, G] of the first `num_left` tiles; places and buffers are those of `_store_planes`."""
     NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
     plane, tile, within = place_planes(0, NUM_PLANES, T, G)
     is_low_plane = (tile < num_left) & (plane < LOW)
@@ -199,31 +168,10 @@ def _load_planes(
 
 @triton.jit
 def decode_tile(
-    scale,
-    zero_point,
-    place,
-    pivot,
-    factor,
-    low_buf,
-    high_buf,
-    G: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    NORM: tl.constexpr,
+    scale, zero_point, place, pivot, factor, low_buf, high_buf, G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
 ):
-    """Values [1, G] of a transformed tile, times `factor`.
-
-    Args:
-        scale: bits of fp16, int32 [1]; its sign is not looked at.
-        zero_point: bits of fp16, int32 [1].
-        place: int32 [1], among the tiles with H bits, negative for L bits.
-        pivot: int32 [1].
-        factor: a power of two.
-        low_buf: where the tile's low planes are.
-        high_buf: where the high planes of the first tile with H bits in the tensor are.
-    """
+    """Values [1, G] of a transformed tile, times `factor`; scale (sign ignored) and zero-point are fp16 bits."""
     codes = _load_planes(low_buf, high_buf, place, 1, 1, G, LOW, HIGH).to(tl.float32)
     step, start = from_half(scale & 0x7FFF) * factor, from_half(zero_point) * factor
     y = codes * step[:, None] + start[:, None]
-    return exchange(hadamard(y, NORM, 1, G, WIDTH), pivot, G)
+    return exchange(hadamard(y, 1, G), pivot, G)

@@ -112,16 +112,7 @@ def _store_widths(buf, width, num_tiles):
 
 @triton.jit(do_not_specialize=["num_measured", "num_tiles", "num_steps"])
 def allocate_kernel(
-    work,
-    buf,
-    num_measured,
-    num_tiles,
-    num_steps,
-    levels_at,
-    counts_at,
-    starts_at,
-    width_at,
-    RELATIVE: tl.constexpr,
+    work, buf, num_measured, num_tiles, num_steps, levels_at, counts_at, starts_at, width_at, RELATIVE: tl.constexpr
 ):
     """Widths, in the stream, and `starts`; `num_steps` is K − T."""
     tiles, is_tile, level = _own_levels(work, levels_at, num_measured, num_tiles, RELATIVE)

@@ -1,4 +1,4 @@
-"""`wf` on CUDA, the kernels: means, energies and levels before bits are allocated; then quantising, and decoding.
+"""The kernels of `eden` and `wf` on CUDA: means, energies and levels before bits are allocated; quantising; decoding.
 
 Shape letters: T tiles of a block, G channels per tile.
 """
@@ -6,14 +6,25 @@ Shape letters: T tiles of a block, G channels per tile.
 import triton
 import triton.language as tl
 
-from tahq.quant.gaussian.small_scale import LARGEST_CODE, NOT_FINITE
-from tahq.quant.gpu.allocation import load_widths
-from tahq.quant.gpu.gaussian import SLOTS, finish, load_exponent, tile_verdict
-from tahq.quant.gpu.levels import load_levels, nearest_code, quantize, scale_value, signed_codes, store_codes
+from tahq.quant.gaussian.reference import CANDIDATES, SAME_LEVEL
+from tahq.quant.gaussian.small_scale import DROPPED_BITS, LARGEST_CODE, NOT_FINITE
+from tahq.quant.gaussian.triton_allocation import load_widths
+from tahq.quant.gaussian.triton_stream import SLOTS, tile_verdict
+from tahq.quant.gpu.hash import flip_signs, hash_words
+from tahq.quant.gpu.levels import (
+    code_of_bits,
+    load_levels,
+    nearest_code,
+    quantize,
+    scale_value,
+    signed_codes,
+    store_codes,
+)
 from tahq.quant.gpu.tiles import (
     INFINITY,
     as_floats,
     as_halves,
+    fill_gap,
     from_eights,
     from_half,
     hadamard,
@@ -21,6 +32,7 @@ from tahq.quant.gpu.tiles import (
     locate_tiles,
     magnitude_bits,
     power_of_two,
+    store_header,
     store_measured,
     store_values,
     store_verdict,
@@ -28,7 +40,6 @@ from tahq.quant.gpu.tiles import (
     to_eights,
 )
 from tahq.quant.transforms import TOP_EXPONENT
-from tahq.quant.wf.reference import CANDIDATES, SAME_LEVEL
 
 TOKENS_PER_PROGRAM = 8
 """Of the kernel that makes levels of energies."""
@@ -36,6 +47,45 @@ _TOKENS = tl.constexpr(TOKENS_PER_PROGRAM)
 _TILES_AT_ONCE = tl.constexpr(128)
 _SUMS_AT_ONCE = tl.constexpr(4096)
 _TOP, _SAME_LEVEL = tl.constexpr(TOP_EXPONENT), tl.constexpr(SAME_LEVEL)
+_LARGEST_CODE, _NOT_FINITE, _SLOTS = tl.constexpr(LARGEST_CODE), tl.constexpr(NOT_FINITE), tl.constexpr(SLOTS)
+_DROPPED, _HALF = tl.constexpr(DROPPED_BITS), tl.constexpr(1 << (DROPPED_BITS - 1))
+_NUM_CANDIDATES = tl.constexpr(len(CANDIDATES))
+_LOWEST = tl.constexpr(-(1 << 20))
+"""`eden`'s level of tiles that are not finite, below that of any other."""
+_SCALES = tl.constexpr(-0x80000000)
+"""Where the counters of the scales' draws begin, 2^31, as a signed number."""
+
+
+@triton.jit
+def _relative_levels(values, largest, G: tl.constexpr):
+    """Levels [T] of tiles [T, G], less 8·e − OFFSET; `largest` has the bits of their largest magnitudes.
+
+    Tiles are taken to magnitudes below 2 first: squares of others might not fit fp32.
+    """
+    exponent = (largest >> 23) - 127
+    near_one = values * power_of_two(-exponent)[:, None]
+    size = tl.sqrt_rn(tl.sum(near_one * near_one, axis=1) * (1.0 / G))
+    return ((size.to(tl.int32, bitcast=True) + _HALF) >> _DROPPED) + 8 * exponent
+
+
+@triton.jit(do_not_specialize=["num_tiles", "channels", "tiles_per_token"])
+def measure_kernel(
+    x, work, num_tiles, channels, tiles_per_token, levels_at, G: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr
+):
+    """`eden`: level of every tile, largest magnitude of every program."""
+    largest_seen = tl.zeros([TILES], tl.int32)
+    largest_finite = tl.zeros([TILES], tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(num_tiles, TILES), tl.num_programs(0)):
+        tiles = block * TILES + tl.arange(0, TILES)
+        pointers, is_real = locate_tiles(x, block, num_tiles, channels, tiles_per_token, TILES, G, PADDED)
+        values = tl.load(pointers, mask=is_real, other=0.0).to(tl.float32)
+        largest = tl.max(magnitude_bits(values), axis=1)
+        is_finite = largest < INFINITY
+        largest_seen = tl.maximum(largest_seen, largest)
+        largest_finite = tl.maximum(largest_finite, tl.where(is_finite, largest, 0))
+        level = tl.where(is_finite, _relative_levels(values, tl.where(is_finite, largest, 0), G), _LOWEST)
+        tl.store(work + levels_at + tiles, level, mask=tiles < num_tiles)
+    store_measured(work, largest_seen, largest_finite)
 
 
 @triton.jit
@@ -62,7 +112,7 @@ def _is_real(token, stop, column, channels, G: tl.constexpr, PADDED: tl.constexp
 
 
 @triton.jit(do_not_specialize=["num_tokens", "channels", "tiles_per_token", "num_parts", "tokens_per_part"])
-def measure_kernel(
+def sum_kernel(
     x,
     work,
     num_tokens,
@@ -76,7 +126,7 @@ def measure_kernel(
     PADDED: tl.constexpr,
     CENTER: tl.constexpr,
 ):
-    """Sums of channels over parts of the tokens, fp64, without tiles that are not finite; largest magnitudes."""
+    """`wf`: sums of channels over parts of the tokens, fp64, without tiles that are not finite; largest magnitudes."""
     largest_seen = tl.zeros([TOKENS], tl.int32)
     largest_finite = tl.zeros([TOKENS], tl.int32)
     for item in range(tl.program_id(0), tiles_per_token * num_parts, tl.num_programs(0)):
@@ -137,7 +187,7 @@ def energy_kernel(
     PADDED: tl.constexpr,
     CENTER: tl.constexpr,
 ):
-    """Means, in the stream, and the mean square of every centered tile, −1 of one that is not finite."""
+    """`wf`: means, in the stream, and the mean square of every centered tile, −1 of one that is not finite."""
     exponent, _ = tensor_exponent(work, num_measured, _TOP)
     factor = power_of_two(exponent)
     for item in range(tl.program_id(0), tiles_per_token * num_parts, tl.num_programs(0)):
@@ -174,7 +224,7 @@ def _own_energies(energies, token, first, num_tokens, tiles_per_token):
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles_per_token"])
 def level_kernel(work, num_tokens, tiles_per_token, energies_at, levels_at):
-    """Levels of tiles in their tokens: code(√E) − code(√F) + 255, F being the mean of the token's E."""
+    """`wf`: levels of tiles in their tokens: code(√E) − code(√F) + 255, F being the mean of the token's E."""
     energies = as_floats(work + energies_at)
     token = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     total = tl.zeros([_TOKENS, _TILES_AT_ONCE], tl.float32)
@@ -189,12 +239,6 @@ def level_kernel(work, num_tokens, tiles_per_token, energies_at, levels_at):
         tl.store(work + levels_at + place, level, mask=is_real)
 
 
-_TOP = tl.constexpr(TOP_EXPONENT)
-_LARGEST_CODE, _NOT_FINITE, _SLOTS = tl.constexpr(LARGEST_CODE), tl.constexpr(NOT_FINITE), tl.constexpr(SLOTS)
-_NUM_CANDIDATES = tl.constexpr(len(CANDIDATES))
-_EXPONENT_PLACE = tl.constexpr(4)
-
-
 @triton.jit
 def _load_means(means, tiles, channel, is_real, tiles_per_token, G: tl.constexpr):
     """fp32 means, fp16 in the stream, for tiles and channels that are broadcast against each other."""
@@ -203,7 +247,7 @@ def _load_means(means, tiles, channel, is_real, tiles_per_token, G: tl.constexpr
 
 
 @triton.jit
-def _best_scale(magnitude, energy, width, table):
+def _best_scales(magnitude, energy, width, table):
     """Of five codes around that of √E the first with the least Σ(|z| − s·level)², [T]; 0 where √E's is 0."""
     middle = nearest_code(tl.sqrt_rn(energy))
     best, least = middle, tl.full(energy.shape, float("inf"), tl.float32)
@@ -219,7 +263,19 @@ def _best_scale(magnitude, energy, width, table):
     return tl.where(middle > 0, best, 0)
 
 
-@triton.jit(do_not_specialize=["num_measured", "num_tiles", "num_planes", "channels", "tiles_per_token"])
+@triton.jit
+def _unbiased_scales(z, level, energy, tiles, key_low, key_high):
+    """Codes of Σz²/Σ|z|·level, rounded stochastically, [T]."""
+    projection = tl.sum(tl.abs(z) * level, axis=1)
+    scale = tl.div_rn(energy, tl.where(projection == 0, 1.0, projection))
+    draw = hash_words(tiles ^ _SCALES, key_low, key_high) >> (32 - _DROPPED)
+    bits = tl.where(projection == 0, 0.0, scale).to(tl.int32, bitcast=True)
+    return code_of_bits(bits + draw.to(tl.int32, bitcast=True))
+
+
+@triton.jit(
+    do_not_specialize=["num_measured", "num_tiles", "num_planes", "channels", "tiles_per_token", "key_low", "key_high"]
+)
 def quantize_kernel(
     x,
     work,
@@ -230,57 +286,63 @@ def quantize_kernel(
     num_planes,
     channels,
     tiles_per_token,
-    energies_at,
+    marks_at,
     starts_at,
     scale_at,
     mean_at,
     codes_at,
+    key_low,
+    key_high,
     G: tl.constexpr,
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
+    RANDOM: tl.constexpr,
     CENTER: tl.constexpr,
-    NORM: tl.constexpr,
 ):
-    """All of the stream but widths and means. WIDTH is log2 G, NORM 1/√G."""
+    """All of the stream except widths and means. WIDTH is log2 G; at `marks_at` are levels (`eden`) or energies."""
     exponent, is_flagged = tensor_exponent(work, num_measured, _TOP)
     factor = power_of_two(exponent)
     for block in range(tl.program_id(0), tl.cdiv(num_tiles, TILES), tl.num_programs(0)):
         tiles = block * TILES + tl.arange(0, TILES)
         is_tile = tiles < num_tiles
         start, width = load_widths(work + starts_at, tiles, is_tile)
-        is_finite = tl.load(as_floats(work + energies_at) + tiles, mask=is_tile, other=0.0) >= 0
+        if RANDOM:
+            is_finite = tl.load(work + marks_at + tiles, mask=is_tile, other=0) != _LOWEST
+        else:
+            is_finite = tl.load(as_floats(work + marks_at) + tiles, mask=is_tile, other=0.0) >= 0
         pointers, is_real = locate_tiles(x, block, num_tiles, channels, tiles_per_token, TILES, G, PADDED)
         y = tl.load(pointers, mask=is_real, other=0.0).to(tl.float32) * factor
         if CENTER:
             channel = tl.arange(0, G)[None, :]
             y -= _load_means(buf + mean_at, tiles[:, None], channel, is_real, tiles_per_token, G)
-        z = hadamard(tl.where(is_finite[:, None], y, 0.0), NORM, TILES, G, WIDTH)
-        scale = _best_scale(tl.abs(z), tl.sum(z * z, axis=1) * (1.0 / G), width, table)
-        index, _ = quantize(tl.abs(z), scale_value(scale), width, table)
-        codes = tl.where((scale > 0)[:, None], signed_codes(z, index, width), 0)
+        y = tl.where(is_finite[:, None], y, 0.0)
+        if RANDOM:
+            y = flip_signs(y, tiles, key_low, key_high, TILES, G)
+        z = hadamard(y, TILES, G)
+        energy = tl.sum(z * z, axis=1)
+        if RANDOM:
+            index, level = quantize(tl.abs(z), tl.sqrt_rn(energy * (1.0 / G)), width, table)
+            scale = _unbiased_scales(z, level, energy, tiles, key_low, key_high)
+            has_codes = is_finite
+        else:
+            scale = _best_scales(tl.abs(z), energy * (1.0 / G), width, table)
+            index, _ = quantize(tl.abs(z), scale_value(scale), width, table)
+            has_codes = scale > 0
+        codes = tl.where(has_codes[:, None], signed_codes(z, index, width), 0)
         scale = tl.where(is_finite, scale, _NOT_FINITE)
         tl.store(buf + scale_at + tiles, scale.to(tl.uint8), mask=is_tile)
         store_codes(buf + codes_at, codes, start, width, TILES, G)
     if tl.program_id(0) == 0:
-        finish(
-            buf,
-            exponent,
-            is_flagged,
-            num_tiles,
-            num_planes,
-            channels,
-            scale_at,
-            mean_at,
-            codes_at,
-            G,
-            WIDTH,
-            CENTER,
-            _EXPONENT_PLACE,
-        )
+        PLACE: tl.constexpr = 3 if RANDOM else 4
+        store_header(buf, exponent, is_flagged, WIDTH, CENTER, 0, PLACE)
+        fill_gap(buf, scale_at + num_tiles)
+        if CENTER:
+            fill_gap(buf, mean_at + 2 * channels)
+        fill_gap(buf, codes_at + num_planes.to(tl.int64) * (G // 8))
 
 
-@triton.jit(do_not_specialize=["num_tiles", "channels", "tiles_per_token"])
+@triton.jit(do_not_specialize=["num_tiles", "channels", "tiles_per_token", "key_low", "key_high"])
 def values_kernel(
     buf,
     work,
@@ -292,15 +354,17 @@ def values_kernel(
     scale_at,
     mean_at,
     codes_at,
+    key_low,
+    key_high,
     G: tl.constexpr,
-    WIDTH: tl.constexpr,
     TILES: tl.constexpr,
     PADDED: tl.constexpr,
+    RANDOM: tl.constexpr,
     CENTER: tl.constexpr,
-    NORM: tl.constexpr,
 ):
     """Values of all tiles, and the rest of the verdict."""
-    factor = power_of_two(-load_exponent(buf, _EXPONENT_PLACE))
+    EXPONENT_AT: tl.constexpr = 3 if RANDOM else 4
+    factor = power_of_two(-tl.load(buf + EXPONENT_AT).to(tl.int8, bitcast=True).to(tl.int32))
     verdict = tl.zeros([TILES], tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(num_tiles, TILES), tl.num_programs(0)):
         tiles = block * TILES + tl.arange(0, TILES)
@@ -309,7 +373,10 @@ def values_kernel(
         scale = tl.load(buf + scale_at + tiles, mask=is_tile, other=0).to(tl.int32)
         verdict |= tile_verdict(work, scale, is_tile)
         y = load_levels(buf + codes_at, start, width, table, TILES, G) * scale_value(scale)[None, None, :]
-        y = to_eights(hadamard(from_eights(y, TILES, G), NORM, TILES, G, WIDTH), TILES, G)
+        y = hadamard(from_eights(y, TILES, G), TILES, G)
+        if RANDOM:
+            y = flip_signs(y, tiles, key_low, key_high, TILES, G)
+        y = to_eights(y, TILES, G)
         pointers, is_real = locate_eights(x, block, num_tiles, channels, tiles_per_token, TILES, G, PADDED)
         if CENTER:
             channel = tl.arange(0, 8)[:, None, None] + 8 * tl.arange(0, G // 8)[None, :, None]

@@ -1,1 +1,0 @@
-"""`eden`: randomised, unbiased; for gradients."""

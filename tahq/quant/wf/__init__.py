@@ -1,1 +1,0 @@
-"""`wf`: water-filled bits, deterministic; for activations."""
