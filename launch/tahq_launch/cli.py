@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tahq import __version__
-from tahq_launch.codec_commands import codec_app
+from tahq_launch.codec_commands import compare, inspect, list_codecs
 from tahq_launch.command_line import run_app
 from tahq_launch.plan_commands import measure, plan, probe
 from tahq_launch.run_commands import coordinator, export, keygen, launch, trace, worker
@@ -24,13 +24,25 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
+def _codec(context: typer.Context) -> None:
+    """List codecs, inspect their streams, and compare them on tensors."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _group(callback: Callable[..., None], **commands: Callable[..., int]) -> typer.Typer:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.callback(invoke_without_command=True)(callback)
+    for name, command in commands.items():
+        app.command(name)(command)
+    return app
+
+
 def main() -> int:
     """The program `tahq`."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.callback(invoke_without_command=True)(_version)
-    for command in (launch, worker, coordinator, keygen, measure, plan, export, trace, probe):
-        app.command(command.__name__)(command)
-    app.add_typer(codec_app(), name="codec")
+    commands = (launch, worker, coordinator, keygen, measure, plan, export, trace, probe)
+    app = _group(_version, **{command.__name__: command for command in commands})
+    app.add_typer(_group(_codec, list=list_codecs, inspect=inspect, compare=compare), name="codec")
     app.add_typer(netem_app(), name="netem")
     return run_app(app, "tahq", sys.argv[1:] or ["--help"])
 

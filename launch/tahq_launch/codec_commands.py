@@ -1,4 +1,7 @@
-"""The command lines of `tahq codec list`, `inspect` and `compare`."""
+"""The command lines of `tahq codec list`, `inspect` and `compare`.
+
+Each function imports its implementation when it is called, so that `--help` needs no torch.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,22 +9,17 @@ from typing import Annotated
 import typer
 
 from tahq.errors import UserError, brief
+from tahq_launch.command_line import Debug
 
 Shape = Annotated[
-    str | None,
-    typer.Option(
-        "--shape",
-        metavar="N,…",
-        help="Shape of the encoded tensor, e.g. 2,1024,1600. Default: none.",
-    ),
+    str | None, typer.Option(metavar="N,…", help="Shape of the encoded tensor, e.g. 2,1024,1600. Default: none.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line. Default: a table.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks. Default: one line per error.")]
 
 
 def list_codecs(
     shape: Annotated[
-        str, typer.Option("--shape", metavar="N,…", help="Tensor shape for which bits per element are computed.")
+        str, typer.Option(metavar="N,…", help="Tensor shape for which bits per element are computed.")
     ] = "2,1024,1600",
     json_lines: Json = False,
     debug: Debug = False,
@@ -37,10 +35,7 @@ def list_codecs(
 
 
 def inspect(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A stream as codec.encode returns it, e.g. x.tah."),
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A stream as codec.encode returns it, e.g. x.tah.")],
     spec: Annotated[
         str | None,
         typer.Option(metavar="SPEC", help="Codec that wrote it, e.g. tah:group=32. Default: guessed from the header."),
@@ -54,7 +49,7 @@ def inspect(
 ) -> int:
     """Show the header, sections and statistics of an encoded stream, and decode it to check it.
 
-    A stream does not carry its codec and shape: without --spec and --shape only the header is shown.
+    A stream does not record its codec and shape: without --spec and --shape only the header is shown.
 
     Example: tahq codec inspect boundary.tah --spec tah --shape 2,1024,1600 --hex 64
     """
@@ -65,24 +60,15 @@ def inspect(
 
 
 def compare(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Tensors [..., C]: .safetensors or .npy."),
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Tensors [..., C]: .safetensors or .npy.")],
     tensors: Annotated[
         list[str] | None,
-        typer.Option(
-            "--tensor",
-            metavar="NAME",
-            help="Tensor to use; may be repeated. Default: all that codecs accept.",
-        ),
+        typer.Option("--tensor", metavar="NAME", help="Tensor to use; may be repeated. Default: all suitable tensors."),
     ] = None,
     specs: Annotated[
         list[str] | None,
         typer.Option(
-            "--spec",
-            metavar="SPEC",
-            help="Codec to try, e.g. fixed:bits=6; may be repeated. Default: a selection of all codecs.",
+            "--spec", metavar="SPEC", help="Codec to try, e.g. fixed:bits=6; may be repeated. Default: a selection."
         ),
     ] = None,
     draws: Annotated[int, typer.Option(min=2, metavar="N", help="Number of keys to try with a randomised codec.")] = 16,
@@ -92,10 +78,7 @@ def compare(
     device: Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="Device to encode on, e.g. cuda:1.")] = "cpu",
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OUT.PNG",
-            help="Also plot error against bits with the Gaussian bound (.png, .pdf, .svg). Default: none.",
-        ),
+        typer.Option(metavar="OUT.PNG", help="Also plot error against bits (.png, .pdf, .svg). Default: none."),
     ] = None,
     json_lines: Json = False,
     debug: Debug = False,
@@ -109,10 +92,8 @@ def compare(
     """
     from tahq_launch.analysis.codec_comparison import ComparisonRequest, run_comparison
 
-    request = ComparisonRequest(
-        file, tuple(tensors or ()), tuple(specs or ()), draws, backend, device, plot, json_lines
-    )
-    run_comparison(request)
+    names = tuple(tensors or ())
+    run_comparison(ComparisonRequest(file, names, tuple(specs or ()), draws, backend, device, plot, json_lines))
     return 0
 
 
@@ -123,19 +104,3 @@ def _shape(text: str) -> tuple[int, ...]:
         raise UserError(
             f"--shape must be whole numbers with commas between them, as in 2,1024,1600; got {brief(repr(text))}"
         ) from None
-
-
-def codec_app() -> typer.Typer:
-    """The group `tahq codec`."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.callback(invoke_without_command=True)(_group)
-    app.command("list")(list_codecs)
-    app.command("inspect")(inspect)
-    app.command("compare")(compare)
-    return app
-
-
-def _group(context: typer.Context) -> None:
-    """List codecs, inspect their streams, and compare them on tensors."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())

@@ -1,11 +1,12 @@
 """Options that several commands share, and how a command ends: one line on stderr and an exit status.
 
-- What the user can correct is one line, ``tahq-launch: cluster.yaml:3: …``, without a traceback.
+- A mistake of the user is one line, ``tahq-launch: cluster.yaml:3: …``, without a traceback.
 - A traceback is shown with ``--debug``, and is always in the log of a run that has one.
 - The exit status is the error class's (`tahq.errors`); any other exception is status 1.
 """
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from tahq.errors import TahqError, message_of
+from tahq.errors import TahqError, UserError, message_of
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CLUSTER.YAML", help="Configuration of the run, e.g. launch/examples/demo.yaml.")
@@ -31,6 +32,12 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the run of this name from its newest checkpoint. Default: a new run.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and log in detail. Default: one line per error.")]
+Device = Annotated[
+    str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device, e.g. cuda:1. Default: as configured.")
+]
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")
+]
 
 log = logging.getLogger("tahq")
 
@@ -38,13 +45,8 @@ log = logging.getLogger("tahq")
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Run one command line and return its exit status.
 
-    Args:
-        app: the commands.
-        program: its name in messages and help.
-        arguments: the command line without the program's name.
-
     Returns:
-        What the command returned; 2 for a wrong command line; an error's own status; 130 after Ctrl-C (typer does
+        The command's result; 2 for a wrong command line; an error's own status; 130 after Ctrl-C (typer does
         that); 1 for an unexpected exception.
     """
     log.addHandler(logging.NullHandler())  # else Python prints errors that have no handler
@@ -52,7 +54,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
         status = app(args=list(arguments), prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
         hint = "" if "--help" in error.format_message() else f" (see {program} --help)"
-        return _say(program, error.format_message().rstrip(".") + hint, error.exit_code)
+        return _print_error(program, error.format_message().rstrip(".") + hint, error.exit_code)
     except Exception as error:
         return report_error(program, error, debug="--debug" in arguments)
     return status if isinstance(status, int) else 0
@@ -64,20 +66,17 @@ def report_error(program: str, error: Exception, *, debug: bool) -> int:
         traceback.print_exception(error)
     if isinstance(error, TahqError):
         log.debug("ended by", exc_info=error)
-        return _say(program, message_of(error), error.exit_status)
+        return _print_error(program, message_of(error), error.exit_status)
     log.critical("internal error", exc_info=error)
     again = "" if debug else " (run again with --debug for the traceback)"
-    return _say(program, f"internal error: {type(error).__name__}: {message_of(error)}{again}", TahqError.exit_status)
+    message = f"internal error: {type(error).__name__}: {message_of(error)}{again}"
+    return _print_error(program, message, TahqError.exit_status)
 
 
-def _say(program: str, message: str, status: int) -> int:
-    print(f"{program}: {one_line(message)}", file=sys.stderr, flush=True)
+def _print_error(program: str, message: str, status: int) -> int:
+    line = " ".join(part.strip() for part in message.splitlines() if part.strip())
+    print(f"{program}: {line}", file=sys.stderr, flush=True)
     return status
-
-
-def one_line(message: str) -> str:
-    """A message with its line breaks folded."""
-    return " ".join(part.strip() for part in message.splitlines() if part.strip())
 
 
 def log_to_stderr(level: int, *, is_log: bool) -> None:
@@ -99,3 +98,17 @@ def log_to_stderr(level: int, *, is_log: bool) -> None:
 def announce(line: str) -> None:
     """Print a line at once, also into a pipe."""
     print(line, flush=True)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that a result could not be written to, before the work; UserError."""
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"cannot write {path}: expected a file in a writable folder")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a result; UserError if that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error

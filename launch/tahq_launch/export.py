@@ -15,9 +15,11 @@ import torch
 
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_from_json
+from tahq.data.config import DataConfig
 from tahq.data.tokenizer import Tokenizer, load_tokenizer
 from tahq.errors import DataError, ModelError, UserError
 from tahq.memory.galore.stored_weight import snapshot_weight
+from tahq.models.config import ModelConfig
 from tahq.models.export import copy_generation_config, export_folder
 from tahq.models.model_spec import CONFIG_FILE, ModelSpec, load_spec, untying_note
 from tahq.pipeline.checkpoint.manifest import Manifest, read_latest, read_manifest, snapshot_folder, snapshot_folders
@@ -31,11 +33,10 @@ _MAX_TOKENIZER_NBYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result: the model after `step` steps."""
+    """The exported checkpoint: the step that it was written after, its size, and a note for the user."""
 
     step: int
     num_parameters: int
-    out: Path
     note: str | None
 
 
@@ -48,8 +49,7 @@ def keep_source(run: RunFolder, config: ClusterConfig) -> list[str]:
     Raises:
         UserError: the run's folder cannot be written.
     """
-    tokenizer = load_tokenizer(config.data)
-    spec = load_spec(config.model, vocab_size=tokenizer.vocab_size, seq_len=config.data.seq_len, needs_weights=False)
+    spec, tokenizer = _load(config.model, config.data)
     notes = [note for note in (untying_note(config.model, spec),) if note]
     partial = run.path / ".source.partial"
     try:
@@ -79,7 +79,7 @@ def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbyte
     Args:
         run: the run's folder, such as runs/demo.
         out: the folder to make; must be new or empty.
-        step: which checkpoint; None: the newest.
+        step: of the checkpoint; None: the newest.
         max_shard_nbytes: bytes of tensors per file.
 
     Raises:
@@ -102,7 +102,7 @@ def export_run(run: Path, out: Path, *, step: int | None = None, max_shard_nbyte
 
     with contextlib.closing(SnapshotReader(folder, manifest.sha256)) as reader:
         export_folder(spec, counted(reader), out, tokenizer, max_shard_nbytes)
-    return Exported(manifest.step, num_parameters, out, untying_note(config.model, spec))
+    return Exported(manifest.step, num_parameters, untying_note(config.model, spec))
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> tuple[Path, Manifest]:
@@ -110,9 +110,10 @@ def _checkpoint(run: RunFolder, step: int | None) -> tuple[Path, Manifest]:
         raise UserError(f"{run.path} is not a run's folder; expected a folder such as runs/demo")
     if step is None:
         return read_latest(run.snapshots)
-    if step not in snapshot_folders(run.snapshots):
-        there = ", ".join(map(str, snapshot_folders(run.snapshots))) or "none"
-        raise UserError(f"{run.path} has no checkpoint after step {step}; it has: {there}")
+    steps = snapshot_folders(run.snapshots)
+    if step not in steps:
+        existing = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"{run.path} has no checkpoint after step {step}; it has: {existing}")
     folder = snapshot_folder(run.snapshots, step)
     return folder, read_manifest(folder)
 
@@ -125,8 +126,7 @@ def _source(run: RunFolder, config: ClusterConfig) -> tuple[ModelSpec, Tokenizer
     if (run.source / _TOKENIZER).is_dir():
         data = data.model_copy(update={"tokenizer": str(run.source / _TOKENIZER)})
     try:
-        tokenizer = load_tokenizer(data)
-        spec = load_spec(model, vocab_size=tokenizer.vocab_size, seq_len=data.seq_len, needs_weights=False)
+        return _load(model, data)
     except (DataError, ModelError) as error:
         if run.source.exists():
             raise
@@ -134,4 +134,8 @@ def _source(run: RunFolder, config: ClusterConfig) -> tuple[ModelSpec, Tokenizer
             f"{run.path} has no copy of its model and tokenizer, because an older version started it; run tahq export "
             f"in the directory where the run was started: {error}"
         ) from error
-    return spec, tokenizer
+
+
+def _load(model: ModelConfig, data: DataConfig) -> tuple[ModelSpec, Tokenizer]:
+    tokenizer = load_tokenizer(data)
+    return load_spec(model, vocab_size=tokenizer.vocab_size, seq_len=data.seq_len, needs_weights=False), tokenizer

@@ -5,9 +5,9 @@ shaped and whose delay to each worker is that worker's own: a control message ta
 like hosts, and shares its worker's uplink and downlink with activations and gradients.
 
 Invariants:
-- no worker starts before the network was measured and found as described; the figures are in the run's network.json,
-  also if they are off;
-- however the launcher ends, the network goes; after SIGKILL, the next one that is built removes it.
+- no worker starts before the network was measured and found as configured; the measurements are in the run's
+  network.json, also if they differ;
+- however the launcher ends, the network is removed; after SIGKILL, by the next network that is built.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig, host_names
 from tahq.comm.zmq.addresses import format_address, parse_address
@@ -27,8 +26,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.errors import NetworkError
 from tahq_launch.start.prepared_run import PreparedRun
 from tahq_launch.start.run_keys import WorkerSecret
-from tahq_launch.start.stage_process import WorkerCommand
-from tahq_launch.start.worker_command import local_command
+from tahq_launch.start.worker_command import WorkerCommand, local_command
 from tahq_netem.backends.choice import build_network
 from tahq_netem.backends.namespaces import entered
 from tahq_netem.backends.network import Network
@@ -46,36 +44,24 @@ log = logging.getLogger(__name__)
 
 
 class NamespaceHosts:
-    """The hosts of a network that is up, as the launcher needs them.
-
-    Args:
-        network: of host0, host1, … and the coordinator's host.
-    """
+    """The hosts of a running network: host0, host1, … and the coordinator's."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
 
     @property
     def bind(self) -> str:
-        """Where the coordinator listens: any free port of its host."""
+        """Address that the coordinator listens on: any free port of its host."""
         return format_address(self._network.address(COORDINATOR), 0)
 
     def on_coordinator(self) -> AbstractContextManager[None]:
-        """Have the sockets that this thread opens within the block be on the coordinator's host."""
+        """Within the block, this thread opens its sockets on the coordinator's host."""
         return entered(self._network.namespace(COORDINATOR))
 
     def worker_command(
         self, stage: int, coordinator: str, threads: int, *, secret: WorkerSecret, debug: bool
     ) -> WorkerCommand:
-        """The command that starts the worker of a stage on its host.
-
-        Args:
-            stage: the stage.
-            coordinator: host:port that the coordinator listens on.
-            threads: compute threads it may use.
-            secret: by which it learns its key.
-            debug: whether it logs in detail.
-        """
+        """The command that starts the worker of a stage on its host; see `local_command`."""
         host = f"host{stage}"
         peer = format_address(self._network.address(COORDINATOR), parse_address(coordinator, "coordinator")[1])
         command = local_command(stage, peer, threads, secret=secret, debug=debug)
@@ -92,7 +78,7 @@ def open_hosts(prepared: PreparedRun, announce: Callable[[str], None]) -> Iterat
         announce: prints what was built and measured.
 
     Raises:
-        NetworkError: it cannot be built here, or is not as described; says what to do.
+        NetworkError: it cannot be built here, or does not behave as configured.
     """
     config = prepared.config
     backend = config.links.backend
@@ -110,14 +96,13 @@ def open_hosts(prepared: PreparedRun, announce: Callable[[str], None]) -> Iterat
 def network_of(config: ClusterConfig) -> NetworkConfig:
     """The stages' hosts and the coordinator's, whose delay to each is that host's own."""
     network = config.links.network(config.pipeline.stages)
-    pairs = [_to_coordinator(name, host) for name, host in network.hosts.items()]
+    path_keys = {"delay", "jitter", "loss", "reorder"}
+    pairs = [
+        PairConfig(between=(name, COORDINATOR), **host.model_dump(include=path_keys))
+        for name, host in network.hosts.items()
+    ]
     hosts = {**network.hosts, COORDINATOR: HostConfig()}
     return network.model_copy(update={"hosts": hosts, "pairs": [*network.pairs, *pairs]})
-
-
-def _to_coordinator(name: str, host: HostConfig) -> PairConfig:
-    path = {key: getattr(host, key) for key in ("delay", "jitter", "loss", "reorder")}
-    return PairConfig(between=(name, COORDINATOR), **path)
 
 
 def links_of(config: ClusterConfig) -> list[tuple[str, str]]:
@@ -131,21 +116,14 @@ def links_of(config: ClusterConfig) -> list[tuple[str, str]]:
 
 def _keep(prepared: PreparedRun, measured: Calibration) -> None:
     """Write network.json; when a run is continued, the earlier file is kept beside it."""
-    path, start_step = prepared.folder.network, prepared.options.start_step
-    if start_step and path.exists():
-        path.replace(path.with_name(f"network-until-step-{start_step}.json"))
-    text = json.dumps(_record(prepared, measured), indent=1, allow_nan=False)
-    _write(path, f"{text}\n")
+    path, options = prepared.folder.network, prepared.options
+    if options.start_step and path.exists():
+        path.replace(path.with_name(f"network-until-step-{options.start_step}.json"))
+    measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    record = {"measured_at": measured_at, "start": options.epoch, "start_step": options.start_step}
+    text = json.dumps(record | measured.as_dict(), indent=1, allow_nan=False)
     log.info("network: %s", text)
-
-
-def _record(prepared: PreparedRun, measured: Calibration) -> dict[str, Any]:
-    started = {"start": prepared.options.epoch, "start_step": prepared.options.start_step}
-    return {"measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **started, **measured.as_dict()}
-
-
-def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise NetworkError(f"cannot write {path}: {error.strerror}") from error

@@ -8,17 +8,14 @@ from typing import Annotated
 
 import typer
 
-from tahq_launch.command_line import ConfigPath, Debug, Overrides, announce
+from tahq_launch.command_line import ConfigPath, Debug, Device, JsonPath, Overrides
 
 
 def plan(
     cluster_yaml: ConfigPath,
     numbers: Annotated[
         Path | None,
-        typer.Option(
-            metavar="MEASURED.YAML",
-            help="Measured speeds of hosts and network paths, from tahq measure. Default: estimated from CLUSTER.YAML.",
-        ),
+        typer.Option(metavar="MEASURED.YAML", help="Speeds of hosts and paths, from tahq measure. Default: estimated."),
     ] = None,
     codecs: Annotated[
         list[str] | None,
@@ -41,12 +38,9 @@ def plan(
         int, typer.Option(min=1, help="Largest number of pipeline replicas, each on its own hosts.")
     ] = 1,
     write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a cluster.yaml that follows the plan. Default: none."),
+        Path | None, typer.Option(metavar="FILE", help="Write a cluster.yaml that follows the plan. Default: none.")
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")
-    ] = None,
+    json_path: JsonPath = None,
     grid: Annotated[bool, typer.Option("--grid", help="Draw the simulated step.")] = False,
     overrides: Overrides = None,
     debug: Debug = False,
@@ -73,34 +67,22 @@ def measure(
     micro_batch: Annotated[
         list[int] | None,
         typer.Option(
-            min=1,
-            metavar="SAMPLES",
-            help="Size to time, e.g. --micro-batch 4. May be repeated. Default: 0.5, 1 and 2 times the run's.",
+            min=1, metavar="SAMPLES", help="Size to time. May be repeated. Default: 0.5, 1 and 2 times the run's."
         ),
     ] = None,
     codecs: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SPEC",
-            help="Codec to time, e.g. --codecs eden:bits=3. May be repeated. Default: the codecs of wire.",
-        ),
+        typer.Option(metavar="SPEC", help="Codec to time, e.g. eden:bits=3. May be repeated. Default: those of wire."),
     ] = None,
     seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="Shortest time to observe each stream; at most 30.")
     ] = 1.0,
     connections: Annotated[
         list[int] | None,
-        typer.Option(
-            metavar="N",
-            help="Also measure each path over this many TCP connections, e.g. --connections 4. May be repeated. "
-            "Default: one connection.",
-        ),
+        typer.Option(metavar="N", help="Also measure each path over N TCP connections. May be repeated. Default: one."),
     ] = None,
     parallel: Annotated[
-        bool,
-        typer.Option(
-            "--parallel", help="Measure pairs without a common host at the same time. Default: one pair at a time."
-        ),
+        bool, typer.Option("--parallel", help="Measure separate pairs at the same time. Default: one pair at a time.")
     ] = False,
     access: Annotated[
         bool, typer.Option(help="Measure each host's uplink and downlink with all other hosts at once.")
@@ -132,7 +114,7 @@ def measure(
         connections=tuple(connections or ()),
         debug=debug,
     )
-    return measure_hosts(options, announce)
+    return measure_hosts(options)
 
 
 def probe(
@@ -154,12 +136,8 @@ def probe(
         Path | None,
         typer.Option(metavar="FOLDER", help="Hugging Face folder with weights. Default: the run's initial weights."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device. Default: as configured.")
-    ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON. Default: none.")
-    ] = None,
+    device: Device = None,
+    json_path: JsonPath = None,
     overrides: Overrides = None,
     resume: Annotated[
         bool,

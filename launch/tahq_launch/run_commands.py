@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tahq.units import parse_size
-from tahq_launch.command_line import ConfigPath, Debug, Overrides, Resume, announce, log_to_stderr, report_error
+from tahq_launch.command_line import ConfigPath, Debug, Device, Overrides, Resume, announce, log_to_stderr, report_error
 
 log = logging.getLogger("tahq")
 
@@ -72,38 +72,23 @@ def worker(
             "none: this machine only dials out. Default: the bound address.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda|cuda:N", help="Compute device, e.g. cuda:1. Default: as configured."),
-    ] = None,
+    device: Device = None,
     takeover: Annotated[
-        bool,
-        typer.Option(
-            "--takeover",
-            help="Take the stage from the worker that holds it, because that worker is gone or must go. Its unfinished "
-            "work is computed again.",
-        ),
+        bool, typer.Option("--takeover", help="Take the stage from its worker, e.g. on a replacement machine.")
     ] = False,
     spare: Annotated[
-        bool,
-        typer.Option("--spare", help="Wait, and take the stage of a host that is lost. Default: take a free stage."),
+        bool, typer.Option("--spare", help="Wait, and take the stage of a lost host. Default: take a free stage.")
     ] = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="How often this worker is restarted after being killed by a signal or a crash.")
     ] = 10,
     key: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with this worker's secret key, e.g. ~/gpu1.secret. Default: this account's key, created if "
-            "it does not exist.",
-        ),
+        typer.Option(metavar="FILE", help="This worker's secret key, e.g. ~/gpu1.secret. Default: this account's key."),
     ] = None,
     coordinator_key: Annotated[
         str | None,
-        typer.Option(
-            metavar="KEY", help="The coordinator's public key, as it prints it. Default: this worker's own public key."
-        ),
+        typer.Option(metavar="KEY", help="The coordinator's public key. Default: this worker's own public key."),
     ] = None,
     no_curve: Annotated[
         bool, typer.Option("--no-curve", help="For a run with security.curve: off. Default: CURVE is required.")
@@ -124,31 +109,28 @@ def worker(
 
     if no_curve and (key is not None or coordinator_key is not None):
         raise typer.BadParameter("it excludes --key and --coordinator-key", param_hint="--no-curve")
-    if no_curve:
-        credentials = None
-    elif keys_from_stdin:
-        credentials = run_keys.keys_from_stdin()
-    else:
-        credentials = run_keys.keys_by_hand(key, coordinator_key)
-    if die_with_launcher:
-        worker_lifetime.die_with_launcher()
-    if exit_with_stdin:
-        worker_lifetime.exit_with_stdin()
-    launched = die_with_launcher or exit_with_stdin
     if spare and (stage is not None or takeover):
         raise typer.BadParameter("a spare takes any stage that needs a worker; leave out --stage and --takeover")
     if takeover and stage is None:
         raise typer.BadParameter("--takeover needs --stage, the stage to take")
-    log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
+    credentials = None
+    if not no_curve:
+        by_hand = run_keys.keys_by_hand
+        credentials = run_keys.keys_from_stdin() if keys_from_stdin else by_hand(key, coordinator_key)
 
     def serve(worker_id: str, is_first: bool) -> int:
         from tahq.worker.main import run_worker  # not before the fork: it starts threads
         from tahq.worker.place import WorkerOptions
 
-        wanted = -1 if stage is None else stage
-        place = (wanted, peer, bind, advertise, device, worker_id, takeover and is_first)
+        place = (-1 if stage is None else stage, peer, bind, advertise, device, worker_id, takeover and is_first)
         return run_worker(WorkerOptions(*place, credentials, spare, replaces_host=takeover))
 
+    launched = die_with_launcher or exit_with_stdin
+    log_to_stderr(logging.DEBUG if debug else logging.INFO, is_log=launched)
+    if die_with_launcher:
+        worker_lifetime.die_with_launcher()
+    if exit_with_stdin:
+        worker_lifetime.exit_with_stdin()
     if launched:
         return serve("", True)
     from tahq.comm.zmq.addresses import parse_address
@@ -156,30 +138,24 @@ def worker(
     parse_address(peer, "coordinator")  # a mistake is reported once, not by every child
     log.info("dialling %s …", peer)  # before the child, which imports torch first
 
-    def served(worker_id: str, is_first: bool) -> int:
+    def child(worker_id: str, is_first: bool) -> int:
         try:
             return serve(worker_id, is_first)
         except Exception as error:
             return report_error("tahq-worker", error, debug=debug)
 
-    return worker_lifetime.supervise(served, restarts)
+    return worker_lifetime.supervise(child, restarts)
 
 
 def coordinator(
     cluster_yaml: ConfigPath,
     bind: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Address to listen on for workers, e.g. 0.0.0.0:5555; port 0: any free port. Default: run.bind.",
-        ),
+        typer.Option(metavar="HOST:PORT", help="Address to listen on, e.g. 0.0.0.0:5555. Default: run.bind."),
     ] = None,
     advertise: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Address that workers dial, e.g. 203.0.113.9:5555. Default: run.advertise, else the bound address.",
-        ),
+        typer.Option(metavar="HOST:PORT", help="Address that workers dial. Default: run.advertise, else --bind."),
     ] = None,
     overrides: Overrides = None,
     resume: Resume = False,
@@ -195,9 +171,8 @@ def coordinator(
     from tahq_launch.start.launcher import serve
     from tahq_launch.start.prepared_run import StartRequest
 
-    request = StartRequest(
-        cluster_yaml, tuple(overrides or ()), resume, debug, bind, advertise, program="tahq coordinator"
-    )
+    changes = tuple(overrides or ())
+    request = StartRequest(cluster_yaml, changes, resume, debug, bind, advertise, program="tahq coordinator")
     with placed_errors(cluster_yaml, request.all_overrides):
         return serve(request, announce)
 
@@ -240,7 +215,7 @@ def export(
     from tahq_launch.export import export_run
 
     done = export_run(run, out, step=step, max_shard_nbytes=max_shard_nbytes)
-    print(f"{done.out}: the model of {run} after step {done.step}, {done.num_parameters:,} parameters")
+    print(f"{out}: the model of {run} after step {done.step}, {done.num_parameters:,} parameters")
     if done.note:
         print(f"note: {done.note}")
     return 0
@@ -253,10 +228,7 @@ def trace(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Also write the traced steps (run.trace_steps, or --step) as one file for ui.perfetto.dev.",
-        ),
+        typer.Option(metavar="FILE.json", help="Also write the traced steps (run.trace_steps) for ui.perfetto.dev."),
     ] = None,
     debug: Debug = False,
 ) -> int:

@@ -14,7 +14,6 @@ from tahq.comm.config import MachineConfig
 from tahq.comm.network_config import host_names
 from tahq.errors import ConfigError
 from tahq.quant import CodecSpec
-from tahq.typed_yaml.mistakes import DisagreementError
 from tahq.units import Duration, Rate, Section, Size
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -138,10 +137,7 @@ class ClusterNumbers(Section):
         for index, path in enumerate(self.paths):
             for end, name in (("source", path.source), ("target", path.target)):
                 if name not in names and name not in sites:
-                    raise DisagreementError(
-                        ("paths", index, end),
-                        f"paths.{index}.{end}: unknown host or site {name}",
-                    )
+                    raise ValueError(f"paths.{index}.{end}: unknown host or site {name}")
         listed_ends = Counter((path.source, path.target) for path in self.paths)
         for (source, target), count in listed_ends.items():
             if count > 1:

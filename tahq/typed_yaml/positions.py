@@ -1,6 +1,6 @@
-"""YAML to plain values, with the line that each of them stands on.
+"""YAML to plain values, with the line of each.
 
-PyYAML's parser does the reading; what its scalars mean is decided here, by the core schema of YAML
+PyYAML's parser does the reading; the meaning of scalars is decided here, by the core schema of YAML
 1.2, because that of YAML 1.1 has traps for people who write configurations: `off` and `no` are text
 (1.1: false), `1e-3` is a number (1.1: text), `012` is twelve, `12:30` and `2024-01-01` are text. Keys
 are always text. Refused, with the line: the same key twice, merge keys, tags, more than one document, and
@@ -20,15 +20,7 @@ Path = tuple[str | int, ...]
 """Keys and list indices from the top of a document to a value."""
 
 MAX_VALUES = 100_000
-"""Of a file that people write."""
-
-_NULL = re.compile(r"~|null|Null|NULL|")
-_BOOL = re.compile(r"(true|True|TRUE)|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]{1,300}")
-_BASED_INT = re.compile(r"0o[0-7]{1,300}|0x[0-9a-fA-F]{1,300}")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_INFINITY = re.compile(r"([-+]?)\.(inf|Inf|INF)")
-_NAN = re.compile(r"\.(nan|NaN|NAN)")
+"""In a file that people write."""
 
 
 class YamlError(ValueError):
@@ -41,10 +33,7 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a text holds: plain dicts, lists, str, int, float, bool and None.
-
-    `lines` gives the line of every value: for one in a mapping, that of its key.
-    """
+    """Plain dicts, lists, str, int, float, bool and None, and the line of every value (in a mapping: of its key)."""
 
     value: Any
     lines: Mapping[Path, int]
@@ -92,26 +81,27 @@ class _Reader:
     lines: dict[Path, int] = field(default_factory=dict)
 
     def read(self, node: Node, path: Path, above: tuple[Node, ...]) -> Any:
-        """The value of `node`, which stands at `path` inside the nodes `above`."""
-        line = node.start_mark.line + 1
+        """The value of `node` at `path`, inside the nodes `above`."""
+        line = _line(node)
         self.lines.setdefault(path, line)
         if any(node is outer for outer in above):
             raise YamlError(line, "an alias makes a value contain itself")
         if len(self.lines) > self.max_values:
             raise YamlError(line, f"more than {self.max_values} values")
-        if isinstance(node, MappingNode):
+        kind = "map" if isinstance(node, MappingNode) else "seq" if isinstance(node, SequenceNode) else None
+        if node.tag not in {f"tag:yaml.org,2002:{name}" for name in ([kind] if kind else _SCALARS)}:
+            raise YamlError(line, f"the tag {node.tag} is not supported; leave it out")
+        if kind == "map":
             return self._mapping(node, path, (*above, node))
-        if isinstance(node, SequenceNode):
-            _check_tag(node, "seq")
+        if kind == "seq":
             return [self.read(item, (*path, index), (*above, node)) for index, item in enumerate(node.value)]
-        return _scalar(node)
+        # Quoted, or a block of lines: text, whatever it looks like.
+        return str(node.value) if isinstance(node, ScalarNode) and node.style else plain_scalar(str(node.value))
 
-    def _mapping(self, node: MappingNode, path: Path, above: tuple[Node, ...]) -> dict[str, Any]:
-        _check_tag(node, "map")
+    def _mapping(self, node: Node, path: Path, above: tuple[Node, ...]) -> dict[str, Any]:
         value: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = _key(key_node)
-            line = key_node.start_mark.line + 1
+            key, line = _key(key_node), _line(key_node)
             if key in value:
                 raise YamlError(line, f"{key} is given twice; the first is in line {self.lines[(*path, key)]}")
             self.lines[(*path, key)] = line
@@ -119,46 +109,35 @@ class _Reader:
         return value
 
 
+def _line(node: Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
 def _key(node: Node) -> str:
-    line = node.start_mark.line + 1
     if not isinstance(node, ScalarNode):
-        raise YamlError(line, "a key must be text")
+        raise YamlError(_line(node), "a key must be text")
     if node.value == "<<" and node.style is None:
-        raise YamlError(line, "merge keys (<<) are not supported; write the keys out")
+        raise YamlError(_line(node), "merge keys (<<) are not supported; write the keys out")
     return str(node.value)
 
 
-def _check_tag(node: Node, *allowed: str) -> None:
-    """Refuse a tag that is written out: `!!python/object` and the like; nothing here needs one."""
-    implicit = {f"tag:yaml.org,2002:{name}" for name in allowed}
-    if node.tag not in implicit:
-        raise YamlError(node.start_mark.line + 1, f"the tag {node.tag} is not supported; leave it out")
-
-
-_IMPLICIT_SCALARS = ("str", "null", "bool", "int", "float", "timestamp", "value", "merge")
-
-
-def _scalar(node: Node) -> Any:
-    _check_tag(node, *_IMPLICIT_SCALARS)
-    text = str(node.value)
-    # Quoted, or a block of lines: text, whatever it looks like.
-    return text if isinstance(node, ScalarNode) and node.style else plain_scalar(text)
-
+_SCALARS = ("str", "null", "bool", "int", "float", "timestamp", "value", "merge")
+"""Tags that PyYAML gives by itself; others were written out."""
 
 _READINGS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
-    (_NULL, lambda text: None),
-    (_BOOL, lambda text: text.lower() == "true"),
-    (_INT, int),
-    (_BASED_INT, lambda text: int(text, 0)),
-    (_FLOAT, float),
-    (_INFINITY, lambda text: -math.inf if text.startswith("-") else math.inf),
-    (_NAN, lambda text: math.nan),
+    (re.compile(r"~|null|Null|NULL|"), lambda text: None),
+    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
+    (re.compile(r"[-+]?[0-9]{1,300}"), int),
+    (re.compile(r"0o[0-7]{1,300}|0x[0-9a-fA-F]{1,300}"), lambda text: int(text, 0)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: -math.inf if text.startswith("-") else math.inf),
+    (re.compile(r"\.(nan|NaN|NAN)"), lambda text: math.nan),
 )
-"""The core schema of YAML 1.2 (§10.3.2); of several that match, the first is meant."""
+"""The core schema of YAML 1.2 (§10.3.2); the first that matches counts."""
 
 
 def plain_scalar(text: str) -> Any:
-    """What an unquoted scalar means: None, bool, int, float, or the text itself."""
+    """The meaning of an unquoted scalar: None, bool, int, float, or the text itself."""
     for pattern, read in _READINGS:
         if pattern.fullmatch(text):
             return read(text)

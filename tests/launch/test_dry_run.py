@@ -1,4 +1,4 @@
-"""What --dry-run prints, held against the things themselves."""
+"""The text of --dry-run against the model, the codecs and the schedule themselves."""
 
 import math
 import re
@@ -11,11 +11,11 @@ from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
 from tahq.comm.link.frame import HEADER_NBYTES, Direction
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import load_config, resolve
-from tahq.errors import ConfigError, ModelError
+from tahq.errors import ConfigError, DataError, ModelError
 from tahq.models.model_spec import load_spec
 from tahq.pipeline.schedule.generators import generate
 from tahq.quant import get_codec
-from tahq_launch.plan.dry_run import WIDTH, dry_run
+from tahq_launch.plan.dry_run import WIDTH, dry_run, seen_samples
 from tahq_launch.plan.step_traffic import host_traffic, link_speeds, step_flows, wire_only_step_s
 
 
@@ -24,23 +24,13 @@ def load(*overrides: str, example: str = "gpt2") -> ClusterConfig:
 
 
 def section(text: str, title: str) -> list[list[str]]:
-    """Rows of the table under a title, split at two blanks or more."""
-    part = next(part for part in text.split("\n\n") if part.startswith(title))
+    """Rows of the table under a title, split at two blanks or more; none if there is no such title."""
+    part = next((part for part in text.split("\n\n") if part.startswith(title)), "")
     return [re.split(r"\s{2,}", line.strip()) for line in part.splitlines()[1:]]
 
 
-def spec_of(config: ClusterConfig):
-    return load_spec(config.model, vocab_size=256, seq_len=config.data.seq_len)
-
-
-# -- layers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", ["qgalore", "galore"])
-def test_parameters_are_counted_whatever_they_are_kept_in(optimizer):
-    texts = [dry_run(load(f"training.optimizer={name}")) for name in ("adamw", optimizer)]
-    layers = [section(text, "Layers") for text in texts]
-    assert layers[0] == layers[1]
+def flows_of(config: ClusterConfig):
+    return step_flows(config, load_spec(config.model, vocab_size=256, seq_len=config.data.seq_len))
 
 
 # -- traffic -------------------------------------------------------------------------------------
@@ -48,29 +38,29 @@ def test_parameters_are_counted_whatever_they_are_kept_in(optimizer):
 
 def test_bytes_are_those_of_the_encoded_tensors():
     config = load()
-    for flow in step_flows(config, spec_of(config)):
+    for flow in flows_of(config):
         payload = get_codec(flow.codec, backend="reference").encode(torch.randn(4, 256, 256), key=1)
         assert flow.payload_nbytes == payload.numel()
         assert flow.frame_nbytes == payload.numel() + HEADER_NBYTES * math.ceil(payload.numel() / config.links.piece)
         assert flow.step_nbytes == 8 * flow.frame_nbytes
 
 
-def test_frames_of_a_group_have_one_header_whatever_their_length():
-    config = load("links={inside: gloo}")
-    for flow in step_flows(config, spec_of(config)):
+def test_frames_have_a_header_per_piece_over_zmq_and_one_over_a_group():
+    whole, pieces = (flows_of(config)[0] for config in (load(), load("links.piece=4KiB")))
+    assert pieces.frame_nbytes - whole.frame_nbytes == HEADER_NBYTES * (math.ceil(whole.payload_nbytes / 4096) - 1)
+    for flow in flows_of(load("links={inside: gloo}")):
         assert flow.frame_nbytes == flow.payload_nbytes + ANNOUNCEMENT_NBYTES
 
 
-def test_links_inside_a_site_are_named_with_what_carries_them():
+def test_links_inside_a_site_are_named_with_their_transport():
     hosts = "hosts=[{address: a, site: x}, {address: b, site: x}, {address: c}, {address: d}]"
     assert "  gloo carries link 0, ZMQ 1, 2" in dry_run(load("links={inside: gloo}", hosts)).splitlines()
     assert "  gloo carries links 0, 1, 2" in dry_run(load("links={inside: gloo}")).splitlines()
     assert "carries link" not in dry_run(load())
 
 
-def test_every_cut_has_a_flow_each_way():
-    config = load()
-    flows = step_flows(config, spec_of(config))
+def test_every_cut_has_a_flow_in_each_direction():
+    flows = flows_of(load())
     assert [(flow.link, flow.source, flow.target) for flow in flows] == [
         (0, 0, 1), (0, 1, 0), (1, 1, 2), (1, 2, 1), (2, 2, 3), (2, 3, 2),
     ]  # fmt: skip
@@ -78,51 +68,38 @@ def test_every_cut_has_a_flow_each_way():
         Direction.FORWARD: "tah",
         Direction.BACKWARD: "fixed:bits=8",
     }
-
-
-def test_the_word_paper_takes_the_papers_bits():
-    config = load("wire=paper")
-    forward, backward = step_flows(config, spec_of(config))[:2]
+    forward, backward = flows_of(load("wire=paper"))[:2]
     assert forward.bits_per_element == pytest.approx(4.41, abs=0.01)
     assert backward.bits_per_element == pytest.approx(8.25, abs=0.01)
 
 
-def test_smaller_pieces_have_more_headers():
-    whole, pieces = (step_flows(c, spec_of(c))[0] for c in (load(), load("links.piece=4KiB")))
-    assert pieces.frame_nbytes - whole.frame_nbytes == HEADER_NBYTES * (math.ceil(whole.payload_nbytes / 4096) - 1)
-
-
-def test_tied_embeddings_have_a_link_of_their_own():
+def test_tied_embeddings_have_their_own_link():
     config = load("model.tie=sync", "model.family=gpt2")
-    tied = [flow for flow in step_flows(config, spec_of(config)) if flow.is_tie]
+    tied = [flow for flow in flows_of(config) if flow.is_tie]
     assert [(flow.link, flow.source, flow.target, flow.num_frames) for flow in tied] == [(3, 0, 3, 1), (3, 3, 0, 1)]
     assert tied[0].payload_nbytes == 4 * 256 * 256
     assert "tied embedding" in dry_run(config)
 
 
-def test_hosts_add_up_what_their_links_carry():
-    config = load()
-    flows = step_flows(config, spec_of(config))
-    first, second, *_ = host_traffic(flows, 4)
-    assert (first.sent_nbytes, first.received_nbytes) == (flows[0].step_nbytes, flows[1].step_nbytes)
-    assert second.sent_nbytes == flows[1].step_nbytes + flows[2].step_nbytes
-    assert second.seconds(1e8, 2e8) == 8 * second.sent_nbytes / 1e8
-    assert second.seconds(2e8, 5e7) == 8 * second.received_nbytes / 5e7
+def test_traffic_of_a_host_is_the_sum_over_its_links():
+    flows = flows_of(load())
+    assert host_traffic(flows, 0) == (flows[0].step_nbytes, flows[1].step_nbytes)
+    assert host_traffic(flows, 1)[0] == flows[1].step_nbytes + flows[2].step_nbytes
 
 
-def test_wire_only_step_is_between_the_busiest_host_and_everything_in_a_row():
+def test_wire_only_step_is_between_the_busiest_host_and_all_frames_in_a_row():
     config = load()
-    flows = step_flows(config, spec_of(config))
+    flows = flows_of(config)
     step_s = wire_only_step_s(config, link_speeds(config), generate("1f1b", 4, 8), flows)
-    busiest_s = max(host.seconds(1e8, 1e8) for host in host_traffic(flows, 4))
+    busiest_s = max(8 * nbytes / 1e8 for stage in range(4) for nbytes in host_traffic(flows, stage))
     in_a_row_s = sum(8 * flow.step_nbytes / 1e8 + 8 * 0.02 for flow in flows)
     assert busiest_s + 2 * 3 * 0.02 < step_s < in_a_row_s
 
 
-def test_wire_only_step_without_a_rate_is_made_of_delays():
+def test_wire_only_step_without_a_rate_consists_of_delays():
     config = load("links={delay: 20ms}")
     # GPipe: 3 cuts there, 3 back, then a round trip to the coordinator.
-    step_s = wire_only_step_s(config, link_speeds(config), generate("gpipe", 4, 8), step_flows(config, spec_of(config)))
+    step_s = wire_only_step_s(config, link_speeds(config), generate("gpipe", 4, 8), flows_of(config))
     assert step_s == pytest.approx((3 + 3 + 2) * 0.02)
 
 
@@ -130,21 +107,26 @@ def test_wire_only_step_without_a_rate_is_made_of_delays():
 
 
 def test_layers_and_parameters_are_those_of_the_model():
-    rows = section(dry_run(load()), "Layers")[1:]
+    text = dry_run(load())
+    rows = section(text, "Layers")[1:]
     assert [row[4] for row in rows] == ["embedding + 0-1", "2-3", "4-5", "6-7 + norm, head"]
     block = 12 * 256 * 256 + 13 * 256
     expected = [2 * block + 2 * 256 * 256, 2 * block, 2 * block, 2 * block + 2 * 256 + 256 * 256]
     assert [int(row[5].replace(",", "")) for row in rows] == expected
-    assert f"{sum(expected):,} parameters" in dry_run(load())
+    assert f"{sum(expected):,} parameters" in text
+    listed = section(dry_run(load("pipeline.layers=[1,2,2,3]")), "Layers")[1:]
+    assert [row[4] for row in listed] == ["embedding + 0", "1-2", "3-4", "5-7 + norm, head"]
 
 
-def test_listed_layers_are_shown():
-    rows = section(dry_run(load("pipeline.layers=[1,2,2,3]")), "Layers")[1:]
-    assert [row[4] for row in rows] == ["embedding + 0", "1-2", "3-4", "5-7 + norm, head"]
+@pytest.mark.parametrize("optimizer", ["qgalore", "galore"])
+def test_low_rank_optimizers_change_no_parameter_counts(optimizer):
+    texts = [dry_run(load(f"training.optimizer={name}")) for name in ("adamw", optimizer)]
+    layers = [section(text, "Layers") for text in texts]
+    assert layers[0] == layers[1] != []
 
 
 def test_memory_falls_with_the_stage_under_1f1b_and_not_under_gpipe():
-    rows = {name: section(dry_run(load(f"pipeline.schedule={name}")), "Memory")[1:] for name in ("1f1b", "gpipe")}
+    rows = {name: section(dry_run(load(f"pipeline.schedule={name}")), "Peak")[1:] for name in ("1f1b", "gpipe")}
     assert [row[1] for row in rows["1f1b"]] == ["4", "3", "2", "1"]
     assert [row[1] for row in rows["gpipe"]] == ["8", "8", "8", "8"]
 
@@ -154,9 +136,28 @@ def test_memory_falls_with_the_stage_under_1f1b_and_not_under_gpipe():
     [(["training.optimizer=sgd"], 1), (["training.optimizer=sgd", "training.momentum=0"], 0), ([], 2)],
 )
 def test_optimizer_memory_follows_the_optimizer(overrides, factor):
-    for row in section(dry_run(load(*overrides)), "Memory")[1:]:
+    for row in section(dry_run(load(*overrides)), "Peak")[1:]:
         weights, optimizer = (float(cell.split()[0]) for cell in (row[2], row[4]))
         assert optimizer == pytest.approx(factor * weights, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_buffers", "said"), [(0, "training waits"), (1, "one copy"), (2, "at most 2 copies")])
+def test_checkpoint_buffers_are_counted_if_there_are_any_during_the_run(num_buffers, said):
+    def line(*overrides: str) -> str:
+        text = dry_run(load("run.snapshot_every=5", f"run.snapshot_buffers={num_buffers}", *overrides))
+        return next(line for line in text.splitlines() if line.startswith("  checkpoints:"))
+
+    assert "checkpoints:" not in dry_run(load())
+    assert said in line()
+    # no checkpoint has bf16 copies
+    assert line("training.precision=fp32") == line("training.precision=bf16")
+
+
+@pytest.mark.parametrize(("installed", "warned"), [(10**6, True), (10**12, False)])
+def test_stages_on_this_machine_are_compared_with_its_memory(monkeypatch, installed, warned):
+    monkeypatch.setattr("tahq_launch.plan.dry_run.installed_nbytes", lambda device: installed)
+    assert ("this machine together need" in dry_run(load("run.device=cpu"))) is warned
+    assert not warned or "it has 1 MB" in dry_run(load("run.device=cpu"))
 
 
 def test_links_show_bytes_and_seconds_at_the_rate():
@@ -170,20 +171,18 @@ def test_links_show_bytes_and_seconds_at_the_rate():
 def test_caps_count_where_they_are_lower():
     text = dry_run(load("links={rate: 100mbit, cap_up: 20mbit}"))
     assert "s alone" in text
-    assert "all its links together, at its rate or its cap" in text
+    assert "over all its links, at its rate or cap" in text
     assert "s at 100 Mbit/s" in dry_run(load("links={rate: 100mbit, cap_up: 200mbit}"))
 
 
 def test_links_without_a_rate_show_no_seconds():
     text = dry_run(load("links=null", "links={}"))
-    assert "s at " not in text
-    assert "Traffic of each host" not in text
-    assert "if computing took no time" not in text
+    assert not any(words in text for words in ("s at ", "Traffic of each host", "infinitely fast"))
 
 
-def test_one_stage_has_no_wire():
+def test_one_stage_sends_nothing():
     text = dry_run(load("pipeline.stages=1"))
-    assert "One stage: nothing crosses a wire." in text
+    assert "One stage: nothing is sent." in text
     assert section(text, "Layers")[1][4] == "embedding + 0-7 + norm, head"
 
 
@@ -191,16 +190,12 @@ def test_grid_shows_every_action_of_every_stage():
     text = dry_run(load())
     grid = text[text.index("Schedule 1f1b") :]
     for stage, row in enumerate(generate("1f1b", 4, 8).actions):
-        drawn = " ".join(
-            line.removeprefix(f"stage {stage}") for line in grid.splitlines() if line.startswith(f"stage {stage}")
-        )
+        lines = [line for line in grid.splitlines() if line.startswith(f"stage {stage}")]
+        drawn = " ".join(line.removeprefix(f"stage {stage}") for line in lines)
         positions = [drawn.index(str(action)) for action in row]
         assert positions == sorted(positions)
-
-
-def test_long_grid_is_cut_with_a_note():
-    text = dry_run(load("training.global_batch=256"))
-    assert re.search(r"\(\d+ more pictures of this width not shown\)$", text)
+    long = dry_run(load("training.global_batch=256"))
+    assert re.search(r"\(\d+ more parts of this width not shown\)$", long)
 
 
 @pytest.mark.parametrize("example", ["gpt2", "demo", "minimal", "llama_remote"])
@@ -210,7 +205,7 @@ def test_text_is_narrow_and_the_same_every_time(example):
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-def test_hosts_of_a_list_are_named_with_their_devices():
+def test_listed_hosts_are_named_with_their_dtypes():
     rows = section(dry_run(load(example="llama_remote")), "Layers")[1:]
     assert [row[1] for row in rows] == ["198.51.100.20", "203.0.113.30", "laptop.example.net"]
     assert [row[3] for row in rows] == ["fp32", "fp32", "bf16"]
@@ -227,37 +222,66 @@ def test_nothing_is_allocated(monkeypatch):
     assert "173,970,972,672 parameters" in dry_run(load(*sizes))
 
 
-@pytest.mark.parametrize(("installed", "warned"), [(10**6, True), (10**12, False)])
-def test_stages_that_share_this_machine_are_compared_with_its_memory(monkeypatch, installed, warned):
-    monkeypatch.setattr("tahq_launch.plan.dry_run.installed_bytes", lambda device: installed)
-    assert ("warning: the stages on this machine together need" in dry_run(load("run.device=cpu"))) is warned
-    assert not warned or "it has 1 MB" in dry_run(load("run.device=cpu"))
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *(("data.seq_len", value, "expected at most 16777216; got") for value in (2**62, 2**40)),
+        *(("data.seq_len", value, "expected 1 or more; got") for value in (0, -1)),
+        *(("training.global_batch", value, "at most 65536 micro-batches") for value in (2**62, 10**6)),
+    ],
+)
+def test_impossible_sizes_are_refused(key, value, message):
+    with pytest.raises(ConfigError, match=rf"{key}.* {message}"):
+        load(f"{key}={value}")
 
 
-@pytest.mark.parametrize("value", [2**62, 2**40, 0, -1])
-def test_samples_of_impossible_length_are_refused(value):
-    with pytest.raises(ConfigError, match=r"data\.seq_len: expected (at most 16777216|1 or more); got"):
-        load(f"data.seq_len={value}")
-
-
-@pytest.mark.parametrize("value", [2**62, 2**40, 10**6])
-def test_steps_of_too_many_micro_batches_are_refused(value):
-    with pytest.raises(ConfigError, match=r"training\.global_batch .* at most 65536 micro-batches"):
-        load(f"training.global_batch={value}")
-
-
-def test_model_folder_that_is_missing_is_refused(tmp_path):
+def test_missing_model_folder_is_refused(tmp_path):
     with pytest.raises(ModelError, match="is not a folder"):
         dry_run(load_config(EXAMPLES / "finetune_folder.yaml", [f"model.path={tmp_path}/none"]))
 
 
-@pytest.mark.parametrize(("num_buffers", "said"), [(0, "training waits"), (1, "one copy"), (2, "at most 2 copies")])
-def test_memory_of_snapshots_is_said_where_there_are_any_on_the_way(num_buffers, said):
-    assert "snapshots:" not in dry_run(load())
-    text = dry_run(load("run.snapshot_every=5", f"run.snapshot_buffers={num_buffers}"))
-    assert said in next(line for line in text.splitlines() if line.startswith("  snapshots:"))
-    of_copies = [
-        next(line for line in dry_run(load("run.snapshot_every=5", precision)).splitlines() if "  snapshots:" in line)
-        for precision in ("training.precision=fp32", "training.precision=bf16")
-    ]
-    assert of_copies[0] == of_copies[1]  # no snapshot has bf16 copies
+# -- codecs that remember samples ------------------------------------------------------------------
+
+
+@pytest.fixture
+def load_text(tmp_path):
+    """The example over a text of 40 samples of 256 tokens."""
+    (tmp_path / "text.txt").write_text("x" * (256 * 40 + 1))
+    return lambda *overrides: resolve(load(f"data.text={tmp_path / 'text.txt'}", "data.validation=0", *overrides))
+
+
+def test_cache_of_every_stage_is_predicted(load_text):
+    text = dry_run(load_text("wire.activations=aqsgd:cache=file", "training.steps=100"))
+    rows = section(text, "Cache of aqsgd:bits=4,cache=file")
+    end_nbytes = 40 * 256 * 256 * 2
+    ends = enumerate((1, 2, 2, 1))
+    assert [row[:3] for row in rows[1:5]] == [[str(i), str(n), f"{n * end_nbytes:,}"] for i, n in ends]
+    assert rows[5][0].startswith("40 samples of 131 kB")
+    # header, 4 records, 1,024 marks, 256 scales, 4 bits per element
+    later = 16 + 4 * 16 + 128 + 512 + 4 * 256 * 256 // 2
+    assert f"{later:,} bytes, 4.022 bits/element" in rows[6][0]
+
+
+@pytest.mark.parametrize(
+    "overrides", [["wire.activations=tah"], ["wire.activations=aqsgd:cache=none"], ["wire.activations=aqsgd"]]
+)
+def test_no_cache_is_shown_where_nothing_is_remembered(load_text, overrides):
+    one_stage = ["pipeline.stages=1"] if overrides == ["wire.activations=aqsgd"] else []
+    assert section(dry_run(load_text(*overrides, *one_stage)), "Cache of") == []
+
+
+@pytest.mark.parametrize(
+    ("length", "seen"),
+    [
+        (["training.steps=1", "training.epochs=null"], 32),
+        (["training.steps=2", "training.epochs=null"], 40),
+        (["training.steps=null", "training.epochs=0.5"], 20),
+    ],
+)
+def test_run_shorter_than_an_epoch_sees_fewer_samples(load_text, length, seen):
+    assert seen_samples(load_text(*length)) == seen
+
+
+def test_missing_data_is_named(load_text, tmp_path):
+    with pytest.raises(DataError, match="nothing"):
+        dry_run(load_text("wire.activations=aqsgd", f"data.text={tmp_path / 'nothing'}"))

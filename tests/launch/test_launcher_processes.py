@@ -1,4 +1,4 @@
-"""Real launchers and real workers: however a run ends, nobody is left behind and the user is told."""
+"""Real launchers and real workers: however a run ends, no process is left and the user learns the reason."""
 
 import os
 import signal
@@ -13,11 +13,10 @@ from support.runs import write_config
 
 from tahq.config.file import load_config
 from tahq.errors import UserError
-from tahq_launch.start import launcher as launcher_module
-from tahq_launch.start import worker_command as local_host
-from tahq_launch.start.launcher import Fleet, local_peer, signals_to
-from tahq_launch.start.stage_process import StageProcess, WorkerCommand
-from tahq_launch.start.worker_command import local_command, threads_of_each
+from tahq_launch.start import stage_process
+from tahq_launch.start.launcher import _signals_to, local_peer
+from tahq_launch.start.stage_process import Fleet, StageProcess
+from tahq_launch.start.worker_command import WorkerCommand, local_command, modules_of_workers, threads_of_each
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 
@@ -27,32 +26,15 @@ STUBBORN = (
 SLEEPING = "import time; time.sleep(60)"
 
 
-def python(program: str, stage: int = 0, **options) -> WorkerCommand:
-    return WorkerCommand(stage, (sys.executable, "-c", program), where="here", env={}, **options)
+def python(program: str, stage: int = 0) -> WorkerCommand:
+    return WorkerCommand(stage, (sys.executable, "-c", program), where="here", env={})
 
 
-# -- one child ------------------------------------------------------------------------------------
+def ignore_exit(stage: int, status: int, line: str) -> None:
+    pass
 
 
-def test_last_words_are_of_this_start_only(tmp_path):
-    log = tmp_path / "stage-0.log"
-    log.write_text("what an earlier start said\n")
-    silent, talking = StageProcess(python("pass"), log), StageProcess(python("print('one\\n\\ntwo\\n')"), log)
-    assert silent.wait(30)
-    assert talking.wait(30)
-    assert talking.last_words() == "two"
-    assert talking.last_words(2) == "one\ntwo"
-    assert log.read_text().startswith("what an earlier start said\n")
-
-
-def test_killing_a_child_kills_what_it_started(tmp_path):
-    grandparent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPING!r}])"
-    process = StageProcess(python(grandparent), tmp_path / "log")
-    wait_until(lambda: bool(children(process.pid)), 30, "a grandchild")
-    grandchildren = children(process.pid)
-    process.kill()
-    assert process.wait(10)
-    wait_until_gone(grandchildren)
+# -- commands --------------------------------------------------------------------------------------
 
 
 def test_worker_command_divides_the_cores():
@@ -62,7 +44,7 @@ def test_worker_command_divides_the_cores():
     assert threads_of_each(10_000, None) == 1
 
 
-def test_local_workers_dial_loopback_where_every_address_is_bound():
+def test_local_workers_dial_loopback_if_every_address_is_bound():
     assert local_peer("0.0.0.0:0", "myhost:4711") == "127.0.0.1:4711"
     assert local_peer("10.0.0.1:0", "203.0.113.9:4711") == "10.0.0.1:4711"
 
@@ -77,79 +59,88 @@ def test_local_workers_dial_loopback_where_every_address_is_bound():
         (("pipeline.stages=1",), False),
     ],
 )
-def test_numba_is_imported_ahead_of_the_workers_that_need_it(changes, is_imported):
-    imported = local_host.modules_of_workers(load_config(EXAMPLES / "demo.yaml", changes))
+def test_numba_is_imported_ahead_for_workers_that_need_it(changes, is_imported):
+    imported = modules_of_workers(load_config(EXAMPLES / "demo.yaml", changes))
     assert any(module.startswith("numba") for module in imported) == is_imported
 
 
-# -- all children ---------------------------------------------------------------------------------
+# -- started programs ------------------------------------------------------------------------------
+
+
+def test_last_words_are_from_this_start_only(tmp_path):
+    log = tmp_path / "stage-0.log"
+    log.write_text("the end of an earlier start\n")
+    for program, last_words in (("pass", ""), ("print('one\\n\\ntwo\\n')", "two")):
+        process = StageProcess(python(program), log)
+        assert process.wait(30) == 0
+        assert process.last_words() == last_words
+    assert log.read_text().startswith("the end of an earlier start\n")
+
+
+def test_killing_a_child_kills_its_own_children(tmp_path):
+    grandparent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPING!r}])"
+    process = StageProcess(python(grandparent), tmp_path / "log")
+    wait_until(lambda: bool(children(process.pid)), 30, "a grandchild")
+    grandchildren = children(process.pid)
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    wait_until_gone(grandchildren)
 
 
 def test_fleet_reports_each_exit_once_with_status_and_last_words(tmp_path):
-    told = []
-    with Fleet(lambda *exit_: told.append(exit_)) as fleet:
+    exits = []
+    with Fleet(lambda *exit_: exits.append(exit_)) as fleet:
         fleet.start(python("print('no luck'); raise SystemExit(7)", stage=1), tmp_path / "stage-1.log")
-        deadline_s = time.monotonic() + 30
-        while not told and time.monotonic() < deadline_s:
-            fleet.tick()
-            time.sleep(0.02)
+        wait_until(lambda: fleet.tick() or bool(exits), 30, "an exit")
         fleet.tick()
-    assert told == [(1, 7, f"its log {tmp_path / 'stage-1.log'} ends with: no luck")]
+    assert exits == [(1, 7, f"its log {tmp_path / 'stage-1.log'} ends with: no luck")]
 
 
-def test_fleet_kills_what_does_not_listen(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher_module, "TERMINATE_S", 0.2)
-    monkeypatch.setattr(launcher_module, "LEAVE_S", 0.0)
+def test_fleet_kills_workers_that_ignore_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_process, "TERMINATE_S", 0.2)
+    monkeypatch.setattr(stage_process, "LEAVE_S", 0.0)
     before = set(children(os.getpid()))
-    with Fleet(lambda *exit_: None) as fleet:
+    with Fleet(ignore_exit) as fleet:
         fleet.start(python(STUBBORN), tmp_path / "deaf.log")
         fleet.start(python(SLEEPING), tmp_path / "asleep.log")
-        wait_until(lambda: (tmp_path / "deaf.log").read_text() == "deaf\n", 30, "the deaf one listens to nobody")
+        wait_until(lambda: (tmp_path / "deaf.log").read_text() == "deaf\n", 30, "SIGTERM is ignored")
     assert set(children(os.getpid())) <= before
 
 
-def test_fleet_leaves_nobody_behind_when_the_launcher_fails(tmp_path):
-    def failing_launcher() -> None:
-        with Fleet(lambda *exit_: None) as fleet:
-            fleet.start(python(SLEEPING), tmp_path / "log")
-            raise RuntimeError("launcher failed")
-
+def test_fleet_leaves_no_worker_when_the_launcher_fails(tmp_path):
     before = set(children(os.getpid()))
-    with pytest.raises(RuntimeError, match="launcher failed"):
-        failing_launcher()
+    failed = pytest.raises(RuntimeError, match="launcher failed")
+    with failed, Fleet(ignore_exit) as fleet:
+        fleet.start(python(SLEEPING), tmp_path / "log")
+        raise RuntimeError("launcher failed")
     assert set(children(os.getpid())) <= before
 
 
-def test_program_that_is_not_there_is_the_users_to_mend(tmp_path):
-    with Fleet(lambda *exit_: None) as fleet, pytest.raises(UserError, match="cannot start no-such-ssh for stage 2"):
+def test_missing_program_is_a_mistake_of_the_user(tmp_path):
+    with Fleet(ignore_exit) as fleet, pytest.raises(UserError, match="cannot start no-such-ssh for stage 2"):
         fleet.start(WorkerCommand(2, ("no-such-ssh",), "there", {}), tmp_path / "log")
 
 
-def test_signals_become_requests_and_go_back_to_what_they_were():
+def test_signals_become_requests_until_the_run_ends():
     requests = []
     before = signal.getsignal(signal.SIGTERM)
-    with signals_to(requests.append):
+    with _signals_to(requests.append):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.raise_signal(number)
     assert requests == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# -- how a worker notices -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("deaf", "status"), [(False, -signal.SIGTERM), (True, -signal.SIGKILL)])
-def test_process_leaves_when_its_stdin_ends(deaf, status):
+def test_process_exits_when_its_stdin_ends(deaf, status):
     program = (
         "import signal, time; from tahq_launch.start import worker_lifetime\n"
         f"if {deaf}: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "worker_lifetime.GRACE_S = 0.2\n"
         "worker_lifetime.exit_with_stdin(); print('watching', flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "watching\n"
         assert process.poll() is None
         process.stdin.close()
@@ -159,18 +150,15 @@ def test_process_leaves_when_its_stdin_ends(deaf, status):
 # -- whole runs -----------------------------------------------------------------------------------
 
 
-def test_killed_worker_is_started_again_alone(training, tmp_path):
+def test_killed_worker_is_started_again_alone(training):
     stages = workers(training.pid)
     assert len(stages) == 2
     victim, other = sorted(stages, key=lambda pid: name(pid) != "tahq stage 1")
     os.kill(victim, signal.SIGKILL)
     wait_until_gone([victim])
-    deadline_s = time.monotonic() + 30.0
-    while len(workers(training.pid)) < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert other in workers(training.pid)
-    (successor,) = set(workers(training.pid)) - {other}
-    assert name(successor) == "tahq stage 1"
+    wait_until(lambda: len(workers(training.pid)) == 2, 30, "another worker")
+    (replacement,) = set(workers(training.pid)) - {other}
+    assert name(replacement) == "tahq stage 1"
     training.send_signal(signal.SIGINT)
     stdout, _ = training.communicate(timeout=60)
     assert training.returncode == 130
@@ -179,7 +167,7 @@ def test_killed_worker_is_started_again_alone(training, tmp_path):
 
 
 def test_run_whose_fork_server_is_killed_ends_as_one_that_lost_its_workers(training):
-    """By somebody short of memory, say: not a mistake in the input, and the run can go on."""
+    """By the out-of-memory killer, say: it is not a mistake in the input, and the run can be resumed."""
     stages = workers(training.pid)
     (forks,) = [pid for pid in children(training.pid) if name(pid) == "tahq forks"]
     os.kill(forks, signal.SIGKILL)
@@ -196,8 +184,8 @@ def test_killed_launcher_leaves_no_orphans(training):
     wait_until_gone(stages)
 
 
-def test_ctrl_c_stops_in_order_with_a_snapshot_that_resumes(training, tmp_path, start):
-    stages = workers(training.pid)
+def test_ctrl_c_stops_in_order_with_a_checkpoint_that_resumes(training, tmp_path, start):
+    stages, folder = workers(training.pid), tmp_path / "runs" / "tiny"
     training.send_signal(signal.SIGINT)
     _, stderr = training.communicate(timeout=60)
     assert training.returncode == 130
@@ -206,18 +194,18 @@ def test_ctrl_c_stops_in_order_with_a_snapshot_that_resumes(training, tmp_path, 
     assert "--resume" in stderr
     assert not any(map(is_alive, stages))
 
-    done = len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines())
+    done = len((folder / "metrics.jsonl").read_text().splitlines())
     resumed = start("tahq-launch", "cluster.yaml", "--resume", "--set", f"training.steps={done + 1}")
     stdout, stderr = resumed.communicate(timeout=120)
     assert (resumed.returncode, stderr) == (0, "")
     assert "training.steps" in stdout
-    assert len((tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()) == done + 1
-    assert (tmp_path / "runs" / "tiny" / f"config-until-step-{done}.yaml").exists()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == done + 1
+    assert (folder / f"config-until-step-{done}.yaml").exists()
 
 
-def test_resume_with_no_step_left_says_so_and_changes_nothing(tmp_path, start):
-    config = write_config(tmp_path, TWO_STAGES)
-    assert start("tahq-launch", str(config)).wait(120) == 0
+def test_resume_of_a_finished_run_says_so_and_changes_nothing(tmp_path, start):
+    write_config(tmp_path, TWO_STAGES)
+    assert start("tahq-launch", "cluster.yaml").wait(120) == 0
 
     def contents() -> dict[str, bytes]:
         files = (path for path in (tmp_path / "runs" / "tiny").rglob("*") if path.is_file() and path.name != ".lock")
@@ -225,8 +213,8 @@ def test_resume_with_no_step_left_says_so_and_changes_nothing(tmp_path, start):
 
     before = contents()
     for steps in (1, 2):
-        arguments = ("--resume", "--set", f"training.steps={steps}", "--set", "training.lr=1e-5")
-        resumed = start("tahq-launch", str(config), *arguments)
+        changes = ("--set", f"training.steps={steps}", "--set", "training.lr=1e-5")
+        resumed = start("tahq-launch", "cluster.yaml", "--resume", *changes)
         stdout, stderr = resumed.communicate(timeout=120)
         assert (resumed.returncode, stdout) == (0, "")
         assert stderr == (
@@ -236,18 +224,15 @@ def test_resume_with_no_step_left_says_so_and_changes_nothing(tmp_path, start):
     assert contents() == before
 
 
-@pytest.mark.parametrize("told", ["the launcher", "a worker"])
-def test_sigterm_ends_the_run_within_its_grace_however_long_a_step_is(tmp_path, start, told):
-    slow = {"forward": "200ms", "backward": "200ms"}  # of four micro-batches: more than 1.6 s a step
-    changed = {
-        "run": {**ENDLESS["run"], "grace": "200ms", "snapshot_every": 1},
-        "model": {**ENDLESS["model"], "sleep": slow},
-    }
-    write_config(tmp_path, {**ENDLESS, **changed})
+@pytest.mark.parametrize("receiver", ["the launcher", "a worker"])
+def test_sigterm_ends_the_run_within_its_grace_however_long_a_step_is(tmp_path, start, receiver):
+    slow = {"forward": "200ms", "backward": "200ms"}  # of four micro-batches: more than 1.6 s per step
+    run, model = {"grace": "200ms", "snapshot_every": 1}, {"sleep": slow}
+    write_config(tmp_path, {**ENDLESS, "run": ENDLESS["run"] | run, "model": ENDLESS["model"] | model})
     launcher = start("tahq-launch", "cluster.yaml")
     wait_for_steps(launcher, tmp_path / "runs" / "tiny", 1)
     stages = workers(launcher.pid)
-    victim = launcher.pid if told == "the launcher" else next(pid for pid in stages if name(pid) == "tahq stage 1")
+    victim = launcher.pid if receiver == "the launcher" else next(pid for pid in stages if name(pid) == "tahq stage 1")
     begin_s = time.monotonic()
     os.kill(victim, signal.SIGTERM)
     _, stderr = launcher.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""`tahq trace` over a run of two stages: what it prints and writes, and what it says of files that are not whole."""
+"""`tahq trace` over a run of two stages: its table, the file it writes, and damaged files."""
 
 import json
 import math
@@ -41,41 +41,53 @@ def run(tmp_path) -> Path:
     return folder
 
 
-def test_all_traced_steps_are_one_picture(run, tmp_path, capsys):
+def test_shares_of_stages_and_links_are_printed(run, capsys):
+    trace(run, 4, None)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "step 4: 0.4 s; shares of it:"
+    assert lines[2] == "0 50 % 0 % 0 % 0 % 25 % 1:25 % 0 % 0 % 0 %"
+    assert lines[5] == "0 → 1 activations 25 % 25 % 50 % 25 % 50 %"
+    assert lines[-1].startswith("stage 1's compute is the bottleneck: 50 % of the step")
+
+
+def test_all_traced_steps_are_written_to_one_file(run, tmp_path, capsys):
     trace(run, None, tmp_path / "all.json")
     assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path}/all.json: step 2, 3, for https://ui.perfetto.dev"
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     assert [event["name"] for event in events if event.get("cat") == "step"] == ["step 2", "step 3"]
 
 
-def test_step_that_was_not_traced_says_what_to_set(run, tmp_path):
-    with pytest.raises(UserError, match=r"has no picture of step 4; set run\.trace_steps"):
-        trace(run, 4, tmp_path / "four.json")
-
-
-@pytest.mark.parametrize("output", ["none/x.json", "."])
-def test_output_that_cannot_be_written_is_named(run, tmp_path, output):
-    with pytest.raises(UserError, match=f"cannot write {tmp_path / output}: "):
-        trace(run, None, tmp_path / output)
+@pytest.mark.parametrize(
+    ("step", "output", "message"),
+    [
+        (4, "four.json", r"has no trace of step 4; set run\.trace_steps"),
+        (9, "nine.json", r"has steps 1 to 4; there is no step 9"),
+        (None, "none/x.json", "cannot write .*none/x.json: "),
+        (None, ".", "cannot write .*: "),
+    ],
+)
+def test_missing_step_or_unwritable_output_is_named(run, tmp_path, step, output, message):
+    with pytest.raises(UserError, match=message):
+        trace(run, step, tmp_path / output)
 
 
 DAMAGED = ["", "{}", "[]", "7", '{"traceEvents": [', '{"traceEvents": [], "otherData": {"step": 2}}', "\x85"]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_damaged_picture_is_named_and_the_others_are_shown(run, tmp_path, capsys, text):
+def test_damaged_trace_is_named_and_the_others_are_written(run, tmp_path, capsys, text):
     damaged = run / "trace" / "step-000002.json"
     damaged.write_text(text)
     trace(run, None, tmp_path / "all.json")
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1].startswith(f"{tmp_path}/all.json: step 3,")
-    assert said.err.startswith(f"tahq trace: {damaged} is not the whole picture of a step (")
-    assert said.err.endswith("); it is left out\n")
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].startswith(f"{tmp_path}/all.json: step 3,")
+    assert printed.err.startswith(f"tahq trace: {damaged} is not the whole picture of a step (")
+    assert printed.err.endswith("); it is left out\n")
     with pytest.raises(UserError, match=rf"{damaged} is not the whole picture"):
         trace(run, 2, tmp_path / "two.json")
 
 
-def test_without_a_whole_picture_every_damaged_one_is_named(run, tmp_path):
+def test_without_a_whole_trace_every_damaged_one_is_named(run, tmp_path):
     (run / "trace" / "step-000002.json").write_text("{}")
     whole = (run / "trace" / "step-000003.json").read_text()
     (run / "trace" / "step-000003.json").write_text(whole[: len(whole) // 2])

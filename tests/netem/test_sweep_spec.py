@@ -73,7 +73,7 @@ def test_mistake_is_one_line_that_names_the_place(load, old, new, said):
 
 
 def test_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing\.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml does not exist; is it a sweep\.yaml\?"):
         load_sweep(tmp_path / "nothing.yaml")
 
 

@@ -21,22 +21,19 @@ from tahq.quant.comparison import USUAL_SPECS, CodecReport, check_comparable, co
 from tahq.quant.gaussian_bound import relative_error_bound
 from tahq.quant.tiling import ENCODABLE
 from tahq.units import format_size
-from tahq_launch.analysis.codec_inspection import mistakes_of
+from tahq_launch.analysis.codec_inspection import codec_errors
 from tahq_launch.tables import print_table
 
-_TITLES = [
-    "codec",
-    "bytes",
-    "bits",
-    "error",
-    "bound",
-    "max error",
-    "cosine",
-    "bias",
-    "worst token",
-    "enc M/s",
-    "dec M/s",
-]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TITLES = ("codec", "bytes", "bits", "error", "bound", "max error", "cosine", "bias", "worst token")
+_SPEEDS = ("enc M/s", "dec M/s")
+_ACCEPTED = "codecs take fp32, bf16 and fp16 tensors [..., C]"
+_COLUMNS = 3
+_PANEL_INCHES = (5.0, 4.0)
+_MARKERS = "os^vD*PX<>"
+_BOUND_POINTS = 33
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,115 +51,83 @@ class ComparisonRequest:
 
 
 def run_comparison(request: ComparisonRequest) -> None:
-    """Measure, and print a tensor's reports as soon as they are there; on stderr, which tensors were left out.
+    """Measure, and print a tensor's reports as soon as they exist; on stderr, the tensors that were left out.
 
     Raises:
         UserError: a file, name, spec, backend, device or tensor that cannot be used, or a plot without matplotlib.
     """
-    if request.plot is not None:
-        require_matplotlib()
+    if request.plot is not None and find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib: pip install 'tahq[plots]', or leave --plot out")
     check_backend(request.backend)
     specs = [str(CodecSpec.parse(spec)) for spec in request.specs or USUAL_SPECS]
     device = _device(request.device)
-    tensors = _comparable(request)
-    reports = {name: _measure(request, name, x.to(device), specs) for name, x in tensors.items()}
-    if request.plot is not None:
-        draw_frontier(request.plot, tensors, reports)
-
-
-def _comparable(request: ComparisonRequest) -> dict[str, torch.Tensor]:
-    """The tensors; without those that nothing can be measured on, if they are not asked for by name."""
     loaded = load_tensors(request.file, request.names)
-    reasons = {name: reason for name, x in loaded.taken.items() if (reason := _why_not(x))}
-    if reasons and (request.names or len(reasons) == len(loaded.taken)):
-        name, reason = next(iter(reasons.items()))
-        raise UserError(f"{request.file}: {name}: {reason}")
-    for name, reason in {**loaded.left_out, **reasons}.items():
+    for name, reason in loaded.left_out.items():
         print(f"{request.file}: {name} is left out: {reason}", file=sys.stderr, flush=True)
-    return {name: x for name, x in loaded.taken.items() if name not in reasons}
-
-
-def _why_not(x: torch.Tensor) -> str:
-    try:
-        check_comparable(x)
-    except CodecError as error:
-        return str(error)
-    return ""
-
-
-def _measure(request: ComparisonRequest, name: str, x: torch.Tensor, specs: Sequence[str]) -> list[CodecReport]:
-    with mistakes_of(f"{request.file}: {name}"):
-        reports = compare(x, specs, draws=request.draws, backend=request.backend)
-    if request.json_lines:
-        _print_json(name, x, reports)
-    else:
-        _print_table(name, x, reports)
-    return reports
+    reports = {}
+    for name, x in loaded.taken.items():
+        with codec_errors(f"{request.file}: {name}"):
+            reports[name] = compare(x.to(device), specs, draws=request.draws, backend=request.backend)
+        (_print_json if request.json_lines else _print_table)(name, x.to(device), reports[name])
+    if request.plot is not None:
+        draw_frontier(request.plot, loaded.taken, reports)
 
 
 def _device(text: str) -> torch.device:
     try:
-        device = torch.device(text)
-        torch.empty(1, device=device)
+        return torch.empty(1, device=torch.device(text)).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {text} cannot be used: {reason}") from error
-    return device
 
 
 def _print_json(name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> None:
+    about = {"tensor": name, "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
     for report in reports:
-        about: dict[str, object] = {
-            "tensor": name,
-            "shape": list(x.shape),
-            "dtype": str(x.dtype).removeprefix("torch."),
-        }
-        print(json.dumps(about | _finite(asdict(report)), allow_nan=False), flush=True)
-
-
-def _finite(numbers: Mapping[str, object]) -> dict[str, object]:
-    """The same with null for an infinity, which JSON lacks: the error of a codec whose range was exceeded."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+        # JSON has no infinity, the error of a codec whose range was exceeded: it becomes null
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(report).items()}
+        print(json.dumps(about | values, allow_nan=False), flush=True)
 
 
 def _print_table(name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> None:
     print(f"{name}: {list(x.shape)}, {str(x.dtype).removeprefix('torch.')}, {x.device}")
-    print_table(_TITLES, [_cells(report) for report in reports], left=(0,))
-    print(flush=True)
-
-
-def _cells(report: CodecReport) -> list[str]:
-    errors = (report.relative_error, report.gaussian_bound, report.max_error)
-    speeds = (report.encode_elements_per_s, report.decode_elements_per_s)
-    return [
-        CodecSpec.parse(report.spec).brief(),
-        format_size(report.nbytes),
-        f"{report.bits_per_element:.3f}",
-        *(f"{error:.3g}" for error in errors),
-        f"{report.cosine:.5f}",
-        f"{report.bias:.3g}",
-        f"{report.worst_token_error:.3g}",
-        *(f"{speed / 1e6:,.0f}" for speed in speeds),
+    rows = [
+        [
+            CodecSpec.parse(report.spec).brief(),
+            format_size(report.nbytes),
+            f"{report.bits_per_element:.3f}",
+            f"{report.relative_error:.3g}",
+            f"{report.gaussian_bound:.3g}",
+            f"{report.max_error:.3g}",
+            f"{report.cosine:.5f}",
+            f"{report.bias:.3g}",
+            f"{report.worst_token_error:.3g}",
+            f"{report.encode_elements_per_s / 1e6:,.0f}",
+            f"{report.decode_elements_per_s / 1e6:,.0f}",
+        ]
+        for report in reports
     ]
+    print_table((*_TITLES, *_SPEEDS), rows, left=(0,))
+    print(flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensors:
-    """By name; of what was left out, the reason."""
+    """Tensors that codecs can be compared on, by name; and the reasons for leaving the others out."""
 
     taken: dict[str, torch.Tensor]
     left_out: dict[str, str]
 
 
 def load_tensors(file: Path, names: Sequence[str] = ()) -> LoadedTensors:
-    """Tensors of one dimension or more that a codec takes; fp64 as fp32.
+    """Tensors of one dimension or more with values that a codec can encode; fp64 as fp32.
 
     Args:
         file: .safetensors; .npy, whose one array is named like the file.
-        names: which; all floating-point ones if empty.
+        names: the tensors to load; none may be left out. Empty: all.
 
     Raises:
-        UserError: a file that cannot be read, a name that is not in it, or nothing that a codec takes.
+        UserError: the file cannot be read, it has no tensor of that name, or none that can be used.
     """
     read = _READERS.get(file.suffix)
     if read is None:
@@ -172,10 +137,34 @@ def load_tensors(file: Path, names: Sequence[str] = ()) -> LoadedTensors:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from error
     except (SafetensorError, ValueError, EOFError) as error:
-        raise UserError(f"{file} is no readable {file.suffix} file: {error}") from error
+        raise UserError(f"{file} is not a readable {file.suffix} file: {error}") from error
     except MemoryError as error:
         raise UserError(f"{file} does not fit into memory, or is damaged: {error}") from error
-    return _chosen(file, tensors, names)
+    if missing := [name for name in names if name not in tensors]:
+        raise UserError(f"{file} has no tensor {missing[0]!r}; there are {', '.join(tensors) or 'none'}")
+    taken, left_out = {}, {}
+    for name in names or tensors:
+        x = tensors[name].float() if tensors[name].dtype == torch.float64 else tensors[name]
+        reason = _obstacle(x)
+        if reason:
+            left_out[name] = reason
+        else:
+            taken[name] = x
+    if not taken or (names and left_out):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise UserError(f"{file}: {reasons or 'it has no tensors'}")
+    return LoadedTensors(taken, left_out)
+
+
+def _obstacle(x: torch.Tensor) -> str:
+    """The reason that codecs cannot be compared on a tensor; empty: they can."""
+    if x.dtype not in ENCODABLE or not x.dim():
+        return f"{_ACCEPTED}; it is {x.dtype} {list(x.shape)}"
+    try:
+        check_comparable(x)
+    except CodecError as error:
+        return str(error)
+    return ""
 
 
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
@@ -190,12 +179,10 @@ def _read_npy(file: Path) -> dict[str, torch.Tensor]:
         return {file.stem: torch.from_numpy(array)}
     except TypeError as error:
         raise ValueError(
-            f"torch has no such type as its {array.dtype}; convert it to float32 first (bf16, which numpy does not "
-            "know, it writes as V2: a .safetensors file keeps it)"
+            f"torch has no equivalent of its type {array.dtype}; convert it to float32 first (numpy writes bf16, which "
+            "it does not know, as V2; a .safetensors file keeps it)"
         ) from error
 
-
-_TAKEN = "codecs take fp32, bf16 and fp16 tensors [..., C]"
 
 _READERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     ".safetensors": _read_safetensors,
@@ -203,50 +190,13 @@ _READERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
 }
 
 
-def _chosen(file: Path, tensors: dict[str, torch.Tensor], names: Sequence[str]) -> LoadedTensors:
-    if missing := [name for name in names if name not in tensors]:
-        raise UserError(f"{file} has no tensor {missing[0]!r}; there are {', '.join(tensors) or 'none'}")
-    wanted = {name: tensors[name] for name in names} if names else tensors
-    floats = {name: x.float() if x.dtype == torch.float64 else x for name, x in wanted.items()}
-    taken = {name: x for name, x in floats.items() if x.dtype in ENCODABLE and x.dim()}
-    got = {name: f"{x.dtype} {list(x.shape)}" for name, x in floats.items() if name not in taken}
-    if not taken or (names and got):
-        listed = ", ".join(f"{name} {kind}" for name, kind in got.items())
-        raise UserError(f"{file}: {_TAKEN}; got {listed or 'no tensors'}")
-    return LoadedTensors(taken, {name: f"{_TAKEN}; it is {kind}" for name, kind in got.items()})
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_COLUMNS = 3
-_PANEL_INCHES = (5.0, 4.0)
-_MARKERS = "os^vD*PX<>"
-_BOUND_POINTS = 33
-
-
-def require_matplotlib() -> None:
-    """Say early that a plot cannot be drawn.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install 'tahq[plots]', or leave --plot out")
-
-
 def draw_frontier(out: Path, tensors: Mapping[str, torch.Tensor], reports: Mapping[str, Sequence[CodecReport]]) -> None:
     """Write the plot: relative error, logarithmic, against bits per element, codecs by colour.
 
     Codecs without error, or whose error is infinite, have no place on a logarithmic axis and are left out.
 
-    Args:
-        out: its suffix says the format.
-        tensors: by name; the bound depends on the distribution of their energy.
-        reports: of each of them.
-
     Raises:
-        UserError: the file cannot be written, or in no such format.
+        UserError: the file cannot be written, or the format that its suffix names is unknown.
     """
     from matplotlib.figure import Figure
 
@@ -267,7 +217,7 @@ def draw_frontier(out: Path, tensors: Mapping[str, torch.Tensor], reports: Mappi
 
 
 def _draw_panel(axes: "Axes", name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> None:
-    """Points, a colour a codec and a marker for each of its specs, and the bound up to the most bits."""
+    """One point per spec (a colour per codec, a marker per spec), and the bound up to the most bits."""
     specs = {report.spec: CodecSpec.parse(report.spec) for report in reports}
     codecs = list(dict.fromkeys(spec.name for spec in specs.values()))
     for report in reports:
@@ -276,12 +226,8 @@ def _draw_panel(axes: "Axes", name: str, x: torch.Tensor, reports: Sequence[Code
         marker, color = _MARKERS[nth % len(_MARKERS)], f"C{codecs.index(spec.name)}"
         axes.plot(report.bits_per_element, report.relative_error, marker, color=color, label=spec.brief())
     if reports:
-        _draw_bound(axes, x, max(report.bits_per_element for report in reports))
+        rates = np.linspace(1, max(1.5, *(report.bits_per_element for report in reports)), _BOUND_POINTS).tolist()
+        bounds = [relative_error_bound(x, rate) for rate in rates]
+        axes.plot(rates, bounds, "--", color="black", label="Gaussian bound")
     axes.set(title=name, xlabel="bits per element, metadata included", ylabel="relative error", yscale="log")
     axes.grid(alpha=0.3)
-
-
-def _draw_bound(axes: "Axes", x: torch.Tensor, most_bits: float) -> None:
-    rates = torch.linspace(1, max(most_bits, 1.5), _BOUND_POINTS).tolist()
-    bounds = [relative_error_bound(x, rate) for rate in rates]
-    axes.plot(rates, bounds, "--", color="black", label="Gaussian bound")

@@ -1,14 +1,15 @@
-"""What `tahq codec list` and `tahq codec inspect` print.
+"""`tahq codec list` and `tahq codec inspect`.
 
-A damaged stream is shown as far as it can be: header, sections and bytes first, then the decoder's verdict.
+A damaged stream is shown as far as possible: header, sections and bytes first, then the decoder's verdict.
 """
 
 import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from tahq.errors import CodecError, UserError
 from tahq.quant import CodecSpec, get_codec
 from tahq.quant.inspection import (
     HeaderField,
+    SectionRow,
     codec_summaries,
     header_fields,
     header_guesses,
@@ -26,42 +28,35 @@ from tahq.quant.inspection import (
 from tahq_launch.tables import print_table
 
 
-@dataclass(frozen=True, slots=True)
-class CodecRow:
-    """One codec at its defaults, as `tahq codec list` shows it."""
-
-    codec: str
-    summary: str
-    parameters: str
-    bits_per_element: float
-    randomised: bool
-    stateful: bool
-
-
 def print_codecs(shape: Sequence[int], *, json_lines: bool) -> None:
-    """Every codec with its parameters, and what it takes for a tensor of this shape.
+    """Every codec with its default parameters, and its bits per element for a tensor of this shape.
 
     Raises:
-        UserError: a shape that no codec takes.
+        UserError: no codec takes this shape.
     """
-    with mistakes_of("--shape"):
+    with codec_errors("--shape"):
         rows = [_codec_row(name, summary, shape) for name, summary in codec_summaries().items()]
     if json_lines:
-        for row in rows:
-            print(json.dumps(asdict(row)))
+        print(*map(json.dumps, rows), sep="\n")
         return
-    cells = [[row.codec, f"{row.bits_per_element:.3f}", row.parameters, row.summary] for row in rows]
+    cells = [[row["codec"], f"{row['bits_per_element']:.3f}", row["parameters"], row["summary"]] for row in rows]
     print(f"Codecs with their defaults, and bits per element of a tensor {list(shape)}")
-    print_table(["codec", "bits", "parameters", "what it is"], cells, left=(0, 2, 3))
+    print_table(["codec", "bits", "parameters", "summary"], cells, left=(0, 2, 3))
 
 
-def _codec_row(name: str, summary: str, shape: Sequence[int]) -> CodecRow:
+def _codec_row(name: str, summary: str, shape: Sequence[int]) -> dict[str, Any]:
     codec = get_codec(name)
     nbytes, num_elements = codec.encoded_nbytes(shape), math.prod(shape)
     if not num_elements:
         raise CodecError(f"a tensor {list(shape)} has no elements to count bits for")
-    parameters = ",".join(f"{key}={value}" for key, value in codec.spec.parameters().items())
-    return CodecRow(name, summary, parameters, 8 * nbytes / num_elements, codec.is_keyed, codec.is_stateful)
+    return {
+        "codec": name,
+        "summary": summary,
+        "parameters": ",".join(f"{key}={value}" for key, value in codec.spec.parameters().items()),
+        "bits_per_element": 8 * nbytes / num_elements,
+        "randomised": codec.is_keyed,
+        "stateful": codec.is_stateful,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +74,20 @@ def print_stream(request: StreamRequest) -> None:
     """Describe the stream in a file.
 
     Raises:
-        UserError: a file that cannot be read, a shape without a spec, or a stream that the codec refuses.
+        UserError: the file cannot be read, a shape has no spec, or the codec refuses the stream.
     """
-    buf = _read(request.file)
+    try:
+        data = bytearray(request.file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{request.file}: {error.strerror}; inspect takes a file with one stream") from error
+    buf = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     if request.spec is None:
         if request.shape is not None:
-            raise UserError("--shape is of no use without --spec: name the codec too, e.g. --spec tah")
+            raise UserError("--shape needs --spec: name the codec too, e.g. --spec tah")
         _print_guesses(request, buf)
         return
     spec = CodecSpec.parse(request.spec)
-    with mistakes_of(request.file):
+    with codec_errors(request.file):
         _print_known(request, spec, buf)
 
 
@@ -98,67 +97,51 @@ def _print_guesses(request: StreamRequest, buf: torch.Tensor) -> None:
     if not guesses:
         print("No codec with a header begins a stream like this; any bytes may be values of raw.")
     for name, header in guesses.items():
-        print(f"\nHeader, if {name} wrote it")
-        _print_header(header)
-    _print_hex(hex_rows(buf, (), request.hex_nbytes))
+        _print_header(header, f"\nHeader, if {name} wrote it")
+    _print_hex(request, buf)
     print(
-        "\nA stream does not say which codec wrote it, nor the shape of the tensor: for sections, statistics and "
-        "validity give\nboth, e.g. --spec tah --shape 2,1024,1600."
+        "\nA stream does not record its codec, nor the shape of the tensor: for sections, statistics and validity give"
+        "\nboth, e.g. --spec tah --shape 2,1024,1600."
     )
 
 
 def _print_known(request: StreamRequest, spec: CodecSpec, buf: torch.Tensor) -> None:
     print(f"{request.file}: {buf.numel()} bytes, {spec}")
     if header := header_fields(spec, buf):
-        print("\nHeader")
-        _print_header(header)
+        _print_header(header, "\nHeader")
     if request.shape is None:
-        _print_hex(hex_rows(buf, (), request.hex_nbytes))
+        _print_hex(request, buf)
         print("\nSections, statistics and validity need the shape too, e.g. --shape 2,1024,1600.")
         return
     rows = section_table(spec, request.shape, buf)
     print(f"\nSections of a tensor {list(request.shape)}")
     cells = [[row.name, str(row.offset), str(row.nbytes), str(row.filling), row.holds] for row in rows]
-    print_table(["section", "offset", "bytes", "filling", "holds"], cells, left=(0, 4))
-    _print_hex(hex_rows(buf, rows, request.hex_nbytes))
+    print_table(["section", "offset", "bytes", "padding", "content"], cells, left=(0, 4))
+    _print_hex(request, buf, rows)
     figures = statistics(spec, request.shape, buf, key=request.key)
     print("\nStatistics")
     print_table(["statistic", "value"], [[name, f"{value:.6g}"] for name, value in figures.items()], left=(0,))
-    print(f"\n{_verdict(spec)}")
-
-
-def _verdict(spec: CodecSpec) -> str:
     if get_codec(spec).is_stateful:
-        return "Nothing is wrong with the stream itself; decoding it takes what the ends of its cut remember."
-    return "The stream is valid: it was decoded in full."
+        print("\nThe stream itself is valid; decoding it needs the caches at the ends of its cut.")
+    else:
+        print("\nThe stream is valid: it was decoded in full.")
 
 
-def _print_header(header: Sequence[HeaderField]) -> None:
+def _print_header(header: Sequence[HeaderField], title: str) -> None:
+    print(title)
     cells = [[str(field.place), field.name, str(field.value), field.meaning] for field in header]
     print_table(["byte", "field", "value", "meaning"], cells, left=(1, 3))
 
 
-def _print_hex(rows: Iterator[str]) -> None:
-    lines = list(rows)
+def _print_hex(request: StreamRequest, buf: torch.Tensor, rows: Sequence[SectionRow] = ()) -> None:
+    lines = list(hex_rows(buf, rows, request.hex_nbytes))
     if lines:
         print("\nBytes\n  " + "\n  ".join(lines))
 
 
-def _read(file: Path) -> torch.Tensor:
-    try:
-        data = bytearray(file.read_bytes())
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; inspect takes a file with one stream") from error
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
 @contextmanager
-def mistakes_of(source: object) -> Iterator[None]:
-    """What a codec refuses here is the user's to mend: name where it came from.
-
-    Raises:
-        UserError: in place of a CodecError.
-    """
+def codec_errors(source: object) -> Iterator[None]:
+    """Turn a CodecError inside into a UserError that names the source of the tensor or stream."""
     try:
         yield
     except CodecError as error:

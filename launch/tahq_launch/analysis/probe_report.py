@@ -1,7 +1,4 @@
-"""What a probe found, as tables and sentences for a person and as JSON for a program.
-
-Pure: measurements in, text or plain values out.
-"""
+"""The report of a probe: tables and sentences for a person, JSON for a program. Pure."""
 
 import math
 import statistics
@@ -13,22 +10,22 @@ from tahq.pipeline.probe.cut_model import Wire
 from tahq.pipeline.probe.result import EXPECTATION_LIMIT, STEP_LIMIT, WireResult
 from tahq.quant import CodecSpec, get_codec
 
-ERROR_TITLES = ("", "activations", "bits", "gradients", "bits", "a step", "at most", "mean", "M → ∞", "cosine")
-"""Relative error of a batch (median, largest), of the mean over M batches (largest) and its estimate for M → ∞;
-the least cosine."""
+ERROR_TITLES = ("", "activations", "bits", "gradients", "bits", "median", "max", "mean", "M → ∞", "cosine")
+"""Relative error of a batch (median, maximum), of the mean over M batches (maximum) and its estimate for M → ∞;
+the smallest cosine."""
 TEXT_COLUMNS = (1, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFacts:
-    """What was probed, for the head of the report.
+    """The head of the report.
 
     Attributes:
         title: the run.
-        weights: where they come from, in words.
-        trained: whether they have seen training: not random ones without warm-up.
-        boundary: [B, S, C] of what crosses a cut.
-        losses: nats a token at each probed step, without codecs.
+        weights: their origin, in words.
+        trained: False for random weights without warm-up.
+        boundary: [B, S, C] at each cut.
+        losses: nats per token at each probed step, without codecs.
     """
 
     title: str
@@ -44,72 +41,86 @@ class ProbeFacts:
 
 
 def head(facts: ProbeFacts) -> list[str]:
-    """What was probed, in two lines."""
-    samples, length, channels = facts.boundary
+    """Model, steps and losses, in two lines."""
     last = facts.first_step + len(facts.losses) - 1
     steps = f"step {last}" if last == facts.first_step else f"steps {facts.first_step} to {last}"
     return [
-        f"{facts.title}: {facts.num_parameters:,} parameters in {facts.num_cuts + 1} stages, [{samples}, {length}, "
-        f"{channels}] crosses each cut; weights: {facts.weights}",
-        f"{steps}, M = {facts.num_batches} of the batches of {facts.global_batch} samples at each; loss without "
-        f"codecs: {', '.join(f'{loss:.3f}' for loss in facts.losses)} nats a token",
+        f"{facts.title}: {facts.num_parameters:,} parameters in {facts.num_cuts + 1} stages, {list(facts.boundary)} "
+        f"at each cut; weights: {facts.weights}",
+        f"{steps}, M = {facts.num_batches} batches of {facts.global_batch} samples per step; loss without "
+        f"codecs: {', '.join(f'{loss:.3f}' for loss in facts.losses)} nats per token",
     ]
 
 
 def error_rows(facts: ProbeFacts, results: Sequence[WireResult]) -> list[list[str]]:
-    """A row a wire; see `ERROR_TITLES`."""
-    return [[str(number), *_error_cells(facts, result)] for number, result in enumerate(results, start=1)]
-
-
-def _error_cells(facts: ProbeFacts, result: WireResult) -> list[str]:
-    forward, backward = _bits(facts, result.wire)
-    means = result.expectation_errors
-    return [
-        _brief(result.wire.activations),
-        f"{forward:.2f}",
-        _brief(result.wire.gradients),
-        f"{backward:.2f}",
-        _number(statistics.median(result.step_errors)),
-        _number(max(result.step_errors)),
-        _number(max(means) if means else None),
-        _number(result.noiseless_expectation_error()),
-        f"{min(result.cosines):.4f}",
-    ]
-
-
-def group_titles(results: Sequence[WireResult]) -> list[str]:
-    """Of the table by part of the model: a column a wire, by its number."""
-    return ["part of the model", *(str(number) for number in range(1, len(results) + 1))]
+    """One row per wire; see `ERROR_TITLES`."""
+    rows = []
+    for number, result in enumerate(results, start=1):
+        forward, backward = _bits(facts, result.wire)
+        means = result.expectation_errors
+        errors = (
+            statistics.median(result.step_errors),
+            max(result.step_errors),
+            max(means) if means else None,
+            result.noiseless_expectation_error(),
+        )
+        names = _brief(result.wire.activations), _brief(result.wire.gradients)
+        cells = [str(number), names[0], f"{forward:.2f}", names[1], f"{backward:.2f}"]
+        rows.append([*cells, *map(_number, errors), f"{min(result.cosines):.4f}"])
+    return rows
 
 
 def group_rows(results: Sequence[WireResult]) -> list[list[str]]:
-    """A row a part: the errors of all batches over the gradients of all batches."""
+    """One row per part of the model, one column per wire: error over all batches."""
     groups = [result.by_group() for result in results]
     return [[name, *(_number(group[name].relative) for group in groups)] for name in groups[0]]
 
 
-def wire_name(wire: Wire) -> str:
-    """Both codecs, forward first, as short as they can be written."""
-    return f"{_brief(wire.activations)} / {_brief(wire.gradients)}"
-
-
 def sentence(result: WireResult) -> str:
     """Whether the assumption and the paper's figures hold for one wire, with the numbers."""
-    name, step, delta = wire_name(result.wire), max(result.step_errors), result.delta
+    name = f"{_brief(result.wire.activations)} / {_brief(result.wire.gradients)}"
+    delta = result.delta
     if not math.isfinite(delta):
         return f"{name}: Assumption 4.4 does not hold: with these codecs a gradient is NaN or infinite."
     if delta <= 0:
         return f"{name}: Assumption 4.4 does not hold: an error of {1 - delta:.3g} is as large as the gradient itself."
-    kept = f"{_against(result.keeps_step_limit)} the paper's {STEP_LIMIT} a step ({step:.3g} at most)"
+    step = f"per step {_against(max(result.step_errors), STEP_LIMIT, result.keeps_step_limit)}"
+    mean = ""
     if result.keeps_expectation_limit is not None:
-        mean = max(result.expectation_errors)
-        kept += f" and {_against(result.keeps_expectation_limit)} its {EXPECTATION_LIMIT} of the expectation"
-        kept += f" ({mean:.3g} at most)"
-    return f"{name}: Assumption 4.4 holds with δ = {_floor(delta)}; {kept}."
+        kept = result.keeps_expectation_limit
+        mean = f", of the expectation {_against(max(result.expectation_errors), EXPECTATION_LIMIT, kept)}"
+    floor = math.floor(delta * 1000) / 1000  # a promise is rounded down
+    return f"{name}: Assumption 4.4 holds with δ = {floor:g}; error {step}{mean}."
+
+
+def _against(error: float, limit: float, kept: bool) -> str:
+    return f"at most {error:.3g}, {'below' if kept else 'NOT below'} the paper's {limit}"
+
+
+def notes(facts: ProbeFacts, results: Sequence[WireResult]) -> list[str]:
+    """How to read the figures, and how to improve them."""
+    lines = []
+    if not facts.trained:
+        lines.append(
+            "These weights are random. Errors of trained weights differ: probe again with --warm-up 50, with --resume, "
+            "or with --weights FOLDER."
+        )
+    if any(not result.keeps_step_limit or result.keeps_expectation_limit is False for result in results):
+        lines.append(
+            "If a limit is exceeded, spend more bits on the direction that causes the error (--wire with `raw` for "
+            "one direction shows which), or use fewer stages. Exceeding a limit does not prove that training fails, "
+            "nor keeping it that training succeeds: the loss decides."
+        )
+    if facts.num_batches > 1:
+        lines.append(
+            f"A mean over M = {facts.num_batches} batches still contains 1/{facts.num_batches} of the noise between "
+            "batches, in ĝ − g and in g; M → ∞ is an estimate without that noise, pooled over the steps."
+        )
+    return lines
 
 
 def as_json(facts: ProbeFacts, results: Sequence[WireResult]) -> dict[str, Any]:
-    """Everything that was measured, in plain values; what is not finite is null."""
+    """All measurements as plain values; NaN and infinity are null."""
     return {
         "run": facts.title,
         "num_parameters": facts.num_parameters,
@@ -122,33 +133,6 @@ def as_json(facts: ProbeFacts, results: Sequence[WireResult]) -> dict[str, Any]:
         "limits": {"step": STEP_LIMIT, "expectation": EXPECTATION_LIMIT},
         "wires": [_wire_values(facts, result) for result in results],
     }
-
-
-def bits_per_element(spec: str | None, shape: tuple[int, ...]) -> float:
-    """What a codec makes of an element of this shape, everything counted; fp32 where nothing is packed."""
-    return 32.0 if spec is None else 8 * get_codec(spec).encoded_nbytes(shape) / math.prod(shape)
-
-
-def notes(facts: ProbeFacts, results: Sequence[WireResult]) -> list[str]:
-    """How to read the figures, and what to do about them."""
-    said = []
-    if not facts.trained:
-        said.append(
-            "These weights are random. Errors of trained ones differ: probe again with --warm-up 50, with --resume, "
-            "or with --weights FOLDER."
-        )
-    if any(not result.keeps_step_limit or result.keeps_expectation_limit is False for result in results):
-        said.append(
-            "Where a figure is exceeded, spend more bits on the direction that errs (--wire with `raw` for one of the "
-            "two tells which), or cut the model into fewer stages. Exceeding them is no proof that training fails, "
-            "and keeping them none that it succeeds: the loss decides."
-        )
-    if facts.num_batches > 1:
-        said.append(
-            f"The mean is over M = {facts.num_batches} batches, so of what is random between them, in ĝ − g and in g, "
-            f"1/{facts.num_batches} is still in it; M → ∞ is an estimate without, pooled over the steps."
-        )
-    return said
 
 
 def _wire_values(facts: ProbeFacts, result: WireResult) -> dict[str, Any]:
@@ -168,6 +152,11 @@ def _wire_values(facts: ProbeFacts, result: WireResult) -> dict[str, Any]:
     }
 
 
+def bits_per_element(spec: str | None, shape: tuple[int, ...]) -> float:
+    """Encoded bits per element of a tensor of this shape, metadata included; None: fp32."""
+    return 32.0 if spec is None else 8 * get_codec(spec).encoded_nbytes(shape) / math.prod(shape)
+
+
 def _bits(facts: ProbeFacts, wire: Wire) -> tuple[float, float]:
     return bits_per_element(wire.activations, facts.boundary), bits_per_element(wire.gradients, facts.boundary)
 
@@ -182,12 +171,3 @@ def _number(value: float | None) -> str:
 
 def _brief(spec: str | None) -> str:
     return "none" if spec is None else CodecSpec.parse(spec).brief()
-
-
-def _floor(delta: float) -> str:
-    """Rounded down: δ is promised to be as large as this."""
-    return f"{math.floor(delta * 1000) / 1000:g}"
-
-
-def _against(kept: bool) -> str:
-    return "below" if kept else "NOT below"

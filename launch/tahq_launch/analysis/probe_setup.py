@@ -1,7 +1,7 @@
-"""What a probe needs, made of the cluster.yaml of the run that it is for.
+"""Model, data and optimizer of a probe, from the cluster.yaml of a run.
 
-The same parts as a run's stages have (data, slices, optimizer, learning rate, clipping), all in this process. Weights
-are the run's random ones or its folder's, those of another folder, or of the run's newest snapshot.
+The same parts as in a run's stages (data, slices, optimizer, learning rate, clipping), all in this process. Weights
+are the run's random ones or its folder's, those of another folder, or of the run's newest checkpoint.
 """
 
 import re
@@ -26,7 +26,6 @@ from tahq.models.weights import FolderWeights
 from tahq.pipeline.checkpoint.manifest import read_latest
 from tahq.pipeline.checkpoint.resume import compare_configs
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
-from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.probe.cut_model import CutModel, Wire
 from tahq.pipeline.update.update import StageUpdate
 from tahq.quant import CodecSpec
@@ -49,13 +48,13 @@ _SEPARATOR = re.compile(r"\s*/\s*(?=[a-z])")  # the slash of int4=4/5 has a digi
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """What a person asked for on the command line of `tahq probe`.
+    """One command line of `tahq probe`.
 
     Attributes:
         wires: pairs of codecs, ``tah / fixed:bits=8``; empty: the run's, and the paper's tiles.
         steps: probed steps.
-        batches: at each of them.
-        warm_up: steps of training before.
+        batches: per probed step.
+        warm_up: training steps before.
         weights: Hugging Face folder to read them from.
     """
 
@@ -72,7 +71,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProbeSetup:
-    """A model that can be probed, and what belongs to it; `update` takes the optimizer's step of that number."""
+    """A model that can be probed, with its data; `update` takes the optimizer step of a given number."""
 
     config: ClusterConfig
     model: CutModel
@@ -81,18 +80,17 @@ class ProbeSetup:
     start_step: int
     wires: tuple[Wire, ...]
     weights: str
-    """Where they come from, in words."""
+    """Their origin, in words."""
 
     @property
     def boundary(self) -> tuple[int, int, int]:
-        """[B, S, C] of what crosses a cut."""
-        hidden_size = self.model.hidden_size
-        return self.config.training.micro_batch, self.config.data.seq_len, hidden_size
+        """[B, S, C] at each cut."""
+        return self.config.training.micro_batch, self.config.data.seq_len, self.model.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where the weights stand."""
+class _Start:
+    """The configuration, and the checkpoint if there is one."""
 
     config: ClusterConfig
     reader: SnapshotReader | None = None
@@ -103,64 +101,70 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
     """Read the configuration, the data and the weights, and build the model.
 
     Raises:
-        UserError: whatever does not exist, does not fit, or has no wire to probe.
+        UserError: a file is missing or invalid, or the run has no wire to probe.
     """
     if request.resume and request.weights is not None:
         raise UserError("--weights and --resume both say where the weights come from; give one of them")
-    origin = _origin(request)
-    config = origin.config
-    if request.resume and config.training.is_low_rank:
+    start = _start(request)
+    config, training = start.config, start.config.training
+    if request.resume and training.is_low_rank:
         raise UserError(
-            f"{config.run.name} was trained by {config.training.optimizer}, whose weights and subspaces a probe cannot "
-            "take up; write its model to a folder with tahq export, and give that with --weights"
+            f"{config.run.name} was trained by {training.optimizer}, whose weights and subspaces a probe cannot "
+            "resume; write its model to a folder with tahq export, and give that with --weights"
         )
     if config.pipeline.stages == 1:
         raise UserError("pipeline.stages is 1, so nothing crosses a wire; probe with --set pipeline.stages=2 or more")
     wires = tuple(map(parse_wire, request.wires)) or default_wires(config)
+    for wire in wires:
+        wire.cut()  # refuses a codec that a probe cannot use
     device = compute_device(config, 0, request.device)
     if config.run.threads is not None:  # sums in another order have other bits
         torch.set_num_threads(config.run.threads)
-    data = StageData.load(config)
-    batches = _batch_source(config, data.dataset, origin.cursor)
-    spec = resolved_spec(config, data.tokenizer.vocab_size)
-    model = _build_model(config, spec, device, with_weights=request.weights is None and origin.reader is None)
-    update = _update(config, model, data.dataset, origin)
-    if request.weights is not None:
-        _read_folder(request.weights, spec, model)
-    return ProbeSetup(
-        config, model, batches, update, origin.cursor.step, wires, _weights_in_words(request, spec, origin)
+    data, seed, start_step = StageData.load(config), config.run.seed, start.cursor.step
+    batches = BatchSource(
+        data.dataset,
+        seed=seed,
+        global_batch=training.global_batch,
+        micro_batch=training.micro_batch,
+        origin=start.cursor,
     )
+    spec = resolved_spec(config, data.tokenizer.vocab_size)
+    model = _build_model(config, spec, device, with_weights=request.weights is None and start.reader is None)
+    update = _update(start, model, data.dataset)
+    weights = f"from {spec.folder}" if spec.folder is not None else "random"
+    if start.reader is not None:
+        weights = f"the run's after {start_step} steps"
+    elif request.weights is not None:
+        weights = f"from {request.weights}"
+        found = FolderWeights.find(request.weights, spec.layout.trunk)
+        tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
+        found.read_into(model.parameters, tied)
+    return ProbeSetup(config, model, batches, update, start_step, wires, weights)
 
 
 def parse_wire(text: str) -> Wire:
-    """The codecs of ``ACTIVATIONS / GRADIENTS``, such as ``tah:group=32 / fixed:bits=8``.
+    """The codecs of ``ACTIVATIONS / GRADIENTS``, such as ``tah:group=32 / fixed:bits=8``, with all parameters.
 
     Raises:
-        ConfigError: not two codecs, or one that does not exist.
+        ConfigError: not two codecs, or an unknown one.
     """
     specs = _SEPARATOR.split(text.strip())
     if len(specs) != 2:
         raise ConfigError(f"--wire {brief(repr(text))}: expected 'FORWARD / BACKWARD', as in 'tah / fixed:bits=8'")
-    return canonical_wire(*specs)
-
-
-def canonical_wire(activations: str, gradients: str) -> Wire:
-    """A wire whose specs are written out, so that equal ones compare equal; ConfigError for what is no codec."""
-    return Wire(str(CodecSpec.parse(activations)), str(CodecSpec.parse(gradients)))
+    return Wire(*(str(CodecSpec.parse(spec)) for spec in specs))
 
 
 def default_wires(config: ClusterConfig) -> tuple[Wire, ...]:
-    """The run's own wire, then the paper's tiles of 64 and 32 forward, alone and with the run's gradients."""
-    gradients = config.wire.gradients
-    pairs = [(tile, backward) for backward in (RAW, gradients) for tile in PAPER_TILES]
-    wires = [canonical_wire(*pair) for pair in [(config.wire.activations, gradients), *pairs]]
-    return tuple(dict.fromkeys(wires))
+    """The run's own wire, then the paper's tiles of 64 and 32 forward, with raw and with the run's gradients."""
+    own = config.wire.gradients
+    pairs = [(config.wire.activations, own), *((tile, gradients) for gradients in (RAW, own) for tile in PAPER_TILES)]
+    return tuple(dict.fromkeys(parse_wire(" / ".join(pair)) for pair in pairs))
 
 
-def _origin(request: ProbeRequest) -> _Origin:
+def _start(request: ProbeRequest) -> _Start:
     given = load_config(request.config_path, request.overrides)
     if not request.resume:
-        return _Origin(resolve_for_run(given))
+        return _Start(resolve_for_run(given))
     folder = RunFolder(Path(given.run.dir) / given.run.name)
     folder.check_startable(resume=True)
     snapshot, manifest = read_latest(folder.snapshots)
@@ -168,18 +172,7 @@ def _origin(request: ProbeRequest) -> _Origin:
     compare_configs(manifest.config, config.model_dump(mode="json")).check()
     reader = SnapshotReader(snapshot, manifest.sha256)
     first = next(file for file in sorted(manifest.sha256) if file.startswith("stage-000"))
-    return _Origin(config, reader, Cursor(**reader.stage_meta(first).cursor))
-
-
-def _batch_source(config: ClusterConfig, dataset: Dataset, origin: Cursor) -> BatchSource:
-    training = config.training
-    return BatchSource(
-        dataset,
-        seed=config.run.seed,
-        global_batch=training.global_batch,
-        micro_batch=training.micro_batch,
-        origin=origin,
-    )
+    return _Start(config, reader, Cursor(**reader.stage_meta(first).cursor))
 
 
 def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *, with_weights: bool) -> CutModel:
@@ -193,30 +186,11 @@ def _build_model(config: ClusterConfig, spec: ModelSpec, device: torch.device, *
     return CutModel(slices, seed=seed, bf16=computes_in_bf16(config, device))
 
 
-def _update(config: ClusterConfig, model: CutModel, dataset: Dataset, origin: _Origin) -> Callable[[int], None]:
-    """The optimizer's step as a run takes it: global clipping, then the rate of that step."""
-    training, position = config.training, Position(origin.cursor.step, origin.cursor.sample)
-    samples = dataset.num_train_samples
-    total = total_steps(training.steps, training.epochs, samples, training.global_batch, position)
+def _update(start: _Start, model: CutModel, dataset: Dataset) -> Callable[[int], None]:
+    """The optimizer step as a run takes it: global clipping, then that step's learning rate."""
+    training, position = start.config.training, Position(start.cursor.step, start.cursor.sample)
+    total = total_steps(training.steps, training.epochs, dataset.num_train_samples, training.global_batch, position)
     update = StageUpdate(training, model.parameters, model.is_decayed, total, model.tied)
-    if origin.reader is not None:
-        update.load(origin.reader.tensor, set(origin.reader.names()))
-    return lambda step: _take(update, training, step)
-
-
-def _take(update: StageUpdate, training: TrainingConfig, step: int) -> None:
-    update.apply(step, clip_factor(global_norm(update.squared_norms()), training.clip_norm))
-
-
-def _read_folder(folder: Path, spec: ModelSpec, model: CutModel) -> None:
-    found = FolderWeights.find(folder, spec.layout.trunk)
-    tied = {} if HEAD_WEIGHT in found.file_of else {HEAD_WEIGHT: spec.layout.embedding_weight}
-    found.read_into(model.parameters, tied)
-
-
-def _weights_in_words(request: ProbeRequest, spec: ModelSpec, origin: _Origin) -> str:
-    if origin.reader is not None:
-        return f"the run's after {origin.cursor.step} steps"
-    if request.weights is not None:
-        return f"from {request.weights}"
-    return f"from {spec.folder}" if spec.folder is not None else "random"
+    if start.reader is not None:
+        update.load(start.reader.tensor, set(start.reader.names()))
+    return lambda step: update.apply(step, clip_factor(global_norm(update.squared_norms()), training.clip_norm))

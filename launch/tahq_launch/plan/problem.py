@@ -1,7 +1,6 @@
-"""What `tahq plan` asks the planner, made of a cluster.yaml, numbers and options."""
+"""The planner's problem, from a cluster.yaml, numbers of hosts and the options of `tahq plan`."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -33,14 +32,15 @@ from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem
 from tahq.plan.search.codecs import LADDER
 from tahq.quant import CodecSpec
 from tahq.quant.spec import AqsgdSpec
-from tahq_launch.plan.numbers import computes_bf16
+from tahq.worker.assembly import computes_in_bf16
+from tahq_launch.plan.numbers import stage_device
 
 _FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """What may be chosen, as a person said it; empty or None: as `tahq plan --help` says."""
+    """What the planner may choose; empty or None: as `tahq plan --help` says."""
 
     codecs: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
@@ -49,24 +49,13 @@ class PlanChoices:
 
 
 def problem_of(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, choices: PlanChoices) -> PlanProblem:
-    """The planner's question.
-
-    Args:
-        config: resolved.
-        spec: its model.
-        cluster: the hosts to choose from.
-        choices: what is left open.
-
-    Raises:
-        UserError: a codec or a schedule that there is not.
-    """
-    activations, gradients = _codecs(config, choices.codecs)
+    """The planner's problem of a resolved configuration; UserError for an unknown codec or schedule."""
     schedules = _schedules(config, choices.schedules)
     return PlanProblem(
         model=model_numbers(config, spec, splits_backward="zero-bubble" in schedules),
         cluster=cluster,
-        activations=activations,
-        gradients=gradients,
+        activations=_codecs(choices.codecs, "activations", config.wire.activations),
+        gradients=_codecs(choices.codecs, "gradients", config.wire.gradients),
         schedules=schedules,
         num_stages=choices.num_stages,
         max_replicas=choices.max_replicas,
@@ -77,110 +66,99 @@ def problem_of(config: ClusterConfig, spec: ModelSpec, cluster: ClusterNumbers, 
 
 
 def _firsts(config: ClusterConfig) -> tuple[First, ...]:
-    """Orders on an uplink that may be chosen: only where every uplink is held back, so that frames wait in tahq."""
-    stages = config.pipeline.stages
+    """Orders on an uplink that may be chosen: more than one only if every uplink is limited, so that frames queue."""
+    stages, own = config.pipeline.stages, config.links.first
     shapings = [host_shaping(config.links, config.hosts, stage, stages) for stage in range(stages)]
-    own = config.links.first
     if any(shaping.up_bits_per_s == math.inf for shaping in shapings):
         return (own,)
     return (own, *(first for first in get_args(First) if first != own))
 
 
-def _schedules(config: ClusterConfig, named: tuple[str, ...]) -> tuple[str, ...]:
-    """1F1B first: of plans that are equally fast the first is taken.
+def _schedules(config: ClusterConfig, given: tuple[str, ...]) -> tuple[str, ...]:
+    """1F1B first: of equally fast plans the first is taken.
 
-    Zero-bubble keeps most of what checkpointing frees, and is refused where the backward updates.
+    Zero-bubble keeps most of the memory that checkpointing frees, and is refused where the backward updates.
     """
-    unknown = [name for name in named if name not in GENERATORS]
+    unknown = [name for name in given if name not in GENERATORS]
     if unknown:
         raise UserError(f"--schedules: unknown schedule {brief(repr(unknown[0]))}; known: {', '.join(GENERATORS)}")
     may_split = config.training.activation_checkpointing == "none" and not config.training.is_fused
-    return named or ("1f1b", "gpipe", *(["zero-bubble"] if may_split else []))
+    return given or ("1f1b", "gpipe", *(["zero-bubble"] if may_split else []))
 
 
-def _codecs(config: ClusterConfig, named: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """By direction, in the order given; `ladder` stands for the table of docs/planner.md."""
-    if not named:
-        return (config.wire.activations,), (config.wire.gradients,)
-    by_direction = []
-    for direction in ("activations", "gradients"):
-        specs = [spec for name in named for spec in (LADDER[direction] if name == "ladder" else (name,))]
-        by_direction.append(tuple(dict.fromkeys(_resolved(spec) for spec in specs if _goes(spec, direction))))
-    if not all(by_direction):
+def _codecs(given: tuple[str, ...], direction: str, usual: str) -> tuple[str, ...]:
+    """The codecs of one direction, in the order given; `ladder` stands for the table of docs/planner.md."""
+    if not given:
+        return (usual,)
+    codecs: dict[str, None] = {}
+    for text in [spec for name in given for spec in (LADDER[direction] if name == "ladder" else (name,))]:
+        try:
+            spec = CodecSpec.parse(text)
+        except ConfigError as error:
+            raise UserError(f"--codecs: {error}") from error
+        # AQ-SGD's caches are for activations only
+        if direction == "activations" or not (isinstance(spec, AqsgdSpec) and spec.has_cache):
+            codecs[str(spec)] = None
+    if not codecs:
         raise UserError("--codecs: none of these codecs takes gradients; add another")
-    return by_direction[0], by_direction[1]
-
-
-def _resolved(spec: str) -> str:
-    try:
-        return str(CodecSpec.parse(spec))
-    except ConfigError as error:
-        raise UserError(f"--codecs: {error}") from error
-
-
-def _goes(spec: str, direction: str) -> bool:
-    """AQ-SGD's caches are for activations alone."""
-    parsed = CodecSpec.parse(_resolved(spec))
-    return direction == "activations" or not (isinstance(parsed, AqsgdSpec) and parsed.has_cache)
+    return tuple(codecs)
 
 
 def model_numbers(config: ClusterConfig, spec: ModelSpec, *, splits_backward: bool = False) -> ModelNumbers:
-    """The model's sizes in bytes; blocks are taken to be alike, the largest standing for all.
+    """The model's sizes in bytes; the largest block stands for all blocks.
 
-    With split backwards each micro-batch in flight is taken to keep what it does at most, up to W.
+    With split backwards each micro-batch in flight counts with the most that it holds before W.
     """
-    training = config.training
-    block, first, last = _parts(spec, partial(_kept, config, spec))
-    held = partial(_held, config, spec, _decoded(config, spec))
-    block_weights, _, _ = _parts(spec, partial(_weights, spec))
+    layers, batch = spec.num_layers, config.training.global_batch
+    first, last = BlockRange(0, 1, layers), BlockRange(layers - 1, layers, layers)
+    if layers < 3:
+        whole = BlockRange(0, layers, layers)
+        block, ends = _state_nbytes(config, spec, whole) / layers, (0.0, 0.0)
+        weights = _weights_nbytes(spec, whole) / layers
+    else:
+        middle = BlockRange(1, 2, layers)
+        block, weights = _state_nbytes(config, spec, middle), _weights_nbytes(spec, middle)
+        ends = (_state_nbytes(config, spec, first) - block, _state_nbytes(config, spec, last) - block)
     return ModelNumbers(
-        num_layers=spec.num_layers,
+        num_layers=layers,
         hidden_size=spec.hidden_size,
         seq_len=config.data.seq_len,
-        global_batch=training.global_batch,
-        held={size: held(size, splits_backward=splits_backward) for size in divisors(training.global_batch)},
+        global_batch=batch,
+        held={size: _held(config, spec, size, splits_backward=splits_backward) for size in divisors(batch)},
         block_nbytes=block,
-        first_nbytes=first,
-        last_nbytes=last,
-        num_states=block / block_weights,
+        first_nbytes=ends[0],
+        last_nbytes=ends[1],
+        num_states=block / weights,
     )
 
 
-def _parts(spec: ModelSpec, nbytes: Callable[[BlockRange], float]) -> tuple[float, float, float]:
-    """What a block's parameters come to, and what the two ends add to theirs."""
-    layers = spec.num_layers
-
-    def of(start: int, stop: int) -> float:
-        return float(nbytes(BlockRange(start, stop, layers)))
-
-    if layers < 3:
-        return of(0, layers) / layers, 0.0, 0.0
-    block = of(1, 2)
-    return block, of(0, 1) - block, of(layers - 1, layers) - block
+def _computes_bf16(config: ClusterConfig) -> bool:
+    return computes_in_bf16(config, stage_device(config, 0))
 
 
-def _kept(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
-    """Bytes of weights, copies and FP8 codes of them that are kept, gradients and what the optimizer keeps."""
-    keeps_copies = config.training.activation_checkpointing == "none" and computes_bf16(config)
+def _state_nbytes(config: ClusterConfig, spec: ModelSpec, blocks: BlockRange) -> float:
+    """Bytes of weights, their copies and FP8 codes, gradients and optimizer states."""
+    bf16 = _computes_bf16(config)
+    keeps_copies = config.training.activation_checkpointing == "none" and bf16
     numbers = StepNumbers(
         shape=micro_batch_shape(config, 1, bf16=keeps_copies),
         in_flight=0,
         optimizer_nbytes=partial(optimizer_nbytes, config.training),
         checkpoint_blocks=False,
         frame_nbytes=0,
-        kept_code_nbytes=kept_code_nbytes(config, computes_bf16(config)),
+        kept_code_nbytes=kept_code_nbytes(config, bf16),
         low_rank=low_rank_settings(config.training, config.run.seed),
     )
     memory = stage_memory(spec, blocks, numbers)
-    return memory.weights + memory.gradients + memory.optimizer
+    return float(memory.weights + memory.gradients + memory.optimizer)
 
 
-def _weights(spec: ModelSpec, blocks: BlockRange) -> float:
+def _weights_nbytes(spec: ModelSpec, blocks: BlockRange) -> float:
     """Bytes of parameters in fp32."""
-    return _FP32 * sum(map(math.prod, slice_parameters(spec, blocks).values()))
+    return float(_FP32 * sum(map(math.prod, slice_parameters(spec, blocks).values())))
 
 
-def _decoded(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]:
+def _decoded_elements(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]:
     """Elements of the largest low-rank matrix of the blocks, and of the head; 0: they have none."""
     settings = low_rank_settings(config.training, config.run.seed)
     if settings is None:
@@ -190,35 +168,29 @@ def _decoded(config: ClusterConfig, spec: ModelSpec) -> tuple[int, int]:
     return largest, math.prod(covered[HEAD_WEIGHT].shape) if HEAD_WEIGHT in covered else 0
 
 
-def _held(
-    config: ClusterConfig, spec: ModelSpec, decoded: tuple[int, int], micro_batch: int, *, splits_backward: bool
-) -> HeldBytes:
-    shape = micro_batch_shape(config, micro_batch, bf16=computes_bf16(config))
+def _held(config: ClusterConfig, spec: ModelSpec, micro_batch: int, *, splits_backward: bool) -> HeldBytes:
+    shape = micro_batch_shape(config, micro_batch, bf16=_computes_bf16(config))
     tensor = _FP32 * shape.num_tokens * spec.hidden_size
     saved = max(saved_by_block(spec, block, shape) for block in range(spec.num_layers))
-    again = config.training.activation_checkpointing == "block"
+    recomputes = config.training.activation_checkpointing == "block"
     element = _FP32 + (shape.element_nbytes if shape.bf16 else 0)
-    (largest, head), matrix = decoded, 2 * shape.element_nbytes  # decoded, and its gradient
-    put_off = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
-    heads = copied_by_head(spec, shape) if again and not splits_backward else 0  # see `stage_memory`
+    largest, head = _decoded_elements(config, spec)
+    matrix = 2 * shape.element_nbytes  # decoded, and its gradient
+    deferred = (deferred_by_block(spec, shape), deferred_by_head(spec, shape)) if splits_backward else (0, 0)
+    heads = copied_by_head(spec, shape) if recomputes and not splits_backward else 0  # see `stage_memory`
     return HeldBytes(
-        block=max(tensor if again else saved, put_off[0]),
+        block=max(tensor if recomputes else saved, deferred[0]),
         first=saved_by_embedding(spec, shape),
-        last=max(saved_by_head(spec, shape), put_off[1]) + heads,
+        last=max(saved_by_head(spec, shape), deferred[1]) + heads,
         stage=rotary_tables(spec, shape),
         tensor=tensor,
         workspace=element * shape.num_tokens * spec.vocab_size + matrix * head,
-        again=(saved + copied_by_block(spec, shape) if again else 0) + matrix * largest,
+        again=(saved + copied_by_block(spec, shape) if recomputes else 0) + matrix * largest,
     )
 
 
 def given_plan(config: ClusterConfig, problem: PlanProblem) -> PipelinePlan | None:
-    """The plan that the configuration is without any planning; None: the numbers are of other hosts, or it has chunks.
-
-    Args:
-        config: resolved.
-        problem: for which hosts there are.
-    """
+    """The configuration as a plan, unchanged; None: it has chunks, or the numbers are of other hosts."""
     names = [host.name for host in problem.cluster.hosts]
     labels = host_labels(config.hosts, config.pipeline.stages)
     if config.pipeline.chunks > 1 or config.pipeline.layers is None or not set(labels) <= set(names):

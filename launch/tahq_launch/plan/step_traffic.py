@@ -1,11 +1,11 @@
-"""What one training step puts on the wire, known before it runs: codecs tell their lengths beforehand.
+"""Bytes that one training step sends over each link; known before it runs, because codecs predict their lengths.
 
-Counted are payloads and frame headers. Acknowledgements, heartbeats, control messages, what TCP/IP adds and
-what is sent again after a loss come on top; evaluations send activations of their own.
+Counted are payloads and frame headers. Acknowledgements, heartbeats, control messages, TCP/IP headers and
+retransmissions are not; evaluations send activations of their own.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tahq.comm.group.ends import ANNOUNCEMENT_NBYTES
@@ -20,13 +20,15 @@ from tahq.plan.simulate.simulator import simulate
 from tahq.quant import get_codec
 from tahq_netem.network.description import NetworkPlan, plan_network
 
+_TIE_CODEC = "raw:dtype=fp32"
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """Rates by stage in bit/s of a worker's own bytes; inf: not shaped.
+    """Rates by stage, in bit/s of a worker's own bytes; inf: not shaped.
 
-    `longest_delay_s` is one-way, of any link between neighbours; `caps` are of pairs of stages, below what
-    their hosts have.
+    `longest_delay_s` is one-way, of any link between neighbours; `caps` are of pairs of stages, below the rates of
+    their hosts.
     """
 
     up: tuple[float, ...]
@@ -36,17 +38,17 @@ class LinkSpeeds:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether anything is."""
+        """Whether any rate or delay is limited."""
         rates = (*self.up, *self.down, *self.caps.values())
         return self.longest_delay_s > 0 or min(rates) < math.inf
 
     def rate(self, source: int, target: int) -> float:
-        """What a flow between two stages may have if it is alone."""
+        """The rate of a flow between two stages if it is alone."""
         return min(self.up[source], self.down[target], self.caps.get((source, target), math.inf))
 
 
 def link_speeds(config: ClusterConfig) -> LinkSpeeds:
-    """The speeds of a configuration without a profile, its caps kept.
+    """The speeds of a configuration without a profile, its caps included.
 
     Raises:
         ConfigError: a cap is a share of a rate that is not known.
@@ -62,32 +64,32 @@ def link_speeds(config: ClusterConfig) -> LinkSpeeds:
 
 
 def _of_network(plan: NetworkPlan) -> LinkSpeeds:
+    def goodput(bits_per_s: float | None) -> float:
+        return GOODPUT_SHARE * bits_per_s if bits_per_s else math.inf
+
     stage_of = {host: stage for stage, host in enumerate(plan.hosts)}
-    links = [path for path in plan.paths if abs(stage_of[path[0]] - stage_of[path[1]]) == 1]
+    paths = {(stage_of[source], stage_of[target]): path for (source, target), path in plan.paths.items()}
     shapes = [plan.host_shapes[host] for host in plan.hosts]
     return LinkSpeeds(
-        up=tuple(_own_bytes(shape.up_bits_per_s) for shape in shapes),
-        down=tuple(_own_bytes(shape.down_bits_per_s) for shape in shapes),
-        longest_delay_s=max((plan.paths[path].delay_s for path in links), default=0.0),
-        caps={
-            (stage_of[source], stage_of[target]): _own_bytes(path.rate_bits_per_s)
-            for (source, target), path in plan.paths.items()
-            if path.rate_bits_per_s is not None
-        },
+        up=tuple(goodput(shape.up_bits_per_s) for shape in shapes),
+        down=tuple(goodput(shape.down_bits_per_s) for shape in shapes),
+        longest_delay_s=max((path.delay_s for (a, b), path in paths.items() if abs(a - b) == 1), default=0.0),
+        caps={ends: goodput(path.rate_bits_per_s) for ends, path in paths.items() if path.rate_bits_per_s is not None},
     )
 
 
-def _own_bytes(rate_bits_per_s: float | None) -> float:
-    return GOODPUT_SHARE * rate_bits_per_s if rate_bits_per_s else math.inf
-
-
 @dataclass(frozen=True, slots=True)
-class Flow:
-    """The frames of one step that cross one link one way; all have the same length."""
+class StepFlow:
+    """The frames of one step that cross one link in one direction; all have the same length.
+
+    Attributes:
+        is_tie: whether it is the gradient of the tied embedding, once per step, and not micro-batches across a cut.
+        payload_nbytes: of one frame.
+        frame_nbytes: with its headers.
+    """
 
     link: int
     is_tie: bool
-    """Whether it is the gradient of the tied embedding, once a step, and not micro-batches across a cut."""
     source: int
     target: int
     direction: Direction
@@ -95,116 +97,74 @@ class Flow:
     num_frames: int
     num_elements: int
     payload_nbytes: int
-    """Of one frame."""
     frame_nbytes: int
-    """The same with its headers, one a piece."""
 
     @property
     def step_nbytes(self) -> int:
-        """Of all frames of a step."""
+        """Bytes of all frames of a step."""
         return self.num_frames * self.frame_nbytes
 
     @property
     def bits_per_element(self) -> float:
-        """Payload alone, as metrics.jsonl has it."""
+        """Of the payload alone, as in metrics.jsonl."""
         return 8 * self.payload_nbytes / self.num_elements
 
 
-@dataclass(frozen=True, slots=True)
-class HostTraffic:
-    """What a stage's host sends and receives in a step, in bytes."""
-
-    stage: int
-    sent_nbytes: int
-    received_nbytes: int
-
-    def seconds(self, up_bits_per_s: float, down_bits_per_s: float) -> float:
-        """Least time for it at these rates."""
-        return max(8 * self.sent_nbytes / up_bits_per_s, 8 * self.received_nbytes / down_bits_per_s)
-
-
-def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[Flow, ...]:
-    """Every link and direction, cuts first, then the link of tied embeddings if they are kept in step."""
-    return (*_cut_flows(config, spec), *_tie_flows(config, spec))
+def step_flows(config: ClusterConfig, spec: ModelSpec) -> tuple[StepFlow, ...]:
+    """Every link and direction, cuts first, then the link of tied embeddings if they are synchronised."""
+    stages, cuts, wire = config.pipeline.stages, config.pipeline.num_chunks - 1, config.wire
+    boundary = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
+    codecs = {Direction.FORWARD: wire.activations, Direction.BACKWARD: wire.gradients}
+    flows: list[StepFlow] = []
+    for cut in range(cuts):
+        ends = cut % stages, (cut + 1) % stages
+        flows += _flows(config, cut, ends, codecs, boundary, config.training.num_micro_batches)
+    if config.model.tie == "sync" and stages > 1:
+        codecs = dict.fromkeys(codecs, _TIE_CODEC)
+        flows += _flows(config, cuts, (0, stages - 1), codecs, (spec.vocab_size, spec.hidden_size), 1)
+    return tuple(flows)
 
 
-def _cut_flows(config: ClusterConfig, spec: ModelSpec) -> Iterator[Flow]:
-    shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
-    num_frames = config.training.num_micro_batches
-    stages = config.pipeline.stages
-    for cut in range(config.pipeline.num_chunks - 1):
-        before, after = cut % stages, (cut + 1) % stages
-        ends = {Direction.FORWARD: (before, after), Direction.BACKWARD: (after, before)}
-        codecs = {Direction.FORWARD: config.wire.activations, Direction.BACKWARD: config.wire.gradients}
-        for direction, codec in codecs.items():
-            yield _flow(config, cut, ends[direction], direction, codec, num_frames, shape)
-
-
-def _tie_flows(config: ClusterConfig, spec: ModelSpec) -> Iterator[Flow]:
-    last = config.pipeline.stages - 1
-    if config.model.tie != "sync" or last == 0:
-        return
-    for direction, ends in ((Direction.FORWARD, (0, last)), (Direction.BACKWARD, (last, 0))):
-        yield _flow(
-            config,
-            config.pipeline.num_chunks - 1,
-            ends,
-            direction,
-            "raw:dtype=fp32",
-            1,
-            (spec.vocab_size, spec.hidden_size),
-        )
-
-
-def _flow(
+def _flows(
     config: ClusterConfig,
     link: int,
     ends: tuple[int, int],
-    direction: Direction,
-    codec: str,
-    num_frames: int,
+    codecs: Mapping[Direction, str],
     shape: tuple[int, ...],
-) -> Flow:
-    payload_nbytes = get_codec(codec).encoded_nbytes(shape)
-    return Flow(
-        link=link,
-        is_tie=link == config.pipeline.num_chunks - 1,
-        source=ends[0],
-        target=ends[1],
-        direction=direction,
-        codec=codec,
-        num_frames=num_frames,
-        num_elements=math.prod(shape),
-        payload_nbytes=payload_nbytes,
-        frame_nbytes=payload_nbytes + _headers_nbytes(config, ends, payload_nbytes),
-    )
-
-
-def _headers_nbytes(config: ClusterConfig, ends: tuple[int, int], payload_nbytes: int) -> int:
-    """Of a frame: one a piece over ZMQ, one in all over a process group."""
-    if config.transport_between(*ends) != "zmq":
-        return ANNOUNCEMENT_NBYTES
-    sender = host_shaping(config.links, config.hosts, ends[0], config.pipeline.stages)
-    return HEADER_NBYTES * max(1, math.ceil(payload_nbytes / sender.message_nbytes))
-
-
-def host_traffic(flows: Iterable[Flow], num_stages: int) -> tuple[HostTraffic, ...]:
-    """Flows added up by the hosts whose uplink and downlink they share."""
-    flows = list(flows)
-    return tuple(
-        HostTraffic(
-            stage,
-            sum(flow.step_nbytes for flow in flows if flow.source == stage),
-            sum(flow.step_nbytes for flow in flows if flow.target == stage),
+    num_frames: int,
+) -> Iterator[StepFlow]:
+    for direction, codec in codecs.items():
+        source, target = ends if direction is Direction.FORWARD else ends[::-1]
+        payload_nbytes = get_codec(codec).encoded_nbytes(shape)
+        if config.transport_between(source, target) == "zmq":  # a header per piece
+            piece = host_shaping(config.links, config.hosts, source, config.pipeline.stages).message_nbytes
+            header_nbytes = HEADER_NBYTES * max(1, math.ceil(payload_nbytes / piece))
+        else:
+            header_nbytes = ANNOUNCEMENT_NBYTES
+        yield StepFlow(
+            link=link,
+            is_tie=link == config.pipeline.num_chunks - 1,
+            source=source,
+            target=target,
+            direction=direction,
+            codec=codec,
+            num_frames=num_frames,
+            num_elements=math.prod(shape),
+            payload_nbytes=payload_nbytes,
+            frame_nbytes=payload_nbytes + header_nbytes,
         )
-        for stage in range(num_stages)
-    )
 
 
-def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedule, flows: Sequence[Flow]) -> float:
-    """Seconds of a step if computing and coding took none: what schedule, rate and delay alone make of it.
+def host_traffic(flows: Sequence[StepFlow], stage: int) -> tuple[int, int]:
+    """Bytes that a stage's host sends and receives in a step."""
+    sent = sum(flow.step_nbytes for flow in flows if flow.source == stage)
+    return sent, sum(flow.step_nbytes for flow in flows if flow.target == stage)
 
-    Simulated with `tahq.plan.simulate.simulator`; the tied embeddings' exchange is not in it.
+
+def wire_only_step_s(config: ClusterConfig, speeds: LinkSpeeds, schedule: Schedule, flows: Sequence[StepFlow]) -> float:
+    """Seconds of a step with infinitely fast computation and coding; schedule, rates and delays remain.
+
+    Simulated with `tahq.plan.simulate.simulator`, without the exchange of tied embeddings.
     """
     nbytes = {(flow.link, flow.direction): float(flow.frame_nbytes) for flow in flows}
     cuts = [

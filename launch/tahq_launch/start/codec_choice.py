@@ -16,11 +16,7 @@ from tahq.worker.assembly import resolved_spec
 
 
 def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptions:
-    """The part of a resolved configuration that decides about codecs.
-
-    Args:
-        config: resolved.
-        saved: what the snapshot to continue from kept of the links.
+    """The codec options of a resolved configuration; `saved` are the links' codecs in the checkpoint, if any.
 
     Raises:
         ConfigError: a ladder that does not fit the model, or a record with other specs than the ladders'.
@@ -30,14 +26,13 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
     if follow is None:
         return CodecOptions(start)
     ladders = _ladders(config)
-    guard = follow.guard
     rules = FollowRules(
         ladders=ladders,
         raise_after=follow.raise_after,
         lower_after=follow.lower_after,
-        max_error=guard.max_error,
-        loss_rise=guard.loss_rise,
-        hold=guard.hold,
+        max_error=follow.guard.max_error,
+        loss_rise=follow.guard.loss_rise,
+        hold=follow.guard.hold,
     )
     num_links = config.pipeline.num_chunks - 1
     replay = _replay(Path(config.wire.replay), ladders, num_links) if config.wire.replay is not None else None
@@ -45,8 +40,7 @@ def codec_options(config: ClusterConfig, saved: Mapping[str, Any]) -> CodecOptio
 
 
 def _ladders(config: ClusterConfig) -> dict[Traffic, Ladder]:
-    channels = config.model.hidden_size or resolved_spec(config, None).hidden_size
-    shape = (config.training.micro_batch, config.data.seq_len, channels)
+    shape = wire_facts(config).shape
     ladders: dict[Traffic, Ladder] = {}
     for name, rungs in config.wire.rungs().items():
         try:
@@ -73,10 +67,10 @@ def _replay(path: Path, ladders: Mapping[Traffic, Ladder], num_links: int) -> Re
 
 
 def recorded_codecs(path: Path) -> Recorded:
-    """The codecs by step, counted from 1, and by link and direction; a last line that is not complete is left out.
+    """The codecs by step, counted from 1, and by link and direction; an incomplete last line is ignored.
 
     Raises:
-        ConfigError: the file cannot be read, or is not the metrics of a run that says what its codecs were.
+        ConfigError: the file cannot be read, or does not record the codecs of a run.
     """
     try:
         recorded = dict(read_lines(path, _step, "the codecs of a step"))
@@ -88,22 +82,16 @@ def recorded_codecs(path: Path) -> Recorded:
 
 
 def _step(row: dict[str, Any]) -> tuple[int, dict[LinkKey, str]]:
-    return int(row["step"]), _codecs(row["links"])
-
-
-def _codecs(links: list[dict[str, Any]]) -> dict[LinkKey, str]:
-    return {_key(link): str(link["codec"]) for link in links}
-
-
-def _key(link: dict[str, Any]) -> LinkKey:
-    direction = link["direction"]
-    if direction not in ("activations", "gradients"):
-        raise ValueError(f"direction {direction!r}")
-    return LinkKey(int(link["link"]), direction)
+    codecs = {}
+    for link in row["links"]:
+        if link["direction"] not in ("activations", "gradients"):
+            raise ValueError(f"direction {link['direction']!r}")
+        codecs[LinkKey(int(link["link"]), link["direction"])] = str(link["codec"])
+    return int(row["step"]), codecs
 
 
 def wire_facts(config: ClusterConfig) -> WireFacts:
-    """What a resolved configuration says about the wire."""
-    spec = resolved_spec(config, None)
-    shape = (config.training.micro_batch, config.data.seq_len, spec.hidden_size)
+    """Codecs and boundary shape of a resolved configuration."""
+    channels = config.model.hidden_size or resolved_spec(config, None).hidden_size
+    shape = (config.training.micro_batch, config.data.seq_len, channels)
     return WireFacts(config.wire.activations, config.wire.gradients, shape)

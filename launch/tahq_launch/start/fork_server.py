@@ -8,6 +8,9 @@ workers die, too (`worker_lifetime`).
 
 CUDA cannot be inherited once any import has initialised it, as some packages that transformers imports do (torchao,
 bitsandbytes). Workers are then spawned instead, and import everything themselves.
+
+The launcher sends lists of modules to import, and (command, path of its log) to start. The server answers with
+(process id, None) for a started worker, and (process id, exit status) for one that has ended.
 """
 
 import contextlib
@@ -17,9 +20,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -29,45 +31,12 @@ from typing import Any, NoReturn, Self
 import torch
 
 from tahq.errors import PeerLostError
+from tahq_launch.start.worker_command import WorkerCommand
 
 _FORK = multiprocessing.get_context("fork")
 _SPAWN = multiprocessing.get_context("spawn")
-_BURY_S = 1.0
-"""From when a process has closed its end of a line until its status is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedCommand:
-    """A command line of `tahq` for a process that has everything imported.
-
-    Attributes:
-        name: process name in ps, at most 15 letters.
-        arguments: what follows `tahq`.
-        log_path: file to which its stdout and stderr are appended.
-        threads: for torch's operations.
-        environment: added to the launcher's.
-        namespace: its network namespace; None: the launcher's.
-        first_input: the content of its stdin.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
-    log_path: str
-    threads: int
-    environment: Mapping[str, str]
-    namespace: str | None = None
-    first_input: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Exited:
-    pid: int
-    status: int
+_REAP_S = 1.0
+"""Time between the server closing its end of the line and its exit status being known."""
 
 
 class ForkServer:
@@ -92,43 +61,33 @@ class ForkServer:
         self._process.kill()
         self._process.join()
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return _known(self._process.pid)
-
     def import_modules(self, modules: Sequence[str]) -> None:
         """Start importing modules that workers need; returns at once."""
-        with contextlib.suppress(ConnectionError):  # `start` says it
-            self._line.send(tuple(modules))
+        with contextlib.suppress(ConnectionError):  # `start` reports it
+            self._line.send(list(modules))
 
-    def start(self, command: ForkedCommand) -> "ForkedChild":
-        """Fork a process once the requested modules are imported.
+    def start(self, command: WorkerCommand, log_path: Path) -> int:
+        """Fork a worker once the requested modules are imported; returns its process id.
 
         Raises:
             PeerLostError: the server has died, and with it all that was forked from it.
         """
-        with contextlib.suppress(ConnectionError):  # it may have said something before it died
-            self._line.send(command)
+        with contextlib.suppress(ConnectionError):  # the server may have sent something before it died
+            self._line.send((command, log_path))
         while not self._is_lost:
-            said = self._listen()
-            if isinstance(said, _Started):
-                return ForkedChild(self, said.pid)
+            pid = self._listen()
+            if pid is not None:
+                return pid
+        self._process.join(_REAP_S)
+        status = self._process.exitcode
+        end = f"was killed by signal {-status}" if status and status < 0 else f"has ended with status {status}"
         raise PeerLostError(
-            f"the process that workers are forked from {self._end()}, so that no {command.name} can be started; "
-            "start the run again, with --resume if it has a snapshot"
+            f"the process that workers are forked from {'does not answer' if status is None else end}, so that no "
+            f"tahq stage {command.stage} can be started; start the run again, with --resume if it has a checkpoint"
         )
 
-    def _end(self) -> str:
-        """How the server has died, in words."""
-        self._process.join(_BURY_S)
-        status = self._process.exitcode
-        if status is None:
-            return "does not answer"
-        return f"was killed by signal {-status}" if status < 0 else f"has ended with status {status}"
-
     def status_of(self, pid: int, timeout_s: float = 0.0) -> int | None:
-        """Exit status of a child, negative for a signal; None if it still runs after so long."""
+        """Exit status of a worker, negative for a signal; None if it still runs after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while pid not in self._statuses and not self._is_lost:
             if not self._line.poll(max(0.0, deadline_s - time.monotonic())):
@@ -136,128 +95,83 @@ class ForkServer:
             self._listen()
         return self._statuses.get(pid, -signal.SIGKILL)  # children of a lost server are killed
 
-    def _listen(self) -> _Started | _Exited | None:
-        """What the server says next; None when it is gone."""
+    def _listen(self) -> int | None:
+        """Take the server's next message; returns the process id of a worker that has started."""
         try:
-            said: _Started | _Exited = self._line.recv()
+            pid, status = self._line.recv()
         except (EOFError, ConnectionResetError):
             self._is_lost = True
             return None
-        if isinstance(said, _Exited):
-            self._statuses[said.pid] = said.status
-        return said
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedChild:
-    """A process that a fork server has started.
-
-    Attributes:
-        server: is told how it ends.
-        pid: its process id.
-    """
-
-    server: ForkServer
-    pid: int
-
-    def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-        return self.server.status_of(self.pid)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has left by then."""
-        return self.server.status_of(self.pid, timeout_s) is not None
-
-    def ask_to_leave(self) -> None:
-        """SIGTERM."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
+        if status is None:
+            return int(pid)
+        self._statuses[pid] = status
+        return None
 
 
 def _serve(launchers_end: Connection, line: Connection) -> NoReturn:
-    """In the server: obey the launcher, report exited children, and exit when the launcher is gone."""
+    """In the server: obey the launcher, report exited workers, and exit when the launcher is gone."""
     launchers_end.close()
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGHUP):  # what a terminal says is for the launcher
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's signals are for the launcher
         signal.signal(number, signal.SIG_IGN)
     _name_this_process("tahq forks")
-    server = _Server(line)
+    workers: dict[Any, BaseProcess] = {}  # by what becomes ready when they have ended
+    context: ForkContext | SpawnContext | None = None  # unknown after each import, which may ask for CUDA
     try:
         while True:
-            for ready in wait([line, *server.children]):
-                if ready is line:
-                    server.obey()
+            for ready in wait([line, *workers]):
+                if ready is not line:
+                    ended = workers.pop(ready)
+                    ended.join()
+                    line.send((ended.pid, ended.exitcode))
+                elif isinstance(request := line.recv(), list):
+                    context = None
+                    _import(request)
                 else:
-                    server.bury(server.children.pop(ready))
+                    context = context or (_SPAWN if _forks_lack_cuda() else _FORK)
+                    worker = context.Process(target=_run, args=(*request, line, os.getcwd()), daemon=True)
+                    worker.start()
+                    workers[worker.sentinel] = worker
+                    line.send((worker.pid, None))
     except (EOFError, ConnectionError):
-        os._exit(0)  # do not wait for the children; they notice
+        os._exit(0)  # do not wait for the workers; they notice
 
 
-class _Server:
-    """What the server does for the launcher at the other end of a line."""
-
-    def __init__(self, line: Connection) -> None:
-        self.children: dict[Any, BaseProcess] = {}
-        """By what is ready when they have left."""
-        self._line = line
-        self._maker: ForkContext | SpawnContext | None = None  # of processes; None: to be found out, after an import
-
-    def obey(self) -> None:
-        """Start what is asked for, or import it."""
-        request: ForkedCommand | tuple[str, ...] = self._line.recv()
-        if isinstance(request, ForkedCommand):
-            self._start(request)
-            return
-        self._maker = None
-        for module in request:
-            with contextlib.suppress(ImportError):  # the worker that needs it says it
-                importlib.import_module(module)
-
-    def bury(self, child: BaseProcess) -> None:
-        """Tell how a child has ended."""
-        child.join()
-        self._line.send(_Exited(_known(child.pid), _known(child.exitcode)))
-
-    def _start(self, command: ForkedCommand) -> None:
-        if self._maker is None:
-            self._maker = _SPAWN if _forks_lack_cuda() else _FORK
-        child = self._maker.Process(target=_run, args=(command, self._line, os.getcwd()), daemon=True)
-        child.start()
-        self.children[child.sentinel] = child
-        self._line.send(_Started(_known(child.pid)))
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        with contextlib.suppress(ImportError):  # the worker that needs it reports it
+            importlib.import_module(module)
 
 
 def _forks_lack_cuda() -> bool:
-    """Whether this process, or one that it was forked from, has asked for CUDA. Only a fork is told."""
+    """Whether this process, or one that it was forked from, has asked for CUDA; only a fork can tell."""
     pid = os.fork()
     if pid == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
-def _run(command: ForkedCommand, servers_line: Connection, folder: str) -> NoReturn:
-    """In the child: new session, log, perhaps a network namespace; then run the command."""
+def _run(command: WorkerCommand, log_path: Path, servers_line: Connection, folder: str) -> NoReturn:
+    """In the worker: new session, log, perhaps a network namespace; then run the command."""
     servers_line.close()
-    os.chdir(folder)  # one that is spawned begins where the launcher did
+    os.chdir(folder)  # a spawned worker begins where the launcher did
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    _redirect(command.log_path, command.first_input)
-    _name_this_process(command.name)
-    os.environ.update(command.environment)
-    torch.set_num_threads(command.threads)  # its libraries have read the environment before
-    sys.argv = ["tahq", *command.arguments]
+    _redirect(log_path, command.first_input)
+    _name_this_process(f"tahq stage {command.stage}")
+    os.environ.update(command.env)
+    torch.set_num_threads(command.forked_threads or 1)  # its libraries have read the environment before
+    sys.argv = ["tahq", *command.argv]
     from tahq_launch.cli import main
 
-    # Before any thread: those that come later are in the namespace of the one that starts them.
-    with _network(command.namespace):
+    network: contextlib.AbstractContextManager[None] = nullcontext()
+    if command.namespace is not None:
+        from tahq_netem.backends.namespaces import entered
+
+        network = entered(command.namespace)
+    with network:  # before any thread: a thread is in the namespace of the thread that starts it
         sys.exit(main())
-
-
-def _known(number: int | None) -> int:
-    if number is None:
-        raise AssertionError("a started process has a pid, and a status when it has ended")
-    return number
 
 
 def _name_this_process(name: str) -> None:
@@ -265,18 +179,11 @@ def _name_this_process(name: str) -> None:
     Path("/proc/self/comm").write_text(name)
 
 
-def _network(namespace: str | None) -> AbstractContextManager[None]:
-    if namespace is None:
-        return nullcontext()
-    from tahq_netem.backends.namespaces import entered
-
-    return entered(namespace)
-
-
-def _redirect(log_path: str, first_input: bytes) -> None:
+def _redirect(log_path: Path, first_input: bytes) -> None:
+    """Append stdout and stderr to the log; stdin holds `first_input`."""
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     stdin, end = os.pipe()
-    os.write(end, first_input)  # far below what a pipe holds
+    os.write(end, first_input)  # far below the capacity of a pipe
     os.close(end)
     for source, target in ((stdin, 0), (log, 1), (log, 2)):
         os.dup2(source, target)

@@ -1,4 +1,4 @@
-"""What a dry run looks for on this machine, so that a run is not refused for it at its start.
+"""Checks of a configuration against this machine, so that a run is not refused at its start.
 
 Files are found and not read, devices counted and not opened. Of machines that are listed in `hosts:` only those count
 as this one that are at a loopback address and not reached over ssh, which may begin in another folder.
@@ -13,13 +13,13 @@ from tahq.config.cluster import ClusterConfig
 from tahq.data.sources import as_patterns, find_files
 from tahq.errors import ConfigError
 
-_LOOPBACK = ("127.", "localhost", "::1")
-_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _SUFFIXES = {"text": "", "tokens": ".bin", "jsonl": ".jsonl"}
 
 
 def check_local(config: ClusterConfig) -> None:
-    """Look for the data, the devices and the congestion control that a run names, as far as they are to be here.
+    """Look for the data, the devices and the congestion control that the stages on this machine need.
 
     Raises:
         DataError: there are no such files.
@@ -27,10 +27,13 @@ def check_local(config: ClusterConfig) -> None:
     """
     here = [stage for stage in range(config.pipeline.stages) if _is_here(config, stage)]
     if {0, config.pipeline.stages - 1} & set(here):
-        _check_data(config)
+        for key, suffix in _SUFFIXES.items():
+            named = getattr(config.data, key)
+            if named is not None:
+                find_files(as_patterns(named), key=f"data.{key}", suffix=suffix, stdlib=key == "text")
     for stage in here:
         _check_device(config, stage)
-    if config.hosts == "namespaces":
+    if config.hosts == "namespaces" and config.links.congestion_control is not None:
         _check_congestion_control(config.links.congestion_control)
 
 
@@ -38,37 +41,51 @@ def _is_here(config: ClusterConfig, stage: int) -> bool:
     if isinstance(config.hosts, str):
         return True
     host = config.hosts[stage]
-    return host.ssh is None and host.address.startswith(_LOOPBACK)
-
-
-def _check_data(config: ClusterConfig) -> None:
-    for key, suffix in _SUFFIXES.items():
-        named = getattr(config.data, key)
-        if named is not None:
-            find_files(as_patterns(named), key=f"data.{key}", suffix=suffix, stdlib=key == "text")
+    return host.ssh is None and host.address.startswith(LOOPBACK)
 
 
 def _check_device(config: ClusterConfig, stage: int) -> None:
     own = config.hosts[stage].device if isinstance(config.hosts, list) else "auto"
     key, name = (f"hosts.{stage}.device", own) if own != "auto" else ("run.device", config.run.device)
     kind, _, index = name.partition(":")
-    if kind != "cuda":
-        return
     count = torch.cuda.device_count()
-    if int(index or 0) >= count:
-        there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
-        raise ConfigError(f"{key}: {name} is not on this machine, which has {there}")
+    if kind == "cuda" and int(index or 0) >= count:
+        devices = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+        raise ConfigError(f"{key}: {name} is not on this machine, which has {devices}")
 
 
-def _check_congestion_control(name: str | None) -> None:
+def _check_congestion_control(name: str) -> None:
     """Ask the kernel as a socket would: it may load a module for it."""
-    if name is None:
-        return
     try:
-        with socket.socket() as one:
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+        with socket.socket() as probe:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
     except FileNotFoundError:
-        known = ", ".join(_AVAILABLE.read_text().split())
-        raise ConfigError(f"links.congestion_control: there is no {name}; this kernel has {known}") from None
-    except PermissionError:  # it is there, and for root alone
+        known = ", ".join(_CONGESTION_CONTROLS.read_text().split())
+        raise ConfigError(f"links.congestion_control: {name} does not exist; this kernel has {known}") from None
+    except PermissionError:  # it exists, for root only
         pass
+
+
+def check_reachable(config: ClusterConfig) -> None:
+    """Refuse hosts that could never dial the coordinator.
+
+    Raises:
+        ConfigError: a host is another machine, and the coordinator listens where only this one reaches it.
+    """
+    hosts = [] if isinstance(config.hosts, str) else config.hosts
+    remote = [host.address for host in hosts if not host.address.startswith(LOOPBACK)]
+    if remote and config.run.bind.startswith(LOOPBACK) and config.run.advertise is None:
+        raise ConfigError(
+            f"run.bind is {config.run.bind}, which {remote[0]} cannot reach; set run.bind to an address and port of "
+            "this machine (--set run.bind=192.0.2.1:5555), and run.advertise if hosts reach it under another"
+        )
+
+
+def security_warnings(config: ClusterConfig) -> list[str]:
+    """Warnings about allowed but dangerous settings."""
+    if config.security.curve or config.hosts == "namespaces" or config.run.bind.startswith(LOOPBACK):
+        return []
+    return [
+        f"warning: security.curve is off, and run.bind is {config.run.bind}: anyone who can reach it, or "
+        "a worker's port, can join the run, and anyone on the network path can read and change the traffic"
+    ]

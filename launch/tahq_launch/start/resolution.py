@@ -1,7 +1,9 @@
-"""What only the machine that starts a run can fill into its configuration: vocabulary, layers of each stage.
+"""Resolves a configuration: fills in values that only the machine that starts a run can know.
 
 Workers that hold no data do not read the tokenizer, and a measured division would come out differently
-on every machine; so both are written into the configuration before anybody receives it.
+on every machine; so vocabulary and layers are written into the configuration before any worker receives it. So are
+the hosts that `links.profile` stands for, and the figures of `links.measured`: caps that are shares become rates, and
+links get as many TCP connections as two neighbours were found to need.
 """
 
 import dataclasses
@@ -9,12 +11,14 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
-from tahq.comm.host_shaping import host_shaping
-from tahq.comm.network_config import HostChanges, PairConfig
+from tahq.comm.host_shaping import HostRates, host_shaping, with_measured_rates
+from tahq.comm.link.spec import MAX_CONNECTIONS
+from tahq.comm.network_config import HostChanges
 from tahq.config.cluster import ClusterConfig
 from tahq.config.file import resolve
 from tahq.data.tokenizer import load_tokenizer
@@ -22,9 +26,10 @@ from tahq.errors import ConfigError
 from tahq.models.costs import counted_costs, measured_costs
 from tahq.models.model_spec import ModelSpec, load_spec
 from tahq.models.partition import LayerCosts, divide
-from tahq.typed_yaml.mistakes import Origins, one_line
+from tahq.plan.cluster_numbers import ClusterNumbers, host_labels
+from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.worker.assembly import computes_in_bf16, random_parts
-from tahq_launch.measured_links import with_measured
+from tahq_launch.plan.numbers import check_names, read_numbers
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +38,13 @@ def resolve_for_run(config: ClusterConfig) -> ClusterConfig:
     """The configuration with nothing left to the machine that reads it.
 
     Beyond `tahq.config.file.resolve`: `model.vocab_size` (unless a folder has it), `pipeline.layers`, divided
-    by counted or by measured cost, and what `links.profile` and `links.measured` stand for. Resolving twice
+    by counted or by measured cost, and the figures of `links.profile` and `links.measured`. Resolving twice
     changes nothing.
 
     Raises:
-        ConfigError: no such profile, or one that does not go with the rest; a cap that is a share of nothing known.
+        ConfigError: an unknown profile, or one that contradicts the rest; a cap that is a share of an unknown rate.
         DataError: a tokenizer that cannot be loaded.
-        ModelError: a model that cannot be built, cut into so many stages, or take so long samples.
+        ModelError: a model that cannot be built, divided into the stages, or that takes only shorter samples.
     """
     config = resolve(with_measured(with_profile(config)))
     _check_caps(config)
@@ -60,17 +65,17 @@ def _check_caps(config: ClusterConfig) -> None:
     free = [stage for stage in stages if shapings[stage].up_bits_per_s == math.inf and not config.has_group(stage)]
     if config.links.first != "oldest" and free:
         log.warning(
-            "links.first: %s has little effect on stage %d's host, whose uplink nothing holds back: TCP shares it out; "
-            "set links.cap_up a little below its rate",
+            "links.first: %s has little effect on stage %d's host: its uplink has no limit here, so TCP shares it "
+            "among the links; set links.cap_up a little below its rate",
             *(config.links.first, free[0]),
         )
 
 
 def with_profile(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the hosts that `links.profile` stands for in its place, changed as `links.hosts` says.
+    """Replace `links.profile` by its hosts, changed as `links.hosts` and `links.pairs` say.
 
     Raises:
-        ConfigError: there is no such profile, or it does not go with the rest.
+        ConfigError: there is no such profile, or it contradicts the rest.
     """
     links = config.links
     if config.hosts != "namespaces" or links.profile is None:
@@ -82,29 +87,55 @@ def with_profile(config: ClusterConfig) -> ClusterConfig:
     except ConfigError as error:
         raise ConfigError(f"links.profile: {error}") from error
     hosts = {name: HostChanges(**host.model_dump()) for name, host in network.hosts.items()}
-    hosts |= {name: _changed(hosts.get(name, HostChanges()), own) for name, own in links.hosts.items()}
-    control = links.congestion_control or network.congestion_control
+    for name, own in links.hosts.items():
+        changes = own.model_dump(exclude_none=True)
+        hosts[name] = hosts.get(name, HostChanges()).model_copy(update=changes)
     slow_start = links.tcp_slow_start_after_idle
-    if slow_start is None:
-        slow_start = network.tcp_slow_start_after_idle
-    pairs = [*links.pairs, *(pair for pair in network.pairs if not _has(links.pairs, pair))]
-    of_tcp = {"congestion_control": control, "tcp_slow_start_after_idle": slow_start}
-    expanded = {"profile": None, "hosts": hosts, "pairs": pairs, **of_tcp}
+    listed = [set(pair.between) for pair in links.pairs]
+    expanded = {
+        "profile": None,
+        "hosts": hosts,
+        "pairs": [*links.pairs, *(pair for pair in network.pairs if set(pair.between) not in listed)],
+        "congestion_control": links.congestion_control or network.congestion_control,
+        "tcp_slow_start_after_idle": network.tcp_slow_start_after_idle if slow_start is None else slow_start,
+    }
     values = config.model_copy(update={"links": links.model_copy(update=expanded)}).model_dump(mode="json")
+    return validated(ClusterConfig, values, Origins(f"with links.profile {links.profile}"))
+
+
+def with_measured(config: ClusterConfig) -> ClusterConfig:
+    """Replace `links.measured` by the figures in that file; without that key, return the configuration unchanged.
+
+    Raises:
+        ConfigError: the file cannot be read or has other hosts, or `hosts` is not a list.
+    """
+    if config.links.measured is None:
+        return config
+    if isinstance(config.hosts, str):
+        raise ConfigError(
+            f"links.measured is for a list of hosts; under hosts: {config.hosts} the rates are those that links sets"
+        )
+    path = Path(config.links.measured)
     try:
-        return ClusterConfig.model_validate(values)
-    except ValidationError as error:
-        source = f"with links.profile {links.profile}"
-        raise ConfigError(one_line(error, values, ClusterConfig, Origins(source, {}, {}))) from error
+        cluster = read_numbers(path).cluster
+        check_names(config, cluster, path)
+    except ConfigError as error:
+        raise ConfigError(f"links.measured: {error}") from error
+    names = host_labels(config.hosts, config.pipeline.stages)
+    known = {host.name: HostRates(host.up, host.down) for host in cluster.hosts}
+    # A host with a link inside its site has no cap: a process group would exceed it.
+    rates = [HostRates() if config.has_group(stage) else known[name] for stage, name in enumerate(names)]
+    hosts = with_measured_rates(config.links, config.hosts, rates)
+    connections = max(config.links.connections, needed_connections(cluster, names))
+    links = config.links.model_copy(update={"measured": None, "connections": connections})
+    return config.model_copy(update={"hosts": hosts, "links": links})
 
 
-def _changed(host: HostChanges, own: HostChanges) -> HostChanges:
-    said = {key: value for key, value in own.model_dump().items() if value is not None}
-    return host.model_copy(update=said)
-
-
-def _has(pairs: Sequence[PairConfig], wanted: PairConfig) -> bool:
-    return any(set(pair.between) == set(wanted.between) for pair in pairs)
+def needed_connections(cluster: ClusterNumbers, names: Sequence[str]) -> int:
+    """The most TCP connections that any two neighbours in this order of hosts were found to need."""
+    neighbours = {frozenset(pair) for pair in pairwise(names)}
+    needed = [path.connections or 1 for path in cluster.paths if frozenset((path.source, path.target)) in neighbours]
+    return min(MAX_CONNECTIONS, max(needed, default=1))
 
 
 def _costs(config: ClusterConfig, spec: ModelSpec) -> LayerCosts:

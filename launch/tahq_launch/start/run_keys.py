@@ -2,7 +2,7 @@
 
 A worker that is started from here gets a new key pair, for this start of the run only, as the first line on its
 stdin: it is in no file, no environment and no list of processes, and gone with the processes. The coordinator has the
-key of this account, by which a worker of the same account knows it without being told, also when it was started again.
+key of this account, so workers of the same account know it, also after a restart.
 """
 
 import logging
@@ -15,7 +15,6 @@ from typing import Final
 from tahq.comm.keys import (
     Credentials,
     KeyPair,
-    SecurityConfig,
     default_key_path,
     key_pair_of,
     new_key_pair,
@@ -30,30 +29,23 @@ from tahq.errors import UserError
 log = logging.getLogger(__name__)
 
 _LINE_NBYTES: Final = 2 * 64 + 2
-_STDIN: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSecret:
-    """How a worker that is started from here learns its key: a flag in its command line, and its stdin's first line."""
+    """How a worker started from here receives its key: a flag on its command line, and its stdin's first line."""
 
     flag: str
     line: bytes = field(default=b"", repr=False)
 
 
 PLAIN: Final = WorkerSecret("--no-curve")
-"""There is no CURVE."""
+"""A run without CURVE."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    """What the parties of a run are known by.
-
-    Attributes:
-        coordinator: its pair.
-        stages: of the workers that are started from here, by stage.
-        allowed: public keys of all members that may join.
-    """
+    """The coordinator's key pair, those of workers started from here by stage, and the public keys that may join."""
 
     coordinator: KeyPair
     stages: Mapping[int, KeyPair]
@@ -66,36 +58,31 @@ class RunKeys:
 
 
 def make_run_keys(config: ClusterConfig, *, starts_workers: bool) -> RunKeys | None:
-    """The keys of a run; None without CURVE.
-
-    Args:
-        config: the run.
-        starts_workers: whether those that can be are started from here.
+    """The keys of a run, whose workers are started from here where that is possible; None without CURVE.
 
     Raises:
-        UserError: a file of keys cannot be read, or made where a worker that is started by hand needs it.
+        UserError: a key file cannot be read, or cannot be created although a worker started by hand needs it.
     """
-    if not config.security.curve:
+    security, hosts = config.security, config.hosts
+    if not security.curve:
         return None
-    started = _started_here(config) if starts_workers else []
-    coordinator = _coordinator_keys(config.security, must_be_known=len(started) < config.pipeline.stages)
-    stages = {stage: new_key_pair() for stage in started}
-    hosts = [] if isinstance(config.hosts, str) else config.hosts
-    named = {host.public_key for host in hosts if host.public_key is not None}
-    members = {keys.public for keys in stages.values()} | named | {coordinator.public}
-    return RunKeys(coordinator, stages, config.security.allowed_keys() | members)
-
-
-def _started_here(config: ClusterConfig) -> list[int]:
-    """Stages whose workers need no hand."""
-    hosts = config.hosts
-    return [stage for stage in range(config.pipeline.stages) if isinstance(hosts, str) or hosts[stage].ssh is not None]
-
-
-def _coordinator_keys(security: SecurityConfig, *, must_be_known: bool) -> KeyPair:
-    """The configured key, else this account's, else (if no worker needs to know it beforehand) a new one."""
+    started = [
+        stage
+        for stage in range(config.pipeline.stages)
+        if starts_workers and (isinstance(hosts, str) or hosts[stage].ssh is not None)
+    ]
     if security.key is not None:
-        return read_key_file(Path(security.key).expanduser())
+        coordinator = read_key_file(Path(security.key).expanduser())
+    else:
+        coordinator = _account_key(must_be_known=len(started) < config.pipeline.stages)
+    stages = {stage: new_key_pair() for stage in started}
+    named = {host.public_key for host in hosts if host.public_key is not None} if isinstance(hosts, list) else set()
+    members = {keys.public for keys in stages.values()} | named | {coordinator.public}
+    return RunKeys(coordinator, stages, security.allowed_keys() | members)
+
+
+def _account_key(*, must_be_known: bool) -> KeyPair:
+    """This account's key, created if needed; a new one if that fails and no worker needs to know it beforehand."""
     try:
         return read_or_make_key_file(default_key_path())
     except UserError as error:
@@ -105,17 +92,14 @@ def _coordinator_keys(security: SecurityConfig, *, must_be_known: bool) -> KeyPa
         return new_key_pair()
 
 
-# -- a worker's side -----------------------------------------------------------------------------
-
-
 def keys_from_stdin() -> Credentials:
-    """What a launcher wrote on this worker's stdin; of what follows nothing is read.
+    """The keys that a launcher wrote on this worker's stdin; reads nothing beyond that line.
 
     Raises:
         UserError: it wrote something else, or nothing.
     """
     line = b""
-    while not line.endswith(b"\n") and len(line) < _LINE_NBYTES and (byte := os.read(_STDIN, 1)):
+    while not line.endswith(b"\n") and len(line) < _LINE_NBYTES and (byte := os.read(0, 1)):
         line += byte
     secret, _, coordinator = line.decode("ascii", "replace").strip().partition(" ")
     try:
@@ -125,14 +109,10 @@ def keys_from_stdin() -> Credentials:
 
 
 def keys_by_hand(key_file: Path | None, coordinator_key: str | None) -> Credentials:
-    """The keys of a worker that a person starts.
-
-    Args:
-        key_file: of its secret key; None: this account's, which is made if there is none.
-        coordinator_key: the coordinator's public key; None: it is taken to run under the same key.
+    """The keys of a worker that a person starts: by default this account's, and the same for the coordinator.
 
     Raises:
-        UserError: the file cannot be read or made, or the key is none.
+        UserError: the file cannot be read or created, or the coordinator's key is malformed.
     """
     own = read_key_file(key_file) if key_file is not None else read_or_make_key_file(default_key_path())
     try:
@@ -142,14 +122,10 @@ def keys_by_hand(key_file: Path | None, coordinator_key: str | None) -> Credenti
 
 
 def keygen(out: Path | None, *, show: bool) -> KeyPair:
-    """Make a key and write the secret half of it, or read the one that there is.
-
-    Args:
-        out: file of the secret key; None: this account's.
-        show: make none.
+    """Create a key file, or with `show` read the existing one; by default this account's.
 
     Raises:
-        UserError: there is one already, or there is none to show, or the file cannot be written or read.
+        UserError: the file exists already, or there is none to show, or it cannot be written or read.
     """
     path = out or default_key_path()
     if show:
@@ -159,7 +135,7 @@ def keygen(out: Path | None, *, show: bool) -> KeyPair:
         write_key_file(path, keys)
     except FileExistsError:
         raise UserError(
-            f"{path} is there already, and may be what others know this machine by; `tahq keygen --show` prints "
-            f"its public key, --out names another file"
+            f"{path} exists already, and others may know this machine by it; `tahq keygen --show` prints its public "
+            "key, --out names another file"
         ) from None
     return keys

@@ -2,78 +2,80 @@
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tahq.comm.config import MachineConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.models.families import FAMILIES
 from tahq.quant import AUTO, CodecSpec
 from tahq_launch.start.run_keys import PLAIN, WorkerSecret
-from tahq_launch.start.stage_process import WorkerCommand
 
 _ALWAYS = ("tahq.worker.main", "transformers.modeling_utils")
 # Brings with it most of what numba imports with its first kernel.
 _NUMBA = "numba.np.arraymath"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_SSH_OPTIONS = (
+    *("-o", "BatchMode=yes"),  # never ask for a password
+    *("-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=5"),
+    *("-o", "ServerAliveCountMax=3"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    """The command that starts a worker.
+
+    Attributes:
+        argv: the program and its arguments; with `forked_threads`, what follows `tahq`.
+        where: host, for messages.
+        env: added to this process's environment.
+        forked_threads: if set, the worker is a fork of a process that has everything imported, with this many torch
+            threads.
+        namespace: the network namespace of a forked worker; None: the launcher's.
+        holds_stdin: whether its stdin is a pipe that stays open until the worker is asked to leave; else it is empty.
+        first_input: what its stdin begins with in both cases.
+    """
+
+    stage: int
+    argv: tuple[str, ...]
+    where: str
+    env: Mapping[str, str]
+    forked_threads: int | None = None
+    namespace: str | None = None
+    holds_stdin: bool = False
+    first_input: bytes = field(default=b"", repr=False)
 
 
 def local_command(
     stage: int, peer: str, threads: int, *, secret: WorkerSecret = PLAIN, debug: bool = False
 ) -> WorkerCommand:
-    """The command for a worker on this machine.
-
-    Args:
-        stage: its stage.
-        peer: the coordinator's host:port.
-        threads: compute threads it may use.
-        secret: how it receives its key.
-        debug: log tracebacks and debug messages.
-    """
-    flags = ("--die-with-launcher", secret.flag, *(("--debug",) if debug else ()))
+    """The command for a worker on this machine; `peer` is the coordinator's host:port."""
+    flags = ("--die-with-launcher", secret.flag, *(["--debug"] if debug else []))
     argv = ("worker", "--stage", str(stage), "--peer", peer, *flags)
-    env = thread_environment(threads)
-    told = secret.line
-    return WorkerCommand(stage, argv, where="this machine", env=env, forked_threads=threads, first_input=told)
+    env = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    return WorkerCommand(stage, argv, "this machine", env, forked_threads=threads, first_input=secret.line)
 
 
 def modules_of_workers(config: ClusterConfig) -> list[str]:
     """Modules that this run's local workers import; empty if it has none."""
     if not isinstance(config.hosts, str):
         return []
-    return [*_ALWAYS, *_modeling_modules(config), *_compiler_modules(config), *_namespace_modules(config)]
-
-
-def _modeling_modules(config: ClusterConfig) -> list[str]:
     family = config.model.family
-    return [FAMILIES[family].modeling_module] if family else []
-
-
-def _compiler_modules(config: ClusterConfig) -> list[str]:
     codecs = {CodecSpec.parse(spec).name for rungs in config.wire.rungs().values() for spec in rungs}
     uses_numba = config.pipeline.stages > 1 and config.wire.backend in (AUTO, "cpu") and codecs != {"raw"}
-    return [_NUMBA] if uses_numba else []
-
-
-def _namespace_modules(config: ClusterConfig) -> list[str]:
-    return ["tahq_netem.backends.namespaces"] if config.hosts == "namespaces" else []
-
-
-def thread_environment(threads: int) -> Mapping[str, str]:
-    """Environment that limits the numerical libraries to this many threads."""
-    return dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    return [
+        *_ALWAYS,
+        *([FAMILIES[family].modeling_module] if family else []),
+        *([_NUMBA] if uses_numba else []),
+        *(["tahq_netem.backends.namespaces"] if config.hosts == "namespaces" else []),
+    ]
 
 
 def threads_of_each(num_workers: int, wanted: int | None) -> int:
     """Compute threads per worker: as configured, else the usable cores divided by the workers, at least one."""
     return wanted or max(1, len(os.sched_getaffinity(0)) // num_workers)
-
-
-_OPTIONS = (
-    *("-o", "BatchMode=yes"),  # never ask for a password
-    *("-o", "ConnectTimeout=15"),
-    *("-o", "ServerAliveInterval=5"),
-    *("-o", "ServerAliveCountMax=3"),
-)
 
 
 def ssh_command(
@@ -89,37 +91,20 @@ def ssh_command(
 
     The worker runs in the foreground of the connection: its log comes back over it, and when the connection ends, so
     does its stdin, and it exits (`worker_lifetime.exit_with_stdin`). No terminal is requested: it would mangle logs and
-    make hang-ups depend on the shell.
-
-    Args:
-        host: the machine; `host.ssh` must be set.
-        stage: its stage.
-        peer: the coordinator's host:port as seen from there.
-        threads: compute threads it may use; None: as its libraries choose.
-        secret: how it receives its key.
-        debug: log tracebacks and debug messages.
-
-    Raises:
-        ValueError: the host has no ssh destination.
+    make hang-ups depend on the shell. `host.ssh` must be set; without `threads` the worker's libraries choose.
     """
-    if host.ssh is None:
-        raise ValueError(f"stage {stage} on {host.address} has no ssh destination")
-    # ssh takes the first value of an option, so the user's go first.
-    flags = ("--exit-with-stdin", secret.flag, *(["--debug"] if debug else []))
-    argv = ("ssh", *host.ssh_options, *_OPTIONS, "--", host.ssh, _remote_script(host, stage, peer, threads, flags))
-    return WorkerCommand(stage, argv, where=host.ssh, env={}, holds_stdin=True, first_input=secret.line)
-
-
-def _remote_script(host: MachineConfig, stage: int, peer: str, threads: int | None, flags: Sequence[str]) -> str:
+    limits = {} if threads is None else dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    env = [f"{name}={value}" for name, value in {"PYTHONUNBUFFERED": "1", **limits, **host.env}.items()]
     worker = [host.python, "-m", "tahq_launch.cli", "worker", "--stage", str(stage), "--peer", peer]
-    script = "exec " + shlex.join(["env", *_assignments(host, threads), *worker, *flags])
+    flags = ["--exit-with-stdin", secret.flag, *(["--debug"] if debug else [])]
+    script = "exec " + shlex.join(["env", *env, *worker, *flags])
     folder = (host.workdir or "").removeprefix("~/")  # ssh starts in the login folder
-    return f"cd {shlex.quote(folder)} && {script}" if folder else script
-
-
-def _assignments(host: MachineConfig, threads: int | None) -> list[str]:
-    limits: Mapping[str, str] = {} if threads is None else thread_environment(threads)
-    return [f"{name}={value}" for name, value in {"PYTHONUNBUFFERED": "1", **limits, **host.env}.items()]
+    if folder:
+        script = f"cd {shlex.quote(folder)} && {script}"
+    destination = str(host.ssh)
+    # ssh takes the first value of an option, so the user's go first.
+    argv = ("ssh", *host.ssh_options, *_SSH_OPTIONS, "--", destination, script)
+    return WorkerCommand(stage, argv, destination, {}, holds_stdin=True, first_input=secret.line)
 
 
 def worker_by_hand(stage: int, peer: str, *, curve: bool = True) -> str:

@@ -2,9 +2,9 @@
 
 A worker that a person started has a light parent process (`supervise`), which forks the process that serves the stage
 and forks another when that one is killed by a signal (out-of-memory killer, a crash in a kernel). The new process tells
-the coordinator which worker it succeeds, so the coordinator need not wait for the dead one to time out. Any other end
-of the child ends the parent with the same status. Signals to the parent are forwarded; if the parent is killed, the
-kernel kills the child.
+the coordinator which worker it replaces, so the coordinator need not wait for the dead one to time out. If the child
+ends in any other way, the parent ends with the same status. Signals to the parent are forwarded; if the parent is
+killed, the kernel kills the child.
 
 A worker of a launcher ends with it: a local one watches the pipe to the fork server, one that ssh started watches its
 stdin, because its parent there is sshd, which outlives the connection.
@@ -20,9 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import BinaryIO, NoReturn
 
 from tahq.errors import PeerLostError
 
@@ -30,8 +28,7 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_FIRST_S = 1.0
-_LONGEST_S = 30.0
+_MAX_DELAY_S = 30.0
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL for a worker whose ssh connection ended."""
 
@@ -58,7 +55,7 @@ class RestartTimes:
                 f"the worker of stage {stage} was killed after {count} restarts, the most that run.restarts allows"
             )
         self._counts[stage] = count + 1
-        return 0.0 if count == 0 else float(min(_FIRST_S * 2 ** (count - 1), _LONGEST_S))
+        return 0.0 if count == 0 else min(2.0 ** (count - 1), _MAX_DELAY_S)
 
 
 def supervise(serve: Serve, max_restarts: int) -> int:
@@ -80,7 +77,7 @@ def supervise(serve: Serve, max_restarts: int) -> int:
         try:
             delay_s = times.delay_s(0)
         except PeerLostError:
-            log.error("the worker was killed by %s, and is not restarted: too often by now", name)
+            log.error("the worker was killed by %s too often; not restarting it", name)
             return 128 - status
         log.warning("the worker was killed by %s; restarting it in %.0f s", name, delay_s)
         time.sleep(delay_s)
@@ -97,7 +94,10 @@ def _one_child(serve: Serve, worker_id: str, is_first: bool, forwarded: set[int]
     if pid == 0:
         _die_with(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _exit_with(serve(worker_id, is_first))
+        status = serve(worker_id, is_first)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # only the parent returns from `supervise`
 
     def forward(number: int, frame: FrameType | None) -> None:
         forwarded.add(number)
@@ -112,13 +112,6 @@ def _one_child(serve: Serve, worker_id: str, is_first: bool, forwarded: set[int]
             signal.signal(number, handler)
 
 
-def _exit_with(status: int) -> NoReturn:
-    """End this process here; only the parent returns from `supervise`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies; it may be dead already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -131,22 +124,22 @@ def die_with_launcher() -> None:
     server = multiprocessing.parent_process()
     if server is None:
         raise AssertionError("--die-with-launcher is for workers that were forked for a launcher")
-    threading.Thread(target=_die_after, args=(server,), name="launcher-watch", daemon=True).start()
 
+    def watch() -> None:
+        server.join()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _die_after(server: BaseProcess) -> None:
-    server.join()
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
 def exit_with_stdin() -> None:
     """When stdin ends, send this process SIGTERM and, after `GRACE_S`, SIGKILL."""
-    threading.Thread(target=_exit_at_end, args=(sys.stdin.buffer,), name="stdin-watch", daemon=True).start()
 
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.kill(os.getpid(), number)
+            time.sleep(GRACE_S)
 
-def _exit_at_end(stream: BinaryIO) -> None:
-    while os.read(stream.fileno(), 4096):
-        pass
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        os.kill(os.getpid(), signal_number)
-        time.sleep(GRACE_S)
+    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from tahq.errors import ConfigError
-from tahq.typed_yaml.mistakes import Origin, Origins, one_line
+from tahq.typed_yaml.mistakes import Origins, validated
 from tahq.typed_yaml.positions import YamlError, parse_yaml
 from tahq.units import WRITTEN_BY_HAND, Duration, Section, parse_duration, parse_rate
 from tahq_netem.network.description import HostShape, NetworkPlan, PathShape, known_host
@@ -114,11 +114,7 @@ class Timeline(Section):
         values, lines = document.value, dict(document.lines)
         if isinstance(values, list):
             values, lines = {"faults": values}, {("faults", *where): line for where, line in lines.items()}
-        try:
-            return cls.model_validate(values, context=WRITTEN_BY_HAND)
-        except ValidationError as error:
-            known = {(): Origin(source)} | {place: Origin(f"{source}:{line}", line) for place, line in lines.items()}
-            raise ConfigError(one_line(error, values, cls, Origins(source, known, {}))) from error
+        return validated(cls, values, Origins(source, lines), WRITTEN_BY_HAND)
 
     @classmethod
     def load(cls, path: Path) -> "Timeline":

@@ -225,4 +225,4 @@ def load_sweep(path: Path, changes: Sequence[tuple[str, Any]] = ()) -> SweepConf
         ConfigError: the file cannot be read or is invalid; one line that names the place.
     """
     file = read_section_file(path, "rates", "is it a sweep.yaml?")
-    return file.with_values({**file.values, **dict(changes)}).check(SweepConfig)
+    return file.check(SweepConfig, {**file.values, **dict(changes)})

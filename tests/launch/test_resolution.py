@@ -1,0 +1,182 @@
+"""Resolved configurations: vocabulary, layers, profiles of networks, and measured rates."""
+
+import pytest
+import torch
+import yaml
+from support.cluster_files import EXAMPLES, LEAST, ClusterFile
+from support.runs import tiny
+
+from tahq.comm.host_shaping import host_shaping
+from tahq.config.cluster import ClusterConfig
+from tahq.config.file import config_hash, dump_yaml, load_config
+from tahq.errors import ConfigError
+from tahq.memory.galore.qgalore import low_rank_weights
+from tahq.models.slice import ModelSlice
+from tahq_launch.network_text import describe_network
+from tahq_launch.start.resolution import resolve_for_run, with_measured, with_profile
+from tahq_netem.network.description import plan_network
+from tahq_netem.network.profiles import load_profile
+
+
+def configured(**sections) -> ClusterConfig:
+    return ClusterConfig.model_validate(tiny(**{"pipeline": {"stages": 2}, **sections}))
+
+
+def test_vocabulary_and_layers_are_written_out_and_resolving_again_changes_nothing():
+    resolved = resolve_for_run(configured())
+    assert resolved.model.vocab_size == 256
+    assert resolved.pipeline.layers == [2, 2]
+    assert config_hash(resolve_for_run(resolved)) == config_hash(resolved)
+
+
+def test_order_on_an_unlimited_uplink_has_a_warning(caplog):
+    resolve_for_run(configured(links={"first": "gradients", "rate": 1e8}))
+    assert "links.first" not in caplog.text
+    resolve_for_run(configured(links={"first": "gradients"}))
+    assert "links.first: gradients has little effect on stage 0's host" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sections", "bf16"),
+    [
+        ({"training": {"precision": "bf16", "activation_checkpointing": "block"}}, True),
+        ({"memory": {"activations": "coat"}}, False),
+        ({"training": {"optimizer": "qgalore"}}, False),
+    ],
+    ids=["bf16, recomputed", "coat", "low rank"],
+)
+def test_measured_balance_times_the_computation_of_a_stage(sections, bf16, monkeypatch):
+    timed = []
+    model = {"family": "llama", "intermediate_size": 96}
+    config = configured(model=model, pipeline={"stages": 2, "balance": "measured"}, **sections)
+    forward = ModelSlice.forward
+
+    def timed_forward(part, x):
+        timed.append((part, torch.is_autocast_enabled("cpu")))
+        return forward(part, x)
+
+    monkeypatch.setattr(ModelSlice, "forward", timed_forward)
+    layers = resolve_for_run(config).pipeline.layers
+    assert (sum(layers), min(layers) >= 1) == (config.model.num_layers, True)
+    blocks = {part for part, _ in timed if part.parts.blocks}
+    assert {autocast for _, autocast in timed} == {bf16}
+    assert {part.checkpoint_blocks for part in blocks} == {config.training.activation_checkpointing == "block"}
+    assert {bool(low_rank_weights(part)) for part in blocks} == {config.training.is_low_rank}
+    kinds = {type(block).__name__ for part in blocks for block in part._blocks()}
+    assert all((kind == "CoatBlock") == (config.memory.activations == "coat") for kind in kinds)
+
+
+# -- links.profile ---------------------------------------------------------------------------------
+
+
+def load(*overrides: str) -> ClusterConfig:
+    return load_config(EXAMPLES / "demo.yaml", ["run.device=cpu", "hosts=namespaces", "links={}", *overrides])
+
+
+def test_profile_applies_to_every_host():
+    config = resolve_for_run(load("links.profile=cable"))
+    host = load_profile("cable").host
+    assert config.links.profile is None
+    shapes = {(h.up, h.down, h.delay, h.jitter) for h in config.links.network(4).hosts.values()}
+    assert shapes == {(host.up, host.down, host.delay, host.jitter)}
+    example = resolve_for_run(load_config(EXAMPLES / "namespaces.yaml"))
+    assert [h.up for h in example.links.network(4).hosts.values()] == [host.up, 5e6, host.up, host.up]
+
+
+def test_resolved_profile_can_be_written_and_run_again(tmp_path):
+    config = resolve_for_run(load("links.profile=two-clouds"))
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    again = load_config(tmp_path / "config.yaml")
+    assert again == config == resolve_for_run(again)
+    assert {host.site for host in again.links.hosts.values()} == {"america", "europe"}
+
+
+def test_hosts_and_pairs_change_a_profile():
+    links = "hosts: {host1: {up: 1mbit}}, pairs: [{between: [america, europe], delay: 99ms}]"
+    network = with_profile(load(f"links={{profile: two-clouds, {links}}}")).links.network(4)
+    assert network.hosts["host1"].up == 1e6
+    assert network.hosts["host1"].down == load_profile("two-clouds").sites["america"].down
+    assert plan_network(network).paths["host0", "host3"].delay_s == 0.099
+    unknown = load("links={profile: cable, pairs: [{between: [moon, host0], delay: 1s}]}")
+    with pytest.raises(ConfigError, match=r"^with links.profile cable: links.pairs: unknown host or site 'moon'"):
+        with_profile(unknown)
+
+
+@pytest.mark.parametrize(("given", "in_force"), [("null", None), ("false", False), ("true", True)])
+def test_slow_start_after_pauses_is_kept_with_a_profile_and_without(given, in_force):
+    plain = load(f"links.tcp_slow_start_after_idle={given}")
+    assert plan_network(plain.links.network(4)).tcp_slow_start_after_idle is in_force
+    assert ("slow start after pauses" in describe_network(plain)) == (in_force is not None)
+    of_profile = with_profile(load(f"links={{profile: cable, tcp_slow_start_after_idle: {given}}}"))
+    assert of_profile.links.network(4).tcp_slow_start_after_idle is in_force
+
+
+# -- links.measured --------------------------------------------------------------------------------
+
+LAYER = {"micro_batch": 2, "block_forward": 0.001, "block_backward": 0.002}
+NUMBERS = {
+    "hosts": [
+        {"name": "a.example", "up": "40mbit", "down": "100mbit", "compute": [LAYER]},
+        {"name": "b.example", "up": "10mbit", "compute": [LAYER]},
+        {"name": "c.example", "up": "20mbit", "compute": [LAYER]},
+    ],
+    "paths": [
+        {"source": "b.example", "target": "a.example", "rate": "30mbit", "connections": 4},
+        {"source": "a.example", "target": "c.example", "rate": "30mbit", "connections": 8},
+    ],
+}
+NAMES = ("a.example", "b.example", "c.example")
+
+
+@pytest.fixture
+def load_listed(tmp_path, monkeypatch):
+    """load_listed("cap_up: 50%") reads a cluster.yaml with those links over three hosts and measured.yaml."""
+    (tmp_path / "measured.yaml").write_text(yaml.safe_dump(NUMBERS))
+    file = ClusterFile(tmp_path, monkeypatch)
+
+    def read(links: str = "", names: tuple[str, ...] = NAMES, site: str = "") -> ClusterConfig:
+        hosts = ", ".join(f"{{address: {name}{site if name < 'c' else ''}}}" for name in names)
+        links = f"links: {{measured: measured.yaml, {links}}}\nhosts: [{hosts}]\n"
+        text = LEAST.replace("links:\n  rate: 100mbit\nhosts: local\n", links)
+        return file.load(f"{text}pipeline: {{stages: {len(names)}}}\n")
+
+    return read
+
+
+def test_shares_are_of_the_measured_rates(load_listed):
+    config = with_measured(load_listed("cap_up: 50%, cap_down: 20mbit"))
+    caps = [host_shaping(config.links, config.hosts, stage, 3) for stage in range(3)]
+    assert [cap.cap_up_bits_per_s for cap in caps] == [20e6, 5e6, 10e6]
+    assert [cap.cap_down_bits_per_s for cap in caps] == [20e6] * 3
+    assert config.links.measured is None
+    assert with_measured(config) == config
+
+
+def test_host_with_a_link_inside_its_site_gets_no_cap(load_listed):
+    """Workers would refuse it when they check the resolved configuration."""
+    config = with_measured(load_listed("first: gradients, inside: gloo", site=", site: lab"))
+    assert [host.cap_up for host in config.hosts] == [None, None, 19e6]
+    assert ClusterConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_links_have_as_many_connections_as_neighbours_needed(load_listed):
+    """The path from a to c, which needs eight, is not a link in this order of hosts; the one between a and b is."""
+    assert with_measured(load_listed()).links.connections == 4
+    assert with_measured(load_listed("connections: 6")).links.connections == 6
+
+
+def test_share_of_an_unknown_rate_is_refused(load_listed):
+    config = with_measured(load_listed("cap_down: 50%"))
+    with pytest.raises(ConfigError, match="stage 1's host is not known"):
+        host_shaping(config.links, config.hosts, 1, 3)
+    hosts = [{"address": "192.0.2.1"}, {"address": "192.0.2.2"}]
+    unmeasured = configured().model_dump(mode="json") | {"hosts": hosts, "links": {"cap_up": "60%"}}
+    with pytest.raises(ConfigError, match=r"links\.cap_up: 60% .*tahq measure"):
+        resolve_for_run(ClusterConfig.model_validate(unmeasured))
+
+
+def test_measured_rates_of_other_hosts_are_refused(load_listed):
+    with pytest.raises(ConfigError, match=r"no host b\.example in cluster\.yaml"):
+        with_measured(load_listed(names=("a.example", "d.example")))
+    with pytest.raises(ConfigError, match="for a list of hosts"):
+        with_measured(configured(links={"measured": "measured.yaml"}))
