@@ -21,22 +21,18 @@ from tahq.randomness import derive_seed
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The samples of one step.
-
-    Attributes:
-        tokens: int64 [B, S].
-        labels: int64 [B, S], the token after each, or −100 where there is no loss.
-        sample_ids: int64 [B].
-        num_tokens: labels that count.
-        digest: hex BLAKE2b over the three, the same on every stage that derived the same batch.
-        micro_batch_size: samples per micro-batch.
-    """
+    """The samples of one step."""
 
     tokens: torch.Tensor
+    """int64 [B, S]."""
     labels: torch.Tensor
+    """int64 [B, S], the token after each, or −100 where there is no loss."""
     sample_ids: torch.Tensor
+    """int64 [B]."""
     num_tokens: int
+    """Labels that count."""
     digest: str
+    """Hex BLAKE2b over the three, the same on every stage that derived the same batch."""
     micro_batch_size: int
 
     def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,12 +84,7 @@ class BatchSource:
         return self.cursor(step).sample / self._dataset.num_train_samples
 
     def train(self, step: int) -> StepBatch:
-        """The training batch of `step`.
-
-        Raises:
-            ValueError: `step` lies before the origin.
-            DataError: a token is not in the vocabulary.
-        """
+        """The training batch of `step`; ValueError if that lies before the origin."""
         return self._gather(self.order.sample_ids(step))
 
     def validation(self, index: int) -> StepBatch:
@@ -116,14 +107,9 @@ class BatchSource:
         tokens, labels = self._dataset.gather(sample_ids)
         if scored is not None:
             labels = np.where(scored[:, None], labels, NO_LOSS)
-        return StepBatch(
-            tokens=_tensor(tokens),
-            labels=_tensor(labels),
-            sample_ids=_tensor(sample_ids),
-            num_tokens=int((labels != NO_LOSS).sum()),
-            digest=batch_digest(tokens, labels, sample_ids),
-            micro_batch_size=self.order.micro_batch,
-        )
+        digest = batch_digest(tokens, labels, sample_ids)
+        tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in (tokens, labels, sample_ids))
+        return StepBatch(*tensors, int((labels != NO_LOSS).sum()), digest, self.order.micro_batch)
 
 
 def batch_digest(tokens: I64, labels: I64, sample_ids: I64) -> str:
@@ -132,7 +118,3 @@ def batch_digest(tokens: I64, labels: I64, sample_ids: I64) -> str:
     for array in (tokens, labels, sample_ids):
         digest.update(np.ascontiguousarray(array, dtype="<i8").data)
     return digest.hexdigest()
-
-
-def _tensor(array: I64) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))

@@ -14,9 +14,9 @@ cross a boundary, so no token of one part is an input or a label in the other.
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,29 +39,21 @@ _MIN_HELD_OUT = 2**16
 _log = logging.getLogger(__name__)
 
 
-class Dataset(Protocol):
-    """Samples by number: 0 … num_train_samples−1, then num_validation_samples more."""
+class Dataset(ABC):
+    """Samples by number: 0 … num_train_samples−1, then num_validation_samples more.
 
-    @property
-    def fingerprint(self) -> str:
-        """Hex hash of content, tokenizer, sequence length and split; equal on machines that agree in these."""
+    `fingerprint`: hex hash of content, tokenizer, sequence length and split; equal on machines that agree in these.
+    """
 
-    @property
-    def seq_len(self) -> int:
-        """Tokens per sample."""
+    num_train_samples: int
+    num_validation_samples: int
 
-    @property
-    def shuffle(self) -> bool:
-        """Whether epochs are shuffled."""
+    def __init__(self, kind: str, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
+        self.seq_len, self.shuffle = config.seq_len, config.shuffle
+        parts = [kind, content_hash, tokenizer.fingerprint, config.seq_len, repr(config.validation)]
+        self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
-    @property
-    def num_train_samples(self) -> int:
-        """Samples per epoch."""
-
-    @property
-    def num_validation_samples(self) -> int:
-        """Samples held out."""
-
+    @abstractmethod
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
         """Tokens and labels of samples, each int64 [B, seq_len].
 
@@ -79,18 +71,23 @@ def load_dataset(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
     """
     dataset: Dataset
     if config.text is not None:
-        dataset = _load_text(config, tokenizer)
+        dataset = _load_text(as_patterns(config.text), config, tokenizer)
     elif config.tokens is not None:
-        dataset = _load_token_files(config, tokenizer)
+        stream = open_token_files(
+            find_files(as_patterns(config.tokens), key="data.tokens", suffix=".bin"), config.tokens_dtype
+        )
+        dataset = WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
     else:
-        dataset = _load_pairs(config, tokenizer)
+        texts = read_pairs(find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl"))
+        pairs = encode_pairs(texts, tokenizer)
+        _warn_of_cuts(texts, pairs, config.seq_len)
+        dataset = PairDataset(pairs, hash_pairs(texts), config, tokenizer)
     if config.validation > 0 and dataset.num_validation_samples == 0:
         _log.warning("validation: %g of this little data is not one sample; nothing is held out", config.validation)
     return dataset
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Tokens start … stop−1 of the data."""
 
     start: int
@@ -117,8 +114,7 @@ def split_tokens(num_tokens: int, validation: float) -> tuple[tuple[Region, ...]
     num_stripes = min(max(int(num_tokens * validation) // _MIN_HELD_OUT, 1), _MAX_STRIPES)
     edges = [num_tokens * k // num_stripes for k in range(num_stripes + 1)]
     cuts = [stop - int((stop - start) * validation) for start, stop in pairwise(edges)]
-    training = tuple(map(Region, edges, cuts))
-    return training, tuple(map(Region, cuts, edges[1:]))
+    return tuple(map(Region, edges, cuts)), tuple(map(Region, cuts, edges[1:]))
 
 
 def split_records(num_records: int, validation: float) -> I64:
@@ -133,7 +129,7 @@ class WindowIndex:
     def __init__(self, regions: tuple[Region, ...], seq_len: int) -> None:
         counts = [region.num_windows(seq_len) for region in regions]
         self._seq_len = seq_len
-        self._starts = np.array([region.start for region in regions], dtype=np.int64)
+        self._starts = [region.start for region in regions]
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def __len__(self) -> int:
@@ -142,35 +138,24 @@ class WindowIndex:
     def start(self, number: int) -> int:
         """Position of the first token of window `number`."""
         region = int(np.searchsorted(self._before, number, side="right")) - 1
-        return int(self._starts[region] + (number - self._before[region]) * self._seq_len)
+        return self._starts[region] + (number - int(self._before[region])) * self._seq_len
 
 
-class WindowDataset:
+class WindowDataset(Dataset):
     """Consecutive windows of a stream of tokens."""
 
     def __init__(self, stream: TokenStream, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
-        self.seq_len = config.seq_len
-        self.shuffle = config.shuffle
-        self.fingerprint = _fingerprint("windows", content_hash, config, tokenizer)
+        super().__init__("windows", content_hash, config, tokenizer)
         self._stream = stream
         self._vocab_size = tokenizer.vocab_size
         training, validation = split_tokens(len(stream), config.validation)
         self._training, self._validation = WindowIndex(training, self.seq_len), WindowIndex(validation, self.seq_len)
+        self.num_train_samples, self.num_validation_samples = len(self._training), len(self._validation)
         if not self.num_train_samples:
             raise DataError(
                 f"{len(stream)} tokens are too few: with validation {config.validation:g}, no sample of "
                 f"seq_len {self.seq_len} + 1 label is left to train on; give more data or a smaller seq_len"
             )
-
-    @property
-    def num_train_samples(self) -> int:
-        """Windows for training."""
-        return len(self._training)
-
-    @property
-    def num_validation_samples(self) -> int:
-        """Windows for validation."""
-        return len(self._validation)
 
     def gather(self, sample_ids: I64) -> tuple[I64, I64]:
         """See `Dataset.gather`."""
@@ -185,13 +170,11 @@ class WindowDataset:
         return tokens
 
 
-class PairDataset:
-    """Prompts and responses, one pair a sample, with loss on the response and the end after it."""
+class PairDataset(Dataset):
+    """Prompts and responses, one pair per sample, with loss on the response and the end after it."""
 
     def __init__(self, pairs: TokenPairs, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> None:
-        self.seq_len = config.seq_len
-        self.shuffle = config.shuffle
-        self.fingerprint = _fingerprint("pairs", content_hash, config, tokenizer)
+        super().__init__("pairs", content_hash, config, tokenizer)
         self._pairs = pairs
         self._filler = tokenizer.end_of_document or 0
         held_out = np.zeros(len(pairs), dtype=bool)
@@ -223,48 +206,26 @@ def is_scored(pairs: TokenPairs, seq_len: int) -> npt.NDArray[np.bool_]:
     return (pairs.prompt_lens <= seq_len) & (pairs.lengths > pairs.prompt_lens)
 
 
-def _load_text(config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:
-    documents = read_documents(find_files(as_patterns(config.text or ()), key="data.text", stdlib=True))
+def _load_text(patterns: tuple[str, ...], config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:
+    documents = read_documents(find_files(patterns, key="data.text", stdlib=True))
     content_hash = hash_documents(documents)
 
     def encode() -> TokenArray:
-        return _join_documents(documents, tokenizer)
+        end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+        ending = np.array(end, dtype=token_dtype(tokenizer.vocab_size))
+        return np.concatenate([part for tokens in tokenizer.encode_all(documents) for part in (tokens, ending)])
 
     cache_key = tokenizer.cache_key
     tokens = encode() if cache_key is None else cached_tokens(f"{content_hash} {cache_key}", encode)
-    return WindowDataset(TokenStream.of([tokens], ["data.text"]), content_hash, config, tokenizer)
-
-
-def _load_token_files(config: DataConfig, tokenizer: Tokenizer) -> WindowDataset:
-    files = find_files(as_patterns(config.tokens or ()), key="data.tokens", suffix=".bin")
-    stream = open_token_files(files, config.tokens_dtype)
-    return WindowDataset(stream, hash_token_files(stream, tokenizer.vocab_size), config, tokenizer)
-
-
-def _load_pairs(config: DataConfig, tokenizer: Tokenizer) -> PairDataset:
-    texts = read_pairs(find_files(as_patterns(config.jsonl or ()), key="data.jsonl", suffix=".jsonl"))
-    pairs = encode_pairs(texts, tokenizer)
-    _warn_of_cuts(texts, pairs, config.seq_len)
-    return PairDataset(pairs, hash_pairs(texts), config, tokenizer)
+    return WindowDataset(TokenStream([tokens], ["data.text"]), content_hash, config, tokenizer)
 
 
 def _warn_of_cuts(texts: list[TextPair], pairs: TokenPairs, seq_len: int) -> None:
-    unscored = np.flatnonzero(~is_scored(pairs, seq_len))
-    if len(unscored):
+    scored = is_scored(pairs, seq_len)
+    if not scored.all():
         _log.warning(
             "%d of %d pairs are left out, because their prompt fills seq_len %d or their response is empty; first %s",
-            len(unscored), len(pairs), seq_len, texts[unscored[0]].place,
+            (~scored).sum(), len(pairs), seq_len, texts[int(scored.argmin())].place,
         )  # fmt: skip
-    if num_cut := int((is_scored(pairs, seq_len) & (pairs.lengths > seq_len + 1)).sum()):
+    if num_cut := int((scored & (pairs.lengths > seq_len + 1)).sum()):
         _log.warning("%d of %d responses are cut at seq_len %d", num_cut, len(pairs), seq_len)
-
-
-def _join_documents(documents: list[str], tokenizer: Tokenizer) -> TokenArray:
-    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
-    ending = np.array(end, dtype=token_dtype(tokenizer.vocab_size))
-    return np.concatenate([part for tokens in tokenizer.encode_all(documents) for part in (tokens, ending)])
-
-
-def _fingerprint(kind: str, content_hash: str, config: DataConfig, tokenizer: Tokenizer) -> str:
-    parts: list[Any] = [kind, content_hash, tokenizer.fingerprint, config.seq_len, repr(config.validation)]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import tokenizers
 
 from tahq.data.sources import read_bytes
-from tahq.data.tokenizer import TokenArray, token_dtype
+from tahq.data.tokenizer import TokenArray, Tokenizer, token_dtype
 from tahq.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -34,23 +33,16 @@ _EXTRAS = ("chat_template.jinja",)
 _BATCH_CHARACTERS = 2**22
 
 
-@dataclass(frozen=True, slots=True)
-class HuggingFaceTokenizer:
-    """A `tokenizers.Tokenizer` and its files."""
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` from a folder, or from a file in the format of tokenizer.json.
 
-    backend: tokenizers.Tokenizer
-    files: tuple[Path, ...]
-    vocab_size: int
-    end_of_document: int | None
-    fingerprint: str
+    `cache_key` has the library's version, since a new version may tokenise differently.
 
-    @classmethod
-    def from_path(cls, path: Path) -> "HuggingFaceTokenizer":
-        """Load from a folder, or from a file in the format of tokenizer.json.
+    Raises:
+        DataError: nothing is there, or it is not a tokenizer.
+    """
 
-        Raises:
-            DataError: nothing is there, or it is not a tokenizer.
-        """
+    def __init__(self, path: Path) -> None:
         if not path.exists():
             raise DataError(
                 f"data.tokenizer: no such folder: {path} (relative to {Path.cwd()}); tokenizers are local, "
@@ -58,59 +50,53 @@ class HuggingFaceTokenizer:
             )
         folder = path if path.is_dir() else path.parent
         vocabulary = [folder / name for name in _VOCABULARIES] if path.is_dir() else [path]
-        files = tuple(file for file in vocabulary if file.is_file())
-        if not files:
+        self._files = [file for file in vocabulary if file.is_file()]
+        if not self._files:
             raise DataError(f"data.tokenizer: {path} holds no tokenizer, none of {', '.join(_VOCABULARIES)}")
-        backend = _load_backend(path, {file.name for file in files})
-        backend.no_truncation()
-        backend.no_padding()
-        vocab = backend.get_vocab(with_added_tokens=True)
-        eos = _find_eos(folder, vocab)
-        if eos is None:
+        self._backend = _load_backend(path, {file.name for file in self._files})
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        self._eos = _find_eos(folder, vocab)
+        if self._eos is None:
             _log.warning("tokenizer %s has no end-of-document token; documents are joined without one", path)
-        size = max(vocab.values(), default=-1) + 1
-        return cls(backend, files, size, None if eos is None else vocab[eos], _fingerprint(files, size, eos))
-
-    @property
-    def cache_key(self) -> str:
-        """The fingerprint and the library's version, since a new version may tokenise differently."""
-        return f"{self.fingerprint} tokenizers {tokenizers.__version__}"
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.end_of_document = None if self._eos is None else vocab[self._eos]
+        self.fingerprint = _fingerprint(self._files, self.vocab_size, self._eos)
+        self.cache_key = f"{self.fingerprint} tokenizers {tokenizers.__version__}"
 
     def encode(self, text: str) -> TokenArray:
-        """Token ids of a text; names of special tokens in it become those tokens."""
-        return self._array(self.backend.encode(text, add_special_tokens=False))
+        """See `Tokenizer.encode`."""
+        return self._array(self._backend.encode(text, add_special_tokens=False))
 
     def encode_all(self, texts: Sequence[str]) -> list[TokenArray]:
         """Token ids of each text, in batches on all cores."""
         encoded: list[TokenArray] = []
         for batch in _batches(texts):
-            encoded.extend(map(self._array, self.backend.encode_batch_fast(batch, add_special_tokens=False)))
+            encoded.extend(map(self._array, self._backend.encode_batch_fast(batch, add_special_tokens=False)))
         return encoded
 
+    def _array(self, encoding: tokenizers.Encoding) -> TokenArray:
+        return np.asarray(encoding.ids, dtype=token_dtype(self.vocab_size))
+
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, special tokens included."""
-        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
+        """See `Tokenizer.decode`."""
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files; write tokenizer.json and its settings where they are missing."""
         folder.mkdir(parents=True, exist_ok=True)
-        source = self.files[0].parent
+        source = self._files[0].parent
         configured = (source / "tokenizer_config.json").is_file()
-        copied = (*self.files, *(source / name for name in (*_SETTINGS, *_EXTRAS))) if configured else ()
+        copied = (*self._files, *(source / name for name in (*_SETTINGS, *_EXTRAS))) if configured else ()
         for file in filter(Path.is_file, copied):
             shutil.copyfile(file, folder / file.name)
-        self.backend.save(str(folder / "tokenizer.json"))
+        self._backend.save(str(folder / "tokenizer.json"))
         if not configured:
-            settings = json.dumps(self._settings(), indent=1, ensure_ascii=False)
-            (folder / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
-
-    def _settings(self) -> dict[str, Any]:
-        eos = None if self.end_of_document is None else self.backend.id_to_token(self.end_of_document)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        return settings | ({} if eos is None else {"eos_token": eos})
-
-    def _array(self, encoding: tokenizers.Encoding) -> TokenArray:
-        return np.asarray(encoding.ids, dtype=token_dtype(self.vocab_size))
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            settings |= {} if self._eos is None else {"eos_token": self._eos}
+            text = json.dumps(settings, indent=1, ensure_ascii=False)
+            (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _batches(texts: Sequence[str]) -> Iterable[list[str]]:
@@ -139,7 +125,8 @@ def _load_backend(path: Path, names: set[str]) -> tokenizers.Tokenizer:
     except DataError:
         raise
     except Exception as error:  # the libraries raise bare Exception, OSError, ValueError, ImportError, …
-        raise DataError(f"data.tokenizer: no tokenizer can be read from {path}: {_first_line(error)}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"data.tokenizer: no tokenizer can be read from {path}: {reason}") from error
 
 
 def _load_byte_level_bpe(folder: Path) -> tokenizers.Tokenizer:
@@ -192,7 +179,3 @@ def _fingerprint(files: Iterable[Path], vocab_size: int, eos: str | None) -> str
     for file in files:
         digest.update(hashlib.blake2b(read_bytes(file)).digest())
     return digest.hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

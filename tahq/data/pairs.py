@@ -6,24 +6,21 @@ token, that first token counts as the prompt. The two are tokenised separately a
 between them must belong to one of them.
 """
 
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tahq.data.sources import FoundFile, read_bytes
+from tahq.data.sources import FoundFile, hash_documents, read_bytes
 from tahq.data.tokenizer import TokenArray, Tokenizer
 from tahq.errors import DataError
 
 I64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class TextPair:
+class TextPair(NamedTuple):
     """A line of a file."""
 
     prompt: str
@@ -32,13 +29,12 @@ class TextPair:
     """``file:line``, for messages."""
 
 
-@dataclass(frozen=True, slots=True)
 class TokenPairs:
     """All pairs, end to end: pair i is tokens[starts[i]:starts[i+1]], its first prompt_lens[i] the prompt."""
 
-    tokens: TokenArray
-    starts: I64
-    prompt_lens: I64
+    def __init__(self, tokens: TokenArray, starts: I64, prompt_lens: I64) -> None:
+        self.tokens, self.starts, self.prompt_lens = tokens, starts, prompt_lens
+        self.lengths = np.diff(starts)
 
     def __len__(self) -> int:
         return len(self.prompt_lens)
@@ -47,11 +43,6 @@ class TokenPairs:
         """Prompt, response and end of pair `index`."""
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
-    @property
-    def lengths(self) -> I64:
-        """Tokens of each pair."""
-        return np.diff(self.starts)
-
 
 def read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
     """Every pair of JSON Lines files, in order; blank lines and other keys are skipped.
@@ -59,7 +50,12 @@ def read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
     Raises:
         DataError: a line is not such an object (the message has file and line), or there are no lines.
     """
-    pairs = [pair for file in files for pair in _read_file(file.path)]
+    pairs = [
+        _parse_line(line, f"{file.path}:{number}")
+        for file in files
+        for number, line in enumerate(read_bytes(file.path).split(b"\n"), start=1)
+        if line.strip()
+    ]
     if not pairs:
         raise DataError(f"data.jsonl: {len(files)} files hold no line, first {files[0].path}")
     return pairs
@@ -67,11 +63,7 @@ def read_pairs(files: Sequence[FoundFile]) -> list[TextPair]:
 
 def hash_pairs(pairs: Sequence[TextPair]) -> str:
     """Hex BLAKE2b over prompts and responses with their lengths, not over file names."""
-    digest = hashlib.blake2b(digest_size=16)
-    for pair in pairs:
-        for data in (pair.prompt.encode(), pair.response.encode()):
-            digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+    return hash_documents(text for pair in pairs for text in (pair.prompt, pair.response))
 
 
 def encode_pairs(pairs: Sequence[TextPair], tokenizer: Tokenizer) -> TokenPairs:
@@ -79,20 +71,13 @@ def encode_pairs(pairs: Sequence[TextPair], tokenizer: Tokenizer) -> TokenPairs:
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
     prompts = tokenizer.encode_all([pair.prompt for pair in pairs])
     responses = tokenizer.encode_all([pair.response for pair in pairs])
-    dtype = prompts[0].dtype
-    ending = np.array(end, dtype=dtype)
+    ending = np.array(end, dtype=prompts[0].dtype)
     prompts = [prompt if len(prompt) else ending for prompt in prompts]
     rows = [part for pair in zip(prompts, responses, strict=True) for part in (*pair, ending)]
     prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     lengths = prompt_lens + np.array([len(response) + len(end) for response in responses], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     return TokenPairs(np.concatenate(rows), starts, np.maximum(prompt_lens, 1))
-
-
-def _read_file(path: Path) -> Iterator[TextPair]:
-    for number, line in enumerate(read_bytes(path).split(b"\n"), start=1):
-        if line.strip():
-            yield _parse_line(line, f"{path}:{number}")
 
 
 def _parse_line(line: bytes, place: str) -> TextPair:

@@ -46,10 +46,6 @@ def mix64(x: U64) -> U64:
 class Permutation:
     """A bijection of 0 … num_items−1, chosen by `key`.
 
-    Args:
-        num_items: n, in [1, 2**62].
-        key: 64 bits; other keys give unrelated orders.
-
     Raises:
         ValueError: `num_items` is out of range.
 
@@ -59,7 +55,9 @@ class Permutation:
     """
 
     num_items: int
+    """n, in [1, 2**62]."""
     key: int
+    """64 bits; other keys give unrelated orders."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_items <= 2**62:
@@ -104,23 +102,19 @@ BEGINNING = Cursor()
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The order of a run's training samples.
-
-    Attributes:
-        num_train_samples: n, samples per epoch, at least 1.
-        shuffle: whether epochs are shuffled.
-        seed: the run's, in [0, 2**63).
-        global_batch: samples per step.
-        micro_batch: samples per micro-batch; divides `global_batch`.
-        origin: where this run began or resumed; see `rescale`.
-    """
+    """The order of a run's training samples."""
 
     num_train_samples: int
+    """n, samples per epoch, at least 1."""
     shuffle: bool
     seed: int
+    """The run's, in [0, 2**63)."""
     global_batch: int
+    """Samples per step."""
     micro_batch: int
+    """Samples per micro-batch; divides `global_batch`."""
     origin: Cursor = BEGINNING
+    """Where this run began or resumed; see `rescale`."""
 
     def cursor(self, step: int) -> Cursor:
         """Where the run stands before `step`; ValueError if that is before its origin."""
@@ -131,14 +125,7 @@ class SampleOrder:
 
     def sample_ids(self, step: int) -> I64:
         """Numbers, below `num_train_samples`, of the samples of `step`: int64 [global_batch]."""
-        first = self.cursor(step).sample
-        return self._at(np.arange(first, first + self.global_batch, dtype=np.int64))
-
-    def micro_batches(self, step: int) -> list[list[int]]:
-        """The same by micro-batch."""
-        return [list(map(int, part)) for part in self.sample_ids(step).reshape(-1, self.micro_batch)]
-
-    def _at(self, numbers: I64) -> I64:
+        numbers = self.cursor(step).sample + np.arange(self.global_batch, dtype=np.int64)
         epochs, places = np.divmod(numbers, self.num_train_samples)
         if not self.shuffle:
             return places
@@ -146,6 +133,11 @@ class SampleOrder:
             order = Permutation(self.num_train_samples, derive_seed("data order", self.seed, int(epoch)))
             places[epochs == epoch] = order(places[epochs == epoch])
         return places
+
+    def micro_batches(self, step: int) -> list[list[int]]:
+        """The same by micro-batch."""
+        parts: list[list[int]] = self.sample_ids(step).reshape(-1, self.micro_batch).tolist()
+        return parts
 
 
 def rescale(cursor: Cursor, num_train_samples: int) -> Cursor:

@@ -10,11 +10,13 @@ import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tahq.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 STDLIB = "stdlib"
 
@@ -25,8 +27,7 @@ _STDLIB_LEFT_OUT = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(NamedTuple):
     """A file to read; `named` if the user named the file rather than a folder or glob."""
 
     path: Path
@@ -53,8 +54,11 @@ def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: b
     found: dict[Path, FoundFile] = {}
     for pattern in patterns:
         files = _stdlib_files() if stdlib and pattern == STDLIB else _match(pattern, suffix)
+        if not files and Path(pattern).expanduser().is_dir():
+            raise DataError(f"{key}: the folder {pattern} holds no {'*' + suffix + ' ' if suffix else ''}file")
         if not files:
-            raise DataError(_nothing_matched(pattern, key, suffix))
+            kind = "glob matches no file" if glob.has_magic(pattern) else "no such file or folder"
+            raise DataError(f"{key}: {kind}: {pattern} (relative to {Path.cwd()})")
         for file in files:
             found.setdefault(file.path.resolve(), file)
     if not found:
@@ -64,51 +68,38 @@ def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: b
 
 def _match(pattern: str, suffix: str) -> list[FoundFile]:
     path = Path(pattern).expanduser()
-    if path.is_dir():
-        return [FoundFile(file, named=False) for file in _files_below(path) if file.name.endswith(suffix)]
     if path.is_file():
         return [FoundFile(path, named=True)]
+    if path.is_dir():
+        below = _files_below(path, lambda name: not name.startswith(".") and name != "__pycache__")
+        return [FoundFile(file, named=False) for file in below if file.name.endswith(suffix)]
     matched = (Path(name) for name in glob.glob(str(path), recursive=True))
     return [FoundFile(file, named=False) for file in sorted(matched, key=lambda p: p.parts) if file.is_file()]
 
 
-def _files_below(folder: Path) -> list[Path]:
-    def visible(name: str) -> bool:
-        return not name.startswith(".") and name != "__pycache__"
-
-    return sorted(_walk(folder, visible), key=lambda file: file.relative_to(folder).parts)
-
-
-def _walk(folder: Path, wanted: Callable[[str], bool]) -> Iterator[Path]:
+def _files_below(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = filter(wanted, folders)
-        yield from (Path(parent, name) for name in filter(wanted, names))
+        found += (Path(parent, name) for name in filter(wanted, names))
+    return sorted(found, key=lambda file: file.parts)
 
 
 def _stdlib_files() -> list[FoundFile]:
     """Python files of the standard library, without tests, tables and files that differ by build or site."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(folder, lambda name: name not in _STDLIB_LEFT_OUT) if _is_stdlib_source(file)]
+    files = [
+        FoundFile(file, named=False)
+        for file in _files_below(folder, lambda name: name not in _STDLIB_LEFT_OUT)
+        if file.suffix == ".py"
+        and not file.name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+        and not file.parent.name.startswith("config-")
+    ]
     if not files:
         raise DataError(
             f"text: stdlib needs the source files of Python's library; {folder} has none, so name other text"
         )
-    return [FoundFile(file, named=False) for file in sorted(files, key=lambda p: p.relative_to(folder).parts)]
-
-
-def _is_stdlib_source(file: Path) -> bool:
-    built_here = file.name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
-    return file.suffix == ".py" and not built_here and not file.parent.name.startswith("config-")
-
-
-def _nothing_matched(pattern: str, key: str, suffix: str) -> str:
-    if Path(pattern).expanduser().is_dir():
-        return f"{key}: the folder {pattern} holds no {'*' + suffix + ' ' if suffix else ''}file"
-    kind = "glob matches no file" if glob.has_magic(pattern) else "no such file or folder"
-    return f"{key}: {kind}: {pattern} (relative to {Path.cwd()})"
-
-
-_log = logging.getLogger(__name__)
+    return files
 
 
 def read_documents(files: Sequence[FoundFile]) -> list[str]:

@@ -14,8 +14,9 @@ import hashlib
 import logging
 import os
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,16 @@ _HASH_BLOCK_NBYTES = 2**16
 _MAX_HASH_BLOCKS = 256
 
 
-@dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Pieces of tokens, read as if they were one array.
+    """Pieces of tokens, read as if they were one array; `names` are the pieces' names in messages."""
 
-    `names` are the pieces' names in messages.
-    """
-
-    pieces: tuple[TokenArray, ...]
-    names: tuple[str, ...]
-    ends: tuple[int, ...]
-
-    @classmethod
-    def of(cls, pieces: Sequence[TokenArray], names: Sequence[str]) -> "TokenStream":
-        """A stream of pieces, in order."""
-        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-        return cls(tuple(pieces), tuple(names), tuple(ends.tolist()))
+    def __init__(self, pieces: Sequence[TokenArray], names: Sequence[str]) -> None:
+        self.pieces = pieces
+        self._names = names
+        self._ends = list(accumulate(map(len, pieces)))
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Tokens start … start+count−1, int64; the caller keeps within the stream."""
@@ -64,11 +56,11 @@ class TokenStream:
     def place(self, position: int) -> str:
         """``train.bin, token 17``: where a position lies, for a message."""
         number, offset = self._locate(position)
-        return f"{self.names[number]}, token {offset}"
+        return f"{self._names[number]}, token {offset}"
 
     def _locate(self, position: int) -> tuple[int, int]:
-        number = int(np.searchsorted(self.ends, position, side="right"))
-        return number, position - (self.ends[number] - len(self.pieces[number]))
+        number = bisect_right(self._ends, position)
+        return number, position - (self._ends[number] - len(self.pieces[number]))
 
 
 def open_token_files(files: Sequence[FoundFile], dtype: str) -> TokenStream:
@@ -78,7 +70,7 @@ def open_token_files(files: Sequence[FoundFile], dtype: str) -> TokenStream:
         DataError: a file is empty, unreadable, or no whole number of items.
     """
     item = np.dtype(dtype).newbyteorder("<")
-    return TokenStream.of([_map_file(file.path, item) for file in files], [str(file.path) for file in files])
+    return TokenStream([_map_file(file.path, item) for file in files], [str(file.path) for file in files])
 
 
 def hash_token_files(stream: TokenStream, vocab_size: int) -> str:
@@ -140,32 +132,16 @@ def cache_folder() -> Path:
 
 
 def cached_tokens(key: str, make: Callable[[], TokenArray]) -> TokenArray:
-    """The tokens that `make` gives, from the cache if they were made before under `key`.
-
-    Args:
-        key: identifies everything that the tokens depend on.
-        make: called on a miss.
-    """
+    """The tokens that `make` gives; from the cache if they were made before under `key`, which has all inputs."""
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     path = cache_folder() / "tokens" / f"{name}.npy"
     try:
         return _load(path)
     except FileNotFoundError:
-        tokens = make()
+        pass
     except (OSError, EOFError, ValueError) as error:
         _log.warning("token cache: %s cannot be used (%s), tokenising anew", path, error)
-        tokens = make()
-    return _store(path, tokens)
-
-
-def _load(path: Path) -> TokenArray:
-    tokens: TokenArray = np.load(path, mmap_mode="r", allow_pickle=False)
-    if tokens.ndim != 1 or tokens.dtype.kind != "u":
-        raise ValueError(f"expected a flat array of unsigned integers, got {tokens.dtype} of shape {tokens.shape}")
-    return tokens
-
-
-def _store(path: Path, tokens: TokenArray) -> TokenArray:
+    tokens = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_atomically(path, tokens)
@@ -173,6 +149,13 @@ def _store(path: Path, tokens: TokenArray) -> TokenArray:
     except OSError as error:
         _log.warning("token cache: %s cannot be written (%s), keeping tokens in memory", path, error)
         return tokens
+
+
+def _load(path: Path) -> TokenArray:
+    tokens: TokenArray = np.load(path, mmap_mode="r", allow_pickle=False)
+    if tokens.ndim != 1 or tokens.dtype.kind != "u":
+        raise ValueError(f"expected a flat array of unsigned integers, got {tokens.dtype} of shape {tokens.shape}")
+    return tokens
 
 
 def _write_atomically(path: Path, tokens: TokenArray) -> None:

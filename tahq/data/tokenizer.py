@@ -1,15 +1,16 @@
 """Text to token ids and back.
 
-A tokenizer's `fingerprint` depends on its content alone, never on where it lies, so that workers on two
-machines can compare theirs. No beginning-of-text token is ever added: documents are joined, each
-followed by `end_of_document` where the tokenizer has one.
+A tokenizer's `fingerprint` depends on its content alone, never on where it lies, so that workers on two machines can
+compare theirs. No beginning-of-text token is ever added: documents are joined, each followed by `end_of_document` where
+the tokenizer has one.
 """
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,36 +22,41 @@ TokenArray = npt.NDArray[Any]
 """1-D array of uint8, uint16 or uint32, as `token_dtype` says."""
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """Bytes that byte-level BPE writes as the Latin-1 character of the same number."""
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "\0",
+    "pad_token": "\0",  # else Qwen2Tokenizer, which AutoTokenizer forces on its models, adds an id 256
+    "unk_token": "\0",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 10**30,
+}
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """The interface of tokenizers."""
 
-    @property
-    def vocab_size(self) -> int:
-        """One above the highest id."""
+    vocab_size: int
+    """One above the highest id."""
+    end_of_document: int | None
+    """The id put after each document; None: the tokenizer has none."""
+    fingerprint: str
+    """Hex hash of what the tokenizer is made of."""
+    cache_key: str | None
+    """A key under which encodings may be cached; None: encoding is cheaper than reading a cache."""
 
-    @property
-    def end_of_document(self) -> int | None:
-        """The id put after each document; None: the tokenizer has none."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex hash of what the tokenizer is made of."""
-
-    @property
-    def cache_key(self) -> str | None:
-        """A key under which encodings may be cached; None: encoding is cheaper than reading a cache."""
-
+    @abstractmethod
     def encode(self, text: str) -> TokenArray:
-        """Token ids of a text, without special tokens around it."""
+        """Token ids of a text, without special tokens around it; names of special tokens in it become those tokens."""
 
     def encode_all(self, texts: Sequence[str]) -> list[TokenArray]:
         """Token ids of each text."""
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """The text of token ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write files with which `transformers.AutoTokenizer.from_pretrained(folder)` makes the same ids."""
 
@@ -65,7 +71,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
         return BytesTokenizer()
     from tahq.data.hf_tokenizer import HuggingFaceTokenizer
 
-    return HuggingFaceTokenizer.from_path(Path(config.tokenizer).expanduser())
+    return HuggingFaceTokenizer(Path(config.tokenizer).expanduser())
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -73,7 +79,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """One token per byte of UTF-8: id = byte, 256 ids, and 0 after each document.
 
     Text files hold no NUL bytes, so 0 can end a document; text with one is refused. Exported, it is a byte-level BPE
@@ -96,19 +102,22 @@ class BytesTokenizer:
             )
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
-    def encode_all(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The bytes of each text."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Iterable[int]) -> str:
-        """UTF-8 text of the bytes, U+FFFD where they are invalid; ends of documents stay, as NUL."""
+        """See `Tokenizer.decode`; ends of documents stay, as NUL."""
         return bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json for transformers."""
+        import tokenizers
+
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in (("tokenizer.json", _tokenizer_json()), ("tokenizer_config.json", _tokenizer_config())):
-            (folder / name).write_text(json.dumps(content, ensure_ascii=True, indent=1) + "\n", encoding="utf-8")
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(_byte_pieces(), []))
+        options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(**options)
+        backend.decoder = tokenizers.decoders.ByteLevel(**options)
+        backend.add_special_tokens([tokenizers.AddedToken("\0", special=True, normalized=False)])
+        backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER_CONFIG, indent=1) + "\n", encoding="utf-8")
 
 
 def _byte_pieces() -> dict[str, int]:
@@ -117,40 +126,3 @@ def _byte_pieces() -> dict[str, int]:
     pieces = {chr(byte): byte for byte in _PRINTABLE}
     pieces |= {chr(0x100 + rank): byte for rank, byte in enumerate(unprintable) if byte != 0}
     return {"\0": 0, **pieces}
-
-
-def _tokenizer_json() -> dict[str, Any]:
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    nul = {"id": 0, "content": "\0", "special": True, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{**nul, "single_word": False, "lstrip": False, "rstrip": False}],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": _byte_pieces(),
-            "merges": [],
-        },
-    }
-
-
-def _tokenizer_config() -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "\0",
-        "pad_token": "\0",  # else Qwen2Tokenizer, which AutoTokenizer forces on its models, adds an id 256
-        "unk_token": "\0",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 10**30,
-    }

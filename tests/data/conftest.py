@@ -45,7 +45,8 @@ def byte_dataset() -> Callable[..., Dataset]:
 def jsonl_file(tmp_path: Path) -> Callable[[Sequence[Any]], Path]:
     def write(records: Sequence[Any]) -> Path:
         path = tmp_path / "pairs.jsonl"
-        path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+        lines = [r if isinstance(r, str | bytes) else json.dumps(r) for r in records]
+        path.write_bytes(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
         return path
 
     return write

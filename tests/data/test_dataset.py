@@ -1,15 +1,18 @@
-"""Datasets of text: documents joined, cut into windows, fingerprinted by content."""
+"""Datasets of text: documents joined, cut into windows, fingerprinted by content; and the split for validation."""
 
 import logging
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.dataset import Dataset, Region, WindowIndex, load_dataset, split_records, split_tokens
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import DataError
 
@@ -86,12 +89,59 @@ def test_validation_of_less_than_a_sample_is_warned_of(
     assert "nothing is held out" in caplog.text
 
 
-def test_missing_text_is_refused_by_name(byte_dataset: Load) -> None:
-    with pytest.raises(DataError, match=r"data.text: no such file or folder: missing.txt"):
-        byte_dataset(text="missing.txt")
-
-
 @pytest.mark.parametrize("section", [{}, {"text": "a", "tokens": "b"}])
 def test_section_needs_exactly_one_source(section: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="needs exactly one of text, tokens, jsonl"):
         DataConfig(**section)
+
+
+# -- the split --
+
+shares = st.floats(0, 0.99)
+
+
+@given(num_tokens=st.integers(0, 10**10), validation=shares)
+def test_regions_are_disjoint_cover_everything_and_hold_out_the_share(num_tokens: int, validation: float) -> None:
+    training, held_out = split_tokens(num_tokens, validation)
+    regions = sorted((*training, *held_out), key=lambda region: (region.start, region.stop))
+    assert regions[0].start == 0
+    assert regions[-1].stop == num_tokens
+    assert all(left.stop == right.start for left, right in pairwise(regions))
+    # each of at most 16 stripes rounds its share down, and one more for the rounding of its edges
+    assert -32 <= sum(region.stop - region.start for region in held_out) - num_tokens * validation <= 16
+
+
+def test_small_data_holds_out_its_end_and_large_data_the_end_of_sixteen_stripes() -> None:
+    assert [len(split_tokens(n, 0.05)[1]) for n in (100, 2_000_000, 10_000_000, 10**9)] == [1, 1, 7, 16]
+    assert split_tokens(1000, 0.0) == ((Region(0, 1000),), ())
+
+
+@given(num_tokens=st.integers(2, 300_000), validation=shares, seq_len=st.integers(20, 400))
+def test_windows_never_share_a_label_or_an_input_across_the_split(
+    num_tokens: int, validation: float, seq_len: int
+) -> None:
+    seen = np.zeros((2, num_tokens), dtype=np.int64)  # by split: 1 for inputs and 1 for labels
+    for uses, regions in zip(seen, split_tokens(num_tokens, validation), strict=True):
+        index = WindowIndex(regions, seq_len)
+        for start in map(index.start, range(len(index))):
+            assert start + seq_len < num_tokens
+            uses[start : start + seq_len] += 1
+            uses[start + 1 : start + seq_len + 1] += 1
+    assert seen.max(initial=0) <= 2  # an input once, a label once
+    assert not (seen[0] * seen[1]).any()
+
+
+@pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
+def test_region_has_windows_of_seq_len_and_one_label(length: int, expected: int) -> None:
+    assert Region(5, 5 + length).num_windows(8) == expected
+
+
+@given(num_records=st.integers(0, 3000), validation=shares)
+def test_records_held_out_are_as_many_as_asked_for_and_evenly_spread(num_records: int, validation: float) -> None:
+    held_out = split_records(num_records, validation)
+    assert len(held_out) == round(num_records * validation)
+    if len(held_out):
+        gaps = np.diff(np.concatenate([[-1], held_out]))
+        assert gaps.min() > 0
+        assert gaps.max() - gaps.min() <= 1
+        assert held_out[-1] == num_records - 1

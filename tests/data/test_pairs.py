@@ -25,11 +25,28 @@ def pair(prompt: str, response: str) -> dict[str, str]:
     return {"prompt": prompt, "response": response}
 
 
-def test_loss_is_on_response_and_end_only(jsonl_file: Write, byte_dataset: Load) -> None:
-    path = jsonl_file([pair("ab", "cd")])
-    tokens, labels = byte_dataset(jsonl=str(path), seq_len=6, validation=0.0).gather(np.array([0]))
-    assert tokens.tolist() == [[97, 98, 99, 100, 0, 0]]
-    assert labels.tolist() == [[-100, 99, 100, 0, -100, -100]]
+@pytest.mark.parametrize(
+    ("prompt", "response", "seq_len", "tokens", "labels"),
+    [
+        ("ab", "cd", 6, [97, 98, 99, 100, 0, 0], [-100, 99, 100, 0, -100, -100]),
+        ("abcd", "xyz", 4, [97, 98, 99, 100], [-100, -100, -100, ord("x")]),
+        ("", "ab", 4, [0, 97, 98, 0], [97, 98, 0, -100]),
+        ("ab", "", 3, [97, 98, 0], [-100, 0, -100]),
+    ],
+    ids=["loss on response and end only", "prompt fills the sample", "empty prompt", "empty response"],
+)
+def test_tokens_and_labels_of_a_pair(
+    jsonl_file: Write,
+    byte_dataset: Load,
+    prompt: str,
+    response: str,
+    seq_len: int,
+    tokens: list[int],
+    labels: list[int],
+) -> None:
+    path = jsonl_file([pair(prompt, response)])
+    got = byte_dataset(jsonl=str(path), seq_len=seq_len, validation=0.0).gather(np.array([0]))
+    assert [each.tolist() for each in got] == [[tokens], [labels]]
 
 
 def test_response_is_cut_at_seq_len_and_counted(
@@ -42,13 +59,6 @@ def test_response_is_cut_at_seq_len_and_counted(
     assert tokens.tolist() == [[97, 98, 99, 100]]
     assert labels.tolist() == [[-100, 99, 100, 101]]
     assert "1 of 2 responses are cut at seq_len 4" in caplog.text
-
-
-def test_prompt_that_fills_the_sample_still_has_its_first_response_token(jsonl_file: Write, byte_dataset: Load) -> None:
-    path = jsonl_file([pair("abcd", "xyz")])
-    tokens, labels = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0).gather(np.array([0]))
-    assert tokens.tolist() == [[97, 98, 99, 100]]
-    assert labels.tolist() == [[-100, -100, -100, ord("x")]]
 
 
 def test_pair_without_room_for_its_response_is_left_out_with_its_line(
@@ -67,20 +77,6 @@ def test_no_pair_left_is_refused_with_numbers(jsonl_file: Write, byte_dataset: L
     path = jsonl_file([pair("abcde", "x")] * 3)
     with pytest.raises(DataError, match="none of 3 pairs is left to train on: 0 have a prompt short enough"):
         byte_dataset(jsonl=str(path), seq_len=4)
-
-
-def test_empty_prompt_starts_with_the_end_of_a_document(jsonl_file: Write, byte_dataset: Load) -> None:
-    path = jsonl_file([pair("", "ab")])
-    tokens, labels = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0).gather(np.array([0]))
-    assert tokens.tolist() == [[0, 97, 98, 0]]
-    assert labels.tolist() == [[97, 98, 0, -100]]
-
-
-def test_empty_response_trains_on_the_end(jsonl_file: Write, byte_dataset: Load) -> None:
-    path = jsonl_file([pair("ab", "")])
-    tokens, labels = byte_dataset(jsonl=str(path), seq_len=3, validation=0.0).gather(np.array([0]))
-    assert tokens.tolist() == [[97, 98, 0]]
-    assert labels.tolist() == [[-100, 0, -100]]
 
 
 class Endless(BytesTokenizer):
@@ -148,6 +144,7 @@ def test_same_pairs_are_held_out_for_every_seq_len(jsonl_file: Write, byte_datas
         ('{"prompt": "a\\u0000", "response": "b"}', "prompt holds a NUL"),
         ('{"prompt": "a", "response": "b\\ud800"}', "half a surrogate pair at character 1"),
         ("[" * 100_000, "not JSON"),
+        (b'{"prompt": "\xe9", "response": "b"}', "not JSON"),
     ],
 )
 def test_malformed_line_is_refused_with_file_and_line(
@@ -157,13 +154,6 @@ def test_malformed_line_is_refused_with_file_and_line(
     with pytest.raises(DataError, match=problem) as caught:
         byte_dataset(jsonl=str(path))
     assert str(caught.value).startswith(f"{path}:3: ")
-
-
-def test_line_that_is_not_utf8_is_refused_with_file_and_line(tmp_path: Path, byte_dataset: Load) -> None:
-    path = tmp_path / "latin1.jsonl"
-    path.write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xe9", "response": "b"}\n')
-    with pytest.raises(DataError, match=r"latin1.jsonl:2: not JSON"):
-        byte_dataset(jsonl=str(path))
 
 
 def test_file_without_a_line_is_refused(tmp_path: Path, byte_dataset: Load) -> None:

@@ -1,4 +1,7 @@
-"""Which samples a step has, known without any data: the same as the stages with data have."""
+"""The order of samples: a keyed permutation per epoch, the same forever, known without any data."""
+
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -6,12 +9,68 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.batches import BatchSource
-from tahq.data.sample_order import Cursor, SampleOrder
+from tahq.data.sample_order import Cursor, Permutation, SampleOrder, mix64, rescale
+
+
+@pytest.mark.parametrize(("key", "stride"), [(0, 27), (1, 31), (2**64 - 1, 37)])
+def test_permutation_is_a_bijection_for_sizes_up_to_2000(key: int, stride: int) -> None:
+    for n in (*range(1, 30), *range(30, 2001, stride)):
+        assert np.bincount(Permutation(n, key)(np.arange(n)), minlength=n).tolist() == [1] * n
+
+
+@given(n=st.integers(1, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
+def test_permutation_stays_in_range_and_apart_for_large_sizes(n: int, key: int, data: st.DataObject) -> None:
+    positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
+    places = Permutation(n, key)(np.array(positions)).tolist()
+    assert len(set(places)) == len(places)
+    assert 0 <= min(places) <= max(places) < n
+
+
+def test_permutation_of_part_is_part_of_permutation() -> None:
+    permutation = Permutation(1000, key=7)
+    whole = permutation(np.arange(1000))
+    assert permutation(np.arange(990, 1000)).tolist() == whole[990:].tolist()
+    assert permutation(np.arange(12).reshape(3, 4)).shape == (3, 4)
+
+
+def test_permutation_of_four_gives_all_orders_equally_often() -> None:
+    num_keys = 1200
+    keys = mix64(np.arange(num_keys, dtype=np.uint64))
+    orders = Counter(tuple(Permutation(4, int(key))(np.arange(4)).tolist()) for key in keys)
+    assert len(orders) == 24
+    expected = num_keys / 24
+    chi_squared = sum((seen - expected) ** 2 / expected for seen in orders.values())
+    # 23 degrees of freedom: mean 23, standard deviation √(2·23) = 6.8; the bound is four of them above
+    assert chi_squared < 23 + 4 * 6.8
+
+
+def test_permutations_have_no_trace_of_the_input_order_or_of_neighbouring_keys() -> None:
+    n = 20_000
+    first, second = (Permutation(n, key)(np.arange(n)) for key in (10, 11))
+    # the correlation of two independent orders has a standard deviation of 1/√n = 0.007
+    assert abs(np.corrcoef(np.arange(n), first)[0, 1]) < 4 * 0.0071
+    assert abs(np.corrcoef(first, second)[0, 1]) < 4 * 0.0071
+    # neighbours stay neighbours in a random order about twice: 2(n−1) pairs of places, each with chance 1/n
+    assert (np.abs(np.diff(first)) == 1).sum() < 12
+    assert (first == second).sum() < 10  # one on average
+
+
+def test_permutation_equals_golden(golden: Callable[[str, str], None]) -> None:
+    rows = [(n, key, Permutation(n, key)(np.arange(min(n, 16)))) for n in (1, 2, 7, 100, 10**12) for key in (0, 12345)]
+    golden("data_permutation.txt", "".join(f"n={n} key={key}: {places.tolist()}\n" for n, key, places in rows))
+
+
+def test_permutation_refuses_sizes_and_positions_out_of_range() -> None:
+    for n in (0, -1, 2**62 + 1):
+        with pytest.raises(ValueError, match="items"):
+            Permutation(n, key=0)
+    with pytest.raises(ValueError, match="position 5 is not below 5"):
+        Permutation(5, key=0)(np.array([5]))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("origin", [Cursor(), Cursor(step=3, sample=7, num_train_samples=10)])
-def test_a_stage_without_data_knows_the_samples_of_every_micro_batch(tmp_path, byte_dataset, shuffle, origin):
+def test_stage_without_data_knows_the_samples_of_every_micro_batch(tmp_path, byte_dataset, shuffle, origin):
     path = tmp_path / "numbers.bin"
     path.write_bytes(b"".join(i.to_bytes(2, "little") for i in range(41)))
     dataset = byte_dataset(tokens=str(path), seq_len=4, validation=0.0, shuffle=shuffle)
@@ -24,8 +83,8 @@ def test_a_stage_without_data_knows_the_samples_of_every_micro_batch(tmp_path, b
         assert order.cursor(step) == source.cursor(step)
 
 
-def test_an_origin_that_only_says_where_it_is_will_do(byte_dataset):
-    """As a stage without data learns it from the plan: the number of its next sample, of an epoch of this size."""
+def test_order_resumes_at_a_cursor():
+    """A stage without data learns it from the plan: the number of its next sample, of an epoch of this size."""
     whole = SampleOrder(100, True, 1, 8, 4)
     resumed = SampleOrder(100, True, 1, 8, 4, Cursor(step=30, sample=whole.cursor(30).sample, num_train_samples=100))
     assert all(np.array_equal(whole.sample_ids(step), resumed.sample_ids(step)) for step in range(30, 50))
@@ -34,6 +93,15 @@ def test_an_origin_that_only_says_where_it_is_will_do(byte_dataset):
 @given(st.integers(1, 50), st.integers(1, 10), st.integers(0, 2**63 - 1))
 def test_an_epoch_has_each_sample_once(num_samples, micro_batch, seed):
     order = SampleOrder(num_samples, True, seed, num_samples * micro_batch, micro_batch)
-    ids = [number for part in order.micro_batches(0) for number in part]
-    for epoch in range(micro_batch):
-        assert sorted(ids[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
+    epochs = order.sample_ids(0).reshape(micro_batch, num_samples)
+    assert all(sorted(epoch) == list(range(num_samples)) for epoch in epochs.tolist())
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(1, 10**6))
+def test_rescale_keeps_epoch_and_place(sample: int, old: int, new: int) -> None:
+    cursor = rescale(Cursor(3, sample, old), new)
+    assert cursor.step == 3
+    assert cursor.sample // new == sample // old
+    assert abs(cursor.sample % new / new - sample % old / old) <= 1 / new
+    assert rescale(Cursor(3, sample, old), old) == Cursor(3, sample, old)
+    assert rescale(Cursor(1, sample), old) == Cursor(1, sample, old)  # without the length of an epoch

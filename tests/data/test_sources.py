@@ -1,11 +1,12 @@
-"""Which files a pattern means, in which order, and what is said when it means none."""
+"""Which files a pattern means, in which order, and what counts as text."""
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
-from tahq.data.sources import as_patterns, find_files
+from tahq.data.sources import FoundFile, as_patterns, find_files, hash_documents, read_documents
 from tahq.errors import DataError
 
 
@@ -15,32 +16,23 @@ def tree(tmp_path: Path) -> Path:
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
+    os.symlink(tmp_path / "tree", tmp_path / "tree" / "sub" / "loop")  # not followed
     return tmp_path / "tree"
 
 
-def names(patterns: list[str], tree: Path, **options: str) -> list[str]:
-    return [file.path.relative_to(tree).as_posix() for file in find_files(patterns, key="data.text", **options)]
-
-
-def test_folder_gives_its_files_sorted_by_parts_without_hidden_ones(tree: Path) -> None:
-    assert names([str(tree)], tree) == ["a.txt", "b.txt", "sub/a.md", "sub/deep/c.txt", "sub-1/z.txt"]
-
-
-def test_folder_with_suffix_gives_only_files_that_end_so(tree: Path) -> None:
-    assert names([str(tree)], tree, suffix=".md") == ["sub/a.md"]
-
-
-def test_glob_with_double_star_reaches_every_depth(tree: Path) -> None:
-    assert names([f"{tree}/**/*.txt"], tree) == ["a.txt", "b.txt", "sub/deep/c.txt", "sub-1/z.txt"]
-
-
-def test_list_keeps_its_order_and_names_a_file_once(tree: Path) -> None:
-    assert names([f"{tree}/b.txt", f"{tree}/*.txt", str(tree / "sub")], tree) == [
-        "b.txt",
-        "a.txt",
-        "sub/a.md",
-        "sub/deep/c.txt",
-    ]
+@pytest.mark.parametrize(
+    ("patterns", "suffix", "expected"),
+    [
+        ([""], "", ["a.txt", "b.txt", "sub/a.md", "sub/deep/c.txt", "sub-1/z.txt"]),
+        ([""], ".md", ["sub/a.md"]),
+        (["sub*/[dz]**/*.txt", "sub-1/**/*.txt"], "", ["sub/deep/c.txt", "sub-1/z.txt"]),
+        (["b.txt", "*.txt", "sub"], "", ["b.txt", "a.txt", "sub/a.md", "sub/deep/c.txt"]),
+    ],
+    ids=["folder by parts of paths, without hidden files", "suffix", "glob of any depth", "list in order, files once"],
+)
+def test_patterns_give_files_in_order(tree: Path, patterns: list[str], suffix: str, expected: list[str]) -> None:
+    found = find_files([f"{tree}/{pattern}" for pattern in patterns], key="data.text", suffix=suffix)
+    assert [file.path.relative_to(tree).as_posix() for file in found] == expected
 
 
 def test_file_whose_name_looks_like_a_glob_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -54,19 +46,11 @@ def test_only_files_that_the_user_wrote_down_are_named(tree: Path) -> None:
     assert [file.named for file in found] == [True, False, False, False, False]
 
 
-def test_relative_path_is_seen_from_the_working_directory(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_working_directory_or_home(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tree)
-    assert [str(file.path) for file in find_files(["sub/*.md"], key="data.text")] == ["sub/a.md"]
-
-
-def test_tilde_is_the_home_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tree))
-    assert names(["~/a.txt"], tree) == ["a.txt"]
-
-
-def test_link_to_a_folder_is_not_followed_so_that_loops_end(tree: Path) -> None:
-    os.symlink(tree, tree / "sub" / "loop")
-    assert len(names([str(tree)], tree)) == 5
+    assert [str(file.path) for file in find_files(["sub/*.md"], key="data.text")] == ["sub/a.md"]
+    assert [file.path for file in find_files(["~/a.txt"], key="data.text")] == [tree / "a.txt"]
 
 
 @pytest.mark.parametrize(
@@ -76,14 +60,9 @@ def test_link_to_a_folder_is_not_followed_so_that_loops_end(tree: Path) -> None:
 def test_pattern_without_match_is_refused_by_name(tree: Path, pattern: str, problem: str) -> None:
     (tree / "empty").mkdir()
     with pytest.raises(DataError, match=problem) as caught:
-        find_files([str(tree / pattern)], key="data.text")
+        find_files([str(tree), str(tree / pattern)], key="data.text")
     assert str(tree / pattern) in str(caught.value)
     assert str(caught.value).startswith("data.text: ")
-
-
-def test_one_bad_pattern_among_good_ones_is_refused(tree: Path) -> None:
-    with pytest.raises(DataError, match="nowhere"):
-        find_files([str(tree), "nowhere"], key="data.text")
 
 
 def test_empty_list_is_refused() -> None:
@@ -101,13 +80,12 @@ def test_stdlib_is_megabytes_of_source_in_sorted_order_without_tests_or_sites() 
     assert sum(path.stat().st_size for path in paths) > 4_000_000
 
 
-def test_stdlib_is_a_plain_name_where_text_is_not_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdlib_is_refused_where_it_is_not_text_or_has_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="no such file or folder: stdlib"):
         find_files(["stdlib"], key="data.tokens")
-
-
-def test_stdlib_without_source_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match="needs the source files of Python's library"):
         find_files(["stdlib"], key="data.text", stdlib=True)
@@ -116,3 +94,43 @@ def test_stdlib_without_source_files_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_one_pattern_counts_as_a_list_of_one() -> None:
     assert as_patterns("a") == ("a",)
     assert as_patterns(["a", "b"]) == ("a", "b")
+
+
+# -- text --
+
+
+def test_folder_gives_its_text_and_logs_how_many_binary_files_it_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = {"a.txt": "Grüße\r\n".encode(), "b.png": b"\x89PNG\r\n\x1a\n\0\0", "c.bin": b"abc\0def", "d.txt": b""}
+    for name, content in (contents | {"e.txt": b"end"}).items():
+        (tmp_path / name).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        documents = read_documents(find_files([str(tmp_path)], key="data.text"))
+    assert documents == ["Grüße\r\n", "end"]
+    assert f"skipped 2 of 5 files that are not UTF-8 text, first {tmp_path / 'b.png'}" in caplog.text
+
+
+@pytest.mark.parametrize(("content", "offset"), [(b"abc\xff", 3), (b"\xc3\xa9\xc3", 2), (b"ab\0c", 2)])
+def test_named_file_that_is_not_text_is_refused_with_its_byte_offset(
+    tmp_path: Path, content: bytes, offset: int
+) -> None:
+    path = tmp_path / "latin1.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"byte offset {offset}") as caught:
+        read_documents([FoundFile(path, named=True)])
+    assert str(path) in str(caught.value)
+
+
+def test_folder_without_text_and_vanished_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\0")
+    (tmp_path / "b.txt").write_bytes(b"")
+    with pytest.raises(DataError, match="none of 2 files holds text \\(1 binary"):
+        read_documents(find_files([str(tmp_path)], key="data.text"))
+    with pytest.raises(DataError, match=r"cannot read .*gone.txt: No such file"):
+        read_documents([FoundFile(tmp_path / "gone.txt", named=True)])
+
+
+def test_hash_depends_on_where_documents_end() -> None:
+    assert len({hash_documents(documents) for documents in (["ab", "c"], ["a", "bc"], ["abc"], ["", "abc"])}) == 4
+    assert hash_documents(["ab", "c"]) == hash_documents(["ab", "c"])

@@ -1,6 +1,8 @@
-"""Token files: memory-mapped, end to end, hashed, and checked against the vocabulary."""
+"""Token files: memory-mapped, end to end, hashed, checked against the vocabulary; and the cache of tokenised text."""
 
+import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from tahq.data.config import DataConfig
 from tahq.data.dataset import Dataset, load_dataset
 from tahq.data.sources import FoundFile
-from tahq.data.token_stream import TokenStream, hash_token_files, open_token_files
+from tahq.data.token_stream import TokenStream, cache_folder, cached_tokens, hash_token_files, open_token_files
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import DataError
 
@@ -25,7 +27,7 @@ def write_tokens(path: Path, tokens: np.ndarray) -> FoundFile:
 def test_stream_reads_across_pieces_like_one_array(lengths: list[int], data: st.DataObject) -> None:
     whole = np.arange(sum(lengths), dtype=np.uint16)
     pieces = np.split(whole, np.cumsum(lengths)[:-1])
-    stream = TokenStream.of(pieces, [str(i) for i in range(len(pieces))])
+    stream = TokenStream(pieces, [str(i) for i in range(len(pieces))])
     assert len(stream) == len(whole)
     start = data.draw(st.integers(0, len(whole)))
     count = data.draw(st.integers(1, len(whole) - start)) if start < len(whole) else 0
@@ -43,29 +45,35 @@ def test_files_are_memory_mapped_little_endian(tmp_path: Path, dtype: str) -> No
     assert stream.read(0, 10).tolist() == list(range(60_000, 60_010))
 
 
-@pytest.mark.parametrize(("dtype", "nbytes"), [("uint16", 7), ("uint32", 6), ("uint16", 0)])
-def test_size_that_is_no_multiple_of_the_item_is_refused(tmp_path: Path, dtype: str, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "nbytes", "problem"),
+    [
+        ("uint16", 7, "7 bytes, which is no multiple of .*uint16"),
+        ("uint32", 6, "6 bytes, which is no multiple of .*uint32"),
+        ("uint16", 0, "0 bytes, which is no positive multiple of .*uint16"),
+        ("uint16", None, r"cannot read .*a\.bin"),
+    ],
+)
+def test_file_that_does_not_hold_tokens_is_refused(
+    tmp_path: Path, dtype: str, nbytes: int | None, problem: str
+) -> None:
     path = tmp_path / "a.bin"
-    path.write_bytes(bytes(nbytes))
-    with pytest.raises(DataError, match=f"{nbytes} bytes, which is no .*multiple of .*{dtype}"):
+    if nbytes is not None:
+        path.write_bytes(bytes(nbytes))
+    with pytest.raises(DataError, match=problem):
         open_token_files([FoundFile(path, named=True)], dtype)
 
 
-def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*gone.bin"):
-        open_token_files([FoundFile(tmp_path / "gone.bin", named=True)], "uint16")
-
-
-def test_hash_sees_the_ends_of_a_large_file_and_every_byte_of_a_small_one(tmp_path: Path) -> None:
+def test_hash_sees_the_ends_of_a_large_file_and_every_byte_of_a_small_one() -> None:
     small, large = np.zeros(10_000, dtype="<u2"), np.zeros(2**24, dtype="<u2")
     for tokens, places in ((small, range(0, 10_000, 999)), (large, (0, 2**24 - 1))):
-        original = hash_token_files(TokenStream.of([tokens], ["x"]), 256)
+        original = hash_token_files(TokenStream([tokens], ["x"]), 256)
         for place in places:
-            changed = tokens.copy()
-            changed[place] = 1
-            assert hash_token_files(TokenStream.of([changed], ["x"]), 256) != original
-    assert hash_token_files(TokenStream.of([small, small], "xy"), 256) != hash_token_files(
-        TokenStream.of([small[:-1], np.concatenate([small, small[:1]])], "xy"), 256
+            tokens[place] = 1
+            assert hash_token_files(TokenStream([tokens], ["x"]), 256) != original
+            tokens[place] = 0
+    assert hash_token_files(TokenStream([small, small], "xy"), 256) != hash_token_files(
+        TokenStream([small[:-1], np.concatenate([small, small[:1]])], "xy"), 256
     )
 
 
@@ -99,3 +107,97 @@ def test_dataset_of_token_files_has_windows_across_files(tmp_path: Path, byte_da
     inputs, labels = dataset.gather(np.arange(100))
     assert inputs.reshape(-1).tolist() == tokens[:-1].tolist()
     assert labels.reshape(-1).tolist() == tokens[1:].tolist()
+
+
+# -- cache --
+
+TOKENS = np.arange(10_000, dtype=np.uint16)
+
+
+class Maker:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> np.ndarray:
+        self.calls += 1
+        return TOKENS
+
+
+def stored(cache: Path) -> list[Path]:
+    return list((cache / "tokens").iterdir())
+
+
+def test_second_call_with_a_key_reads_what_the_first_made(cache: Path) -> None:
+    make = Maker()
+    first, second = cached_tokens("key", make), cached_tokens("key", make)
+    assert make.calls == 1
+    assert isinstance(second, np.memmap)
+    assert first.tolist() == second.tolist() == TOKENS.tolist()
+    assert [path.suffix for path in stored(cache)] == [".npy"]
+    cached_tokens("another key", make)
+    assert make.calls == len(stored(cache)) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"not numpy", b"\x93NUMPY\x01\x00", None], ids=str)
+def test_damaged_entry_is_made_anew_and_repaired(
+    cache: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = Maker()
+    cached_tokens("key", make)
+    [path] = stored(cache)
+    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    with caplog.at_level(logging.WARNING):
+        assert cached_tokens("key", make).tolist() == TOKENS.tolist()
+    assert "tokenising anew" in caplog.text
+    cached_tokens("key", make)
+    assert make.calls == 2
+
+
+def test_cache_that_cannot_be_written_is_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("a file where a folder should be")
+    monkeypatch.setenv("TAHQ_CACHE", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        assert len(cached_tokens("key", Maker())) == 10_000
+    assert "keeping tokens in memory" in caplog.text
+
+
+def test_failed_tokenising_leaves_nothing_behind(cache: Path) -> None:
+    def fail() -> np.ndarray:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        cached_tokens("key", fail)
+    assert not (cache / "tokens").exists()
+
+
+def test_workers_that_start_together_do_not_clash(cache: Path) -> None:
+    make = Maker()
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: cached_tokens("key", make).tolist(), range(24)))
+    assert all(result == TOKENS.tolist() for result in results)
+    assert len(stored(cache)) == 1
+
+
+def test_cache_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAHQ_CACHE")
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path("/home/someone/.cache/tahq")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/someone")
+    assert cache_folder() == Path("/var/cache/someone/tahq")
+
+
+def test_dataset_from_the_cache_equals_the_first_and_bytes_are_not_cached(
+    text_file: Path, bpe_folder: Path, cache: Path
+) -> None:
+    config = DataConfig(text=str(text_file), seq_len=16)
+    load_dataset(config, load_tokenizer(config))
+    assert not (cache / "tokens").exists()
+    config = DataConfig(text=str(text_file), tokenizer=str(bpe_folder), seq_len=16)
+    first, second = (load_dataset(config, load_tokenizer(config)) for _ in range(2))
+    assert len(stored(cache)) == 1
+    ids = np.arange(first.num_train_samples)
+    assert first.fingerprint == second.fingerprint
+    assert (first.gather(ids)[0] == second.gather(ids)[0]).all()
