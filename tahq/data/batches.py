@@ -108,8 +108,8 @@ class BatchSource:
         if scored is not None:
             labels = np.where(scored[:, None], labels, NO_LOSS)
         digest = batch_digest(tokens, labels, sample_ids)
-        tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in (tokens, labels, sample_ids))
-        return StepBatch(*tensors, int((labels != NO_LOSS).sum()), digest, self.order.micro_batch)
+        x, y, ids = (torch.from_numpy(np.ascontiguousarray(array)) for array in (tokens, labels, sample_ids))
+        return StepBatch(x, y, ids, int((labels != NO_LOSS).sum()), digest, self.order.micro_batch)
 
 
 def batch_digest(tokens: I64, labels: I64, sample_ids: I64) -> str:

@@ -53,25 +53,12 @@ def current_deferral() -> DeferredGradients | None:
     return _current.get() if torch.is_grad_enabled() else None
 
 
-class WeightCopies:
-    """Casts of weights, each made once per dtype.
+WeightCopies = dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]
+"""Casts of weights.
 
-    `torch.autocast` keeps its casts until the thread's outermost context ends. On a stage that is a micro-batch, so
-    each one in flight would keep its own copies, 2 bytes per weight, and cast every weight anew.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}
-
-    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in that dtype, without a graph."""
-        if weight.dtype == dtype:
-            return weight.detach()
-        if (weight, dtype) not in self._made:
-            self._made[weight, dtype] = weight.detach().to(dtype)
-        return self._made[weight, dtype]
-
-
+`torch.autocast` keeps its casts until the thread's outermost context ends. On a stage that is a micro-batch, so each in
+flight would keep its own copies, 2 bytes per weight, and cast every weight anew.
+"""
 _shared: ContextVar[WeightCopies | None] = ContextVar("weight copies", default=None)
 
 
@@ -86,7 +73,7 @@ def sharing_weight_copies() -> Iterator[None]:
 
     An autocast context that ends in another thread, as recomputation's does in autograd's, drops the casts early.
     """
-    token = _shared.set(WeightCopies())
+    token = _shared.set({})
     torch.autocast_increment_nesting()
     try:
         yield
@@ -113,21 +100,21 @@ class _Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and torch.is_grad_enabled():
-            return self._linear(*args, **kwargs)
-        if func is torch.addmm and not kwargs and torch.is_grad_enabled():
-            return self._addmm(*args)
+        if torch.is_grad_enabled():
+            if func is F.linear:
+                x, weight, bias = _linear_arguments(*args, **kwargs)
+                if isinstance(weight, nn.Parameter):
+                    return _SplitProduct.apply(x, weight, bias, self._deferred, True)  # type: ignore[no-untyped-call]
+            elif func is torch.addmm and not kwargs:
+                bias, x, weight = args
+                if isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1:
+                    return _SplitProduct.apply(x, weight, bias, self._deferred, False)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        if not isinstance(weight, nn.Parameter):
-            return F.linear(x, weight, bias)
-        return _SplitProduct.apply(x, weight, bias, self._deferred, True)  # type: ignore[no-untyped-call]
 
-    def _addmm(self, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
-        if not (isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter) and bias.ndim == 1):
-            return torch.addmm(bias, x, weight)
-        return _SplitProduct.apply(x, weight, bias, self._deferred, False)  # type: ignore[no-untyped-call]
+def _linear_arguments(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[Any, ...]:
+    """Of `F.linear`, however they are passed."""
+    return input, weight, bias
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -158,29 +145,29 @@ class _SplitProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         (x,) = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        ctx.deferred.add(_weight_gradients(ctx, x.reshape(-1, x.shape[-1]), gradient))
+        rows, weight, bias, transposed = x.reshape(-1, x.shape[-1]), ctx.weight, ctx.bias, ctx.transposed
+
+        def of_parameters() -> None:
+            if weight.requires_grad:
+                accumulate(weight, gradient.t().mm(rows) if transposed else rows.t().mm(gradient))
+            if bias is not None and bias.requires_grad:
+                accumulate(bias, gradient.sum(0))
+
+        ctx.deferred.add(of_parameters)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        weight = _cast(ctx.weight, ctx.dtype, ctx.copies)
-        of_input = gradient.mm(weight if ctx.transposed else weight.t())
+        matrix = _cast(weight, ctx.dtype, ctx.copies)
+        of_input = gradient.mm(matrix if transposed else matrix.t())
         return of_input.view(x.shape).to(ctx.input_dtype), None, None, None, None
 
 
 def _cast(weight: torch.Tensor, dtype: torch.dtype, copies: WeightCopies | None) -> torch.Tensor:
-    return weight.to(dtype) if copies is None else copies.of(weight, dtype)
-
-
-def _weight_gradients(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
-    """A function that adds the gradients of weight and bias; x [N, in], gradient [N, out]."""
-    weight, bias, transposed = ctx.weight, ctx.bias, ctx.transposed
-
-    def compute() -> None:
-        if weight.requires_grad:
-            accumulate(weight, gradient.t().mm(x) if transposed else x.t().mm(gradient))
-        if bias is not None and bias.requires_grad:
-            accumulate(bias, gradient.sum(0))
-
-    return compute
+    """The weight in that dtype, made once if copies are shared."""
+    if copies is None or weight.dtype == dtype:
+        return weight.to(dtype)
+    if (weight, dtype) not in copies:
+        copies[weight, dtype] = weight.detach().to(dtype)
+    return copies[weight, dtype]
 
 
 def product_dtype(x: torch.Tensor) -> torch.dtype:

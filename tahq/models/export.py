@@ -30,9 +30,8 @@ _MAX_GENERATION_NBYTES = 2**20
 class SavedTokenizer(Protocol):
     """The part of a tokenizer that export needs."""
 
-    @property
-    def end_of_document(self) -> int | None:
-        """The end-of-sequence token; None: there is none."""
+    end_of_document: int | None
+    """The end-of-sequence token; None: there is none."""
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files."""
@@ -69,11 +68,9 @@ def export_folder(
         ModelError: a parameter that is missing, unknown, duplicate or of another shape.
     """
     with _appearing_whole(out) as folder:
-        shards = _ShardWriter(folder, max_shard_nbytes)
-        for name, tensor in _complete(spec, tensors):
-            if spec.tie != "sync" or name != HEAD_WEIGHT:
-                shards.add(name, tensor)
-        shards.close()
+        left_out = HEAD_WEIGHT if spec.tie == "sync" else None
+        kept = ((name, tensor) for name, tensor in _complete(spec, tensors) if name != left_out)
+        _write_shards(folder, kept, max_shard_nbytes)
         _write_config(spec, folder, None if tokenizer is None else tokenizer.end_of_document)
         if spec.folder is not None:
             copy_generation_config(spec.folder, folder)
@@ -105,46 +102,38 @@ def _write_config(spec: ModelSpec, folder: Path, eos: int | None) -> None:
     config.save_pretrained(folder)
 
 
-class _ShardWriter:
-    """Collects tensors up to a shard's size and writes it; numbers the files at the end."""
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_nbytes: int) -> None:
+    """Write files of at most that size, unless one tensor alone has more, and an index if there are several."""
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    pending_nbytes = total_nbytes = 0
 
-    def __init__(self, folder: Path, max_shard_nbytes: int) -> None:
-        self._folder = folder
-        self._max_shard_nbytes = max_shard_nbytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_nbytes = 0
-        self._names: list[list[str]] = []
-        self._total_nbytes = 0
+    def part(number: int) -> Path:
+        return folder / f"part-{number:05d}.safetensors"
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor, after writing a shard that it would overfill."""
-        if self._pending and self._pending_nbytes + tensor.nbytes > self._max_shard_nbytes:
-            self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous()
-        self._pending_nbytes += tensor.nbytes
+    def flush() -> None:
+        shards.append(list(pending))
+        save_file(pending, part(len(shards)), metadata={"format": "pt"})
+        pending.clear()
 
-    def close(self) -> None:
-        """Write the last shard, give the files their final names, and write the index if there are several."""
-        self._flush()
-        if len(self._names) == 1:
-            self._part(1).rename(self._folder / SINGLE_FILE)
-            return
-        file_of: dict[str, str] = {}
-        for number, names in enumerate(self._names, start=1):
-            file = f"model-{number:05d}-of-{len(self._names):05d}.safetensors"
-            self._part(number).rename(self._folder / file)
-            file_of |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_nbytes}, "weight_map": file_of}
-        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _flush(self) -> None:
-        self._names.append(list(self._pending))
-        save_file(self._pending, self._part(len(self._names)), metadata={"format": "pt"})
-        self._total_nbytes += self._pending_nbytes
-        self._pending, self._pending_nbytes = {}, 0
-
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number:05d}.safetensors"
+    for name, tensor in tensors:
+        if pending and pending_nbytes + tensor.nbytes > max_nbytes:
+            flush()
+            pending_nbytes = 0
+        pending[name] = tensor.detach().cpu().contiguous()
+        pending_nbytes += tensor.nbytes
+        total_nbytes += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        part(1).rename(folder / SINGLE_FILE)
+        return
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        part(number).rename(folder / file)
+        file_of |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_nbytes}, "weight_map": file_of}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

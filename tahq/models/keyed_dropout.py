@@ -14,8 +14,7 @@ Shapes: B samples, H query heads, K key and value heads, S positions, D channels
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,8 +24,7 @@ from tahq.randomness import derive_seed
 ATTENTION_NAME = "tahq_keyed_dropout"
 
 
-@dataclass(frozen=True, slots=True)
-class DrawName:
+class DrawName(NamedTuple):
     """Which forward pass is running: together with seed and module path, the key of a mask."""
 
     step: int
@@ -40,7 +38,7 @@ class RandomContext:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.current = DrawName(step=0, replica=0, micro_batch=0, purpose="train")
+        self.at(step=0, replica=0, micro_batch=0, purpose="train")
 
     def at(self, step: int, replica: int, micro_batch: int, purpose: int | str) -> None:
         """Name the next forward pass."""
@@ -57,27 +55,19 @@ class RandomContext:
 
     def seed_of(self, module_path: str) -> int:
         """64-bit seed of the mask that `module_path` draws in the current pass."""
-        name = self.current
-        return derive_seed(self.seed, module_path, name.step, name.replica, name.micro_batch, name.purpose)
+        return derive_seed(self.seed, module_path, *self.current)
 
 
 class KeyedDropout(nn.Module):
     """`nn.Dropout` with a keyed mask: y = x · m / (1 − p), m drawn Bernoulli(1 − p).
 
     Masks are bit-equal on every CPU; on CUDA they come from the device's generator and are equal on devices of the
-    same kind.
-
-    Args:
-        p: probability that an element is dropped; at 0 the module is the identity.
-        path: the module's path in the whole model.
-        random: where the name of the current pass is read.
+    same kind. The name of the current pass is read from `random`; `path` is the module's in the whole model.
     """
 
     def __init__(self, p: float, path: str, random: RandomContext) -> None:
         super().__init__()
-        self.p = p
-        self.path = path
-        self.random = random
+        self.p, self.path, self.random = p, path, random
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` of any shape with elements dropped in training; unchanged in evaluation."""
@@ -136,13 +126,11 @@ def keyed_attention(
 
     Args:
         module: transformers' attention module, with the `attn_dropout` that `key_dropout` adds.
-        query: [B, H, S, D].
-        key: [B, K, S, D], K dividing H.
-        value: [B, K, S, D].
+        query, key, value: [B, H, S, D], and [B, K, S, D] with K dividing H.
         attention_mask: bool, broadcast to [B, H, S, S]; None: causal.
         dropout: probability that a weight is dropped; 0 in evaluation.
         scaling: factor of the scores; None: 1/√D.
-        kwargs: what transformers passes to every kernel.
+        kwargs: further arguments that transformers passes to every kernel.
 
     Returns:
         [B, S, H, D], and None in place of the weights.

@@ -116,11 +116,7 @@ def _check_fits(spec: ModelSpec, config: ModelConfig, vocab_size: int, seq_len: 
 
 
 def _config_from_sizes(config: ModelConfig, *, vocab_size: int, seq_len: int) -> tuple[FamilyLayout, HfConfig]:
-    """The configuration of a model with random weights.
-
-    Defaults: as many key and value heads as query heads; an inner size of 4 · hidden (GPT-2) or 8/3 · hidden rounded
-    up to a multiple of 64 (the others); the tokenizer's vocabulary; the data's sequence length.
-    """
+    """The configuration of a model with random weights."""
     assert config.family is not None, "ModelConfig requires a family without a path"
     layout = FAMILIES[config.family]
     keys = _size_keys(config, layout, vocab_size, seq_len)
@@ -152,7 +148,11 @@ def _config_from_folder(config: ModelConfig, folder: Path) -> tuple[FamilyLayout
 
 
 def _size_keys(config: ModelConfig, layout: FamilyLayout, vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """Sizes by their names in the family's configuration."""
+    """Sizes by their names in the family's configuration.
+
+    Defaults: as many key and value heads as query heads; an inner size of 4 · hidden (GPT-2) or 8/3 · hidden rounded
+    up to a multiple of 64 (the others); the tokenizer's vocabulary; the data's sequence length.
+    """
     hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
     assert hidden is not None, "ModelConfig requires the sizes without a path"
     assert heads is not None, "ModelConfig requires the sizes without a path"
@@ -199,12 +199,11 @@ def _check_overrides(overrides: Mapping[str, Any], layout: FamilyLayout, owned: 
 
 
 def _build(layout: FamilyLayout, keys: Mapping[str, Any], where: str) -> HfConfig:
-    config_class = layout.config_class()
     _check_bounds(layout, keys, where)
     from huggingface_hub.errors import StrictDataclassError  # its parent package takes a while to import
 
     try:
-        config = config_class(**keys)
+        config = layout.config_class()(**keys)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{where}: transformers refuses this configuration: {one_line(error)}") from error
     _check_sizes(layout, config, where)

@@ -9,9 +9,7 @@ Shapes: B samples, S positions, C hidden channels, V vocabulary.
 """
 
 import time
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,14 +27,9 @@ _NUM_ROWS = 257
 
 
 class SleepingSlice(ModelSlice):
-    """A model slice whose forward and backward end a fixed time after they began.
+    """A model slice whose forward and backward end a fixed time after they began, in seconds of a micro-batch.
 
-    Args:
-        spec: the imitated model.
-        blocks: of the imitated slice.
-        random: its seed fills the table.
-        forward_s: seconds of a micro-batch's forward.
-        backward_s: seconds of its backward.
+    The seed of `random` fills the table.
     """
 
     def __init__(
@@ -44,28 +37,33 @@ class SleepingSlice(ModelSlice):
     ) -> None:
         super().__init__(spec, blocks, random)
         self.table: torch.Tensor
-        self.forward_s = forward_s
-        self.backward_s = backward_s
+        self.forward_s, self.backward_s = forward_s, backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Int64 tokens [B, S] or hidden states [B, S, C] to hidden states [B, S, C] or logits [B, S, V], in time."""
         end_s = time.perf_counter() + self.forward_s
         hidden = self.table[x % _NUM_ROWS] if self.parts.embedding else x
-        backward = _Backward(self._nap_in_backward())
-        hidden = hidden * _LastInBackward.apply(self.scale, backward)  # type: ignore[no-untyped-call]
+        factors = self.scale.view_as(self.scale)
+        hidden = hidden * factors
         if self.parts.head:
             hidden = _resized(hidden, self.spec.vocab_size)
+        if hidden.requires_grad:
+            self._time_backward(hidden, factors)
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        output: torch.Tensor = _FirstInBackward.apply(hidden, backward)  # type: ignore[no-untyped-call]
-        return output
+        return hidden
 
-    def _nap_in_backward(self) -> float:
-        """Seconds of the backward, or of its first part; the second part is deferred."""
-        if self.deferred is None:
-            return self.backward_s
-        nap_s = INPUT_GRADIENT_SHARE * self.backward_s
-        self.deferred.add(partial(time.sleep, self.backward_s - nap_s))
-        return nap_s
+    def _time_backward(self, first: torch.Tensor, last: torch.Tensor) -> None:
+        """Make the backward last its time, from `first`'s gradient to `last`'s; its second part is deferred."""
+        lasts_s, begun_s = self.backward_s, list[float]()
+        if self.deferred is not None:
+            lasts_s = INPUT_GRADIENT_SHARE * self.backward_s
+            self.deferred.add(partial(time.sleep, self.backward_s - lasts_s))
+
+        def rest(gradient: torch.Tensor) -> None:
+            time.sleep(max(0.0, begun_s[0] + lasts_s - time.perf_counter()))
+
+        first.register_hook(lambda gradient: begun_s.append(time.perf_counter()))  # type: ignore[no-untyped-call]
+        last.register_hook(rest)  # type: ignore[no-untyped-call]
 
     def materialise(self, device: torch.device) -> None:
         """Allocate on `device` one factor per channel, and the table in place of an embedding."""
@@ -83,42 +81,6 @@ class SleepingSlice(ModelSlice):
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """The factors, under a name unique to the stage."""
         return {f"sleep.{self.parts.blocks.start}.scale": self.scale}
-
-
-@dataclass(slots=True)
-class _Backward:
-    """One micro-batch's backward: how long it takes, and when it began."""
-
-    lasts_s: float
-    begin_s: float = 0.0
-
-
-class _InBackward(torch.autograd.Function):
-    """The identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, backward: _Backward) -> torch.Tensor:
-        ctx.backward_pass = backward
-        return x.view_as(x)
-
-
-class _FirstInBackward(_InBackward):
-    """At the end of forward: records when the backward begins."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.backward_pass.begin_s = time.perf_counter()
-        return gradients[0], None
-
-
-class _LastInBackward(_InBackward):
-    """On the factors: sleeps until the backward's time is over."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        backward: _Backward = ctx.backward_pass
-        time.sleep(max(0.0, backward.begin_s + backward.lasts_s - time.perf_counter()))
-        return gradients[0], None
 
 
 def _resized(hidden: torch.Tensor, num_channels: int) -> torch.Tensor:

@@ -28,7 +28,6 @@ from tahq.errors import ModelError
 from tahq.models.deferred_gradients import DeferredGradients, recording, sharing_weight_copies
 from tahq.models.keyed_dropout import (
     ATTENTION_NAME,
-    DrawName,
     RandomContext,
     key_dropout,
     register_attention,
@@ -117,11 +116,10 @@ class ModelSlice(nn.Module):
         layout = self.spec.layout
         if layout.rotary is not None:
             with torch.device("cpu"):
-                self._rotary = _made(getattr(layout.modeling(), layout.rotary), config=self._config).to(device)
+                self._rotary = _made(layout.layer_class(layout.rotary), config=self._config).to(device)
 
     def _add_modules(self) -> None:
         layout, config = self.spec.layout, self._config
-        modeling = layout.modeling()
         trunk = nn.Module()
         if self.parts.embedding:
             padding = None if layout.positions else config.pad_token_id
@@ -130,14 +128,12 @@ class ModelSlice(nn.Module):
                 trunk.add_module(layout.positions, nn.Embedding(config.max_position_embeddings, config.hidden_size))
             if layout.embedding_dropout is not None:
                 trunk.add_module("drop", nn.Dropout(getattr(config, layout.embedding_dropout)))
-        block_class = getattr(modeling, layout.block)
+        block_class = layout.layer_class(layout.block)
         blocks = {str(index): _made(block_class, config, layer_idx=index) for index in self.parts.blocks}
         trunk.add_module(layout.blocks, nn.ModuleDict(blocks))
         if self.parts.head:
-            norm_class = getattr(modeling, layout.norm, None) or getattr(nn, layout.norm)
-            trunk.add_module(
-                layout.final_norm, norm_class(config.hidden_size, eps=getattr(config, layout.norm_epsilon))
-            )
+            norm = layout.layer_class(layout.norm)(config.hidden_size, eps=getattr(config, layout.norm_epsilon))
+            trunk.add_module(layout.final_norm, norm)
         self.add_module(layout.trunk, trunk)
         if self.parts.head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -155,23 +151,17 @@ class ModelSlice(nn.Module):
         return hidden
 
     def _run(self, block: nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        name, deferred = self.random.current, self.deferred
         if not (self.checkpoint_blocks and torch.is_grad_enabled()):
-            return _computed(block, hidden, arguments, self.deferred)
-        recomputed = (block, hidden, arguments, self.random.current, self.deferred)
-        output: torch.Tensor = checkpoint(self._run_named, *recomputed, use_reentrant=False, preserve_rng_state=False)
-        return output
-
-    def _run_named(
-        self,
-        block: nn.Module,
-        hidden: torch.Tensor,
-        arguments: Mapping[str, Any],
-        name: DrawName,
-        deferred: DeferredGradients | None,
-    ) -> torch.Tensor:
-        """Compute a block under the draw name of its first computation: other micro-batches ran in between."""
-        with self.random.pinned(name):
             return _computed(block, hidden, arguments, deferred)
+
+        def run_named(hidden: torch.Tensor) -> torch.Tensor:
+            """Under the draw name of the first computation: other micro-batches ran in between."""
+            with self.random.pinned(name):
+                return _computed(block, hidden, arguments, deferred)
+
+        output: torch.Tensor = checkpoint(run_named, hidden, use_reentrant=False, preserve_rng_state=False)
+        return output
 
 
 def sharing_copies_of(slices: Iterable[ModelSlice]) -> AbstractContextManager[None]:

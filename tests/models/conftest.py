@@ -1,10 +1,14 @@
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
 
 from tahq.models.config import ModelConfig
+from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.partition import BlockRange
+from tahq.models.slice import ModelSlice, build_slice
 
 SEQ_LEN = 12
 VOCAB_SIZE = 61
@@ -41,3 +45,25 @@ def tiny_spec():
 @pytest.fixture
 def tokens() -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, (3, SEQ_LEN), generator=torch.Generator().manual_seed(5))
+
+
+def build_all(spec: ModelSpec, bounds=(0, 4), seed=7, random=None, **keys) -> list[ModelSlice]:
+    """Slices of a model of four blocks, cut at these bounds."""
+    ranges = [BlockRange(start, stop, spec.num_layers) for start, stop in pairwise(bounds)]
+    return [build_slice(spec, r, seed=seed, device="cpu", random=random or RandomContext(seed), **keys) for r in ranges]
+
+
+def parameters_of(slices: list[ModelSlice]) -> dict[str, torch.nn.Parameter]:
+    return {name: p for part in slices for name, p in part.canonical_parameters().items()}
+
+
+def logits_of(slices: list[ModelSlice], tokens: torch.Tensor) -> torch.Tensor:
+    x = tokens
+    for part in slices:
+        x = part(x)
+    return x
+
+
+def whole_model(spec: ModelSpec) -> torch.nn.Module:
+    """transformers' own model, with random weights."""
+    return getattr(spec.layout.modeling(), spec.layout.causal_lm)(spec.hf_config)

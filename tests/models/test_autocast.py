@@ -26,21 +26,13 @@ def train_once(spec, tokens, device, *, checkpoint_blocks=False):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_autocast_keeps_fp32_masters_and_gradients(family, dropout, device, tiny_spec, tokens):
-    spec = tiny_spec(family, dropout=dropout)
+def test_autocast_keeps_fp32_gradients_and_checkpointing_gives_equal_bits(family, device, tiny_spec, tokens):
+    spec = tiny_spec(family, dropout=0.1)
     loss, gradients = train_once(spec, tokens, device)
     # An untrained model of 61 tokens guesses: ln 61 = 4.11, and the tiny weights add little to it.
     assert loss == pytest.approx(4.11, abs=0.3)
     assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in gradients.values())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_under_autocast_gives_equal_bits(family, device, tiny_spec, tokens):
-    spec = tiny_spec(family, dropout=0.1)
-    loss, gradients = train_once(spec, tokens, device)
     again, gradients_again = train_once(spec, tokens, device, checkpoint_blocks=True)
     assert again == loss
     # CUDA sums an embedding's gradient in no fixed order; the blocks and the head are ours to answer for.

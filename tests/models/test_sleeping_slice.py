@@ -23,23 +23,17 @@ def sleeping(block, num_layers=3, vocab_size=20, forward_s=0.0, backward_s=0.0):
     return build_sleeping_slice(spec, blocks, forward_s, backward_s, device="cpu", random=RandomContext(5))
 
 
-def test_it_takes_its_time_both_ways():
+def test_it_takes_its_time_forward_and_backward_and_computes_almost_nothing():
     module = sleeping(1, forward_s=0.08, backward_s=0.12)
     x = torch.randn(B, S, C, requires_grad=True)
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
     y = module(x)
     middle_s = time.perf_counter()
     y.sum().backward()
     end_s = time.perf_counter()
     assert middle_s - begin_s >= 0.08
     assert end_s - middle_s >= 0.12
-
-
-def test_it_computes_next_to_nothing_in_that_time():
-    module = sleeping(1, forward_s=0.1, backward_s=0.1)
-    begin_s = time.thread_time()
-    module(torch.randn(B, S, C, requires_grad=True)).sum().backward()
-    assert time.thread_time() - begin_s < 0.1
+    assert time.thread_time() - begin_cpu_s < 0.1
 
 
 @pytest.mark.parametrize("vocab_size", [5, 16, 20, 37])
@@ -55,13 +49,10 @@ def test_chain_has_the_models_shapes_and_every_channel_a_gradient(vocab_size):
     assert (received.grad != 0).all()
 
 
-def test_parameters_have_a_name_of_their_own_stage():
+def test_names_differ_by_stage_and_data_depend_on_the_seed_alone():
     names = [name for block in range(3) for name in sleeping(block).canonical_parameters()]
     assert len(set(names)) == 3
     assert not any(sleeping(0).is_decayed(name, p) for name, p in sleeping(0).canonical_parameters().items())
-
-
-def test_data_depend_on_the_seed_alone():
     tokens = torch.arange(S)[None]
     assert torch.equal(sleeping(0)(tokens), sleeping(0)(tokens))
 

@@ -1,6 +1,6 @@
 """Slices against transformers' whole models, and against each other under different cuts."""
 
-from itertools import pairwise
+import math
 
 import pytest
 import torch
@@ -9,21 +9,11 @@ from torch import nn
 from tahq.errors import ModelError
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice, slice_parameters
+from tahq.models.slice import random_weight, slice_parameters
 
-from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE
+from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE, build_all, parameters_of, whole_model
 
 CUTS = [(0, 4), (0, 2, 4), (0, 1, 4), (0, 1, 2, 3, 4)]
-
-
-def build_all(spec, bounds=(0, 4), seed=7, random=None, **kwargs):
-    random = random or RandomContext(seed)
-    ranges = [BlockRange(start, stop, spec.num_layers) for start, stop in pairwise(bounds)]
-    return [build_slice(spec, r, seed=seed, device="cpu", random=random, **kwargs) for r in ranges]
-
-
-def parameters_of(slices):
-    return {name: p for part in slices for name, p in part.canonical_parameters().items()}
 
 
 def run(slices, tokens):
@@ -42,23 +32,15 @@ def run(slices, tokens):
     return logits.detach(), {name: p.grad for name, p in parameters_of(slices).items()}
 
 
-def whole_model(spec, slices):
-    """transformers' own model with the slices' weights."""
-    config = spec.hf_config
-    config.tie_word_embeddings = False
-    config._attn_implementation = "sdpa"
-    model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(config)
-    weights = {name: p.detach() for name, p in parameters_of(slices).items()}
-    model.load_state_dict(weights, strict=True)
-    return model
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bounds", CUTS, ids=str)
 def test_logits_and_gradients_are_those_of_transformers(family, bounds, tiny_spec, tokens):
     spec = tiny_spec(family)
     slices = build_all(spec, bounds)
-    model = whole_model(spec, slices)
+    spec.hf_config.tie_word_embeddings = False
+    spec.hf_config._attn_implementation = "sdpa"
+    model = whole_model(spec)
+    model.load_state_dict({name: p.detach() for name, p in parameters_of(slices).items()}, strict=True)
     logits, gradients = run(slices, tokens)
 
     expected = model(tokens, use_cache=False).logits
@@ -75,34 +57,27 @@ def test_names_and_shapes_are_those_of_transformers(family, tiny_spec):
     spec = tiny_spec(family)
     whole = slice_parameters(spec, BlockRange(0, 4, 4))
     with torch.device("meta"):
-        model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(spec.hf_config)
+        model = whole_model(spec)
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert whole == expected
     assert list(whole) == list(expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cut_divides_the_parameters(family, tiny_spec):
-    spec = tiny_spec(family)
-    whole = slice_parameters(spec, BlockRange(0, 4, 4))
-    parts = [slice_parameters(spec, BlockRange(start, stop, 4)) for start, stop in pairwise((0, 1, 3, 4))]
-    assert [name for part in parts for name in part] == list(whole)
-    assert spec.layout.embedding_weight in parts[0]
-    assert "lm_head.weight" in parts[2]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("bounds", CUTS[1:], ids=str)
-def test_random_weights_do_not_depend_on_the_cut(family, bounds, tiny_spec):
+def test_a_cut_divides_the_parameters_and_changes_no_random_weight(family, tiny_spec):
     spec = tiny_spec(family)
     whole = parameters_of(build_all(spec))
-    cut = parameters_of(build_all(spec, bounds))
-    assert list(cut) == list(whole)
-    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    for bounds in CUTS[1:]:
+        slices = build_all(spec, bounds)
+        cut = parameters_of(slices)
+        assert list(cut) == list(whole)
+        assert all(torch.equal(cut[name], whole[name]) for name in whole)
+        assert spec.layout.embedding_weight in slices[0].canonical_parameters()
+        assert "lm_head.weight" in slices[-1].canonical_parameters()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("bounds", CUTS, ids=str)
+@pytest.mark.parametrize("bounds", [(0, 4), (0, 1, 2, 3, 4)], ids=str)
 def test_dropout_does_not_depend_on_the_cut_or_on_what_ran_before(family, bounds, tiny_spec, tokens):
     spec = tiny_spec(family, dropout=0.2)
     random = RandomContext(7)
@@ -137,25 +112,6 @@ def test_checkpointing_gives_equal_gradients(family, dropout, tiny_spec, tokens)
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_checkpointing_keeps_only_block_inputs(tiny_spec, tokens):
-    def kept_nbytes(checkpoint_blocks):
-        (part,) = build_all(tiny_spec("gpt2"))
-        part.checkpoint_blocks = checkpoint_blocks
-        kept = {}
-        parameters = {p.data_ptr() for p in part.parameters()}
-
-        def pack(tensor):
-            if tensor.data_ptr() not in parameters:
-                kept[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            part(tokens).sum()
-        return sum(kept.values())
-
-    assert kept_nbytes(True) < kept_nbytes(False) / 3
-
-
 def test_evaluation_has_no_dropout(tiny_spec, tokens):
     dropped = build_all(tiny_spec("llama", dropout=0.5))
     plain = build_all(tiny_spec("llama"))
@@ -164,13 +120,13 @@ def test_evaluation_has_no_dropout(tiny_spec, tokens):
     assert torch.equal(dropped[0](tokens), plain[0](tokens))
 
 
-def test_written_out_attention_agrees_with_the_fused_one(tiny_spec, tokens):
-    # A keep probability of 1 − 1e-12 drops nothing among these few weights, but takes the other way.
-    for family in FAMILIES:
-        written = build_all(tiny_spec(family, dropout=1e-12))[0](tokens)
-        fused = build_all(tiny_spec(family))[0](tokens)
-        # fp32 sums of at most 48 products in another order: some ulps of values near 0.1
-        torch.testing.assert_close(written, fused, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_written_out_attention_agrees_with_the_fused_one(family, tiny_spec, tokens):
+    # A keep probability of 1 − 1e-12 drops nothing among these few weights, but takes the other path.
+    written = build_all(tiny_spec(family, dropout=1e-12))[0](tokens)
+    fused = build_all(tiny_spec(family))[0](tokens)
+    # fp32 sums of at most 48 products in another order: some ulps of values near 0.1
+    torch.testing.assert_close(written, fused, rtol=1e-5, atol=1e-6)
 
 
 def test_a_slice_holds_only_its_own_blocks(tiny_spec):
@@ -187,11 +143,6 @@ def test_every_parameter_has_its_own_memory_even_in_a_tied_model(tiny_spec):
     head, embedding = parameters["lm_head.weight"], parameters["transformer.wte.weight"]
     assert torch.equal(head, embedding)
     assert len({p.data_ptr() for p in parameters.values()}) == len(parameters)
-
-
-def test_an_untied_head_is_random_on_its_own(tiny_spec):
-    parameters = parameters_of(build_all(tiny_spec("llama")))
-    assert not torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"])
 
 
 def test_weights_can_be_left_to_a_snapshot(tiny_spec, monkeypatch):
@@ -229,3 +180,42 @@ def test_what_transformers_cannot_build_is_the_users_mistake(overrides, tiny_spe
     with pytest.raises(ModelError, match="overrides") as caught:
         build_all(tiny_spec("llama", overrides=overrides))
     assert "\n" not in str(caught.value)
+
+
+# -- random weights --
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_distributions_are_those_of_transformers(family, tiny_spec):
+    spec = tiny_spec(family, hidden_size=64, intermediate_size=128, vocab_size=128)
+    torch.manual_seed(0)
+    reference = whole_model(spec)
+    for name, theirs in reference.state_dict().items():
+        ours = random_weight(spec, name, theirs.shape, seed=0)
+        if theirs.std() == 0:
+            assert torch.equal(ours, theirs), name
+        else:
+            # The deviation of n normal numbers is itself known to 1/√(2n); ten of that is generous.
+            tolerance = 10 / math.sqrt(2 * theirs.numel())
+            assert ours.std().item() == pytest.approx(theirs.std().item(), rel=tolerance), name
+            assert abs(ours.mean().item()) < 6 * ours.std().item() / math.sqrt(ours.numel()), name
+
+
+def test_weights_depend_on_seed_and_name_alone(tiny_spec):
+    spec, shape = tiny_spec("llama"), torch.Size([8, 8])
+    weight = random_weight(spec, "model.layers.0.mlp.up_proj.weight", shape, seed=1)
+    torch.manual_seed(99)
+    assert torch.equal(weight, random_weight(spec, "model.layers.0.mlp.up_proj.weight", shape, seed=1))
+    assert not torch.equal(weight, random_weight(spec, "model.layers.1.mlp.up_proj.weight", shape, seed=1))
+    assert not torch.equal(weight, random_weight(spec, "model.layers.0.mlp.up_proj.weight", shape, seed=2))
+
+
+def test_one_dimensional_parameters_are_norms_and_biases_only(tiny_spec):
+    """`random_weight` takes a parameter of one dimension that is no bias for a norm; is that so?"""
+    for family in FAMILIES:
+        spec = tiny_spec(family)
+        model = whole_model(spec)
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                is_norm = isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__
+                assert (parameter.ndim == 1) == (is_norm or name == "bias")

@@ -1,7 +1,6 @@
 """Loading from folders that transformers itself wrote, and refusing folders that do not fit."""
 
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -9,12 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from tahq.errors import ModelError
 from tahq.models.config import ModelConfig
-from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
-from tahq.models.partition import BlockRange
-from tahq.models.slice import build_slice
 
-from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE
+from .conftest import FAMILIES, SEQ_LEN, VOCAB_SIZE, build_all, logits_of, whole_model
 
 
 @pytest.fixture
@@ -26,7 +22,7 @@ def model_folder(tiny_spec, tmp_path):
         if tie is not None:
             spec.hf_config.tie_word_embeddings = tie
         torch.manual_seed(3)
-        model = getattr(spec.layout.modeling(), spec.layout.causal_lm)(spec.hf_config)
+        model = whole_model(spec)
         folder = tmp_path / family
         model.save_pretrained(folder, **save)
         return folder, model
@@ -35,21 +31,11 @@ def model_folder(tiny_spec, tmp_path):
 
 
 def load_parts(folder, bounds=(0, 2, 4)):
-    spec = load_spec(ModelConfig(path=str(folder)), vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN)
-    ranges = [BlockRange(start, stop, 4) for start, stop in pairwise(bounds)]
-    return [build_slice(spec, r, seed=0, device="cpu", random=RandomContext(0)) for r in ranges]
-
-
-def logits_of(slices, tokens):
-    x = tokens
-    for part in slices:
-        x = part(x)
-    return x
+    return build_all(load_spec(ModelConfig(path=str(folder)), vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN), bounds)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+@pytest.mark.parametrize(("tie", "max_shard_size"), [(False, "5GB"), (True, "20KB")])
 def test_a_folder_gives_the_logits_that_transformers_gives(family, tie, max_shard_size, model_folder, tokens):
     folder, model = model_folder(family, tie=tie, max_shard_size=max_shard_size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (max_shard_size == "20KB")
@@ -89,12 +75,6 @@ def test_only_the_shards_that_a_slice_owns_are_opened(model_folder):
         load_parts(folder, (2, 3))
 
 
-def rewrite(folder, change):
-    stored = load_file(folder / "model.safetensors")
-    change(stored)
-    save_file(stored, folder / "model.safetensors")
-
-
 NAME = "model.layers.3.mlp.up_proj.weight"
 
 
@@ -112,7 +92,9 @@ NAME = "model.layers.3.mlp.up_proj.weight"
 )
 def test_weights_that_do_not_fit_are_refused_by_the_stage_that_owns_them(change, message, model_folder):
     folder, _ = model_folder("llama")
-    rewrite(folder, change)
+    stored = load_file(folder / "model.safetensors")
+    change(stored)
+    save_file(stored, folder / "model.safetensors")
     load_parts(folder, (0, 3))
     with pytest.raises(ModelError, match=message) as caught:
         load_parts(folder, (3, 4))
