@@ -1,6 +1,7 @@
 """The commands of `tahq-netem`, which are also those of `tahq netem`; each imports what it needs when it is run."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,21 +9,14 @@ import typer
 
 from tahq.units import parse_duration
 
-Profile = Annotated[
-    str,
-    typer.Argument(
-        metavar="PROFILE",
-        show_default=False,
-        help="A kind of connection, e.g. cable (tahq-netem profiles lists them), or a YAML file that describes one.",
-    ),
-]
+_argument = partial(typer.Argument, show_default=False)
+_file_option = partial(typer.Option, metavar="FILE", show_default=False)
+_PROFILE_HELP = "A kind of connection, e.g. cable (tahq-netem profiles lists them), or a YAML file that describes one."
+Profile = Annotated[str, _argument(metavar="PROFILE", help=_PROFILE_HELP)]
 Hosts = Annotated[int, typer.Option("--hosts", min=2, max=250, metavar="N", help="Hosts of the network.")]
 Backend = Annotated[
     Literal["auto", "kernel", "tun"],
     typer.Option("--backend", help="What shapes the links; auto: kernel where it has netem, else tun."),
-]
-JsonPath = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write all figures to this file.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks. Default: one line per error.")]
 
@@ -57,9 +51,8 @@ def run(
     profile: Profile,
     command: Annotated[
         list[str],
-        typer.Argument(
+        _argument(
             metavar="COMMAND",
-            show_default=False,
             help="Command to run, after --, e.g. -- curl http://{host1}:8000; {host1} stands for that host's address.",
         ),
     ],
@@ -79,21 +72,15 @@ def run(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
+        _file_option(
             "--calibrate",
-            metavar="FILE",
-            show_default=False,
             help="Measure the network first, write the figures to FILE, and start nothing if one is off. "
             "Default: not measured.",
         ),
     ] = None,
     faults: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="YAML list of faults, e.g. - {at: 5s, link: host1, what: down, for: 2s}. Default: none.",
-        ),
+        _file_option(help="YAML list of faults, e.g. - {at: 5s, link: host1, what: down, for: 2s}. Default: none."),
     ] = None,
     debug: Debug = False,
 ) -> int:
@@ -133,7 +120,7 @@ def calibrate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Shorter flows, and only figures that are judged. Default: all figures.")
     ] = False,
-    json_path: JsonPath = None,
+    json_path: Annotated[Path | None, _file_option("--json", help="Also write all figures to this file.")] = None,
     debug: Debug = False,
 ) -> int:
     """Build a network, measure it, and check that it is as described.
@@ -157,14 +144,10 @@ def calibrate(
 
 
 def sweep(
-    sweep_yaml: Annotated[
-        Path, typer.Argument(metavar="SWEEP.YAML", show_default=False, help="The points to measure.")
-    ],
+    sweep_yaml: Annotated[Path, _argument(metavar="SWEEP.YAML", help="The points to measure.")],
     results: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
+        _file_option(
             help="JSON lines, one per point; points that are in it are not measured again. Default: NAME.jsonl beside "
             "SWEEP.YAML.",
         ),
@@ -200,12 +183,8 @@ def sweep(
 
 
 def plot(
-    results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS.JSONL", show_default=False, help="Results of sweeps.")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The table; plots are written beside it.")] = Path(
-        "sweep.md"
-    ),
+    results: Annotated[list[Path], _argument(metavar="RESULTS.JSONL", help="Results of sweeps.")],
+    out: Annotated[Path, _file_option(help="The table; plots are beside it. Default: sweep.md.")] = Path("sweep.md"),
     debug: Debug = False,
 ) -> int:
     """Make a Markdown table and plots of sweeps' results.

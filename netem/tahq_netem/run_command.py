@@ -40,14 +40,8 @@ LISTEN_WITHIN_S: Final = 10.0
 OUTPUT_WITHIN_S: Final = 3.0
 """How long to wait for the rest of a program's output when no process is left that writes to it."""
 
-_TCP_LISTEN, _UDP_UNCONNECTED = "0A", "07"
-_SOCKET_LISTS: Final = {
-    "tcp": _TCP_LISTEN,
-    "tcp6": _TCP_LISTEN,
-    "udp": _UDP_UNCONNECTED,
-    "udp6": _UDP_UNCONNECTED,
-}
-"""Lists in /proc/net, and the state of a socket that waits for others."""
+_SOCKET_LISTS: Final = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
+"""Lists in /proc/net, and the state of a socket that waits for others: TCP listens, UDP is unconnected."""
 _STATE, _INODE = 3, 9
 """Columns of these lists."""
 _PLACEHOLDER = re.compile(r"\{(host[0-9]+)\}")
@@ -167,16 +161,8 @@ def _wait(programs: Sequence["HostProgram"]) -> int:
 class HostProgram:
     """A command that runs on a host.
 
-    Args:
-        network: the network.
-        host: where it runs.
-        argv: the command line.
-        env: its environment.
-        copied_to: the descriptor that its output is copied to, the host's name before each line; None: it shares this
-            process's input and output.
-
-    Raises:
-        UserError: it cannot be started.
+    Its output is copied to the descriptor `copied_to`, the host's name before each line; None: it shares this
+    process's input and output.
     """
 
     def __init__(
@@ -194,17 +180,8 @@ class HostProgram:
         self._copier = threading.Thread(target=_copy_lines, args=(self._process.stdout, host, copied_to), daemon=True)
         self._copier.start()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._process.poll() is None
-
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end and return its exit status, 128 + n for signal n; output may still be being copied.
-
-        Raises:
-            TimeoutExpired: it still runs after `timeout_s`.
-        """
+        """Wait for its end and return its exit status, 128 + n for signal n; output may still be being copied."""
         status = self._process.wait(timeout_s)
         return status if status >= 0 else 128 - status
 
@@ -220,7 +197,7 @@ class HostProgram:
             UserError: the program has failed.
         """
         deadline_s = time.monotonic() + timeout_s
-        while self.is_running and time.monotonic() < deadline_s:
+        while self._process.poll() is None and time.monotonic() < deadline_s:
             if not listening_sockets(self._network, self._host) <= self._others:
                 return
             time.sleep(0.02)

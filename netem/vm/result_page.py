@@ -96,9 +96,9 @@ def _commit(checkout: Path) -> str:
 
 
 def _hardware() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}"
+    from tahq_netem.measure.machine import processor  # which imports torch
+
+    return f"{processor()}, {os.cpu_count()} cores, Linux {platform.release()}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

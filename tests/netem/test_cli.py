@@ -350,7 +350,8 @@ def test_each_server_of_a_host_is_awaited_until_it_listens(start, namespace, kin
     start(SERVERS["tcp"]).await_listening(timeout_s=60)
     second = start(SERVERS[kind].replace("time;", "time; time.sleep(0.3);"))
     second.await_listening(timeout_s=60)
-    assert second.is_running
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(0)
     assert len(listening_sockets(OneHost(namespace), "a")) == 2
 
 
@@ -358,7 +359,8 @@ def test_each_server_of_a_host_is_awaited_until_it_listens(start, namespace, kin
 def test_program_that_never_listens_or_goes_into_the_background_is_no_mistake_but_a_failure_is(start):
     program = start("import time; time.sleep(60)")
     program.await_listening(timeout_s=0.1)
-    assert program.is_running
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.wait(0)
     start("").await_listening(timeout_s=60)
     with pytest.raises(UserError, match=r"raise SystemExit\(3\).* on a ended with status 3 at once"):
         start("raise SystemExit(3)").await_listening(timeout_s=60)

@@ -218,10 +218,10 @@ def test_fault_at_a_step_begins_with_it_and_lasts_from_then(network):
     player = player_of(network, "- {step: 3, link: host1, what: down, for: 2s}")
     player.advance(5.0, 2)
     assert network.take() == []
-    assert player.waits_for_a_step
+    assert [fault.step for fault in player.waiting] == [3]
     player.advance(6.0, 4)
     assert network.take() == [("link", "host1", False)]
-    assert not player.waits_for_a_step
+    assert player.waiting == []
     player.advance(8.0, 4)
     assert network.take() == [("link", "host1", True)]
     events = [(event.at_s, event.due_s, event.step, event.change) for event in player.log]

@@ -87,6 +87,7 @@ def test_torch_sends_bf16_both_ways_when_asked_to(tmp_path):
     assert records[2].loss != exact[2].loss
 
 
+@pytest.mark.acceptance
 def test_sleeping_stages_set_the_pace_and_one_that_dies_is_named(tmp_path):
     times = StageTimes((0.02, 0.02), (0.04, 0.04))
     with RUNTIMES["torch"](request(tmp_path, "torch", "gpipe", times)) as session:

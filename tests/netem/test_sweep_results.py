@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tahq.errors import ConfigError
-from tahq_netem.sweep.results import ResultFile, read_all, read_results
+from tahq_netem.sweep.results import ResultFile, read_results
 
 
 def row(id, status="done", **more):
@@ -24,7 +24,7 @@ def test_rows_are_read_back_and_the_newest_of_a_point_counts(tmp_path):
         assert file.is_done("b")
         assert not file.is_done("c")
     assert len(path.read_text().splitlines()) == 3
-    assert [found["id"] for found in read_all([path])] == ["a", "b"]
+    assert list(read_results(path)) == ["a", "b"]
 
 
 def test_line_that_a_crash_cut_short_is_cut_off(tmp_path):

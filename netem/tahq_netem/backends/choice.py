@@ -28,12 +28,8 @@ def build_network(
 ) -> Network:
     """Build a network and return it when it is up.
 
-    Args:
-        config: hosts and links.
-        backend: replaces the configuration's.
-        option: the option or key that names a backend, for messages.
-        advice: what to do where namespaces cannot be made, for messages.
-        rates_only: as for `choose_backend`.
+    `backend` replaces the configuration's; `option` names it in messages, and `advice` says there what to do where
+    namespaces cannot be made.
 
     Raises:
         ConfigError: the description does not make sense.
@@ -58,9 +54,6 @@ def choose_backend(
 
     `kernel` comes first where the kernel has netem. A network of rates alone could be shaped without netem, but not be
     given a delay later; `rates_only` says that it never will be.
-
-    Raises:
-        NetworkError: that backend, or none of them, works here; says what is missing and what to do.
     """
     if found.namespaces_obstacle is not None:
         raise NetworkError(f"hosts need network namespaces: {found.namespaces_obstacle}; {advice}")

@@ -77,11 +77,7 @@ class Guard:
 
 
 def note_process() -> None:
-    """Leave a note that this process has namespaces, before it makes the first.
-
-    Raises:
-        NetworkError: this user may not.
-    """
+    """Leave a note that this process has namespaces, before it makes the first."""
     pid = os.getpid()
     note = _note(pid)
     try:
@@ -128,9 +124,6 @@ def sweep_leftovers() -> list[str]:
     """Remove the namespaces of processes that are gone, ending what still runs in them; return their names.
 
     Names hidden by other programs' mounts may have to stay; they are harmless, and logged at debug level.
-
-    Raises:
-        NetworkError: there are leftovers, and this user may not remove them.
     """
     owners = {name: pid for name in list_namespaces() if (pid := owner_pid(name)) is not None}
     noted = {int(note.stem) for note in STATE_FOLDER.glob("[0-9]*.json") if note.stem.isdigit()}

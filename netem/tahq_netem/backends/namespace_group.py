@@ -32,11 +32,7 @@ _AFTER_IDLE: Final = "tcp_slow_start_after_idle"
 
 
 class NamespaceGroup:
-    """One namespace for each label; `close`, or the end of this process, removes them all.
-
-    Raises:
-        NetworkError: the kernel or the user's rights do not allow it; nothing stays behind.
-    """
+    """One namespace for each label; `close`, or the end of this process, removes them all."""
 
     def __init__(self, labels: Iterable[str]) -> None:
         self._owner = os.getpid()
@@ -62,9 +58,6 @@ class NamespaceGroup:
         Buffers get room for the largest product of rate and round trip, as hosts on such paths are set up: otherwise
         the window, not the link, would limit a long flow. Metrics of earlier connections are not kept, so that every
         connection starts alike.
-
-        Raises:
-            NetworkError: the kernel does not have that congestion control.
         """
         in_force: dict[str, Any] = {}
         for name in self._names.values():
@@ -108,30 +101,21 @@ def _widen(namespace: str, name: str, nbytes: int) -> str:
 
 
 def set_congestion_control(namespace: str, wanted: str | None) -> str:
-    """Set TCP's congestion control (None: cubic, or the kernel's default if it has no cubic); return what is in force.
-
-    Raises:
-        NetworkError: the kernel does not have it.
-    """
+    """Set TCP's congestion control (None: cubic if the kernel has it, else its default); return what is in force."""
     available = read_sysctl(namespace, "net.ipv4.tcp_available_congestion_control").split()
-    if wanted is not None or _DEFAULT_CONTROL in available:
-        chosen = wanted or _DEFAULT_CONTROL
-        try:
-            _set_control(namespace, chosen)
-        except NetworkError as error:
-            raise NetworkError(
-                f"no congestion control {chosen}: {error}; this kernel has {', '.join(available)}"
-            ) from None
-    return read_sysctl(namespace, _CONTROL)
-
-
-def _set_control(namespace: str, name: str) -> None:
+    if wanted is None and _DEFAULT_CONTROL not in available:
+        return read_sysctl(namespace, _CONTROL)
+    chosen = wanted or _DEFAULT_CONTROL
     try:
-        # Tried even if it is not listed as available: the kernel may load a module for it.
-        write_sysctl(namespace, _CONTROL, name)
-    except NetworkError:
-        with _allowed_to_all(name):
-            write_sysctl(namespace, _CONTROL, name)
+        try:
+            # Tried even if it is not listed as available: the kernel may load a module for it.
+            write_sysctl(namespace, _CONTROL, chosen)
+        except NetworkError:
+            with _allowed_to_all(chosen):
+                write_sysctl(namespace, _CONTROL, chosen)
+    except NetworkError as error:
+        raise NetworkError(f"no congestion control {chosen}: {error}; this kernel has {', '.join(available)}") from None
+    return read_sysctl(namespace, _CONTROL)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -40,9 +40,6 @@ _CLONE_NEWNET, _CLONE_NEWNS, _CLONE_FS = 0x40000000, 0x00020000, 0x200
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH: Final = 2
 _OWN: Final = "/proc/thread-self/ns/net"
-
-
-# -- names ----------------------------------------------------------------------------------------
 
 
 def namespace_prefix(pid: int, taken: Collection[str]) -> str:
@@ -77,9 +74,6 @@ def list_namespaces() -> list[str]:
     return sorted(os.listdir(NAMESPACE_FOLDER)) if NAMESPACE_FOLDER.is_dir() else []
 
 
-# -- creating and removing ------------------------------------------------------------------------
-
-
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
@@ -93,11 +87,7 @@ def _call(what: str, result: int) -> None:
 
 
 def create_namespace(namespace: str) -> None:
-    """Create a namespace with lo up and IPv6 off.
-
-    Raises:
-        NetworkError: the kernel or the user's rights do not allow it, or the name is taken.
-    """
+    """Create a namespace with lo up and IPv6 off."""
     NAMESPACE_FOLDER.mkdir(parents=True, exist_ok=True)
     path = namespace_path(namespace)
     try:
@@ -133,9 +123,6 @@ def remove_namespace(namespace: str) -> bool:
 
     Returns:
         Whether it is gone; False if other mounts hide it and it cannot be removed now.
-
-    Raises:
-        NetworkError: this user may not remove it.
     """
     path = namespace_path(namespace)
     # Not mounted (EINVAL) or not there (ENOENT): creation was interrupted, or another process removed it.
@@ -183,16 +170,9 @@ def _unlink_in_private_mounts(path: Path) -> bool:
             return True
 
 
-# -- entering -------------------------------------------------------------------------------------
-
-
 @contextmanager
 def entered(namespace: str) -> Iterator[None]:
-    """Move the calling thread into `namespace` for the duration of the block.
-
-    Raises:
-        NetworkError: there is no such namespace, or this user may not enter it.
-    """
+    """Move the calling thread into `namespace` for the duration of the block."""
     try:
         target = os.open(namespace_path(namespace), os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -243,45 +223,28 @@ def refusals_explained() -> Iterator[None]:
         raise NetworkError(f"the kernel refuses a part of the network ({reason}); see `tahq-netem probe`") from error
 
 
-def popen(
-    namespace: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.Popen[Any]:
-    """`subprocess.Popen(argv, env=env, **options)` of a process in `namespace`."""
+def popen(namespace: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen(argv, **options)` of a process in `namespace`."""
     with entered(namespace):
-        return subprocess.Popen(argv, env=env, **options)
+        return subprocess.Popen(argv, **options)
 
 
 def write_sysctl(namespace: str, name: str, value: str) -> None:
-    """Set a kernel setting such as net.ipv4.tcp_congestion_control in this namespace only.
-
-    Raises:
-        NetworkError: the kernel refuses the value.
-    """
+    """Set a kernel setting such as net.ipv4.tcp_congestion_control in this namespace only."""
     try:
         with entered(namespace):
-            _sysctl_path(name).write_text(value)
+            Path("/proc/sys", *name.split(".")).write_text(value)
     except OSError as error:
         raise NetworkError(f"the kernel refuses {name} = {value}: {error.strerror}") from None
 
 
 def read_sysctl(namespace: str, name: str) -> str:
-    """The value of a kernel setting in a namespace.
-
-    Raises:
-        NetworkError: the kernel does not have it.
-    """
+    """The value of a kernel setting in a namespace."""
     try:
         with entered(namespace):
-            return _sysctl_path(name).read_text().strip()
+            return Path("/proc/sys", *name.split(".")).read_text().strip()
     except OSError as error:
         raise NetworkError(f"cannot read {name} from the kernel: {error.strerror}") from None
-
-
-def _sysctl_path(name: str) -> Path:
-    return Path("/proc/sys") / name.replace(".", "/")
-
-
-# -- processes ------------------------------------------------------------------------------------
 
 
 def processes_in(*namespaces: str) -> list[int]:
@@ -302,14 +265,10 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 def end_processes(namespaces: Sequence[str], grace_s: float = GRACE_S) -> None:
     """Send SIGTERM to every process in these namespaces and, after `grace_s`, SIGKILL to those that are left."""
-    _signal_all(namespaces, signal.SIGTERM)
-    deadline_s = time.monotonic() + grace_s
-    while time.monotonic() < deadline_s and processes_in(*namespaces):
-        time.sleep(0.02)
-    _signal_all(namespaces, signal.SIGKILL)
-
-
-def _signal_all(namespaces: Sequence[str], number: signal.Signals) -> None:
-    for pid in processes_in(*namespaces):
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 0.0)):
+        for pid in processes_in(*namespaces):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s and processes_in(*namespaces):
+            time.sleep(0.02)

@@ -8,7 +8,7 @@ and `tun.py`.
 import platform
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -36,9 +36,7 @@ class Network(ABC):
 
     `plan` is what holds now; `set_rate` and `set_path` replace it. `congestion_control` is in force on every host.
 
-    Args:
-        plan: hosts and links.
-        further: labels of further namespaces that the backend needs.
+    A backend may need further namespaces, with the labels `further`.
 
     Raises:
         NetworkError: the kernel lacks a part, or this user lacks rights; nothing stays behind.
@@ -86,11 +84,9 @@ class Network(ABC):
         """Move the calling thread to `host` for the duration of the block; sockets opened there stay there."""
         return entered(self.namespace(host))
 
-    def popen(
-        self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[Any]:
-        """`subprocess.Popen(argv, env=env, **options)` on `host`. It is ended when the network closes."""
-        return popen(self.namespace(host), argv, env=env, **options)
+    def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """`subprocess.Popen(argv, **options)` on `host`. It is ended when the network closes."""
+        return popen(self.namespace(host), argv, **options)
 
     def set_rate(self, host: str, *, up: RateChange = ..., down: RateChange = ...) -> None:
         """Change a host's rates in bit/s (None: unshaped, ...: unchanged).

@@ -30,11 +30,7 @@ _NO_CONNECTION: Final = bytes(40) + b"\xff" * 8  # INET_DIAG_NOCOOKIE
 
 
 def reset_connections(namespace: str) -> int:
-    """End every established TCP connection to another host; returns how many there were.
-
-    Raises:
-        NetworkError: the kernel has no module tcp_diag, or was built without CONFIG_INET_DIAG_DESTROY.
-    """
+    """End every established TCP connection to another host; returns how many there were."""
     with entered(namespace), _open_kernel() as kernel:
         connections = [
             (family, identity)

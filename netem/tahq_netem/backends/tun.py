@@ -55,9 +55,6 @@ def open_device(name: str) -> int:
     """Create the interface `name` in the calling thread's network namespace; return a non-blocking descriptor.
 
     The interface goes when the last copy of the descriptor is closed.
-
-    Raises:
-        NetworkError: there is no /dev/net/tun, or this user may not use it; says what to do.
     """
     try:
         descriptor = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

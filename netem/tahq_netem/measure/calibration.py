@@ -28,11 +28,7 @@ class Calibration:
     is_quick: bool
 
     def check(self) -> None:
-        """Refuse a network that is not what was asked for.
-
-        Raises:
-            NetworkError: a figure is off; names all that are.
-        """
+        """Raise NetworkError if a figure is off; names all that are."""
         wrong = [figure.line() for figure in self.figures if not figure.is_within]
         if wrong:
             advice = "end what else runs on this machine and try again, or ask for less than it can imitate"
@@ -54,11 +50,7 @@ class Calibration:
         }
 
     def write(self, path: Path) -> None:
-        """Write the figures as JSON.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Write the figures as JSON."""
         try:
             path.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:

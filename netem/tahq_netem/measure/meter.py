@@ -75,13 +75,9 @@ class _EchoTrain:
 
 
 def round_trips(target: Target, count: int, interval_s: float, wait_s: float) -> list[float]:
-    """Round trip of each datagram of a train, in seconds; lost datagrams are missing.
+    """Round trip of each of `count` datagrams, in seconds; lost datagrams are missing.
 
-    Args:
-        target: a responder.
-        count: datagrams to send.
-        interval_s: between two datagrams, whether or not an answer has come.
-        wait_s: how long to wait for an answer to the last.
+    One is sent every `interval_s`, whether or not an answer has come; the answer to the last is awaited for `wait_s`.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams, hurrying():
         datagrams.connect(target)
@@ -98,14 +94,8 @@ def message(target: Target, num_bytes: int, idle_s: float, timeout_s: float, num
     """Send one message on a connection that was idle, as between the messages of a slow pipeline.
 
     A machine that sleeps for a second takes up to a millisecond to wake up, which at 1 Gbit/s is a tenth of a message
-    of 1 MB. So at the end of the idle time a few datagrams are echoed.
-
-    Args:
-        target: a responder.
-        num_bytes: length of the message.
-        idle_s: how long nothing is sent before, but for the wakers.
-        timeout_s: when the message is cut off; the figures then count what did arrive.
-        num_wakers: datagrams that wake the machine up.
+    of 1 MB. So at the end of the idle time `num_wakers` datagrams are echoed. After `timeout_s` the message is cut off,
+    and the figures count the bytes that did arrive.
     """
     with _connect(target, timeout_s) as connection:
         _widen_send_buffer(connection, 4 * num_bytes)
@@ -130,11 +120,8 @@ def _connect(target: Target, timeout_s: float) -> socket.socket:
 
 
 def _widen_send_buffer(connection: socket.socket, num_bytes: int) -> None:
-    """Make room for a whole message, so that none of it waits for this program to wake up.
-
-    Only root may set any length. SO_SNDBUF is limited to net.core.wmem_max and keeps TCP from widening the buffer by
-    itself, so without root the buffer is left to TCP.
-    """
+    """Make room for a whole message, so that none of it waits for this program to wake up."""
+    # Only root may set any length. SO_SNDBUF would keep TCP from widening the buffer by itself.
     with suppress(PermissionError):
         connection.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, num_bytes)
 
@@ -175,14 +162,8 @@ def _send_zeros(connection: socket.socket, num_bytes: int, deadline_ns: int) -> 
 def count_datagrams(target: Target, count: int, datagrams_per_s: float, wait_s: float) -> int:
     """Send a train of datagrams and return how many arrive.
 
-    Args:
-        target: a responder.
-        count: datagrams to send.
-        datagrams_per_s: their rate; low enough that no queue fills and drops some.
-        wait_s: longest round trip; the tally is asked for after it, and again until an answer arrives.
-
-    Raises:
-        TimeoutError: no answer ever came.
+    `datagrams_per_s` is to be low enough that no queue fills and drops some. The tally is asked for after `wait_s`, the
+    longest round trip, and again until an answer arrives.
     """
     train = random.SystemRandom().getrandbits(63)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:

@@ -85,11 +85,7 @@ class PathMeasurements:
         self._responders.close()
 
     def measure(self, what: Callable[..., _Result], source: str, destination: str, **arguments: Any) -> _Result:
-        """Make a measurement of `meter` between two hosts.
-
-        Raises:
-            NetworkError: the network did not let it through.
-        """
+        """Make a measurement of `meter` between two hosts."""
         target = self._target(destination)
         try:
             with self._network.entered(source):

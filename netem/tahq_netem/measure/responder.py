@@ -104,11 +104,7 @@ def _serve_streams(connection: socket.socket) -> None:
 
 
 def receive_report(connection: socket.socket) -> StreamReport:
-    """The far end's report, at the near end.
-
-    Raises:
-        ConnectionError: the connection ended before it.
-    """
+    """The far end's report, at the near end."""
     packed = _receive_exactly(connection, STREAM_REPORT.size)
     if not packed:
         raise ConnectionResetError("the measuring connection was closed before the far end had reported")

@@ -39,15 +39,9 @@ class FaultEvent:
 
 
 class FaultPlayer:
-    """Applies the faults of a timeline to a network.
+    """Applies the faults of a timeline to a network, whose present plan is restored at the end.
 
-    Args:
-        timeline: the faults.
-        network: the network; its present plan is restored at the end.
-        clock: seconds since the timeline began, for the log; None: the time given to `advance`.
-
-    Raises:
-        ConfigError: the timeline is not for this network.
+    `clock` gives the seconds since the timeline began, for the log; None: the time given to `advance`.
     """
 
     def __init__(self, timeline: Timeline, network: Network, clock: Callable[[], float] | None = None) -> None:
@@ -63,11 +57,6 @@ class FaultPlayer:
         self._in_force = conditions(self._plan, [])
         """The network's settings; a setting whose change failed is missing, since its state is unknown."""
 
-    @property
-    def waits_for_a_step(self) -> bool:
-        """Whether a fault waits for a step."""
-        return any(fault.step is not None for fault in self.waiting)
-
     def next_s(self) -> float:
         """When something is due next; infinite if nothing is due by time."""
         begins = (fault.at for fault in self.waiting if fault.at is not None)
@@ -75,15 +64,7 @@ class FaultPlayer:
         return min([*begins, *ends], default=math.inf)
 
     def advance(self, now_s: float, step: int | None = None) -> None:
-        """Begin and end what is due.
-
-        Args:
-            now_s: since the timeline began.
-            step: steps done so far; None: steps are not counted.
-
-        Raises:
-            TahqError: the network cannot do it.
-        """
+        """Begin and end what is due at `now_s`, since the timeline began, or at this step; None: not counted."""
         while (due_s := self.next_s()) <= now_s:
             ended = [fault for end_s, fault in self._active if end_s <= due_s]
             self._active = [(end_s, fault) for end_s, fault in self._active if end_s > due_s]
@@ -97,11 +78,7 @@ class FaultPlayer:
                 self._begin(fault, now_s, now_s, step)
 
     def close(self, now_s: float) -> None:
-        """End every fault.
-
-        Raises:
-            TahqError: a part could not be undone; everything else was.
-        """
+        """End every fault; if a part cannot be undone, everything else is, and then the error is raised."""
         ended = [fault for _, fault in self._active]
         self._active.clear()
         self.waiting.clear()
@@ -181,7 +158,8 @@ def play(
                 step = None if step_source is None else step_source()
                 player.advance(time.monotonic() - start_s, step)
                 due_s = min(player.next_s() - (time.monotonic() - start_s), threading.TIMEOUT_MAX)
-                is_over.wait(min(due_s, STEP_INTERVAL_S) if player.waits_for_a_step else due_s)
+                waits_for_a_step = any(fault.step is not None for fault in player.waiting)
+                is_over.wait(min(due_s, STEP_INTERVAL_S) if waits_for_a_step else due_s)
         except Exception as error:
             errors.append(error)  # raised again at the end of the block
 

@@ -1,14 +1,8 @@
 """Faults on a timeline: a link that is down for a time, a rate that changes, a burst of loss, a connection reset.
 
-A timeline is a list that a user writes::
-
-    - {at: 10s, link: host1, what: down, for: 2s}
-    - {at: 20s, link: host0, what: rate, to: 10mbit, for: 30s}
-    - {step: 40, link: [host0, host1], what: loss, to: 0.05, for: 5s}
-    - {step: 50, link: host2, what: reset}
-
-`link` is a host (its whole link, its rate both ways, the delay and loss of everything it sends), or
-``[source, destination]`` for one direction. Without `for` a fault lasts to the end; `up` ends a `down`.
+A timeline is a list that a user writes, such as ``- {at: 10s, link: host1, what: down, for: 2s}``. `link` is a host
+(its whole link, its rate both ways, the delay and loss of everything it sends), or ``[source, destination]`` for one
+direction. Without `for` a fault lasts to the end; `up` ends a `down`.
 
 The state of a network is a pure function of its plan and the active faults, later faults on top of earlier ones. So
 overlapping faults may end in any order, and without an active fault the network is as planned. `fault_player` applies
@@ -72,11 +66,7 @@ class Fault(Section):
 
     @property
     def value(self) -> float:
-        """`to` in bit/s, seconds, or as a share.
-
-        Raises:
-            ValueError: it cannot be read as such.
-        """
+        """`to` in bit/s, seconds, or as a share."""
         if self.what in _READERS and isinstance(self.to, str):
             return _READERS[self.what](self.to)
         if self.what in _READERS:
@@ -98,14 +88,10 @@ class Timeline(Section):
 
     @classmethod
     def parse(cls, text: str, source: str = "faults") -> "Timeline":
-        """Read a timeline: YAML with a list of faults, or with such a list under the key `faults`.
-
-        Args:
-            text: the YAML.
-            source: its name in messages.
+        """Read YAML with a list of faults, or with such a list under the key `faults`.
 
         Raises:
-            ConfigError: it makes no sense; one line that names source and line.
+            ConfigError: it makes no sense; one line that names `source` and line.
         """
         try:
             document = parse_yaml(text)
@@ -129,16 +115,7 @@ class Timeline(Section):
             raise ConfigError(f"{path} cannot be read: {error}") from error
 
     def check(self, plan: NetworkPlan, *, has_steps: bool = True) -> None:
-        """Refuse faults that this network cannot have.
-
-        Args:
-            plan: the network's.
-            has_steps: whether steps are counted.
-
-        Raises:
-            ConfigError: a fault names an unknown host, makes an impossible path, or waits for a step where steps are
-                not counted.
-        """
+        """Raise ConfigError for faults that this network cannot have, or that wait for steps where none are counted."""
         if not has_steps and any(fault.step is not None for fault in self.faults):
             raise ConfigError(
                 "the timeline has faults at steps, but steps are not counted here; give them a time with `at`"
@@ -158,9 +135,6 @@ def conditions(plan: NetworkPlan, active: Sequence[Fault]) -> dict[Setting, Any]
 
     Returns:
         A HostShape for each rate, a PathShape for each path, and for each link whether it is up.
-
-    Raises:
-        ConfigError: an impossible path, such as one that reorders without a delay.
     """
     current: dict[Setting, Any] = {("rate", host): shape for host, shape in plan.host_shapes.items()}
     current |= {("path", *ends): shape for ends, shape in plan.paths.items()}

@@ -36,11 +36,7 @@ class Profile(Section):
         return self
 
     def network(self, num_hosts: int, names: list[str] | None = None) -> NetworkConfig:
-        """A network of `num_hosts` hosts, divided evenly among the sites if there are any.
-
-        Raises:
-            ConfigError: fewer hosts than sites, or invalid names.
-        """
+        """A network of `num_hosts` hosts, divided evenly among the sites if there are any."""
         if num_hosts < max(1, len(self.sites)):
             raise ConfigError(f"{self.title} needs at least {max(1, len(self.sites))} hosts; got {num_hosts}")
         sites = [host.model_copy(update={"site": site}) for site, host in self.sites.items()]
@@ -54,12 +50,7 @@ class Profile(Section):
 
 
 def profile(name: str, num_hosts: int, names: list[str] | None = None) -> NetworkConfig:
-    """A network of hosts with a profile's connections.
-
-    Args:
-        name: a profile's name, or the path of a YAML file with one.
-        num_hosts: number of hosts.
-        names: their names; None: host0, host1, …
+    """A network of hosts with the connections of a profile, given by its name or the path of a YAML file.
 
     Raises:
         ConfigError: there is no such profile or file, or it does not make sense.
@@ -68,11 +59,7 @@ def profile(name: str, num_hosts: int, names: list[str] | None = None) -> Networ
 
 
 def load_profile(name: str) -> Profile:
-    """The profile of that name, or in the YAML file of that path.
-
-    Raises:
-        ConfigError: there is no such profile; lists the names and the nearest.
-    """
+    """The profile of that name, or in the YAML file of that path."""
     if "/" in name or name.endswith((".yaml", ".yml")):
         return _read_file(Path(name))
     known = named_profiles()

@@ -37,23 +37,13 @@ _TIMEOUT = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """One process's part of the pipeline.
-
-    Attributes:
-        rank: its stage.
-        config: of the run.
-        schedule: its name.
-        module: from a micro-batch's tensor in CPU memory to the next; the last stage's returns logits.
-        device: of the last stage's labels.
-        optimizer: of the module's parameters.
-        batches: tokens and labels, on the first and last stage.
-        log: of the steps.
-    """
+    """One process's part of the pipeline; batches are for the first and the last stage."""
 
     rank: int
     config: ClusterConfig
     schedule: str
     module: nn.Module
+    """From a micro-batch's tensor in CPU memory to the next; the last stage's returns logits."""
     device: torch.device
     optimizer: torch.optim.Optimizer
     batches: BatchSource | None
@@ -167,11 +157,7 @@ def join_group(addresses: Sequence[str], port: int, rank: int) -> None:
 
 
 def device_of(address: str) -> str:
-    """The name of the network device that has an IPv4 address, in this process's namespace.
-
-    Raises:
-        OSError: none has it.
-    """
+    """The name of the network device that has an IPv4 address, in this process's namespace."""
     if address.startswith("127."):
         return "lo"
     with IPRoute() as kernel:

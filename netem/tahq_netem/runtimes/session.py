@@ -31,23 +31,19 @@ class RuntimeLostError(TahqError):
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """The session to start.
-
-    Attributes:
-        config: model, data, training, pipeline and wire; resolved except for the codecs' parameters.
-        schedule: its name; `config` cannot have every runtime's schedules.
-        network: the network.
-        hosts: names in the network, one per stage.
-        folder: for logs and other files; empty.
-        cores: the core of each stage's process; empty: any.
-    """
+    """The session to start."""
 
     config: ClusterConfig
+    """Resolved except for the codecs' parameters."""
     schedule: str
+    """Its name; `config` cannot have every runtime's schedules."""
     network: Network
     hosts: tuple[str, ...]
+    """Names in the network, one per stage."""
     folder: Path
+    """For logs and other files; empty."""
     cores: tuple[int, ...] = ()
+    """The core of each stage's process; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +131,7 @@ class Session(ABC):
         self.running.clear()
 
     def next_step(self, timeout_s: float) -> StepRecord:
-        """Wait for the next step.
-
-        Raises:
-            RuntimeLostError: a process ended, or no step in time.
-        """
+        """Wait for the next step."""
         deadline_s = time.monotonic() + timeout_s
         while not self._pending:
             self._pending += self.steps_so_far()

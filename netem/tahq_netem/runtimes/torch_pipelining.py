@@ -23,11 +23,7 @@ from tahq_netem.runtimes.gloo_stage import StagePart, join
 
 
 def _one_f_one_b_in_the_runtime(stage: pipelining.PipelineStage, count: int, **options: Any) -> Any:
-    """1F1B as a list of actions, to which torch adds sends and receives.
-
-    Raises:
-        TahqError: this torch has no such loop.
-    """
+    """1F1B as a list of actions, to which torch adds sends and receives."""
     try:
         runtime: Any = schedules._PipelineScheduleRuntime([stage], count, **options)  # type: ignore[no-untyped-call]
         rows = enumerate(generate("1f1b", stage.num_stages, count).actions)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tahq_netem.sweep.plots import draw_plots
 from tahq_netem.sweep.progress import SweepProgress
-from tahq_netem.sweep.results import ResultFile, read_all
+from tahq_netem.sweep.results import ResultFile, read_results
 from tahq_netem.sweep.runner import Outside, SweepOutcome, SweepRun
 from tahq_netem.sweep.spec import SweepConfig, load_sweep
 from tahq_netem.sweep.tables import sweep_report
@@ -19,13 +19,7 @@ from tahq_netem.sweep.tables import sweep_report
 def run_sweep_file(path: Path, results: Path | None = None, limit_s: float | None = None) -> SweepOutcome:
     """Measure the points of a sweep.yaml that have no result yet.
 
-    Args:
-        path: the sweep.yaml.
-        results: the JSON lines; None: beside the file, under the sweep's name.
-        limit_s: start no point that is expected to end later.
-
-    Raises:
-        UserError: an invalid file, or a machine that cannot build such networks.
+    `results` defaults to the sweep's name beside the file; no point is started that is expected to end after `limit_s`.
     """
     config = load_sweep(path)
     return run_sweep(config, results or path.parent / f"{config.name}.jsonl", limit_s)
@@ -73,16 +67,9 @@ def _unwinding() -> Iterator[Callable[[], bool]]:
 
 
 def plot_results(results: Sequence[Path], out: Path) -> list[Path]:
-    """Write the table and the plots of result files.
-
-    Args:
-        results: JSON lines of sweeps.
-        out: the table, such as table.md; plots have its name and a suffix: table-throughput.png.
-
-    Returns:
-        The written files.
-    """
-    rows = read_all(results)
+    """Write the table of result files to `out`, such as table.md, and the plots beside it; return the written files."""
+    # If two files have a point, the later file's row counts.
+    rows = list({id: row for path in results for id, row in read_results(path).items()}.values())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(sweep_report(rows), encoding="utf-8")
     return [out, *draw_plots(rows, out.with_suffix(""))]

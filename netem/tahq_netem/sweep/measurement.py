@@ -84,18 +84,10 @@ def measure_point(
     times: StageTimes | None,
     busy_meter: Callable[[], BusyMeter] = BusyMeter,
 ) -> Measurement:
-    """Take the steps of one point, under a network that has just been changed.
+    """Take the steps of one point, under a network that has just been changed and has no faults.
 
-    Args:
-        session: running.
-        config: the number of steps, the timeout, and the faults.
-        network: without faults.
-        planned: the expected step.
-        times: how long stages sleep; None: they compute.
-        busy_meter: counts busy cores from its creation on.
-
-    Raises:
-        TahqError: the session was lost or is stuck, or the network cannot apply a fault.
+    `planned` is the expected step, `times` how long stages sleep (None: they compute); `busy_meter` counts busy cores
+    from its creation on.
     """
     plan = network.plan
     expected_s = step_bound_s(planned, plan)
@@ -152,11 +144,7 @@ def prediction_of(key: SessionKey, planned: StepWork, plan: NetworkPlan, measure
 
 
 def check_faults(measured: Measurement) -> None:
-    """Refuse a measurement during which a fault did not happen.
-
-    Raises:
-        RejectedMeasurementError: a fault has not begun.
-    """
+    """Refuse a measurement during which a fault did not happen."""
     if measured.missed:
         first, seconds = measured.missed[0], sum(step.seconds for step in measured.steps)
         raise RejectedMeasurementError(
@@ -166,11 +154,7 @@ def check_faults(measured: Measurement) -> None:
 
 
 def check_busy(busy: BusyCores, limit: float | None) -> None:
-    """Refuse a measurement with sleeping stages during which too many cores were busy.
-
-    Raises:
-        RejectedMeasurementError: more than `limit` were (None: `BUSY_SHARE` of all cores).
-    """
+    """Refuse a measurement with sleeping stages during which more than `limit` cores were busy (None: 60 % of all)."""
     cores = num_usable_cores()
     limit = BUSY_SHARE * cores if limit is None else limit
     if busy.own > limit:

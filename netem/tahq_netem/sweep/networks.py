@@ -30,11 +30,7 @@ def by_network_kind(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def open_network(config: NetworkConfig, sweep: SweepConfig) -> Network:
-    """Build a network, by the kernel alone where that is enough, since it costs least.
-
-    Raises:
-        NetworkError: it cannot be built here.
-    """
+    """Build a network, by the kernel alone where that is enough, since it costs least."""
     plan = plan_network(config)
     settings = [conditions(plan, faults) for faults in ([], *([fault] for fault in sweep.faults))]
     shapes = [shape for each in settings for shape in each.values() if isinstance(shape, PathShape)]
@@ -43,11 +39,7 @@ def open_network(config: NetworkConfig, sweep: SweepConfig) -> Network:
 
 
 def calibrate_quickly(network: Network) -> dict[str, Any]:
-    """Measure a network between neighbours; return the figures, fit for JSON.
-
-    Raises:
-        NetworkError: a figure is off.
-    """
+    """Measure a network between neighbours; return the figures, fit for JSON."""
     found = calibrate(network, quick=True)
     found.check()
     return found.as_dict()

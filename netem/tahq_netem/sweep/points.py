@@ -44,11 +44,11 @@ class NetworkChoice:
         self, num_hosts: int, congestion_control: str | None = None, after_idle: bool | None = None
     ) -> NetworkConfig:
         """The network for `num_hosts` hosts; `after_idle`: whether TCP restarts slowly after a pause."""
+        of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
         if self.profile is None:
             network = uniform(num_hosts, rate=self.rate_bits_per_s, delay=self.round_trip_s / 2)
         else:
             network = profile(self.profile, num_hosts)
-        of_tcp = {"congestion_control": congestion_control, "tcp_slow_start_after_idle": after_idle}
         return network.model_copy(update=of_tcp)
 
     def plan(self, num_hosts: int) -> NetworkPlan:

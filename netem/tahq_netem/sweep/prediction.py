@@ -82,27 +82,20 @@ def predicted_step_s(
     has_coordinator: bool = True,
     queue_s: float | None = None,
 ) -> float:
-    """Seconds of a step in the simulator.
+    """Seconds of a step in the simulator, of a schedule with one chunk per stage.
 
-    Args:
-        schedule: with one chunk per stage.
-        work: seconds and bytes.
-        plan: the network.
-        codec: of every cut.
-        hosts: the stages' hosts, in order; None: the network's first.
-        has_coordinator: whether stages report the end of a step to the first stage's host.
-        queue_s: as of `step_costs`.
+    `hosts` are the stages' in order (None: the network's first), `queue_s` as of `step_costs`; with a coordinator,
+    stages report the end of a step to the first stage's host.
     """
     hosts = plan.hosts[: schedule.num_stages] if hosts is None else hosts
     timeline = simulate(schedule, step_costs(work, plan, codec, hosts, queue_s))
-    ends_s = [max(span.end_s for span in timeline.actions if span.stage == stage) for stage in range(len(hosts))]
+    ends_s = dict.fromkeys(range(len(hosts)), 0.0)
+    for span in timeline.actions:
+        ends_s[span.stage] = max(ends_s[span.stage], span.end_s)
     if has_coordinator:
-        ends_s = [end_s + _delay_s(plan, host, hosts[0]) for end_s, host in zip(ends_s, hosts, strict=True)]
-    return max(ends_s)
-
-
-def _delay_s(plan: NetworkPlan, source: str, destination: str) -> float:
-    return 0.0 if source == destination else plan.paths[source, destination].delay_s
+        for stage, host in enumerate(hosts[1:], 1):
+            ends_s[stage] += plan.paths[host, hosts[0]].delay_s
+    return max(ends_s.values())
 
 
 def step_bound_s(work: StepWork, plan: NetworkPlan) -> float:
@@ -121,15 +114,10 @@ def step_costs(
     queue_s: float | None = None,
     latency: Callable[[float, float], float] = max,
 ) -> Costs:
-    """The costs of a step on these hosts and the paths between them, at TCP's goodput.
+    """The costs of a step on the stages' hosts and the paths between them, at TCP's goodput.
 
-    Args:
-        work: seconds and bytes.
-        plan: the network; its uplinks have no caps, so TCP shares each between its links.
-        codec: of every cut.
-        hosts: the stages' hosts, in order.
-        queue_s: length of the queues before slow lines; None: that of this network.
-        latency: chooses from the delays of both directions of a path.
+    Uplinks of a plan have no caps, so TCP shares each between its links. `queue_s` is the length of the queues before
+    slow lines (None: that of this network); `latency` chooses from the delays of both directions of a path.
     """
     if queue_s is None:
         queue_s = max([SHORTEST_QUEUE_S, *(plan.round_trip_s(*ends) for ends in itertools.pairwise(hosts))])

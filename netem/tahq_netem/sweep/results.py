@@ -23,11 +23,7 @@ FAILED = "failed"
 
 
 class ResultFile:
-    """The file while a sweep writes it; created with its folder if necessary.
-
-    Raises:
-        ConfigError: another sweep is writing to it, or it is not a file of results.
-    """
+    """The file while a sweep writes it; created with its folder if necessary."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,11 +59,7 @@ class ResultFile:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """The newest row of every point, by id, in the order in which points were first written.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not a result.
-    """
+    """The newest row of every point, by id, in the order in which points were first written."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -83,14 +75,6 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
                 f"{path}:{number}: not a sweep's result; is this the .jsonl that a sweep wrote?"
             ) from None
     return rows
-
-
-def read_all(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of several files; if two have a point, the later file's row counts."""
-    rows: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        rows |= read_results(path)
-    return list(rows.values())
 
 
 Row = Mapping[str, Any]
@@ -111,7 +95,7 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """As a heading."""
+        """A heading."""
         delay = f"round trip {write_duration(self.round_trip_s)}" if self.round_trip_s else "no delay"
         return (
             f"{self.stages} stages, micro-batches of {self.micro_batch}, compute {self.compute}, "

@@ -83,15 +83,7 @@ class SweepOutcome:
 
 @dataclass
 class SweepRun:
-    """One call of a sweep.
-
-    Args:
-        config: the sweep.
-        results: where results are stored.
-        progress: shows the progress.
-        outside: networks, runtimes and the clock.
-        limit_s: start no point that is expected to end later; None: measure all.
-    """
+    """One call of a sweep; it starts no point that is expected to end after `limit_s`."""
 
     config: SweepConfig
     results: ResultFile
@@ -105,12 +97,7 @@ class SweepRun:
     _is_under_way: bool = False
 
     def run(self) -> SweepOutcome:
-        """Measure the missing points.
-
-        Raises:
-            TahqError: nothing can be measured, for example because a network cannot be built.
-            ConfigError: a fault names a host that a point does not have.
-        """
+        """Measure the missing points."""
         self._deadline_s = self.outside.clock() + self.limit_s if self.limit_s is not None else None
         points = sweep_points(self.config)
         for point in points:

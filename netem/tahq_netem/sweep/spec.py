@@ -1,13 +1,4 @@
-"""sweep.yaml: the points of a sweep, as the product of lists.
-
-    name: four-stages
-    model: {family: gpt2, num_layers: 4, hidden_size: 512, num_heads: 8, vocab_size: 257}
-    compute: {forward: 73ms, backward: 152ms}        # sleep this long; or real, or calibrated
-    rates: [unshaped, 300mbit, 100mbit]
-    round_trips: [0, 50ms]
-    runtimes:
-      - {name: tahq, wires: ["raw:dtype=fp32", "tah / fixed:bits=6"]}
-      - {name: torch, schedules: [gpipe, 1f1b]}
+"""sweep.yaml: the points of a sweep, as the product of lists; docs/netem.md has an example.
 
 Everything but `runtimes` holds for all runtimes; each runtime has its own schedules and wires. `sweep.points` makes
 the product.
@@ -50,19 +41,11 @@ WIRES: dict[RuntimeName, tuple[str, ...] | None] = {
 """The wires of each runtime; None: any pair of codecs."""
 
 
-def _a_list(value: object) -> object:
-    return value if isinstance(value, list) else [value]
-
-
 def _all_different(values: list[Any]) -> list[Any]:
     for index, value in enumerate(values):
         if value in values[:index]:
             raise ValueError(f"{value!r} is listed twice")
     return values
-
-
-def _unshaped_is_none(value: object) -> object:
-    return None if value == UNSHAPED else value
 
 
 def _written(spec: CodecSpec) -> str:
@@ -73,11 +56,7 @@ def _written(spec: CodecSpec) -> str:
 
 
 def split_wire(text: str) -> tuple[str, str]:
-    """(activations, gradients) of `tah / fixed:bits=6`; a single codec is for both directions.
-
-    Raises:
-        ValueError: more than two codecs, or an unknown one.
-    """
+    """(activations, gradients) of `tah / fixed:bits=6`; a single codec is for both directions."""
     parts = [part.strip() for part in text.split("/")]
     if len(parts) > 2:
         raise ValueError(f"expected one codec, or two with / between them; got {text!r}")
@@ -93,12 +72,13 @@ def _known_wire(text: str) -> str:
     return text
 
 
-Axis = (BeforeValidator(_a_list), AfterValidator(_all_different), Field(min_length=1))
-Wires = Annotated[list[Annotated[str, AfterValidator(_known_wire)]], *Axis]
-Rates = Annotated[list[Annotated[Speed | None, BeforeValidator(_unshaped_is_none)]], *Axis]
-Durations = Annotated[list[Duration], *Axis]
+Axis = (
+    BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+    AfterValidator(_all_different),
+    Field(min_length=1),
+)
+MaybeRate = Annotated[Speed | None, BeforeValidator(lambda value: None if value == UNSHAPED else value)]
 Count = Annotated[int, Field(ge=1)]
-Counts = Annotated[list[Count], *Axis]
 InFlight = Count | Annotated[tuple[Count, ...], Field(min_length=2)]
 Compute = Literal["real", "calibrated"] | SleepConfig
 """Stages compute, sleep as long as their compute takes here, or sleep for given durations."""
@@ -109,7 +89,7 @@ class RuntimeConfig(Section):
 
     name: RuntimeName
     schedules: Annotated[list[ScheduleName], *Axis] = Field(default=["1f1b"])
-    wires: Wires = Field(default=[PLAIN_WIRE])
+    wires: Annotated[list[Annotated[str, AfterValidator(_known_wire)]], *Axis] = Field(default=[PLAIN_WIRE])
     """`activations / gradients`, or one codec for both. torch takes raw fp32 or bf16, the bare loop raw fp32."""
     in_flight: Annotated[list[InFlight | None], *Axis] = Field(default=[None])
     """Micro-batches in flight, for all stages or by stage; None: the schedule's own number. tahq only."""
@@ -158,13 +138,13 @@ class SweepConfig(Section):
     seq_len: int = Field(default=256, ge=1)
     """Tokens per sample, if `data` does not say."""
     global_batch: int = Field(default=32, ge=1)
-    micro_batches: Counts = Field(default=[4])
+    micro_batches: Annotated[list[Count], *Axis] = Field(default=[4])
     stages: Annotated[list[Annotated[int, Field(ge=2, le=64)]], *Axis] = Field(default=[4])
     compute: Annotated[list[Compute], *Axis] = Field(default=["real"])
     """Durations are for the first of `stages` and `micro_batches`, and scaled for the others."""
-    rates: Rates = Field(default=[None])
+    rates: Annotated[list[MaybeRate], *Axis] = Field(default=[None])
     """Of each host's uplink and downlink."""
-    round_trips: Durations = Field(default=[0.0])
+    round_trips: Annotated[list[Duration], *Axis] = Field(default=[0.0])
     """Between any two hosts, half of it each way."""
     profiles: list[str] = Field(default_factory=list)
     """More networks, by name."""

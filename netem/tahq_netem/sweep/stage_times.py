@@ -40,11 +40,7 @@ def build_stage(config: ClusterConfig, stage: int, device: torch.device) -> Mode
 
 
 def calibrate(config: ClusterConfig) -> StageTimes:
-    """Time every stage on this machine, one after another.
-
-    Raises:
-        TahqError: a stage cannot be computed here; has the last line of its process's output.
-    """
+    """Time every stage on this machine, one after another."""
     done = subprocess.run(
         module_argv("tahq_netem.sweep.stage_times"),
         env=module_environment(),

@@ -18,46 +18,43 @@ from tahq_netem.sweep.results import (
     setting_of,
 )
 
+EXPLANATION = """
+Tokens per second and, in brackets, the share of the bound: the shortest time that compute and bytes leave
+open for a step, whatever the runtime. Real compute counts with its time in these steps (tahq only).
+Bits are per element on the wire, activations + gradients.
+"""
+
 
 def sweep_report(rows: Sequence[Row]) -> str:
     """The report of one sweep or several."""
-    return "\n".join(_lines(rows)) + "\n"
-
-
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
     measured = done(rows)
-    yield f"# {', '.join(dict.fromkeys(row['sweep'] for row in rows)) or 'no results'}"
-    yield ""
-    for line in dict.fromkeys(one_line(row["machine"]) for row in rows):
-        yield f"{line}."
-    yield ""
-    yield "Tokens per second and, in brackets, the share of the bound: the shortest time that compute and bytes leave"
-    yield "open for a step, whatever the runtime. Real compute counts with its time in these steps (tahq only)."
-    yield "Bits are per element on the wire, activations + gradients."
-    yield ""
-    for setting in sorted(set(map(setting_of, measured))):
-        yield from _table(setting, [row for row in measured if setting_of(row) == setting])
-    yield from _comparison(measured)
-    yield from _conditions(measured)
-    yield from _failures(rows)
+    machines = dict.fromkeys(one_line(row["machine"]) for row in rows)
+    settings = [_table(setting, measured) for setting in sorted(set(map(setting_of, measured)))]
+    sections = [*settings, _comparison(measured), _conditions(measured), _failures(rows)]
+    lines = [
+        f"# {', '.join(dict.fromkeys(row['sweep'] for row in rows)) or 'no results'}",
+        "",
+        *(f"{machine}." for machine in machines),
+        *EXPLANATION.splitlines(),
+        "",
+        *(line for section in sections for line in section),
+    ]
+    return "\n".join(lines) + "\n"
 
 
-def _table(setting: Setting, rows: Sequence[Row]) -> Iterator[str]:
+def _table(setting: Setting, measured: Sequence[Row]) -> Iterator[str]:
+    rows = [row for row in measured if setting_of(row) == setting]
     networks = network_labels(rows)
-    yield f"## {setting.sweep}: {setting.title}"
-    yield ""
+    yield from (f"## {setting.sweep}: {setting.title}", "")
     yield f"| runtime | wire | bits | {' | '.join(networks)} |"
     yield f"|---|---|---|{'---|' * len(networks)}"
     for series in dict.fromkeys(map(series_of, rows)):
         cells = {network_label(row): row for row in rows if series_of(row) == series}
+        forward, backward = bits_an_element(next(iter(cells.values())))
         texts = [_cell(cells[network]) if network in cells else "" for network in networks]
-        yield f"| {_head(series, next(iter(cells.values())))} | {' | '.join(texts)} |"
+        head = f"{series.runtime} {series.schedule} | `{series.wire}` | {forward:.2f} + {backward:.2f}"
+        yield f"| {head} | {' | '.join(texts)} |"
     yield ""
-
-
-def _head(series: Series, row: Row) -> str:
-    forward, backward = bits_an_element(row)
-    return f"{series.runtime} {series.schedule} | `{series.wire}` | {forward:.2f} + {backward:.2f}"
 
 
 def _cell(row: Row) -> str:
@@ -75,10 +72,8 @@ def _comparison(rows: Sequence[Row]) -> Iterator[str]:
     both = {place: found for place, found in by_place.items() if len(found) == 2}
     if not both:
         return
-    yield "## Real compute against sleeping"
-    yield ""
-    yield "| point | real | sleeping | sleeping against real |"
-    yield "|---|---|---|---|"
+    yield from ("## Real compute against sleeping", "")
+    yield from ("| point | real | sleeping | sleeping against real |", "|---|---|---|---|")
     for (series, setting, network), found in both.items():
         real, sleeping = found[True]["tokens_per_s"], found[False]["tokens_per_s"]
         delay = f", {write_duration(setting.round_trip_s)}" if setting.round_trip_s else ""
@@ -91,26 +86,24 @@ def _conditions(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     busy = [row["busy_cores"] for row in rows]
-    others = [row["busy_cores_of_others"] for row in rows]
-    spread = [row["step_s_spread"] / row["step_s"] for row in rows]
-    networks = [row["calibration"] for row in rows if row.get("calibration")]
-    names = {f"{net['network']['backend']}, {net['network']['congestion_control']}" for net in networks}
-    yield "## Conditions"
-    yield ""
+    others = max(row["busy_cores_of_others"] for row in rows)
+    spread = max(row["step_s_spread"] / row["step_s"] for row in rows)
+    networks = [row["calibration"]["network"] for row in rows if row.get("calibration")]
+    names = sorted({f"{network['backend']}, {network['congestion_control']}" for network in networks})
+    yield from ("## Conditions", "")
     yield f"- {len(rows)} points, {sum(len(row['steps']) for row in rows)} steps."
-    yield f"- Busy cores: {min(busy):.2f} to {max(busy):.2f}; of other programs, {max(others):.2f} at most."
-    yield f"- Longest minus shortest step of a point: {max(spread):.1%} of their mean at most."
+    yield f"- Busy cores: {min(busy):.2f} to {max(busy):.2f}; of other programs, {others:.2f} at most."
+    yield f"- Longest minus shortest step of a point: {spread:.1%} of their mean at most."
     if names:
-        yield f"- Networks (backend, congestion control): {'; '.join(sorted(names))}; measured beside each result."
+        yield f"- Networks (backend, congestion control): {'; '.join(names)}; measured beside each result."
     yield ""
 
 
 def _failures(rows: Sequence[Row]) -> Iterator[str]:
     failed = [row for row in rows if row["status"] != DONE]
-    if not failed:
-        return
-    yield "## Not measured"
-    yield ""
-    for row in failed:
-        yield f"- {series_of(row).label}, {setting_of(row).title}, {network_label(row)}: {row['error']}"
-    yield ""
+    if failed:
+        yield from ("## Not measured", "")
+        yield from (
+            f"- {series_of(row).label}, {setting_of(row).title}, {network_label(row)}: {row['error']}" for row in failed
+        )
+        yield ""

@@ -39,17 +39,7 @@ SPLIT_SCHEDULES = ("zero-bubble",)
 
 
 def session_config(sweep: SweepConfig, key: SessionKey, folder: Path, times: StageTimes | None) -> ClusterConfig:
-    """The configuration of a session's workers.
-
-    Args:
-        sweep: the sweep.
-        key: the session.
-        folder: for generated data.
-        times: how long stages sleep; None: they compute.
-
-    Raises:
-        ConfigError: the model, the data or the wire do not fit each other.
-    """
+    """The configuration of a session's workers; `folder` is for generated data, `times` is None if stages compute."""
     data = _absolute(sweep.data) if sweep.data is not None else _random_data(sweep, folder)
     sleep = None if times is None else SleepConfig(forward=list(times.forward_s), backward=list(times.backward_s))
     model = sweep.model.model_copy(update={"sleep": sleep})
@@ -78,13 +68,15 @@ def planned_work(sweep: SweepConfig, key: SessionKey, times: StageTimes | None) 
     if hidden_size is None:
         raise ConfigError("a sweep needs model.hidden_size: the time of a step is estimated from it")
     shape = (key.micro_batch, sweep.sample_len, hidden_size)
-    cuts = key.stages - 1
+    activation_nbytes, gradient_nbytes = (
+        (float(get_codec(spec).encoded_nbytes(shape)),) * (key.stages - 1) for spec in (key.activations, key.gradients)
+    )
     nothing = (0.0,) * key.stages
     return StepWork(
         forward_s=times.forward_s if times is not None else nothing,
         backward_s=times.backward_s if times is not None else nothing,
-        activation_nbytes=(float(get_codec(key.activations).encoded_nbytes(shape)),) * cuts,
-        gradient_nbytes=(float(get_codec(key.gradients).encoded_nbytes(shape)),) * cuts,
+        activation_nbytes=activation_nbytes,
+        gradient_nbytes=gradient_nbytes,
         num_micro_batches=sweep.global_batch // key.micro_batch,
         input_gradient_s=input_gradients(key, times),
     )

@@ -35,11 +35,7 @@ class WireControl:
         self._failure: str | None = None
 
     def ask(self, *message: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """Send a message and return the result that the process answers with.
-
-        Raises:
-            NetworkError: the process refused, has ended or does not answer.
-        """
+        """Send a message and return the result that the process answers with."""
         with self._turn:
             result, error = self._exchange(message, timeout_s)
         if error is not None:
