@@ -231,18 +231,13 @@ def test_gate_up_and_their_product_are_each_rounded_once():
     assert torch.equal(p[0].view(torch.uint8), (product * (1 / p[2])).to(E4M3).view(torch.uint8))
 
 
-def test_a_split_backward_gives_the_bits_of_a_whole_one():
-    spec, config = make_spec("qwen2"), CoatConfig()
-    whole = gradients(make_slice(spec, config), bf16=True)
-    assert different(whole, gradients(make_slice(spec, config), bf16=True, deferred=DeferredGradients())) == []
-
-
-@pytest.mark.parametrize("deferred", [None, DeferredGradients()], ids=["whole", "split"])
-def test_blocks_that_are_computed_again_give_the_same_bits(deferred):
-    spec, config = make_spec("llama", dropout=0.1), CoatConfig()
-    kept, again = make_slice(spec, config), make_slice(spec, config)
-    again.checkpoint_blocks = True
-    assert different(gradients(kept, bf16=True), gradients(again, bf16=True, deferred=deferred)) == []
+@pytest.mark.parametrize(("checkpoint_blocks", "is_split"), [(False, True), (True, False), (True, True)])
+def test_split_backwards_and_recomputed_blocks_give_the_same_bits(checkpoint_blocks, is_split):
+    spec, config = make_spec("qwen2", dropout=0.1), CoatConfig()
+    whole, other = make_slice(spec, config), make_slice(spec, config)
+    other.checkpoint_blocks = checkpoint_blocks
+    deferred = DeferredGradients() if is_split else None
+    assert different(gradients(whole, bf16=True), gradients(other, bf16=True, deferred=deferred)) == []
 
 
 def test_parameters_keep_names_order_and_values():
@@ -274,26 +269,19 @@ def test_weights_are_coded_once_per_step():
     assert codes.codes(for_gradient=False) is not first
 
 
-def test_a_changed_weight_is_coded_anew():
+@pytest.mark.parametrize("is_counted", [True, False], ids=["by torch", "by a kernel that counts no version"])
+def test_changed_weights_are_coded_anew_in_the_next_step(is_counted):
     spec, config = make_spec("llama"), CoatConfig()
-    module = make_slice(spec, config)
+    module, fresh = make_slice(spec, config), make_slice(spec, config)
     before = gradients(module)["y"]
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    optimizer.step()
+    for parameter in module.parameters():
+        (parameter.detach() if is_counted else parameter.data).mul_(1.5)
+    if not is_counted:
+        module.train()
     after = gradients(module)["y"]
-    fresh = make_slice(spec, config)
     fresh.load_state_dict(module.state_dict())
     assert not torch.equal(before, after)
     assert torch.equal(after, gradients(fresh)["y"])
-
-
-def test_a_weight_changed_behind_autograds_back_is_coded_anew_in_the_next_step():
-    module = make_slice(make_spec("llama"), CoatConfig())
-    before = gradients(module)["y"]
-    for parameter in module.parameters():
-        parameter.data.mul_(1.5)  # as a kernel of an optimizer does: no version is counted
-    module.train()
-    assert not torch.equal(before, gradients(module)["y"])
 
 
 def test_weights_coded_again_for_every_product_give_the_same_bits():

@@ -11,7 +11,7 @@ from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.subspace import LazyRule, project
 
 CPU = torch.device("cpu")
-SHAPES = [(1, 128), (127, 1), (128, 127), (33, 65), (65, 33), (48, 48), (3, 4097)]
+SHAPES = [(1, 128), (127, 1), (33, 65), (65, 33), (48, 48), (3, 4097)]
 PLAIN = {"weights": "fp32", "projections": "fp32", "states": "fp32"}
 
 
@@ -48,21 +48,25 @@ def assert_same(one: LowRankWeight, other: LowRankWeight) -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+def fifty_steps(start: torch.Tensor, lr: float, drift: float = 0.0, **changes) -> tuple[LowRankWeight, torch.Tensor]:
+    """At full rank and scale 1: the weight, and that of torch's AdamW."""
+    weight = new_weight(start, rank=max(start.shape), scale=1.0, **changes)
+    parameter = Parameter(start.clone())
+    reference = torch.optim.AdamW([parameter], lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    for step in range(50):
+        parameter.grad = values_of(start.shape, seed=step + 1) + drift
+        weight.begin(step)
+        weight.take(parameter.grad.clone())
+        weight.apply(step, lr, 0.1)
+        reference.step()
+    return weight, parameter.detach()
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fifty_steps_at_full_rank_and_scale_one_are_adamws(shape):
-    """The bits of torch's AdamW but for the order of two roundings a step: 50 · 2⁻²³ of weights of about 1."""
-    start = values_of(shape)
-    weight = new_weight(start, rank=max(shape), scale=1.0, **PLAIN)
-    parameter = Parameter(start.clone())
-    reference = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    for step in range(50):
-        gradient = values_of(shape, seed=step + 1)
-        weight.begin(step)
-        weight.take(gradient.clone())
-        weight.apply(step, 0.01, 0.1)
-        parameter.grad = gradient
-        reference.step()
-    error = (weight.storage.decoded(torch.float32) - parameter.detach()).abs()
+    """The bits of torch's AdamW except for the order of two roundings per step: 50 · 2⁻²³ of weights of about 1."""
+    weight, expected = fifty_steps(values_of(shape), 0.01, **PLAIN)
+    error = (weight.storage.decoded(torch.float32) - expected).abs()
     assert float(error.mean()) < 1e-6
     assert float(error.max()) < 1e-5
 
@@ -70,21 +74,12 @@ def test_fifty_steps_at_full_rank_and_scale_one_are_adamws(shape):
 def test_fifty_steps_in_int8_at_full_rank_stay_near_adamws():
     """Each element is within the noise of fifty roundings of half a step at most, that is √50/2 steps, four times."""
     start = values_of((64, 96)) * 0.02
-    weight = new_weight(start, rank=64, scale=1.0, weights="int8", projections="int4", states="int8")
-    parameter = Parameter(start.clone())
-    reference = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    for step in range(50):
-        gradient = values_of((64, 96), seed=step + 1) + 0.5
-        weight.begin(step)
-        weight.take(gradient.clone())
-        weight.apply(step, 1e-3, 0.1)
-        parameter.grad = gradient
-        reference.step()
+    weight, expected = fifty_steps(start, 1e-3, drift=0.5)
     steps = float(weight.storage.scale.float().mean())
-    difference = weight.storage.decoded(torch.float32) - parameter.detach()
-    moved = (parameter.detach() - start).abs().mean()
+    difference = weight.storage.decoded(torch.float32) - expected
     assert float(difference.abs().max()) < 4 * math.sqrt(50) / 2 * steps
-    assert float(difference.mean().abs()) < 0.02 * float(moved)  # 8-bit moments are off by up to 2 %, in one direction
+    # 8-bit moments are off by up to 2 %, in one direction
+    assert float(difference.mean().abs()) < 0.02 * float((expected - start).abs().mean())
 
 
 def galore_step(weight, moments, basis, gradient, step, *, lr, decay, scale, betas=(0.9, 0.95), epsilon=1e-8):
@@ -186,8 +181,12 @@ def test_a_weight_without_gradient_is_left_alone_and_can_be_saved_and_loaded():
     assert_same(weight, other)
 
 
-@pytest.mark.parametrize("changes", [{}, PLAIN, {"weights": "bf16"}, {"rank": 65}, {"svd": "randomised"}], ids=str)
-@pytest.mark.parametrize("shape", [(33, 65), (65, 33), (1, 128)], ids=str)
+OFTEN = {"rule": LazyRule(gap=1, max_gap=4, queue=2, threshold=0.01)}
+CHANGES = [{}, PLAIN, {"weights": "bf16"}, {"rank": 65}, {"svd": "randomised"}, OFTEN]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("shape", [(33, 65), (1, 128)], ids=str)
 def test_saved_and_loaded_goes_on_to_the_bit(shape, changes):
     """Two micro-batches a step, searches at steps 0, 3, 6 …; saved after step 5, between searches."""
     whole = new_weight(values_of(shape), **changes)
@@ -199,20 +198,6 @@ def test_saved_and_loaded_goes_on_to_the_bit(shape, changes):
     resumed.load(saved.__getitem__)
     take_steps(resumed, range(5, 10), micro_batches=2)
     assert_same(resumed, whole)
-
-
-def test_gap_and_similarities_are_saved():
-    weight = new_weight(torch.zeros(8, 6), rank=2, rule=LazyRule(gap=1, max_gap=4, queue=2, threshold=0.1))
-    gradient = values_of((8, 6), seed=3)
-    for step in range(8):
-        weight.begin(step)
-        weight.take(gradient.clone())
-        weight.apply(step, 0.01, 0.0)
-    assert weight.subspace.gap == 4
-    other = new_weight(torch.ones(8, 6), rank=2, rule=LazyRule(gap=1, max_gap=4, queue=2, threshold=0.1))
-    other.load(everything(weight).__getitem__)
-    assert (other.subspace.gap, other.subspace.refreshed_at) == (4, weight.subspace.refreshed_at)
-    assert_same(weight, other)
 
 
 def test_states_of_another_rank_are_refused():

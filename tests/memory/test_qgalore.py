@@ -1,4 +1,4 @@
-"""Q-GaLore in a model: what is covered, what layers compute, and what it all takes."""
+"""Q-GaLore in a model: which layers are covered, what they compute, and how many bytes they take."""
 
 import pytest
 import torch
@@ -15,6 +15,9 @@ from tahq.models.slice import build_slice
 
 CPU = torch.device("cpu")
 PLAIN = {"weights": "fp32", "projections": "fp32", "states": "fp32"}
+GPT2_PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+two_families = pytest.mark.parametrize("family", ["gpt2", "llama"])
+every_mode = pytest.mark.parametrize("mode", ["fp32", "bf16", "checkpoint", "deferred"])
 
 
 def spec_of(family: str) -> ModelSpec:
@@ -23,12 +26,45 @@ def spec_of(family: str) -> ModelSpec:
     return load_spec(config, vocab_size=64, seq_len=16)
 
 
+WHOLE = BlockRange(0, 2, 2)
+
+
+def low_rank_slice(spec: ModelSpec, blocks: BlockRange = WHOLE, **changes):
+    return build_low_rank_slice(spec, blocks, LowRankSettings(**changes), seed=1, device=CPU, random=RandomContext(0))
+
+
 def slices(family: str, **changes):
-    """A slice as it is, and one with covered layers."""
-    spec, blocks, random = spec_of(family), BlockRange(0, 2, 2), RandomContext(0)
-    plain = build_slice(spec, blocks, seed=1, device=CPU, random=random)
-    covered = build_low_rank_slice(spec, blocks, LowRankSettings(**changes), seed=1, device=CPU, random=random)
-    return plain, covered
+    """A slice without, and one with covered layers."""
+    spec = spec_of(family)
+    plain = build_slice(spec, WHOLE, seed=1, device=CPU, random=RandomContext(0))
+    return plain, low_rank_slice(spec, **changes)
+
+
+def decode_into(plain, covered) -> dict[str, torch.Tensor]:
+    """Give a plain slice the values that the covered weights have after rounding; returns how far they moved."""
+    moved = {}
+    with torch.no_grad():
+        for name, weight in low_rank_weights(covered).items():
+            decoded, parameter = weight.storage.decoded(torch.float32), plain.get_parameter(name)
+            moved[name] = (decoded - parameter).abs().max()
+            parameter.copy_(decoded)
+    return moved
+
+
+def run(plain, covered, mode="fp32") -> list[torch.Tensor]:
+    """Both losses; gradients stay in the slices."""
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for module in (plain, covered):
+        module.checkpoint_blocks = mode == "checkpoint"
+        module.deferred = DeferredGradients() if mode == "deferred" and module is covered else None
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "bf16"):
+            loss = module(tokens).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if module.deferred is not None:
+            module.deferred.run()
+    return losses
 
 
 def test_matrices_of_attention_and_mlp_are_covered_and_nothing_else():
@@ -43,7 +79,7 @@ def test_matrices_of_attention_and_mlp_are_covered_and_nothing_else():
     assert all("norm" in name or name in ("model.embed_tokens.weight", "lm_head.weight") for name in ordinary)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@two_families
 def test_with_ends_embedding_and_head_are_covered_too_and_not_projected(family):
     _, without = slices(family)
     _, model = slices(family, ends="bf16")
@@ -55,35 +91,11 @@ def test_with_ends_embedding_and_head_are_covered_too_and_not_projected(family):
     assert all(parameter.ndim == 1 or name == "transformer.wpe.weight" for name, parameter in ordinary.items())
 
 
-GPT2_PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-
-
-def loss_of(module, tokens, *, bf16=False):
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        return module(tokens).float().square().mean()
-
-
-def run(plain, covered, *, bf16=False, checkpoint=False, deferred=None):
-    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for module in (plain, covered):
-        module.checkpoint_blocks = checkpoint
-        module.deferred = deferred if module is covered else None
-        loss = loss_of(module, tokens, bf16=bf16)
-        loss.backward()
-        losses.append(loss.detach())
-    if deferred is not None:
-        deferred.run()
-    return losses
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "checkpoint", "deferred"])
+@every_mode
 def test_without_quantisation_and_projection_layers_compute_what_they_replace_to_the_bit(family, mode):
     plain, covered = slices(family, rank=10**6, **PLAIN)
-    deferred = DeferredGradients() if mode == "deferred" else None
-    losses = run(plain, covered, bf16=mode == "bf16", checkpoint=mode == "checkpoint", deferred=deferred)
-    assert torch.equal(*losses)
+    assert torch.equal(*run(plain, covered, mode))
     expected = {name: p.grad for name, p in plain.canonical_parameters().items()}
     got = {name: each.grad for name, each in (covered.canonical_parameters() | low_rank_weights(covered)).items()}
     different = [name for name in expected if not torch.equal(got[name], expected[name])]
@@ -93,40 +105,24 @@ def test_without_quantisation_and_projection_layers_compute_what_they_replace_to
         torch.testing.assert_close(got[name], expected[name], rtol=2**-7 if mode == "bf16" else 1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "checkpoint", "deferred"])
+@two_families
+@every_mode
 @pytest.mark.parametrize("ends", ["bf16", "int8"])
-def test_ends_compute_what_they_replace_to_the_bit(family, mode, ends):
-    """With the values that they have after rounding in what they replace."""
+def test_ends_compute_what_their_decoded_weights_do_to_the_bit(family, mode, ends):
     plain, covered = slices(family, rank=10**6, ends=ends, **PLAIN)
-    with torch.no_grad():
-        for name in (covered.spec.layout.embedding_weight, "lm_head.weight"):
-            decoded = low_rank_weights(covered)[name].storage.decoded(torch.float32)
-            plain.get_parameter(name).copy_(decoded)
-    deferred = DeferredGradients() if mode == "deferred" else None
-    losses = run(plain, covered, bf16=mode == "bf16", checkpoint=mode == "checkpoint", deferred=deferred)
-    assert torch.equal(*losses)
+    decode_into(plain, covered)
+    assert torch.equal(*run(plain, covered, mode))
     gradients = {name: each.grad for name, each in low_rank_weights(covered).items()}
     assert [name for name in gradients if not torch.equal(gradients[name], plain.get_parameter(name).grad)] == []
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@two_families
 def test_a_quantised_layers_product_is_that_of_its_decoded_weight(family):
     plain, covered = slices(family)
-    parameters = plain.canonical_parameters()
-    with torch.no_grad():
-        for name, weight in low_rank_weights(covered).items():
-            decoded = weight.storage.decoded(torch.float32)
-            # a group's largest number is at most five standard deviations of 0.02: half of one of 240 steps
-            assert (decoded - parameters[name]).abs().max() < 0.2 / 240
-            parameters[name].copy_(decoded)
+    # a group's largest number is at most five standard deviations of 0.02: half of one of 240 steps
+    assert all(moved < 0.2 / 240 for moved in decode_into(plain, covered).values())
     assert torch.equal(*run(plain, covered))
-
-
-def test_a_backward_leaves_projected_gradients_and_no_other():
-    _, covered = slices("llama")
-    run(*slices("llama")[:1], covered)
-    for weight in low_rank_weights(covered).values():
+    for weight in low_rank_weights(covered).values():  # the only gradients that are left
         assert weight.grad.shape == weight.low_shape
         assert weight.grad.numel() * 3 < weight.numel()
 
@@ -152,9 +148,9 @@ def test_evaluation_keeps_nothing():
     ids=str,
 )
 def test_counted_bytes_are_those_of_the_tensors(changes):
-    _, covered = slices("llama", **changes)
+    plain, covered = slices("llama", **changes)
     weights = low_rank_weights(covered).values()
-    run(*slices("llama")[:1], covered)
+    run(plain, covered)
     counted = low_rank_bytes((tuple(weight.shape), weight.settings) for weight in weights)
     assert counted.weights == sum(t.nbytes for weight in weights for t in weight.weight_tensors().values())
     assert counted.gradients == sum(weight.pending_nbytes for weight in weights)
@@ -164,22 +160,17 @@ def test_counted_bytes_are_those_of_the_tensors(changes):
 
 
 def test_random_weights_do_not_depend_on_the_cut():
-    spec, random, settings = spec_of("llama"), RandomContext(0), LowRankSettings(ends="int8")
-    _, whole = slices("llama", ends="int8")
-    part = build_low_rank_slice(spec, BlockRange(1, 2, 2), settings, seed=1, device=CPU, random=random)
-    assert "lm_head.weight" in low_rank_weights(part)
-    for name, weight in low_rank_weights(part).items():
-        assert torch.equal(weight.storage.codes, low_rank_weights(whole)[name].storage.codes)
+    whole = low_rank_weights(low_rank_slice(spec_of("llama"), ends="int8"))
+    part = low_rank_weights(low_rank_slice(spec_of("llama"), BlockRange(1, 2, 2), ends="int8"))
+    assert "lm_head.weight" in part
+    assert all(torch.equal(weight.storage.codes, whole[name].storage.codes) for name, weight in part.items())
 
 
-@pytest.mark.parametrize("ends", ["fp32", "int8"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "ends"), [("gpt2", "fp32"), ("llama", "int8")])
 def test_a_folder_of_weights_is_rounded_to_nearest(family, ends, tmp_path):
     plain, covered = slices(family, ends=ends)
-    export_folder(spec_of(family), plain.canonical_parameters().items(), tmp_path / "model", None)
-    spec = load_spec(ModelConfig(path=str(tmp_path / "model")), vocab_size=64, seq_len=16)
-    settings = LowRankSettings(ends=ends)
-    read = build_low_rank_slice(spec, BlockRange(0, 2, 2), settings, seed=7, device=CPU, random=RandomContext(0))
+    export_folder(plain.spec, plain.canonical_parameters().items(), tmp_path / "model", None)
+    read = low_rank_slice(load_spec(ModelConfig(path=str(tmp_path / "model")), vocab_size=64, seq_len=16), ends=ends)
     for name, weight in low_rank_weights(read).items():
         assert torch.equal(weight.storage.codes, low_rank_weights(covered)[name].storage.codes)
     for name, parameter in read.canonical_parameters().items():

@@ -83,11 +83,6 @@ def measured_nbytes(
     return own, shared
 
 
-def measured_saved_nbytes(spec: ModelSpec, blocks: BlockRange, *, bf16: bool, module: ModelSlice | None = None) -> int:
-    """Of one micro-batch, without what all share."""
-    return measured_nbytes(spec, blocks, bf16=bf16, module=module)[0]
-
-
 def counted_copies(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) -> int:
     return len(blocks) * copied_by_block(spec, shape) + (copied_by_head(spec, shape) if blocks.last else 0)
 
@@ -95,79 +90,65 @@ def counted_copies(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape) 
 RANGES = [BlockRange(0, 1, 3), BlockRange(1, 3, 3), BlockRange(0, 3, 3)]
 
 
-@pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "whole"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["", "dropout"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mistral"])
-def test_count_is_what_autograd_saves(family, dropout, bf16, blocks):
-    spec, shape = make_spec(family, dropout=dropout), MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16)
+def check_count(spec: ModelSpec, blocks: BlockRange, shape: MicroBatchShape, module: ModelSlice | None = None) -> None:
     counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
-    own, shared = measured_nbytes(spec, blocks, bf16=bf16)
+    own, shared = measured_nbytes(spec, blocks, bf16=shape.bf16, module=module)
     assert counted == pytest.approx(own, rel=TOLERANCE)
     assert counted_copies(spec, blocks, shape) == shared
 
 
-@pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "whole"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+every_type = pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+every_range = pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "whole"])
+
+
+@every_type
+@pytest.mark.parametrize(
+    ("family", "keys", "blocks"),
+    [
+        *(
+            (family, {"dropout": dropout}, blocks)
+            for family, blocks in zip(("gpt2", "llama", "qwen2", "qwen3", "mistral"), RANGES * 2, strict=False)
+            for dropout in (0.0, 0.1)
+        ),
+        ("gpt2", {}, BlockRange(1, 3, 3)),
+        ("llama", {}, BlockRange(0, 3, 3)),
+        ("gpt2", {"intermediate_size": 96, "max_seq_len": 64}, BlockRange(0, 3, 3)),
+        ("gpt2", {"overrides": {"activation_function": "gelu_pytorch_tanh"}}, BlockRange(0, 2, 3)),
+        *(("mistral", {"overrides": {"sliding_window": w}}, BlockRange(0, 2, 3)) for w in (16, SEQ_LEN, None)),
+    ],
+    ids=str,
+)
+def test_count_is_what_autograd_saves(family, keys, blocks, bf16):
+    check_count(make_spec(family, **keys), blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16))
+
+
+@every_range
+@every_type
 @pytest.mark.parametrize(
     ("family", "keys"),
     [
-        ("llama", {}),
         ("llama", {"dropout": 0.1}),
         ("qwen2", {"hidden_size": 72, "num_heads": 6, "intermediate_size": 100}),
         ("mistral", {"overrides": {"sliding_window": 16}}),
     ],
-    ids=["llama", "dropout", "odd sizes", "window"],
+    ids=["dropout", "odd sizes", "window"],
 )
-def test_count_knows_fp8_flow(family, keys, bf16, blocks):
+def test_count_covers_fp8_flow(family, keys, bf16, blocks):
     spec = make_spec(family, **keys)
     module = make_slice(spec, blocks)
     use_fp8_flow(module, CoatConfig())
-    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True)
-    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
-    own, shared = measured_nbytes(spec, blocks, bf16=bf16, module=module)
-    assert counted == pytest.approx(own, rel=TOLERANCE)
-    assert counted_copies(spec, blocks, shape) == shared
+    check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True), module)
 
 
-@pytest.mark.parametrize("ends", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@every_type
+@pytest.mark.parametrize(("family", "ends"), [("gpt2", "bf16"), ("llama", "fp32"), ("qwen3", "int8")])
 def test_low_rank_layers_keep_no_copies_of_their_weights(family, bf16, ends):
     spec, blocks = make_spec(family), BlockRange(0, 3, 3)
     module = build_low_rank_slice(
         spec, blocks, LowRankSettings(ends=ends), seed=0, device=torch.device("cpu"), random=RandomContext(0)
     )
     shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, copies_weights=False, copies_head=ends == "fp32")
-    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
-    own, shared = measured_nbytes(spec, blocks, bf16=bf16, module=module)
-    assert counted == pytest.approx(own, rel=TOLERANCE)
-    assert counted_copies(spec, blocks, shape) == shared
-
-
-@pytest.mark.parametrize("window", [16, SEQ_LEN, None])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_count_knows_attention_windows(bf16, window):
-    spec = make_spec("mistral", overrides={"sliding_window": window})
-    blocks = BlockRange(0, 2, 3)
-    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16), checkpoint_blocks=False)
-    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_count_knows_a_gelu_in_one_operation(bf16):
-    spec = make_spec("gpt2", overrides={"activation_function": "gelu_pytorch_tanh"})
-    blocks, shape = BlockRange(0, 2, 3), MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16)
-    counted = saved_by_slice(spec, blocks, shape, checkpoint_blocks=False)
-    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=bf16), rel=TOLERANCE)
-    assert counted < 0.75 * saved_by_slice(make_spec("gpt2"), blocks, shape, checkpoint_blocks=False)
-
-
-def test_count_knows_inner_size_and_positions_of_gpt2():
-    spec = make_spec("gpt2", intermediate_size=96, max_seq_len=64)
-    blocks = BlockRange(0, 3, 3)
-    counted = saved_by_slice(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN), checkpoint_blocks=False)
-    assert counted == pytest.approx(measured_saved_nbytes(spec, blocks, bf16=False), rel=TOLERANCE)
+    check_count(spec, blocks, shape, module)
 
 
 def live_nbytes() -> int:
@@ -177,7 +158,7 @@ def live_nbytes() -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.acceptance)])
 def test_checkpointing_keeps_the_inputs_of_blocks(family):
     spec, blocks = make_spec(family), BlockRange(0, 2, 3)
     module = make_slice(spec, blocks)
@@ -229,9 +210,12 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
     return sum(nbytes for at, nbytes in found.items() if at not in own)
 
 
-@pytest.mark.parametrize("blocks", [BlockRange(0, 2, 3), BlockRange(1, 3, 3)], ids=["first", "last"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("checkpoint_blocks", [False, True], ids=["kept", "computed again"])
+@every_type
+@pytest.mark.parametrize(
+    ("blocks", "checkpoint_blocks"),
+    [(BlockRange(0, 2, 3), False), (BlockRange(1, 3, 3), True)],
+    ids=["first, kept", "last, computed again"],
+)
 @pytest.mark.parametrize(
     ("family", "coat"),
     [("gpt2", None), ("llama", None), ("qwen3", None), ("llama", "e5m2"), ("llama", "bf16")],
