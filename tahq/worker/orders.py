@@ -196,11 +196,11 @@ class OffHost:
 
     def _fetch(self, address: str, public_key: str, sha256: str, offset: int) -> Iterator[bytes]:
         source = FileSource(address, self._assign.run_id, sha256, public_key)
-        return pieces(self._endpoint, source, offset=offset)
+        return pieces(self._endpoint.fetching, source, offset=offset)
 
     def _fetch_copy(self, order: Copy, offset: int, is_wanted: Callable[[], bool]) -> Iterator[bytes]:
         source = FileSource(order.address, self._assign.run_id, order.sha256, order.public_key)
-        return pieces(self._endpoint, source, offset=offset, rate_bits_per_s=self._rate, is_wanted=is_wanted)
+        return pieces(self._endpoint.fetching, source, offset=offset, rate_bits_per_s=self._rate, is_wanted=is_wanted)
 
 
 def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:

@@ -114,7 +114,7 @@ def test_copy_of_a_file_goes_on_where_it_was(make_endpoint, proxy, tmp_path, dam
     upper.allow([LOWER.public])
     proxy.append(BreakingProxy(upper.address))
     got = bytearray()
-    for piece in pieces(lower, FileSource(proxy[0].address, 77, sha256, UPPER.public), rate_bits_per_s=2e7):
+    for piece in pieces(lower.fetching, FileSource(proxy[0].address, 77, sha256, UPPER.public), rate_bits_per_s=2e7):
         if not got:
             proxy[0].insert(damage, towards)
         got += piece

@@ -60,7 +60,7 @@ def source(server, sha256, run=RUN):
 def test_file_arrives_as_it_is(asker, server, offered, tmp_path):
     content, sha256, _ = offered
     target = tmp_path / "other" / "there.safetensors"
-    assert fetch_file(target, sha256, lambda offset: pieces(asker, source(server, sha256), offset=offset))
+    assert fetch_file(target, sha256, lambda offset: pieces(asker.fetching, source(server, sha256), offset=offset))
     assert target.read_bytes() == content
     assert has_file(target, sha256)
     assert os.listdir(target.parent) == [target.name]
@@ -74,7 +74,7 @@ def test_partial_file_is_gone_on_with(asker, server, offered, tmp_path):
 
     def counted(offset):
         offsets.append(offset)
-        return pieces(asker, source(server, sha256), offset=offset)
+        return pieces(asker.fetching, source(server, sha256), offset=offset)
 
     assert fetch_file(target, sha256, counted)
     assert offsets == [1_000_000]
@@ -86,7 +86,7 @@ def test_damaged_bytes_are_not_kept(asker, server, offered, tmp_path):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     target = tmp_path / "there"
     with pytest.raises(RemoteProtocolError, match="there arrived with SHA-256"):
-        fetch_file(target, sha256, lambda offset: pieces(asker, source(server, sha256), offset=offset))
+        fetch_file(target, sha256, lambda offset: pieces(asker.fetching, source(server, sha256), offset=offset))
     assert not target.exists()
     assert not (tmp_path / f"there{PARTIAL_SUFFIX}").exists()
 
@@ -98,7 +98,7 @@ def test_what_is_not_offered_is_not_there(asker, server, offered, why):
         path.unlink()
     wanted = source(server, "ab" * 32 if why == "hash" else sha256, RUN + (why == "run"))
     with pytest.raises(PeerLostError, match="not there any more"):
-        list(pieces(asker, wanted))
+        list(pieces(asker.fetching, wanted))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_odd_request_ends_the_link_and_others_are_answered(asker, server, offere
     with caplog.at_level(logging.WARNING, "tahq.comm"), asker.fetching(source(server, sha256)) as link:
         link.send(request_bytes)
         with pytest.raises(PeerLostError, match=r"the peer ended it: files for stage 0: (sent a request|asked for)"):
-            link.recv(5.0)
+            link.inbox.get(5.0)
     assert "files for stage 0" in caplog.text
-    assert b"".join(pieces(asker, source(server, sha256))) == content
+    assert b"".join(pieces(asker.fetching, source(server, sha256))) == content
 
 
 def test_peer_that_asks_for_too_much_at_once_is_cut_off(asker, server, offered):
@@ -127,7 +127,7 @@ def test_peer_that_asks_for_too_much_at_once_is_cut_off(asker, server, offered):
         for _ in range(1000):
             link.send(request)
         with pytest.raises(PeerLostError, match="pieces at once"):
-            all(link.recv(5.0) for _ in range(1000))
+            all(link.inbox.get(5.0) for _ in range(1000))
 
 
 def test_server_that_is_gone_and_back_goes_on(asker, server, offered, make_endpoint):
@@ -138,7 +138,7 @@ def test_server_that_is_gone_and_back_goes_on(asker, server, offered, make_endpo
         make_endpoint(1, bind=server.address).files.offer(RUN, sha256, path)
 
     timer = threading.Timer(0.5, again)
-    for piece in pieces(asker, source(server, sha256), rate_bits_per_s=1e8, give_up_s=20.0):
+    for piece in pieces(asker.fetching, source(server, sha256), rate_bits_per_s=1e8, give_up_s=20.0):
         if not got:
             server.close(0.1)
             timer.start()
@@ -152,7 +152,7 @@ def test_server_that_stays_away_is_given_up_and_what_came_is_kept(asker, offered
     target = tmp_path / "there"
 
     def interrupted(offset):
-        for piece in pieces(asker, source(server, sha256), offset=offset, rate_bits_per_s=5e7, give_up_s=1.0):
+        for piece in pieces(asker.fetching, source(server, sha256), offset=offset, rate_bits_per_s=5e7, give_up_s=1.0):
             server.close(0.1)
             yield piece
 
@@ -168,7 +168,7 @@ def test_file_that_is_no_longer_wanted_is_left(asker, server, offered, tmp_path)
     target = tmp_path / "there"
     slow = {"rate_bits_per_s": 1e6, **wanted}
     assert not fetch_file(
-        target, sha256, lambda offset: pieces(asker, source(server, sha256), offset=offset, **slow), **wanted
+        target, sha256, lambda offset: pieces(asker.fetching, source(server, sha256), offset=offset, **slow), **wanted
     )
     assert time.monotonic() - begin_s < 2.0
     assert not target.exists()
@@ -178,7 +178,7 @@ def test_file_that_is_no_longer_wanted_is_left(asker, server, offered, tmp_path)
 def test_cap_is_kept_and_used(asker, server, offered):
     content, sha256, _ = offered
     begin_s = time.monotonic()
-    assert b"".join(pieces(asker, source(server, sha256), rate_bits_per_s=2e7)) == content
+    assert b"".join(pieces(asker.fetching, source(server, sha256), rate_bits_per_s=2e7)) == content
     rate = len(content) * 8 / (time.monotonic() - begin_s)
     assert 1.4e7 < rate < 2.25e7  # at most a tenth of a second's piece is free
 
@@ -205,14 +205,14 @@ def test_owner_of_a_key_that_was_named_gets_the_file(keyed_asker, keyed_server, 
     content, sha256, _ = offered
     naming = threading.Timer(named_after_s, keyed_server.allow, ([ASKER_KEYS.public],))
     naming.start()
-    assert b"".join(pieces(keyed_asker, keyed(keyed_server, sha256))) == content
+    assert b"".join(pieces(keyed_asker.fetching, keyed(keyed_server, sha256))) == content
     naming.join()
 
 
 def test_asker_that_was_not_named_is_told_that_it_is_the_key(keyed_asker, keyed_server, offered, caplog):
     _, sha256, _ = offered
     with pytest.raises(PeerLostError, match=r"silent for 5 s; the peer refuses this worker's key"):
-        list(pieces(keyed_asker, keyed(keyed_server, sha256), give_up_s=5.0))
+        list(pieces(keyed_asker.fetching, keyed(keyed_server, sha256), give_up_s=5.0))
     assert f"its public key {ASKER_KEYS.public} is not one of the 0 that may connect" in caplog.text
 
 
@@ -220,13 +220,13 @@ def test_asker_without_curve_gets_nothing(asker, keyed_server, offered):
     _, sha256, _ = offered
     # Which of the two is seen depends on how far the handshake came in that time.
     with pytest.raises(PeerLostError, match=r"one end uses CURVE and the other does not|without CURVE"):
-        list(pieces(asker, source(keyed_server, sha256), give_up_s=2.0))
+        list(pieces(asker.fetching, source(keyed_server, sha256), give_up_s=2.0))
 
 
 def test_key_for_a_worker_that_has_none_is_refused_at_once(asker, server, offered):
     _, sha256, _ = offered
     with pytest.raises(RemoteProtocolError, match="CURVE is on at one end and off at the other"):
-        list(pieces(asker, keyed(server, sha256)))
+        list(pieces(asker.fetching, keyed(server, sha256)))
 
 
 def test_copy_and_training_share_a_port_and_the_copy_delays_no_frame(make_endpoint, offered, make_frame):
@@ -237,7 +237,7 @@ def test_copy_and_training_share_a_port_and_the_copy_delays_no_frame(make_endpoi
     upper.files.offer(RUN, sha256, path)
     down, up = lower.open_link(0, 1, "upper", upper.address), upper.open_link(0, 0, "lower", "")
     upper.wait_connected(10.0)
-    copy = threading.Thread(target=lambda: got.append(b"".join(pieces(lower, source(upper, sha256)))))
+    copy = threading.Thread(target=lambda: got.append(b"".join(pieces(lower.fetching, source(upper, sha256)))))
     got = []
     copy.start()
     time.sleep(0.5)

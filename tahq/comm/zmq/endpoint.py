@@ -31,12 +31,11 @@ from tahq.comm.link.spec import (
     PeerIdentity,
     SessionLimits,
 )
-from tahq.comm.link.transitions import End
 from tahq.comm.zmq import files
 from tahq.comm.zmq.addresses import advertised_address, bind_router, dial_endpoint
 from tahq.comm.zmq.dialled import Dialled
 from tahq.comm.zmq.endpoint_loop import EndpointLoop, OnTrouble
-from tahq.comm.zmq.files import FetchingEnd, FetchingLink, FileSource, FileStore, ServingEnd
+from tahq.comm.zmq.files import FetchingEnd, FileSource, FileStore, ServingEnd
 from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.reception import Reception
 from tahq.comm.zmq.socket_wait import Socket
@@ -72,19 +71,15 @@ class ZmqEndpoint:
         """Bind and start the I/O thread.
 
         Args:
-            identity: who we are; the epoch may be set later by `set_epoch`.
+            identity: this worker's; the epoch may be set later by `set_epoch`.
             bind: host:port to listen on; port 0 = any free one; "" = only dial out.
             advertise: host:port that neighbours dial (port 0 = the bound one); None = as bound;
                 "none" = this host can only dial out (`address` is "").
             shaping: what this host's connection is capped to.
-            peer_timeout_s: a link on which the peer is silent for half as long is degraded.
-            heartbeat_s: how often to give a sign of life.
-            give_up_s: a peer that is silent this long is lost; None: after `peer_timeout_s`.
-            first: what goes first of all that waits for this host's uplink.
-            connections: TCP connections of each link; the same at both ends.
+            peer_timeout_s, heartbeat_s, give_up_s, first, connections: see SessionLimits.
             allocate: where frames that come in are put.
             keys: this worker's; None: no CURVE.
-            on_trouble: told, in the I/O thread, when a link becomes degraded and when it is as before.
+            on_trouble: called, in the I/O thread, when a link becomes degraded and when it is as before.
             frame_log: makes the log of what is sent on a link, by its number; None: nothing is kept, and no peer can
                 be replaced by another process.
 
@@ -104,7 +99,8 @@ class ZmqEndpoint:
             give_up_s=give_up_s,
             max_message_nbytes=MAX_MESSAGE_NBYTES,
         )
-        _start_zero_copy()
+        # pyzmq sets up what frees zero-copy messages at the first one, unguarded against threads.
+        zmq.Frame(b"\0", copy=False, copy_threshold=0)
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
             self._reception = self._listen(bind, advertise) if bind else None
@@ -154,10 +150,10 @@ class ZmqEndpoint:
         Raises:
             UserError: `dial` is malformed, or is "" where nothing listens.
         """
-        if link in self._ends or self._is_closed:
-            raise LocalProtocolError(
-                f"link {link} is open already" if not self._is_closed else "the endpoint is closed"
-            )
+        if self._is_closed:
+            raise LocalProtocolError("the endpoint is closed")
+        if link in self._ends:
+            raise LocalProtocolError(f"link {link} is open already")
         self._check_key(link, peer_name, peer_key)
         spec = _spec(link, peer_stage, peer_name, dial)
         log = self._frame_log(link) if self._frame_log is not None else None
@@ -201,7 +197,7 @@ class ZmqEndpoint:
         return log is not None and log.is_complete_from(since)
 
     def widen(self, link: int, through: int | None) -> None:
-        """See `LinkEnd.widen`; any thread may call it."""
+        """See `DataEnd.widen`; any thread may call it."""
         end = self._ends[link]
         self._loop.submit(end, partial(end.widen, through))
 
@@ -249,14 +245,10 @@ class ZmqEndpoint:
         return ServingEnd(spec, self._files_session(spec), key, self.files)
 
     def _send_piece(self, end: LinkEnd, data: bytes) -> None:
-        def send() -> None:
-            if end.session.local is End.OPEN:
-                end.session.send_message(Channel.FILES, data, time.monotonic())
-
-        self._loop.submit(end, send)
+        self._loop.submit(end, partial(end.say, Channel.FILES, data))
 
     @contextmanager
-    def fetching(self, source: FileSource) -> Iterator[FetchingLink]:
+    def fetching(self, source: FileSource) -> Iterator[FetchingEnd]:
         """A link for files to a worker; returns before it is connected. Any thread may call it.
 
         Raises:
@@ -268,10 +260,10 @@ class ZmqEndpoint:
         if bool(source.public_key) != (self._keys is not None):
             raise RemoteProtocolError(f"{source}: CURVE is on at one end and off at the other")
         spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=True, title=str(source))
-        end = FetchingEnd(spec, self._files_session(spec), source.public_key)
+        end = FetchingEnd(spec, self._files_session(spec), source.public_key, self._send_piece)
         self._loop.open(end, [self._dial(end, source.address, source.public_key, 0)])
         try:
-            yield FetchingLink(end, partial(self._send_piece, end))
+            yield end
         finally:
             self._loop.submit(end, partial(self._loop.leave, end))
 
@@ -338,8 +330,3 @@ class ZmqEndpoint:
 def _spec(link: int, peer_stage: int, peer_name: str, dial: str) -> LinkSpec:
     name = " at ".join(dict.fromkeys(part for part in (peer_name, dial) if part))
     return LinkSpec(link, peer_stage, name, dials=bool(dial))
-
-
-def _start_zero_copy() -> None:
-    """Have pyzmq set up what frees zero-copy messages; it does so at the first one, unguarded against threads."""
-    zmq.Frame(b"\0", copy=False, copy_threshold=0)

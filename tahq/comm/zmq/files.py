@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from tahq.comm.inbox import Inbox
 from tahq.comm.link.session import Session
@@ -72,8 +73,7 @@ class FileSource:
         return f"{self.address} (file {self.sha256[:16]}…)"
 
 
-@dataclass(frozen=True, slots=True)
-class FileRequest:
+class FileRequest(NamedTuple):
     """`length` bytes of a file from `offset` on."""
 
     run: int
@@ -83,7 +83,7 @@ class FileRequest:
 
     def pack(self) -> bytes:
         """The message."""
-        return _REQUEST.pack(self.run, self.offset, self.length, self.sha256)
+        return _REQUEST.pack(*self)
 
 
 def unpack_request(data: bytes, peer: str) -> FileRequest:
@@ -186,13 +186,14 @@ class FileTransfer:
 
 
 class FetchingEnd(LinkEnd):
-    """This end of a link that was opened to fetch a file."""
+    """This end of a link that was opened to fetch a file; `send` queues a request."""
 
     is_temporary = True
 
-    def __init__(self, spec: LinkSpec, session: Session, peer_key: str) -> None:
+    def __init__(self, spec: LinkSpec, session: Session, peer_key: str, send: Callable[[LinkEnd, bytes], None]) -> None:
         super().__init__(spec, session, peer_key)
         self.inbox: Inbox[bytes] = Inbox(str(spec))
+        self.send = partial(send, self)
 
     def publish(self) -> None:
         """Hand over pieces, and say when no more will come."""
@@ -208,33 +209,8 @@ class FetchingEnd(LinkEnd):
         super().give_up(error)
 
 
-class FetchingLink:
-    """What the thread that fetches does with its end."""
-
-    def __init__(self, end: FetchingEnd, send: Callable[[bytes], None]) -> None:
-        self._end = end
-        self.send = send
-        """Queues a request."""
-
-    def recv(self, timeout_s: float) -> bytes:
-        """The next reply; TimeoutError if there is none in time."""
-        return self._end.inbox.get(timeout_s)
-
-    @property
-    def obstacle(self) -> str:
-        """Why the peer is not connected, as far as that is known."""
-        return self._end.obstacle
-
-
-class OpensLinks(Protocol):
-    """What can open a link to fetch a file: a `ZmqEndpoint`."""
-
-    def fetching(self, source: FileSource) -> AbstractContextManager[FetchingLink]:
-        """A link to the source."""
-
-
 def pieces(
-    endpoint: OpensLinks,
+    fetching: Callable[[FileSource], AbstractContextManager[FetchingEnd]],
     source: FileSource,
     *,
     offset: int = 0,
@@ -247,7 +223,7 @@ def pieces(
     The caller compares the SHA-256 at the end.
 
     Args:
-        endpoint: of this worker.
+        fetching: opens a link to the source; `ZmqEndpoint.fetching`.
         source: owner of the file.
         offset: the first byte that is wanted.
         rate_bits_per_s: at most so fast, counting the file's bytes; None: as fast as possible.
@@ -261,39 +237,32 @@ def pieces(
     """
     transfer = FileTransfer(source, offset, rate_bits_per_s, time.monotonic())
     while not transfer.is_done and is_wanted():
-        with endpoint.fetching(source) as link:
-            try:
-                yield from _over(link, source, transfer, give_up_s, is_wanted)
-            except _LinkLostError as lost:
-                if time.monotonic() - transfer.heard_s >= give_up_s:
-                    raise PeerLostError(str(lost)) from None
-                transfer.begin_again()
-                time.sleep(_RETRY_S)
+        with fetching(source) as end:
+            while not transfer.is_done and is_wanted():
+                try:
+                    reply = _ask(end, transfer)
+                except PeerLostError:
+                    if time.monotonic() - transfer.heard_s >= give_up_s:
+                        raise
+                    transfer.begin_again()
+                    time.sleep(_RETRY_S)
+                    break  # another link may do better
+                if reply is not None:
+                    yield transfer.take(reply, time.monotonic())
+                elif time.monotonic() - transfer.heard_s >= give_up_s:
+                    reason = f"; {end.obstacle}" if end.obstacle else ""
+                    raise PeerLostError(f"{source}: silent for {give_up_s:g} s{reason}")
 
 
-class _LinkLostError(Exception):
-    """The link has ended; another may do better."""
-
-
-def _over(
-    link: FetchingLink, source: FileSource, transfer: FileTransfer, give_up_s: float, is_wanted: Callable[[], bool]
-) -> Iterator[bytes]:
-    while not transfer.is_done and is_wanted():
-        now_s = time.monotonic()
-        for request in transfer.requests(now_s):
-            link.send(request)
-        try:
-            reply = link.recv(min(transfer.wait_s(now_s), _LOOK_S))
-        except TimeoutError:
-            if time.monotonic() - transfer.heard_s >= give_up_s:
-                reason = f"; {link.obstacle}" if link.obstacle else ""
-                raise PeerLostError(f"{source}: silent for {give_up_s:g} s{reason}") from None
-            continue
-        except PeerLostError as error:
-            raise _LinkLostError(str(error)) from error
-        data = transfer.take(reply, time.monotonic())
-        if data:
-            yield data
+def _ask(end: FetchingEnd, transfer: FileTransfer) -> bytes | None:
+    """Send the requests that are due; the next reply, or None if none comes for a moment."""
+    now_s = time.monotonic()
+    for request in transfer.requests(now_s):
+        end.send(request)
+    try:
+        return end.inbox.get(min(transfer.wait_s(now_s), _LOOK_S))
+    except TimeoutError:
+        return None
 
 
 # The worker that has it

@@ -96,6 +96,11 @@ class LinkEnd:
         """Tell everyone who waits."""
         self.met.set()
 
+    def say(self, channel: Channel, data: bytes) -> None:
+        """Queue a message, unless this end is closed."""
+        if self.session.local is End.OPEN:
+            self.session.send_message(channel, data, time.monotonic())
+
     def close(self, reason: str) -> None:
         """Say BYE."""
         self.session.close(time.monotonic(), reason)
@@ -129,9 +134,15 @@ class DataEnd(LinkEnd):
         if self._wanted.has(frame.id):
             self.session.send(frame, now_s)
 
+    # `session` is looked up when these are called: another one may have taken its place since they were submitted.
+
     def expect(self, id: LogicalId, max_nbytes: int) -> None:
         """Post a receive."""
         self.session.expect(id, max_nbytes)
+
+    def hold(self) -> None:
+        """Bear the peer's silence until it is replaced."""
+        self.session.hold()
 
     def publish(self) -> None:
         """Hand over frames that were expected, and say when no more will come."""
@@ -164,10 +175,6 @@ class DataEnd(LinkEnd):
         self.messages.put(None)
         super().give_up(error)
 
-    def hold(self) -> None:
-        """Bear the peer's silence until it is replaced."""
-        self.session.hold()
-
     def relink(self, spec: LinkSpec, session: Session, wanted: Wanted, peer_key: str) -> None:
         """Continue with another process at the other end, which begins with these frames.
 
@@ -194,10 +201,6 @@ class DataEnd(LinkEnd):
         for frame in self.log.read(before + 1, through) if self.log is not None else ():
             if self._wanted.has(frame.id):
                 self.session.send(frame, now_s)
-
-
-def _nothing() -> None:
-    """A command that only wakes."""
 
 
 class ZmqTransport:
@@ -227,7 +230,7 @@ class ZmqTransport:
         # Only a frame that is here already needs the I/O thread now. No wake is lost: that thread looks for
         # commands after it has kept an early frame and before it waits, and we look the other way round.
         if self._end.session.inbound.has_early:
-            self._submit(None, _nothing, True)
+            self._submit(None, lambda: None, True)
 
     def send(self, frame: Frame) -> None:
         """Queue a frame; see Transport.send.
@@ -290,12 +293,7 @@ class ZmqTransport:
 
     def say(self, message: bytes) -> None:
         """Send the peer a message on the control channel."""
-
-        def send() -> None:
-            if self._end.session.local is End.OPEN:
-                self._end.session.send_message(Channel.CONTROL, message, time.monotonic())
-
-        self._submit(self._end, send, True)
+        self._submit(self._end, partial(self._end.say, Channel.CONTROL, message), True)
 
     def deliver(self, frame: Frame) -> None:
         """Have `recv` return a frame that has come another way."""
