@@ -5,7 +5,6 @@ import socket
 
 import pytest
 import zmq
-from support.inproc_transport import VirtualClock
 
 from tahq.comm.zmq.gate import Connections
 
@@ -37,7 +36,7 @@ def is_hung_up_on(far: socket.socket) -> bool:
 
 @pytest.mark.parametrize("bounds", [{"most": 3}, {"most_of_one": 3}])
 def test_beyond_the_bound_the_oldest_is_hung_up_on(accepted, bounds):
-    connections = Connections(VirtualClock(), **bounds)
+    connections = Connections(**bounds)
     ends = [accepted() for _ in range(5)]
     hung_up = [connections.accept(near.fileno()) for near, _ in ends]
     assert hung_up[:3] == [None] * 3
@@ -46,7 +45,7 @@ def test_beyond_the_bound_the_oldest_is_hung_up_on(accepted, bounds):
 
 
 def test_who_has_left_makes_room(accepted):
-    connections = Connections(VirtualClock(), most=1)
+    connections = Connections(most=1)
     (first, far), (second, _) = accepted(), accepted()
     connections.accept(first.fileno())
     assert str(connections.forget(first.fileno())) == "{}:{}".format(*far.getsockname())
@@ -55,7 +54,7 @@ def test_who_has_left_makes_room(accepted):
 
 
 def test_number_that_is_somebody_elses_by_now_is_left_alone(accepted):
-    connections = Connections(VirtualClock(), most=1)
+    connections = Connections(most=1)
     (first, _), (second, far), (third, _) = accepted(), accepted(), accepted()
     connections.accept(first.fileno())
     os.dup2(second.fileno(), first.fileno())  # which closes what had the number
@@ -72,7 +71,7 @@ def test_connection_that_has_sent_a_message_is_not_counted():
     assert router.poll(5000)
     frame, _ = router.recv_multipart(copy=False)
     descriptor = frame.get(zmq.SRCFD)
-    connections = Connections(VirtualClock(), most=1)
+    connections = Connections(most=1)
     connections.accept(descriptor)
     assert not connections.is_known(descriptor)
     connections.know(frame)

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -22,6 +22,9 @@ from tahq.comm.zmq.rate_limited_log import RateLimitedLog
 from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import HANDSHAKE_S
 from tahq.errors import UserError
+
+if TYPE_CHECKING:
+    from tahq.comm.zmq.transport import LinkEnd
 
 _log = logging.getLogger(__name__)
 _KINDS = (monitor.CONNECTED, monitor.SUCCEEDED, monitor.DISCONNECTED, monitor.RETRIED, *monitor.FAILURES)
@@ -50,23 +53,6 @@ _OBSTACLES = {
 }
 
 
-class Dialling(Protocol):
-    """The owner of a connection that is dialled."""
-
-    obstacle: str
-    """Why it is not connected, as far as that is known."""
-
-    @property
-    def spec(self) -> object:
-        """Its name in messages."""
-
-    def reconnected(self, connection: int) -> None:
-        """A new connection has replaced one that was lost."""
-
-    def note_outcome(self, outcome: Outcome, dialled: "Dialled") -> None:
-        """A handshake has ended; may raise RefusedError if dialling again is useless."""
-
-
 class Dialled:
     """A DEALER, which it connects; after that used by one thread.
 
@@ -82,7 +68,7 @@ class Dialled:
         self,
         socket: Socket,
         address: str,
-        end: Dialling,
+        end: "LinkEnd",
         connection: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -126,10 +112,15 @@ class Dialled:
         if self.redial_s <= self._clock():
             self.redial_s = math.inf
             self._is_again = True
-            self._redial()
+            try:
+                self.socket.disconnect(self._endpoint)  # what it had queued is dropped
+            except zmq.ZMQError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+            self.socket.connect(self._endpoint)
 
     def warn_of(self, outcome: Outcome) -> None:
-        """Remember, and log, why the peer is not connected; the default for `Dialling.note_outcome`."""
+        """Remember, and log, why the peer is not connected; the default for `LinkEnd.note_outcome`."""
         if outcome is Outcome.SUCCEEDED:
             self._end.obstacle = ""
         elif outcome is not Outcome.HUNG_UP or self.num_hang_ups >= _SUSPICIOUS_HANG_UPS:
@@ -171,15 +162,6 @@ class Dialled:
         elif outcome is not Outcome.HUNG_UP:  # after which ZMQ dials by itself
             self.redial_s = self._clock() + _REDIAL_S
         self._end.note_outcome(outcome, self)
-
-    def _redial(self) -> None:
-        """Connect again; what the socket had queued is dropped."""
-        try:
-            self.socket.disconnect(self._endpoint)
-        except zmq.ZMQError as error:
-            if error.errno != errno.ENOENT:
-                raise
-        self.socket.connect(self._endpoint)
 
 
 # What listens at an address, by the first bytes that every ZMQ socket sends

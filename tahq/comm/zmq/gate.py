@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 
@@ -29,19 +29,25 @@ from tahq.comm.zmq.sockets import HANDSHAKE_S, limit_handshakes, serve_curve
 MOST_UNKNOWN: Final = 1024
 MOST_OF_ONE_ADDRESS: Final = 256
 
-UNKNOWN_ADDRESS: Final = "an unknown address"
+_log = getLogger(__name__)
+_ZAP = "inproc://zeromq.zap.01"
+_REQUEST_PARTS = 9
+"""Return route, nothing, version, number, domain, address, routing id, mechanism, key."""
+_MOST_HELD = 256
+_EVENTS = (monitor.ACCEPTED, monitor.SUCCEEDED, monitor.DISCONNECTED, *monitor.FAILURES)
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """One connection: the peer's address and port, and when it was accepted."""
+class Accepted(NamedTuple):
+    """One connection: the peer's address and port; empty if it was closed already."""
 
     host: str
     port: int
-    accepted_s: float
 
     def __str__(self) -> str:
-        return format_address(self.host, self.port) if self.host else UNKNOWN_ADDRESS
+        return format_address(self.host, self.port) if self.host else "an unknown address"
+
+
+_UNKNOWN_ADDRESS = Accepted("", 0)
 
 
 class Connections:
@@ -52,15 +58,11 @@ class Connections:
     connection is known once a message has come over it, which is after the handshake.
 
     Args:
-        clock: seconds, monotonic.
         most: unknown ones at a time.
         most_of_one: unknown ones of one address at a time.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], *, most: int = MOST_UNKNOWN, most_of_one: int = MOST_OF_ONE_ADDRESS
-    ) -> None:
-        self._clock = clock
+    def __init__(self, *, most: int = MOST_UNKNOWN, most_of_one: int = MOST_OF_ONE_ADDRESS) -> None:
         self._most = most
         self._most_of_one = most_of_one
         self._unknown: dict[int, Accepted] = {}
@@ -70,9 +72,8 @@ class Connections:
     def accept(self, descriptor: int) -> Accepted | None:
         """Note a new connection; returns the one that was closed for it, if there were too many."""
         self.forget(descriptor)
-        peer = _peer_of(descriptor)
-        host, port = peer or ("", 0)
-        self._unknown[descriptor] = Accepted(host, port, self._clock())
+        host, port = _peer_of(descriptor) or _UNKNOWN_ADDRESS
+        self._unknown[descriptor] = Accepted(host, port)
         self._by_host[host] += 1
         if self._by_host[host] > self._most_of_one:
             return self._hang_up(next(number for number, other in self._unknown.items() if other.host == host))
@@ -106,10 +107,9 @@ class Connections:
 
     def _hang_up(self, descriptor: int) -> Accepted | None:
         """Shut the connection down; ZMQ then closes it, and says so, and only then it is forgotten."""
-        connection = self._unknown[descriptor]
         # Moved to the end, so that another goes next while ZMQ has not closed it.
-        self._unknown[descriptor] = self._unknown.pop(descriptor)
-        if _peer_of(descriptor) != (connection.host, connection.port):
+        connection = self._unknown[descriptor] = self._unknown.pop(descriptor)
+        if _peer_of(descriptor) != connection:
             return None  # the number belongs to another connection by now
         try:
             with socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM) as copy:
@@ -119,23 +119,15 @@ class Connections:
         return connection
 
 
-def _peer_of(descriptor: int) -> tuple[str, int] | None:
+def _peer_of(descriptor: int) -> Accepted | None:
     """Address and port at the other end of a connection that ZMQ owns; None if it has closed it by now."""
     try:
         # A copy, of the family whose addresses are the longest: those of IPv4 fit in too.
         with socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM) as copy:
             host, port, *_ = copy.getpeername()
-            return str(host).removeprefix("::ffff:"), int(port)
+            return Accepted(str(host).removeprefix("::ffff:"), int(port))
     except (OSError, ValueError):
         return None
-
-
-_log = getLogger(__name__)
-_ZAP = "inproc://zeromq.zap.01"
-_REQUEST_PARTS = 9
-"""Return route, nothing, version, number, domain, address, routing id, mechanism, key."""
-_MOST_HELD = 256
-_EVENTS = (monitor.ACCEPTED, monitor.SUCCEEDED, monitor.DISCONNECTED, *monitor.FAILURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +166,10 @@ class Gate:
         self._allowed = set(allowed)
         self._hold_s = hold_s
         self._clock = clock
-        self._has_curve = keys is not None
         self._held: list[_Asked] = []
-        self._connections = Connections(clock)
+        self.next_s = math.inf
+        """When to call `serve` even if none of the sockets has input."""
+        self._connections = Connections()
         self._num_taken_in = 0
         """Members that have sent nothing yet; ZMQ does not tell which connections are theirs."""
         self._failure: str | None = None
@@ -198,16 +191,10 @@ class Gate:
         """Call `serve` as soon as one of these has input."""
         return [self._monitor.socket, *([self._requests] if self._requests is not None else [])]
 
-    @property
-    def next_s(self) -> float:
-        """When to call `serve` even if none has input; inf: only then."""
-        return min((asked.until_s for asked in self._held), default=math.inf)
-
     def allow(self, key: str) -> None:
         """Let the owner of this public key in from now on, also if it waits already."""
         self._allowed.add(key)
-        if self._held:
-            self.serve()
+        self.serve()
 
     def know(self, frame: zmq.Frame) -> None:
         """A message, received with ``copy=False``, has come: its sender is in, and needs no more watching."""
@@ -238,29 +225,28 @@ class Gate:
     def _answer_all(self, requests: Socket) -> None:
         now_s = self._clock()
         asked, self._held = self._held, []
-        for parts in take_messages(requests, sys.maxsize):
-            asked.append(self._parse([part.bytes for part in parts], now_s))
-        for who in asked:
-            if who.key in self._allowed:
-                self._answer(requests, who, b"200")
-            elif who.until_s > now_s and len(self._held) < _MOST_HELD:
-                self._held.append(who)
+        for frames in take_messages(requests, sys.maxsize):
+            parts = [frame.bytes for frame in frames]
+            is_curve = len(parts) == _REQUEST_PARTS and parts[7] == b"CURVE"
+            address = parts[5].decode("ascii", "replace").removeprefix("::ffff:") if len(parts) > 5 else "?"
+            asked.append(_Asked(parts[:4], address, parts[8].hex() if is_curve else "", now_s + self._hold_s))
+        for peer in asked:
+            if peer.key in self._allowed:
+                self._answer(requests, peer, b"200", b"")
+            elif peer.until_s > now_s and len(self._held) < _MOST_HELD:
+                self._held.append(peer)
             else:
-                self._refuse(requests, who)
+                self._refuse(requests, peer)
+        self.next_s = min((peer.until_s for peer in self._held), default=math.inf)
 
-    def _parse(self, parts: list[bytes], now_s: float) -> _Asked:
-        is_curve = len(parts) == _REQUEST_PARTS and parts[7] == b"CURVE"
-        address = parts[5].decode("ascii", "replace").removeprefix("::ffff:") if len(parts) > 5 else "?"
-        return _Asked(parts[:4], address, parts[8].hex() if is_curve else "", now_s + self._hold_s)
+    @staticmethod
+    def _answer(requests: Socket, peer: _Asked, status: bytes, text: bytes) -> None:
+        requests.send_multipart([*peer.envelope, status, text, peer.key.encode(), b""], zmq.NOBLOCK)
 
-    def _answer(self, requests: Socket, who: _Asked, status: bytes) -> None:
-        text = b"" if status == b"200" else b"this key is not in the allow-list"
-        requests.send_multipart([*who.envelope, status, text, who.key.encode(), b""], zmq.NOBLOCK)
-
-    def _refuse(self, requests: Socket, who: _Asked) -> None:
-        self._answer(requests, who, b"400")
+    def _refuse(self, requests: Socket, peer: _Asked) -> None:
+        self._answer(requests, peer, b"400", b"this key is not in the allow-list")
         message = (
-            f"{self._where}: refused a connection from {who.address}: its public key {who.key} is not one of "
+            f"{self._where}: refused a connection from {peer.address}: its public key {peer.key} is not one of "
             f"the {len(self._allowed)} that may connect here"
         )
         if self._refusals.warning(message):
@@ -272,7 +258,7 @@ class Gate:
         if event.kind == monitor.ACCEPTED:
             hung_up = self._connections.accept(event.value)
             if hung_up is not None:
-                self._tell(str(hung_up), "closed to make room for the next: too many connections have said nothing")
+                self._report(hung_up, "closed to make room for the next: too many connections have said nothing")
         elif event.kind == monitor.SUCCEEDED:
             self._num_taken_in += 1
         elif event.kind == monitor.DISCONNECTED:
@@ -288,10 +274,10 @@ class Gate:
         elif failure is None and not is_known:
             failure = "connection closed before it sent anything, or it does not speak ZMQ's protocol"
         if failure:
-            self._tell(UNKNOWN_ADDRESS if connection is None else str(connection), failure)
+            self._report(connection or _UNKNOWN_ADDRESS, failure)
 
-    def _tell(self, address: str, failure: str) -> None:
-        self._warnings.warning(f"{self._where}: rejected a connection from {address}: {failure}")
+    def _report(self, peer: Accepted, failure: str) -> None:
+        self._warnings.warning(f"{self._where}: rejected a connection from {peer}: {failure}")
 
     def _reason(self, event: Event) -> str:
         if event.kind == monitor.REFUSED:
@@ -301,5 +287,5 @@ class Gate:
         if event.value == monitor.OTHER_SERVER_KEY:
             return "it was given another public key than that of this end"
         if event.value == monitor.OTHER_MECHANISM:
-            return "it does not use CURVE" if self._has_curve else "it uses CURVE, which is off at this end"
+            return "it uses CURVE, which is off at this end" if self._requests is None else "it does not use CURVE"
         return f"it broke ZMQ's protocol ({event.value:#x})"
