@@ -43,12 +43,6 @@ def test_arrivals_are_told_once_in_order_and_those_after_a_gap_when_it_is_filled
     assert arrivals.tell(3, ()).arrivals_s == []
 
 
-def test_heartbeat_is_told_once():
-    arrivals = Arrivals()
-    arrivals.note_heartbeat(4, 10.0)
-    assert (arrivals.tell(0, ()).heartbeat, arrivals.tell(0, ()).heartbeat) == (4, 0)
-
-
 def test_messages_beyond_the_most_that_are_told_came_no_later_than_the_first_that_is():
     arrivals = Arrivals()
     last = MAX_TIMES + 10

@@ -1,6 +1,5 @@
 """The log of sent frames: real files, read back to the bit, freed by step, given up in words."""
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -151,29 +150,6 @@ def test_last_log_of_a_run_takes_the_folders_around_it_along(tmp_path, make_fram
     assert (frames / "b" / "0").exists()
     logs[2].close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_log_is_kept_while_others_remove_empty_folders(tmp_path, make_frame):
-    frames = tmp_path / "frames"
-    is_over = threading.Event()
-
-    def come_and_go():
-        while not is_over.is_set():
-            other = FrameLog(frames / "b" / "0", 0, 1 << 20, inside=frames)
-            other.append(make_frame(1))
-            other.close()
-
-    thread = threading.Thread(target=come_and_go)
-    thread.start()
-    try:
-        for _ in range(300):
-            log = FrameLog(frames / "a" / "0", 0, 1 << 20, inside=frames)
-            log.append(make_frame(100))
-            assert log.is_complete_from(0)
-            log.close()
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])

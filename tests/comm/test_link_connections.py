@@ -1,17 +1,14 @@
 """A link of several connections, its messages carried by the test in any order that connections can bring them in."""
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
 from tahq.comm.link.frame import Direction, Frame, FrameKind, LogicalId, Purpose, pack_header, unpack_header
 from tahq.comm.link.inbound import Resequencer
-from tahq.comm.link.outbound import Outgoing, Stripes
+from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
 from tahq.comm.link.transitions import End
@@ -23,17 +20,6 @@ LIMITS = SessionLimits(peer_timeout_s=10.0, heartbeat_s=2.0, piece_nbytes=100, c
 def make_frame(nbytes: int, micro_batch: int = 0, direction: Direction = Direction.FORWARD) -> Frame:
     id = LogicalId(RUN, 0, 0, Purpose.TRAIN, micro_batch, 0, direction)
     return Frame(id, 0, torch.uint8, (nbytes,), torch.arange(nbytes).add(micro_batch).to(torch.uint8))
-
-
-def as_connections_bring_them(messages: list[Outgoing], rng: random.Random) -> list[Outgoing]:
-    """The messages of each connection in their order, and those of different ones mixed at random."""
-    lanes = {message.connection: [m for m in messages if m.connection == message.connection] for message in messages}
-    brought = []
-    while lanes:
-        connection = rng.choice(sorted(lanes))
-        brought.append(lanes[connection].pop(0))
-        lanes = {connection: lane for connection, lane in lanes.items() if lane}
-    return brought
 
 
 def header_of(message: Outgoing):
@@ -100,59 +86,6 @@ def test_hello_that_cannot_be_is_a_protocol_error(payload):
 # Working
 
 
-@settings(deadline=None, max_examples=60)
-@given(sizes=st.lists(st.integers(0, 900), min_size=1, max_size=6), seed=st.integers(0, 2**32))
-def test_frames_come_out_whole_however_the_connections_are_mixed(sizes, seed):
-    rng = random.Random(seed)
-    lower, upper = met_sessions(LIMITS)
-    frames = [make_frame(nbytes, i, Direction(i % 2)) for i, nbytes in enumerate(sizes)]
-    for i, frame in enumerate(frames):
-        upper.expect(frame.id, 900)
-        lower.send(frame, i / 10)
-    hear(upper, as_connections_bring_them(pieces(lower), rng))
-    got = upper.take_delivered()
-    assert [frame.id for frame in got] == [frame.id for frame in frames]
-    assert all(torch.equal(one.payload, other.payload) for one, other in zip(got, frames, strict=True))
-    # Heartbeats and goodbyes of an orderly end find nothing missing, in whatever order they come.
-    hear(upper, as_connections_bring_them(beat(lower), rng))
-    lower.close(3.0)
-    hear(upper, as_connections_bring_them(pieces(lower, 3.0), rng))
-    assert upper.remote is End.CLOSED
-    hear(lower, urgent(upper, 3.0), 3.0)
-    assert lower.is_settled
-
-
-@settings(deadline=None, max_examples=60)
-@given(lost=st.integers(0, 8), seed=st.integers(0, 2**32))
-def test_piece_lost_on_any_connection_is_found_by_the_next_heartbeats_and_comes_again(lost, seed):
-    rng = random.Random(seed)
-    lower, upper = met_sessions(LIMITS)
-    frame = make_frame(900)
-    upper.expect(frame.id, 900)
-    lower.send(frame, 0.0)
-    sent = pieces(lower)
-    del sent[lost]
-    hear(upper, as_connections_bring_them([*sent, *beat(lower)], rng))
-    assert upper.take_delivered() == []
-    hear(lower, urgent(upper, 2.0), 2.0)
-    again = urgent(lower, 2.0)
-    assert [header_of(m).kind for m in again] == [FrameKind.RESUME] * 3
-    hear(upper, as_connections_bring_them([*again, *pieces(lower, 2.0)], rng), 2.0)
-    (got,) = upper.take_delivered()
-    assert torch.equal(got.payload, frame.payload)
-
-
-def test_piece_that_comes_twice_is_taken_once():
-    lower, upper = met_sessions(LIMITS)
-    frame = make_frame(300)
-    upper.expect(frame.id, 300)
-    lower.send(frame, 0.0)
-    first, second, third = pieces(lower)
-    hear(upper, [third, third, first, first, second, second])
-    (got,) = upper.take_delivered()
-    assert torch.equal(got.payload, frame.payload)
-
-
 def test_acknowledgement_covers_what_came_without_a_gap_and_says_what_each_connection_has_brought():
     lower, upper = met_sessions(replace(LIMITS, window_nbytes=300))
     for i in range(8):
@@ -207,13 +140,6 @@ def test_no_heartbeat_follows_a_goodbye_on_its_connection():
     assert upper.remote is End.CLOSED
 
 
-def test_reason_for_leaving_is_told_by_the_first_goodbye():
-    lower, upper = met_sessions(LIMITS)
-    lower.close(0.0, reason="out of memory")
-    with pytest.raises(PeerLostError, match="out of memory"):
-        hear(upper, pieces(lower)[:1])
-
-
 # The parts
 
 
@@ -225,10 +151,3 @@ def test_more_than_may_be_on_its_way_is_a_protocol_error():
     assert not list(resequencer.take(header_of(second), second.payload, second.connection))
     with pytest.raises(RemoteProtocolError, match="link 0: sent 200 B after message 1, which has not come"):
         list(resequencer.take(header_of(third), third.payload, third.connection))
-
-
-def test_piece_goes_where_least_is_on_its_way():
-    stripes = Stripes(3)
-    assert [stripes.take(sequence, 100) for sequence in (1, 2, 3, 4)] == [0, 1, 2, 0]
-    stripes.acknowledge([0, 2, 0])
-    assert [stripes.take(sequence, 100) for sequence in (5, 6, 7)] == [1, 1, 2]

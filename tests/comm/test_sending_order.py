@@ -103,29 +103,6 @@ def frame_of(queued: Queued, index: int) -> Frame:
     return Frame(id, 0, torch.uint8, (queued.nbytes,), payload)
 
 
-def test_frame_of_the_preferred_direction_overtakes_between_pieces_of_its_own_link():
-    lower, upper = met_sessions(SessionLimits(piece_nbytes=PIECE, first="gradients"))
-    activation, gradient = frame_of(Queued(0, FORWARD, 250, 0.0), 1), frame_of(Queued(0, BACKWARD, 150, 1.0), 2)
-    for frame in (activation, gradient):
-        upper.expect(frame.id, 250)
-    lower.send(activation, 0.0)
-    begun = lower.next_piece(0.5)
-    lower.send(gradient, 1.0)
-    hear(upper, [begun, *pieces(lower, 1.0)])
-    assert [frame.id for frame in upper.take_delivered()] == [gradient.id, activation.id]
-
-
-def test_link_whose_window_is_full_lets_others_go():
-    full, _ = met_sessions(SessionLimits(piece_nbytes=PIECE, window_nbytes=PIECE))
-    other, _ = met_sessions(SessionLimits(piece_nbytes=PIECE), link=1)
-    full.send(frame_of(Queued(0, FORWARD, 250, 0.0), 0), 0.0)
-    other.send(frame_of(Queued(1, FORWARD, 50, 9.0), 1), 9.0)
-    choose = lambda: next_to_send((session.next_rank, session) for session in (full, other))  # noqa: E731
-    assert choose() is full
-    full.next_piece(9.0)
-    assert choose() is other
-
-
 def test_goodbye_waits_for_frames_of_its_own_link_alone():
     leaving, _ = met_sessions(SessionLimits(piece_nbytes=PIECE, first="gradients"))
     busy, _ = met_sessions(SessionLimits(piece_nbytes=PIECE, first="gradients"), link=1)

@@ -76,13 +76,6 @@ def test_passages_neither_overlap_nor_run_backwards():
     assert all(a.end_s <= b.begin_s for a, b in pairwise(passages))
 
 
-@pytest.mark.parametrize("backs_s", [(0.5, 0.5, 0.5), (3.0, 20.0, 0.5)], ids=["even", "queueing"])
-def test_way_back_makes_no_difference(backs_s):
-    """1 s a piece, far apart; acknowledgements wait behind what the receiver itself sends over a slow uplink."""
-    sent = [piece(n, 15.0 * n, 15.0 * n + 3.0 + back_s, back_s=back_s) for n, back_s in enumerate(backs_s)]
-    assert busy_seconds(WireClock().passages({0: sent}, {0: [heartbeat(2.0)]}))[0, FORWARD] == pytest.approx(3.0)
-
-
 def test_clock_of_another_process_at_the_other_end_is_another_clock():
     """1 s a piece on a way of 2 s; the second process's clock is 500 s ahead of the first one's."""
     first = [piece(0, 0.0, 3.0), piece(0, 0.0, 4.0)]

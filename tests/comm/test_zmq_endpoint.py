@@ -36,6 +36,14 @@ def join(make_endpoint, **changes):
     return lower, upper, sender, receiver
 
 
+def assert_crosses(sender, receiver, frame):
+    receiver.expect(frame.id, frame.payload.numel())
+    sender.send(frame)
+    got = receiver.recv(SOON_S)
+    assert got.id == frame.id
+    assert torch.equal(got.payload, frame.payload)
+
+
 @pytest.fixture
 def stranger():
     """stranger(address): a socket that has dialled it."""
@@ -59,18 +67,6 @@ def test_address_names_the_bound_port_and_it_can_be_dialled(make_endpoint):
     socket.create_connection((host, int(port)), timeout=5).close()
 
 
-@pytest.mark.parametrize(
-    ("advertise", "expected"), [("none", ""), ("example.org:7000", "example.org:7000"), ("example.org:0", None)]
-)
-def test_advertised_address_is_separate_from_the_bound_one(make_endpoint, advertise, expected):
-    endpoint = make_endpoint(1, advertise=advertise)
-    if expected is None:
-        assert endpoint.address.startswith("example.org:")
-        assert not endpoint.address.endswith(":0")
-    else:
-        assert endpoint.address == expected
-
-
 def test_port_in_use_is_one_line_for_the_user(make_endpoint):
     address = make_endpoint(1).address
     with pytest.raises(UserError, match=rf"cannot listen on {address}: Address already in use") as caught:
@@ -91,10 +87,7 @@ def test_worker_that_only_dials_out_has_no_address(make_endpoint, make_frame):
     sender = lower.open_link(1, 2, "upper", upper.address)
     receiver = upper.open_link(1, 1, "lower", "")
     upper.wait_connected(SOON_S)
-    frame = make_frame(10)
-    receiver.expect(frame.id, 10)
-    sender.send(frame)
-    assert torch.equal(receiver.recv(SOON_S).payload, frame.payload)
+    assert_crosses(sender, receiver, make_frame(10))
 
 
 # Meeting
@@ -160,10 +153,7 @@ def test_worker_of_another_run_is_refused_on_both_sides(make_endpoint, make_fram
     right = make_endpoint(1)
     sender = right.open_link(1, 2, "upper", upper.address)
     upper.wait_connected(SOON_S)
-    frame = make_frame(10)
-    receiver.expect(frame.id, 10)
-    sender.send(frame)
-    assert receiver.recv(SOON_S).id == frame.id
+    assert_crosses(sender, receiver, make_frame(10))
 
 
 def test_second_peer_for_a_link_is_refused_and_the_first_stays(make_endpoint, make_frame):
@@ -172,10 +162,7 @@ def test_second_peer_for_a_link_is_refused_and_the_first_stays(make_endpoint, ma
     double.open_link(1, 2, "upper", upper.address)
     with pytest.raises(PeerLostError, match="connected already"):
         double.wait_connected(SOON_S)
-    frame = make_frame(10)
-    receiver.expect(frame.id, 10)
-    sender.send(frame)
-    assert receiver.recv(SOON_S).id == frame.id
+    assert_crosses(sender, receiver, make_frame(10))
 
 
 # Strangers
@@ -188,26 +175,12 @@ def test_garbage_from_strangers_is_dropped_with_a_line_in_the_log(make_endpoint,
     header = FrameHeader(FrameKind.DATA, 1, 1, 1, make_frame(4).id, total_nbytes=4, payload_nbytes=4)
     for parts in ([b"x"], [b"x", b"y"], [b""] * 5, [bytes(100), b""], [pack_header(header, b"abcd"), b"abcd"]):
         dealer.send_multipart(parts)
-    frame = make_frame(100)
-    receiver.expect(frame.id, 100)
-    sender.send(frame)
-    assert torch.equal(receiver.recv(SOON_S).payload, frame.payload)
+    assert_crosses(sender, receiver, make_frame(100))
     deadline_s = time.monotonic() + SOON_S
     while "stranger" not in caplog.text and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert "dropped a message: a stranger at 127.0.0.1" in caplog.text
     assert not receiver._end.session.inbound.has_early
-
-
-def test_plain_tcp_client_that_talks_nonsense_does_no_harm(make_endpoint, make_frame):
-    _, upper, sender, receiver = join(make_endpoint)
-    host, _, port = upper.address.rpartition(":")
-    with socket.create_connection((host, int(port))) as client:
-        client.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-    frame = make_frame(100)
-    receiver.expect(frame.id, 100)
-    sender.send(frame)
-    assert receiver.recv(SOON_S).id == frame.id
 
 
 def test_known_peer_that_breaks_the_protocol_fails_its_link_alone(make_endpoint, make_frame, stranger):
@@ -223,10 +196,7 @@ def test_known_peer_that_breaks_the_protocol_fails_its_link_alone(make_endpoint,
     dealer.send_multipart([b"not a header", b""])
     with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 1 \(lower\): sent a header of 12 bytes"):
         bad.recv(SOON_S)
-    frame = make_frame(10)
-    good.expect(frame.id, 10)
-    sender.send(frame)
-    assert good.recv(SOON_S).id == frame.id
+    assert_crosses(sender, good, make_frame(10))
 
 
 # Working
@@ -240,7 +210,7 @@ def test_frames_of_several_links_go_both_ways_at_once(make_endpoint, make_frame)
     }
     hub.wait_connected(SOON_S)
     frames = {
-        (link, i, d): make_frame(70_000 * i, micro_batch=i, direction=d, step=link)
+        (link, i, d): make_frame(14_000 * i, micro_batch=i, direction=d, step=link)
         for link in ends
         for i in range(20)
         for d in Direction
@@ -303,14 +273,6 @@ def test_abort_comes_before_frames_that_are_there(make_endpoint, make_frame):
         receiver.recv(SOON_S)
 
 
-def test_abort_ends_waiting_for_a_connection(make_endpoint):
-    endpoint = make_endpoint(1)
-    endpoint.open_link(0, 0, "nobody", "")
-    threading.Timer(0.1, endpoint.abort, [TahqError("stop")]).start()
-    with pytest.raises(TahqError, match="stop"):
-        endpoint.wait_connected(SOON_S)
-
-
 def test_abort_before_a_link_is_opened_holds_for_it(make_endpoint):
     endpoint = make_endpoint(1)
     endpoint.abort(TahqError("stop"))
@@ -325,15 +287,6 @@ def test_peer_learns_why_the_other_side_gave_up(make_endpoint):
     lower.close()
     with pytest.raises(PeerLostError, match=r"link 1 to stage 1 \(lower\): the peer ended it: out of memory"):
         receiver.recv(SOON_S)
-
-
-def test_close_of_both_ends_is_quick_and_twice_is_fine(make_endpoint, make_frame):
-    lower, upper, sender, _ = join(make_endpoint)
-    sender.send(make_frame(100_000))
-    started_s = time.monotonic()
-    for endpoint in (lower, upper, lower, upper):
-        endpoint.close()
-    assert time.monotonic() - started_s < 2.0
 
 
 def test_close_without_a_peer_does_not_wait_for_one(make_endpoint):
@@ -353,13 +306,6 @@ def test_opening_a_link_twice_or_after_close_is_our_own_error(make_endpoint):
     endpoint.close()
     with pytest.raises(LocalProtocolError, match="endpoint is closed"):
         endpoint.open_link(1, 0, "nobody", "")
-
-
-def test_no_thread_is_left_after_close(make_endpoint):
-    before = threading.active_count()
-    endpoint = make_endpoint(1)
-    endpoint.close()
-    assert threading.active_count() <= before
 
 
 def test_bug_in_the_io_thread_reaches_who_waits(make_endpoint, caplog):
