@@ -1,4 +1,4 @@
-"""docs/netem.md: the table of a sweep's keys is that of the models, and its examples are what they say."""
+"""docs/netem.md: its table has the keys and defaults of a sweep, and its examples are valid."""
 
 import re
 from pathlib import Path
@@ -72,22 +72,16 @@ def test_every_row_of_the_table_is_read_by_these_tests():
     assert len(lines) == sum(len(rows(name)) for name in SECTIONS)
 
 
-def test_example_is_a_sweep_of_so_many_points(tmp_path):
+def test_example_is_a_sweep_with_the_documented_number_of_points(tmp_path):
     text = section("Sweeps")
     path = tmp_path / "sweep.yaml"
     path.write_text(block(text, "yaml"), encoding="utf-8")
     assert len(sweep_points(load_sweep(path))) == int(re.search(r"These are (\d+) points", text)[1])
 
 
-def test_example_of_faults_is_a_timeline():
+def test_examples_of_faults_and_of_a_profile_are_valid(tmp_path):
     assert len(Timeline.parse(block(section("Faults"), "yaml")).faults) == 4
-
-
-def test_example_of_a_program_with_faults_can_be_compiled():
     compile(block(section("Faults"), "python"), "docs/netem.md", "exec")
-
-
-def test_example_of_a_profile_is_one(tmp_path):
     path = tmp_path / "desks.yaml"
     path.write_text(block(section("`tahq-netem run PROFILE -- COMMAND`"), "yaml"), encoding="utf-8")
     assert load_profile(str(path)).host.delay == 0.012

@@ -1,4 +1,4 @@
-"""What the simulator knows about a measured step, and its prediction; by hand where it can be done."""
+"""The simulator's prediction of a measured step and its bound, by hand where possible."""
 
 import pytest
 from support.sweeps import small
@@ -36,18 +36,10 @@ def record(seconds=1.0, codec_s=()):
     return StepRecord(1, seconds, None, (1000.0,), (1000.0,), codec_s=codec_s)
 
 
-def test_codecs_of_both_ends_are_told_apart():
+def test_codecs_of_both_ends_are_told_apart_where_the_runtime_reports_them():
     step = record(codec_s=((0.4, 0.8), (5.0, 5.0), (1.2, 1.6)))
     # the first stage encodes activations and decodes gradients, the last one the other way round
-    assert CodecSeconds.measured([step, step], 4) == CodecSeconds(
-        forward_encode_s=pytest.approx(0.1),
-        forward_decode_s=pytest.approx(0.4),
-        backward_encode_s=pytest.approx(0.3),
-        backward_decode_s=pytest.approx(0.2),
-    )
-
-
-def test_runtime_that_says_nothing_of_its_codecs_has_no_figures():
+    assert CodecSeconds.measured([step, step], 4) == CodecSeconds(*(pytest.approx(s) for s in (0.1, 0.4, 0.3, 0.2)))
     assert CodecSeconds.measured([record()], 4) is None
     assert CodecSeconds.measured([], 4) is None
 
@@ -62,13 +54,10 @@ def test_bound_is_the_pipeline_with_its_fill_and_counts_hosts_by_their_own_links
     assert step_bound_s(work, asymmetric) == 15.0  # of the two directions the shorter: never above the truth
 
 
-@pytest.mark.parametrize("parts", [[1.0], [1.0, 3.0]])
-def test_input_gradient_is_a_part_of_every_backward(parts):
-    with pytest.raises(ValueError, match="part of each of the 2 backwards"):
-        StepWork([1.0, 1.0], [2.0, 2.0], [1.0], [1.0], 4, input_gradient_s=parts)
-
-
 def test_work_that_does_not_fit_together_is_refused():
+    for parts in ([1.0], [1.0, 3.0]):
+        with pytest.raises(ValueError, match="part of each of the 2 backwards"):
+            StepWork([1.0, 1.0], [2.0, 2.0], [1.0], [1.0], 4, input_gradient_s=parts)
     with pytest.raises(ValueError, match="one cut less"):
         StepWork([1.0, 1.0], [2.0, 2.0], [1.0, 1.0], [1.0], 4)
 
@@ -137,23 +126,13 @@ def test_prediction_lies_above_the_bound_and_is_part_of_a_row():
     assert row["codec_s"]["forward_encode_s"] == pytest.approx(0.001 / 4)
 
 
-@pytest.mark.parametrize("of_runtime", [key("torch", "gpipe"), key("torch", "1f1b-runtime")])
-def test_torch_is_not_predicted(of_runtime):
-    assert session_schedule(of_runtime, 4) is None
-
-
-def test_bare_loop_is_predicted_with_its_own_depth():
-    schedule = session_schedule(key("bare", "1f1b-deep"), 4)
-    assert [schedule.max_in_flight(stage) for stage in range(2)] == [3, 1]
-
-
-def test_depth_is_what_the_schedule_has_unless_said():
+def test_schedule_is_that_of_the_runtime_and_depth():
+    assert session_schedule(key("torch", "gpipe"), 4) is None  # not predicted
+    bare = session_schedule(key("bare", "1f1b-deep"), 4)
+    assert [bare.max_in_flight(stage) for stage in range(2)] == [3, 1]
     assert schedule_with_depth("1f1b", 2, 4, None) == generate("1f1b", 2, 4)
     deep = schedule_with_depth("1f1b", 2, 4, (3, 2))
     assert [deep.max_in_flight(stage) for stage in range(2)] == [3, 2]
     assert schedule_with_depth("1f1b", 2, 4, 3).max_in_flight(1) == 3
-
-
-def test_unknown_schedule_is_refused():
     with pytest.raises(ScheduleError, match="unknown schedule"):
         schedule_with_depth("2f2b", 2, 4, None)

@@ -27,7 +27,7 @@ def table_rows(report, first):
     return [re.split(r"\s*\|\s*", line.strip("| ")) for line in report.splitlines() if line.startswith(f"| {first}")]
 
 
-def test_table_has_a_row_a_wire_and_networks_from_fast_to_slow(rows):
+def test_table_has_a_row_per_wire_and_networks_from_fast_to_slow(rows):
     report = sweep_report(rows)
     heads = table_rows(report, "runtime")
     assert heads == [["runtime", "wire", "bits", "unshaped", "100 Mbit/s", "20 Mbit/s"]] * 2
@@ -45,6 +45,7 @@ def test_failed_points_are_listed_with_their_reason(rows):
     report = sweep_report(rows)
     assert "## Not measured" in report
     assert report.count("RuntimeLostError: gone") == 1
+    assert sweep_report([]).startswith("# no results")
 
 
 def test_real_and_sleeping_points_are_compared(rows):
@@ -54,16 +55,6 @@ def test_real_and_sleeping_points_are_compared(rows):
         row["tokens_per_s"] /= 0.97
     report = sweep_report([*rows, *real])
     assert report.count("-3.0%") == len(rows)
-
-
-def test_without_results_the_report_says_so():
-    assert sweep_report([]).startswith("# no results")
-
-
-def test_plots_are_drawn_of_what_there_is(rows, tmp_path):
-    written = draw_plots(rows, tmp_path / "out")
-    assert [path.name for path in written] == ["out-throughput.png", "out-share.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
 def test_congestion_controls_and_sweeps_are_kept_apart(rows):
@@ -80,14 +71,14 @@ def test_congestion_controls_and_sweeps_are_kept_apart(rows):
     assert "## other: " in sweep_report([*rows, *others])
 
 
-def test_profiles_are_not_among_networks_without_delay(tmp_path):
+def test_profiles_are_apart_from_networks_without_delay_and_plots_are_beside_the_table(tmp_path):
     path = tmp_path / "results.jsonl"
     World().sweep(small(profiles=["cable"]), path)
-    report = sweep_report(list(read_results(path).values()))
-    assert [line.split(", ")[-2] for line in report.splitlines() if line.startswith("## small")] == [
-        "no delay",
-        "profiles",
-    ]
+    [table, *plots] = plot_results([path], tmp_path / "made" / "table.md")
+    headings = [line.split(", ")[-2] for line in table.read_text().splitlines() if line.startswith("## small")]
+    assert headings == ["no delay", "profiles"]
+    assert [path.name for path in plots] == ["table-throughput.png", "table-share.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
 
 
 def test_congestion_control_of_earlier_results_is_what_was_in_force_or_unknown(rows):
@@ -105,7 +96,7 @@ def test_committed_results_of_an_earlier_version_can_still_be_plotted(tmp_path):
     assert [path.name for path in pictures] == ["table-throughput.png"]
 
 
-def test_losses_are_drawn_where_something_was_learned(rows, tmp_path):
+def test_losses_are_drawn_for_real_compute(rows, tmp_path):
     real = copy.deepcopy(rows[:2])
     for row in real:
         row["point"]["compute"] = "real"
@@ -113,11 +104,3 @@ def test_losses_are_drawn_where_something_was_learned(rows, tmp_path):
         row["steps"] = [{"step": n, "seconds": 1.0, "loss": 5.0 / n} for n in range(1, 12)]
     names = [path.name for path in draw_plots(real, tmp_path / "out")]
     assert names == ["out-throughput.png", "out-loss.png"]
-
-
-def test_command_writes_table_and_plots_side_by_side(tmp_path):
-    results = tmp_path / "results.jsonl"
-    World().sweep(small(profiles=["cable"]), results)
-    written = plot_results([results], tmp_path / "made" / "table.md")
-    assert [path.name for path in written] == ["table.md", "table-throughput.png", "table-share.png"]
-    assert "cable" in written[0].read_text()

@@ -45,14 +45,11 @@ def test_second_sweep_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["not json\n", "[1]\n", '{"step": 1}\n'])
-def test_file_of_something_else_is_refused_and_left_alone(tmp_path, text):
+def test_file_of_other_content_is_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: not a sweep's result"):
         ResultFile(path)
     assert path.read_text() == text
-
-
-def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read"):
         read_results(tmp_path / "none.jsonl")
