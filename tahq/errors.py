@@ -23,7 +23,7 @@
     ├── RunAbortedError           any   the coordinator ended the run; its message, its status
     └── InterruptedRunError        130   stopped by SIGINT (130) or SIGTERM (143)
 
-A message says what was got, what was expected, where, and what to do next. Values in it are cut by `brief`.
+A message names the value, what was expected, where, and the next thing to do. Values in it are cut by `brief`.
 """
 
 import re
@@ -68,7 +68,7 @@ class ModelError(UserError):
 
 
 class SnapshotError(UserError):
-    """A snapshot that is missing, damaged, or does not fit the configuration."""
+    """A checkpoint that is missing, damaged, or does not fit the configuration."""
 
 
 class NetworkError(UserError):
@@ -88,11 +88,11 @@ class ScheduleError(TahqError):
 
 
 class LocalProtocolError(TahqError):
-    """This process tried to do what the protocol does not allow."""
+    """This process broke the protocol."""
 
 
 class RemoteProtocolError(TahqError):
-    """A peer sent what the protocol does not allow; the message names the peer."""
+    """A peer broke the protocol; the message names it."""
 
     exit_status = 3
 
@@ -132,13 +132,13 @@ class RunAbortedError(TahqError):
 
 
 class NothingToDoError(TahqError):
-    """The run that is to go on has all its steps behind it; nothing was started, and nothing is wrong."""
+    """The run to resume has done all its steps; nothing was started, and nothing is wrong."""
 
     exit_status = 0
 
 
 class StartOverError(TahqError):
-    """The coordinator has this worker forget what it has, and join again."""
+    """The coordinator asked this worker to forget its state and join again."""
 
     exit_status = 3
 

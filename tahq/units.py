@@ -2,13 +2,13 @@
 
 Rates are bits per second, decimal (1 mbit = 10**6 bit/s), as tc and every ISP count them;
 durations are seconds; sizes are bytes, decimal (kB, MB) or binary (KiB, MiB). Units are read without
-regard to case. ``write_*`` is the exact inverse of ``parse_*``: what it writes reads back to the same
-float.
+regard to case. ``write_*`` is the exact inverse of ``parse_*``: its text reads back to the same float.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -25,25 +25,14 @@ from pydantic import (
 
 from tahq.errors import brief
 
+# Decimals, because 50 * 1e-6 is not 5e-5 in binary.
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z/]*)\s*")
 _RATES: Final = {"bit": Decimal(1), "kbit": Decimal(10**3), "mbit": Decimal(10**6), "gbit": Decimal(10**9)}
-_DURATIONS: Final = {
-    "us": Decimal("1e-6"),
-    "ms": Decimal("1e-3"),
-    "s": Decimal(1),
-    "min": Decimal(60),
-    "h": Decimal(3600),
-}
-_SIZES: Final = {
-    "b": Decimal(1),
-    "kb": Decimal(10**3),
-    "mb": Decimal(10**6),
-    "gb": Decimal(10**9),
-    "kib": Decimal(2**10),
-    "mib": Decimal(2**20),
-    "gib": Decimal(2**30),
-}
-# Decimals, because 50 * 1e-6 is not 5e-5 in binary.
+_SECONDS = {"us": "1e-6", "ms": "1e-3", "s": "1", "min": "60", "h": "3600"}
+_DURATIONS: Final = {unit: Decimal(seconds) for unit, seconds in _SECONDS.items()}
+_DECIMAL_SIZES: Final = {unit: Decimal(1000**power) for power, unit in enumerate(("b", "kb", "mb", "gb"))}
+_BINARY_SIZES: Final = {unit: Decimal(1024**power) for power, unit in enumerate(("kib", "mib", "gib"), start=1)}
+_SIZES: Final = _DECIMAL_SIZES | _BINARY_SIZES
 
 WRITTEN_BY_HAND: Final = {"units": "written"}
 """Validation and serialisation context for YAML, where a quantity carries its unit as text."""
@@ -65,7 +54,7 @@ def parse_rate(text: object) -> float:
     """Bits per second from ``100mbit``, ``1.5gbit``, ``300 Mbit/s``; a float passes unchanged.
 
     Raises:
-        ValueError: it is no rate, or not above zero.
+        ValueError: malformed, or not above zero.
     """
     rate = text if isinstance(text, float) else _parse(text, _RATES, "a rate", "100mbit")
     if not 0 < rate < math.inf:
@@ -77,7 +66,7 @@ def parse_duration(text: object) -> float:
     """Seconds from ``20ms``, ``1.5s``, ``2min``; a float, or a plain 0, passes unchanged.
 
     Raises:
-        ValueError: it is no duration, or below zero.
+        ValueError: malformed, or below zero.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text == 0:
         return 0.0
@@ -91,7 +80,7 @@ def parse_size(text: object) -> int:
     """Bytes from ``64KiB``, ``1MB``; an int passes unchanged.
 
     Raises:
-        ValueError: it is no size, below zero, or not a whole number of bytes.
+        ValueError: malformed, below zero, or not a whole number of bytes.
     """
     is_whole = isinstance(text, int) and not isinstance(text, bool)
     size: Any = text if is_whole else _parse(text, _SIZES, "a size", "64KiB")
@@ -115,25 +104,6 @@ def write_size(nbytes: int) -> str:
     return _write(nbytes, _SIZES, "b")
 
 
-def writer_of(annotation: Any, metadata: Iterable[Any] = ()) -> Callable[[Any], str] | None:
-    """How the bounds of a pydantic field are written with their unit; None: it holds no quantity.
-
-    Args:
-        annotation: of the field.
-        metadata: of the field, where pydantic keeps the outermost `Annotated`'s.
-    """
-    for each in (*metadata, *getattr(annotation, "__metadata__", ())):
-        if isinstance(each, BeforeValidator) and each.func in _WRITERS:
-            return _WRITERS[each.func]
-    return next(filter(None, map(writer_of, getattr(annotation, "__args__", ()))), None)
-
-
-def _write_size_spelt(nbytes: int) -> str:
-    """``4KiB``: as `write_size`, in the case that sizes are known by."""
-    text = write_size(nbytes)
-    return text[:-3] + text[-3:].upper().replace("I", "i").replace("KB", "kB")
-
-
 def _write(value: float, table: Mapping[str, Decimal], base: str) -> str:
     if value == 0:
         return f"0{base}"
@@ -145,54 +115,6 @@ def _write(value: float, table: Mapping[str, Decimal], base: str) -> str:
 def _shortest(number: Decimal) -> str:
     plain = f"{number.normalize():f}"
     return plain if len(plain) <= 20 else f"{number.normalize():e}"
-
-
-def _is_by_hand(context: Any) -> bool:
-    return isinstance(context, Mapping) and context.get("units") == "written"
-
-
-def _validate_rate(value: object, info: ValidationInfo) -> float:
-    return parse_rate(_with_unit(value, info))
-
-
-def _validate_duration(value: object, info: ValidationInfo) -> float:
-    return parse_duration(_with_unit(value, info))
-
-
-def _with_unit(value: object, info: ValidationInfo) -> object:
-    """Refuse a bare float in YAML, as a bare integer is: `rate: 1.5` could be anything."""
-    if isinstance(value, float) and value != 0 and _is_by_hand(info.context):
-        raise ValueError(f"a quantity needs a unit, such as 100mbit or 20ms; got {brief(repr(value))}")
-    return value
-
-
-def _serialize_rate(value: float, info: SerializationInfo) -> float | str:
-    return write_rate(value) if _is_by_hand(info.context) else value
-
-
-def _serialize_duration(value: float, info: SerializationInfo) -> float | str:
-    return write_duration(value) if _is_by_hand(info.context) else value
-
-
-def _serialize_size(value: int, info: SerializationInfo) -> int | str:
-    return write_size(value) if _is_by_hand(info.context) else value
-
-
-Rate = Annotated[float, BeforeValidator(_validate_rate), PlainSerializer(_serialize_rate)]
-"""A pydantic field holding bits per second; a float from Python or JSON passes unchanged."""
-
-Duration = Annotated[float, BeforeValidator(_validate_duration), PlainSerializer(_serialize_duration)]
-"""A pydantic field holding seconds; a float from Python or JSON passes unchanged."""
-
-Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(_serialize_size)]
-"""A pydantic field holding bytes; an int passes unchanged."""
-
-
-_WRITERS: Final[Mapping[Any, Callable[[Any], str]]] = {
-    _validate_rate: write_rate,
-    _validate_duration: write_duration,
-    parse_size: _write_size_spelt,
-}
 
 
 def format_size(nbytes: float) -> str:
@@ -208,17 +130,73 @@ def format_rate(bits_per_s: float) -> str:
 def _format(value: float, units: tuple[tuple[str, float], ...], base: str) -> str:
     for unit, factor in units:
         if value >= factor:
-            return f"{_three_digits(value / factor)} {unit}"
+            number = value / factor  # %g would write 1000 and more with an exponent
+            return f"{number:.0f} {unit}" if number >= 999.5 else f"{number:.3g} {unit}"
     return f"{value:.0f} {base}"
 
 
-def _three_digits(value: float) -> str:
-    # %g would write 1000 and more with an exponent.
-    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
+# -- fields of pydantic models ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Metadata of a field: how messages write its bounds."""
+
+    write: Callable[[Any], str]
+
+
+def writer_of(annotation: Any, metadata: Iterable[Any] = ()) -> Callable[[Any], str] | None:
+    """How the bounds of a pydantic field are written with their unit; None: the field is not a quantity.
+
+    Args:
+        annotation: of the field.
+        metadata: of the field, where pydantic keeps the outermost `Annotated`'s.
+    """
+    for each in (*metadata, *getattr(annotation, "__metadata__", ())):
+        if isinstance(each, _Bound):
+            return each.write
+    return next(filter(None, map(writer_of, getattr(annotation, "__args__", ()))), None)
+
+
+def _is_by_hand(context: Any) -> bool:
+    return isinstance(context, Mapping) and context.get("units") == "written"
+
+
+def _reads(parse: Callable[[object], float]) -> BeforeValidator:
+    def validate(value: object, info: ValidationInfo) -> float:
+        # As a bare integer is: `rate: 1.5` could be anything.
+        if isinstance(value, float) and value != 0 and _is_by_hand(info.context):
+            raise ValueError(f"a quantity needs a unit, such as 100mbit or 20ms; got {brief(repr(value))}")
+        return parse(value)
+
+    return BeforeValidator(validate)
+
+
+def _writes(write: Callable[[Any], str]) -> PlainSerializer:
+    def serialize(value: Any, info: SerializationInfo) -> Any:
+        return write(value) if _is_by_hand(info.context) else value
+
+    return PlainSerializer(serialize)
+
+
+def _size_bound(nbytes: int) -> str:
+    """``4KiB``: as `write_size`, in the usual case."""
+    text = write_size(nbytes)
+    return text[:-3] + text[-3:].upper().replace("I", "i").replace("KB", "kB")
+
+
+Rate = Annotated[float, _reads(parse_rate), _writes(write_rate), _Bound(write_rate)]
+"""A pydantic field holding bits per second; a float from Python or JSON passes unchanged."""
+
+Duration = Annotated[float, _reads(parse_duration), _writes(write_duration), _Bound(write_duration)]
+"""A pydantic field holding seconds; a float from Python or JSON passes unchanged."""
+
+Size = Annotated[int, BeforeValidator(parse_size), _writes(write_size), _Bound(_size_bound)]
+"""A pydantic field holding bytes; an int passes unchanged."""
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types that a value of `annotation` may have, those inside of lists and the like left out."""
+    """The types of the values of `annotation`, except those inside of lists and the like."""
     if get_origin(annotation) is Annotated:
         yield from _kinds(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
@@ -231,7 +209,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 class Section(BaseModel):
-    """A part of cluster.yaml: frozen, and closed to keys that it does not know.
+    """A part of cluster.yaml: frozen, and closed to unknown keys.
 
     Frozen means that fields cannot be assigned. Lists and dicts inside are shared, not copied: read
     them, never change them.
@@ -243,7 +221,7 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         # Python counts True as 1, and pydantic follows; `steps: true` is still a mistake.
-        # Of a key that takes no number, pydantic says itself what was expected.
+        # For a key that takes no number, pydantic itself says what was expected.
         kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise ValueError(f"expected a number; got {str(value).lower()}")

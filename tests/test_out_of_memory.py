@@ -1,4 +1,4 @@
-"""What is said when memory is full: figures that are right, and changes that save what they promise."""
+"""Messages about full memory: their figures, and advice that saves what it promises."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from support.runs import start, tiny, write_config
 from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import stage_estimate
 from tahq.errors import OutOfMemoryError
-from tahq.memory.free_memory import free_bytes
+from tahq.memory.free_memory import free_bytes, is_out_of_memory
 from tahq.worker.assembly import resolved_spec
 from tahq.worker.out_of_memory import out_of_memory, reliefs, size, wanted_bytes
 
@@ -22,106 +22,98 @@ CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total c
 
 
 def config(hosts="local", **sections) -> ClusterConfig:
-    model = {"vocab_size": 256, "num_layers": 6} | sections.pop("model", {})
-    training = {"global_batch": 24, "micro_batch": 6} | sections.pop("training", {})
-    pipeline = {"stages": 2, "layers": [3, 3]} | sections.pop("pipeline", {})
-    values = tiny(model=model, training=training, pipeline=pipeline, **sections)
+    usual = {
+        "model": {"vocab_size": 256, "num_layers": 6},
+        "training": {"global_batch": 24, "micro_batch": 6},
+        "pipeline": {"stages": 2, "layers": [3, 3]},
+    }
+    values = tiny(**{name: usual.get(name, {}) | sections.get(name, {}) for name in {**usual, **sections}})
     return ClusterConfig.model_validate(values | {"hosts": hosts})
 
 
-def failed_allocation(nbytes: int = 1 << 50) -> RuntimeError:
+def estimated(made: ClusterConfig, stage: int):
+    return stage_estimate(made, resolved_spec(made, None), stage, bf16=False)
+
+
+def failed_allocation() -> RuntimeError:
     with pytest.raises(RuntimeError) as caught:
-        torch.empty(nbytes, dtype=torch.uint8)
+        torch.empty(1 << 50, dtype=torch.uint8)
     return caught.value
 
 
-def test_what_was_wanted_is_read_from_torchs_own_message():
-    assert wanted_bytes(failed_allocation(1 << 50)) == 1 << 50
+def test_failed_allocation_is_recognised_with_its_size():
+    with pytest.raises(RuntimeError) as other:
+        torch.ones(2) @ torch.ones(3)
+    errors = (failed_allocation(), MemoryError(), other.value)
+    assert [is_out_of_memory(error) for error in errors] == [True, True, False]
+    assert wanted_bytes(failed_allocation()) == 1 << 50
     assert wanted_bytes(torch.OutOfMemoryError(CUDA_TEXT)) == int(2.5 * 2**30)
     assert wanted_bytes(MemoryError()) is None
 
 
-def test_message_has_the_needs_of_the_stage_and_what_each_change_saves():
+def test_message_has_the_needs_of_the_stage_and_the_saving_of_each_change():
     made = config()
     error = out_of_memory(failed_allocation(), 1, made, CPU)
     assert isinstance(error, OutOfMemoryError)
     assert error.exit_status == 4
-    text = str(error)
+    text, memory = str(error), estimated(made, 1)
     assert "\n" not in text
     assert text.startswith(f"stage 1 is out of memory: {size(1 << 50)} more were wanted, ")
     assert re.search(r", \d+\.\d\d GiB are free on cpu; it needs ", text)
-    memory = stage_estimate(made, resolved_spec(made, None), 1, bf16=False)
     assert f"it needs {size(memory.total)} or more: activations {size(memory.activations)} (1 micro-batch" in text
-    assert (
-        f"weights {size(memory.weights)}, gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}"
-        in text
-    )
-    saved = (
-        memory.total
-        - stage_estimate(config(training={"micro_batch": 3}), resolved_spec(made, None), 1, bf16=False).total
-    )
+    rest = f"weights {size(memory.weights)}, gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}"
+    assert rest in text
+    saved = memory.total - estimated(config(training={"micro_batch": 3}), 1).total
     assert f"training.micro_batch: 3 ({size(saved)} less)" in text
     assert text.endswith("`tahq-launch --dry-run` shows the estimate of every stage")
 
 
-def test_before_the_configuration_is_known_the_advice_has_no_figures():
+def test_advice_before_the_configuration_is_known_has_no_figures():
     text = str(out_of_memory(MemoryError(), 2))
     assert text.startswith("stage 2 is out of memory: MemoryError; use a smaller training.micro_batch")
 
 
-def advised(**sections) -> dict[str, int]:
+def advised(*, bf16: bool = False, on_cpu: bool = True, **sections) -> dict[str, int]:
     made = config(**sections)
-    found = reliefs(made, resolved_spec(made, None), 0, bf16=False, on_cpu=True)
+    found = reliefs(made, resolved_spec(made, None), 0, bf16=bf16, on_cpu=on_cpu)
     assert list(found) == sorted(found, key=lambda relief: -relief.saved_nbytes)
     assert all(relief.saved_nbytes > 0 for relief in found)
     return {relief.change: relief.saved_nbytes for relief in found}
 
 
-def test_fp8_activations_are_advised_where_the_model_has_them():
-    advised = {}
-    for family, activations in (("llama", "none"), ("llama", "coat"), ("gpt2", "none")):
-        made = config(model={"family": family}, memory={"activations": activations})
-        found = reliefs(made, resolved_spec(made, None), 0, bf16=True, on_cpu=False)
-        advised[family, activations] = {relief.change: relief.saved_nbytes for relief in found}
-    assert advised["llama", "none"]["memory.activations: coat"] > 0
-    assert "memory.activations: coat" not in advised["llama", "coat"]
-    assert "memory.activations: coat" not in advised["gpt2", "none"]
+def test_fp8_activations_are_advised_for_models_that_have_them():
+    coat = "memory.activations: coat"
+    on_cuda = {"bf16": True, "on_cpu": False}
+    assert advised(**on_cuda, model={"family": "llama"})[coat] > 0
+    assert coat not in advised(**on_cuda, model={"family": "llama"}, memory={"activations": "coat"})
+    assert coat not in advised(**on_cuda, model={"family": "gpt2"})
+    low_rank = {"optimizer": "qgalore", "precision": "bf16"}
+    assert coat not in advised(model={"family": "llama"}, training=low_rank)
 
 
-def test_changes_that_are_made_already_or_cannot_be_are_not_advised():
+def test_changes_that_are_made_already_or_impossible_are_not_advised():
     assert set(advised()) == {
         "training.micro_batch: 3",
         "training.activation_checkpointing: block",
         "pipeline.stages: 3",
         "one layer less here, pipeline.layers: [2, 4]",
     }
-    least = advised(
-        training={"micro_batch": 1, "activation_checkpointing": "block"}, pipeline={"stages": 6, "layers": [1] * 6}
-    )
-    assert least == {}
-
-
-def test_changes_that_the_rest_of_the_configuration_forbids_are_not_advised():
-    low_rank = {"optimizer": "qgalore", "precision": "bf16"}
-    assert "memory.activations: coat" not in advised(model={"family": "llama"}, training=low_rank)
-    fused = {"micro_batch": 24, "qgalore": {"fused": True}, "clip_norm": None, "non_finite": "halt"}
+    least = {"micro_batch": 1, "activation_checkpointing": "block"}
+    assert advised(training=least, pipeline={"stages": 6, "layers": [1] * 6}) == {}
+    fused = {"optimizer": "qgalore", "precision": "bf16", "micro_batch": 24, "clip_norm": None, "non_finite": "halt"}
     alone = {"stages": 1, "layers": [6]}
-    assert set(advised(model={"family": "llama"}, training=low_rank | fused, pipeline=alone)) == {
-        "training.activation_checkpointing: block"
-    }
-    two_hosts = [{"address": "127.0.0.1"}, {"address": "127.0.0.1"}]
-    assert "pipeline.stages: 3" not in advised(hosts=two_hosts)
+    only = advised(model={"family": "llama"}, training=fused | {"qgalore": {"fused": True}}, pipeline=alone)
+    assert set(only) == {"training.activation_checkpointing: block"}
+    assert "pipeline.stages: 3" not in advised(hosts=[{"address": "127.0.0.1"}] * 2)
 
 
-def test_deep_schedules_and_copies_for_snapshots_are_advised_against():
+def test_shallower_schedules_and_fewer_checkpoint_buffers_are_advised():
     assert "pipeline.schedule: 1f1b" in advised(pipeline={"schedule": "gpipe"})
     assert "pipeline.in_flight: null" in advised(pipeline={"in_flight": 4})
-    made = config(run={"snapshot_every": 5})
-    memory = stage_estimate(made, resolved_spec(made, None), 0, bf16=False)
-    copies = advised(run={"snapshot_every": 5})["run.snapshot_buffers: 0"]
-    assert copies == 2 * (memory.weights + memory.optimizer)
-    in_bf16 = {each.change: each for each in reliefs(made, resolved_spec(made, None), 0, bf16=True, on_cpu=True)}
-    assert in_bf16["run.snapshot_buffers: 0"].saved_nbytes == copies  # no copy has those in bf16
+    memory = estimated(config(run={"snapshot_every": 5}), 0)
+    for bf16 in (False, True):  # no checkpoint has the bf16 copies
+        buffers = advised(bf16=bf16, run={"snapshot_every": 5})["run.snapshot_buffers: 0"]
+        assert buffers == 2 * (memory.weights + memory.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +127,8 @@ def test_deep_schedules_and_copies_for_snapshots_are_advised_against():
         (100, "800000", 500000, 0, 100 * 1024),
     ],
 )
-def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path, available_kb, limit, used, cached, expected):
-    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
-    group = groups / "user" / "job"
+def test_free_memory_respects_the_tightest_limit(tmp_path, available_kb, limit, used, cached, expected):
+    proc, group = tmp_path / "proc", tmp_path / "cgroup" / "user" / "job"
     (proc / "self").mkdir(parents=True)
     group.mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 9999 kB\nMemAvailable:   {available_kb} kB\n")
@@ -146,12 +137,12 @@ def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path, available_kb, l
         (group.parent / "memory.max").write_text(f"{limit}\n")
         (group.parent / "memory.current").write_text(f"{used}\n")
         (group.parent / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
-    assert free_bytes(CPU, proc, groups) == expected
+    assert free_bytes(CPU, proc, tmp_path / "cgroup") == expected
 
 
 @pytest.mark.acceptance
-def test_limit_on_address_space_is_one_on_free_memory():
-    """In a process of its own, since a limit cannot be raised again by everybody."""
+def test_limit_on_address_space_limits_free_memory():
+    """In a separate process, since a limit cannot be raised again."""
     program = (
         "import resource, torch; from tahq.memory.free_memory import _table, _PROC, free_bytes\n"
         "used = _table(_PROC / 'self' / 'status')['VmSize']\n"
@@ -163,7 +154,7 @@ def test_limit_on_address_space_is_one_on_free_memory():
 
 
 def test_worker_whose_memory_is_full_ends_with_status_4_and_figures(tmp_path):
-    """The head's logits, 4·T·V = 4 · 4,096 · 50,257 bytes, do not fit into what stage 1 is left."""
+    """The head's logits, 4·T·V = 4 · 4,096 · 50,257 bytes, exceed the memory that is left to stage 1."""
     made = tiny(
         model={"num_layers": 2, "vocab_size": 50257},
         data={"seq_len": 512},
@@ -174,21 +165,15 @@ def test_worker_whose_memory_is_full_ends_with_status_4_and_figures(tmp_path):
     coordinator = start(tmp_path, "tahq", "coordinator", "cluster.yaml", "--bind", "127.0.0.1:0")
     peer = coordinator.stdout.readline().split()[-1]
     workers = [start(tmp_path, "tahq-worker", "--stage", str(stage), "--peer", peer) for stage in range(2)]
-    used = virtual_bytes(workers[1].pid)
-    resource.prlimit(workers[1].pid, resource.RLIMIT_AS, (used + 700 * 2**20, used + 700 * 2**20))
+    with open(f"/proc/{workers[1].pid}/statm") as file:
+        limit = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + 700 * 2**20
+    resource.prlimit(workers[1].pid, resource.RLIMIT_AS, (limit, limit))
     ends = [process.communicate(timeout=120) for process in (*workers, coordinator)]
-    assert workers[1].returncode == 4, ends[1]
-    assert coordinator.returncode == 4, ends[2]
-    for _, stderr in (ends[1], ends[2]):
+    assert (workers[1].returncode, coordinator.returncode) == (4, 4), ends
+    for _, stderr in ends[1:]:
         assert "stage 1 " in stderr
-        assert re.search(r"out of memory: [\d.]+ [GM]iB more were wanted, [\d.]+ [GM]iB are free on cpu", stderr), (
-            stderr
-        )
+        wanted = r"out of memory: [\d.]+ [GM]iB more were wanted, [\d.]+ [GM]iB are free on cpu"
+        assert re.search(wanted, stderr), stderr
         assert f"{4 * 4096 * 50257 / 2**30:.2f} GiB" in stderr
         assert re.search(r"training\.micro_batch: 4 \(\d\.\d\d GiB less\)", stderr)
         assert "Traceback" not in stderr
-
-
-def virtual_bytes(pid: int) -> int:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,5 +1,6 @@
-"""Options that several commands share, and how a command ends: one line on stderr and an exit status.
+"""The common parts of all commands: options, tables, result files, and how they end.
 
+- A command ends with an exit status and at most one line on stderr.
 - A mistake of the user is one line, ``tahq-launch: cluster.yaml:3: …``, without a traceback.
 - A traceback is shown with ``--debug``, and is always in the log of a run that has one.
 - The exit status is the error class's (`tahq.errors`); any other exception is status 1.
@@ -112,3 +113,33 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Columns as wide as their widest cell; numbers to the right, columns named in `left` to the left."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        pairs = zip(cells, widths, strict=True)
+        padded = [cell.ljust(n) if index in left else cell.rjust(n) for index, (cell, n) in enumerate(pairs)]
+        return "  " + "  ".join(padded).rstrip()
+
+    return "\n".join(line(cells) for cells in (titles, *rows))
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> None:
+    """Print a table to stdout; see `plain_table`."""
+    if not sys.stdout.isatty():
+        print(plain_table(titles, rows, left))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)

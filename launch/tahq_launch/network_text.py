@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tahq.comm.network_config import HostConfig, PairConfig
 from tahq.config.cluster import ClusterConfig
 from tahq.units import format_rate
-from tahq_launch.tables import plain_table
+from tahq_launch.command_line import plain_table
 
 _BACKENDS = {
     "auto": "the kernel's netem if available, else a TUN device",

@@ -1,4 +1,4 @@
-"""What a stage of a configuration keeps in memory, by `memory/estimate.py`."""
+"""The memory of a configuration's stages, by `memory/estimate.py`."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,16 +17,9 @@ from tahq.quant import get_codec
 
 
 def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: bool) -> StageMemory:
-    """All chunks of a stage together, when most is kept: peaks of one chunk's micro-batches are not those of another's.
+    """All chunks of a stage together at the peak, which different chunks reach at different times.
 
-    Args:
-        config: resolved; of one that is not, layers are divided by counted cost.
-        spec: its model.
-        stage: which.
-        bf16: whether it computes under bf16 autocast.
-
-    Raises:
-        ModelError: the model cannot be divided so.
+    Layers of a configuration that is not resolved are divided by counted cost.
     """
     ranges = divide(counted_costs(spec, config.data.seq_len), config.pipeline.num_chunks, config.pipeline.layers)
     row = config.pipeline.actions(config.training.num_micro_batches).actions[stage]
@@ -36,7 +29,7 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
         return stage_memory(spec, ranges[chunk], replace(numbers, in_flight=in_flight, put_off=put_off))
 
     def one(chunk: int, is_put_off: bool) -> StageMemory:
-        """What a micro-batch in flight adds; every one of them adds as much."""
+        """The memory that each micro-batch in flight adds."""
         return combined([(memory(chunk, in_flight=1, put_off=int(is_put_off)), 1), (idle[chunk], -1)])
 
     idle = {chunk: memory(chunk) for chunk in chunks_of(config, stage)}
@@ -49,9 +42,9 @@ def stage_estimate(config: ClusterConfig, spec: ModelSpec, stage: int, *, bf16: 
 
 
 def _held(row: Iterable[Action]) -> Iterator[dict[tuple[int, bool], int]]:
-    """Micro-batches in flight during each action of a row, the one that it makes or frees included.
+    """Micro-batches in flight during each action of a row, including those that it starts or frees.
 
-    By chunk, and by whether the gradient of their input is being computed or was, so that only W is left.
+    By chunk, and by whether I, the gradient of the input, has begun, so that only W is left.
     """
     held: Counter[tuple[int, bool]] = Counter()
     for action in row:

@@ -22,7 +22,7 @@ from tahq.quant.gaussian_bound import relative_error_bound
 from tahq.quant.tiling import ENCODABLE
 from tahq.units import format_size
 from tahq_launch.analysis.codec_inspection import codec_errors
-from tahq_launch.tables import print_table
+from tahq_launch.command_line import print_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,15 +25,11 @@ from tahq.quant.inspection import (
     section_table,
     statistics,
 )
-from tahq_launch.tables import print_table
+from tahq_launch.command_line import print_table
 
 
 def print_codecs(shape: Sequence[int], *, json_lines: bool) -> None:
-    """Every codec with its default parameters, and its bits per element for a tensor of this shape.
-
-    Raises:
-        UserError: no codec takes this shape.
-    """
+    """Every codec with its default parameters, and its bits per element for a tensor of this shape."""
     with codec_errors("--shape"):
         rows = [_codec_row(name, summary, shape) for name, summary in codec_summaries().items()]
     if json_lines:
@@ -71,11 +67,7 @@ class StreamRequest:
 
 
 def print_stream(request: StreamRequest) -> None:
-    """Describe the stream in a file.
-
-    Raises:
-        UserError: the file cannot be read, a shape has no spec, or the codec refuses the stream.
-    """
+    """Describe the stream in a file; UserError if the codec refuses it."""
     try:
         data = bytearray(request.file.read_bytes())
     except OSError as error:

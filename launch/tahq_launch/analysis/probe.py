@@ -21,8 +21,7 @@ from tahq.pipeline.probe.result import ProbedStep, collect
 from tahq_launch.analysis import probe_report as report
 from tahq_launch.analysis.probe_report import ProbeFacts
 from tahq_launch.analysis.probe_setup import ProbeRequest, ProbeSetup, open_setup
-from tahq_launch.command_line import check_writable, write_text
-from tahq_launch.tables import print_table
+from tahq_launch.command_line import check_writable, print_table, write_text
 
 _QUIET_S = 5.0
 

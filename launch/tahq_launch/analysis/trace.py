@@ -13,10 +13,9 @@ from tahq.observe.bottleneck import diagnose
 from tahq.observe.metrics_reader import median_step, read_steps
 from tahq.observe.run_history import RECENT_STEPS
 from tahq.observe.trace_file import merged, read_picture, trace_path
-from tahq_launch.command_line import write_text
+from tahq_launch.command_line import print_table, write_text
 from tahq_launch.start.codec_choice import wire_facts
 from tahq_launch.start.run_folder import RunFolder
-from tahq_launch.tables import print_table
 
 STAGE_TITLES = ("stage", "forward", "backward", "encode", "decode", "wait", "from", "memory", "other", "commit")
 LINK_TITLES = ("link", "carries", "sending", "queued", "idle", "on the wire", "busy")

@@ -44,11 +44,7 @@ class PlanRequest:
 
 
 def plan_cluster(request: PlanRequest) -> None:
-    """Plan, print the plan and its explanation, and write the requested files.
-
-    Raises:
-        UserError: the request or its files are invalid; no choice of hosts has the memory.
-    """
+    """Plan, print the plan and its explanation, and write the requested files."""
     for path in (request.write, request.json_path):
         if path is not None:
             check_writable(path)
@@ -110,12 +106,7 @@ def _write_planned(path: Path, config: ClusterConfig, planned: Planned) -> None:
 def planned_config(
     config: ClusterConfig, table: ClusterTable, plan: PipelinePlan
 ) -> tuple[ClusterConfig, Sequence[str]]:
-    """Put a plan into a resolved configuration; also returns notes on parts of the plan that it cannot express.
-
-    Raises:
-        UserError: the plan's hosts are not the configuration's.
-        ConfigError: the configuration with the plan in it is invalid.
-    """
+    """Put a plan into a resolved configuration; also returns notes on parts of the plan that it cannot express."""
     values = config.model_dump(mode="json")
     values["training"]["micro_batch"] = plan.micro_batch
     values["pipeline"] |= {

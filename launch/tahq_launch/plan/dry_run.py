@@ -27,11 +27,11 @@ from tahq.quant.aqsgd.codec import AqsgdCodec
 from tahq.quant.config import WireConfig
 from tahq.units import format_rate, format_size
 from tahq.worker.assembly import block_ranges, computes_in_bf16
+from tahq_launch.command_line import plain_table
 from tahq_launch.network_text import describe_network
 from tahq_launch.plan.numbers import stage_device
 from tahq_launch.plan.step_traffic import StepFlow, host_traffic, link_speeds, step_flows, wire_only_step_s
 from tahq_launch.start.codec_choice import codec_options
-from tahq_launch.tables import plain_table
 
 WIDTH = 100
 _MAX_PICTURES = 3
@@ -272,11 +272,7 @@ def _grid(schedule: Schedule) -> str:
 
 
 def codec_memory(config: ClusterConfig, spec: ModelSpec) -> str:
-    """The caches of AQ-SGD; empty for other codecs.
-
-    Raises:
-        DataError: the data cannot be read here.
-    """
+    """The caches of AQ-SGD; empty for other codecs."""
     codec, stages = get_codec(config.wire.activations), config.pipeline.stages
     if not isinstance(codec, AqsgdCodec) or not codec.is_stateful or stages == 1:
         return ""

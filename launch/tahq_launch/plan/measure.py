@@ -26,10 +26,9 @@ from tahq.plan.measure.measured import Imitated, Measured
 from tahq.plan.measure.meter_wire import LONGEST_S
 from tahq.quant import CodecSpec
 from tahq.units import format_rate, format_size
-from tahq_launch.command_line import announce, check_writable
+from tahq_launch.command_line import announce, check_writable, print_table
 from tahq_launch.start.launcher import ORDERLY, run_stages
 from tahq_launch.start.prepared_run import PreparedRun, StartRequest
-from tahq_launch.tables import print_table
 
 _MOST_CONNECTIONS = 32
 

@@ -44,11 +44,7 @@ def read_numbers(path: Path) -> KnownNumbers:
 
 
 def check_names(config: ClusterConfig, cluster: ClusterNumbers, source: Path) -> None:
-    """Compare the numbers' hosts with a list of hosts in cluster.yaml.
-
-    Raises:
-        ConfigError: a host that only one of the two knows.
-    """
+    """Refuse numbers of other hosts than those listed in cluster.yaml; ConfigError names the host."""
     if isinstance(config.hosts, str):
         return
     listed = host_labels(config.hosts, config.pipeline.stages)

@@ -10,7 +10,7 @@ from tahq.plan.planner import Planned
 from tahq.plan.prediction import Prediction, predict
 from tahq.plan.problem import PipelinePlan, named
 from tahq.units import format_rate, format_size
-from tahq_launch.tables import plain_table
+from tahq_launch.command_line import plain_table
 
 _RESOURCES = {
     "compute": "compute of",

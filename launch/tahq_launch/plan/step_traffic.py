@@ -48,11 +48,7 @@ class LinkSpeeds:
 
 
 def link_speeds(config: ClusterConfig) -> LinkSpeeds:
-    """The speeds of a configuration without a profile, its caps included.
-
-    Raises:
-        ConfigError: a cap is a share of a rate that is not known.
-    """
+    """The speeds of a configuration without a profile, its caps included."""
     stages, links = config.pipeline.stages, config.links
     own = [host_shaping(links, config.hosts, stage, stages) for stage in range(stages)]
     network = LinkSpeeds((math.inf,) * stages, (math.inf,) * stages, links.delay, {})

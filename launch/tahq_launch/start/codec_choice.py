@@ -69,8 +69,7 @@ def _replay(path: Path, ladders: Mapping[Traffic, Ladder], num_links: int) -> Re
 def recorded_codecs(path: Path) -> Recorded:
     """The codecs by step, counted from 1, and by link and direction; an incomplete last line is ignored.
 
-    Raises:
-        ConfigError: the file cannot be read, or does not record the codecs of a run.
+    ConfigError if the file does not record the codecs of a run.
     """
     try:
         recorded = dict(read_lines(path, _step, "the codecs of a step"))

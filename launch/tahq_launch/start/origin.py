@@ -38,9 +38,7 @@ class Origin:
 def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[ClusterConfig, Origin]:
     """The resolved configuration, and where the run continues: at the killed coordinator's step, or at a checkpoint.
 
-    Raises:
-        SnapshotError: a change of the configuration that a resumed run cannot have.
-        NothingToDoError: all steps are done.
+    SnapshotError if the configuration was changed as no resumed run can be, NothingToDoError if all steps are done.
     """
     kept, problem = None, ""
     try:

@@ -93,11 +93,7 @@ def _account_key(*, must_be_known: bool) -> KeyPair:
 
 
 def keys_from_stdin() -> Credentials:
-    """The keys that a launcher wrote on this worker's stdin; reads nothing beyond that line.
-
-    Raises:
-        UserError: it wrote something else, or nothing.
-    """
+    """The keys that a launcher wrote on this worker's stdin; reads nothing beyond that line."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _LINE_NBYTES and (byte := os.read(0, 1)):
         line += byte
@@ -122,11 +118,7 @@ def keys_by_hand(key_file: Path | None, coordinator_key: str | None) -> Credenti
 
 
 def keygen(out: Path | None, *, show: bool) -> KeyPair:
-    """Create a key file, or with `show` read the existing one; by default this account's.
-
-    Raises:
-        UserError: the file exists already, or there is none to show, or it cannot be written or read.
-    """
+    """Create a key file, or with `show` read the existing one; by default this account's."""
     path = out or default_key_path()
     if show:
         return read_key_file(path)

@@ -32,12 +32,7 @@ ExitListener = Callable[[int, int, str], None]
 
 
 class StageProcess:
-    """A running worker, started as a program or forked from `forks`; its output is appended to `log_path`.
-
-    Raises:
-        OSError: the program cannot be started.
-        PeerLostError: the fork server has died.
-    """
+    """A running worker, started as a program or forked from `forks`; its output is appended to `log_path`."""
 
     def __init__(self, command: WorkerCommand, log_path: Path, forks: ForkServer | None = None) -> None:
         self.command = command
@@ -168,8 +163,7 @@ class Fleet:
     def restart(self, stage: int) -> bool:
         """Schedule a restart of a stage's worker, and kill the old one; False: it was not started from here.
 
-        Raises:
-            PeerLostError: no restarts are left.
+        PeerLostError if no restarts are left.
         """
         if stage not in self._commands:
             return False
