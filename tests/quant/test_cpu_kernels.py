@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as arrays
 from tahq.quant import bit_planes
 from tahq.quant.cpu.kernel import MIN_ELEMENTS_A_THREAD, Team, split
 from tahq.quant.cpu.numbers import (
+    Key,
     Values,
     float_to_bf16,
     float_to_half,
@@ -22,6 +23,8 @@ from tahq.quant.cpu.numbers import (
 )
 from tahq.quant.cpu.planes import read_number, read_planes, write_number, write_planes
 from tahq.quant.cpu.tiles import power_of_two, top_exponent
+from tahq.quant.fixed.cpu import draw
+from tahq.quant.stochastic_rounding import draws
 from tahq.quant.tah.cpu_select import NUM_COUNTS, mark_smallest
 
 F = np.float32
@@ -161,6 +164,13 @@ def test_ranges_cover_everything_once_and_start_at_multiples(count, parts, multi
     assert ranges[-1][1] == count
     assert all(first % multiple_of == 0 for first, _ in ranges)
     assert all(stop == first for (_, stop), (first, _) in pairwise(ranges))
+
+
+@pytest.mark.parametrize("key", [0, 1, 0xFEDCBA9876543210, 2**64 - 1])
+def test_draws_are_the_references(key):
+    expected = draws(1000, key, torch.device("cpu")).numpy()
+    np.testing.assert_array_equal(np.array([draw(index, Key.of(key)) for index in range(1000)]), expected)
+    assert draw(2**32 + 5, Key.of(key)) == expected[5]
 
 
 def test_team_returns_results_in_order_and_passes_errors_on():

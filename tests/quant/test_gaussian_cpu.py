@@ -11,7 +11,6 @@ from support.tile_agreement import (
     DTYPES,
     SHAPES,
     any_tensors,
-    as_bits,
     check,
     fixture_tensors,
     gaussians,
@@ -70,28 +69,12 @@ def test_both_halves_of_the_key_count(key):
     assert not any(torch.equal(codec.encode(x, key=key), other) for other in others)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "eden",
-        "eden:bits=3,group=64",
-        "eden:bits=8,group=32",
-        "wf",
-        "wf:center=off,bits=5,group=64",
-        "wf:bits=7.5,group=32",
-    ],
-)
-def test_differences_are_few_on_gaussians(spec):
-    for x in (gaussians((2, 300, 1600)), gaussians((4, 100, 1600), 1, spread=0.0)):
+@pytest.mark.parametrize("spec", ["eden", "eden:bits=8,group=32", "wf", "wf:bits=7.5,group=32,center=off"])
+def test_differences_are_few_on_gaussians_activations_and_gradients(spec):
+    for x in (gaussians((2, 150, 1600)), gaussians((2, 100, 1600), 1, spread=0.0), *fixture_tensors().values()):
         counted = check(spec, x, KEY)
         assert_few(counted)
         assert spec.startswith("wf") or counted.largest_step <= 1
-
-
-@pytest.mark.parametrize("spec", ["eden:bits=3", "wf"])
-def test_differences_are_few_on_activations_and_gradients(spec):
-    for x in fixture_tensors().values():
-        assert_few(check(spec, x, KEY))
 
 
 def test_common_parts_of_channels_cost_nothing():
@@ -124,85 +107,22 @@ def test_tiles_far_below_the_largest_agree(spec):
     check(spec, sinking(3), KEY)
 
 
-@both
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_number_of_threads_does_not_show(spec, dtype):
-    x = gaussians((2, 96, 1000), 4).to(dtype)
-    x[1, 3, 5] = math.nan
-    one, three = (get_codec(spec, backend="cpu", threads=threads) for threads in (1, 3))
-    buf = one.encode(x, key=KEY)
-    assert torch.equal(three.encode(x, key=KEY), buf)
-    values = [codec.decode(buf, x.shape, dtype, key=KEY) for codec in (one, three)]
-    assert torch.equal(as_bits(values[0]), as_bits(values[1]))
-
-
 @settings(max_examples=100)
 @given(spec=st.sampled_from(SPECS), x=any_tensors(), key=st.integers(0, 2**64 - 1))
 def test_any_values_are_read_alike(spec, x, key):
     check(spec, x, key)
 
 
-# -- refused streams -----------------------------------------------------------------------------------
-
-DAMAGED = {"eden": ("eden:bits=2.5,group=32", (3, 5, 96)), "wf": ("wf:bits=2.5,group=32", (3, 5, 90))}
-"""45 tiles each, of `wf` padded: one bit is left over behind the widths."""
-
-
-def put_mean(at, buf, bits):
-    buf[at("mean", 2) : at("mean", 4)] = torch.tensor([bits & 0xFF, bits >> 8], dtype=torch.uint8)
-
-
-DAMAGES = {
-    "version": lambda buf, at: buf[0].fill_(2),
-    "unknown flag": lambda buf, at: buf[1].fill_(2),
-    "another group": lambda buf, at: buf[2].fill_(6),
-    "header's zeros": lambda buf, at: buf[15].fill_(1),
-    "flag without a mark": lambda buf, at: buf[1].fill_(1),
-    "mark without the flag": lambda buf, at: buf[at("scale", 7)].fill_(255),
-    "dirty filling": lambda buf, at: buf[at("scale", -1) + 1].fill_(1),
-    "bits behind the widths": lambda buf, at: buf[at("width", -1)].bitwise_or_(0x80),
-    "one bit more": lambda buf, at: buf[at("width")].add_(1),
-    "eight bits everywhere": lambda buf, at: buf[at("width") : at("width", -1)].fill_(255),
-    "one bit everywhere": lambda buf, at: buf[at("width") : at("width", -1) + 1].zero_(),
-    "a mean that is infinite": lambda buf, at: put_mean(at, buf, 0x7C00),
-    "a mean that is NaN": lambda buf, at: put_mean(at, buf, 0xFE01),
-}
-
-
-def damage(name, buf, damaged):
-    sections = layout_of(*damaged).sections.by_name
-
-    def at(section, place=0):
-        return sections[section].start + place if place >= 0 else sections[section].stop + place
-
-    DAMAGES[name](buf, at)
-
-
-@both
-@pytest.mark.parametrize("name", DAMAGES)
-def test_what_the_reference_refuses_is_refused_alike(spec, name):
-    if spec == "eden" and "mean" in name:
-        return
-    spec, shape = DAMAGED[spec]
-    buf = get_codec(spec, backend="cpu").encode(gaussians(shape), key=KEY)
-    damage(name, buf, (spec, shape))
-    said = []
-    for backend in ("reference", "cpu"):
-        with pytest.raises(CodecError) as refusal:
-            get_codec(spec, backend=backend).decode(buf, shape, key=KEY)
-        said.append(str(refusal.value))
-    assert said[0] == said[1]
-
-
 @both
 def test_codes_beside_the_buffer_are_never_read(spec):
     """The widths say more planes than there are; behind the last one is a page that must not be touched."""
-    spec, shape = DAMAGED[spec]
-    codec = get_codec(spec, backend="cpu")
+    text, shape = f"{spec}:bits=2.5,group=32", (3, 5, 90)
+    codec = get_codec(text, backend="cpu")
     buf = codec.encode(gaussians(shape), key=KEY)
     memory = GuardedMemory(buf.numel())
-    codec.decode(memory.at_end(buf.numpy()), shape, key=KEY)
-    codec.decode(memory.at_start(buf.numpy()), shape, key=KEY)
-    damage("eight bits everywhere", buf, (spec, shape))
+    for place in (memory.at_end, memory.at_start):
+        codec.decode(place(buf.numpy()), shape, key=KEY)
+    width = layout_of(text, shape).sections.by_name["width"]
+    buf[width.start : width.stop - 1] = 255
     with pytest.raises(CodecError):
         codec.decode(memory.at_end(buf.numpy()), shape, key=KEY)
