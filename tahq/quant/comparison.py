@@ -109,11 +109,7 @@ def compare(
 
 
 def check_comparable(x: torch.Tensor) -> None:
-    """Refuse a tensor that no error can be measured on.
-
-    Raises:
-        CodecError: it is empty, all zero, not finite, or of another type.
-    """
+    """Refuse a tensor that no error can be measured on: empty, all zero, not finite, or of another type."""
     check_encodable(x)
     if not x.numel() or not x.any():
         raise CodecError(f"codecs are compared on a tensor with values; got shape {list(x.shape)}, nothing but zeros")

@@ -38,7 +38,10 @@ def one_compiles(kernels: str, folder: Path | None = None, longest_s: float = _L
         folder: of the lock files; the default is the system's temporary folder.
         longest_s: after waiting this long a process enters anyway.
     """
-    path = (folder or Path(tempfile.gettempdir())) / f"tahq-kernels-{os.getuid()}" / f"{_name_of(kernels)}.lock"
+    # Equal for processes that would read each other's cache.
+    cache_of = "\n".join((kernels, str(_INSTALLATION), *(os.environ.get(name, "") for name in _CACHES)))
+    name = blake2b(cache_of.encode(), digest_size=8).hexdigest()
+    path = (folder or Path(tempfile.gettempdir())) / f"tahq-kernels-{os.getuid()}" / f"{name}.lock"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -47,12 +50,6 @@ def one_compiles(kernels: str, folder: Path | None = None, longest_s: float = _L
         yield
     finally:
         os.close(lock)  # which unlocks it
-
-
-def _name_of(kernels: str) -> str:
-    """Equal for processes that would read each other's cache."""
-    told = "\n".join((kernels, str(_INSTALLATION), *(os.environ.get(name, "") for name in _CACHES)))
-    return blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def _wait(lock: int, kernels: str, longest_s: float) -> None:

@@ -58,19 +58,15 @@ def header_guesses(buf: torch.Tensor) -> dict[str, tuple[HeaderField, ...]]:
 
 def header_fields(spec: CodecSpec, buf: torch.Tensor) -> tuple[HeaderField, ...]:
     """The header's bytes under their names, valid or not; empty for a codec without one."""
-    description = _description(spec)
+    description = _DESCRIPTIONS[spec.name]
     if description.header and buf.numel() < HEADER_NBYTES:
         raise CodecError(f"{spec}: a stream has a header of {HEADER_NBYTES} bytes; got {buf.numel()} bytes")
     return _read_header(description, buf)
 
 
 def section_table(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor) -> tuple[SectionRow, ...]:
-    """The sections of the stream of a tensor of this shape, header included.
-
-    Raises:
-        CodecError: the codec refuses the shape, or the stream's layout cannot be determined.
-    """
-    description = _description(spec)
+    """The sections of the stream of a tensor of this shape, header included."""
+    description = _DESCRIPTIONS[spec.name]
     sections = description.sections(spec, shape, buf)
     rows = tuple(_section_rows(description, sections))
     header = SectionRow("header", 0, HEADER_NBYTES, 0, ", ".join(byte.name for byte in description.header))
@@ -78,20 +74,12 @@ def section_table(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor) -> t
 
 
 def statistics(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor, *, key: int = 0) -> Statistics:
-    """Totals over a stream's metadata, and the range of its decoded values.
+    """Totals over a stream's metadata, and the range of its decoded values; CodecError for what the decoder refuses.
 
-    Streams of a stateful codec cannot be decoded without its memory: for these only metadata.
-
-    Args:
-        spec: which codec wrote the stream.
-        shape: of the tensor.
-        buf: uint8 [nbytes].
-        key: that it was encoded with, where the decoder needs it (`eden`); with another the values are wrong.
-
-    Raises:
-        CodecError: whatever the decoder refuses.
+    Streams of a stateful codec cannot be decoded without its memory: for these only metadata. With another key than the
+    encoder's, the values of a randomised codec are wrong.
     """
-    description, codec = _description(spec), get_codec(spec, backend="reference")
+    description, codec = _DESCRIPTIONS[spec.name], get_codec(spec, backend="reference")
     accepted = accept(buf, description.sections(spec, shape, buf).nbytes, spec)
     said = description.statistics(spec, shape, accepted)
     values = {} if codec.is_stateful else _range(codec.decode(accepted, shape, key=key))
@@ -107,10 +95,6 @@ def hex_rows(buf: torch.Tensor, rows: Sequence[SectionRow], limit: int) -> Itera
     for start in range(0, len(data), _ROW):
         line = f"{start:0{width}x}  {data[start : start + _ROW].hex(' '):47}  {titles.get(start, '')}"
         yield line.rstrip()
-
-
-def _description(spec: CodecSpec) -> Description:
-    return _DESCRIPTIONS[spec.name]
 
 
 def _read_header(description: Description, buf: torch.Tensor) -> tuple[HeaderField, ...]:

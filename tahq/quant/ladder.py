@@ -18,12 +18,7 @@ _TAH_SHARES = (Fraction(0), Fraction(2, 5), Fraction(4, 5), Fraction(1))
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Rungs in ascending order of their length.
-
-    Attributes:
-        specs: canonical.
-        nbytes: of one frame's payload under each.
-    """
+    """Rungs in ascending order of their length: canonical specs, and bytes of one frame's payload under each."""
 
     specs: tuple[str, ...]
     nbytes: tuple[int, ...]

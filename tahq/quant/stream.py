@@ -69,12 +69,8 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything about a stream that the shape and the spec decide.
-
-    Attributes:
-        header: the bytes before e, with their names; the flags are 0 here.
-        sections: where each section lies.
-    """
+    """Everything about a stream that the shape and the spec decide; `header` are the bytes before e, the flags being
+    0."""
 
     min_exponent: ClassVar[int] = TOP_EXPONENT - 127
     """e of the largest fp32 numbers."""
@@ -193,11 +189,10 @@ class Description:
     """The streams of one codec.
 
     Attributes:
-        summary: the codec in a few words.
         header: its bytes, in order; the rest of the 16 are zeros. Empty for a codec without a header.
         contents: the content of each section, by name.
-        sections: from a spec, a shape and a stream, which few codecs need to read.
-        statistics: from the same; checks the stream.
+        sections: of a spec, a shape and a stream, which few codecs need to read.
+        statistics: of the same; checks the stream.
     """
 
     summary: str

@@ -86,8 +86,7 @@ class Tiling:
     def join(self, tiles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of `shape` and `dtype` from fp32 tiles [B, S, M, G], which may be overwritten.
 
-        A finite value beyond the largest of `dtype` becomes that largest, so that rounding never
-        makes an infinity out of what was finite; NaN stays NaN.
+        A finite value beyond the largest of `dtype` becomes that largest; NaN stays NaN.
         """
         largest = torch.finfo(dtype).max
         padded = tiles.reshape(self.num_samples, self.tokens_per_sample, self.tiles_per_token * self.group)

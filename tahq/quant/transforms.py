@@ -19,15 +19,8 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
 def top_exponent(x: torch.Tensor, finite: torch.Tensor, top: int) -> torch.Tensor:
     """The power of two that takes the largest magnitude of x into [2^top, 2^(top+1)): c of Eq. 24 as 2^e.
 
-    e = top − ⌊log2 max|x|⌋, at most 127, over the tiles marked finite; 0 where they are all zero.
-
-    Args:
-        x: fp32 [..., G].
-        finite: bool [...].
-        top: exponent aimed at.
-
-    Returns:
-        int32 without dimensions; it is never below top − 127.
+    e = top − ⌊log2 max|x|⌋, at most 127, over the tiles of fp32 [..., G] that are marked finite; 0 where all are zero.
+    An int32 without dimensions, never below top − 127.
     """
     known = torch.where(finite, largest_magnitude(x), 0.0).flatten()
     overall = torch.nn.functional.pad(known, (0, 1)).amax()  # one zero more: there may be no tile at all

@@ -15,7 +15,7 @@ from support.codec_backends import backends_of, can_run, device_of, every_codec_
 from support.stream_mutations import mutated
 
 from tahq.errors import CodecError
-from tahq.quant import CodecSpec, get_codec
+from tahq.quant import get_codec
 
 # Spec -> relative error ‖x̂ − x‖/‖x‖ that Gaussian values stay below, by the arithmetic beside it.
 SPECS = {
@@ -105,8 +105,10 @@ def test_round_trip_keeps_shape_type_length_and_values(spec, backend, dtype):
 
 
 @every_codec
-def test_empty_tensors_round_trip(spec, backend):
+def test_empty_tensors_and_zeros_round_trip(spec, backend):
     codec = get_codec(spec, backend=backend)
+    zeros = torch.zeros(3, 5, 72, device=device_of(backend))
+    assert torch.equal(codec.decode(codec.encode(zeros), zeros.shape), zeros)
     for shape in EMPTY_SHAPES:
         buf = codec.encode(torch.empty(shape, device=device_of(backend)))
         assert has_its_length(buf, codec, shape)
@@ -138,20 +140,11 @@ def test_strides_do_not_matter(spec, backend):
     for name, view in views.items():
         assert not view.is_contiguous()
         assert torch.equal(expected, codec.encode(view, key=9)), name
-    repeated = x[:1].expand(4, 5, 96)
-    assert torch.equal(codec.encode(repeated, key=9), codec.encode(repeated.contiguous(), key=9))
-
-
-@every_codec
-@pytest.mark.parametrize("shape", [(64, 5), (2, 64, 5), (2, 40, 5), (2, 1, 64, 1)], ids=str)
-def test_channels_need_not_lie_side_by_side(spec, backend, shape):
-    """Shapes are those in memory; channels, the last but one there, fill whole tiles or are padded."""
-    codec = get_codec(spec, backend=backend)
-    for dtype in DTYPES[:1] if is_slow(backend) else DTYPES:
-        x = gaussian(shape, dtype=dtype, backend=backend).transpose(-1, -2)
-        assert torch.equal(codec.encode(x, key=9), codec.encode(x.contiguous(), key=9))
-        some = gaussian((*shape[:-1], 9), dtype=dtype, backend=backend)[..., ::2]
-        assert torch.equal(codec.encode(some, key=9), codec.encode(some.contiguous(), key=9))
+    others = [x[:1].expand(4, 5, 96), x.transpose(1, 2), x.transpose(1, 2)[..., ::2], x.half().transpose(1, 2)]
+    for view in others:
+        assert torch.equal(codec.encode(view, key=9), codec.encode(view.contiguous(), key=9))
+    strided = torch.stack((expected, expected), dim=1)[:, 0]
+    assert torch.equal(codec.decode(strided, x.shape), codec.decode(expected, x.shape))
 
 
 @every_codec
@@ -163,8 +156,7 @@ def test_only_a_randomised_codec_looks_at_the_key(spec, backend):
 
 
 @every_codec
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 3, 64), (2, 3, 100)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3, 64), torch.bfloat16), ((2, 3, 100), torch.float32)], ids=str)
 def test_decoded_tensor_is_fresh_and_aligned_wherever_the_buffer_lies(spec, backend, dtype, shape):
     codec = get_codec(spec, backend=backend)
     buf = codec.encode(gaussian(shape, backend=backend))
@@ -178,14 +170,6 @@ def test_decoded_tensor_is_fresh_and_aligned_wherever_the_buffer_lies(spec, back
         backing.fill_(0)
         assert torch.equal(as_bytes(back), as_bytes(expected)), "the result shares the buffer's memory"
         assert back.data_ptr() % 16 == 0
-
-
-@every_codec
-def test_decoding_takes_a_strided_buffer(spec, backend):
-    codec = get_codec(spec, backend=backend)
-    buf = codec.encode(gaussian((2, 64), backend=backend))
-    strided = torch.stack((buf, buf), dim=1)[:, 0]
-    assert torch.equal(codec.decode(strided, (2, 64)), codec.decode(buf, (2, 64)))
 
 
 @every_codec
@@ -247,12 +231,6 @@ def test_non_finite_value_is_flagged_and_comes_out_as_one(spec, backend, bad):
     assert not codec.decode(codec.encode(only_bad), shape).isfinite().any()
 
 
-@every_codec
-def test_zeros_stay_zeros(spec, backend):
-    codec, x = get_codec(spec, backend=backend), torch.zeros(3, 5, 72, device=device_of(backend))
-    assert torch.equal(codec.decode(codec.encode(x), (3, 5, 72)), x)
-
-
 def _exact_range(spec):
     return 65504.0 if "fp16" in spec else 3.38e38
 
@@ -267,13 +245,8 @@ def test_finite_values_of_any_size_stay_finite(spec, backend):
         buf = codec.encode(x)
         assert not codec.has_non_finite(buf)
         assert codec.decode(buf, x.shape).isfinite().all()
-
-
-@every_codec
-def test_fp16_at_its_limit_decodes_to_finite_fp16(spec, backend):
     x = torch.full((2, 64), 65504.0, dtype=torch.float16, device=device_of(backend))
     x[:, ::3] = -65504.0
-    codec = get_codec(spec, backend=backend)
     assert codec.decode(codec.encode(x), x.shape, torch.float16).isfinite().all() or spec == "raw:dtype=bf16"
 
 
@@ -306,13 +279,6 @@ def test_cuda_writes_streams_that_cpu_reads_and_does_not_synchronise(spec, backe
         read_here = here.decode(buf.cpu(), shape, key=5)
         assert torch.equal(codec.decode(buf, shape, key=5).cpu(), read_here)
         assert (read_here - x).norm() <= x.norm() * (SPECS[spec] + 1e-6)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_spec_is_canonical(spec):
-    codec = get_codec(spec)
-    assert CodecSpec.parse(str(codec.spec)) == codec.spec
-    assert get_codec(codec.spec).encoded_nbytes((2, 100)) == codec.encoded_nbytes((2, 100))
 
 
 @every_codec

@@ -48,13 +48,6 @@ def test_a_record_has_visits_and_a_checksum_of_the_bytes(cache):
     assert checksum(entry(1.5)) == expected
 
 
-def test_entries_are_copies(cache):
-    cache.store(0, entry(1))
-    got = cache.entries([0])
-    got.zero_()
-    assert float(cache.entries([0])[0, 0, 0]) == 1
-
-
 def test_blocks_of_files_are_mapped_have_no_name_and_reserve_their_space(tmp_path):
     folder = tmp_path / "a" / "cache"
     num_values = 256 * 1024

@@ -107,36 +107,6 @@ def test_epochs_in_shuffled_order_stay_agreed_and_send_few_bits_from_the_second_
     assert visits.tolist() == [4] * NUM_SAMPLES
 
 
-def test_first_visit_sends_fp16_exactly_and_a_micro_batch_may_mix():
-    cut = Cut()
-    x = micro_batch([0, 1]).half()
-    assert torch.equal(cut.send(x, [0, 1]), x)
-    mixed = micro_batch([5, 0, 6, 1], seed=1)
-    got = cut.send(mixed, [5, 0, 6, 1])
-    assert torch.equal(got[[0, 2]], mixed[[0, 2]].half().float())
-    assert not torch.equal(got[1], mixed[1].half().float())
-    assert (got[[1, 3]] - mixed[[1, 3]]).norm() < 0.1 * (mixed[[1, 3]] - x.float()).norm() * 2
-
-
-def test_only_samples_that_are_sent_as_changes_enter_the_scale():
-    alone, mixed = Cut(), Cut()
-    for cut in (alone, mixed):
-        cut.visit([0])
-    x = micro_batch([0], seed=1)
-    expected = alone.send(x, [0])
-    assert torch.equal(mixed.send(torch.cat((x, 1000 * x)), [0, 9])[:1], expected)
-
-
-def test_sending_the_same_again_comes_closer_each_time():
-    """A constant activation: what is left shrinks by 2^(b−1), or to the step of fp16."""
-    cut, x = Cut(), micro_batch([3], seed=5)
-    cut.visit([3], seed=4)
-    errors = [float((cut.send(x, [3]) - x).norm() / x.norm()) for _ in range(4)]
-    assert errors[1] < errors[0] / 4
-    assert errors[2] <= errors[1]
-    assert errors[3] < 2**-11
-
-
 def test_a_slow_drift_costs_less_than_sending_without_memory():
     cut, direct = Cut(), get_codec("aqsgd:cache=none")
     base, way = micro_batch([0, 1]), noise(7, 2, S, C)
@@ -146,18 +116,6 @@ def test_a_slow_drift_costs_less_than_sending_without_memory():
         errors["memory"].append(float((cut.send(x, [0, 1]) - x).norm()))
         errors["none"].append(float((direct.decode(direct.encode(x), x.shape) - x).norm()))
     assert max(errors["memory"]) < min(errors["none"]) / 5
-
-
-def test_of_a_sample_that_occurs_twice_both_are_relative_to_what_was_and_the_last_stays():
-    cut, x = Cut(), micro_batch([4, 4, 4], seed=3)
-    first = cut.send(x, [4, 4, 4])
-    assert torch.equal(first, x.half().float())
-    assert torch.equal(cut.remembered(4), x[2].half())
-    again = cut.send(torch.stack((x[0], x[2], x[2])), [4, 4, 4])
-    assert torch.equal(again[1], again[2])
-    assert torch.equal(cut.remembered(4).float(), again[2])
-    assert cut.memories[0]["visits"].tolist() == [6]
-    cut.assert_agreed()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -170,15 +128,6 @@ def test_every_input_type_keeps_the_ends_agreed(dtype):
         assert (back.float() - x.float()).abs().max() < 0.1
         cut.assert_agreed()
     assert torch.equal(back, torch.stack([cut.remembered(0), cut.remembered(1)]).to(dtype))
-
-
-def test_shapes_of_any_number_of_dimensions_are_samples_of_tokens():
-    for shape, ids in [((6,), [3]), ((2, 5), [0, 1]), ((2, 2, 3, 4), [8, 9])]:
-        cut = Cut()
-        for seed in range(2):
-            x = noise(seed, *shape)
-            assert cut.send(x, ids).shape == x.shape
-        cut.assert_agreed()
 
 
 def test_tensors_without_elements_are_a_header_and_no_visit():
@@ -239,19 +188,15 @@ def test_without_a_cache_ids_do_not_matter():
 # -- disagreement --------------------------------------------------------------------------------
 
 
-def test_a_visit_that_one_end_missed_is_noticed_at_the_next():
+@pytest.mark.parametrize("visits", [0, 1])
+def test_a_visit_that_one_end_missed_is_noticed_at_the_next(visits):
     cut = Cut()
-    cut.visit([0, 5])
+    if visits:
+        cut.visit([0, 5])
     cut.sender.encode(micro_batch([5], seed=1), sample_ids=[5])
-    with pytest.raises(CodecError, match=r"sample 5 differently: the sender after 2 visits .* this end after 1 visits"):
-        cut.visit([0, 5], seed=2)
-
-
-def test_a_first_visit_that_one_end_missed_is_noticed():
-    cut = Cut()
-    cut.sender.encode(micro_batch([3]), sample_ids=[3])
-    with pytest.raises(CodecError, match=r"sample 3 differently: the sender after 1 visits .* after 0 visits"):
-        cut.visit([3], seed=1)
+    message = rf"sample 5 differently: the sender after {visits + 1} visits .* this end after {visits} visits"
+    with pytest.raises(CodecError, match=message):
+        cut.visit([0, 5] if visits else [5], seed=2)
 
 
 def test_a_memory_that_changed_is_noticed_by_its_checksum():
@@ -279,23 +224,6 @@ def test_a_stream_of_other_samples_than_are_due_is_refused(sent, due, message):
         cut.receiver.decode(stream, x.shape, sample_ids=due)
 
 
-def test_what_is_refused_is_not_remembered():
-    cut = Cut()
-    cut.visit([0, 1])
-    before = cut.memories[1]
-    x = micro_batch([0, 1, 2], seed=1)
-    stream = cut.sender.encode(x, sample_ids=[0, 1, 2])
-    damaged = stream.clone()
-    damaged[-1] ^= 1
-    for bad in (damaged, stream[:-16], stream[:40]):
-        with pytest.raises(CodecError):
-            cut.receiver.decode(bad, x.shape, sample_ids=[0, 1, 2])
-    after = cut.memories[1]
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    cut.receiver.decode(stream, x.shape, sample_ids=[0, 1, 2])
-    cut.assert_agreed()
-
-
 @pytest.mark.parametrize("ids", [[0], [0, 1, 2], [0, -1], [0, 2**63], []])
 def test_there_is_an_id_for_each_sample(ids):
     codec = get_codec("aqsgd")
@@ -311,21 +239,6 @@ def test_one_codec_is_of_one_cut():
 
 
 # -- sizes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 20), (3, 1, 1), (5, 1, 3), (2, 7, 33)], ids=str)
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_no_mix_of_visits_is_longer_than_was_said(shape, bits):
-    spec = f"aqsgd:bits={bits}"
-    lengths = []
-    for known in range(shape[0] + 1):
-        codec = get_codec(spec)
-        if known:
-            codec.encode(noise(0, known, *shape[1:]), sample_ids=range(known))
-        lengths.append(codec.encode(noise(1, *shape), sample_ids=range(shape[0])).numel())
-    codec = get_codec(spec)
-    assert max(lengths) == codec.encoded_nbytes(shape)
-    assert lengths[-1] == codec.revisit_nbytes(shape)
 
 
 @given(
@@ -357,6 +270,9 @@ def test_memory_is_two_bytes_a_value_at_either_end():
 
 def test_gpt2_xl_costs_what_the_paper_says():
     codec = get_codec("aqsgd")
+    x = noise(0, 2, 8, 16)
+    codec.encode(x, sample_ids=[0, 1])
+    assert codec.encode(x, sample_ids=[0, 1]).numel() == codec.revisit_nbytes(x.shape)
     # 1,024 tokens × 1,600 channels: 6.55 MB a sample for both ends; 4 bits and a scale a channel later
     assert 2 * codec.predicted_state_nbytes((1, 1024, 1600), 1) == 6_553_600
     bits = 8 * codec.revisit_nbytes((2, 1024, 1600)) / (2 * 1024 * 1600)
@@ -413,7 +329,7 @@ def test_state_whose_parts_do_not_fit_is_refused(damage):
     cut.visit([0, 1])
     state = saved(cut.sender)
     state[f"sent/{damage}"] = state[f"sent/{damage}"][:1]
-    with pytest.raises(SnapshotError, match="resume from another snapshot"):
+    with pytest.raises(SnapshotError, match="resume from another checkpoint"):
         other.load_state(state.keys(), state.__getitem__, (S, C))
 
 

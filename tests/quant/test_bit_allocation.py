@@ -20,14 +20,13 @@ def widths(levels, budget):
     return allocate(torch.tensor(levels, dtype=torch.int32), budget).tolist()
 
 
-@given(levels=st.lists(st.integers(0, 511), min_size=1, max_size=24), share=st.fractions(1, 8))
+@given(
+    levels=st.sampled_from([(0, 511), (100, 104)]).flatmap(
+        lambda ends: st.lists(st.integers(*ends), min_size=1, max_size=24)
+    ),
+    share=st.fractions(1, 8),
+)
 def test_equals_brute_force_greedy(levels, share):
-    budget = math.floor(share * len(levels))
-    assert widths(levels, budget) == greedy_widths(levels, budget)
-
-
-@given(levels=st.lists(st.integers(100, 104), min_size=1, max_size=24), share=st.fractions(1, 8))
-def test_equals_brute_force_greedy_where_most_are_equal(levels, share):
     budget = math.floor(share * len(levels))
     assert widths(levels, budget) == greedy_widths(levels, budget)
 
@@ -39,12 +38,6 @@ def test_first_tiles_of_equal_ones_get_what_is_left():
 def test_magnitudes_apart_by_an_octave_get_about_a_bit_more():
     assert widths([80, 72, 64, 56], 4 * 4) == [6, 5, 3, 2]  # a bit is worth 6 to 8 levels, an octave is 8
     assert widths([255, 0, 0, 0], 4 * 4) == [8, 3, 3, 2]
-
-
-def test_every_tile_has_one_bit_at_least_and_eight_at_most():
-    assert widths([510, 0, 0], 3 * 1) == [1, 1, 1]
-    assert widths([510, 0, 0], 3 * 8) == [8, 8, 8]
-    assert widths([], 0) == []
 
 
 def test_budget_is_spent_to_the_last_bit():

@@ -43,8 +43,3 @@ def test_packed_numbers_are_the_little_endian_integer_of_their_bits(width, data)
     back, left = bit_planes.unpack_numbers(packed, len(numbers), width)
     assert back.tolist() == numbers
     assert left.tolist() == [0] * (-len(numbers) * width % 8)
-
-
-def test_left_over_bits_are_returned():
-    _, left = bit_planes.unpack_numbers(torch.tensor([0b10100000], dtype=torch.uint8), 5, 1)
-    assert left.tolist() == [1, 0, 1]

@@ -22,7 +22,7 @@ from tahq.quant.cpu.numbers import (
     write_scaled,
 )
 from tahq.quant.cpu.planes import read_number, read_planes, write_number, write_planes
-from tahq.quant.cpu.tiles import power_of_two, top_exponent
+from tahq.quant.cpu.tiles import top_exponent
 from tahq.quant.fixed.cpu import draw
 from tahq.quant.stochastic_rounding import draws
 from tahq.quant.tah.cpu_select import NUM_COUNTS, mark_smallest
@@ -143,12 +143,6 @@ def test_selection_is_that_of_a_stable_sort(rows, data, length, few):
     np.testing.assert_array_equal(marked(values, length, count), expected)
 
 
-@pytest.mark.parametrize("exponent", [-127, -126, -1, 0, 10, 127])
-def test_power_of_two_is_exact(exponent):
-    assert power_of_two(exponent) == F(2.0**exponent)
-    assert power_of_two(exponent) > 0
-
-
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 2.0**-117, 1.0, 1.9999999, 2.0, 3.4e38])
 def test_exponent_takes_the_largest_to_the_top(largest):
     exponent = top_exponent(largest, 10)
@@ -178,8 +172,3 @@ def test_team_returns_results_in_order_and_passes_errors_on():
         assert team.share(9, lambda first, stop: (first, stop)) == [(0, 3), (3, 6), (6, 9)]
         with pytest.raises(ZeroDivisionError):
             team.share(9, lambda first, stop: 1 // (first - 6))
-
-
-def test_small_tensors_do_not_start_threads():
-    with Team(8, MIN_ELEMENTS_A_THREAD) as team:
-        assert team.share(100, lambda first, stop: (first, stop)) == [(0, 100)]

@@ -1,23 +1,15 @@
 """The rate-distortion bound: textbook cases, optimality against brute force, and the figures that the design quotes."""
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.boundary import boundary, needs_fixture
 
 from tahq.errors import CodecError
 from tahq.quant.gaussian_bound import distortion, relative_error_bound
-
-FOLDER = Path(os.environ.get("TAHQ_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-FIXTURE = FOLDER / "gpt2small_boundary.safetensors"
-
-needs_fixture = pytest.mark.skipif(
-    not FIXTURE.exists(), reason="no gpt2small_boundary.safetensors; set TAHQ_SHARED_DATA"
-)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +74,7 @@ def test_zeros_have_no_error_and_scalars_no_tiles():
 )
 def test_bound_at_3_8_bits_is_the_quoted_one(name, bound):
     """0.070 on activations, 0.042 to 0.048 on gradients: a variance a tile of 64, and not one a channel."""
-    from safetensors.torch import load_file
-
-    x = load_file(FIXTURE)[name]
+    x = boundary()[name]
     assert relative_error_bound(x, 3.8) == pytest.approx(bound, abs=6e-5)
     energy = x.double().square().mean(dim=(0, 1))
     by_channel = math.sqrt(distortion(energy, 3.8) / float(energy.mean()))

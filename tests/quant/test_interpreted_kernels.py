@@ -19,12 +19,13 @@ TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-FILES = ("test_tah_triton.py", "test_fixed_triton.py", "test_gaussian_triton.py", "../memory/test_adamw_triton.py")
-QUICK = ("test_fixed_triton.py", "../memory/test_adamw_triton.py")
+SHARED = ("test_codecs_triton.py", "../memory/test_adamw_triton.py")
+"""Of which a part is quick."""
 CASES = [
-    pytest.param(file, tier, marks=[] if tier == "not acceptance" and file in QUICK else pytest.mark.acceptance)
-    for file in FILES
-    for tier in ("not acceptance", "acceptance")
+    *((file, "not acceptance") for file in SHARED),
+    *(pytest.param(file, "acceptance", marks=pytest.mark.acceptance) for file in SHARED),
+    pytest.param("test_tah_triton.py", "", marks=pytest.mark.acceptance),
+    pytest.param("test_gaussian_triton.py", "", marks=pytest.mark.acceptance),
 ]
 
 

@@ -77,13 +77,6 @@ def test_follow_can_be_switched_off(file, text):
     assert file.load(LEAST, "wire.gradients=raw", "wire.follow=true", f"wire.follow={text}").wire.follow is None
 
 
-def test_keys_of_follow_can_be_set_where_it_was_only_switched_on(file):
-    wire = file.load(
-        LEAST, "wire.activations=raw", "wire.gradients=raw", "wire.follow=true", "wire.follow.raise_after=9"
-    )
-    assert wire.wire.follow.raise_after == 9
-
-
 @pytest.mark.parametrize(
     ("follow", "message"),
     [
@@ -100,12 +93,9 @@ def test_mistakes_in_follow_are_one_line(file, follow, message):
     assert message in file.refusal(LEAST, "wire.activations=raw", "wire.gradients=raw", f"wire.follow={follow}")
 
 
-def test_codecs_that_remember_do_not_follow(file):
+def test_follow_needs_stateless_codecs_and_a_replay_needs_ladders(file):
     wire = ("wire.activations=aqsgd", "wire.gradients=raw", "wire.follow=true")
     assert "'aqsgd' remembers the samples" in file.refusal(LEAST, *wire)
-
-
-def test_a_replay_needs_ladders(file):
     assert "give wire.follow its ladders too" in file.refusal(LEAST, "wire.gradients=raw", "wire.replay=metrics.jsonl")
 
 

@@ -11,10 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.mutated_decoding import CASES, jobs
-from support.stream_mutations import BATCH, mutated
 
 from tahq.quant.inspection import codec_summaries
 
@@ -80,24 +78,3 @@ def test_reading_one_byte_beside_the_buffer_ends_the_process(place, step):
     )
     stdout, stderr, status = finish(start("-c", program))
     assert (stdout, status) == ("inside\n", -signal.SIGSEGV), stderr
-
-
-def test_buffers_of_a_length_that_is_a_multiple_of_16_are_aligned_at_both_ends():
-    from support.guarded_memory import GuardedMemory
-
-    memory = GuardedMemory(5000)
-    for view in (memory.at_end(np.zeros(112, np.uint8)), memory.at_start(np.zeros(112, np.uint8))):
-        assert view.data_ptr() % 16 == view.storage_offset() % 16 == 0
-
-
-def test_mutations_are_the_same_for_a_seed_and_leave_the_streams_alone():
-    streams = np.arange(256, dtype=np.uint8).reshape(2, 128)
-    kept = streams.copy()
-    first, second = (
-        [next(batches) for _ in range(50)]
-        for batches in (mutated(streams, [(0, 16), (16, 17), (32, 128)], np.random.default_rng(s)) for s in (3, 3))
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-    assert np.array_equal(streams, kept)
-    assert {len(batch) for batch in first} == {BATCH}
-    assert len({batch.shape[1] for batch in first}) > 3, "lengths vary"

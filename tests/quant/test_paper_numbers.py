@@ -1,29 +1,13 @@
 """The figures that the design quotes for the paper's TAH, on boundary tensors of a trained GPT-2 small."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
+from support.boundary import boundary, needs_fixture
 
 from tahq.quant import get_codec
 from tahq.quant.spec import TahSpec
 from tahq.quant.tah import reference as tah_reference
 from tahq.quant.tah.stream import TahLayout, unpack
-
-FOLDER = Path(os.environ.get("TAHQ_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-FIXTURE = FOLDER / "gpt2small_boundary.safetensors"
-
-needs_fixture = pytest.mark.skipif(
-    not FIXTURE.exists(), reason="no gpt2small_boundary.safetensors; set TAHQ_SHARED_DATA"
-)
-
-
-@pytest.fixture(scope="module")
-def boundary():
-    from safetensors.torch import load_file
-
-    return load_file(FIXTURE)
 
 
 def relative_error(back, x):
@@ -37,14 +21,14 @@ def codec_error(x, spec="tah"):
 
 @needs_fixture
 @pytest.mark.parametrize(("block", "error"), [(2, 0.148), (5, 0.136), (8, 0.129)])
-def test_activation_error_is_the_quoted_one(boundary, block, error):
-    assert round(codec_error(boundary[f"act_after_block_{block}"]), 3) == error
+def test_activation_error_is_the_quoted_one(block, error):
+    assert round(codec_error(boundary()[f"act_after_block_{block}"]), 3) == error
 
 
 @needs_fixture
 @pytest.mark.parametrize(("block", "error"), [(2, 0.132), (5, 0.124), (8, 0.121)])
-def test_gradient_error_is_at_most_the_quoted_one(boundary, block, error):
-    assert round(codec_error(boundary[f"grad_after_block_{block}"]), 3) == error
+def test_gradient_error_is_at_most_the_quoted_one(block, error):
+    assert round(codec_error(boundary()[f"grad_after_block_{block}"]), 3) == error
 
 
 def error_without_power_of_two(x):
@@ -64,15 +48,15 @@ def error_without_power_of_two(x):
 
 @needs_fixture
 @pytest.mark.parametrize(("block", "error"), [(2, 0.132), (5, 0.125), (8, 0.122)])
-def test_quoted_gradient_errors_are_those_without_the_power_of_two(boundary, block, error):
+def test_quoted_gradient_errors_are_those_without_the_power_of_two(block, error):
     """The design quotes 0.132, 0.125, 0.122: what fp16 metadata of the unscaled gradients gives."""
-    assert error_without_power_of_two(boundary[f"grad_after_block_{block}"]) == pytest.approx(error, abs=6e-4)
+    assert error_without_power_of_two(boundary()[f"grad_after_block_{block}"]) == pytest.approx(error, abs=6e-4)
 
 
 @needs_fixture
-def test_bits_outliers_and_code_entropy_are_the_quoted_ones(boundary):
+def test_bits_outliers_and_code_entropy_are_the_quoted_ones():
     shares, entropies = [], []
-    for name, x in boundary.items():
+    for name, x in boundary().items():
         buf = get_codec("tah").encode(x)
         assert buf.numel() * 8 / x.numel() == pytest.approx(4.41, abs=0.005)
         tiles = unpack(TahLayout.of(TahSpec(), x.shape), buf)
@@ -90,5 +74,5 @@ def code_entropy(codes):
 
 
 @needs_fixture
-def test_transforming_every_tile_lowers_the_squared_error(boundary):
-    assert round(codec_error(boundary["act_after_block_2"], "tah:tau=0"), 3) == 0.111
+def test_transforming_every_tile_lowers_the_squared_error():
+    assert round(codec_error(boundary()["act_after_block_2"], "tah:tau=0"), 3) == 0.111

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.golden_cases import CASES, whole_number_values
+from support import tile_oracle as oracle
 
 from tahq.quant import get_codec
 
@@ -32,26 +32,10 @@ def tiles_per_alloc(alloc, g, per_token):
     return {"group": 1, "token": per_token}.get(alloc) or int(alloc) // g
 
 
-def oracle_exponent(x):
-    """e, from the tiles that are finite."""
-    largest = max((abs(float(v)) for tile in x for v in tile if np.isfinite(tile).all()), default=0.0)
-    return min(10 - (math.frexp(largest)[1] - 1), 127) if largest else 0
-
-
 def oracle_entropy(y):
     total = sum(abs(float(v)) for v in y) + 1e-12
     shares = [abs(float(v)) / total for v in y]
     return -sum(p * math.log(p + 1e-12) for p in shares)
-
-
-def butterflies(y):
-    y, h = [F(v) for v in y], 1
-    while h < len(y):
-        for start in range(0, len(y), 2 * h):
-            for i in range(start, start + h):
-                y[i], y[i + h] = F(y[i] + y[i + h]), F(y[i] - y[i + h])
-        h *= 2
-    return [F(v * F(1 / math.sqrt(len(y)))) for v in y]
 
 
 def oracle_tile(y, bits, tau, num_real):
@@ -64,7 +48,7 @@ def oracle_tile(y, bits, tau, num_real):
     if transformed:
         pivot, y, num_real = first, list(y), len(y)
         y[0], y[pivot] = y[pivot], y[0]
-        y = butterflies(y)
+        y = list(oracle.hadamard(np.array(y, F)))
     low, high, levels = min(y[:num_real]), max(y[:num_real]), 2**bits - 1
     scale, zero = np.float16(F(F(high - low) / F(levels))), np.float16(low)
     codes = [0] * len(y)
@@ -85,10 +69,6 @@ def put_bits(out, numbers, width):
                 out.append(0)
             out[-1] |= (number >> k & 1) << place % 8
             place += 1
-
-
-def pad16(out):
-    out.extend(bytes(-len(out) % 16))
 
 
 def put_planes(out, codes, first, last):
@@ -119,7 +99,7 @@ def oracle_encode(x, parameters, bit_map_of):
     padding = per_token * g - x.shape[-1]
     tiles = np.pad(rows, ((0, 0), (0, padding))).reshape(-1, g)
     finite = [bool(np.isfinite(tile).all()) for tile in tiles]
-    e = oracle_exponent(tiles)
+    e = oracle.exponent_of(tiles)
     scaled = [tile * F(2.0**e) if ok else tile * 0 for tile, ok in zip(np.nan_to_num(tiles), finite, strict=True)]
     ratio = tiles_per_alloc(parameters["alloc"], g, per_token)
     bit_map = oracle_bit_map(parameters, scaled, samples, ratio, bit_map_of)
@@ -135,17 +115,17 @@ def oracle_pack(coded, bit_map, all_finite, e, g, low, high):
     log2_g, ratio = g.bit_length() - 1, len(coded) // len(bit_map)
     out = bytearray([1, 0 if all_finite else 1, log2_g, low, high, e & 0xFF, *bytes(10)])
     put_bits(out, [int(flag) for flag in bit_map], 1)
-    pad16(out)
+    out.extend(bytes(-len(out) % 16))
     for field, width in ((0, 16), (1, 16), (2, log2_g)):
         put_bits(out, [tile[field] for tile in coded], width)
-        pad16(out)
+        out.extend(bytes(-len(out) % 16))
     for *_, codes in coded:
         put_planes(out, codes, 0, low)
-    pad16(out)
+    out.extend(bytes(-len(out) % 16))
     for t, (*_, codes) in enumerate(coded):
         if bit_map[t // ratio]:
             put_planes(out, codes, low, high)
-    pad16(out)
+    out.extend(bytes(-len(out) % 16))
     return bytes(out)
 
 
@@ -189,7 +169,7 @@ def oracle_decode(stream, shape, parameters):
         codes = [sum((plane >> i & 1) << k for k, plane in enumerate(planes)) for i in range(g)]
         y = [F(F(F(q) * half(scales[t] & 0x7FFF)) + half(zeros[t])) for q in codes]
         if scales[t] & 0x8000:
-            y = butterflies(y)
+            y = list(oracle.hadamard(np.array(y, F)))
             y[0], y[pivots[t]] = y[pivots[t]], y[0]
         out.append([F(v * F(2.0**-e)) for v in y])
     rows = np.array(out, dtype=F).reshape(samples * tokens, per_token * g)
@@ -346,21 +326,3 @@ def test_few_distinct_values_equal_the_oracles(shape, pool, seed, tau, bits, rul
     """Ties everywhere: equal magnitudes for the pivot, equal entropies for the ranking, NaN and infinity."""
     chosen = np.random.default_rng(seed).integers(0, len(pool), shape)
     check_against_oracle(np.array(pool, dtype=F)[chosen], group=16, tau=tau, low=bits[0], high=bits[1], **rule)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tah") and name != "tah_empty"])
-def test_golden_inputs_give_the_oracles_streams(name):
-    spec, shape = CASES[name]
-    changes = dict(part.split("=") for part in spec.partition(":")[2].split(",") if part)
-    numbers = {key: int(value) for key, value in changes.items() if key in ("group", "low", "high")}
-    x = whole_number_values(shape, not_finite="not_finite" in name)
-    check_against_oracle(x.numpy(), **changes | numbers)
-
-
-def test_equal_entropies_are_ranked_by_index():
-    tile = awkward((1, 64), seed=7)
-    x = np.tile(tile, (1, 10, 1))
-    stream = get_codec("tah:int4=0.5").encode(torch.from_numpy(x))
-    assert stream[16:18].tolist() == [0b11100000, 0b11]  # tiles 0 to 4 have L bits
-    reverse = get_codec("tah:int4=0.5,select=low").encode(torch.from_numpy(x))
-    assert reverse[16:18].tolist() == [0b11100000, 0b11]

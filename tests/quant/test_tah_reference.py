@@ -27,21 +27,6 @@ def test_exponent_takes_the_largest_magnitude_to_1024(largest, exponent):
     assert tah.top_exponent(x, torch.tensor([True]), 10).item() == exponent
 
 
-@pytest.mark.parametrize("largest", [2.0**-117, 2.0**-118, 2.0**-149])
-def test_exponent_is_clamped_to_a_signed_byte(largest):
-    assert tah.top_exponent(tiles_of([largest, 0.0]), torch.tensor([True]), 10).item() == 127
-
-
-def test_exponent_leaves_out_tiles_that_are_not_finite():
-    x = tiles_of([1.0, 2.0], [torch.inf, 1e9], [torch.nan, 1e9])
-    assert tah.top_exponent(x, torch.tensor([True, False, False]), 10).item() == 9
-
-
-def test_power_of_two_is_exact_from_minus_127_to_127():
-    exponents = torch.arange(-127, 128, dtype=torch.int32)
-    assert tah.power_of_two(exponents).tolist() == [2.0**e for e in range(-127, 128)]
-
-
 def test_entropy_of_even_and_single_magnitudes():
     tiles = tiles_of([1.0] * 8, [5.0] + [0.0] * 7, [0.0] * 8, [3.0, 3.0] + [0.0] * 6)
     assert tah.entropy_(tiles).tolist() == pytest.approx([math.log(8), 0.0, 0.0, math.log(2)], abs=1e-6)
@@ -65,24 +50,14 @@ def test_an_allocation_tile_has_one_entropy_over_all_its_channels():
     assert tah.allocate_(magnitude.clone(), reverse).tolist() == [[False, True, True]]
 
 
-def test_reverse_selection_ranks_equals_by_index_too():
-    magnitude = torch.ones(1, 1, 4, 8)
-    assert tah.allocate_(magnitude, tah.Allocation(2, by_low_entropy=False)).tolist() == [[False, False, True, True]]
-
-
 @given(share=st.fractions(0, 1), count=st.integers(0, 200))
 def test_bits_that_are_spread_evenly_follow_the_floors_of_the_exact_share(share, count):
     layout = TahLayout.of(TahSpec(int4=1 - share, adaptive="off"), (2, count, 64))
     high = tah.spread_high(layout.even_share, count, torch.device("cpu"))
     assert high.tolist() == [math.floor((i + 1) * share) == math.floor(i * share) for i in range(count)]
     assert (~high).sum() == layout.num_low
-
-
-def test_share_with_many_digits_fits_64_bits():
-    share = Fraction(10**300 - 1, 10**300)
-    layout = TahLayout.of(TahSpec(int4=share), (1, 100_000, 64))
-    assert layout.even_share == 0
-    assert TahLayout.of(TahSpec(int4=1 - share), (1, 100_000, 64)).even_share == Fraction(99_999, 100_000)
+    many_digits = Fraction(10**300 - 1, 10**300)  # the products with n must fit 64 bits
+    assert TahLayout.of(TahSpec(int4=many_digits), (1, 100_000, 64)).even_share == 0
 
 
 @pytest.mark.parametrize(
@@ -122,17 +97,6 @@ def test_allocation_tiles_that_do_not_fit_are_refused(channels, group, alloc, na
         TahLayout.of(TahSpec(group=group, alloc=alloc), (2, 3, channels))
 
 
-def test_outlier_ratio_is_largest_over_second_largest():
-    rows = [[1.0, 4.0, 2.0, 0.0], [3.0, 3.0, 1.0, 1.0], [0.0, 0.0, 0.0, 7.0], [0.0] * 4]
-    assert tah.outlier_ratio(tiles_of(*rows)).tolist() == pytest.approx([2.0, 1.0, 7e12, 0.0])
-
-
-def test_outlier_ratio_agrees_with_sorting():
-    magnitude = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).abs()
-    first, second = magnitude.topk(2).values.unbind(-1)
-    assert torch.equal(tah.outlier_ratio(magnitude), first / (second + 1e-12))
-
-
 def test_hadamard_is_sylvesters_matrix_and_its_own_inverse():
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(5):
@@ -141,13 +105,6 @@ def test_hadamard_is_sylvesters_matrix_and_its_own_inverse():
     transformed = tah.hadamard(x)
     torch.testing.assert_close(transformed.double(), x.double() @ matrix / 32**0.5, rtol=0, atol=1e-6)
     torch.testing.assert_close(tah.hadamard(transformed), x, rtol=0, atol=1e-6)
-
-
-def test_swap_exchanges_the_pivot_with_channel_0():
-    x = tiles_of([1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0])
-    swapped = tah.swap(x, torch.tensor([2, 0]))
-    assert swapped.tolist() == [[3.0, 2.0, 1.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
-    assert torch.equal(tah.swap(swapped, torch.tensor([2, 0])), x)
 
 
 def encode_one(row, **options):
@@ -206,11 +163,3 @@ def test_padding_stays_out_of_minimum_and_has_code_0():
     assert tiles.codes.flatten()[5:].tolist() == [0, 0, 0]
     transformed = tah.encode_tiles(x, ALL_HIGH, tau=0.0, low=4, high=4, padding=3)
     assert transformed.codes.flatten()[5:].any()
-
-
-def test_zeros_of_both_signs_do_not_set_the_scales_sign():
-    x = torch.tensor([0.0, -0.0] * 4).view(1, 1, 1, 8)
-    for row in (x, -x):
-        tiles = tah.encode_tiles(row, ALL_HIGH, tau=2.0, low=4, high=4)
-        assert tiles.scale.view(torch.int16).item() == 0
-        assert tiles.zero_point.view(torch.int16).item() == 0

@@ -44,10 +44,10 @@ def check_encoding(spec: str, x: torch.Tensor, *, key: int = 0) -> torch.Tensor:
     return got
 
 
-def check_decoding(spec: str, buf: torch.Tensor, shape, dtype: torch.dtype, device: torch.device) -> None:
+def check_decoding(spec: str, buf: torch.Tensor, shape, dtype: torch.dtype, device: torch.device, key: int = 0) -> None:
     """Assert that the kernels read from a stream (on the CPU) what the reference does, or refuse it as it does."""
-    expected = outcome(get_codec(spec, backend="reference"), buf, shape, dtype)
-    got = outcome(get_codec(spec, backend="triton"), buf.to(device), shape, dtype)
+    expected = outcome(get_codec(spec, backend="reference"), buf, shape, dtype, key)
+    got = outcome(get_codec(spec, backend="triton"), buf.to(device), shape, dtype, key)
     if isinstance(expected, str) or isinstance(got, str):
         assert expected == got
     else:
@@ -55,10 +55,10 @@ def check_decoding(spec: str, buf: torch.Tensor, shape, dtype: torch.dtype, devi
         assert torch.equal(as_words(expected), as_words(got))
 
 
-def outcome(codec: Codec, buf: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor | str:
+def outcome(codec: Codec, buf: torch.Tensor, shape, dtype: torch.dtype, key: int) -> torch.Tensor | str:
     """Values on the CPU, or why there are none."""
     try:
-        return codec.decode(buf, shape, dtype).cpu()
+        return codec.decode(buf, shape, dtype, key=key).cpu()
     except CodecError as error:
         return str(error)
 
@@ -66,7 +66,19 @@ def outcome(codec: Codec, buf: torch.Tensor, shape, dtype: torch.dtype) -> torch
 def check_round_trip(spec: str, x: torch.Tensor, *, key: int = 0, dtype: torch.dtype | None = None) -> None:
     """Encoding and decoding of x, which is where the kernels run."""
     buf = check_encoding(spec, x, key=key)
-    check_decoding(spec, buf, x.shape, dtype or x.dtype, x.device)
+    check_decoding(spec, buf, x.shape, dtype or x.dtype, x.device, key)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty returns with 0xAA, so that a byte that a kernel does not write shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        made.view(torch.uint8).fill_(0xAA)
+        return made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def damaged(stream: torch.Tensor, rng: random.Random) -> torch.Tensor:

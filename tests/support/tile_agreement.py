@@ -1,14 +1,13 @@
 """What the streams of two backends of `eden` or `wf` may differ in, tile by tile, and what they must have in common."""
 
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from support.boundary import FIXTURE, boundary
 from tahq.quant import get_codec
 from tahq.quant.gaussian import tile_stream
 from tahq.quant.gaussian.tile_stream import TileLayout
@@ -133,13 +132,9 @@ def any_tensors(draw) -> torch.Tensor:
 
 def fixture_tensors() -> dict[str, torch.Tensor]:
     """Activations and gradients at the boundaries of a trained GPT-2 small, bf16 [2, 512, 768]."""
-    from safetensors.torch import load_file
-
-    folder = Path(os.environ.get("TAHQ_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-    path = folder / "gpt2small_boundary.safetensors"
-    if not path.exists():
+    if not FIXTURE.exists():
         pytest.skip("no gpt2small_boundary.safetensors; set TAHQ_SHARED_DATA")
-    return load_file(path)
+    return boundary()
 
 
 def relative_error(values: torch.Tensor, x: torch.Tensor) -> float:

@@ -132,7 +132,7 @@ class SampleCache:
         if not len(ids) == len(visits) == len(self) or next(entries, None) is not None:
             raise SnapshotError(
                 f"the state of aqsgd says {len(ids)} samples and {len(visits)} counts of visits, and has other than "
-                f"{len(ids)} entries; resume from another snapshot"
+                f"{len(ids)} entries; resume from another checkpoint"
             )
         self._visits = visits
 

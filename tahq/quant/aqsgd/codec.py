@@ -102,7 +102,9 @@ class AqsgdCodec(Codec):
         restored = _restored(layout, parts, _memory(self._received, layout, records, buf.device))
         if _has_ids(records):
             _remember(self._received, records, parts, restored)
-        return _joined(layout, parts, restored, dtype)
+        largest = torch.finfo(dtype).max  # what is beyond it becomes that
+        values = restored.to(torch.float32, copy=True).clamp_(-largest, largest)
+        return values.masked_fill_(parts.marks.unsqueeze(-1), torch.nan).to(dtype).view(layout.shape)
 
     def prepare(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Does nothing: there is no kernel to compile."""
@@ -139,23 +141,21 @@ class AqsgdCodec(Codec):
     def load_state(
         self, names: Iterable[str], read: Callable[[str], torch.Tensor], sample_shape: Sequence[int]
     ) -> bool:
-        """Replace the memory by the `state_tensors` of another object.
+        """Replace the memory by the `state_tensors` of another object; returns whether there was anything to remember.
 
         Args:
             names: of all tensors.
             read: a tensor by its name.
             sample_shape: [S, C] of the samples to come; the memory of samples of another shape is dropped.
-
-        Returns:
-            Whether there was anything to remember.
-
-        Raises:
-            SnapshotError: the tensors are not the state of such a codec.
         """
         listed = list(names)
         for prefix, end in self._ends():
             mine = [name.removeprefix(prefix) for name in listed if name.startswith(prefix)]
-            end.load(mine, partial(_read_prefixed, read, prefix), tuple(sample_shape))
+
+            def read_own(name: str, prefix: str = prefix) -> torch.Tensor:
+                return read(prefix + name)
+
+            end.load(mine, read_own, tuple(sample_shape))
         return self.state_nbytes > 0
 
     def _ends(self) -> tuple[tuple[str, SampleCache], tuple[str, SampleCache]]:
@@ -188,13 +188,14 @@ def check_agreement(spec: AqsgdSpec, told: Sequence[Record], known: Sequence[Rec
     for theirs, mine in zip(told, known, strict=True):
         if theirs.sample_id != mine.sample_id:
             raise CodecError(
-                f"{spec}: got a stream of {_sample(theirs)} where {_sample(mine)} is due; do both stages have the "
+                f"{spec}: got a stream of {theirs.name} where {mine.name} is due; do both stages have the "
                 "same data, run.seed and version of tahq?"
             )
         if theirs != mine:
+            sent, remembered = (f"after {each.visits} visits (checksum {each.checksum:08x})" for each in (theirs, mine))
             raise CodecError(
-                f"{spec}: the two ends of this cut remember {_sample(mine)} differently: the sender {_visits(theirs)}, "
-                f"this end {_visits(mine)}; resume the run from its last snapshot, where each stage finds the files "
+                f"{spec}: the two ends of this cut remember {mine.name} differently: the sender {sent}, "
+                f"this end {remembered}; resume the run from its last checkpoint, where each stage finds the files "
                 "of all stages"
             )
 
@@ -222,15 +223,11 @@ def _parts(x: torch.Tensor, layout: AqsgdLayout, memory: torch.Tensor | None) ->
     if memory is not None:
         marked = _take(marks, layout.rows(whole=False)).unsqueeze(-1)
         changed = (changed - memory.float()).masked_fill_(marked, 0.0)
-    scale, codes = _quantize(changed, layout.spec.bits)
+    if changed.numel():
+        scale, codes = aqsgd_reference.quantize(changed, layout.spec.bits)
+    else:
+        scale, codes = changed.new_empty(0, dtype=torch.float16), changed.to(torch.uint8)
     return AqsgdParts(marks, scale, aqsgd_reference.to_fp16(whole), codes)
-
-
-def _quantize(changed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and codes; no scale where no sample is sent as a change."""
-    if not changed.numel():
-        return changed.new_empty(0, dtype=torch.float16), changed.to(torch.uint8)
-    return aqsgd_reference.quantize(changed, bits)
 
 
 def _restored(layout: AqsgdLayout, parts: AqsgdParts, memory: torch.Tensor | None) -> torch.Tensor:
@@ -253,27 +250,8 @@ def _remember(end: SampleCache, records: Sequence[Record], parts: AqsgdParts, re
             end.store(record.sample_id, entry)
 
 
-def _joined(layout: AqsgdLayout, parts: AqsgdParts, restored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The decoded tensor: what is beyond `dtype`'s largest becomes that, marked tokens become NaN."""
-    largest = torch.finfo(dtype).max
-    values = restored.to(torch.float32, copy=True).clamp_(-largest, largest)
-    return values.masked_fill_(parts.marks.unsqueeze(-1), torch.nan).to(dtype).view(layout.shape)
-
-
 def _take(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Some rows of x; all or none of them without an index, which would be a copy that waits for the device."""
     if len(rows) in (0, len(x)):
         return x[: len(rows)]
     return x[torch.tensor(rows, device=x.device)]
-
-
-def _sample(record: Record) -> str:
-    return f"sample {record.sample_id}" if record.sample_id != NO_ID else "a sample without an id"
-
-
-def _visits(record: Record) -> str:
-    return f"after {record.visits} visits (checksum {record.checksum:08x})"
-
-
-def _read_prefixed(read: Callable[[str], torch.Tensor], prefix: str, name: str) -> torch.Tensor:
-    return read(prefix + name)

@@ -37,6 +37,11 @@ class Record:
     visits: int = 0
     checksum: int = 0
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"sample {self.sample_id}" if self.sample_id != NO_ID else "a sample without an id"
+
 
 @dataclass(frozen=True, slots=True)
 class AqsgdLayout:
@@ -111,11 +116,8 @@ def grid(shape: Sequence[int]) -> tuple[int, int, int]:
 class AqsgdParts:
     """What a stream says, beside its records.
 
-    Attributes:
-        marks: bool [B, S], tokens that are not finite.
-        scale: fp16 [C]; empty if no sample is sent as a change.
-        values: fp16 [F, S, C].
-        codes: uint8 [K, S, C].
+    `marks`, bool [B, S], are tokens that are not finite; `scale` is fp16 [C], empty if no sample is sent as a change;
+    `values`, fp16 [F, S, C], are samples sent whole, `codes`, uint8 [K, S, C], changes.
     """
 
     marks: torch.Tensor

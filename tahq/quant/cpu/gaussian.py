@@ -33,13 +33,6 @@ def allocate(levels: Int32Array, budget: int, packed: ByteArray) -> Int64Array:
     return starts
 
 
-def read_starts(packed: ByteArray, num_tiles: int) -> Int64Array:
-    """Where each tile's planes start, and the last ends: int64 [T + 1]; whatever the bytes, widths are 1 to 8."""
-    starts = np.empty(num_tiles + 1, np.int64)
-    _read_widths(packed, starts)
-    return starts
-
-
 @kernel
 def _write_widths(
     levels: Int32Array, num_steps: int, counts: Int64Array, packed: ByteArray, starts: Int64Array
@@ -83,7 +76,8 @@ def _steps_of_rank(counts: Int64Array, rank: int) -> int:
 
 
 @kernel
-def _read_widths(packed: ByteArray, starts: Int64Array) -> None:
+def read_widths(packed: ByteArray, starts: Int64Array) -> None:
+    """Where each tile's planes start, and the last end: `starts`, [T + 1]; whatever the bytes, widths are 1 to 8."""
     starts[0] = 0
     for tile in range(starts.size - 1):
         starts[tile + 1] = starts[tile] + read_number(tile, WIDTH_BITS, packed) + 1
@@ -115,7 +109,8 @@ def open_stream(layout: TileLayout, buf: torch.Tensor) -> OpenStream | None:
     """An accepted stream if the reference would take it, means aside; else None. A wrong header raises CodecError."""
     is_flagged, exponent = layout.read_header(buf)
     sections = Sections.of(layout, buf)
-    starts = read_starts(sections.width, layout.tiling.num_tiles)
+    starts = np.empty(layout.tiling.num_tiles + 1, np.int64)
+    read_widths(sections.width, starts)
     used = layout.tiling.num_tiles * WIDTH_BITS % 8
     is_sound = (
         starts[-1] == layout.num_planes

@@ -35,11 +35,8 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 class Levels(NamedTuple):
     """Tables with a row for each number of bits, 0 to 8; row 0 is never read.
 
-    Attributes:
-        magnitudes: fp32 [9, 128], ascending; 2^(b−1) of them, then zeros.
-        thresholds: fp32 [9, 127], between them; 2^(b−1) − 1 of them, then what no magnitude exceeds.
-        signed: fp32 [9, 256], the level of every code.
-        first: uint8 [9, buckets], how many thresholds surely lie below a bucket.
+    Magnitudes [9, 128] ascend, then zeros; thresholds [9, 127] lie between them, then what no magnitude exceeds;
+    `signed` [9, 256] has the level of every code; `first` [9, buckets], how many thresholds surely lie below a bucket.
     """
 
     magnitudes: Fp32Array
@@ -58,13 +55,9 @@ def levels() -> Levels:
 
 
 class Ladder(NamedTuple):
-    """Thresholds and magnitudes of one width, scaled to a tile, and room for what they say of it.
+    """Thresholds, then infinities, and magnitudes of one width, fp32 [128], scaled to a tile.
 
-    Attributes:
-        steps: fp32 [128], the scaled thresholds, then infinities.
-        values: fp32 [128], the magnitudes, as scaled as the caller wants them.
-        indices: int32 [G], of each element's magnitude.
-        level: fp32 [G], that magnitude.
+    `indices` and `level`, [G], are room for each element's index and magnitude.
     """
 
     steps: Fp32Array

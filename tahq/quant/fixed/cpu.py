@@ -182,14 +182,10 @@ def read_groups(
             continue
         step = half_to_float(scale) / np.float32(rule.largest) * factor
         _read_codes(sections, rule.bits, tile, scratch)
-        _dequantize(scratch.codes, rule.largest, min(step, _LARGEST), scratch.y)
+        step = min(step, _LARGEST)
+        for i in range(grid.group):
+            scratch.y[i] = np.float32(np.int32(scratch.codes[i] - rule.largest)) * step
         write_scaled(scratch.y[:count], _ONE, values, start)
-
-
-@kernel
-def _dequantize(codes: Int32Array, largest: int, step: np.float32, y: Fp32Array) -> None:
-    for i in range(y.size):
-        y[i] = np.float32(np.int32(codes[i] - largest)) * step
 
 
 @kernel

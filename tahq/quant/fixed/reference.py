@@ -29,13 +29,7 @@ def decode(
 
 
 def encode_tiles(x: torch.Tensor, bits: int, key: int | None) -> FixedTiles:
-    """Quantise groups: q = round(x·2^e / s), s = fp32(scale)/Q, 0 where the scale is 0.
-
-    Args:
-        x: fp32 [T, G]; not written.
-        bits: 2 to 16.
-        key: of the draws of stochastic rounding, one per element; None: round half to even.
-    """
+    """Quantise groups, fp32 [T, G], which are not written; the key is that of stochastic rounding, else None."""
     finite = largest_magnitude(x).isfinite()
     exponent = top_exponent(x, finite, TOP_EXPONENT)
     y = torch.where(finite.unsqueeze(-1), x, 0.0).mul_(power_of_two(exponent))
@@ -66,8 +60,7 @@ def largest_code(bits: int) -> int:
 def step_size(scale: torch.Tensor, bits: int) -> torch.Tensor:
     """s = fp32(scale)/Q, fp32 [T].
 
-    The divisor is a tensor because CUDA divides by a number by multiplying with its reciprocal, which
-    rounds differently.
+    The divisor is a tensor because CUDA multiplies by the reciprocal of a number, which rounds differently.
     """
     magnitude = scale.float()
     return magnitude / torch.full_like(magnitude, largest_code(bits))

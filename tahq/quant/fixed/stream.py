@@ -21,12 +21,10 @@ TOP_EXPONENT = 14
 
 @dataclass(frozen=True, slots=True)
 class FixedTiles:
-    """The content of a fixed-point stream.
+    """The content of a fixed-point stream; coded is x·2^e, e without dimensions.
 
-    Attributes:
-        exponent: e, int32 without dimensions; coded is x·2^e.
-        scale: fp16 [T], the group's largest magnitude, rounded up; NaN if a value is not finite.
-        codes: fp32 [T, G], whole numbers q + Q from 0 to 2·Q, Q = 2^(bits − 1) − 1.
+    `scale`, fp16 [T], is the group's largest magnitude, rounded up; NaN if a value is not finite. `codes`, fp32 [T, G],
+    are whole numbers q + Q from 0 to 2·Q, Q = 2^(bits − 1) − 1.
     """
 
     exponent: torch.Tensor

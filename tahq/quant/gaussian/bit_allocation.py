@@ -19,17 +19,10 @@ NUM_LEVELS = 512
 
 
 def allocate(levels: torch.Tensor, budget: int) -> torch.Tensor:
-    """Give each tile 1 to 8 bits, `budget` in all, by falling marginal return; of equals the lower index first.
+    """Give tiles of levels int32 [T] 1 to 8 bits each, `budget` in all (T to 8·T), by falling marginal return.
 
     The step of a tile of level q from b to b + 1 bits has rank q − STEPS[b − 1]. All steps above a border θ are
     granted, and of those that lie on it the first ones, as many as are left.
-
-    Args:
-        levels: int32 [T], from 0 to 511.
-        budget: K, from T to 8·T.
-
-    Returns:
-        int32 [T].
     """
     border, num_on_border = _border(levels, budget - levels.numel())
     above = levels - border

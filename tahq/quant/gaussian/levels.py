@@ -99,14 +99,10 @@ def level_table() -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class CodedTiles:
-    """What a stream of `eden` or `wf` says of its T tiles.
+    """What a stream of `eden` or `wf` says of its T tiles; coded is x·2^e, e without dimensions.
 
-    Attributes:
-        exponent: e, int32 without dimensions; what is coded is x·2^e.
-        scale: uint8 [T], codes of `gaussian.small_scale`; 255 where a value is not finite.
-        width: int32 [T], bits of the tile's codes, 1 to 8.
-        codes: uint8 [T, G].
-        mean: fp16 [M·G], each channel's mean of x·2^e, padding included (0); None without centering.
+    `scale`, uint8 [T], has codes of `small_scale`, 255 where a value is not finite; `width`, int32 [T], the bits of
+    `codes`, uint8 [T, G]; `mean`, fp16 [M·G], each channel's mean of x·2^e, 0 in padding; None without centring.
     """
 
     exponent: torch.Tensor

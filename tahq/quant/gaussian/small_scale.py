@@ -29,12 +29,9 @@ def nearest_code(value: torch.Tensor) -> torch.Tensor:
 def stochastic_code(value: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
     """int32 codes of the scale above or below each value, so that the mean over all draws is the value.
 
-    Scales between two neighbours lie evenly in an fp32's bits, so adding a uniform draw to the bits and cutting off
-    rounds up with the right probability. Below code 1 and above code 254 there is no neighbour, and a bias.
-
-    Args:
-        value: fp32, not negative, finite.
-        draw: int32 of the same shape, uniform from 0 to 2^20 − 1.
+    Scales between two neighbours lie evenly in an fp32's bits, so adding a uniform draw (int32 below 2^20) to the bits
+    of a value (finite, not negative) and cutting off rounds up with the right probability. Below code 1 and above code
+    254 there is no neighbour, and a bias.
     """
     return _code_of_bits(value.view(torch.int32) + draw)
 

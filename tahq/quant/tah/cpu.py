@@ -51,7 +51,10 @@ def decode(
     is_flagged, exponent = layout.read_header(buf)
     sections = Sections.of(layout, buf)
     is_high = np.unpackbits(sections.bit_map, bitorder="little")
-    if layout.sections.has_dirty_filling(buf) or not _is_sound(layout, sections, is_high, is_flagged):
+    samples, per_sample = layout.tiling.num_samples, layout.allocs_per_sample
+    num_high = per_sample - layout.num_low
+    is_good = is_sound(Grid.of(layout.tiling), sections, is_high, samples, per_sample, num_high, is_flagged)
+    if not is_good or layout.sections.has_dirty_filling(buf):
         return None
     x = torch.empty(layout.tiling.shape, dtype=dtype)
     values, grid, rule, factor = Values.of(x), Grid.of(layout.tiling), Rule.of(layout), power_of_two(-exponent)
@@ -97,9 +100,3 @@ def _select(layout: TahLayout, sums: Sums, exponent: int, team: Team) -> ByteArr
 
     team.share(layout.tiling.num_samples, select)
     return is_high
-
-
-def _is_sound(layout: TahLayout, sections: Sections, is_high: ByteArray, is_flagged: bool) -> bool:
-    samples, per_sample = layout.tiling.num_samples, layout.allocs_per_sample
-    num_high = per_sample - layout.num_low
-    return is_sound(Grid.of(layout.tiling), sections, is_high, samples, per_sample, num_high, is_flagged)

@@ -80,13 +80,6 @@ def suppress_outlier(y: Fp32Array, largest: np.float32, norm: np.float32) -> int
 
 
 @kernel
-def restore_outlier(y: Fp32Array, pivot: Integer, norm: np.float32) -> None:
-    """The inverse of `suppress_outlier`."""
-    hadamard(y, norm)
-    _exchange(y, pivot)
-
-
-@kernel
 def _exchange(y: Fp32Array, pivot: Integer) -> None:
     first = y[0]
     y[0] = y[pivot]
@@ -95,11 +88,7 @@ def _exchange(y: Fp32Array, pivot: Integer) -> None:
 
 @kernel
 def extremes(y: Fp32Array, extent: Extent) -> tuple[np.float32, np.float32]:
-    """Minimum and maximum of y, which holds no NaN and whose extent is known; of zeros, −0 is the smaller.
-
-    As signed numbers, the bits of positive floats exceed those of negative ones; as unsigned ones, it is the
-    other way round, and of negative floats the smallest has the largest bits.
-    """
+    """Minimum and maximum of y, which holds no NaN and whose extent is known; of zeros, −0 is the smaller."""
     if extent.largest >= 0 and extent.negative > MAGNITUDE:
         return float_of(np.int32(extent.negative)), float_of(extent.largest)
     return extremes_of(y)
@@ -299,10 +288,13 @@ def read_tiles(
         elif is_transformed or count < grid.group or values.kind == FP16:
             read_values(planes, _line_of(sections, tile, _ONE, _LARGEST), y, 0)
             if is_transformed:
-                restore_outlier(y, read_number(tile, grid.log2_group, sections.pivot), rule.norm)
+                hadamard(y, rule.norm)
+                _exchange(y, read_number(tile, grid.log2_group, sections.pivot))
             write_scaled(y[:count], factor, values, start)
+        elif values.kind == FP32:
+            read_values(planes, _line_of(sections, tile, factor, values.largest), values.wide, start)
         else:
-            _read_whole(planes, _line_of(sections, tile, factor, values.largest), values, start)
+            read_values(planes, _line_of(sections, tile, factor, values.largest), values.narrow, start)
         high_tiles += has_high_bits
 
 
@@ -318,12 +310,3 @@ def _planes_of(sections: Sections, grid: Grid, rule: Rule, tile: int, has_high_b
 def _line_of(sections: Sections, tile: int, factor: np.float32, largest: np.float32) -> Line:
     scale = half_to_float(np.int32(sections.scale[tile] & _SCALE))
     return Line(scale, half_to_float(np.int32(sections.zero_point[tile])), factor, largest)
-
-
-@kernel
-def _read_whole(planes: Planes, line: Line, values: Values, start: int) -> None:
-    """A tile without filling, of fp32 or bf16, straight to where it belongs."""
-    if values.kind == FP32:
-        read_values(planes, line, values.wide, start)
-    else:
-        read_values(planes, line, values.narrow, start)

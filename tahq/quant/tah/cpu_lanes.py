@@ -137,12 +137,10 @@ _EXTENT = cast(Any, types).Tuple((types.int32, types.int32, types.intp))
 
 
 class Extent(NamedTuple):
-    """What is known of some values; of none of them, `NOTHING`.
+    """What is known of some values.
 
-    Attributes:
-        largest: int32, the largest of their bits: of the largest value, if one of them is not negative.
-        negative: uint32, the largest of their bits without a sign: of the smallest value, if one is negative.
-        beyond: how many of their magnitudes' bits exceed a limit.
+    `largest` is the largest of their bits, of the largest value if one is not negative; `negative` that of their bits
+    without a sign, of the smallest value if one is negative; `beyond` how many magnitudes' bits exceed a limit.
     """
 
     largest: np.int32

@@ -43,12 +43,9 @@ _C6, _C7 = np.float32(0.23689036071300507), np.float32(-0.14574438333511353)
 
 
 class Sums(NamedTuple):
-    """Of each allocation tile a, scaled by 2^−power; [B·n].
+    """Σ|a| and Σ|a|·log2|a| of each allocation tile a, fp32 [B·n], scaled by 2^−power.
 
-    Attributes:
-        total: fp32, Σ|a|.
-        weighted: fp32, Σ|a|·log2|a|.
-        power: int32, ⌊log2 max|x|⌋, at most 126; −127 where that is subnormal or 0.
+    `power`, int32, is ⌊log2 max|x|⌋, at most 126; −127 where that is subnormal or 0.
     """
 
     total: Fp32Array

@@ -54,7 +54,9 @@ def encode_tiles(
     is_high = allocate_(magnitude, allocation)
     pivot = transform_(y, transformed)
     if padding:
-        _hide_padding_(y, transformed, padding)
+        # Padding of tiles that are not transformed takes the tile's first value: minimum and maximum stay.
+        last, flag = y[:, :, -1], transformed[:, :, -1:]
+        last[..., -padding:] = torch.where(flag, last[..., -padding:], last[..., :1])
     per_tile = tile_by_tile(is_high, allocation.tiles_per_alloc).view(transformed.shape)
     levels = torch.where(per_tile, 2**high - 1, 2**low - 1).to(torch.float32)
     scale, zero_point = scale_and_zero_point(y, levels)
@@ -80,14 +82,9 @@ def decode_tiles(tiles: TahTiles) -> torch.Tensor:
 
 
 def allocate_(magnitude: torch.Tensor, allocation: Allocation) -> torch.Tensor:
-    """Mark the allocation tiles that get H bits, by the entropy over all of their channels or evenly.
+    """Mark the allocation tiles, bool [B, n], that get H bits, by the entropy over all of their channels or evenly.
 
-    Args:
-        magnitude: fp32 [B, S, M, G], not negative, finite; overwritten.
-        allocation: the rule.
-
-    Returns:
-        bool [B, n].
+    Magnitudes are fp32 [B, S, M, G], finite; overwritten.
     """
     num_samples, tokens, per_token, group = magnitude.shape
     num_allocs = tokens * per_token // allocation.tiles_per_alloc
@@ -100,10 +97,7 @@ def allocate_(magnitude: torch.Tensor, allocation: Allocation) -> torch.Tensor:
 def spread_high(low_share: Fraction, count: int, device: torch.device) -> torch.Tensor:
     """Mark all but ⌊count·low_share⌋ of `count`, evenly: bool [count], False where ⌊(i+1)·share⌋ > ⌊i·share⌋.
 
-    Args:
-        low_share: of a numerator and denominator that fit 64 bits when multiplied by `count`.
-        count: n.
-        device: of the result.
+    Numerator and denominator times `count` must fit 64 bits.
     """
     steps = torch.arange(count + 1, dtype=torch.int64, device=device)
     floors = (steps * low_share.numerator).div_(low_share.denominator, rounding_mode="floor")
@@ -111,32 +105,19 @@ def spread_high(low_share: Fraction, count: int, device: torch.device) -> torch.
 
 
 def entropy_(magnitude: torch.Tensor) -> torch.Tensor:
-    """Entropy of each tile's normalised magnitudes: H = −Σ p·log(p + ς), p = |a| / (‖a‖₁ + ϵ).
+    """Entropy of each tile's normalised magnitudes, in nats: H = −Σ p·log(p + ς), p = |a| / (‖a‖₁ + ϵ).
 
-    TAH-Quant §3.2, Eqs. 1 and 2; the minus sign is missing in Eq. 2. Zeros add nothing, so padding
-    does not either, and a tile of zeros has entropy 0.
-
-    Args:
-        magnitude: fp32 [..., G], not negative, finite; overwritten, as fresh memory costs more than the sum.
-
-    Returns:
-        fp32 [...], in nats.
+    TAH-Quant §3.2, Eqs. 1 and 2; the minus sign is missing in Eq. 2. Zeros add nothing, so padding does not either.
+    Magnitudes, fp32 [..., G], are overwritten, as fresh memory costs more than the sum.
     """
     share = magnitude.div_(magnitude.sum(dim=-1, keepdim=True) + EPSILON)
     return (share + EPSILON).log_().mul_(share).sum(dim=-1).neg_()
 
 
 def select_high(entropies: torch.Tensor, num_low: int) -> torch.Tensor:
-    """Mark the tiles that get H bits: all but the `num_low` of lowest entropy in each sample (§3.2).
+    """Mark the tiles that get H bits: all but the `num_low` of lowest entropy in each sample, [B, ...] (§3.2).
 
     The order is stable: of equal entropies the tile of the lower index comes first.
-
-    Args:
-        entropies: fp32 [B, ...].
-        num_low: tiles of each sample that get L bits.
-
-    Returns:
-        bool, shaped as `entropies`.
     """
     ranked = entropies.flatten(1).argsort(dim=1, stable=True)
     high = torch.ones_like(ranked, dtype=torch.bool)
@@ -144,16 +125,10 @@ def select_high(entropies: torch.Tensor, num_low: int) -> torch.Tensor:
 
 
 def outlier_ratio(magnitude: torch.Tensor) -> torch.Tensor:
-    """r = |α⁽¹⁾| / (|α⁽²⁾| + ϱ), the largest magnitude over the second largest (§3.3, Eq. 3).
+    """r = |α⁽¹⁾| / (|α⁽²⁾| + ϱ), the largest magnitude over the second largest (§3.3, Eq. 3), of fp32 [..., G].
 
     A tournament of halves: each round keeps the largest and second largest of every pair. A tile of
     zeros has r = 0 and so never exceeds a threshold.
-
-    Args:
-        magnitude: fp32 [..., G], not negative, finite.
-
-    Returns:
-        fp32 [...].
     """
     left, right = magnitude.chunk(2, dim=-1)
     first, second = torch.maximum(left, right), torch.minimum(left, right)
@@ -165,14 +140,9 @@ def outlier_ratio(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def transform_(y: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
-    """Swap and transform, in place, the tiles that are marked: α̂ = α·P_d·H/√G (§3.3, Eq. 4).
+    """Swap and transform, in place, the tiles of fp32 [B, S, M, G] that are marked: α̂ = α·P_d·H/√G (§3.3, Eq. 4).
 
-    Args:
-        y: fp32 [B, S, M, G], contiguous.
-        transformed: bool [B, S, M].
-
-    Returns:
-        uint8 [B, S, M]: the pivot d, the lowest index of the largest magnitude; 0 in the other tiles.
+    Returns the pivots d, uint8 [B, S, M]: the lowest index of the largest magnitude; 0 in the other tiles.
     """
     rows = _worth_transforming(transformed)
     flat, flag = y.view(-1, y.shape[-1]), transformed.flatten()[rows]
@@ -199,22 +169,11 @@ def swap(tiles: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
     return swapped
 
 
-def _hide_padding_(y: torch.Tensor, transformed: torch.Tensor, padding: int) -> None:
-    """Give padding, where its tile is not transformed, the tile's first value: minimum and maximum stay."""
-    last, flag = y[:, :, -1], transformed[:, :, -1:]
-    last[..., -padding:] = torch.where(flag, last[..., -padding:], last[..., :1])
-
-
 def scale_and_zero_point(y: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp16 scale (max − min)/(2^b − 1) and zero-point min of every tile (§3.3, asymmetric quantiser).
 
-    Args:
-        y: fp32 [B, S, M, G].
-        levels: fp32 [B, S, M], 2^b − 1.
-
-    Returns:
-        Both fp16 [B, S, M]. A scale below fp16's least is 0. Neither is ever −0, which zeros of both
-        signs in a tile could give: the scale's sign means something else on the wire.
+    A scale below fp16's least is 0. Neither is ever −0, which zeros of both signs in a tile could give: the scale's
+    sign means something else on the wire.
     """
     smallest = y.amin(dim=-1)
     scale = (y.amax(dim=-1) - smallest) / levels

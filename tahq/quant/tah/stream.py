@@ -23,13 +23,10 @@ SIGN = -(2**15)
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Which allocation tiles of a sample get L bits.
+    """Which allocation tiles get L bits: `num_low` of each sample's, by entropy or evenly.
 
-    Attributes:
-        num_low: how many.
-        tiles_per_alloc: R, consecutive tiles of a token that get their bits together.
-        by_low_entropy: those of lowest entropy (the paper's rule, §3.2), else those of highest.
-        even_share: not None: entropies do not matter, the i-th gets L bits iff ⌊(i+1)·share⌋ > ⌊i·share⌋.
+    Each consists of `tiles_per_alloc` quantisation tiles. With `even_share`, that fraction is spread evenly; otherwise
+    those of lowest (or highest) entropy are taken.
     """
 
     num_low: int
@@ -40,16 +37,11 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class TahTiles:
-    """What a TAH stream says, tile by tile; [B, S, M] unless noted.
+    """What a TAH stream says, tile by tile; [B, S, M] unless noted. What is coded is x·2^e, e without dimensions.
 
-    Attributes:
-        exponent: e, int32 without dimensions; what is coded is x·2^e.
-        high: bool [B, n], the codes of this allocation tile have H bits, else L.
-        scale: fp16, not negative; 0 where the tile is constant or not finite.
-        transformed: bool, the tile was swapped and transformed.
-        zero_point: fp16; NaN where the tile has a value that is not finite.
-        pivot: uint8, the channel that was swapped with channel 0; 0 where nothing was transformed.
-        codes: uint8 [B, S, M, G].
+    `high`, bool [B, n], marks allocation tiles with H bits. `scale`, fp16, is 0 where the tile is constant or not
+    finite; `zero_point`, fp16, NaN where it is not finite. `pivot`, uint8, is the channel swapped with channel 0, else
+    0.
     """
 
     exponent: torch.Tensor

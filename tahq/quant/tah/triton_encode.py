@@ -60,12 +60,6 @@ def _entropy(magnitude, exponent):
     return tl.maximum(entropy, 0.0), tl.where(is_large, -mass, mass)
 
 
-@triton.jit
-def _negated(entropy):
-    """Zero, too, which 0 − x does not do."""
-    return (entropy.to(tl.int32, bitcast=True) | -0x80000000).to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["num_tiles", "channels", "tiles_per_token", "most_second", "num_counts"])
 def measure_kernel(
     x,
@@ -109,7 +103,8 @@ def measure_kernel(
         if ENTROPY:
             entropy, mass = _entropy(magnitude, exponent)
             mass = tl.where(is_finite, mass, 0.0)
-        entropy = tl.where(is_finite, tl.where(is_plain, entropy, _negated(entropy)), NOT_FINITE)
+        negated = (entropy.to(tl.int32, bitcast=True) | -0x80000000).to(tl.float32, bitcast=True)  # of 0, too
+        entropy = tl.where(is_finite, tl.where(is_plain, entropy, negated), NOT_FINITE)
         measured = tl.reshape(tl.join(tl.join(entropy, lowest), tl.join(mass, highest)), [TILES, 4])
         tl.store(locate_measured(work, tiles), measured, mask=is_tile[:, None])
     store_measured(work, largest_seen, largest_finite)
@@ -189,12 +184,6 @@ def _store_bit_map(buf, place, block, num_allocs, TILES: tl.constexpr):
     bits = tl.reshape((place >= 0).to(tl.int32), [TILES // 8, 8]) << tl.arange(0, 8)[None, :]
     byte = block * (TILES // 8) + tl.arange(0, TILES // 8)
     tl.store(buf + byte, tl.sum(bits, axis=1).to(tl.uint8), mask=byte < (num_allocs + 7) // 8)
-
-
-@triton.jit
-def _eights(pivot, TILES: tl.constexpr, WIDTH: tl.constexpr):
-    """Pivots of WIDTH bits, eight in a word: int64 [TILES/8]."""
-    return tl.sum(tl.reshape(pivot.to(tl.int64), [TILES // 8, 8]) << (WIDTH * tl.arange(0, 8))[None, :], axis=1)
 
 
 @triton.jit
@@ -297,7 +286,8 @@ def quantize_kernel(
             first = tl.min(waiting, axis=0)
         eights = tl.zeros([TILES // 8], tl.int64)
         if any_of(pivots):
-            eights = _eights(pivots, TILES, WIDTH)
+            by_eights = tl.reshape(pivots.to(tl.int64), [TILES // 8, 8])
+            eights = tl.sum(by_eights << (WIDTH * tl.arange(0, 8))[None, :], axis=1)
         if block * TILES < num_allocs:
             _store_bit_map(buf + bit_map_at, place_of_alloc, block, num_allocs, TILES)
         _store_pivots(buf + pivot_at, eights, block, num_tiles, TILES, WIDTH)

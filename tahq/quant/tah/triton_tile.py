@@ -35,21 +35,6 @@ def _range(y, is_hidden, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _transform(y, largest, next_largest, is_finite, tau, T: tl.constexpr, G: tl.constexpr):
-    """Swap and transform the outliers among tiles [T, G]; `next_largest` is without those equal to the largest.
-
-    Returns y, and of each tile whether it was transformed, and its pivot: the lowest channel of the largest.
-    """
-    channel = tl.arange(0, G)[None, :]
-    is_largest = tl.abs(y) == largest[:, None]
-    second = tl.where(tl.sum(is_largest.to(tl.int32), axis=1) == 1, next_largest, largest)
-    is_transformed = is_finite & (tl.div_rn(largest, second + _EPSILON) > tau)
-    pivot = tl.where(is_transformed, tl.min(tl.where(is_largest, channel, G), axis=1), 0)
-    y = tl.where(is_transformed[:, None], hadamard(exchange(y, pivot, G), T, G), y)
-    return y, is_transformed, pivot
-
-
-@triton.jit
 def scale_and_zero_point(smallest, largest, is_high, LOW: tl.constexpr, HIGH: tl.constexpr):
     """fp16 bits [T], as int32, of (max − min)/(2^b − 1) and of the minimum; neither is ever −0.
 
@@ -79,36 +64,11 @@ def _codes(y, scale, zero_point, levels):
 
 
 @triton.jit
-def _store_planes(
-    low_buf,
-    high_buf,
-    codes,
-    is_coded,
-    high_place,
-    num_left,
-    TILES: tl.constexpr,
-    G: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
-    """Planes of codes int32 [T, G], zero where `is_coded` [T] is false, of the first `num_left` tiles.
-
-    `low_buf` is the first tile's place, `high_buf` that of the tensor's first tile with H bits, from which `high_place`
-    [T] counts; negative for L bits.
-    """
-    NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
-    words = tl.where(is_coded[:, None], pack_bits(codes, 0, HIGH <= 4, TILES, G), 0)
-    words_above = words
-    if HIGH > 4:
-        words_above = tl.where(is_coded[:, None], pack_bits(codes, 4, False, TILES, G), 0)
-    planes = plane_bytes(words, words_above, NUM_PLANES)
-    plane, tile, within = place_planes(0, NUM_PLANES, TILES, G)
-    tl.store(low_buf + (tile * (LOW * G // 8) + within), planes, mask=(tile < num_left) & (plane < LOW))
-    if HIGH > LOW:
-        _, _, within = place_planes(LOW, NUM_PLANES, TILES, G)
-        place = high_place.to(tl.int64)[None, :, None] * ((HIGH - LOW) * G // 8)
-        is_high_plane = (high_place >= 0)[None, :, None] & (plane >= LOW) & (plane < HIGH)
-        tl.store(high_buf + (place + within), planes, mask=is_high_plane)
+def _place_high(place, LOW: tl.constexpr, HIGH: tl.constexpr, NUM_PLANES: tl.constexpr, G: tl.constexpr):
+    """Offsets of a tile's planes among the high ones, and which of them it has there."""
+    plane, _, within = place_planes(LOW, NUM_PLANES, 1, G)
+    first = place.to(tl.int64)[None, :, None] * ((HIGH - LOW) * G // 8)
+    return first + within, (place >= 0)[None, :, None] & (plane >= LOW) & (plane < HIGH)
 
 
 @triton.jit
@@ -128,42 +88,37 @@ def encode_tile(
     """Write the planes of a tile y [1, G]; return fp16 bits of scale and zero-point, and its pivot.
 
     They are returned as scalars, so that the layout of one tile does not become that of the block's. `is_hidden` [1, G]
-    are padding channels; `place` and the buffers are those of `_store_planes`.
+    are padding channels. `low_buf` is the tile's place; `high_buf` that of the tensor's first tile with H bits, from
+    which `place` counts; negative for L bits.
     """
     smallest, largest = _range(y, is_hidden, PADDED)
     magnitude, size = tl.maximum(largest, -smallest), tl.abs(y)
-    next_largest = tl.max(tl.where(size == magnitude[:, None], 0.0, size), axis=1)
-    y, is_transformed, pivot = _transform(y, magnitude, next_largest, is_finite, tau, 1, G)
+    is_largest = size == magnitude[:, None]
+    next_largest = tl.max(tl.where(is_largest, 0.0, size), axis=1)
+    second = tl.where(tl.sum(is_largest.to(tl.int32), axis=1) == 1, next_largest, magnitude)
+    is_transformed = is_finite & (tl.div_rn(magnitude, second + _EPSILON) > tau)
+    pivot = tl.where(is_transformed, tl.min(tl.where(is_largest, tl.arange(0, G)[None, :], G), axis=1), 0)
+    y = tl.where(is_transformed[:, None], hadamard(exchange(y, pivot, G), 1, G), y)
     smallest, largest = _range(y, is_hidden & ~is_transformed[:, None], PADDED)
     levels = tl.where(place >= 0, (1 << HIGH) - 1.0, (1 << LOW) - 1.0)
     scale, zero_point = scale_and_zero_point(smallest, largest, place >= 0, LOW, HIGH)
     codes = _codes(y, from_half(scale), from_half(zero_point), levels)
     if PADDED:
         codes = tl.where(is_hidden & ~is_transformed[:, None], 0, codes)
-    _store_planes(low_buf, high_buf, codes, is_finite, place, 1, 1, G, LOW, HIGH)
+    NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
+    words = tl.where(is_finite[:, None], pack_bits(codes, 0, HIGH <= 4, 1, G), 0)
+    words_above = words
+    if HIGH > 4:
+        words_above = tl.where(is_finite[:, None], pack_bits(codes, 4, False, 1, G), 0)
+    planes = plane_bytes(words, words_above, NUM_PLANES)
+    plane, _, within = place_planes(0, NUM_PLANES, 1, G)
+    tl.store(low_buf + within, planes, mask=plane < LOW)
+    if HIGH > LOW:
+        within, is_high = _place_high(place, LOW, HIGH, NUM_PLANES, G)
+        tl.store(high_buf + within, planes, mask=is_high)
     scale = tl.where(is_finite, scale | (is_transformed.to(tl.int32) << 15), 0)
     zero_point = tl.where(is_finite, zero_point, 0x7E00)
     return tl.sum(scale, axis=0), tl.sum(zero_point, axis=0), tl.sum(pivot, axis=0)
-
-
-@triton.jit
-def _load_planes(
-    low_buf, high_buf, high_place, num_left, T: tl.constexpr, G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
-):
-    """Codes int32 [T, G] of the first `num_left` tiles; places and buffers are those of `_store_planes`."""
-    NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
-    plane, tile, within = place_planes(0, NUM_PLANES, T, G)
-    is_low_plane = (tile < num_left) & (plane < LOW)
-    planes = tl.load(low_buf + (tile * (LOW * G // 8) + within), mask=is_low_plane, other=0)
-    if HIGH > LOW:
-        _, _, within = place_planes(LOW, NUM_PLANES, T, G)
-        place = high_place.to(tl.int64)[None, :, None] * ((HIGH - LOW) * G // 8)
-        is_high_plane = (high_place >= 0)[None, :, None] & (plane >= LOW) & (plane < HIGH)
-        planes |= tl.load(high_buf + (place + within), mask=is_high_plane, other=0)
-    codes = unpack_bits(plane_words(planes, 0, NUM_PLANES))
-    if HIGH > 4:
-        codes |= unpack_bits(plane_words(planes, 4, NUM_PLANES)) << 4
-    return from_eights(codes, T, G)
 
 
 @triton.jit
@@ -171,7 +126,15 @@ def decode_tile(
     scale, zero_point, place, pivot, factor, low_buf, high_buf, G: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
 ):
     """Values [1, G] of a transformed tile, times `factor`; scale (sign ignored) and zero-point are fp16 bits."""
-    codes = _load_planes(low_buf, high_buf, place, 1, 1, G, LOW, HIGH).to(tl.float32)
+    NUM_PLANES: tl.constexpr = 4 if HIGH <= 4 else 8
+    plane, _, within = place_planes(0, NUM_PLANES, 1, G)
+    planes = tl.load(low_buf + within, mask=plane < LOW, other=0)
+    if HIGH > LOW:
+        within, is_high = _place_high(place, LOW, HIGH, NUM_PLANES, G)
+        planes |= tl.load(high_buf + within, mask=is_high, other=0)
+    codes = unpack_bits(plane_words(planes, 0, NUM_PLANES))
+    if HIGH > 4:
+        codes |= unpack_bits(plane_words(planes, 4, NUM_PLANES)) << 4
     step, start = from_half(scale & 0x7FFF) * factor, from_half(zero_point) * factor
-    y = codes * step[:, None] + start[:, None]
+    y = from_eights(codes, 1, G).to(tl.float32) * step[:, None] + start[:, None]
     return exchange(hadamard(y, 1, G), pivot, G)
