@@ -79,7 +79,7 @@ class StageMemory:
 
 def combined(memories: Iterable[tuple[StageMemory, int]]) -> StageMemory:
     """The sum of (memory, count) pairs, kind by kind."""
-    rows = [[nbytes * num for nbytes in astuple(memory)] for memory, num in memories]
+    rows = ([nbytes * num for nbytes in astuple(memory)] for memory, num in memories)
     return StageMemory(*map(sum, zip(*rows, strict=True)))
 
 

@@ -81,14 +81,7 @@ class ModelSlice(nn.Module):
         key_dropout(self, random)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute this slice.
-
-        Args:
-            x: int64 tokens [B, S] where the slice has the embedding, else hidden states [B, S, C].
-
-        Returns:
-            Logits [B, S, V] where the slice has the head, else hidden states [B, S, C].
-        """
+        """Tokens, int64 [B, S], or hidden states [B, S, C] to hidden states or logits [B, S, V]."""
         hidden = self._embed(x) if self.parts.embedding else x
         windows = [self.spec.layout.window(self._config, index) for index in self.parts.blocks]
         masks = {window: window_mask(hidden.shape[1], window, hidden.device) for window in set(windows)}

@@ -54,11 +54,7 @@ class FolderWeights:
 
     @classmethod
     def find(cls, folder: Path, trunk: str) -> "FolderWeights":
-        """Read the index, or the single file's header.
-
-        Args:
-            folder: where the weights are.
-            trunk: prefix that the folder's names may lack (`transformer`, `model`).
+        """Read the index, or the single file's header; names may lack the prefix `trunk` (`transformer`, `model`).
 
         Raises:
             ModelError: no safetensors there, or an index that is damaged or names missing files.
@@ -76,11 +72,9 @@ class FolderWeights:
         raise ModelError(f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
     def read_into(self, parameters: Mapping[str, torch.Tensor], sources: Mapping[str, str]) -> None:
-        """Copy tensors from the files, one at a time, into `parameters`.
+        """Copy tensors from the files, one at a time, into `parameters`, by canonical name, of any dtype and device.
 
-        Args:
-            parameters: canonical name -> tensor to fill, of any dtype and device.
-            sources: canonical name -> canonical name to read instead (a tied head reads the embedding).
+        `sources`: canonical name -> canonical name to read instead (a tied head reads the embedding).
 
         Raises:
             ModelError: a tensor that is missing, has another shape, or does not hold floats.

@@ -39,13 +39,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 class BlockwiseAdamW(AdamwLoop):
-    """AdamW with states of `adamw8bit_states` or `plain_adamw_states`.
-
-    Args:
-        args: as of `AdamwLoop`.
-        block: elements that share a scale of 8-bit moments, a power of two from 64 to 2048.
-        others: as of `AdamwLoop`.
-    """
+    """AdamW with states of `adamw8bit_states`, in blocks of a power of two from 64 to 2048, or `plain_adamw_states`."""
 
     def __init__(self, *args: Any, block: int = BLOCK, **others: Any) -> None:
         self._block = block

@@ -46,12 +46,12 @@ def encode(x: torch.Tensor, signed: bool, block: int = BLOCK) -> tuple[torch.Ten
     code_k = argmin_c |map(c) − x_k / s_b|,  s_b = max |x| over block b, with the exceptions listed above
 
     Args:
-        x: floating point, of any shape and strides; computed in fp32.
+        x: floating point, of N elements in any shape and strides; computed in fp32.
         signed: which of the two maps.
         block: elements per block.
 
     Returns:
-        Codes, uint8 [N], and scales, fp32 [⌈N/block⌉], on x's device.
+        Codes, uint8 [N], and scales, fp32 [⌈N/block⌉].
     """
     flat = x.detach().reshape(-1).float()
     flat = flat if signed else flat.clamp(min=0)  # which lets NaN through

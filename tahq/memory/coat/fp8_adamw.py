@@ -28,6 +28,7 @@ from tahq.memory.adam.step import AdamwNumbers
 from tahq.memory.coat.fp8_groups import (
     GROUP,
     UNEXPANDED,
+    Moments,
     StoredMoment,
     as_groups,
     decode,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:  # needs triton
     from tahq.quant.gpu.launch import BoundLaunches
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-Moments = tuple[StoredMoment, StoredMoment]
 CHUNK_GROUPS = 512
 """Groups computed at a time, a quarter of a megabyte in fp32: temporaries stay small and in the cache."""
 
@@ -83,11 +83,8 @@ class Fp8AdamW(AdamwLoop):
             by = moment_format(fp8, expand, codes.device)
             return StoredMoment(codes.view(-1), state[f"{name}_scale"], state.get(f"{name}_power"), by)
 
-        stored = self._stored
-        return (
-            moment(FIRST, stored.first, stored.expand_first),
-            moment(SECOND, stored.second, stored.expand_second),
-        )
+        keys = self._stored
+        return moment(FIRST, keys.first, keys.expand_first), moment(SECOND, keys.second, keys.expand_second)
 
 
 def fp8_adamw_states(stored: Fp8AdamWConfig, shape: tuple[int, ...]) -> StateSpecs:

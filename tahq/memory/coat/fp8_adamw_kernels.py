@@ -34,15 +34,7 @@ import triton.language as tl
 from tahq.memory.adam.kernels import load_once, store
 from tahq.memory.adam.step import AdamwNumbers
 from tahq.memory.coat import fp8_bits, fp8_codes
-from tahq.memory.coat.fp8_bits import (
-    exp2,
-    log2,
-    look_up,
-    moved_weight,
-    product_without_subnormals,
-    put,
-    reciprocal_ftz,
-)
+from tahq.memory.coat.fp8_bits import exp2, look_up, moved_weight, product_without_subnormals, put, reciprocal_ftz
 from tahq.memory.coat.fp8_codes import E4M3, E5M2, FRACTION_BITS, has_fp8_units
 from tahq.memory.coat.fp8_groups import (
     GROUP,
@@ -52,11 +44,11 @@ from tahq.memory.coat.fp8_groups import (
     SMALLEST_NORMAL,
     STEPS_PER_OCTAVE,
     UNEXPANDED,
-    StoredMoment,
+    Moments,
     smallest_share,
 )
 from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch, aligned, on_device_of
-from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED
+from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, log2
 from tahq.quant.stream import ALIGNMENT
 
 UPDATE_ERROR = 2.0**-21
@@ -332,12 +324,7 @@ def step_kernel(
     )  # fmt: skip
 
 
-def step_on_cuda(
-    weights: torch.Tensor,
-    gradients: torch.Tensor,
-    moments: tuple[StoredMoment, StoredMoment],
-    numbers: AdamwNumbers,
-) -> None:
+def step_on_cuda(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments, numbers: AdamwNumbers) -> None:
     """As `step_in_torch`, for tensors on a CUDA device; the host waits for nothing."""
     gradients = aligned(gradients)
     if launches := bind_step(weights, gradients, moments):
@@ -349,9 +336,7 @@ def step_on_cuda(
             launch(*_tensors(weights, gradients, moments), last=numbers)
 
 
-def bind_step(
-    weights: torch.Tensor, gradients: torch.Tensor, moments: tuple[StoredMoment, StoredMoment]
-) -> BoundLaunches | None:
+def bind_step(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments) -> BoundLaunches | None:
     """`step_on_cuda` on these tensors, and any gradient like this one; None where a tensor is not aligned."""
     tensors = _tensors(weights, gradients, moments)
     if any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
@@ -359,9 +344,7 @@ def bind_step(
     return BoundLaunches(_launches(weights.numel(), *_kinds(moments)), tensors, moving=1)
 
 
-def _tensors(
-    weights: torch.Tensor, gradients: torch.Tensor, moments: tuple[StoredMoment, StoredMoment]
-) -> list[torch.Tensor]:
+def _tensors(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments) -> list[torch.Tensor]:
     """As the kernel takes them."""
     tensors = [weights, gradients]
     for codes, scales, powers, by in moments:
@@ -370,7 +353,7 @@ def _tensors(
     return tensors
 
 
-def _kinds(moments: tuple[StoredMoment, StoredMoment]) -> tuple[Kinds, bool]:
+def _kinds(moments: Moments) -> tuple[Kinds, bool]:
     """Formats, and whether codes may be encoded fast."""
     fast = bool(IS_INTERPRETED.value) or has_fp8_units(moments[0].codes.device)
     return tuple((each.by.expand, FRACTION_BITS[each.by.fp8]) for each in moments), fast

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 
 from tahq.memory.coat.fp8_codes import SMALLEST_SCALE
-from tahq.quant.gpu.tiles import IS_INTERPRETED
+from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, magnitude_bits
 
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INFINITY = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _NAN_BF16 = tl.constexpr(0x7FC0)
 _LOOK_UP = tl.constexpr(
@@ -28,12 +27,6 @@ _FOUR_E5M2 = tl.constexpr(_FOUR.replace("FORMAT", "e5m2x2"))
 
 
 @triton.jit
-def magnitude_bits(x):
-    """Bits of |x|, fp32, as int32, in the order of magnitudes, with infinity and NaN above all."""
-    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
 def scale_of(largest_bits, RECIPROCAL: tl.constexpr):
     """max|x|/Δmax, at least the smallest scale; NaN stays NaN."""
     scale = largest_bits.to(tl.float32, bitcast=True) * RECIPROCAL
@@ -45,7 +38,7 @@ def to_bf16_bits(scale):
     """Bits of fp32 scales, rounded to bf16, to nearest even, as int16."""
     bits = scale.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & _MAGNITUDE) > _INFINITY, _NAN_BF16, rounded).to(tl.int16)
+    return tl.where((bits & _MAGNITUDE) > INFINITY, _NAN_BF16, rounded).to(tl.int16)
 
 
 @triton.jit
@@ -81,7 +74,7 @@ def encode(y, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
     normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     below = (bits.to(tl.float32, bitcast=True) + ANCHOR).to(tl.int32, bitcast=True) - ANCHOR_BITS
     code = tl.minimum(tl.where(bits < SMALLEST_NORMAL, below, normal), LARGEST)
-    code = tl.where(bits > _INFINITY, NAN, code)
+    code = tl.where(bits > INFINITY, NAN, code)
     sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (code | sign).to(tl.uint8)
 
@@ -133,14 +126,6 @@ def inverse_root(x):
 def sigmoid(x):
     """1/(1 + e⁻ˣ)."""
     return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def log2(x):
-    """log₂ of x ≥ 0, no subnormal, to some 10⁻⁶; −∞ of 0. Triton's own is a polynomial with twenty terms."""
-    if IS_INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

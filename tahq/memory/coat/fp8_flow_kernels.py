@@ -16,11 +16,11 @@ from tahq.memory.coat.fp8_bits import (
     from_bf16_bits,
     inverse_root,
     largest_magnitude,
-    magnitude_bits,
     reciprocal,
     scale_of,
     sigmoid,
 )
+from tahq.quant.gpu.tiles import magnitude_bits
 
 
 @triton.jit

@@ -134,6 +134,10 @@ class StoredMoment(NamedTuple):
     by: MomentFormat
 
 
+Moments = tuple[StoredMoment, StoredMoment]
+"""m and v."""
+
+
 def num_groups(numel: int) -> int:
     """P = ⌈N/128⌉."""
     return -(-numel // GROUP)

@@ -40,14 +40,8 @@ def as_groups(flat: torch.Tensor) -> torch.Tensor:
 def scales(groups: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and the exact zero-point of groups.
 
-    scale = (max(x, 0) − min(x, 0)) / steps, rounded up to bf16; zero = −min(x, 0) / scale, not yet a whole number.
-
-    Args:
-        groups: fp32 [G, 256], finite.
-        steps: number of steps in the range.
-
-    Returns:
-        fp32 [G] scale, representable in bf16, and fp32 [G] zero-point, in [0, steps].
+    scale = (max(x, 0) − min(x, 0)) / steps, rounded up to bf16; zero = −min(x, 0) / scale, in [0, steps], not yet a
+    whole number; both fp32 [G], of finite groups fp32 [G, 256].
     """
     high = groups.amax(1).clamp_(min=0.0)
     low = groups.amin(1).clamp_(max=0.0)
@@ -59,16 +53,8 @@ def scales(groups: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def decode(codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(code − zero) · scale in fp32, then rounded to `dtype`.
-
-    Args:
-        codes: [G, 256], any integer type.
-        zero: [G], any integer type.
-        scale: [G] bf16.
-        dtype: of the result, [G, 256].
-    """
-    steps = codes.to(torch.float32).sub_(zero.to(torch.float32)[:, None])
-    return steps.mul_(scale.to(torch.float32)[:, None]).to(dtype)
+    """(code − zero) · scale in fp32 [G, 256], then rounded to `dtype`; codes and zero [G] of any integer type."""
+    return codes.float().sub_(zero.float()[:, None]).mul_(scale.float()[:, None]).to(dtype)
 
 
 def affine_nbytes(shape: tuple[int, ...], bits: int) -> int:
@@ -84,9 +70,9 @@ def _up_to_bf16(x: torch.Tensor) -> torch.Tensor:
 
 def affine_kernels(codes: torch.Tensor) -> ModuleType | None:
     """The Triton kernels, for codes on CUDA where triton is installed; None: plain torch."""
-    return _loaded() if codes.is_cuda else None
+    return import_module("tahq.memory.galore.affine_kernels") if codes.is_cuda and _has_triton() else None
 
 
 @cache
-def _loaded() -> ModuleType | None:
-    return import_module("tahq.memory.galore.affine_kernels") if find_spec("triton") is not None else None
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -24,19 +24,11 @@ _NO_PADDING = -1
 
 
 class LowRankLinear(nn.Module):
-    """x·Wᵀ + b, or x·W + b.
-
-    Args:
-        weight: W; not a parameter of the module, since its gradient has another shape.
-        bias: b, an ordinary parameter, or None.
-        is_linear: W is [out, in].
-    """
+    """x·Wᵀ + b, or x·W + b; W is not a parameter of the module, since its gradient has another shape."""
 
     def __init__(self, weight: LowRankWeight, bias: nn.Parameter | None, *, is_linear: bool) -> None:
         super().__init__()
-        self.low_rank = weight
-        self.bias = bias
-        self.is_linear = is_linear
+        self.low_rank, self.bias, self.is_linear = weight, bias, is_linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]; under autocast in its type."""
@@ -95,12 +87,7 @@ def _input_gradient(ctx: Any, gradient: torch.Tensor, shape: torch.Size) -> torc
 
 
 class LowRankEmbedding(nn.Module):
-    """The rows of a table [V, C].
-
-    Args:
-        weight: the table; not a parameter of the module.
-        padding: token whose row gets no gradient, or None.
-    """
+    """The rows of a table [V, C], which is not a parameter; `padding`: token whose row gets no gradient, or None."""
 
     def __init__(self, weight: LowRankWeight, padding: int | None) -> None:
         super().__init__()

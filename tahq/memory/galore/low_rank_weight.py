@@ -76,13 +76,13 @@ class LowRankSettings:
 
 
 class LowRankWeight:
-    """A weight [m, n], its subspace and its moments.
+    """A weight [m, n], its subspace and its moments, all zeros until they are assigned or loaded.
 
     Args:
         name: canonical; with the run's seed and the step it is the key of random draws.
         shape: (m, n).
         settings: of the run.
-        device: of the tensors; zeros until they are assigned or loaded.
+        device: of the tensors.
         drawn_as: another name for the key: two copies of one matrix must be rounded alike.
     """
 
@@ -223,13 +223,10 @@ class LowRankWeight:
 
     @torch.no_grad()
     def load(self, read: Callable[[str], torch.Tensor]) -> None:
-        """Load weight and states from a checkpoint, bit-exactly.
-
-        Args:
-            read: a tensor by its name there.
+        """Load weight and states, bit-exactly, from a checkpoint's tensors by name.
 
         Raises:
-            SnapshotError: one has another shape or type.
+            SnapshotError: a tensor has another shape or type.
         """
         for name, tensor in self.weight_tensors().items():
             tensor.copy_(_checked(name, read(name), tensor))

@@ -65,15 +65,10 @@ def low_rank_weights(model: nn.Module) -> dict[str, LowRankWeight]:
 
 
 def cover(model: ModelSlice, settings: LowRankSettings, device: torch.device) -> dict[str, LowRankWeight]:
-    """Replace the covered layers; biases stay ordinary parameters.
+    """Replace the covered layers by ones on `device`, uninitialised; biases stay ordinary parameters.
 
-    Args:
-        model: on any device, including `meta`: only the shapes of its covered weights are used.
-        settings: of the run.
-        device: of the new weights, uninitialised.
-
-    Returns:
-        The weights, by canonical name.
+    The model may be on any device, including `meta`: only the shapes of its covered weights are used. Returns the
+    weights, by canonical name.
     """
     tied_head = model.spec.layout.embedding_weight if model.spec.tie == "sync" else None
     for name, covered in covered_layers(model, settings).items():

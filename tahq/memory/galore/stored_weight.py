@@ -41,12 +41,7 @@ _LOST_BITS = 16
 
 
 class Int8Weight:
-    """A weight in INT8: codes, scales and zero-points.
-
-    Args:
-        shape: the weight's.
-        device: of the tensors; zeros until they are assigned or loaded.
-    """
+    """A weight in INT8: codes, scales and zero-points, all zeros until they are assigned or loaded."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.shape = torch.Size(shape)
@@ -95,11 +90,8 @@ class Int8Weight:
     def add(self, update: torch.Tensor, *, keep: float, rate: float, key: int | None) -> None:
         """W ← keep · W + rate · update, in fp32, then rounded.
 
-        Args:
-            update: the weight's shape, fp32 or bf16.
-            keep: the factor of weight decay.
-            rate: negative to descend.
-            key: 64 bits, of the stochastic rounding; None: to nearest.
+        `update`: fp32 or bf16; `keep`: the factor of weight decay; `rate`: negative to descend; `key`: 64 bits, of the
+        stochastic rounding; None: to nearest.
         """
         kernels = affine_kernels(self.codes)
         if kernels is not None:
@@ -225,11 +217,9 @@ def round_to_bf16(x: torch.Tensor, first: int, key: int) -> torch.Tensor:
 
 
 def snapshot_weight(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """A model's weight from a checkpoint, in fp32 whatever it was trained in.
+    """A model's weight from a checkpoint, in fp32 whatever it was trained in, by its canonical name.
 
-    Args:
-        name: canonical.
-        read: a tensor by its name in the checkpoint, such as `model/<name>`.
+    `read`: a tensor by its name in the checkpoint, such as `model/<name>`.
     """
     stored = read(f"model/{name}")
     if stored.dtype != torch.int8:

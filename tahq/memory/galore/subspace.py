@@ -104,12 +104,7 @@ def rank_of(shape: Sequence[int], rank: int | None) -> int:
 
 
 class Int4Projection:
-    """[r, d] in INT4.
-
-    Args:
-        shape: r vectors of d numbers.
-        device: of the tensors; zeros until they are assigned or loaded.
-    """
+    """r vectors of d numbers in INT4, all zeros until they are assigned or loaded."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.shape = shape
@@ -197,12 +192,7 @@ class LazyRule:
 class LazySubspace:
     """A basis [r, d] and its history.
 
-    Args:
-        shape: (r, d).
-        device: of the basis.
-        kind: of the stored basis.
-        rule: how often it is searched.
-        svd: how it is computed.
+    `kind`: of the stored basis; `rule`: how often it is searched; `svd`: how it is computed.
     """
 
     def __init__(
@@ -226,11 +216,9 @@ class LazySubspace:
         """Find a basis in a gradient [m, n], unless it is not finite."""
         if not bool(torch.isfinite(gradient).all()):
             return
-        is_exact = self._svd == "exact"
+        rank, is_exact = self._rank, self._svd == "exact"
         self._found = self._new()
-        self._found.assign(
-            exact_basis(gradient, self._rank) if is_exact else randomised_basis(gradient, self._rank, seed)
-        )
+        self._found.assign(exact_basis(gradient, rank) if is_exact else randomised_basis(gradient, rank, seed))
 
     def basis(self, dtype: torch.dtype) -> torch.Tensor | None:
         """This step's basis; None before the first."""
