@@ -59,9 +59,12 @@ def codec_advice(
         facts: the codecs there are now.
         step_time_s: to say shares of.
     """
-    largest = _largest_of_each([flow for flow in flows if flow.sender == sender])
+    by_size = sorted((flow for flow in flows if flow.sender == sender), key=lambda flow: flow.wire_s)
+    # the largest flow of each kind of traffic, the largest of all first
+    largest = sorted({flow.traffic: flow for flow in by_size}.values(), key=lambda flow: -flow.wire_s)
     ladders = {flow.traffic: cheaper_codecs(facts, flow) for flow in largest}
-    alone, together = _alone(ladders), _together(ladders)
+    alone = [Choice((spec,), {traffic: ratio}) for traffic, ladder in ladders.items() for spec, ratio in ladder]
+    together = _together(ladders) if len(ladders) > 1 else []
     for choices in (alone, together):
         advice = _first_enough(choices, resources, flows, sender, step_time_s)
         if advice is not None:
@@ -74,20 +77,8 @@ def codec_advice(
     return f"even {cheapest} would leave an uplink busy for {left} of what is now a step; a higher rate would help"
 
 
-def _largest_of_each(flows: Sequence[Flow]) -> list[Flow]:
-    """The largest flow of each kind of traffic, the largest of all first."""
-    by_size = sorted(flows, key=lambda flow: flow.wire_s)
-    return sorted({flow.traffic: flow for flow in by_size}.values(), key=lambda flow: -flow.wire_s)
-
-
-def _alone(ladders: Mapping[Traffic, Sequence[tuple[str, float]]]) -> list[Choice]:
-    return [Choice((spec,), {traffic: ratio}) for traffic, ladder in ladders.items() for spec, ratio in ladder]
-
-
 def _together(ladders: Mapping[Traffic, Sequence[tuple[str, float]]]) -> list[Choice]:
     """A codec for each of several kinds of traffic; the less the one that loses most loses, the earlier."""
-    if len(ladders) < 2:
-        return []
     choices = [
         Choice(tuple(spec for spec, _ in rungs), {t: ratio for t, (_, ratio) in zip(ladders, rungs, strict=True)})
         for rungs in product(*ladders.values())
@@ -107,7 +98,7 @@ def _first_enough(
     for choice in choices:
         busy_s = uplinks_s(flows, choice.ratios)
         own_s = busy_s.pop(sender)
-        other = max(busy_s, key=lambda stage: busy_s[stage], default=None)
+        other = max(busy_s, key=busy_s.__getitem__, default=None)
         if other is not None and own_s <= busy_s[other]:
             share = figures.share(busy_s[other] / step_time_s)
             return f"{choice} would bring it below {names[other]}, which then has the wire for {share}"

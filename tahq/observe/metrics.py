@@ -2,7 +2,7 @@
 
 The line of a step that is evaluated is held back until its validation loss has come in, so that there
 is one object per step and nothing else. NaN and infinity, which JSON does not have, become null. When a
-run continues from a snapshot, what the file says about later steps is cut off first. Lines that a full disk does
+run continues from a checkpoint, what the file says about later steps is cut off first. Lines that a full disk does
 not take are kept, and written when there is room again.
 """
 
@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -39,7 +40,7 @@ class MetricsFile(RunObserver):
 
     Args:
         path: the file; made if it is not there.
-        start_step: steps that the run's snapshot has behind it; lines of later steps are cut off.
+        start_step: steps that the run's checkpoint has behind it; lines of later steps are cut off.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -109,84 +110,67 @@ class MetricsFile(RunObserver):
 
 def step_object(record: StepRecord) -> dict[str, Any]:
     """A step as metrics.jsonl has it."""
-    return {
+    values = {
         "step": record.step,
-        "loss": finite(record.loss),
+        "loss": record.loss,
         "tokens": record.tokens,
-        "tokens_per_s": finite(record.tokens_per_s),
-        "step_time_s": finite(record.step_time_s),
-        "grad_norm": finite(record.grad_norm),
-        "clip_factor": finite(record.clip_factor),
+        "tokens_per_s": record.tokens_per_s,
+        "step_time_s": record.step_time_s,
+        "grad_norm": record.grad_norm,
+        "clip_factor": record.clip_factor,
         "skipped": record.skipped,
-        "lr": finite(record.lr),
-        "links": [link_object(link) for link in record.links],
-        "stages": [stage_object(stage) for stage in record.stages],
+        "lr": record.lr,
+        "links": [_link_object(link) for link in record.links],
+        "stages": [_stage_object(stage) for stage in record.stages],
         "codec_changes": [asdict(change) for change in record.codec_changes],
     }
+    return {name: _strict(value) for name, value in values.items()}
 
 
-def link_object(link: LinkRecord) -> dict[str, Any]:
-    """One link and direction as metrics.jsonl has it."""
-    return {
-        "link": link.link,
-        "from": link.sender,
-        "to": link.receiver,
-        "direction": link.direction,
-        "frames": link.frames,
-        "payload_bytes": link.payload_bytes,
-        "wire_bytes": link.wire_bytes,
-        "elements": link.elements,
-        "busy_s": finite(link.busy_s),
-        "sending_s": finite(link.sending_s),
-        "queued_s": finite(link.queued_s),
-        "idle_s": finite(link.idle_s),
-        "wire_s": finite(link.wire_s),
-        "bits_per_element": finite(link.bits_per_element),
-        "goodput_bits_per_s": finite(link.goodput_bits_per_s),
-        "codec": link.codec,
-        "relative_error": finite(link.relative_error) if link.relative_error is not None else None,
-    }
+def _strict(value: Any) -> Any:
+    """The same without numbers that JSON does not have; keys are text."""
+    if isinstance(value, Mapping):
+        return {str(key): _strict(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def stage_object(stage: StageRecord) -> dict[str, Any]:
-    """One stage's time, and what its codecs remember, as metrics.jsonl has it."""
+def _link_object(link: LinkRecord) -> dict[str, Any]:
+    """One link and direction."""
+    names = (
+        *("frames", "payload_bytes", "wire_bytes", "elements"),
+        *("busy_s", "sending_s", "queued_s", "idle_s", "wire_s"),
+        *("bits_per_element", "goodput_bits_per_s", "codec", "relative_error"),
+    )
+    ends = {"link": link.link, "from": link.sender, "to": link.receiver, "direction": link.direction}
+    return ends | {name: getattr(link, name) for name in names}
+
+
+def _stage_object(stage: StageRecord) -> dict[str, Any]:
+    """One stage's time, in parts that add up to its step, and what its codecs remember."""
+    timing_s: dict[str, float] = defaultdict(float)
+    for name, seconds in stage.timing.items():  # whichever thread did it, and for whichever stage it waited
+        timing_s[name.removeprefix(BESIDE).partition(":")[0]] += seconds
     return {
         "stage": stage.stage,
-        "waiting_share": finite(stage.waiting_share),
-        "timing_s": {name: finite(seconds) for name, seconds in timing_by_activity(stage.timing).items()},
+        "waiting_share": stage.waiting_share,
+        "timing_s": timing_s,
         "codec_state_bytes": stage.codec_state_bytes,
-        **split_object(stage.split),
+        **{field.name: getattr(stage.split, field.name) for field in fields(StageSplit)},
     }
-
-
-def split_object(split: StageSplit) -> dict[str, Any]:
-    """A stage's step in parts that add up to it; waits for frames by the stage they come from."""
-    values: dict[str, Any] = {}
-    for field in fields(split):
-        value = getattr(split, field.name)
-        by_key = isinstance(value, Mapping)
-        values[field.name] = {str(key): finite(s) for key, s in value.items()} if by_key else finite(value)
-    return values
-
-
-def timing_by_activity(timing: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by activity, whichever thread did it and whomever it waited for."""
-    sums: dict[str, float] = {}
-    for name, seconds in timing.items():
-        activity = name.removeprefix(BESIDE).partition(":")[0]
-        sums[activity] = sums.get(activity, 0.0) + seconds
-    return sums
 
 
 def validation_object(record: ValidationRecord) -> dict[str, Any]:
-    """A validation loss as metrics.jsonl has it: nats a token, and e to their power."""
-    return {
+    """A validation loss as metrics.jsonl has it: nats per token, and e to their power."""
+    values = {
         "tokens": record.tokens,
-        "loss": finite(record.loss),
-        "perplexity": finite(perplexity(record.loss)),
-        "loss_raw": finite(record.loss_raw),
-        "perplexity_raw": finite(perplexity(record.loss_raw)),
+        "loss": record.loss,
+        "perplexity": perplexity(record.loss),
+        "loss_raw": record.loss_raw,
+        "perplexity_raw": perplexity(record.loss_raw),
     }
+    return {name: _strict(value) for name, value in values.items()}
 
 
 def perplexity(loss: float) -> float:
@@ -195,11 +179,6 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def finite(number: float) -> float | None:
-    """The number itself, or None where JSON has none for it."""
-    return number if math.isfinite(number) else None
 
 
 def keep_until(path: Path, last_step: int) -> None:

@@ -11,6 +11,9 @@ from typing import Any, TypeVar, get_args
 from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit, StepRecord, Traffic
 from tahq.errors import UserError
 
+LINK_COUNTS = ("frames", "payload_bytes", "wire_bytes", "elements")
+LINK_SECONDS = ("busy_s", "sending_s", "wire_s", "idle_s")
+
 Value = TypeVar("Value")
 
 WRONG = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -100,20 +103,18 @@ def _stage(row: Mapping[str, Any], number: int) -> StageRecord:
 def _link(row: Mapping[str, Any], num_stages: int) -> LinkRecord:
     if row["direction"] not in get_args(Traffic):
         raise ValueError(f"direction {row['direction']!r}")
+    counts: dict[str, Any] = {
+        name: _whole(row, name, least=int(name in ("frames", "payload_bytes"))) for name in LINK_COUNTS
+    }
+    seconds: dict[str, Any] = {name: _seconds(row[name], name) for name in LINK_SECONDS}
     return LinkRecord(
         link=_whole(row, "link"),
         sender=_whole(row, "from", most=num_stages - 1),
         receiver=_whole(row, "to", most=num_stages - 1),
         direction=row["direction"],
-        frames=_whole(row, "frames", least=1),
-        payload_bytes=_whole(row, "payload_bytes", least=1),
-        wire_bytes=_whole(row, "wire_bytes"),
-        elements=_whole(row, "elements"),
-        busy_s=_seconds(row["busy_s"], "busy_s"),
-        sending_s=_seconds(row["sending_s"], "sending_s"),
-        wire_s=_seconds(row["wire_s"], "wire_s"),
-        idle_s=_seconds(row["idle_s"], "idle_s"),
         codec=str(row.get("codec", "")),
+        **counts,
+        **seconds,
     )
 
 
@@ -162,8 +163,7 @@ def _median_stage(records: Sequence[StageRecord]) -> StageRecord:
     values: dict[str, Any] = {}
     for field in fields(StageSplit):
         parts = [getattr(split, field.name) for split in splits]
-        by_key = isinstance(parts[0], Mapping)
-        values[field.name] = _medians_by_key(parts) if by_key else median(parts)
+        values[field.name] = _medians_by_key(parts) if isinstance(parts[0], Mapping) else median(parts)
     timing = _medians_by_key([record.timing for record in records])
     return replace(records[-1], timing=timing, split=StageSplit(**values))
 
@@ -174,13 +174,4 @@ def _medians_by_key(parts: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
 
 
 def _median_link(records: Sequence[LinkRecord]) -> LinkRecord:
-    def middle(figure: Callable[[LinkRecord], float]) -> float:
-        return median(map(figure, records))
-
-    return replace(
-        records[-1],
-        busy_s=middle(lambda r: r.busy_s),
-        sending_s=middle(lambda r: r.sending_s),
-        wire_s=middle(lambda r: r.wire_s),
-        idle_s=middle(lambda r: r.idle_s),
-    )
+    return replace(records[-1], **{name: median(getattr(r, name) for r in records) for name in LINK_SECONDS})

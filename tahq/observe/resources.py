@@ -8,11 +8,12 @@ coordinator. A step cannot be shorter than what one of them needs alone,
 with what one micro-batch takes everywhere else as measured. Pure.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tahq.coordinator.observer import LinkRecord, StageRecord, StepRecord, Traffic
+from tahq.coordinator.observer import LinkRecord, StepRecord, Traffic
 from tahq.observe import figures
 
 Kind = Literal["compute", "codec", "link", "coordinator"]
@@ -71,82 +72,44 @@ def flows_of(links: Sequence[LinkRecord]) -> list[Flow]:
 
 def resources_of(step: StepRecord) -> list[Resource]:
     """Everything that a step may wait for."""
-    pipeline = _Pipeline(step)
-    computes = [_compute(stage, pipeline) for stage in step.stages]
-    coding = [_coding(stage, pipeline) for stage in step.stages if _beside_s(stage) > 0]
-    uplinks = [_uplink(stage.stage, pipeline) for stage in step.stages if pipeline.sent_by(stage.stage)]
-    commit_s = min(stage.split.commit_s for stage in step.stages)
+    flows, stages = flows_of(step.links), step.stages
+    units = max((flow.frames for flow in flows), default=1)
+    forward_s = [stage.split.forward_s / units for stage in stages]
+    backward_s = [stage.split.backward_s / units for stage in stages]
+    crossing_s: dict[tuple[int, int, Traffic], float] = defaultdict(float)
+    crossing_s.update({(flow.sender, flow.receiver, flow.traffic): flow.each_s for flow in flows})
+    there_s = [forward_s[s] + crossing_s[s, s + 1, "activations"] for s in range(len(stages))]
+    back_s = [backward_s[s] + crossing_s[s + 1, s, "gradients"] for s in range(len(stages))]
+    # until the first micro-batch is at a stage, and from the end of its last backward to the last one of all
+    before_s, after_s = ([sum(parts[:s]) for s in range(len(stages))] for parts in (there_s, back_s))
+    # from the first stage's last activation on the wire to the end: all the way there and back
+    beyond_s = sum(there_s[1:-1]) + forward_s[-1] + backward_s[-1] + after_s[-1]
+
+    def stage_resource(kind: Kind, stage: int, what: str, busy_s: float) -> Resource:
+        return Resource(kind, f"stage {stage}'s {what}", busy_s, before_s[stage] + busy_s + after_s[stage])
+
+    computes, coding, uplinks = [], [], []
+    for stage in stages:
+        number, split = stage.stage, stage.split
+        busy_s = split.compute_s + split.encode_s + split.decode_s
+        computes.append(stage_resource("compute", number, "compute", busy_s))
+        beside_s = max(split.beside_s.get("encode", 0.0), split.beside_s.get("decode", 0.0))
+        if beside_s > 0:
+            coding.append(stage_resource("codec", number, "encoding and decoding", beside_s))
+        sent = sorted((flow for flow in flows if flow.sender == number), key=lambda flow: -flow.wire_s)
+        if sent:
+            gradients_s = sum(flow.each_s for flow in sent if flow.traffic == "gradients")
+            drain_s = after_s[number] - gradients_s if number else beyond_s
+            uplinks.append(_uplink(number, sent, before_s[number] + forward_s[number], drain_s))
+    commit_s = min(stage.split.commit_s for stage in stages)
     coordinator = Resource("coordinator", "the round trip to the coordinator", commit_s, commit_s)
     return [*computes, *coding, *uplinks, coordinator]
 
 
-class _Pipeline:
-    """What one micro-batch takes in every place, as measured."""
-
-    def __init__(self, step: StepRecord) -> None:
-        self.flows = flows_of(step.links)
-        units = max((flow.frames for flow in self.flows), default=1)
-        self._forward_s = [stage.split.forward_s / units for stage in step.stages]
-        self._backward_s = [stage.split.backward_s / units for stage in step.stages]
-        self._each_s = {(flow.sender, flow.receiver, flow.traffic): flow.each_s for flow in self.flows}
-
-    def sent_by(self, stage: int) -> list[Flow]:
-        """Flows that share a stage's uplink, the largest first."""
-        return sorted((f for f in self.flows if f.sender == stage), key=lambda flow: -flow.wire_s)
-
-    def forward_s(self, stage: int) -> float:
-        """Of one micro-batch, there."""
-        return self._forward_s[stage]
-
-    def before_s(self, stage: int) -> float:
-        """Until the first micro-batch is there."""
-        return sum(self._forward_s[s] + self._crossing_s(s, s + 1, "activations") for s in range(stage))
-
-    def after_s(self, stage: int) -> float:
-        """From the end of the last backward there to the last one of all."""
-        return sum(self._backward_s[s] + self._crossing_s(s + 1, s, "gradients") for s in range(stage))
-
-    def beyond_s(self) -> float:
-        """From the first stage's last activation on the wire to the end: all the way there and back."""
-        last = len(self._forward_s) - 1
-        there_s = self.before_s(last) - self._forward_s[0] - self._crossing_s(0, 1, "activations")
-        return there_s + self._forward_s[last] + self._backward_s[last] + self.after_s(last)
-
-    def _crossing_s(self, sender: int, receiver: int, traffic: Traffic) -> float:
-        return self._each_s.get((sender, receiver, traffic), 0.0)
-
-
-def _compute(stage: StageRecord, pipeline: _Pipeline) -> Resource:
-    busy_s = stage.split.compute_s + stage.split.encode_s + stage.split.decode_s
-    least_s = pipeline.before_s(stage.stage) + busy_s + pipeline.after_s(stage.stage)
-    return Resource("compute", f"stage {stage.stage}'s compute", busy_s, least_s)
-
-
-def _coding(stage: StageRecord, pipeline: _Pipeline) -> Resource:
-    busy_s = _beside_s(stage)
-    least_s = pipeline.before_s(stage.stage) + busy_s + pipeline.after_s(stage.stage)
-    return Resource("codec", f"stage {stage.stage}'s encoding and decoding", busy_s, least_s)
-
-
-def _beside_s(stage: StageRecord) -> float:
-    """The busier of the threads that encode and that decode."""
-    return max(stage.split.beside_s.get("encode", 0.0), stage.split.beside_s.get("decode", 0.0))
-
-
-def _uplink(stage: int, pipeline: _Pipeline) -> Resource:
-    flows = pipeline.sent_by(stage)
+def _uplink(stage: int, flows: Sequence[Flow], fill_s: float, drain_s: float) -> Resource:
+    """An uplink that these flows share, the largest first; named by that one if it takes nearly all of it."""
     busy_s = sum(flow.wire_s for flow in flows)
-    fill_s = pipeline.before_s(stage) + pipeline.forward_s(stage)
-    drain_s = pipeline.after_s(stage) - flows_each(flows, "gradients") if stage else pipeline.beyond_s()
-    named = flows[0].name if flows[0].wire_s >= MAIN_FLOW * busy_s else _both(stage, flows, busy_s)
-    return Resource("link", named, busy_s, fill_s + busy_s + max(0.0, drain_s), flows[0])
-
-
-def flows_each(flows: Sequence[Flow], traffic: Traffic) -> float:
-    """Seconds of one micro-batch on those of these flows that carry this."""
-    return sum(flow.each_s for flow in flows if flow.traffic == traffic)
-
-
-def _both(stage: int, flows: Sequence[Flow], busy_s: float) -> str:
-    parts = ", ".join(f"{f.traffic} to {f.receiver} {figures.share(f.wire_s / busy_s)} of it" for f in flows)
-    return f"stage {stage}'s uplink ({parts})"
+    parts = (f"{f.traffic} to {f.receiver} {figures.share(f.wire_s / busy_s)} of it" for f in flows)
+    is_one = flows[0].wire_s >= MAIN_FLOW * busy_s
+    name = flows[0].name if is_one else f"stage {stage}'s uplink ({', '.join(parts)})"
+    return Resource("link", name, busy_s, fill_s + busy_s + max(0.0, drain_s), flows[0])

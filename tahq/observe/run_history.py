@@ -5,7 +5,7 @@ Keeps totals, one number per step and the last few records, never the records of
 
 from collections import deque
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import median
 
 from tahq.coordinator.observer import (
     LinkRecord,
@@ -20,7 +20,7 @@ from tahq.coordinator.observer import (
 )
 from tahq.observe.bottleneck import Diagnosis, diagnose
 from tahq.observe.codec_advice import WireFacts
-from tahq.observe.metrics_reader import median_step
+from tahq.observe.metrics_reader import LINK_COUNTS, LINK_SECONDS, median_step
 
 RECENT_STEPS = 20
 """Steps that the remaining time, and what a step waits for, are estimated from."""
@@ -111,10 +111,6 @@ class RunHistory(RunObserver):
             return None
         return (self.total_steps - self.last.step) * median(self.step_times_s[-RECENT_STEPS:])
 
-    def mean_loss(self, steps: slice) -> float:
-        """Mean of the losses of these steps, NaN if one of them is."""
-        return fmean(self.losses[steps])
-
     def traffic(self, direction: Traffic | None = None) -> LinkRecord:
         """Sum over all links, of one direction or of both; link, sender and receiver then mean nothing."""
         total = LinkRecord(-1, -1, -1, direction or "activations", 0, 0, 0, 0, 0.0)
@@ -125,14 +121,4 @@ class RunHistory(RunObserver):
 
 
 def _sum(a: LinkRecord, b: LinkRecord) -> LinkRecord:
-    return replace(
-        a,
-        frames=a.frames + b.frames,
-        payload_bytes=a.payload_bytes + b.payload_bytes,
-        wire_bytes=a.wire_bytes + b.wire_bytes,
-        elements=a.elements + b.elements,
-        busy_s=a.busy_s + b.busy_s,
-        sending_s=a.sending_s + b.sending_s,
-        wire_s=a.wire_s + b.wire_s,
-        idle_s=a.idle_s + b.idle_s,
-    )
+    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in (*LINK_COUNTS, *LINK_SECONDS)})

@@ -2,20 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from inspect import getmembers, isfunction
 from pathlib import Path
-from statistics import median
-from typing import TextIO
+from statistics import fmean, median
+from typing import TextIO, get_args
 
 from rich.console import Console
 
-from tahq.coordinator.observer import (
-    LinkRecord,
-    RunEnd,
-    RunObserver,
-    ValidationRecord,
-)
+from tahq.coordinator.observer import RunEnd, RunObserver, Traffic, ValidationRecord
 from tahq.errors import UserError
 from tahq.observe import figures
 from tahq.observe.codec_advice import WireFacts
@@ -75,96 +72,63 @@ def screen(out: TextIO, history: RunHistory) -> RunObserver:
     return PlainLines(out, history)
 
 
+@dataclass(frozen=True, slots=True)
 class LastWords(RunObserver):
-    """Prints the summary, and why the run ended if it ended early.
+    """Prints the summary on `out`, and why the run ended on `err`, in one line that begins with the program's name."""
 
-    Args:
-        out: for the summary.
-        err: for the reason, in one line.
-        history: told before this observer is.
-        program: what that line begins with.
-        resume_command: for the summary.
-        export_command: for the summary.
-    """
-
-    def __init__(
-        self, out: TextIO, err: TextIO, history: RunHistory, program: str, resume_command: str, export_command: str
-    ) -> None:
-        self._out = out
-        self._err = err
-        self._history = history
-        self._program = program
-        self._commands = {"resume_command": resume_command, "export_command": export_command}
+    out: TextIO
+    err: TextIO
+    history: RunHistory
+    """Told before this observer is."""
+    program: str
+    resume_command: str
+    export_command: str
 
     def ended(self, end: RunEnd) -> None:
         """Print the summary."""
-        text = summary_text(self._history, end, **self._commands)
+        text = summary_text(self.history, end, resume_command=self.resume_command, export_command=self.export_command)
         if text:
-            print(text, file=self._out, flush=True)
+            print(text, file=self.out, flush=True)
         if end.message:
-            folded = " ".join(line.strip() for line in end.message.splitlines() if line.strip())
-            print(f"{self._program}: {folded}", file=self._err, flush=True)
+            print(f"{self.program}: {' '.join(end.message.split())}", file=self.err, flush=True)
 
 
 AVERAGED_STEPS = 10
 """Steps whose mean loss stands for the start and the end of a run."""
-BYTES_FP32, BYTES_FP16 = 4, 2
 
 
 def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", export_command: str = "") -> str:
-    """The summary of a run; empty if it never made a step.
-
-    Args:
-        history: of the run.
-        end: how it ended.
-        resume_command: continues the run.
-        export_command: exports the run.
-    """
+    """The summary of a run, with commands to continue and to export it; empty if it never made a step."""
     if history.header is None or not history.losses:
         return ""
-    rows = [
-        ("loss", _losses(history)),
-        ("speed", _speed(history)),
-        *_bottleneck(history),
-        *([("validation", _validation(history.validation))] if history.validation else []),
-        *_wire(history),
-        *([("skipped", f"{history.num_skipped} of these steps, for NaN or infinity")] if history.num_skipped else []),
-        ("written to", f"{history.header.run_folder}{_newest_snapshot(end)}"),
-        *([("resume", _resuming(resume_command, end))] if resume_command and end.last_snapshot is not None else []),
-        *([("export", export_command)] if export_command and end.last_snapshot is not None else []),
-    ]
-    return "\n".join([_headline(history, end), *_aligned(rows)])
-
-
-def _resuming(command: str, end: RunEnd) -> str:
-    """How to continue the run; a finished one also needs more steps."""
-    return f"{command}, with training.steps or epochs set to more" if end.steps_done >= end.total_steps else command
-
-
-def _headline(history: RunHistory, end: RunEnd) -> str:
-    name = history.header.name if history.header else "run"
+    diagnosis, checkpoint = history.diagnosis(), end.last_snapshot
     how = "done" if end.exit_status == 0 else f"ended with status {end.exit_status}"
     took, now = figures.duration(sum(history.step_times_s)), len(history.losses)
     part = "" if now == end.steps_done else f" ({now} of them since it was resumed)"
-    return f"run {name} {how}: {end.steps_done} of {end.total_steps} steps{part} in {took}"
+    step_s, rate = figures.duration(median(history.step_times_s)), figures.tokens_rate(median(history.tokens_per_s))
+    newest = "" if checkpoint is None else f" (checkpoint after step {checkpoint})"
+    more = ", with training.steps or epochs set to more" if end.steps_done >= end.total_steps else ""
+    rows = {
+        "loss": _losses(history),
+        "speed": f"{rate}, {step_s} per step (medians)",
+        "its limit": diagnosis.sentence if diagnosis else "",
+        "validation": _validation(history.validation) if history.validation else "",
+        **_wire(history),
+        "skipped": f"{history.num_skipped} of these steps, for NaN or infinity" if history.num_skipped else "",
+        "written to": f"{history.header.run_folder}{newest}",
+        "resume": f"{resume_command}{more}" if resume_command and checkpoint is not None else "",
+        "export": export_command if checkpoint is not None else "",
+    }
+    head = f"run {history.header.name} {how}: {end.steps_done} of {end.total_steps} steps{part} in {took}"
+    return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows.items() if text)])
 
 
 def _losses(history: RunHistory) -> str:
     text = f"{figures.loss(history.losses[0])} → {figures.loss(history.losses[-1])} nats per token"
     if len(history.losses) <= AVERAGED_STEPS:
         return text
-    first, last = (history.mean_loss(steps) for steps in (slice(AVERAGED_STEPS), slice(-AVERAGED_STEPS, None)))
+    first, last = (fmean(losses) for losses in (history.losses[:AVERAGED_STEPS], history.losses[-AVERAGED_STEPS:]))
     return f"{text}; mean of {AVERAGED_STEPS} steps {figures.loss(first)} → {figures.loss(last)}"
-
-
-def _speed(history: RunHistory) -> str:
-    step_s = figures.duration(median(history.step_times_s))
-    return f"{figures.tokens_rate(median(history.tokens_per_s))}, {step_s} per step (medians)"
-
-
-def _bottleneck(history: RunHistory) -> list[tuple[str, str]]:
-    diagnosis = history.diagnosis()
-    return [("its limit", diagnosis.sentence)] if diagnosis is not None else []
 
 
 def _validation(record: ValidationRecord) -> str:
@@ -174,32 +138,18 @@ def _validation(record: ValidationRecord) -> str:
     )
 
 
-def _wire(history: RunHistory) -> list[tuple[str, str]]:
+def _wire(history: RunHistory) -> dict[str, str]:
+    """What was sent in all, and by direction; nothing where there is one stage."""
     total = history.traffic()
-    if not total.elements:
-        return []
-    directions = [(d, history.traffic(d)) for d in ("activations", "gradients")]
-    return [
-        ("on the wire", f"{format_size(total.wire_bytes)}; {_against(total)}"),
-        *((name, _direction(traffic)) for name, traffic in directions if traffic.elements),
-    ]
-
-
-def _against(total: LinkRecord) -> str:
-    sizes = (("fp32", BYTES_FP32 * total.elements), ("fp16", BYTES_FP16 * total.elements))
-    return ", ".join(f"{name} {format_size(size)} ({size / total.wire_bytes:.2f}×)" for name, size in sizes)
-
-
-def _direction(traffic: LinkRecord) -> str:
-    return f"{format_size(traffic.payload_bytes)}, {traffic.bits_per_element:.2f} bits per element"
-
-
-def _newest_snapshot(end: RunEnd) -> str:
-    return "" if end.last_snapshot is None else f" (checkpoint after step {end.last_snapshot})"
-
-
-def _aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"  {name:<12}{text}" for name, text in rows]
+    sizes = (("fp32", 4 * total.elements), ("fp16", 2 * total.elements))
+    plain = ", ".join(f"{name} {format_size(size)} ({size / max(total.wire_bytes, 1):.2f}×)" for name, size in sizes)
+    rows = {"on the wire": f"{format_size(total.wire_bytes)}; {plain}"} if total.elements else {}
+    for direction in get_args(Traffic):
+        traffic = history.traffic(direction)
+        if traffic.elements:
+            bits = f"{traffic.bits_per_element:.2f} bits per element"
+            rows[direction] = f"{format_size(traffic.payload_bytes)}, {bits}"
+    return rows
 
 
 class Observers(RunObserver):
@@ -211,23 +161,14 @@ class Observers(RunObserver):
 
     def __init__(self, observers: Sequence[RunObserver]) -> None:
         self._observers = list(observers)
+        for method, _ in getmembers(RunObserver, isfunction):
+            if not method.startswith("_"):
+                setattr(self, method, partial(self._tell, method))
 
-    def _tell(self, method: str, arguments: Sequence[object]) -> None:
+    def _tell(self, method: str, *arguments: object) -> None:
         for observer in tuple(self._observers):
             try:
                 getattr(observer, method)(*arguments)
             except OSError as error:
                 self._observers.remove(observer)
                 self.warned(f"{type(observer).__name__} cannot write any more and is left out: {error}")
-
-
-def _passing_on(method: str) -> Callable[..., None]:
-    def pass_on(self: Observers, *arguments: object) -> None:
-        self._tell(method, arguments)
-
-    return pass_on
-
-
-for _method, _ in getmembers(RunObserver, isfunction):
-    if not _method.startswith("_"):
-        setattr(Observers, _method, _passing_on(_method))

@@ -10,7 +10,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import count, groupby, pairwise
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +39,19 @@ class TraceFiles(RunObserver):
         self._start = start
 
     def step_traced(self, trace: StepTrace) -> None:
-        """Write one step; OSError if the disk does not take it."""
+        """Write one step, whole or not at all; OSError if the disk does not take it.
+
+        Not forced to the disk, for which the coordinator would wait: a power cut may still leave part of it.
+        """
         self._folder.mkdir(exist_ok=True)
-        text = json.dumps(trace_object(trace, self._start), allow_nan=False)
-        _write_whole(trace_path(self._folder, trace.step), text)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A file that is there whole or not at all, whatever becomes of this process.
-
-    Not forced to the disk, for which the coordinator would wait: a power cut may still leave part of it.
-    """
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        with suppress(OSError):  # the first error is the one to report
-            temporary.unlink(missing_ok=True)
+        path = trace_path(self._folder, trace.step)
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(trace_object(trace, self._start), allow_nan=False), encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            with suppress(OSError):  # the first error is the one to report
+                temporary.unlink(missing_ok=True)
 
 
 def trace_path(folder: Path, step: int) -> Path:
@@ -72,30 +68,24 @@ def trace_object(trace: StepTrace, start: int = 1) -> dict[str, Any]:
     """
     tids = {stage.stage: _lane_tids(stage) for stage in trace.stages}
     events = [*_names(trace.stages, tids), *_step_events(trace, tids)]
+    clocks = [
+        {
+            "stage": stage.stage,
+            "offset_s": stage.offset_s,
+            "error_s": stage.clock_error_s if math.isfinite(stage.clock_error_s) else None,
+        }
+        for stage in trace.stages
+    ]
     return {
-        "traceEvents": sorted(events, key=place),
+        "traceEvents": sorted(events, key=_place),
         "displayTimeUnit": "ms",
-        "otherData": {
-            "step": trace.step,
-            "start": start,
-            "begin_s": trace.begin_s,
-            "clocks": [_clock(stage) for stage in trace.stages],
-        },
+        "otherData": {"step": trace.step, "start": start, "begin_s": trace.begin_s, "clocks": clocks},
     }
 
 
-def place(event: Event) -> tuple[float, float]:
+def _place(event: Event) -> tuple[float, float]:
     """Names first, then by time, what encloses before what it encloses."""
     return event.get("ts", -math.inf), -event.get("dur", 0.0)
-
-
-def _clock(stage: StageTrace) -> dict[str, Any]:
-    error_s = stage.clock_error_s
-    return {
-        "stage": stage.stage,
-        "offset_s": stage.offset_s,
-        "error_s": error_s if math.isfinite(error_s) else None,
-    }
 
 
 def _lane_tids(stage: StageTrace) -> dict[str, int]:
@@ -106,19 +96,20 @@ def _lane_tids(stage: StageTrace) -> dict[str, int]:
 
 
 def _names(stages: Iterable[StageTrace], tids: Mapping[int, Mapping[str, int]]) -> Iterator[Event]:
-    yield _name_event("process_name", COORDINATOR_PID, 0, "coordinator")
-    yield _name_event("thread_name", COORDINATOR_PID, 1, "steps, commit to commit")
+    """Names of processes and threads, and their places."""
+    yield _metadata("process_name", COORDINATOR_PID, 0, name="coordinator")
+    yield _metadata("thread_name", COORDINATOR_PID, 1, name="steps, commit to commit")
     for stage in stages:
         pid = FIRST_STAGE_PID + stage.stage
-        yield _name_event("process_name", pid, 0, stage.name)
-        yield {**_name_event("process_sort_index", pid, 0, ""), "args": {"sort_index": pid}}
+        yield _metadata("process_name", pid, 0, name=stage.name)
+        yield _metadata("process_sort_index", pid, 0, sort_index=pid)
         for lane, tid in tids[stage.stage].items():
-            yield _name_event("thread_name", pid, tid, lane)
-            yield {**_name_event("thread_sort_index", pid, tid, ""), "args": {"sort_index": tid}}
+            yield _metadata("thread_name", pid, tid, name=lane)
+            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
 
-def _name_event(kind: str, pid: int, tid: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+def _metadata(kind: str, pid: int, tid: int, **values: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": values}
 
 
 def _step_events(trace: StepTrace, tids: Mapping[int, Mapping[str, int]]) -> Iterator[Event]:
@@ -138,7 +129,7 @@ def _span_event(span: TracedSpan, pid: int, tid: int, origin_s: float) -> Event:
     args: dict[str, Any] = {"frame": span.frame} if span.frame else {}
     if span.category == "send":
         args |= {"bytes": span.nbytes, "queued_ms": 1000 * span.queued_s}
-    begin_us = microseconds(span.begin_s - origin_s)
+    begin_us = _microseconds(span.begin_s - origin_s)
     return {
         "ph": "X",
         "name": span.name,
@@ -146,31 +137,24 @@ def _span_event(span: TracedSpan, pid: int, tid: int, origin_s: float) -> Event:
         "pid": pid,
         "tid": tid,
         "ts": begin_us,
-        "dur": max(0.0, microseconds(span.end_s - origin_s) - begin_us),
+        "dur": max(0.0, _microseconds(span.end_s - origin_s) - begin_us),
         "args": args,
     }
 
 
 def _flows(by_frame: Mapping[str, list[tuple[int, Event]]], step: int) -> Iterator[Event]:
     """Arrows from span to span of one frame, for frames that were seen more than once."""
-    numbers = count(1)
-    for frame in sorted(by_frame):
-        seen = [event for _, event in sorted(by_frame[frame], key=lambda item: (item[0], item[1]["ts"]))]
-        if len(seen) < 2:
-            continue
-        identity = f"{step}.{next(numbers)}"
-        for index, event in enumerate(seen):
-            phase = "s" if index == 0 else "f" if index == len(seen) - 1 else "t"
-            arrow = {"ph": phase, "id": identity, "name": "frame", "cat": "frame"}
-            yield {
-                **arrow,
-                **{key: event[key] for key in ("pid", "tid", "ts")},
-                **({"bp": "e"} if phase != "s" else {}),
-            }
+    frames = [found for _, found in sorted(by_frame.items()) if len(found) > 1]
+    for number, found in enumerate(frames, start=1):
+        seen = [event for _, event in sorted(found, key=lambda item: (item[0], item[1]["ts"]))]
+        for phase, event in zip(("s", *"t" * (len(seen) - 2), "f"), seen, strict=True):
+            arrow = {"ph": phase, "id": f"{step}.{number}", "name": "frame", "cat": "frame"}
+            arrow |= {key: event[key] for key in ("pid", "tid", "ts")}
+            yield arrow if phase == "s" else {**arrow, "bp": "e"}
 
 
-def microseconds(seconds: float) -> float:
-    """Microseconds, to the nanosecond."""
+def _microseconds(seconds: float) -> float:
+    """To the nanosecond."""
     return round(1e6 * seconds, 3)
 
 
@@ -204,18 +188,26 @@ def merged(pictures: Sequence[Picture]) -> dict[str, Any]:
     starts = _starts(pictures)
     events = _Events()
     for number, start in enumerate(starts, start=1):
-        name = f"start {_start(start[0]) or number}: " if len(starts) > 1 else ""
-        events.add_start(start, name)
+        events.add_start(start, f"start {_start(start[0]) or number}: " if len(starts) > 1 else "")
     steps = [picture["otherData"] for start in starts for picture in start]
     other = steps[0] if len(steps) == 1 else {"steps": steps}
-    return {**pictures[-1], "traceEvents": events.in_order(), "otherData": other}
+    in_order = sorted([*events.names.values(), *events.timed], key=_place)
+    return {**pictures[-1], "traceEvents": in_order, "otherData": other}
 
 
 def _starts(pictures: Iterable[Picture]) -> list[list[Picture]]:
-    """By the start of the run that drew them, the first one first."""
+    """By the start of the run that drew them, the first one first.
+
+    Where an earlier version did not say which start it was, a clock that went back belongs to another.
+    """
     starts: list[list[Picture]] = []
     for _, drawn in groupby(sorted(pictures, key=_start), key=_start):
-        starts += _by_clock(list(drawn))
+        begin_s = math.inf
+        for picture in drawn:
+            if picture["otherData"]["begin_s"] <= begin_s:
+                starts.append([])
+            starts[-1].append(picture)
+            begin_s = picture["otherData"]["begin_s"]
     return starts
 
 
@@ -224,62 +216,45 @@ def _start(picture: Picture) -> int:
     return int(picture["otherData"].get("start", 0))
 
 
-def _by_clock(pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """Where nobody said which start it was, a clock that went back is another's."""
-    groups = [[pictures[0]]]
-    for before, picture in pairwise(pictures):
-        if picture["otherData"]["begin_s"] <= before["otherData"]["begin_s"]:
-            groups.append([])
-        groups[-1].append(picture)
-    return groups
-
-
+@dataclass(slots=True)
 class _Events:
-    """The events of one picture, while it grows by start after start."""
+    """The events of one picture, while it grows by start after start.
 
-    def __init__(self) -> None:
-        self._names: dict[tuple[str, int, int], Event] = {}
-        """Of processes and threads, which every step has: once is enough."""
-        self._timed: list[Event] = []
-        self._pids: dict[tuple[int, int, str], int] = {}
-        """By start, number in the file, and name."""
-        self._tids: dict[tuple[int, str], int] = {}
-        """By process, and name of the lane."""
-        self._num_starts = 0
-        self._end_us = 0.0
+    names: of processes and threads, which every step has: once is enough. pids: by start, number in the file, and
+    name. tids: by process, and name of the lane.
+    """
+
+    names: dict[tuple[str, int, int], Event] = field(default_factory=dict)
+    timed: list[Event] = field(default_factory=list)
+    pids: dict[tuple[int, int, str], int] = field(default_factory=dict)
+    tids: dict[tuple[int, str], int] = field(default_factory=dict)
+    num_starts: int = 0
+    end_us: float = 0.0
 
     def add_start(self, pictures: Sequence[Picture], start: str) -> None:
         """Steps of one start after what there is; `start` goes before the names of its processes."""
-        origin_s = pictures[0]["otherData"]["begin_s"]
-        begin_us = self._end_us
-        self._num_starts += 1
+        origin_s, begin_us = pictures[0]["otherData"]["begin_s"], self.end_us
+        self.num_starts += 1
         for picture in pictures:
-            self._add(picture, start, begin_us + microseconds(picture["otherData"]["begin_s"] - origin_s))
-
-    def in_order(self) -> list[Event]:
-        """All of them."""
-        return sorted([*self._names.values(), *self._timed], key=place)
+            self._add(picture, start, begin_us + _microseconds(picture["otherData"]["begin_s"] - origin_s))
 
     def _add(self, picture: Picture, start: str, shift_us: float) -> None:
         events = picture["traceEvents"]
         processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
         lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         for event in events:
-            process = (self._num_starts, event["pid"], processes.get(event["pid"], ""))
-            pid, tid = self._pids.setdefault(process, len(self._pids) + 1), event["tid"]
+            process = (self.num_starts, event["pid"], processes.get(event["pid"], ""))
+            pid, tid = self.pids.setdefault(process, len(self.pids) + 1), event["tid"]
             if (event["pid"], tid) in lanes:
-                tid = self._tids.setdefault((pid, lanes[event["pid"], tid]), len(self._tids) + 1)
+                tid = self.tids.setdefault((pid, lanes[event["pid"], tid]), len(self.tids) + 1)
             placed = {**event, "pid": pid, "tid": tid}
             if "ts" in event:
                 placed["ts"] = round(event["ts"] + shift_us, 3)
-                self._timed.append(placed)
-                self._end_us = max(self._end_us, placed["ts"] + event.get("dur", 0.0))
-            else:
-                self._names.setdefault((event["name"], pid, tid), _named(placed, start))
-
-
-def _named(event: Event, start: str) -> Event:
-    """The name of a process with its start, and its place by its number here."""
-    if event["name"] == "process_name":
-        return {**event, "args": {"name": start + event["args"]["name"]}}
-    return {**event, "args": {"sort_index": event["pid"]}} if event["name"] == "process_sort_index" else event
+                self.timed.append(placed)
+                self.end_us = max(self.end_us, placed["ts"] + event.get("dur", 0.0))
+                continue
+            if event["name"] == "process_name":
+                placed["args"] = {"name": start + event["args"]["name"]}
+            elif event["name"] == "process_sort_index":
+                placed["args"] = {"sort_index": pid}
+            self.names.setdefault((event["name"], pid, tid), placed)

@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from tahq.coordinator.observer import CodecChange, RunEnd, SnapshotRecord, StageRecord, StageSplit, StageStatus
-from tahq.errors import UserError
 from tahq.observe.live_table import LiveTable, render
 from tahq.observe.plain_lines import PlainLines
 from tahq.observe.run_history import RunHistory
@@ -73,15 +72,11 @@ def test_table_shows_what_the_step_was_spent_on_and_what_limits_it(record):
     assert "limited by stage 1's compute 90 % of the step" in rows
 
 
-def test_table_says_which_stages_are_missing():
-    history = RunHistory()
-    history.phase_changed("joining", "stages 2, 3 (tahq-worker --stage 2 --peer h:1)")
-    assert "joining: waiting for stages 2, 3 (tahq-worker --stage 2 --peer h:1)" in drawn(history)
-
-
 def test_table_takes_names_literally():
     history = RunHistory()
+    history.phase_changed("joining", "stages 2, 3 (tahq-worker --stage 2 --peer h:1)")
     history.stage_changed(StageStatus(0, "[red]host", 1, "cpu", 1, "B[0]", 0))
+    assert "joining: waiting for stages 2, 3 (tahq-worker --stage 2 --peer h:1)" in drawn(history)
     assert "[red]host" in drawn(history)
     assert "B[0]" in drawn(history)
 
@@ -131,43 +126,29 @@ def test_each_change_of_a_codec_is_said_however_fast_steps_are(record):
     assert said.strip() in screen.getvalue()
 
 
-def test_repeated_state_is_said_once():
-    stream = io.StringIO()
-    lines = PlainLines(stream, RunHistory(), Clock(1.0))
-    for _ in range(3):
-        lines.phase_changed("joining", "stage 1")
-    lines.phase_changed("training", "")
-    assert stream.getvalue() == "joining: waiting for stage 1\ntraining\n"
-
-
 def test_what_is_still_missing_after_a_while_is_said_with_the_next_sign_of_life():
     stream, clock = io.StringIO(), Clock(0.0)
     lines = PlainLines(stream, RunHistory(), clock)
     for detail in ("stages 0, 1, 2", "stages 1, 2", "stage 2"):
         lines.phase_changed("joining", detail)
     clock.now_s = 3.0
-    lines.stage_changed(StageStatus(0, "host0", 1, "", 0, "joining", -1))
-    assert stream.getvalue() == "joining: waiting for stages 0, 1, 2\njoining: waiting for stage 2\n"
+    for _ in range(2):
+        lines.stage_changed(StageStatus(0, "host0", 1, "", 0, "joining", -1))
+    lines.snapshot_written(SnapshotRecord(4, 0, "stage 1: disk full"))
+    assert stream.getvalue().splitlines() == [
+        "joining: waiting for stages 0, 1, 2",
+        "joining: waiting for stage 2",
+        "warning: no checkpoint after step 4: stage 1: disk full; the previous checkpoint stays valid",
+    ]
 
 
-def test_failed_snapshot_says_that_the_one_before_stands():
-    stream = io.StringIO()
-    PlainLines(stream, RunHistory(), Clock(1.0)).snapshot_written(SnapshotRecord(4, 0, "stage 1: disk full"))
-    assert (
-        stream.getvalue()
-        == "warning: no checkpoint after step 4: stage 1: disk full; the previous checkpoint stays valid\n"
-    )
-
-
-@pytest.mark.parametrize(("stream", "kind"), [(Terminal(), LiveTable), (io.StringIO(), PlainLines)])
-def test_screen_is_a_table_only_on_a_terminal(stream, kind, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
+@pytest.mark.parametrize(
+    ("stream", "term", "kind"),
+    [(Terminal(), "xterm", LiveTable), (io.StringIO(), "xterm", PlainLines), (Terminal(), "dumb", PlainLines)],
+)
+def test_screen_is_a_table_only_on_a_terminal(stream, term, kind, monkeypatch):
+    monkeypatch.setenv("TERM", term)
     assert type(screen(stream, RunHistory())) is kind
-
-
-def test_screen_is_plain_on_a_dumb_terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert type(screen(Terminal(), RunHistory())) is PlainLines
 
 
 def test_watched_run_leaves_metrics_a_summary_and_its_reason(tmp_path, play_run):
@@ -185,8 +166,3 @@ def test_run_without_a_step_has_no_summary(tmp_path):
     watch_run(tmp_path / "metrics.jsonl", 0, out=out, err=err).ended(RunEnd(2, "no workers", 0, 0))
     assert out.getvalue() == ""
     assert err.getvalue() == "tahq-launch: no workers\n"
-
-
-def test_metrics_that_cannot_be_written_are_the_users_mistake(tmp_path):
-    with pytest.raises(UserError, match="cannot write"):
-        watch_run(tmp_path / "missing" / "metrics.jsonl", 0)

@@ -35,12 +35,9 @@ def test_short_run_has_no_means(play_run):
     assert text.splitlines()[0] == "run demo ended with status 130: 3 of 20 steps in 1.5 s"
     assert rows(text)["loss"] == "3.9900 → 3.9700 nats per token"
     assert "resume" not in rows(text)
+    stopped = summary_text(history, RunEnd(130, "stopped", 3, 20, 3), resume_command="tahq-launch c.yaml --resume")
+    assert rows(stopped)["resume"] == "tahq-launch c.yaml --resume"
     assert rows(text)["written to"] == "runs/demo"
-
-
-def test_run_that_is_stopped_is_resumed_as_it_was_started(history):
-    text = summary_text(history, RunEnd(130, "stopped", 20, 40, 20), resume_command="tahq-launch c.yaml --resume")
-    assert rows(text)["resume"] == "tahq-launch c.yaml --resume"
 
 
 def test_resumed_run_says_how_many_steps_are_its_own(history):
@@ -58,7 +55,3 @@ def test_skipped_steps_are_counted(history, record, end):
     text = summary_text(history, end)
     assert rows(text)["skipped"] == "1 of these steps, for NaN or infinity"
     assert "→ – nats" in rows(text)["loss"]
-
-
-def test_run_without_a_step_has_nothing_to_say(end):
-    assert summary_text(RunHistory(), end) == ""

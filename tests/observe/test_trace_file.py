@@ -85,11 +85,6 @@ def test_arrow_follows_a_frame_from_encoder_over_the_wire_to_decoder():
     assert all((arrow["pid"], arrow["tid"], arrow["ts"]) in slices for arrow in arrows)
 
 
-def test_frame_that_was_seen_once_has_no_arrow():
-    lonely = TracedSpan("encode", "encode", "encode: activations 7", 100.01, 100.011, "train step 5 cut 0 forward 7")
-    assert len(events(trace_object(trace(extra=[lonely])), "s", "t", "f")) == 3
-
-
 def test_steps_make_one_picture_with_lanes_that_stay_the_same():
     late = TracedSpan("decode", "decode", "decode: gradients 0", 100.045, 100.046)
     picture = merged([json.loads(json.dumps(trace_object(t))) for t in (trace(5, 100.0), trace(6, 100.03, [late]))])
@@ -155,14 +150,6 @@ def test_pictures_that_do_not_say_their_start_are_told_apart_by_worker_and_by_cl
     assert [name for name in processes(elsewhere).values() if "coordinator" in name] == [
         *("start 1: coordinator", "start 2: coordinator"),
     ]
-
-
-def test_clocks_are_kept_of_every_step():
-    pictures = drawn(trace(5), trace(6, 100.03), start=4)
-    assert merged(pictures[:1])["otherData"] == pictures[0]["otherData"]
-    other = merged(pictures)["otherData"]
-    assert other == {"steps": [picture["otherData"] for picture in pictures]}
-    assert [(step["step"], step["start"], len(step["clocks"])) for step in other["steps"]] == [(5, 4, 2), (6, 4, 2)]
 
 
 def test_each_step_is_a_file(tmp_path):

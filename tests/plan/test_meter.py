@@ -54,14 +54,7 @@ def test_round_trip_on_one_machine_is_short(peer):
 
 def test_both_directions_have_a_rate(peer):
     for request in (OUT, IN):
-        (rate,) = Meter(RUN, 0).rates([peer], [request])
-        assert rate > 1e7
-
-
-def test_several_peers_are_measured_together(peer):
-    rates = Meter(RUN, 0).rates([peer] * 3, [IN] * 3)
-    assert len(rates) == 3
-    assert min(rates) > 1e6
+        assert min(Meter(RUN, 0).rates([peer] * 2, [request] * 2)) > 1e6
 
 
 def test_nobody_there_is_told_with_the_host_and_why():
@@ -179,12 +172,6 @@ def test_an_address_that_is_taken_is_the_users_to_mend(server):
         MeterServer(RUN, 0, server.address, None)
 
 
-def test_who_only_dials_out_has_no_address():
-    server = MeterServer(RUN, 0, "127.0.0.1:0", "none")
-    assert server.address == ""
-    server.close()
-
-
 # -- when a stream has settled: arrivals on a virtual clock --------------------------------------
 
 
@@ -217,14 +204,6 @@ def test_a_pause_of_the_machine_does_not_count():
     settling = Settling(0.1, least_s=1.0, most_s=30.0)
     feed(settling, lambda now_s: 0.0 if 0.6 < now_s < 0.7 else 50e6)
     assert settling.rate_bits_per_s == pytest.approx(50e6, rel=0.01)
-
-
-def test_windows_of_a_slow_stream_are_as_long_as_packets_need():
-    """1 Mbit/s is 8 packets in 0.1 s; the windows take half a second each, eight of them."""
-    settling = Settling(0.1, least_s=1.0, most_s=30.0)
-    over_s = feed(settling, lambda now_s: 1e6, step_s=0.012)
-    assert 4.0 < over_s < 5.0
-    assert settling.rate_bits_per_s == pytest.approx(1e6, rel=0.01)
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 2.0), st.integers(1, 10**6)), min_size=1, max_size=50))
