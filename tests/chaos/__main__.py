@@ -10,11 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from chaos.lanes import run_in_lanes
 from chaos.results import Results, default_path
 from chaos.row import Row
 from chaos.rows import ROWS
-from chaos.session import run_row
+from chaos.session import run_in_lanes, run_row
 
 
 def main() -> int:

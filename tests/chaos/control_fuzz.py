@@ -20,41 +20,13 @@ from random import Random
 from typing import Any
 
 import msgpack
+from coordinator.conftest import CONFIG_HASH, VERSION, make_hello, make_prepare
 from support.at_once import AtOnce
 
+from tahq.comm.control import messages as say
 from tahq.comm.control.encoding import decode_message, encode_message
-from tahq.comm.control.messages import (
-    Admit,
-    Assign,
-    Commit,
-    ComputeMeasured,
-    Copied,
-    Copy,
-    Evaluated,
-    Failed,
-    Heartbeat,
-    Hello,
-    Hold,
-    Join,
-    LinkState,
-    Message,
-    NotKept,
-    PathsMeasured,
-    Plan,
-    Prepare,
-    Published,
-    Ready,
-    Refuse,
-    Relink,
-    Relinked,
-    Snapshotted,
-    StandBy,
-    Start,
-    StartOver,
-    StopRequest,
-    Traced,
-    Widen,
-)
+from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
+from tahq.comm.control.messages import Message
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.service import Coordinator
 from tahq.errors import RemoteProtocolError
@@ -82,84 +54,71 @@ def transcript() -> list[Heard]:
 
     Between them the worker of a stage dies, and another takes its place.
     """
-    said: list[Heard] = [(_who(stage), _join(stage)) for stage in range(STAGES)]
-    said += [(_who(stage), _hello(stage)) for stage in range(STAGES)]
-    said += [(_who(stage), Ready(stage)) for stage in range(STAGES)]
-    said += [(_who(1), Heartbeat(1, 0, "F0")), (_who(1), LinkState(1, 0, 0, "nothing is heard"))]
-    said += [(_who(2), NotKept(2, 1, "no room"))]
-    said += _step(0, [_who(stage) for stage in range(STAGES)])
-    said += [None, (_NEXT_WORKER, _join(_LOST)), (_NEXT_WORKER, _hello(_LOST, 1))]
-    said += [(_who(stage), Relinked(stage, _SECOND_EPOCH)) for stage in range(STAGES) if stage != _LOST]
-    said += [(_NEXT_WORKER, Ready(_LOST))]
-    return said + _step(1, [_NEXT_WORKER if stage == _LOST else _who(stage) for stage in range(STAGES)])
-
-
-def _step(step: int, workers: list[bytes]) -> list[Heard]:
-    last = workers[-1]
+    first = [f"stage {stage}".encode() for stage in range(STAGES)]
+    second = [_NEXT_WORKER if stage == _LOST else who for stage, who in enumerate(first)]
     return [
-        *((worker, _prepare(step, stage)) for stage, worker in enumerate(workers)),
-        (last, Evaluated(step, 10, 30.0, 25.0)),
-        *((worker, Snapshotted(step + 1, stage, f"stage-{stage}", "ab", 100)) for stage, worker in enumerate(workers)),
+        *((who, _join(stage)) for stage, who in enumerate(first)),
+        *((who, _hello(stage)) for stage, who in enumerate(first)),
+        *((who, say.Ready(stage)) for stage, who in enumerate(first)),
+        (first[1], say.Heartbeat(1, 0, "F0")),
+        (first[1], say.LinkState(1, 0, 0, "nothing is heard")),
+        (first[2], say.NotKept(2, 1, "no room")),
+        *_step(0, first),
+        None,
+        (_NEXT_WORKER, _join(_LOST)),
+        (_NEXT_WORKER, _hello(_LOST, 1)),
+        *((who, say.Relinked(stage, _SECOND_EPOCH)) for stage, who in enumerate(first) if stage != _LOST),
+        (_NEXT_WORKER, say.Ready(_LOST)),
+        *_step(1, second),
     ]
 
 
-def _join(stage: int) -> Join:
-    return Join(stage, "0.1", f"host{stage}", 100 + stage)
+def _step(step: int, workers: list[bytes]) -> list[Heard]:
+    timing = {"forward": 1.0, "wait:1": 3.0, "backward": 2.0}
+    errors = [[[float(stage), 0.0, 0.1]] if stage < STAGES - 1 else [] for stage in range(STAGES)]
+    return [
+        *(
+            (worker, make_prepare(step, stage, timing=timing, active_s=6.0, codec_errors=errors[stage]))
+            for stage, worker in enumerate(workers)
+        ),
+        (workers[-1], say.Evaluated(step, 10, 30.0, 25.0)),
+        *((who, say.Snapshotted(step + 1, stage, f"stage-{stage}", "ab", 100)) for stage, who in enumerate(workers)),
+    ]
 
 
-def _hello(stage: int, start_step: int = 0) -> Hello:
-    data = ("t", "d", 100) if stage in (0, STAGES - 1) else ("", "", 0)
-    where = (f"10.0.0.{stage}:9000", "cpu", "2.13.0")
-    return Hello(stage, "0.1", "c0ffee", *data[:2], *where, 1000, data[2], start_step=start_step)
+def _join(stage: int) -> Message:
+    return say.Join(stage, VERSION, f"host{stage}", 100 + stage)
+
+
+def _hello(stage: int, start_step: int = 0) -> Message:
+    data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if stage in (0, STAGES - 1) else {}
+    return make_hello(stage, start_step=start_step, **data)
 
 
 def other_messages() -> list[Message]:
     """Messages that a run has only if something is wrong, or only for a worker."""
     return [
-        Assign(0, 7, json.dumps({"a": 1}), "c0ffee", "step-4", {"stage-0": "ab"}, 4),
-        Refuse("no", [["version", "1", "2"]]),
-        Plan(1, 0, 4, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], 100, 0),
-        Relink(2, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], [[0, 1, 1, -1]]),
-        Relinked(0, _SECOND_EPOCH, [0]),
-        Widen(0, 3),
-        Published(4, 4),
-        StartOver("a log is not whole"),
-        StandBy(10.0, 120.0),
-        Hold([0]),
-        Copy(4, 1, "stage-001-ab", "ab", "10.0.0.1:9001", "cd" * 32),
-        Admit(["ab" * 32]),
-        Copied(4, 1, 2),
-        Start(0, [[0, 0, 1]]),
-        Commit(1, True, 0.5, True, True, False, [[0, 1, 2]]),
-        Traced(0, 0, 0, 1, ["main"], ["compute"], ["F0"], [""], [1.0], [2.0], [0], [0.0]),
-        StopRequest(1, 15),
-        Failed(1, "out of memory", 4),
+        say.Assign(0, 7, json.dumps({"a": 1}), CONFIG_HASH, "step-4", {"stage-0": "ab"}, 4),
+        say.Refuse("no", [["version", "1", "2"]]),
+        say.Plan(1, 0, 4, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], 100, 0),
+        say.Relink(2, [[0, 1, "host1", "10.0.0.1:9000", "zmq"]], [[0, 1, 1, -1]]),
+        say.Relinked(0, _SECOND_EPOCH, [0]),
+        say.Widen(0, 3),
+        say.Published(4, 4),
+        say.StartOver("a log is not whole"),
+        say.StandBy(10.0, 120.0),
+        say.Hold([0]),
+        say.Copy(4, 1, "stage-001-ab", "ab", "10.0.0.1:9001", "cd" * 32),
+        say.Admit(["ab" * 32]),
+        say.Copied(4, 1, 2),
+        say.Start(0, [[0, 0, 1]]),
+        say.Commit(1, True, 0.5, True, True, False, [[0, 1, 2]]),
+        say.Traced(0, 0, 0, 1, ["main"], ["compute"], ["F0"], [""], [1.0], [2.0], [0], [0.0]),
+        say.StopRequest(1, 15),
+        say.Failed(1, "out of memory", 4),
         ComputeMeasured(1, 1 << 30, [{"forward": 0.1, "width": None}], {"raw": [1e-9, 1e-9]}),
         PathsMeasured(1, 0, [0.01], [1e6], [1e6]),
     ]
-
-
-def _who(stage: int) -> bytes:
-    return f"stage {stage}".encode()
-
-
-def _prepare(step: int, stage: int) -> Prepare:
-    last = stage == STAGES - 1
-    forward = [[float(stage), 0.0, 4.0, 1000.0, 1100.0, 2000.0, 0.5, 0.4, 0.25]] if not last else []
-    backward = [[stage - 1.0, 1.0, 4.0, 2000.0, 2100.0, 2000.0, 0.5, 0.4, 0.25]] if stage else []
-    loss = {"loss_sum": 32.0, "tokens": 16} if last else {"loss_sum": None, "tokens": None}
-    return Prepare(
-        step=step,
-        stage=stage,
-        norm2=[0.25, 0.5],
-        finite=True,
-        batch_digest=f"batch{step}" if stage != 1 else "",
-        timing={"forward": 1.0, "wait:1": 3.0, "backward": 2.0},
-        links=forward + backward,
-        active_s=6.0,
-        codec_errors=[[float(stage), 0.0, 0.1]] if not last else [],
-        **loss,
-    )
 
 
 # -- damaged --------------------------------------------------------------------------------------
@@ -226,7 +185,7 @@ def fuzz_resealed_control(count: int, seed: int, folder: Path) -> dict[str, int]
     places = [place for place, said in enumerate(calm) if said is not None]
     for _ in range(count):
         place = dice.choice(places)
-        who, true = calm[place] or (b"", Ready(0))
+        who, true = calm[place] or (b"", say.Ready(0))
         is_in_place = dice.random() < 0.8
         message = _reread(_mutate(dice, true if is_in_place else dice.choice(others)))
         if message is None:
@@ -327,8 +286,8 @@ def _status(said: list[Heard], folder: Path) -> int:
         run_id=7,
         run_folder=folder,
         config_json=json.dumps({"a": 1}),
-        config_hash="c0ffee",
-        version="0.1",
+        config_hash=CONFIG_HASH,
+        version=VERSION,
         training=TrainingConfig(steps=_STEPS, global_batch=8, eval_every=1),
         snapshot_every=1,
         resume_command="tahq-launch c.yaml --resume",

@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from chaos.configurations import small_run
 from chaos.odd_worker import READY
 from chaos.program import Program
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import by_hand
+from chaos.starting import by_hand, small_run
 from chaos.worker_rows import odd_worker, usual_worker
 
 STAGES = 3
@@ -86,30 +85,22 @@ def _one_letter(folder: Path) -> None:
     (folder / "text.txt").write_text(_SENTENCES.replace("399 times", "399 tames"))
 
 
-def _one_token(folder: Path) -> None:
-    _write_files(folder, 299)
-
-
-def _nothing(folder: Path) -> None:
+def _same(folder: Path) -> None:
     """The files are the same."""
-
-
-def version(attempt: Attempt) -> Figures:
-    return _refused(attempt, "version", "9.9.9", "version", [0, 1, 2], _nothing)
 
 
 def configuration(attempt: Attempt) -> Figures:
     change = attempt.dice.choice(_CHANGES)
-    return {"key": change, **_refused(attempt, "config", change, "config_hash", [0, 1, 2], _nothing)}
+    return {"key": change, **_refused(attempt, "config", change, "config_hash", [0, 1, 2], _same)}
 
 
-def tokenizer(attempt: Attempt) -> Figures:
-    return _refused(attempt, "nothing", "-", "tokenizer_hash", [0, 2], _one_token)
+def _attempt(oddity: str, value: str, field: str, stages: list[int], differ: Prepare) -> Callable[[Attempt], Figures]:
+    return lambda attempt: _refused(attempt, oddity, value, field, stages, differ)
 
 
-def data(attempt: Attempt) -> Figures:
-    return _refused(attempt, "nothing", "-", "data_hash", [0, 2], _one_letter)
-
+version = _attempt("version", "9.9.9", "version", [0, 1, 2], _same)
+tokenizer = _attempt("nothing", "-", "tokenizer_hash", [0, 2], lambda folder: _write_files(folder, 299))
+data = _attempt("nothing", "-", "data_hash", [0, 2], _one_letter)
 
 _REFUSED = "refused within 5 s, the field named on both sides; the run waits for a worker that fits"
 

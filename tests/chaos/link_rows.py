@@ -5,12 +5,12 @@ number of the attempt draws.
 """
 
 import time
+from functools import partial
 from typing import Any
 
-from chaos.configurations import small_run
 from chaos.memory import resident_kib
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import by_hand, faults, shaped_network
+from chaos.starting import by_hand, faults, shaped_network, small_run
 from tahq_netem.network.description import PathShape
 from tahq_netem.network.fault_player import FaultEvent
 
@@ -63,14 +63,6 @@ def _cut(attempt: Attempt, duration_s: float) -> Figures:
     return _disturbed(attempt, config, timeline, timeout_s=duration_s + 120)[0]
 
 
-def cut_for_1_s(attempt: Attempt) -> Figures:
-    return _cut(attempt, 1.0)
-
-
-def cut_for_30_s(attempt: Attempt) -> Figures:
-    return _cut(attempt, 30.0)
-
-
 def resets(attempt: Attempt) -> Figures:
     """Three of them, in the middle of whatever is on the way: links are busy for nearly all of a step."""
     steps = sorted(attempt.dice.sample(range(1, 7), 3))
@@ -96,18 +88,6 @@ def _bad_network(attempt: Attempt, **shape: float) -> Figures:
     return _disturbed(attempt, small_run(8), "[]", timeout_s=300, **shape)[0]
 
 
-def loss(attempt: Attempt) -> Figures:
-    return _bad_network(attempt, delay=0.02, loss=0.05)
-
-
-def jitter(attempt: Attempt) -> Figures:
-    return _bad_network(attempt, delay=0.2, jitter=0.2)
-
-
-def reordering(attempt: Attempt) -> Figures:
-    return _bad_network(attempt, delay=0.02, reorder=0.05)
-
-
 def bad_for_10_min(attempt: Attempt) -> Figures:
     """Loss, jitter and reordering together, for ten minutes of a run that a good network then takes to its end."""
     lasts_s, config = BAD_S * attempt.scale, small_run(400)
@@ -129,12 +109,13 @@ def bad_for_10_min(attempt: Attempt) -> Figures:
     return {**measured, "steps_in_it": num_bad, "grew_mb": max(grown_kib) * 1024 / 1e6}
 
 
+_reordering = partial(_bad_network, delay=0.02, reorder=0.05)
 _LINK = ("namespaces",)
 _BORNE = "BX; no restarts; stall ≤ outage + 5 s"
 _ALIVE = "BX; no restarts; no false death"
 
 LINK_ROWS = (
-    Row("cut-1s", "a host's link cut for 1 s", _BORNE, cut_for_1_s, 10, True, _LINK),
+    Row("cut-1s", "a host's link cut for 1 s", _BORNE, partial(_cut, duration_s=1.0), 10, True, _LINK),
     Row(
         "reset",
         "TCP connections of a host reset mid-frame, three times",
@@ -144,11 +125,18 @@ LINK_ROWS = (
         True,
         ("namespaces", "tcp-reset"),
     ),
-    Row("cut-30s", "a host's link cut for 30 s", _BORNE, cut_for_30_s, 45, needs=_LINK),
+    Row("cut-30s", "a host's link cut for 30 s", _BORNE, partial(_cut, duration_s=30.0), 45, needs=_LINK),
     Row("flapping", "a host's link down for 2 s of every 4, for a minute", _BORNE, flapping, 110, needs=_LINK),
-    Row("loss", "5 % of all packets lost", _ALIVE, loss, 40, needs=_LINK),
-    Row("jitter", "delays of 200 ± 200 ms", _ALIVE, jitter, 40, needs=_LINK),
-    Row("reordering", "5 % of all packets overtake others", _ALIVE, reordering, 10, needs=_LINK),
+    Row("loss", "5 % of all packets lost", _ALIVE, partial(_bad_network, delay=0.02, loss=0.05), 40, needs=_LINK),
+    Row("jitter", "delays of 200 ± 200 ms", _ALIVE, partial(_bad_network, delay=0.2, jitter=0.2), 40, needs=_LINK),
+    Row(
+        "reordering",
+        "5 % of all packets overtake others",
+        _ALIVE,
+        partial(_bad_network, delay=0.02, reorder=0.05),
+        10,
+        needs=_LINK,
+    ),
     Row(
         "bad-10min",
         "2 % loss, delays of 100 ± 100 ms and reordering, together, for ten minutes",

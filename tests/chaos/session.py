@@ -1,14 +1,21 @@
-"""Runs rows, one try after another."""
+"""Runs rows, one try after another, or in lanes with cores of their own and a process for a few tries."""
 
+import os
 import shutil
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 
 from chaos.results import Results, Try
 from chaos.row import Attempt, Calm, Row
 from tahq_netem.backends.probe import probe
+
+TRIES_A_PROCESS = 5
 
 
 def obstacle(row: Row) -> str | None:
@@ -63,3 +70,50 @@ def _try(row: Row, attempt: Attempt) -> Try:
     except Exception:
         return Try(row.name, attempt.number, False, time.monotonic() - began_s, {}, traceback.format_exc())
     return Try(row.name, attempt.number, True, time.monotonic() - began_s, figures)
+
+
+def run_in_lanes(rows: Sequence[Row], times: int | None, results: Results, lanes: int, folder: Path) -> None:
+    """As `run_row` for each row, in so many lanes; results come in as each lane's process ends.
+
+    Args:
+        rows: which.
+        times: tries of each; None: as each row has it.
+        results: gone on with.
+        lanes: how many; each has an equal share of the cores.
+        folder: for the lanes' results.
+    """
+    free: SimpleQueue[list[int]] = SimpleQueue()
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // lanes)
+    for lane in range(lanes):
+        free.put(cores[lane * share : (lane + 1) * share] or cores)
+
+    def run(row: Row, numbers: Sequence[int]) -> Path:
+        mine = free.get()
+        try:
+            out = folder / f"{row.name}-{numbers[0]}.json"
+            os.sched_setaffinity(0, mine)  # of this thread, and so of what it starts
+            command = (sys.executable, "-m", "chaos", "--rows", row.name, "--numbers", ",".join(map(str, numbers)))
+            with out.with_suffix(".log").open("w") as log:
+                subprocess.run([*command, "--out", str(out)], stdout=log, stderr=log, check=False)
+            print(out.with_suffix(".log").read_text(), end="", flush=True)
+            return out
+        finally:
+            free.put(mine)
+
+    jobs = sorted(_jobs(rows, times, results), key=lambda job: -job[0].takes_s * len(job[1]))
+    with ThreadPoolExecutor(lanes) as pool:
+        for done in as_completed([pool.submit(run, *job) for job in jobs]):
+            if done.result().exists():
+                results.adopt(Results(done.result()))
+
+
+def _jobs(rows: Sequence[Row], times: int | None, results: Results) -> Iterator[tuple[Row, list[int]]]:
+    for row in rows:
+        if (reason := obstacle(row)) is not None:
+            print(f"{row.name}: left out: {reason}", flush=True)
+            continue
+        missing = [number for number in range(times or row.times) if not results.has_passed(row.name, number)]
+        size = 1 if row.takes_s > 60 else TRIES_A_PROCESS
+        for begin in range(0, len(missing), size):
+            yield row, missing[begin : begin + size]

@@ -3,14 +3,14 @@
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from support.disks import fill, kept_full, small_disk
 
-from chaos.configurations import small_run
 from chaos.outcome import assert_same_bits
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import launched
+from chaos.starting import launched, small_run
 from tahq.pipeline.checkpoint.manifest import LATEST, latest_folder
 
 NUM_STEPS = 12
@@ -51,14 +51,6 @@ def _flip_a_bit(attempt: Attempt, victim: Path) -> None:
 
 def _remove(attempt: Attempt, victim: Path) -> None:
     victim.unlink()
-
-
-def flipped_bit(attempt: Attempt) -> Figures:
-    return _damaged(attempt, _flip_a_bit)
-
-
-def missing_file(attempt: Attempt) -> Figures:
-    return _damaged(attempt, _remove)
 
 
 def disk_full(attempt: Attempt) -> Figures:
@@ -103,11 +95,20 @@ def journal_disk_full(attempt: Attempt) -> Figures:
     return measured
 
 
+_flipped_bit, _missing_file = (partial(_damaged, damage=damage) for damage in (_flip_a_bit, _remove))
 _BEFORE = "the snapshot before it is used, with a warning that names the file; BX"
 
 SNAPSHOT_ROWS = (
-    Row("snapshot-flipped-bit", "a bit of the newest snapshot flipped", _BEFORE, flipped_bit, 8),
-    Row("snapshot-missing-file", "a file of the newest snapshot missing", _BEFORE, missing_file, 8),
+    Row(
+        "snapshot-flipped-bit",
+        "a bit of the newest snapshot flipped",
+        _BEFORE,
+        partial(_damaged, damage=_flip_a_bit),
+        8,
+    ),
+    Row(
+        "snapshot-missing-file", "a file of the newest snapshot missing", _BEFORE, partial(_damaged, damage=_remove), 8
+    ),
     Row(
         "snapshot-disk-full",
         "the disk full when a snapshot is due",

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from support.processes import listening_ports, workers
 from support.strangers import intruders, scan, silent_connections
 
-from chaos.configurations import small_run
 from chaos.row import Attempt, Figures, Row
 from chaos.scene import Scene
-from chaos.starting import launched
+from chaos.starting import launched, small_run
 from tahq.comm.keys import default_key_path, new_key_pair, read_key_file
 
 NUM_STEPS = 24

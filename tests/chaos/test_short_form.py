@@ -7,7 +7,7 @@ from chaos.row import Attempt, Calm, Row
 from chaos.rows import ROWS
 from chaos.session import obstacle
 
-SHORT = 0.1
+SHORT = 0.05
 """Of what takes long only because there is much of it, this share."""
 
 

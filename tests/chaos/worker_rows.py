@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from chaos.configurations import small_run
 from chaos.outcome import Outcome, assert_same_bits, read_metrics
 from chaos.program import Program, cold, warm
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import by_hand, launched
+from chaos.starting import by_hand, launched, small_run
 
 STAGES = 3
 MICRO_BATCHES = 8

@@ -12,6 +12,7 @@ from tahq.comm.control.client import ControlClient
 from tahq.comm.control.encoding import encode_message
 from tahq.comm.control.messages import (
     Abort,
+    Assign,
     Bye,
     Commit,
     Failed,
@@ -20,10 +21,11 @@ from tahq.comm.control.messages import (
     Message,
     Prepare,
     Ready,
+    Refuse,
     Rejoin,
     Start,
 )
-from tahq.comm.control.server import ControlServer
+from tahq.comm.control.server import ControlServer, Place, Places
 from tahq.comm.link.shaping import Shaping
 from tahq.errors import LocalProtocolError, PeerLostError, UserError
 
@@ -52,6 +54,16 @@ def connect() -> Iterator[Callable[..., ControlClient]]:
         client.close(linger_s=0.1)
 
 
+def poll_until(server: ControlServer, is_over: Callable[[list[Message]], bool]) -> list[Message]:
+    """Messages but heartbeats that the server hears until the condition on them holds."""
+    heard: list[Message] = []
+    deadline_s = time.monotonic() + SOON_S
+    while not is_over(heard):
+        assert time.monotonic() < deadline_s, f"only {heard} came"
+        heard += [message for _, message in server.poll(0.05) if not isinstance(message, Heartbeat)]
+    return heard
+
+
 def hear(server: ControlServer, kind: type[Message]) -> tuple[bytes, Message]:
     """The next message of this kind."""
     deadline_s = time.monotonic() + SOON_S
@@ -62,11 +74,28 @@ def hear(server: ControlServer, kind: type[Message]) -> tuple[bytes, Message]:
     raise AssertionError(f"no {kind.__name__} came")
 
 
-def test_messages_go_both_ways_in_order(server, connect):
+def recv(client: ControlClient, server: ControlServer) -> Message:
+    """The client's next message, the server being polled."""
+    deadline_s = time.monotonic() + SOON_S
+    while time.monotonic() < deadline_s:
+        server.poll(0.02)
+        with contextlib.suppress(TimeoutError):
+            return client.recv(0.02)
+    raise AssertionError("nothing came")
+
+
+@pytest.fixture
+def joined(server, connect) -> tuple[ControlClient, bytes]:
+    """A worker that has been heard, and its identity."""
     client = connect(server.address)
     client.send(JOIN)
     identity, message = hear(server, Join)
     assert message == JOIN
+    return client, identity
+
+
+def test_messages_go_both_ways_in_order(server, joined):
+    client, identity = joined
     for step in range(20):
         server.send(identity, Start(step))
     assert [recv(client, server) for _ in range(20)] == [Start(step) for step in range(20)]
@@ -85,10 +114,8 @@ def test_client_may_be_there_before_the_server(connect):
     server.close()
 
 
-def test_recv_times_out_and_can_be_called_again(server, connect):
-    client = connect(server.address)
-    client.send(JOIN)
-    identity, _ = hear(server, Join)
+def test_recv_times_out_and_can_be_called_again(server, joined):
+    client, identity = joined
     with pytest.raises(TimeoutError, match="coordinator at 127"):
         client.recv(0.02)
     server.send(identity, Start(3))
@@ -105,19 +132,16 @@ def test_coordinator_that_is_not_there_is_lost_after_the_connect_timeout(connect
         client.send(JOIN)
 
 
-def test_coordinator_that_falls_silent_is_lost(server, connect):
-    client = connect(server.address)
-    client.send(JOIN)
-    hear(server, Join)
+def test_coordinator_that_falls_silent_is_lost(server, joined):
+    client, _ = joined
     started_s = time.monotonic()
     with pytest.raises(PeerLostError, match=rf"coordinator at {server.address}: no sign of life for 0\.6 s"):
         client.recv(SOON_S)
     assert time.monotonic() - started_s < 1.5
 
 
-def test_polling_keeps_the_workers_content(server, connect):
-    client = connect(server.address)
-    client.send(JOIN)
+def test_polling_keeps_the_workers_content(server, joined):
+    client, _ = joined
     until_s = time.monotonic() + 1.5
     while time.monotonic() < until_s:
         server.poll(1.0)
@@ -136,10 +160,8 @@ def test_abort_is_noticed_without_anyone_asking(server, connect):
     assert client.recv(SOON_S) == client.aborted
 
 
-def test_silence_after_bye_is_no_loss(server, connect):
-    client = connect(server.address)
-    client.send(JOIN)
-    identity, _ = hear(server, Join)
+def test_silence_after_bye_is_no_loss(server, joined):
+    client, identity = joined
     server.send(identity, Bye())
     server.poll(0.1)
     assert client.recv(SOON_S) == Bye()
@@ -153,21 +175,15 @@ def test_close_sends_what_is_queued(server, connect):
         client.send(Ready(stage))
     closing = threading.Thread(target=client.close)
     closing.start()
-    heard: list[Message] = []
-    deadline_s = time.monotonic() + SOON_S
-    while len(heard) < 50 and time.monotonic() < deadline_s:
-        heard += [message for _, message in server.poll(0.1) if isinstance(message, Ready)]
-    assert heard == [Ready(stage) for stage in range(50)]
+    assert poll_until(server, lambda heard: len(heard) == 50) == [Ready(stage) for stage in range(50)]
     closing.join()
     client.close()
     with pytest.raises(LocalProtocolError, match="closed on this side"):
         client.send(JOIN)
 
 
-def test_delay_holds_both_ways_and_may_change(server, connect):
-    client = connect(server.address)
-    client.send(JOIN)
-    identity, _ = hear(server, Join)
+def test_delay_holds_both_ways_and_may_change(server, joined):
+    client, identity = joined
     client.set_timing(shaping=Shaping(delay_s=0.05), peer_timeout_s=5.0, heartbeat_s=0.2, give_up_s=5.0)
     trips_s = []
     for stage in range(8):
@@ -235,11 +251,7 @@ def test_worker_whose_message_cannot_be_read_is_told_and_not_heard_any_more(serv
         hear(server, Join)
     say(client, b"\x07 of another version")
     client.send(Ready(1))
-    heard = []
-    deadline_s = time.monotonic() + SOON_S
-    while client.aborted is None and time.monotonic() < deadline_s:
-        heard += [message for _, message in server.poll(0.05) if not isinstance(message, Heartbeat)]
-    assert heard == []
+    assert poll_until(server, lambda _: client.aborted is not None) == []
     assert "speaks version 7 of the control protocol" in client.aborted.message
 
 
@@ -250,9 +262,7 @@ def test_messages_longer_than_a_piece_go_both_ways(server, connect):
     identity, message = hear(server, Failed)
     assert len(message.message) == 3_000_000
     server.send(identity, long)
-    deadline_s = time.monotonic() + SOON_S
-    while client.aborted is None and time.monotonic() < deadline_s:
-        server.poll(0.05)
+    poll_until(server, lambda _: client.aborted is not None)
     assert client.aborted == long
 
 
@@ -281,11 +291,7 @@ def test_coordinator_that_was_started_again_hears_what_the_one_before_may_not_ha
     assert recv(client, server).step == 1
     server.close()
     other = ControlServer(server.address, heartbeat_s=0.1)
-    heard = []
-    deadline_s = time.monotonic() + SOON_S
-    while len(heard) < 2 and time.monotonic() < deadline_s:
-        heard += [message for _, message in other.poll(0.1) if not isinstance(message, Heartbeat)]
-    assert heard == [rejoin, prepare(2)]
+    assert poll_until(other, lambda heard: len(heard) >= 2) == [rejoin, prepare(2)]
     client.send(Ready(2))
     identity, _ = hear(other, Ready)
     other.send(identity, Start(5))
@@ -295,16 +301,6 @@ def test_coordinator_that_was_started_again_hears_what_the_one_before_may_not_ha
 
 def prepare(step: int) -> Prepare:
     return Prepare(step, 1, [], True, None, None, "", {}, [])
-
-
-def recv(client: ControlClient, server: ControlServer) -> Message:
-    """The client's next message, the server being polled."""
-    deadline_s = time.monotonic() + SOON_S
-    while time.monotonic() < deadline_s:
-        server.poll(0.02)
-        with contextlib.suppress(TimeoutError):
-            return client.recv(0.02)
-    raise AssertionError("nothing came")
 
 
 def test_sending_to_a_worker_that_has_gone_is_no_error(server):
@@ -317,12 +313,67 @@ def test_clock_of_a_worker_is_known_to_within_half_a_round_trip(connect):
     client = connect(server.address, shaping=Shaping(delay_s=0.01))
     client.send(JOIN)
     identity, _ = hear(server, Join)
-    deadline_s = time.monotonic() + SOON_S
-    while time.monotonic() < deadline_s and server.clock_offset(identity) is None:
-        server.poll(0.1)
+    poll_until(server, lambda _: server.clock_offset(identity) is not None)
     offset = server.clock_offset(identity)
     assert offset is not None
     assert abs(offset.offset_s + 3600) <= offset.error_s
     assert 0.01 <= offset.error_s < 1.0
     assert server.clock_offset(b"a stranger") is None
     server.close(linger_s=0.1)
+
+
+# Which peers a coordinator remembers: strangers cannot make it forget a member, or remember without end
+
+ASSIGN = Assign(1, 7, "{}", "c0ffee")
+MAX_STRANGERS = 3
+
+
+def name(number: int) -> bytes:
+    return f"peer {number}".encode()
+
+
+@pytest.fixture
+def places() -> Places:
+    return Places(MAX_STRANGERS)
+
+
+def give(places: Places, *numbers: int) -> list[int]:
+    """Newcomers with these numbers; returns those of all peers that are kept."""
+    for number in numbers:
+        places.give(name(number), Place(None))
+    return [number for number in range(12) if places.find(name(number)) is not None]
+
+
+def test_stranger_that_was_silent_longest_makes_room(places):
+    give(places, 0, 1, 2)
+    places.heard(name(0))
+    assert give(places, 3) == [0, 2, 3]
+
+
+def test_member_stays_until_it_is_refused_however_many_strangers_come(places):
+    give(places, 0, 1)
+    places.told(name(1), ASSIGN)
+    assert give(places, 2, 3, 4) == [1, 2, 3, 4]
+    places.told(name(1), Refuse("no stage"))
+    assert give(places, 5, 6, 7) == [5, 6, 7]
+
+
+def test_unknown_peer_is_not_remembered_for_what_it_is_told(places):
+    places.told(name(0), ASSIGN)
+    assert len(places) == 0
+
+
+def test_member_is_heard_and_newcomers_find_a_place_however_many_strangers_come(connect):
+    server = ControlServer("127.0.0.1:0", heartbeat_s=0.2, max_strangers=MAX_STRANGERS)
+    clients = []
+    for stage in range(12):
+        clients.append(connect(server.address, peer_timeout_s=SOON_S))
+        clients[-1].send(Join(stage, "0.1", "host", 1))
+        identity, message = hear(server, Join)
+        assert message.stage == stage
+        if stage == 0:
+            server.send(identity, ASSIGN)
+    assert len(server._places) <= 1 + MAX_STRANGERS
+    clients[0].send(Ready(0))
+    assert hear(server, Ready)[1] == Ready(0)
+    server.close(linger_s=0.0)
