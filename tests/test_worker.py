@@ -4,8 +4,7 @@ import pytest
 from support.runs import tiny
 
 from tahq.config.cluster import ClusterConfig
-from tahq.worker.orders import copy_rate_bits_per_s
-from tahq.worker.place import WorkerOptions, listening_addresses
+from tahq.worker.place import WorkerOptions, copy_rate_bits_per_s, listening_addresses
 
 HOSTS = [
     {"address": "192.0.2.1"},

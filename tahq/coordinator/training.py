@@ -405,7 +405,7 @@ def publish_to_folder(options: CoordinatorOptions, parts: SnapshotParts) -> None
         "version": options.version,
         "codecs": dict(parts.point.saved_codecs),
     }
-    folders.publish(snapshots, parts.step, files, meta)
+    folders.publish(snapshots, parts.step, files, meta, options.give_up_s)
     _try_to(lambda: folders.prune(snapshots, options.keep_snapshots, base=parts.base))  # the new one is complete anyway
     reached(fault_points.PUBLISHED, step=parts.step)
 

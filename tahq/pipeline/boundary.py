@@ -25,6 +25,8 @@ from tahq.randomness import derive_seed
 
 BOUNDARY_DTYPE = torch.float32
 """Of a tensor at a cut, before encoding and after decoding."""
+CARRIED = {Direction.FORWARD: "activations", Direction.BACKWARD: "gradients"}
+"""What crosses a cut in each direction."""
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,8 @@ class CodecTable:
     """The codecs of one cut; a frame names its codec by the index here.
 
     Index 0 is raw, then come the codecs that activations may use, then those of gradients. `use` changes the codec in
-    force from a step on; both ends of a cut are told the same. Codecs with state belong to one cut, so every cut has a
-    table of its own.
+    force from a step on; both ends of a cut do the same. Codecs with state belong to one cut, so every cut has a table
+    of its own.
 
     Args:
         activations: spec of the codec that activations start with.
@@ -57,10 +59,10 @@ class CodecTable:
         tables = {d: [CodecSpec.parse(text) for text in (rungs or {}).get(d, [spec])] for d, spec in first.items()}
         specs = [RawSpec("fp32"), *tables[Direction.FORWARD], *tables[Direction.BACKWARD]]
         self.codecs: tuple[Codec, ...] = tuple(get_codec(spec, backend=backend, threads=threads) for spec in specs)
-        num_forward = len(tables[Direction.FORWARD])
+        first_gradient = 1 + len(tables[Direction.FORWARD])
         self._choices = {
-            Direction.FORWARD: range(1, 1 + num_forward),
-            Direction.BACKWARD: range(1 + num_forward, len(specs)),
+            Direction.FORWARD: range(1, first_gradient),
+            Direction.BACKWARD: range(first_gradient, len(specs)),
         }
         # By direction: (first step, index), newest last. Replaced as a whole, because other threads read it.
         self._in_force: dict[Direction, tuple[tuple[int, int], ...]] = {
@@ -68,11 +70,7 @@ class CodecTable:
         }
 
     def prepare(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Compile or load every kernel that tensors of this shape need, in both directions.
-
-        Raises:
-            CodecError: a codec does not support the shape, or its backend not the device.
-        """
+        """Compile or load every kernel for tensors of this shape; CodecError if a codec or backend cannot take them."""
         for codec in self.codecs:
             codec.prepare(shape, dtype, device)
 
@@ -83,11 +81,7 @@ class CodecTable:
         return {d: c for d, cs in by_direction.items() for c in cs if isinstance(c, AqsgdCodec) and c.is_stateful}
 
     def use(self, step: int, direction: Direction, index: int) -> None:
-        """Encode this direction with the codec of this index from `step` on; earlier steps keep theirs.
-
-        Raises:
-            LocalProtocolError: this direction has no such codec.
-        """
+        """Encode this direction with the codec of this index from `step` on; LocalProtocolError if it has none."""
         choice = self._choices[direction]
         if index not in choice:
             raise LocalProtocolError(
@@ -135,6 +129,32 @@ class CutIdentity:
         return LogicalId(self.run, self.replica, step, purpose, micro_batch, self.cut, direction)
 
 
+@dataclass(frozen=True, slots=True)
+class CodecEnd:
+    """One end (`SENT` or `RECEIVED`) of a codec that remembers samples; `cut` prefixes its names in a checkpoint.
+
+    A cut is named by the number of blocks before it, never by stage: `codec/block-0004/activations/received/ids`. So a
+    cut that a resumed run still has finds the state of both its ends, wherever the other cuts have moved. Where
+    nothing is found, or samples have another length, the codec starts empty: AQ-SGD then sends each sample whole at
+    its next visit.
+    """
+
+    cut: str
+    end: str
+    codec: AqsgdCodec
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The codec's state, by name in a checkpoint."""
+        return {self.cut + name: tensor for name, tensor in self.codec.state_tensors().items()}
+
+    def load(self, names: Collection[str], read: Callable[[str], torch.Tensor], sample_shape: tuple[int, ...]) -> None:
+        """Take this end's state from a checkpoint; warns if it has none that fits."""
+        mine = [name.removeprefix(self.cut) for name in names if name.startswith(self.cut + self.end)]
+        if not self.codec.load_state(mine, lambda name: read(self.cut + name), sample_shape):
+            found = "samples of another length" if mine else "nothing"
+            log.warning("the checkpoint has %s for %s; %s starts empty there", found, self.cut, self.codec.spec)
+
+
 class Boundary:
     """One side of a cut.
 
@@ -142,7 +162,7 @@ class Boundary:
         transport: the link that crosses it.
         identity: names the tensors that cross it.
         codecs: the cut's codecs.
-        device: where tensors are encoded from and decoded to.
+        device: of tensors before encoding and after decoding.
         stopwatch: measures encoding, decoding and waiting.
         peer: stage at the other end, for the name of the waiting time (`wait:2`).
         measure_every: steps between measurements of the codec's error on the first micro-batch sent; None: never.
@@ -178,15 +198,9 @@ class Boundary:
         return errors
 
     def send(self, id: LogicalId, tensor: torch.Tensor, sample_ids: Sequence[int] | None = None) -> bool:
-        """Encode a tensor and queue it for sending.
+        """Encode a tensor, [B, S, C] or a tied gradient, and queue it for sending; returns whether all of it is finite.
 
-        Args:
-            id: names the tensor.
-            tensor: [B, S, C]; of another shape for tied gradients.
-            sample_ids: of the B samples; stateful codecs need them in training.
-
-        Returns:
-            Whether all of it is finite.
+        `sample_ids` name the B samples; codecs that remember samples need them in training.
         """
         index = self.codecs.index(id.purpose, id.direction, id.step)
         codec = self.codecs.codecs[index]
@@ -196,7 +210,8 @@ class Boundary:
             finite = not codec.has_non_finite(payload)
         frame = Frame(id, index, tensor.dtype, tuple(tensor.shape), payload)
         self.transport.send(frame)
-        if self._is_measured(id):
+        every = self._measure_every
+        if every and id.micro_batch == 0 and id.step % every == 0 and id.purpose is Purpose.TRAIN:
             with self._stopwatch.measure("guard"):
                 error = _relative_error(self._decode(codec, frame, None), tensor)
                 self._errors.append(ErrorSample(self.transport.link, id.direction, error))
@@ -211,12 +226,7 @@ class Boundary:
     def receive(
         self, id: LogicalId, sample_ids: Sequence[int] | None = None, waiting: str | None = None
     ) -> torch.Tensor:
-        """Wait for a posted tensor and decode it.
-
-        Args:
-            id: as it was posted.
-            sample_ids: as in `send`.
-            waiting: the activity that the waiting is counted as; None: `self.waiting`.
+        """Wait for a posted tensor and decode it; the waiting is counted as `waiting`, by default `self.waiting`.
 
         Raises:
             PeerLostError: the link is lost.
@@ -228,11 +238,7 @@ class Boundary:
         return self.decode(frame, sample_ids)
 
     def await_frame(self, id: LogicalId) -> Frame:
-        """Wait for the frame of a posted tensor; called by one thread at a time.
-
-        Raises:
-            PeerLostError: the link is lost.
-        """
+        """Wait for the frame of a posted tensor; PeerLostError if the link is lost. One thread at a time calls it."""
         while id not in self._arrived:
             frame = self.transport.recv()
             self._arrived[frame.id] = frame
@@ -249,25 +255,19 @@ class Boundary:
         with self._stopwatch.measure("decode", frame.id):
             return self._decode(self.codecs.codecs[frame.codec], frame, sample_ids)
 
-    def codec_ends(self, block: int, *, is_incoming: bool) -> "list[CodecEnd]":
-        """This side's ends of the codecs that remember samples.
+    def codec_ends(self, block: int, *, is_incoming: bool) -> list[CodecEnd]:
+        """This side's ends of the codecs that remember samples, at the cut behind `block` blocks of the model.
 
-        Args:
-            block: blocks of the model before the cut.
-            is_incoming: whether this side receives activations (and sends gradients).
+        With `is_incoming` this side receives activations and sends gradients.
         """
         return [
             CodecEnd(
-                cut=f"{CODEC_PREFIX}block-{block:04d}/{_CARRIED[direction]}/",
+                cut=f"codec/block-{block:04d}/{CARRIED[direction]}/",
                 end=RECEIVED if (direction is Direction.FORWARD) == is_incoming else SENT,
                 codec=codec,
             )
             for direction, codec in self.codecs.stateful.items()
         ]
-
-    def _is_measured(self, id: LogicalId) -> bool:
-        every = self._measure_every
-        return every is not None and id.purpose is Purpose.TRAIN and id.micro_batch == 0 and id.step % every == 0
 
     def _decode(self, codec: Codec, frame: Frame, sample_ids: Sequence[int] | None) -> torch.Tensor:
         payload = frame.payload.to(self._device, non_blocking=True)
@@ -296,44 +296,7 @@ def _at(device: torch.device, payload: torch.Tensor) -> torch.Tensor:
 
 
 def _relative_error(decoded: torch.Tensor, x: torch.Tensor) -> float:
-    """‖x̂ − x‖/‖x‖; infinite where either is not finite, 0 where both are zero."""
+    """‖x̂ − x‖/‖x‖; infinite if either is not finite, 0 if both are zero."""
     error, size = float((decoded - x).norm()), float(x.norm())
     relative = error / size if size > 0 else math.inf * error if error else 0.0
     return relative if math.isfinite(relative) else math.inf
-
-
-# -- codec state in checkpoints ------------------------------------------------------------------------
-
-CODEC_PREFIX = "codec/"
-_CARRIED = {Direction.FORWARD: "activations", Direction.BACKWARD: "gradients"}
-
-
-@dataclass(frozen=True, slots=True)
-class CodecEnd:
-    """One end of a codec that remembers samples, and the names of its state in a checkpoint.
-
-    A cut is named by the number of blocks before it, never by stage: `codec/block-0004/activations/received/ids`. So a
-    cut that a resumed run still has finds the state of both its ends, wherever the other cuts have moved. Where
-    nothing is found, or samples have another length, the codec starts empty: AQ-SGD then sends each sample whole at
-    its next visit.
-
-    Attributes:
-        cut: prefix of its names in a checkpoint.
-        end: `SENT` or `RECEIVED`.
-        codec: the codec.
-    """
-
-    cut: str
-    end: str
-    codec: AqsgdCodec
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The codec's state, by name in a checkpoint."""
-        return {self.cut + name: tensor for name, tensor in self.codec.state_tensors().items()}
-
-    def load(self, names: Collection[str], read: Callable[[str], torch.Tensor], sample_shape: tuple[int, ...]) -> None:
-        """Take this end's state from a checkpoint; warns if it has none that fits."""
-        mine = [name.removeprefix(self.cut) for name in names if name.startswith(self.cut + self.end)]
-        if not self.codec.load_state(mine, lambda name: read(self.cut + name), sample_shape):
-            found = "samples of another length" if mine else "nothing"
-            log.warning("the checkpoint has %s for %s; %s starts empty there", found, self.cut, self.codec.spec)

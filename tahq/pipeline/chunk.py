@@ -26,22 +26,16 @@ class Chunk:
         return [*self.module.parameters(), *low_rank_weights(self.module).values()]
 
     def compute(self, x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
-        """The module's output; in fp32 where it crosses a cut.
+        """Tokens [B, S] or activations [B, S, C] -> logits [B, S, V], or activations in fp32 where they cross a cut.
 
-        Args:
-            x: tokens [B, S] in the first chunk, else [B, S, C].
-            bf16: compute under bf16 autocast.
-
-        Returns:
-            Logits [B, S, V] from the last chunk, else [B, S, C].
+        With `bf16` the module computes under autocast.
         """
+        y: torch.Tensor
         if bf16:
             with torch.autocast(x.device.type, torch.bfloat16):
                 y = self.module(x)
         else:
             y = self.module(x)
-        if not isinstance(y, torch.Tensor):
-            raise AssertionError(f"a model slice returned {type(y).__name__}")
         return y if self.outgoing is None else y.float()
 
 

@@ -37,6 +37,16 @@ class Receive:
     waiting: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A decoded tensor, its place in the decoder's stream, and when its frame had arrived (`time.monotonic`)."""
+
+    tensor: torch.Tensor
+    mark: torch.cuda.Event | None
+    receive: Receive
+    arrived_s: float
+
+
 class InlineLanes:
     """Does everything at once in the caller's thread. Per step: `begin`, then `take` and `send`, then `finish`."""
 
@@ -69,9 +79,7 @@ class InlineLanes:
 class ThreadedLanes:
     """A thread that encodes and one that decodes, with the methods of `InlineLanes`; both end with the process.
 
-    Args:
-        device: where tensors are.
-        stopwatch: measures how long the compute loop waits for a frame and, once it has arrived, for its decoding.
+    The stopwatch measures how long the compute loop waits for a frame and, once it has arrived, for its decoding.
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
@@ -85,8 +93,6 @@ class ThreadedLanes:
         self._ready: queue.SimpleQueue[_Decoded | BaseException] = queue.SimpleQueue()
         threading.Thread(target=self._run_encoder, name="tahq-encode", daemon=True).start()
         threading.Thread(target=self._run_decoder, name="tahq-decode", daemon=True).start()
-
-    # -- the compute loop ------------------------------------------------------------------------
 
     def begin(self, receives: Sequence[Receive]) -> None:
         """Start a step; the decoder begins with its first tensors."""
@@ -125,8 +131,6 @@ class ThreadedLanes:
         finite, self._is_finite = self._is_finite, True
         return finite
 
-    # -- the threads -----------------------------------------------------------------------------
-
     def _run_encoder(self) -> None:
         while True:
             self._jobs.get()()  # not bound to a name, which would keep its tensor alive until the next job
@@ -158,7 +162,7 @@ class ThreadedLanes:
             except BaseException as error:
                 self._ready.put(error)
 
-    def _decode(self, receive: Receive) -> "_Decoded":
+    def _decode(self, receive: Receive) -> _Decoded:
         frame = receive.boundary.await_frame(receive.id)
         arrived_s = time.monotonic()
         with self._decoding():
@@ -167,16 +171,6 @@ class ThreadedLanes:
 
 
 CodecLanes = InlineLanes | ThreadedLanes
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoded:
-    """A decoded tensor, its place in the decoder's stream, and when its frame had arrived (`time.monotonic`)."""
-
-    tensor: torch.Tensor
-    mark: torch.cuda.Event | None
-    receive: Receive
-    arrived_s: float
 
 
 def _forget(what: object) -> None:

@@ -34,17 +34,12 @@ from tahq.pipeline.tie import TiedEmbedding
 
 @dataclass(slots=True)
 class StepResult:
-    """The outcome of a step on one stage.
-
-    `loss_sum` (nats) and `tokens` are known on the last stage, `batch_digest` on the first and last. `peak_in_flight`
-    is the largest number of (chunk, micro-batch) pairs whose activations were held at once.
-    """
+    """The outcome of a step: `loss_sum` (nats) and `tokens` on the last stage, `batch_digest` on the first and last."""
 
     finite: bool = True
     loss_sum: float | None = None
     tokens: int | None = None
     batch_digest: str = ""
-    peak_in_flight: int = 0
     timing: dict[str, float] = field(default_factory=dict)
 
 
@@ -69,7 +64,6 @@ class _Step:
     deferred: dict[tuple[int, int], DeferredGradients] = field(default_factory=dict)
     """By (chunk, micro-batch): weight gradients of a split backward that are not computed yet."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    peak_in_flight: int = 0
     spent: torch.Tensor | None = None
     """The output whose backward ran last."""
 
@@ -83,7 +77,7 @@ class StageEngine:
         actions: this stage's row of the schedule.
         shape: sizes of a step.
         batches: source of token and label tensors; None if the stage needs none.
-        random: told which micro-batch is being computed, for dropout.
+        random: holds the micro-batch that is being computed, for dropout.
         device: where the chunks are.
         order: the samples of each micro-batch; None if no codec remembers samples.
         bf16: compute under bf16 autocast.
@@ -127,7 +121,12 @@ class StageEngine:
         """
         if self.on_step is not None:
             self.on_step(number)
-        step = self._step = self._begin(number)
+        for chunk in self.chunks.values():
+            chunk.module.train()
+        with self.stopwatch.measure("data"):
+            batch = self.batches.train(number) if self.batches is not None else None
+            sample_ids = self.order.micro_batches(number) if self.order is not None else None
+        step = self._step = _Step(number, batch, sample_ids)
         self._scale_gradients(self.shape.gradient_scale)  # those of earlier steps that were not applied
         self.lanes.begin(self._post_receives())
         with sharing_copies_of(chunk.module for chunk in self.chunks.values()):
@@ -137,7 +136,8 @@ class StageEngine:
                 if action.kind is ActionKind.F:
                     self._forward(step, action)
                 elif action.kind is ActionKind.W:
-                    self._weight_gradients(step, action)
+                    with self.stopwatch.measure("weight_gradient", action):
+                        step.deferred.pop((action.chunk, action.micro_batch)).run()
                 else:
                     self._backward(step, action)
         step.spent = None
@@ -145,21 +145,17 @@ class StageEngine:
         self._scale_gradients(1 / self.shape.gradient_scale)
         if self.tied is not None:
             self.tied.exchange(number)
-        return self._result(step, finite=finite)
-
-    def _begin(self, number: int) -> _Step:
-        for chunk in self.chunks.values():
-            chunk.module.train()
-        with self.stopwatch.measure("data"):
-            batch = self.batches.train(number) if self.batches is not None else None
-            sample_ids = self.order.micro_batches(number) if self.order is not None else None
-        return _Step(number, batch, sample_ids)
+        result = StepResult(
+            finite, batch_digest=batch.digest if batch is not None else "", timing=self.stopwatch.take()
+        )
+        if step.losses:
+            result.loss_sum = math.fsum(torch.stack(step.losses).tolist())
+            result.tokens = _given(batch).num_tokens
+        return result
 
     def _scale_gradients(self, factor: float) -> None:
         for chunk in self.chunks.values():
             scale_gradients(chunk.gradient_holders(), factor)
-
-    # -- the actions -----------------------------------------------------------------------------
 
     def _forward(self, step: _Step, action: Action) -> None:
         chunk, key = self.chunks[action.chunk], (action.chunk, action.micro_batch)
@@ -175,7 +171,6 @@ class StageEngine:
             if chunk.outgoing is None:
                 y = self._loss(step, y, action.micro_batch)
         step.in_flight[key] = (x, y)
-        step.peak_in_flight = max(step.peak_in_flight, len(step.in_flight.keys() | step.deferred.keys()))
         if chunk.outgoing is not None:
             self._send(step, chunk.outgoing, Direction.FORWARD, action.micro_batch, y.detach())
 
@@ -202,56 +197,32 @@ class StageEngine:
             self._send(step, chunk.incoming, Direction.BACKWARD, action.micro_batch, x.grad)
         step.spent = y
 
-    def _weight_gradients(self, step: _Step, action: Action) -> None:
-        with self.stopwatch.measure("weight_gradient", action):
-            step.deferred.pop((action.chunk, action.micro_batch)).run()
-
-    # -- sending and receiving -------------------------------------------------------------------
-
     def _send(
         self, step: _Step, boundary: Boundary, direction: Direction, micro_batch: int, tensor: torch.Tensor
     ) -> None:
         id = boundary.name(step.number, Purpose.TRAIN, micro_batch, direction)
-        self.lanes.send(boundary, id, tensor, self._sample_ids(micro_batch))
+        self.lanes.send(boundary, id, tensor, step.sample_ids[micro_batch] if step.sample_ids is not None else None)
 
     def _post_receives(self) -> list[Receive]:
         """Post the receives of the whole step, in the order in which its actions take them."""
-        receives = [receive for action in self.actions if (receive := self._receive(action)) is not None]
-        for receive in receives:
-            receive.boundary.post(receive.id, self.shape.boundary)
+        step, receives = self._step, []
+        for action in self.actions:
+            chunk, is_forward = self.chunks[action.chunk], action.kind is ActionKind.F
+            boundary = chunk.incoming if is_forward else chunk.outgoing
+            if boundary is None or action.kind is ActionKind.W:
+                continue
+            direction = Direction.FORWARD if is_forward else Direction.BACKWARD
+            id = boundary.name(step.number, Purpose.TRAIN, action.micro_batch, direction)
+            boundary.post(id, self.shape.boundary)
+            sample_ids = step.sample_ids[action.micro_batch] if step.sample_ids is not None else None
+            waiting = "wait:memory" if action in self._held_up else boundary.waiting
+            receives.append(Receive(boundary, id, sample_ids, waiting))
         return receives
-
-    def _receive(self, action: Action) -> Receive | None:
-        """The tensor that an action waits for: an activation, or the gradient of its output."""
-        chunk, is_forward = self.chunks[action.chunk], action.kind is ActionKind.F
-        boundary = chunk.incoming if is_forward else chunk.outgoing
-        if boundary is None or action.kind is ActionKind.W:
-            return None
-        direction = Direction.FORWARD if is_forward else Direction.BACKWARD
-        id = boundary.name(self._step.number, Purpose.TRAIN, action.micro_batch, direction)
-        waiting = "wait:memory" if action in self._held_up else boundary.waiting
-        return Receive(boundary, id, self._sample_ids(action.micro_batch), waiting)
-
-    def _sample_ids(self, micro_batch: int) -> list[int] | None:
-        return self._step.sample_ids[micro_batch] if self._step.sample_ids is not None else None
-
-    def _result(self, step: _Step, *, finite: bool) -> StepResult:
-        result = StepResult(finite, peak_in_flight=step.peak_in_flight, timing=self.stopwatch.take())
-        if step.batch is not None:
-            result.batch_digest = step.batch.digest
-        if step.losses:
-            result.loss_sum = math.fsum(torch.stack(step.losses).tolist())
-            result.tokens = _given(step.batch).num_tokens
-        return result
 
     # -- evaluation ------------------------------------------------------------------------------
 
     def evaluate(self, step: int, num_batches: int) -> EvaluationResult | None:
-        """Validation loss of the present weights, with the wire's codecs and with raw ones.
-
-        Returns:
-            The sums on the last stage, None elsewhere.
-        """
+        """Validation loss of the present weights, with the wire's codecs and with raw ones; on the last stage."""
         loss_sum, tokens = self._validate(Purpose.EVAL, step, num_batches)
         raw_loss_sum, _ = self._validate(Purpose.EVAL_RAW, step, num_batches)
         has_loss = any(chunk.outgoing is None for chunk in self.chunks.values())
@@ -271,13 +242,13 @@ class StageEngine:
         for number in range(num_batches):
             batch = self.batches.validation(number) if self.batches is not None else None
             tokens += batch.num_tokens if batch is not None else 0
-            for micro_batch in range(count):
-                loss_sum += self._validate_micro_batch(purpose, step, number * count + micro_batch, batch)
+            for index in range(number * count, (number + 1) * count):
+                loss_sum += self._validate_micro_batch(purpose, step, index, batch)
         return loss_sum, tokens
 
     def _validate_micro_batch(self, purpose: Purpose, step: int, index: int, batch: StepBatch | None) -> float:
-        micro_batch = index % self.shape.num_micro_batches
-        loss = 0.0
+        """The loss on the last stage, 0 elsewhere."""
+        micro_batch, loss = index % self.shape.num_micro_batches, 0.0
         for _, chunk in sorted(self.chunks.items()):
             if chunk.incoming is None:
                 x = _given(batch).micro_batch(micro_batch)[0].to(self.device)
@@ -305,5 +276,5 @@ def held_up_by_depth(actions: Sequence[Action], sources: set[int]) -> set[Action
     that forward could be computed while the gradient is awaited.
     """
     forwards = [index for index, a in enumerate(actions) if a.kind is ActionKind.F and a.chunk in sources]
-    last = max(forwards, default=-1)
-    return {action for action in actions[:last] if action.kind in (ActionKind.B, ActionKind.I)} if last >= 0 else set()
+    last = max(forwards, default=0)
+    return {action for action in actions[:last] if action.kind in (ActionKind.B, ActionKind.I)}

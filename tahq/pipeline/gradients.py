@@ -37,10 +37,8 @@ def gradient_scale(num_tokens: int) -> float:
     """The factor that gradients carry from the loss to the last backward of a step: a power of two, ≥ num_tokens.
 
     Without it an fp16 wire loses most of the gradient: that of a mean over 32,768 tokens has elements of 2e-8, and
-    fp16's smallest step is 6e-8. In fp32 and bf16 a power of two rounds nothing.
-
-    Args:
-        num_tokens: of the whole step, equal on every stage; ≥ 1.
+    fp16's smallest step is 6e-8. In fp32 and bf16 a power of two rounds nothing. `num_tokens` ≥ 1 is that of the whole
+    step, equal on every stage.
     """
     return math.ldexp(1.0, (num_tokens - 1).bit_length())
 
@@ -64,10 +62,9 @@ class HoldsGradient(Protocol):
 
 
 def squared_norms(holders: Iterable[HoldsGradient]) -> list[float]:
-    """‖g‖² of each gradient in fp64, 0.0 without a gradient; one device round trip.
+    """‖g‖² of each gradient in fp64, in order, 0.0 without a gradient; one device round trip.
 
-    Returns:
-        As many numbers as holders, in order; NaN or infinity where a gradient holds one.
+    NaN or infinity where a gradient has one.
     """
     squares = [squared_norm(holder) for holder in holders]
     return [float(square) for square in torch.stack(squares).tolist()] if squares else []

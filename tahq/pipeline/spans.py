@@ -65,15 +65,16 @@ class CudaMarks:
         return [now_s - mark.elapsed_time(anchor) / 1000 for mark in marks]
 
 
-class Timer:
+class ActivityTimer:
     """Adds up the time spent inside it. A plain class: entering a generator's context costs ten times as much."""
 
-    __slots__ = ("_activity", "_begin_s", "_lane", "detail", "seconds")
+    __slots__ = ("_activity", "_begin_s", "_lane", "detail", "seconds", "taken_s")
 
     def __init__(self, lane: "_Lane", activity: str) -> None:
         self._lane = lane
         self._activity = activity
         self.seconds = 0.0
+        self.taken_s = 0.0
         self.detail: Any = None
 
     def __enter__(self) -> None:
@@ -88,9 +89,14 @@ class Timer:
         if self._lane.stopwatch.is_recording and end_s > begin_s and len(self._lane.spans) < MAX_SPANS:
             self._lane.spans.append((self._activity, begin_s, end_s, detail))
 
+    def take(self) -> float:
+        """Seconds since the last call; time that is added meanwhile is not lost."""
+        before_s, self.taken_s = self.taken_s, self.seconds
+        return self.taken_s - before_s
 
-class MarkedTimer(Timer):
-    """A timer for work that a device does later; `seconds` is known once the marks are read."""
+
+class MarkedTimer(ActivityTimer):
+    """A timer for work that a device does later; its time is known once the marks are read."""
 
     __slots__ = ("_begin", "_marks", "_waiting")
 
@@ -105,7 +111,7 @@ class MarkedTimer(Timer):
     def __exit__(self, *exc_info: object) -> None:
         self._waiting.append((self._begin, self._marks.mark(), self.detail))
 
-    def read(self) -> None:
+    def take(self) -> float:
         """Wait for the device, and count its times."""
         waiting = self._waiting[:]
         del self._waiting[: len(waiting)]  # its thread may have appended meanwhile
@@ -113,6 +119,7 @@ class MarkedTimer(Timer):
             times = self._marks.times_s([mark for begin, end, _ in waiting for mark in (begin, end)])
             for (_, _, detail), begin_s, end_s in zip(waiting, times[::2], times[1::2], strict=True):
                 self.add(begin_s, end_s, detail)
+        return super().take()
 
 
 class _Lane:
@@ -121,36 +128,20 @@ class _Lane:
     def __init__(self, stopwatch: "Stopwatch", name: str) -> None:
         self.stopwatch = stopwatch
         self.name = name
-        self.timers: dict[str, Timer] = {}
+        self.timers: dict[str, ActivityTimer] = {}
         self.spans: list[tuple[str, float, float, Any]] = []
-        self.taken: dict[str, float] = {}
 
-    def timer(self, activity: str) -> Timer:
+    def timer(self, activity: str) -> ActivityTimer:
         timer = self.timers.get(activity)
         if timer is None:
             marks = self.stopwatch.marks if activity in DEVICE_ACTIVITIES else None
-            timer = MarkedTimer(self, activity, marks) if marks is not None else Timer(self, activity)
+            timer = MarkedTimer(self, activity, marks) if marks is not None else ActivityTimer(self, activity)
             self.timers[activity] = timer
         return timer
 
-    def take(self) -> dict[str, float]:
-        """Seconds since the last call; a timer that goes on meanwhile loses nothing."""
-        seconds: dict[str, float] = {}
-        for activity, timer in list(self.timers.items()):
-            if isinstance(timer, MarkedTimer):
-                timer.read()
-            total_s = timer.seconds
-            seconds[activity] = total_s - self.taken.get(activity, 0.0)
-            self.taken[activity] = total_s
-        return {activity: spent_s for activity, spent_s in seconds.items() if spent_s > 0}
-
 
 class Stopwatch:
-    """Measures the threads of a stage.
-
-    Args:
-        marks: times the device's work; None: work is done when the call returns.
-    """
+    """Measures the threads of a stage; `marks` time the device's work, None: work is done when the call returns."""
 
     def __init__(self, marks: CudaMarks | None = None) -> None:
         self.marks = marks
@@ -159,12 +150,10 @@ class Stopwatch:
         self._lanes: list[_Lane] = []
         self._own = threading.local()
 
-    def measure(self, activity: str, detail: Any = None) -> Timer:
+    def measure(self, activity: str, detail: Any = None) -> ActivityTimer:
         """A context that adds its duration to `activity`; must not be entered within itself.
 
-        Args:
-            activity: one of the module's list.
-            detail: an action or a logical id; becomes text only when a trace is written.
+        `detail` is an action or a logical id; it becomes text only when a trace is written.
         """
         timer = self._lane().timer(activity)
         timer.detail = detail
@@ -176,12 +165,13 @@ class Stopwatch:
 
     def take(self) -> dict[str, float]:
         """Seconds per activity since the last call; called by the compute thread. Waits for the device."""
-        mine = self._lane()
-        totals = mine.take()
-        for lane in list(self._lanes):
-            if lane is not mine:
-                for activity, seconds in lane.take().items():
-                    totals[BESIDE + activity] = totals.get(BESIDE + activity, 0.0) + seconds
+        mine, totals = self._lane(), dict[str, float]()
+        for lane in [mine, *(lane for lane in self._lanes if lane is not mine)]:
+            prefix = "" if lane is mine else BESIDE
+            for activity, timer in list(lane.timers.items()):
+                seconds = timer.take()
+                if seconds > 0:
+                    totals[prefix + activity] = totals.get(prefix + activity, 0.0) + seconds
         return totals
 
     def take_spans(self) -> list[Span]:

@@ -20,7 +20,6 @@ from tahq.comm.transport import LinkStats, Transport
 from tahq.data.batches import BatchSource, StepBatch
 from tahq.data.sample_order import SampleOrder
 from tahq.errors import CodecError, ConfigError, LocalProtocolError, RemoteProtocolError
-from tahq.memory.galore.low_rank_weight import LowRankWeight
 from tahq.memory.galore.qgalore import low_rank_weights
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice
 from tahq.pipeline.boundary import BOUNDARY_DTYPE, Boundary, CodecEnd, CodecTable, CutIdentity, ErrorSample
@@ -57,26 +56,6 @@ class StagePlan:
     wire: WireConfig
     tie: bool
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this stage has the embedding, and so reads tokens."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage has the head, and so reads labels."""
-        return self.stage == self.pipeline.stages - 1
-
-    @property
-    def tie_link(self) -> int:
-        """Number of the link that joins the two copies of a tied embedding."""
-        return self.pipeline.num_chunks - 1
-
-    def peer(self, link: int) -> int:
-        """The stage at the other end of one of this stage's links, that of tied embeddings included."""
-        ends = {link % self.pipeline.stages, (link + 1) % self.pipeline.stages}
-        return next(iter(ends - {self.stage}))
-
 
 class Stage:
     """A stage that can compute steps, evaluate, and be saved.
@@ -85,7 +64,8 @@ class Stage:
         plan: what determines it.
         modules: its slices of the model by chunk, on its device.
         batches: source of samples; first and last stage need one.
-        transports: its links by number: link c is the cut between chunk c and c + 1.
+        transports: its links by number: link c is the cut between chunk c and c + 1, the last one joins the two copies
+            of a tied embedding.
         device: where the modules are.
         bf16: compute under bf16 autocast.
         order: the samples of each step; needed if a codec remembers samples.
@@ -114,11 +94,8 @@ class Stage:
         self._transports = dict(transports)
         self._device = device
         self._boundaries: dict[int, Boundary] = {}
-        parameters: dict[str, torch.nn.Parameter] = {}
-        low_rank: dict[str, LowRankWeight] = {}
-        for module in modules.values():
-            parameters |= module.canonical_parameters()
-            low_rank |= low_rank_weights(module)
+        parameters = {name: p for module in modules.values() for name, p in module.canonical_parameters().items()}
+        low_rank = {name: w for module in modules.values() for name, w in low_rank_weights(module).items()}
         tied = self._tied({**parameters, **low_rank}) if plan.tie else None
         training = plan.training
         self._shape = StepShape(
@@ -128,7 +105,13 @@ class Stage:
             training, parameters, self._module.is_decayed, plan.total_steps, tied, low_rank, self._shape
         )
         chunks = {number: self._chunk(number, module) for number, module in modules.items()}
-        self._codec_ends = [end for chunk in chunks.values() for end in _codec_ends(chunk)]
+        self._codec_ends: list[CodecEnd] = []
+        for chunk in chunks.values():
+            blocks = chunk.module.parts.blocks
+            if chunk.incoming is not None:
+                self._codec_ends += chunk.incoming.codec_ends(blocks.start, is_incoming=True)
+            if chunk.outgoing is not None:
+                self._codec_ends += chunk.outgoing.codec_ends(blocks.stop, is_incoming=False)
         if cache_folder is not None:
             for end in self._codec_ends:
                 end.codec.keep_in(cache_folder)
@@ -181,25 +164,15 @@ class Stage:
         return self.update.tensors() | {name: tensor for state in states for name, tensor in state.items()}
 
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Restore this stage from a checkpoint, bit for bit.
-
-        Args:
-            read: returns a tensor of the checkpoint by name.
-            names: all names in the checkpoint.
-        """
+        """Restore this stage, bit for bit, from a checkpoint with these names, whose tensors `read` returns by name."""
         self.update.load(read, names)
         for end in self._codec_ends:
             end.load(names, read, self._shape.boundary[1:])
 
     def use_codecs(self, step: int, rows: Sequence[Sequence[int]]) -> None:
-        """Change the codecs of this stage's cuts from a step on.
+        """Change the codecs of this stage's cuts from a step on; RemoteProtocolError for a malformed row.
 
-        Args:
-            step: the first with these codecs.
-            rows: [link, direction, index into the codec table]; those of other stages' links are ignored.
-
-        Raises:
-            RemoteProtocolError: a malformed row.
+        Rows are [link, direction, index into the codec table]; those of other stages' links are ignored.
         """
         try:
             for link, direction, index in rows:
@@ -226,7 +199,8 @@ class Stage:
 
     def _boundary(self, link: int) -> Boundary:
         identity, codecs = CutIdentity(self.plan.run, self.plan.seed, link), self._new_codecs()
-        peer, follow = self.plan.peer(link), self.plan.wire.follow
+        stages, follow = self.plan.pipeline.stages, self.plan.wire.follow
+        (peer,) = {link % stages, (link + 1) % stages} - {self.plan.stage}
         every = follow.guard.measure_every if follow is not None and follow.guard.max_error is not None else None
         return Boundary(self._transports[link], identity, codecs, self._device, self.stopwatch, peer, every)
 
@@ -242,17 +216,11 @@ class Stage:
         )
 
     def _tied(self, holders: Mapping[str, HoldsGradient]) -> TiedEmbedding:
-        owns_one_copy = self.plan.is_first != self.plan.is_last
-        boundary = self._boundary(self.plan.tie_link) if owns_one_copy else None
+        stage, pipeline = self.plan.stage, self.plan.pipeline
+        owns_one_copy = (stage == 0) != (stage == pipeline.stages - 1)
+        boundary = self._boundary(pipeline.num_chunks - 1) if owns_one_copy else None
         embedding = holders.get(self._module.spec.layout.embedding_weight)
         return TiedEmbedding(embedding, holders.get(HEAD_WEIGHT), boundary)
-
-
-def _codec_ends(chunk: Chunk) -> list[CodecEnd]:
-    blocks = chunk.module.parts.blocks
-    incoming = chunk.incoming.codec_ends(blocks.start, is_incoming=True) if chunk.incoming is not None else []
-    outgoing = chunk.outgoing.codec_ends(blocks.stop, is_incoming=False) if chunk.outgoing is not None else []
-    return [*incoming, *outgoing]
 
 
 def keep_batch(folder: Path, step: int, batch: StepBatch) -> Path:

@@ -17,16 +17,16 @@ from tahq.comm.control.messages import Traced
 from tahq.comm.link.frame import Direction, LogicalId, Purpose
 from tahq.comm.link.wire_time import Passage, PieceTimes, WireClock, busy_seconds
 from tahq.comm.transport import LinkStats
+from tahq.pipeline.boundary import CARRIED
 from tahq.pipeline.spans import Span, Stopwatch
 
 PART = 2048
 """Spans per message, some 200 kB, so that no heartbeat waits long behind one."""
 _WAITS = {"memory": "room", "codec": "the codec"}
-CARRIES = {Direction.FORWARD: "activations", Direction.BACKWARD: "gradients"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """One span of a trace, as it is sent."""
 
     lane: str
@@ -41,16 +41,11 @@ class Row:
 
 @dataclass(slots=True)
 class _TracedStep:
-    """What is kept of a traced step; `spans` are None until it is committed."""
+    """What is kept of a traced step; it has no spans until it is committed."""
 
-    spans: list[Row] | None = None
+    spans: list[TraceRow] = field(default_factory=list)
     passages: list[Passage] = field(default_factory=list)
     sent_nbytes: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything sent has been acknowledged, and so its time on the wire is known."""
-        return sum(passage.piece.nbytes for passage in self.passages) >= self.sent_nbytes
 
 
 class StepMeter:
@@ -78,7 +73,7 @@ class StepMeter:
         self._clock = clock
         self._wire = WireClock()
         self._lanes = {
-            (link, direction): f"link {stage}→{peer} {CARRIES[direction]}"
+            (link, direction): f"link {stage}→{peer} {CARRIED[direction]}"
             for link, peer in peers.items()
             for direction in Direction
         }
@@ -103,9 +98,8 @@ class StepMeter:
             self._traced[step] = _TracedStep()
         self._begin_s = self._clock()
 
-    def note(self, stats: Iterable[LinkStats]) -> None:
+    def note(self, stats: Sequence[LinkStats]) -> None:
         """Count the links' traffic since the last call."""
-        stats = list(stats)
         pieces: dict[int, list[PieceTimes]] = {}
         for entry in stats:
             pieces.setdefault(entry.link, []).extend(entry.pieces)
@@ -129,22 +123,21 @@ class StepMeter:
         rows, self._rows = self._rows, {}
         return [[float(link), float(direction), *row] for (link, direction), row in rows.items() if row[0]]
 
-    def trace(self, step: int) -> list[Traced]:
-        """The messages for traced steps when `step` is committed: for it if it is complete, and for all before it."""
-        if step in self._traced:
-            self._traced[step].spans = list(span_rows(self._stopwatch.take_spans()))
-        return self._report([n for n, traced in self._traced.items() if n < step or traced.is_complete])
+    def trace(self, committed: int | None) -> list[Traced]:
+        """The messages for traced steps when a step is committed: for all before it, and for it if it is complete.
 
-    def trace_rest(self) -> list[Traced]:
-        """The messages for all remaining traced steps, complete or not, after the last step."""
-        return self._report(list(self._traced))
-
-    def _report(self, steps: Iterable[int]) -> list[Traced]:
+        A step is complete when everything that it sent is acknowledged, so that its time on the wire is known. None:
+        for all that are left, after the last step.
+        """
+        if committed is not None and committed in self._traced:
+            self._traced[committed].spans = list(_span_rows(self._stopwatch.take_spans()))
         parts: list[Traced] = []
-        for step in steps:
-            traced = self._traced.pop(step)
-            rows = [*(traced.spans or ()), *sending_rows(traced.passages, self._lanes)]
-            parts += trace_parts(step, self._stage, rows)
+        for step, traced in list(self._traced.items()):
+            known_nbytes = sum(passage.piece.nbytes for passage in traced.passages)
+            if committed is None or step < committed or known_nbytes >= traced.sent_nbytes:
+                del self._traced[step]
+                rows = [*traced.spans, *_sending_rows(traced.passages, self._lanes)]
+                parts += trace_parts(step, self._stage, rows)
         return parts
 
 
@@ -154,43 +147,38 @@ def frame_name(id: LogicalId) -> str:
     return f"{purpose} step {id.step + 1} cut {id.cut} {direction} {id.micro_batch}"
 
 
-def span_rows(spans: Iterable[Span]) -> Iterator[Row]:
+def _span_rows(spans: Iterable[Span]) -> Iterator[TraceRow]:
     """The rows of computing, coding and waiting."""
     for span in spans:
         category, _, sender = span.activity.partition(":")
         frame = frame_name(span.detail) if isinstance(span.detail, LogicalId) else ""
-        yield Row(span.lane, category, _name(category, sender, span.detail), frame, span.begin_s, span.end_s)
+        yield TraceRow(span.lane, category, _name(category, sender, span.detail), frame, span.begin_s, span.end_s)
 
 
 def _name(category: str, sender: str, detail: Any) -> str:
     if category == "wait":
         category = f"wait for stage {sender}" if sender.isdecimal() else f"wait for {_WAITS.get(sender, sender)}"
     if isinstance(detail, LogicalId):
-        what = CARRIES[detail.direction] if detail.purpose is not Purpose.TIE else "tied gradient"
+        what = CARRIED[detail.direction] if detail.purpose is not Purpose.TIE else "tied gradient"
         return f"{category}: {what} {detail.micro_batch}"
     return category if detail is None else str(detail)
 
 
-def sending_rows(passages: Iterable[Passage], lanes: Mapping[tuple[int, Direction], str]) -> list[Row]:
-    """When each frame had the wire, one row per run of its pieces.
-
-    Args:
-        passages: in order.
-        lanes: name of the lane by link and direction.
-    """
-    rows: list[Row] = []
+def _sending_rows(passages: Iterable[Passage], lanes: Mapping[tuple[int, Direction], str]) -> list[TraceRow]:
+    """When each frame had the wire, one row per run of its pieces; `lanes` are names by link and direction."""
+    rows: list[TraceRow] = []
     for passage in passages:
         piece, lane, frame = passage.piece, lanes[passage.key], frame_name(passage.piece.id)
         if rows and (rows[-1].frame, rows[-1].lane) == (frame, lane):
             rows[-1] = replace(rows[-1], end_s=passage.end_s, nbytes=rows[-1].nbytes + piece.nbytes)
         else:
-            name = f"{CARRIES[piece.id.direction]} {piece.id.micro_batch}"
+            name = f"{CARRIED[piece.id.direction]} {piece.id.micro_batch}"
             queued_s = max(0.0, passage.begin_s - piece.queued_s)
-            rows.append(Row(lane, "send", name, frame, passage.begin_s, passage.end_s, piece.nbytes, queued_s))
+            rows.append(TraceRow(lane, "send", name, frame, passage.begin_s, passage.end_s, piece.nbytes, queued_s))
     return rows
 
 
-def trace_parts(step: int, stage: int, rows: Sequence[Row]) -> list[Traced]:
+def trace_parts(step: int, stage: int, rows: Sequence[TraceRow]) -> list[Traced]:
     """The messages that carry these rows; at least one, because the coordinator waits for it."""
     chunks = [rows[start : start + PART] for start in range(0, len(rows), PART)] or [[]]
     return [

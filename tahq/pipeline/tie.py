@@ -13,27 +13,20 @@ from tahq.pipeline.gradients import HoldsGradient
 
 
 class TiedEmbedding:
-    """One stage's part of the exchange.
+    """One stage's part of the exchange: the copies that it owns, and the link between first and last stage.
 
-    Args:
-        embedding: the embedding matrix, if this stage owns it.
-        head: the head's matrix, if this stage owns it.
-        boundary: the link between first and last stage; None if one stage owns both.
+    The boundary is None if one stage owns both copies.
     """
 
     def __init__(self, embedding: HoldsGradient | None, head: HoldsGradient | None, boundary: Boundary | None) -> None:
         self._embedding = embedding
-        self._head = head
         self._boundary = boundary
-
-    @property
-    def uncounted(self) -> HoldsGradient | None:
+        self.uncounted = head
         """The copy whose gradient is left out of the global norm, which counts the other."""
-        return self._head
 
     def exchange(self, step: int) -> None:
         """Replace the gradient of each owned copy by the sum of both."""
-        embedding, head = self._gradient(self._embedding), self._gradient(self._head)
+        embedding, head = self._gradient(self._embedding), self._gradient(self.uncounted)
         if embedding is None and head is not None:
             embedding = self._swap(step, head, Direction.BACKWARD)
         elif head is None and embedding is not None:
@@ -41,7 +34,7 @@ class TiedEmbedding:
         if embedding is None or head is None:
             return
         total = embedding + head
-        for holder in (self._embedding, self._head):
+        for holder in (self._embedding, self.uncounted):
             if holder is not None:
                 holder.grad = total.clone()
 

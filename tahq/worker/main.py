@@ -11,16 +11,31 @@ import logging
 import signal
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from tahq import fault_points
-from tahq.comm.control.messages import Bye, Failed, NoCheckpoint, Order, Plan, Ready, Start
+from tahq.comm.control.messages import (
+    Admit,
+    Assign,
+    Bye,
+    Copy,
+    Failed,
+    NoCheckpoint,
+    Order,
+    Plan,
+    Published,
+    Ready,
+    Start,
+)
 from tahq.comm.group.rendezvous import GroupSpec, open_group
 from tahq.comm.group.transport import GroupTransport
 from tahq.comm.link.spec import PeerIdentity
 from tahq.comm.transport import Transport
 from tahq.comm.zmq.endpoint import ZmqEndpoint
+from tahq.comm.zmq.files import pieces
 from tahq.comm.zmq.sockets import raise_descriptor_limit
 from tahq.comm.zmq.transport import ZmqTransport
 from tahq.config.cluster import ClusterConfig
@@ -36,13 +51,20 @@ from tahq.errors import (
 )
 from tahq.fault_points import reached
 from tahq.memory.free_memory import is_out_of_memory
+from tahq.pipeline.checkpoint.copies import CheckpointCopies
 from tahq.pipeline.schedule.schedule import Action, ActionKind
 from tahq.worker.assembly import Assembly, compute_device
 from tahq.worker.control import WorkerControl, WorkerSignals
+from tahq.worker.links import LinkOrder, WorkerLinks
 from tahq.worker.measuring import measure
-from tahq.worker.orders import FileOrder, LinkOrder, OffHost, WorkerLinks
 from tahq.worker.out_of_memory import out_of_memory
-from tahq.worker.place import WorkerOptions, control_shaping, listening_addresses, open_endpoint
+from tahq.worker.place import (
+    WorkerOptions,
+    control_shaping,
+    copy_rate_bits_per_s,
+    listening_addresses,
+    open_endpoint,
+)
 from tahq.worker.training import Training
 
 log = logging.getLogger(__name__)
@@ -94,7 +116,7 @@ class Worker:
         self._endpoint: ZmqEndpoint | None = None
         self._links: WorkerLinks | None = None
         self._groups: list[GroupTransport] = []
-        self._off_host: OffHost | None = None
+        self._copies: CheckpointCopies | None = None
         self.control = WorkerControl(options, self._interrupt_links, self._obey)
         self._signals = WorkerSignals(self.control)
 
@@ -112,9 +134,9 @@ class Worker:
         if assign.is_measuring:
             return measure(control, assign, config, device, listening_addresses(options, config, assign.stage))
         self._endpoint = endpoint = open_endpoint(options, assign, config, device, control.send)
-        self._off_host = off_host = OffHost(assign, config, endpoint, control.send)
+        self._copies = copies = self._open_copies(assign, config, endpoint)
         try:
-            assign = off_host.restored(control.working)
+            assign = copies.restored(control.working)
         except PeerLostError as error:
             log.error("%s", error)
             control.send(NoCheckpoint(control.stage, assign.start_step, str(error)))
@@ -122,14 +144,14 @@ class Worker:
         assembly = Assembly.build(assign, config, device, control.working)
         self._links = links = WorkerLinks(endpoint, assign.stage, control.send)
         control.working("waiting for the others")
-        control.send(assembly.greeting(endpoint.address, off_host.address))
+        control.send(assembly.greeting(endpoint.address, endpoint.address if config.run.copies else ""))
         plan = control.receive(Plan, Bye)
         if not isinstance(plan, Plan):
             return 0  # all steps are done
         stage = assembly.connect(plan, self._connect(plan, assembly, links), self._before_action)
         control.working("preparing the codecs")
         stage.prepare()
-        training = Training(control, stage, assembly, plan, off_host.snapshotted)
+        training = Training(control, stage, assembly, plan, copies.offer)
         control.send(Ready(control.stage))
         start = control.receive(Start)
         stage.use_codecs(start.step, start.codecs)
@@ -158,8 +180,8 @@ class Worker:
     def close(self) -> None:
         """Release the sockets; the links say goodbye."""
         signal.setitimer(signal.ITIMER_REAL, 0)  # this worker is leaving
-        if self._off_host is not None:
-            self._off_host.close()
+        if self._copies is not None:
+            self._copies.close()
         for group in self._groups:
             group.close()
         if self._endpoint is not None:
@@ -175,6 +197,15 @@ class Worker:
         self.control.set_timing(control_shaping(config), run.peer_timeout, run.give_up)
         if run.threads is not None:
             torch.set_num_threads(run.threads)
+
+    def _open_copies(self, assign: Assign, config: ClusterConfig, endpoint: ZmqEndpoint) -> CheckpointCopies:
+        def offer(sha256: str, path: Path) -> None:
+            if config.run.copies:
+                endpoint.files.offer(assign.run_id, sha256, path)
+
+        folder, rate = Path(config.run.dir) / config.run.name, copy_rate_bits_per_s(config, assign.stage)
+        fetch, report = partial(pieces, endpoint.fetching), self.control.send
+        return CheckpointCopies(assign, folder, config.pipeline.stages, rate, fetch, offer, report)
 
     def _connect(self, plan: Plan, assembly: Assembly, links: WorkerLinks) -> dict[int, Transport]:
         assign, config = assembly.assign, assembly.config
@@ -203,8 +234,10 @@ class Worker:
         self._signals.report()
 
     def _obey(self, order: Order) -> None:
-        if isinstance(order, FileOrder) and self._off_host is not None:
-            self._off_host.obey(order)
+        if isinstance(order, Admit) and self._endpoint is not None:
+            self._endpoint.allow(order.public_keys)
+        if isinstance(order, Copy | Published) and self._copies is not None:
+            self._copies.obey(order)
         if isinstance(order, LinkOrder) and self._links is not None:
             self._links.obey(order)
 

@@ -26,6 +26,10 @@ from tahq.errors import TahqError, UserError
 log = logging.getLogger(__name__)
 
 Send = Callable[[Message], None]
+COPY_RATE_SHARE = 0.05
+"""Share of this host's configured receiving rate that copies of checkpoints may take."""
+COPY_RATE_BITS_PER_S = 10e6
+"""Rate of copies where no rate is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +143,11 @@ def control_shaping(config: ClusterConfig) -> Shaping:
     if config.hosts == "namespaces":
         return Shaping()
     return Shaping(config.links.rate, config.links.delay)
+
+
+def copy_rate_bits_per_s(config: ClusterConfig, stage: int) -> float:
+    """Rate at which a stage's worker fetches copies: `run.copy_rate`, or a share of its host's receiving rate."""
+    if config.run.copy_rate is not None:
+        return config.run.copy_rate
+    rate = host_shaping(config.links, config.hosts, stage, config.pipeline.stages).down_bits_per_s
+    return COPY_RATE_SHARE * rate if rate < float("inf") else COPY_RATE_BITS_PER_S

@@ -30,11 +30,11 @@ class Training:
     """One stage's steps, each as the coordinator decides it.
 
     Args:
-        control: the way to the coordinator.
-        stage: what computes.
-        assembly: what the stage was made of.
+        control: the channel to the coordinator.
+        stage: computes the steps.
+        assembly: the parts that the stage was made of.
         plan: the coordinator's.
-        on_file: called with every part of a checkpoint that is written, in any thread.
+        offer: called with hash and place of every file of a checkpoint that is written, in any thread.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Training:
         stage: Stage,
         assembly: Assembly,
         plan: Plan,
-        on_file: Callable[[Snapshotted], None],
+        offer: Callable[[str, Path], None],
     ) -> None:
         self._control = control
         self._stage = stage
         self._assembly = assembly
-        self._on_file = on_file
+        self._offer = offer
         self._config = config = assembly.config
         self._writer = SnapshotWriter(self._write_snapshot, config.run.snapshot_buffers, stage.stopwatch)
         self._last_checkpoint: int | None = None
@@ -126,7 +126,7 @@ class Training:
         """Send the spans of traced steps that are complete when `step` is committed; None: of all that are left."""
         if step is None or self._stage.stopwatch.is_recording:
             self._meter.note(self._stage.take_link_stats())
-        for part in self._meter.trace_rest() if step is None else self._meter.trace(step):
+        for part in self._meter.trace(step):
             self._control.send(part)
 
     def _carry_out(self, commit: Commit) -> None:
@@ -178,7 +178,8 @@ class Training:
         If the disk is full, the next checkpoint replaces this one; the last one waits for room.
         """
         number, snapshots = self._control.stage, snapshots_folder(self._config)
-        write = partial(write_stage, snapshot_folder(snapshots, step), number, tensors, self._assembly.meta(step))
+        folder = snapshot_folder(snapshots, step)
+        write = partial(write_stage, folder, number, tensors, self._assembly.meta(step))
         try:
             is_last = step == self._last_checkpoint
             written = wait_for_room(write, self._config.run.give_up, self._wait_for_room) if is_last else write()
@@ -190,9 +191,8 @@ class Training:
                 prune(snapshots, self._config.run.keep_snapshots, self._complete_snapshot, self._complete_snapshot)
             except SnapshotError as error:  # the new checkpoint is complete regardless
                 log.warning("%s", error)
-        part = Snapshotted(step, number, written.file, written.sha256, written.nbytes)
-        self._on_file(part)
-        self._control.send(part)
+        self._offer(written.sha256, folder / written.file)
+        self._control.send(Snapshotted(step, number, written.file, written.sha256, written.nbytes))
 
     def _wait_for_room(self, seconds: float) -> None:
         """Sleep while the disk has no room for the last checkpoint; leaves if the run is aborted."""

@@ -12,7 +12,7 @@ from support.runs import Run, command, environment, finish, launch, tiny, write_
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
-from tahq.pipeline.probe.cut_model import Wire
+from tahq.pipeline.probe.cut_model import ProbedWire
 from tahq.pipeline.probe.gradient_probe import GradientProbe
 from tahq.pipeline.probe.result import ErrorSums, StepErrors, WireResult
 from tahq_launch.analysis import probe as probe_command
@@ -238,7 +238,7 @@ def test_run_of_low_rank_weights_is_probed_from_its_export_only(tmp_path):
 
 # -- the report, from invented measurements --------------------------------------------------------
 
-WIRE = Wire("tah:group=32", "fixed:bits=6,group=64,round=nearest")
+WIRE = ProbedWire("tah:group=32", "fixed:bits=6,group=64,round=nearest")
 
 
 def facts(**changes) -> ProbeFacts:

@@ -16,74 +16,62 @@ PAIRS = [
     ("fixed:bits=3,round=stochastic", "fixed:bits=4,round=stochastic"),
     ("raw:dtype=bf16", "fixed:bits=6"),
     ("fixed:bits=6", "raw:dtype=fp16"),
+    ("tah", None),
+    (None, "tah"),
 ]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def random(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random(seed, dtype=torch.float32):
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def there_and_back(spec: str, x: torch.Tensor, key: int) -> torch.Tensor:
+def there_and_back(spec, x, key):
+    if spec is None:
+        return x
     codec = get_codec(spec)
     return codec.decode(codec.encode(x, key=key), x.shape, x.dtype, key=key)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("activations", "gradients"), PAIRS)
-def test_both_directions_are_decode_of_encode_to_the_bit(activations, gradients, dtype):
-    x, g = random(0, dtype).requires_grad_(), random(1, dtype)
-    cut = CodecCut(get_codec(activations), get_codec(gradients))
-    y = cut(x, forward_key=11, backward_key=12)
-    y.backward(g)
-    assert (y.dtype, y.shape, x.grad.dtype) == (dtype, x.shape, dtype)
-    assert torch.equal(y, there_and_back(activations, x, 11))
-    assert torch.equal(x.grad, there_and_back(gradients, g, 12))
+def crossed(specs, x, gradient, keys=(11, 12)):
+    """The activation and the gradient that arrive."""
+    leaf = x.detach().requires_grad_()
+    y = CodecCut.apply(leaf, tuple(spec and get_codec(spec) for spec in specs), keys)
+    y.backward(gradient)
+    return y.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("specs", PAIRS, ids=str)
+def test_both_directions_are_decode_of_encode_to_the_bit(specs, dtype):
+    x, g = random(0, dtype), random(1, dtype)
+    activation, gradient = crossed(specs, x, g)
+    assert (activation.dtype, activation.shape, gradient.dtype) == (dtype, x.shape, dtype)
+    assert torch.equal(activation, there_and_back(specs[0], x, 11))
+    assert torch.equal(gradient, there_and_back(specs[1], g, 12))
 
 
 def test_a_boundary_delivers_the_same():
-    specs, x, g = ("tah", "fixed:bits=4,round=stochastic"), random(2).requires_grad_(), random(3)
+    specs, x, g = ("tah", "fixed:bits=4,round=stochastic"), random(2), random(3)
     lower, upper = cut_sides(lambda: CodecTable(*specs))
-    activation = cross(lower, upper, x.detach(), step=4, micro_batch=2)
+    activation = cross(lower, upper, x, step=4, micro_batch=2)
     gradient = cross(upper, lower, g, step=4, micro_batch=2, direction=Direction.BACKWARD)
     keys = [codec_key(IDENTITY.name(4, Purpose.TRAIN, 2, direction), IDENTITY.seed) for direction in Direction]
-    y = CodecCut(*map(get_codec, specs))(x, forward_key=keys[0], backward_key=keys[1])
-    y.backward(g)
-    assert torch.equal(y, activation)
-    assert torch.equal(x.grad, gradient)
+    found = crossed(specs, x, g, keys)
+    assert torch.equal(found[0], activation)
+    assert torch.equal(found[1], gradient)
 
 
 def test_keys_reach_the_codec_of_their_direction():
-    codec, x, g = "fixed:bits=2,round=stochastic", random(0), random(1)
-
-    def crossed(forward_key: int, backward_key: int) -> tuple[torch.Tensor, torch.Tensor]:
-        leaf = x.clone().requires_grad_()
-        y = CodecCut(get_codec(codec), get_codec(codec))(leaf, forward_key=forward_key, backward_key=backward_key)
-        y.backward(g)
-        return y.detach(), leaf.grad
-
-    base, other_forward, other_backward = crossed(1, 2), crossed(9, 2), crossed(1, 9)
-    assert not torch.equal(base[0], other_forward[0])
-    assert torch.equal(base[1], other_forward[1])
-    assert torch.equal(base[0], other_backward[0])
-    assert not torch.equal(base[1], other_backward[1])
-
-
-def test_one_direction_alone_leaves_the_other_untouched():
-    x, g = random(0).requires_grad_(), random(1)
-    y = CodecCut(get_codec("tah"), None)(x, forward_key=0, backward_key=0)
-    y.backward(g)
-    assert torch.equal(x.grad, g)
-    z = CodecCut(None, get_codec("tah"))(x, forward_key=0, backward_key=0)
-    assert torch.equal(z, x)
-    x.grad = None
-    z.backward(g)
-    assert torch.equal(x.grad, there_and_back("tah", g, 0))
+    specs, x, g = ("fixed:bits=2,round=stochastic",) * 2, random(0), random(1)
+    base = crossed(specs, x, g, (1, 2))
+    for direction, keys in enumerate([(9, 2), (1, 9)]):
+        other = crossed(specs, x, g, keys)
+        assert not torch.equal(base[direction], other[direction])
+        assert torch.equal(base[1 - direction], other[1 - direction])
 
 
 def test_any_strides_come_out_contiguous():
-    x = random(0).transpose(0, 1).requires_grad_()
-    y = CodecCut(get_codec("fixed"), get_codec("fixed"))(x, forward_key=0, backward_key=0)
-    y.backward(torch.ones(()).expand(y.shape))
-    assert y.is_contiguous()
-    assert torch.equal(y, there_and_back("fixed", x, 0))
+    x = random(0).transpose(0, 1)
+    activation, _ = crossed(("fixed", "fixed"), x, torch.ones(()).expand(x.shape))
+    assert activation.is_contiguous()
+    assert torch.equal(activation, there_and_back("fixed", x, 0))

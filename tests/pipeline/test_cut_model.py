@@ -18,13 +18,13 @@ from tahq.models.slice import HEAD_WEIGHT
 from tahq.pipeline.boundary import CodecTable, CutIdentity
 from tahq.pipeline.chunk import Chunk, StepShape
 from tahq.pipeline.engine import StageEngine
-from tahq.pipeline.probe.cut_model import UNCOMPRESSED, CutModel, Wire
+from tahq.pipeline.probe.cut_model import UNCOMPRESSED, CutModel, ProbedWire
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action
 
 CPU = torch.device("cpu")
 
-WIRE = Wire("tah", "fixed:bits=4,round=stochastic")
+WIRE = ProbedWire("tah", "fixed:bits=4,round=stochastic")
 
 
 def configured(**sections) -> ClusterConfig:
@@ -80,7 +80,7 @@ def test_gradients_with_codecs_are_those_of_the_plain_loop_with_codecs_to_the_bi
 
 
 @pytest.mark.parametrize("sections", CONFIGS.values(), ids=CONFIGS.keys())
-@pytest.mark.parametrize("wire", [UNCOMPRESSED, Wire("raw:dtype=fp32", "raw:dtype=fp32")], ids=["none", "raw"])
+@pytest.mark.parametrize("wire", [UNCOMPRESSED, ProbedWire("raw:dtype=fp32", "raw:dtype=fp32")], ids=["none", "raw"])
 def test_gradients_without_codecs_are_those_of_the_uncut_model_to_the_bit(sections, wire):
     config = configured(**sections)
     model, (_, expected) = cut_model(config), plain_gradients(config, cut=False)
@@ -96,13 +96,13 @@ def test_gradients_too_small_for_fp16_cross_in_fp16():
         model.parameters[HEAD_WEIGHT].mul_(1e-4)
     model.compute_gradients(batch, 0)
     exact = {name: p.grad.clone() for name, p in model.parameters.items()}
-    model.compute_gradients(batch, 0, Wire("raw:dtype=fp32", "raw:dtype=fp16"))
+    model.compute_gradients(batch, 0, ProbedWire("raw:dtype=fp32", "raw:dtype=fp16"))
     below = [name for name in exact if name.startswith("transformer.h.0.") and name.endswith(".weight")]
     errors = {name: float((model.parameters[name].grad - exact[name]).norm() / exact[name].norm()) for name in below}
     assert all(0 < error < 1e-3 for error in errors.values()), errors
 
 
-def engine_gradients(config: ClusterConfig, batches: BatchSource, wire: Wire) -> dict[str, torch.Tensor]:
+def engine_gradients(config: ClusterConfig, batches: BatchSource, wire: ProbedWire) -> dict[str, torch.Tensor]:
     """Those of two stages in one thread: the upper one runs before the lower one's first backward."""
     training, model = config.training, PlainModel(config, cut=True)
     shape = StepShape(training.num_micro_batches, training.micro_batch, config.data.seq_len, 32)
@@ -127,7 +127,7 @@ def test_gradients_of_few_labels_are_those_of_the_engine_to_the_bit_where_fp16_r
     rows = [json.dumps({"prompt": f"question {index} of", "response": " a"}) for index in range(32)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     config = configured(pipeline={"stages": 2}, data={"text": None, "jsonl": str(tmp_path / "pairs.jsonl")})
-    batches, wire = batch_source(config), Wire("raw:dtype=fp32", "raw:dtype=fp16")
+    batches, wire = batch_source(config), ProbedWire("raw:dtype=fp32", "raw:dtype=fp16")
     assert batches.train(3).num_tokens * 4 < batches.train(3).tokens.numel()
     model = cut_model(config)
     model.compute_gradients(batches.train(3), 3, wire)
@@ -165,5 +165,5 @@ def test_tied_copies_have_equal_gradients_and_count_once():
 
 def test_codecs_with_state_are_refused_by_name():
     with pytest.raises(ConfigError, match="aqsgd remembers what it sent"):
-        Wire("aqsgd:bits=4", "fixed:bits=8").cut()
-    assert Wire("aqsgd:bits=4,cache=none", "fixed:bits=8").cut() is not None
+        ProbedWire("aqsgd:bits=4", "fixed:bits=8").codecs()
+    ProbedWire("aqsgd:bits=4,cache=none", "fixed:bits=8").codecs()

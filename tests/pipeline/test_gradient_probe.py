@@ -16,7 +16,7 @@ from tahq.data.batches import BatchSource
 from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import ConfigError, NonFiniteError
-from tahq.pipeline.probe.cut_model import CutModel, Wire
+from tahq.pipeline.probe.cut_model import CutModel, ProbedWire
 from tahq.pipeline.probe.gradient_probe import GradientProbe
 from tahq.pipeline.probe.result import ErrorSums, StepErrors, WireResult, collect, compare
 from tahq.pipeline.update.update import StageUpdate
@@ -34,7 +34,7 @@ RAW = "raw:dtype=fp32"
 class Bench:
     """A probe of the small model with everything it needs."""
 
-    def __init__(self, *wires: Wire) -> None:
+    def __init__(self, *wires: ProbedWire) -> None:
         training = CONFIG.training
         self.wires = wires
         self.model = CutModel(PlainModel(CONFIG, cut=True).slices, seed=CONFIG.run.seed)
@@ -60,7 +60,7 @@ class Bench:
 
 
 def test_lossless_codecs_have_no_error_at_all():
-    (result,) = Bench(Wire(RAW, RAW)).run(2, 2)
+    (result,) = Bench(ProbedWire(RAW, RAW)).run(2, 2)
     assert result.step_errors == [0.0] * 4
     assert result.expectation_errors == [0.0, 0.0]
     assert result.noiseless_expectation_error() == 0.0
@@ -70,7 +70,7 @@ def test_lossless_codecs_have_no_error_at_all():
 
 @pytest.mark.parametrize("direction", ["activations", "gradients"])
 def test_errors_fall_with_the_bits_down_to_almost_nothing(direction):
-    wires = [Wire(**{direction: f"fixed:bits={bits}"}) for bits in (2, 3, 4, 6, 8, 16)]
+    wires = [ProbedWire(**{direction: f"fixed:bits={bits}"}) for bits in (2, 3, 4, 6, 8, 16)]
     results = Bench(*wires).run(1, 1)
     errors = [result.step_errors[0] for result in results]
     assert errors == sorted(errors, reverse=True)
@@ -80,9 +80,9 @@ def test_errors_fall_with_the_bits_down_to_almost_nothing(direction):
 
 
 def test_errors_are_those_of_gradients_compared_by_hand():
-    wire, bench = Wire("tah", "fixed:bits=4"), Bench(Wire("tah", "fixed:bits=4"))
+    wire, bench = ProbedWire("tah", "fixed:bits=4"), Bench(ProbedWire("tah", "fixed:bits=4"))
     model, g, compressed = Bench().model, {}, {}
-    for total, used in ((g, Wire()), (compressed, wire)):
+    for total, used in ((g, ProbedWire()), (compressed, wire)):
         for step in (0, 1):
             model.compute_gradients(bench.batches.train(step), step, used)
             total[step] = torch.cat([p.grad.flatten().double() for p in model.parameters.values()])
@@ -96,7 +96,7 @@ def test_errors_are_those_of_gradients_compared_by_hand():
 
 @pytest.mark.parametrize("batches", [1, 3])
 def test_training_is_what_it_would_be_without_the_probe(batches):
-    bench = Bench(Wire("tah", "fixed:bits=4"), Wire("fixed:bits=2", RAW))
+    bench = Bench(ProbedWire("tah", "fixed:bits=4"), ProbedWire("fixed:bits=2", RAW))
     before = train_plainly(CONFIG, cut=False)
     bench.probe.train(0)
     results = [bench.probe.probe(step, batches) for step in (1, 2)]
@@ -108,14 +108,14 @@ def test_training_is_what_it_would_be_without_the_probe(batches):
 
 def test_unbiased_errors_average_out_over_batches():
     """Backward is linear in the gradient that crosses a cut, so a codec that is unbiased there stays so in weights."""
-    wire = Wire(gradients="fixed:bits=3,round=stochastic")
+    wire = ProbedWire(gradients="fixed:bits=3,round=stochastic")
     (result,) = Bench(wire).run(2, 8)
     assert max(result.expectation_errors) < min(result.step_errors) / 2
     assert result.noiseless_expectation_error() < max(result.expectation_errors) / 4
 
 
 def test_only_what_lies_behind_a_cut_is_wrong_if_gradients_are_coded():
-    (result,) = Bench(Wire(gradients="fixed:bits=4")).run(1, 1)
+    (result,) = Bench(ProbedWire(gradients="fixed:bits=4")).run(1, 1)
     groups = result.by_group()
     assert list(groups) == ["embedding", "stage 0", "stage 1", "head"]
     assert groups["stage 1"].error == groups["head"].error == 0.0
@@ -124,7 +124,7 @@ def test_only_what_lies_behind_a_cut_is_wrong_if_gradients_are_coded():
 
 
 def test_one_batch_gives_no_expectation():
-    (result,) = Bench(Wire("tah", RAW)).run(2, 1)
+    (result,) = Bench(ProbedWire("tah", RAW)).run(2, 1)
     assert len(result.step_errors) == 2
     assert result.expectation_errors == []
     assert result.keeps_expectation_limit is None
@@ -132,7 +132,7 @@ def test_one_batch_gives_no_expectation():
 
 
 def test_gradients_that_are_not_finite_without_codecs_end_the_probe():
-    bench = Bench(Wire("tah", RAW))
+    bench = Bench(ProbedWire("tah", RAW))
     with torch.no_grad():
         next(iter(bench.model.parameters.values())).fill_(math.inf)
     with pytest.raises(NonFiniteError, match=r"step 0: .*without any codec"):
@@ -141,9 +141,9 @@ def test_gradients_that_are_not_finite_without_codecs_end_the_probe():
 
 def test_codecs_that_cannot_be_probed_are_refused_before_any_work():
     with pytest.raises(ConfigError, match="no codec"):
-        Bench(Wire("tahh", RAW))
+        Bench(ProbedWire("tahh", RAW))
     with pytest.raises(ConfigError, match="only over epochs"):
-        Bench(Wire("aqsgd:bits=4", RAW))
+        Bench(ProbedWire("aqsgd:bits=4", RAW))
 
 
 # -- errors as sums --------------------------------------------------------------------------------
@@ -225,17 +225,17 @@ def measured(errors: list[float], mean: float | None = None, signal: float = 1.0
 
 
 def test_limits_are_the_papers():
-    result = WireResult(Wire(), (measured([0.39, 0.2], 0.09),))
+    result = WireResult(ProbedWire(), (measured([0.39, 0.2], 0.09),))
     assert result.keeps_step_limit
     assert result.keeps_expectation_limit
     assert result.delta == pytest.approx(0.61)
-    worse = WireResult(Wire(), (measured([0.39, 0.41], 0.11),))
+    worse = WireResult(ProbedWire(), (measured([0.39, 0.41], 0.11),))
     assert not worse.keeps_step_limit
     assert worse.keeps_expectation_limit is False
 
 
 def test_what_is_not_finite_keeps_no_limit():
-    result = WireResult(Wire(), (measured([0.1, math.nan], math.nan),))
+    result = WireResult(ProbedWire(), (measured([0.1, math.nan], math.nan),))
     assert not result.keeps_step_limit
     assert result.keeps_expectation_limit is False
     assert result.delta == -math.inf
@@ -254,7 +254,7 @@ def test_noise_is_taken_out_of_the_expectation():
         a, b = g.sum(0), e.sum(0)
         mean = ErrorSums(float(a.dot(a)), float(b.dot(b)), float(a.dot(b)))
         steps.append(StepErrors(0, tuple({"all": s} for s in sums), {"all": mean}))
-    result = WireResult(Wire(), tuple(steps))
+    result = WireResult(ProbedWire(), tuple(steps))
     # 240 pairs of vectors of 500: the estimate's spread is about √(2·500)/√240/500 < 0.005 around 0.1² = 0.01
     assert result.noiseless_expectation_error() == pytest.approx(0.01, abs=0.01)
     assert max(result.expectation_errors) > 0.2

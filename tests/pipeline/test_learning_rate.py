@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.pipeline.config import TrainingConfig
-from tahq.pipeline.update.learning_rate import RATES, learning_rate
+from tahq.pipeline.update.learning_rate import learning_rate
 
 
 def config(schedule="constant", **keys):
@@ -22,7 +22,7 @@ def runs(draw):
     total_steps = draw(st.integers(1, 300))
     lr = draw(st.floats(1e-6, 1.0))
     training = config(
-        draw(st.sampled_from(sorted(RATES))),
+        draw(st.sampled_from(["constant", "linear", "cosine", "wsd"])),
         lr=lr,
         min_lr=draw(st.floats(0.0, 1.0)) * lr,
         warmup_steps=draw(st.integers(0, 320)),

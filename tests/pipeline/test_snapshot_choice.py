@@ -1,39 +1,23 @@
-"""What is damaged is passed over with a warning that names it, and nothing is passed over silently."""
+"""Damaged checkpoints are passed over with a warning that names them, and none is passed over silently."""
 
 import json
 import os
 import re
 
 import pytest
-import torch
+from pipeline.test_snapshot import write_snapshot
 
 from tahq.errors import SnapshotError
-from tahq.pipeline.checkpoint.manifest import StageMeta, latest_folder, snapshot_folder
-from tahq.pipeline.checkpoint.snapshot import choose_snapshot, publish, turn_back
-from tahq.pipeline.checkpoint.stage_file import write_stage
-
-CONFIG = {"run": {"name": "demo"}, "training": {"lr": 0.001}}
+from tahq.pipeline.checkpoint.manifest import latest_folder, snapshot_folder
+from tahq.pipeline.checkpoint.snapshot import choose_snapshot, turn_back
 
 
 @pytest.fixture
 def snapshots(tmp_path):
-    """Three snapshots of two stages, after 10, 20 and 30 steps."""
+    """Three checkpoints of two stages, after 10, 20 and 30 steps."""
     for step in (10, 20, 30):
         write_snapshot(tmp_path, step)
     return tmp_path
-
-
-def write_snapshot(snapshots, step):
-    files = [
-        write_stage(
-            snapshot_folder(snapshots, step),
-            stage,
-            {f"model/{stage}": torch.full((64,), float(step))},
-            StageMeta(step, stage, 2, stage, stage + 1, {"step": step}, "c0ffee"),
-        )
-        for stage in (0, 1)
-    ]
-    publish(snapshots, step, files, {"run_id": 7, "config": CONFIG})
 
 
 def choose(snapshots, *, all_files_here=True):
@@ -57,10 +41,6 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def test_newest_is_taken_without_a_word_if_it_is_whole(snapshots):
-    assert choose(snapshots) == (30, ())
-
-
 DAMAGE = {
     "a bit in the data": (lambda folder: flip(next(folder.glob("stage-001-*"))), "stage-001-.* is damaged: its SHA"),
     "a bit in the header": (lambda folder: flip(next(folder.glob("stage-000-*")), 20), "stage-000-.* is damaged"),
@@ -74,7 +54,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_one_before_is_taken_with_a_warning_that_names_what_is_wrong(snapshots, damage):
+def test_the_one_before_is_taken_with_a_warning_that_names_the_damage(snapshots, damage):
+    assert choose(snapshots) == (30, ())
     do, reason = DAMAGE[damage]
     do(snapshot_folder(snapshots, 30))
     step, (warning,) = choose(snapshots)
@@ -112,21 +93,16 @@ def test_manifest_of_an_earlier_version_is_read(snapshots):
     assert choose(snapshots) == (30, ())
 
 
-def test_each_that_is_passed_over_has_a_warning(snapshots):
+def test_each_damaged_checkpoint_has_a_warning(snapshots):
     flip(stage_file(snapshots, 30))
     stage_file(snapshots, 20, 0).unlink()
     step, warnings = choose(snapshots)
     assert step == 10
     assert ["step-00000030" in warnings[0], "step-00000020" in warnings[1]] == [True, True]
-
-
-def test_refusal_names_what_is_wrong_with_every_one(snapshots):
-    damaged = [stage_file(snapshots, step) for step in (10, 20, 30)]
-    for path in damaged:
-        flip(path)
+    flip(stage_file(snapshots, 10))
     with pytest.raises(SnapshotError) as caught:
         choose(snapshots)
-    assert all(path.name in str(caught.value) for path in damaged)
+    assert all(stage_file(snapshots, step).name in str(caught.value) for step in (10, 30))
     assert str(caught.value).endswith("there is no other undamaged checkpoint")
 
 
@@ -151,13 +127,13 @@ def test_unusable_latest_is_replaced_by_the_newest_complete_checkpoint(snapshots
     assert "resuming from step-00000030 instead" in warning
 
 
-def test_what_is_newer_than_latest_is_never_taken(snapshots):
+def test_checkpoints_newer_than_latest_are_never_taken(snapshots):
     (snapshots / "latest").write_text("step-00000020\n")
     flip(stage_file(snapshots, 20))
     assert choose(snapshots)[0] == 10
 
 
-def test_no_snapshot_at_all_is_an_error(tmp_path):
+def test_no_checkpoint_at_all_is_an_error(tmp_path):
     with pytest.raises(SnapshotError, match="no complete checkpoint"):
         choose_snapshot(tmp_path, all_files_here=True)
 
@@ -169,7 +145,7 @@ def test_files_of_other_hosts_need_not_be_here_but_those_that_are_must_be_whole(
     assert choose(snapshots, all_files_here=False)[0] == 20
 
 
-def test_turning_back_leaves_no_newer_snapshot_to_be_taken_for_one_of_this_history(snapshots):
+def test_turning_back_disables_newer_checkpoints_of_the_other_history(snapshots):
     flip(stage_file(snapshots, 30))
     chosen = choose_snapshot(snapshots, all_files_here=True)
     turn_back(snapshots, chosen.folder)

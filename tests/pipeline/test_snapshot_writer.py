@@ -1,4 +1,4 @@
-"""Snapshots written beside the training: what is written is what was there, in order, in bounded memory."""
+"""Checkpoints written beside the training: the tensors of their moment, in order, in bounded memory."""
 
 import logging
 import threading
@@ -14,15 +14,15 @@ from tahq.pipeline.spans import Stopwatch
 class Disk:
     """Writes when it is let; keeps what was written, and in which thread."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.may_write = threading.Semaphore(0)
         self.begun = threading.Semaphore(0)
-        self.written: list[tuple[int, dict[str, torch.Tensor]]] = []
-        self.threads: list[str] = []
-        self.addresses: list[int] = []
-        self.error: Exception | None = None
+        self.written = []
+        self.threads = []
+        self.addresses = []
+        self.error = None
 
-    def __call__(self, step, tensors) -> None:
+    def __call__(self, step, tensors):
         self.begun.release()
         assert self.may_write.acquire(timeout=30)
         if self.error is not None:
@@ -31,11 +31,11 @@ class Disk:
         self.addresses += [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
         self.written.append((step, {name: tensor.clone() for name, tensor in tensors.items()}))
 
-    def let(self, count: int) -> None:
+    def let(self, count):
         self.may_write.release(count)
 
     @property
-    def steps(self) -> list[int]:
+    def steps(self):
         return [step for step, _ in self.written]
 
 
@@ -53,27 +53,26 @@ def writer(disk):
         made.finish()
 
 
-def odd_tensors() -> dict[str, torch.Tensor]:
-    """All kinds: strided, of no dimension, empty, of other types, NaN with a payload."""
-    payload = torch.tensor([0x7FC00001, -0x00400001], dtype=torch.int32).view(torch.float32)
-    return {
+def filled(length, value=1.0):
+    return {"x": torch.full((length,), float(value))}
+
+
+def described(tensors):
+    """Shape, type and bits of each tensor."""
+    return {n: (t.shape, t.dtype, t.contiguous().reshape(-1).view(torch.uint8).tolist()) for n, t in tensors.items()}
+
+
+def test_changes_after_the_copy_are_not_in_the_checkpoint(disk, writer):
+    tensors = {
         "strided": torch.arange(12.0).view(3, 4).T,
         "scalar": torch.tensor(3.0),
         "empty": torch.empty(0, 5),
         "half": torch.randn(7).bfloat16(),
         "ids": torch.tensor([5, 2**40]),
         "flags": torch.tensor([True, False]),
-        "nan": payload,
+        "NaN with a payload": torch.tensor([0x7FC00001, -0x00400001], dtype=torch.int32).view(torch.float32),
     }
-
-
-def bits(tensor: torch.Tensor) -> list[int]:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
-
-
-def test_what_changes_after_the_copy_is_not_in_the_snapshot(disk, writer):
-    tensors = odd_tensors()
-    expected = {name: bits(tensor) for name, tensor in tensors.items()}
+    expected = described(tensors)
     writer.take(5, tensors)
     writer.hold_back_changes()
     assert disk.begun.acquire(timeout=30)
@@ -83,15 +82,12 @@ def test_what_changes_after_the_copy_is_not_in_the_snapshot(disk, writer):
     writer.finish()
     ((step, written),) = disk.written
     assert step == 5
-    assert {name: bits(tensor) for name, tensor in written.items()} == expected
-    assert {name: (t.shape, t.dtype) for name, t in written.items()} == {
-        name: (t.shape, t.dtype) for name, t in tensors.items()
-    }
+    assert described(written) == expected
 
 
 def test_writing_is_done_in_another_thread_in_the_order_of_steps(disk, writer):
     for step in (1, 2):
-        writer.take(step, {"x": torch.full((4,), float(step))})
+        writer.take(step, filled(4, step))
     assert disk.written == []
     disk.let(2)
     writer.finish()
@@ -99,23 +95,22 @@ def test_writing_is_done_in_another_thread_in_the_order_of_steps(disk, writer):
     assert [(step, tensors["x"][0].item()) for step, tensors in disk.written] == [(1, 1.0), (2, 2.0)]
 
 
-def test_third_snapshot_waits_for_the_disk_and_says_so_once(disk, caplog):
+def test_third_checkpoint_waits_for_the_disk_with_one_warning(disk, caplog):
     stopwatch = Stopwatch()
     writer = SnapshotWriter(disk, 2, stopwatch)
     for step in (1, 2):
-        writer.take(step, {"x": torch.ones(4)})
+        writer.take(step, filled(4))
     stopwatch.take()
-    later = [threading.Timer(0.2 * (1 + n), disk.let, [1]) for n in range(4)]
-    for timer in later:
-        timer.start()
+    for n in range(4):
+        threading.Timer(0.1 * (1 + n), disk.let, [1]).start()
     with caplog.at_level(logging.WARNING):
         for step in (3, 4):
-            writer.take(step, {"x": torch.ones(4)})
+            writer.take(step, filled(4))
         writer.finish()
     assert disk.steps == [1, 2, 3, 4]
     assert len(set(disk.addresses)) == 2
     totals = stopwatch.take()
-    assert totals["snapshot"] >= 0.3  # two waits, of 0.2 s each but for how late the timers were begun
+    assert totals["snapshot"] >= 0.15  # two waits of 0.1 s each, less the time to start the timers
     assert totals["beside:snapshot"] > 0
     assert [record.message.partition(" waited ")[0] for record in caplog.records] == ["the checkpoint after step 3"]
     assert "run.snapshot_every" in caplog.text
@@ -124,7 +119,7 @@ def test_third_snapshot_waits_for_the_disk_and_says_so_once(disk, caplog):
 def test_memory_is_used_again_and_grows_with_what_is_copied(disk, writer):
     disk.let(100)
     for length in (100, 40, 100, 200, 200):
-        writer.take(length, {"x": torch.full((length,), float(length))})
+        writer.take(length, filled(length, length))
         writer.finish()
     assert [tensors["x"].tolist() for _, tensors in disk.written] == [[float(n)] * n for n in (100, 40, 100, 200, 200)]
     first, second, third, fourth, fifth = disk.addresses
@@ -132,23 +127,23 @@ def test_memory_is_used_again_and_grows_with_what_is_copied(disk, writer):
     assert fourth == fifth
 
 
-def test_without_buffers_the_thread_that_computes_writes(disk):
+def test_without_buffers_the_compute_thread_writes(disk):
     disk.let(1)
-    SnapshotWriter(disk, 0, Stopwatch()).take(1, {"x": torch.ones(4)})
+    SnapshotWriter(disk, 0, Stopwatch()).take(1, filled(4))
     assert disk.threads == [threading.current_thread().name]
 
 
-def test_what_is_not_copied_is_written_here_after_what_was_due_before(disk, writer):
-    writer.take(1, {"x": torch.ones(4)})
+def test_tensors_that_are_not_copied_are_written_here_after_everything_due_before(disk, writer):
+    writer.take(1, filled(4))
     threading.Timer(0.1, disk.let, [2]).start()
-    source = torch.ones(4)
-    writer.take(2, {"x": source}, copy=False)
+    source = filled(4)
+    writer.take(2, source, copy=False)
     assert disk.steps == [1, 2]
     assert disk.threads == ["tahq-snapshot", threading.current_thread().name]
-    assert disk.addresses[-1] == source.data_ptr()
+    assert disk.addresses[-1] == source["x"].data_ptr()
 
 
-def test_no_memory_for_a_copy_means_that_training_waits_and_that_it_is_said(disk, monkeypatch, caplog):
+def test_training_waits_with_one_warning_if_there_is_no_memory_for_a_copy(disk, monkeypatch, caplog):
     class Huge(SnapshotBuffer):
         def fill(self, tensors):
             torch.empty(1 << 50)
@@ -158,16 +153,15 @@ def test_no_memory_for_a_copy_means_that_training_waits_and_that_it_is_said(disk
     disk.let(3)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
-            writer.take(step, {"x": torch.ones(4)})
+            writer.take(step, filled(4))
     assert disk.steps == [1, 2, 3]
     assert caplog.text.count("run.snapshot_buffers: 0") == 1
 
 
-def test_failure_of_the_writers_own_is_raised_where_training_is(disk, writer):
+def test_unexpected_error_of_the_thread_is_raised_in_the_compute_thread(disk, writer):
     disk.error = ValueError("a mistake in tahq")
     disk.let(100)
-    writer.take(1, {"x": torch.ones(4)})
-    with pytest.raises(ValueError, match="a mistake in tahq"):
-        writer.finish()
-    with pytest.raises(ValueError, match="a mistake in tahq"):
-        writer.take(2, {"x": torch.ones(4)})
+    writer.take(1, filled(4))
+    for use in (writer.finish, lambda: writer.take(2, filled(4))):
+        with pytest.raises(ValueError, match="a mistake in tahq"):
+            use()

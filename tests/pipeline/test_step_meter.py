@@ -12,7 +12,7 @@ from tahq.comm.link.wire_time import PieceTimes
 from tahq.comm.transport import LinkStats
 from tahq.pipeline.schedule.schedule import Action
 from tahq.pipeline.spans import Stopwatch
-from tahq.pipeline.step_meter import PART, Row, StepMeter, frame_name, trace_parts
+from tahq.pipeline.step_meter import PART, StepMeter, TraceRow, frame_name, trace_parts
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -93,7 +93,7 @@ def test_traced_step_tells_what_was_done_and_sent():
     ]
     assert (part.begins_s[-1], part.ends_s[-1]) == (2.5, pytest.approx(4.5))
     assert (part.nbytes[-1], part.queued_s[-1]) == (200_000, 0.5)
-    assert meter.trace(4) == meter.trace_rest() == []
+    assert meter.trace(4) == meter.trace(None) == []
 
 
 def tracing_meter():
@@ -121,7 +121,7 @@ def test_picture_waits_for_frames_that_are_acknowledged_in_the_next_step():
     meter.note([replace(stats(last, piece(0, 13.0, 14.0, step=5)), payload_bytes=last.nbytes)])
     told = sent_frames(meter.trace(5))
     assert told == [(4, f"train step 5 cut 1 forward {n}") for n in range(2)] + [(5, "train step 6 cut 1 forward 0")]
-    assert meter.trace_rest() == []
+    assert meter.trace(None) == []
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -132,7 +132,7 @@ def test_picture_is_not_waited_for_longer_than_until_the_end_of_the_next_step_or
     meter.note([replace(stats(first), payload_bytes=2 * first.nbytes)])
     assert meter.trace(4) == []
     meter.begin(5)
-    told = meter.trace_rest() if is_last else meter.trace(5)
+    told = meter.trace(None) if is_last else meter.trace(5)
     assert sent_frames(told)[0] == (4, "train step 5 cut 1 forward 0")
     meter.note([stats(piece(1, 2.0, 33.0))])
     meter.begin(6)
@@ -146,7 +146,7 @@ def test_frame_is_called_the_same_at_both_ends_and_no_other_is():
 
 @given(st.integers(0, 3 * PART + 1))
 def test_parts_hold_every_row_once_and_are_numbered(num_rows):
-    rows = [Row("compute", "forward", str(n), "", float(n), n + 1.0) for n in range(num_rows)]
+    rows = [TraceRow("compute", "forward", str(n), "", float(n), n + 1.0) for n in range(num_rows)]
     parts = trace_parts(7, 1, rows)
     assert [part.part for part in parts] == list(range(len(parts)))
     assert {part.num_parts for part in parts} == {len(parts)}

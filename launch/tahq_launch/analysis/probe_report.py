@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tahq.pipeline.probe.cut_model import Wire
+from tahq.pipeline.probe.cut_model import ProbedWire
 from tahq.pipeline.probe.result import EXPECTATION_LIMIT, STEP_LIMIT, WireResult
 from tahq.quant import CodecSpec, get_codec
 
@@ -157,7 +157,7 @@ def bits_per_element(spec: str | None, shape: tuple[int, ...]) -> float:
     return 32.0 if spec is None else 8 * get_codec(spec).encoded_nbytes(shape) / math.prod(shape)
 
 
-def _bits(facts: ProbeFacts, wire: Wire) -> tuple[float, float]:
+def _bits(facts: ProbeFacts, wire: ProbedWire) -> tuple[float, float]:
     return bits_per_element(wire.activations, facts.boundary), bits_per_element(wire.gradients, facts.boundary)
 
 

@@ -26,7 +26,7 @@ from tahq.models.weights import FolderWeights
 from tahq.pipeline.checkpoint.manifest import read_latest
 from tahq.pipeline.checkpoint.resume import compare_configs
 from tahq.pipeline.checkpoint.stage_file import SnapshotReader
-from tahq.pipeline.probe.cut_model import CutModel, Wire
+from tahq.pipeline.probe.cut_model import CutModel, ProbedWire
 from tahq.pipeline.update.update import StageUpdate
 from tahq.quant import CodecSpec
 from tahq.worker.assembly import (
@@ -78,7 +78,7 @@ class ProbeSetup:
     batches: BatchSource
     update: Callable[[int], None]
     start_step: int
-    wires: tuple[Wire, ...]
+    wires: tuple[ProbedWire, ...]
     weights: str
     """Their origin, in words."""
 
@@ -116,7 +116,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
         raise UserError("pipeline.stages is 1, so nothing crosses a wire; probe with --set pipeline.stages=2 or more")
     wires = tuple(map(parse_wire, request.wires)) or default_wires(config)
     for wire in wires:
-        wire.cut()  # refuses a codec that a probe cannot use
+        wire.codecs()  # refuses a codec that a probe cannot use
     device = compute_device(config, 0, request.device)
     if config.run.threads is not None:  # sums in another order have other bits
         torch.set_num_threads(config.run.threads)
@@ -142,7 +142,7 @@ def open_setup(request: ProbeRequest) -> ProbeSetup:
     return ProbeSetup(config, model, batches, update, start_step, wires, weights)
 
 
-def parse_wire(text: str) -> Wire:
+def parse_wire(text: str) -> ProbedWire:
     """The codecs of ``ACTIVATIONS / GRADIENTS``, such as ``tah:group=32 / fixed:bits=8``, with all parameters.
 
     Raises:
@@ -151,10 +151,10 @@ def parse_wire(text: str) -> Wire:
     specs = _SEPARATOR.split(text.strip())
     if len(specs) != 2:
         raise ConfigError(f"--wire {brief(repr(text))}: expected 'FORWARD / BACKWARD', as in 'tah / fixed:bits=8'")
-    return Wire(*(str(CodecSpec.parse(spec)) for spec in specs))
+    return ProbedWire(*(str(CodecSpec.parse(spec)) for spec in specs))
 
 
-def default_wires(config: ClusterConfig) -> tuple[Wire, ...]:
+def default_wires(config: ClusterConfig) -> tuple[ProbedWire, ...]:
     """The run's own wire, then the paper's tiles of 64 and 32 forward, with raw and with the run's gradients."""
     own = config.wire.gradients
     pairs = [(config.wire.activations, own), *((tile, gradients) for gradients in (RAW, own) for tile in PAPER_TILES)]

@@ -55,7 +55,7 @@ def resumed(folder: RunFolder, given: ClusterConfig, journal: Journal) -> tuple[
 
 def _are_equivalent(one: ClusterConfig, other: ClusterConfig) -> bool:
     report = compare_configs(one.model_dump(mode="json"), other.model_dump(mode="json"))
-    return not report.changed and not report.refused
+    return not report.changes
 
 
 def _from_journal(journal: Journal, folder: RunFolder, kept: ClusterConfig) -> Origin | None:

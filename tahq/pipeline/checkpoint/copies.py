@@ -19,25 +19,24 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-from tahq.comm.control.messages import Assign, Copied, Copy
+from tahq.comm.control.messages import Assign, Copied, Copy, Published
+from tahq.comm.zmq.files import FileSource
 from tahq.errors import PeerLostError, RemoteProtocolError, SnapshotError, TahqError, UserError
 from tahq.pipeline.checkpoint.durable_file import sync_folder
 from tahq.pipeline.checkpoint.manifest import FOLDER_PREFIX, snapshot_name
 
 PARTIAL_SUFFIX = ".partial"
 _LEAVE_S = 2.0
-"""How long `close` waits for the keeper's thread, which may be reading a large file."""
+"""How long `close` waits for the thread, which may be reading a large file."""
 
 log = logging.getLogger(__name__)
 
+Fetch = Callable[..., Iterator[bytes]]
+"""`tahq.comm.zmq.files.pieces` for one endpoint."""
 Pieces = Callable[[int], Iterator[bytes]]
-"""The bytes of a file from an offset on; they end early if the file is no longer wanted."""
-FetchCopy = Callable[[Copy, int, Callable[[], bool]], Iterator[bytes]]
-"""(order, offset, whether it is still wanted) -> the bytes of the file from there on."""
-Fetch = Callable[[str, str, str, int], Iterator[bytes]]
-"""(address of the worker that has it, its public key, SHA-256, offset) -> the bytes of the file from there on."""
+"""The bytes of a file from an offset on; they end early if it is no longer wanted."""
 
 
 def has_file(path: Path, sha256: str) -> bool:
@@ -72,14 +71,18 @@ def fetch_file(path: Path, sha256: str, pieces: Pieces, is_wanted: Callable[[], 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial_path.open("a+b") as file:
-            digest = _append(file, pieces)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256")
+            for piece in pieces(file.seek(0, os.SEEK_END)):
+                digest.update(piece)
+                file.write(piece)
             if not is_wanted():
                 return False
             file.flush()
             os.fsync(file.fileno())
-        if digest != sha256:
+        if (found := digest.hexdigest()) != sha256:
             raise RemoteProtocolError(
-                f"{path.name} arrived with SHA-256 {digest[:16]}…, expected {sha256[:16]}…; it was dropped"
+                f"{path.name} arrived with SHA-256 {found[:16]}…, expected {sha256[:16]}…; it was dropped"
             )
         partial_path.replace(path)
         sync_folder(path.parent)
@@ -92,43 +95,48 @@ def fetch_file(path: Path, sha256: str, pieces: Pieces, is_wanted: Callable[[], 
     return True
 
 
-def _append(file: BinaryIO, pieces: Pieces) -> str:
-    """Append what is missing; returns the SHA-256 of the whole file."""
-    file.seek(0)
-    digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
-    for piece in pieces(file.seek(0, os.SEEK_END)):
-        digest.update(piece)
-        file.write(piece)
-    return digest.hexdigest()
+def own_file(assign: Assign, num_stages: int) -> str | None:
+    """The stage's file in the checkpoint; None without a checkpoint, or if another number of stages wrote it."""
+    if not assign.snapshot or len(assign.snapshot_files) != num_stages:
+        return None
+    mine = [name for name in assign.snapshot_files if name.startswith(f"stage-{assign.stage:03d}-")]
+    return mine[0] if mine and Path(mine[0]).name == mine[0] else None
 
 
-class CopyKeeper:
-    """Keeps copies of other stages' files on this host, fetched beside the training.
+class CheckpointCopies:
+    """One worker's part in copies: offers its own files, keeps copies of others', fetches what it lacks.
 
-    One thread, one file at a time. An order for a stage replaces an older one for the same stage that is in progress or
-    waits. An existing file is only compared, so an order may be repeated at any time.
+    Copies are fetched beside the training by one thread, one file at a time. An order for a stage replaces an older one
+    for the same stage that is in progress or waits. A file that is here is only compared, so an order may be repeated
+    at any time.
 
     Args:
-        folder: `copies` in the run's folder.
-        stage: this worker's.
-        fetch: the source of bytes.
-        report: told the outcome of each order, in the keeper's thread.
-        offer: told hash and place of every file that is here.
+        assign: this worker's.
+        run_folder: on this host.
+        num_stages: of the run.
+        rate_bits_per_s: at which copies are fetched.
+        fetch: the source of bytes; raises PeerLostError or RemoteProtocolError.
+        offer: called with hash and place of every file that others may fetch.
+        report: called with the outcome of each order, in the thread.
     """
 
     def __init__(
         self,
-        folder: Path,
-        stage: int,
-        fetch: FetchCopy,
-        report: Callable[[Copied], None],
+        assign: Assign,
+        run_folder: Path,
+        num_stages: int,
+        rate_bits_per_s: float,
+        fetch: Fetch,
         offer: Callable[[str, Path], None],
+        report: Callable[[Copied], None],
     ) -> None:
-        self._folder = folder
-        self._stage = stage
+        self._assign = assign
+        self._run_folder = run_folder
+        self._num_stages = num_stages
+        self._rate_bits_per_s = rate_bits_per_s
         self._fetch = fetch
+        self.offer = offer
         self._report = report
-        self._offer = offer
         self._lock = threading.Lock()
         self._wanted: dict[int, Copy] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -136,17 +144,16 @@ class CopyKeeper:
         self._thread = threading.Thread(target=self._run, name="tahq-copies", daemon=True)
         self._thread.start()
 
-    def order(self, order: Copy) -> None:
-        """Get this file; returns at once. Any thread may call it."""
+    def obey(self, order: Copy | Published) -> None:
+        """Fetch a copy, or remove those that are older than any lost stage will need; returns at once."""
+        if isinstance(order, Published):
+            self._jobs.put(partial(self._remove_before, order.base))
+            return
         with self._lock:
             newest = self._wanted.get(order.stage)
             if newest is None or newest.step <= order.step:
                 self._wanted[order.stage] = order
         self._jobs.put(partial(self._carry_out, order))
-
-    def prune(self, step: int) -> None:
-        """Remove copies of checkpoints after fewer steps than this; returns at once."""
-        self._jobs.put(partial(self._remove_before, step))
 
     def close(self) -> None:
         """Stop; a file in progress is continued another time. Safe to call twice."""
@@ -156,20 +163,25 @@ class CopyKeeper:
 
     def path_of(self, order: Copy) -> Path:
         """The place of a copy."""
-        return self._folder / f"stage-{order.stage:03d}" / snapshot_name(order.step) / order.file
+        return self._run_folder / "copies" / f"stage-{order.stage:03d}" / snapshot_name(order.step) / order.file
 
     def _run(self) -> None:
         while not self._is_closed and (job := self._jobs.get()) is not None:
             job()
 
     def _carry_out(self, order: Copy) -> None:
+        copied = Copied(order.step, order.stage, self._assign.stage)
         try:
-            if self._is_here(order):
-                self._offer(order.sha256, self.path_of(order))
-                self._tell(Copied(order.step, order.stage, self._stage))
+            if not self._is_here(order):
+                return
+            self.offer(order.sha256, self.path_of(order))
         except TahqError as error:
             log.warning("cannot copy %s to this host: %s", order.file, error)
-            self._tell(Copied(order.step, order.stage, self._stage, str(error)))
+            copied = replace(copied, error=str(error))
+        try:
+            self._report(copied)
+        except TahqError as error:
+            log.warning("cannot report the copy of stage %d to the coordinator: %s", order.stage, error)
 
     def _is_here(self, order: Copy) -> bool:
         """Fetch the file unless it is here already; False if it is no longer wanted."""
@@ -184,85 +196,65 @@ class CopyKeeper:
             return True
         if not order.address:
             raise PeerLostError(f"{order.file} is not on this host, and no other worker has it now")
-        fetch = self._fetch
-        return is_wanted() and fetch_file(path, order.sha256, lambda offset: fetch(order, offset, is_wanted), is_wanted)
+        beside = {"rate_bits_per_s": self._rate_bits_per_s, "is_wanted": is_wanted}
+        pieces = self._pieces(order.address, order.public_key, order.sha256, **beside)
+        return is_wanted() and fetch_file(path, order.sha256, pieces, is_wanted)
 
-    def _tell(self, copied: Copied) -> None:
-        try:
-            self._report(copied)
-        except TahqError as error:
-            log.warning("cannot report the copy of stage %d to the coordinator: %s", copied.stage, error)
+    def _pieces(self, address: str, public_key: str, sha256: str, **options: Any) -> Pieces:
+        source = FileSource(address, self._assign.run_id, sha256, public_key)
+        return lambda offset: self._fetch(source, offset=offset, **options)
 
     def _remove_before(self, step: int) -> None:
-        for folder in self._folder.glob(f"stage-*/{FOLDER_PREFIX}*"):
+        for folder in (self._run_folder / "copies").glob(f"stage-*/{FOLDER_PREFIX}*"):
             number = folder.name.removeprefix(FOLDER_PREFIX)
             if number.isdecimal() and int(number) < step:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    # -- restarting this stage -------------------------------------------------------------------
 
-# -- restarting a stage ------------------------------------------------------------------------------
+    def restored(self, working: Callable[[str], None]) -> Assign:
+        """The assignment with the checkpoint to restart from, whose file is on this disk when this returns.
 
+        That is the newest complete checkpoint, from this host's disk or from a worker that has a copy; or else the
+        older one of which a copy exists off every stage's host. Without any checkpoint the stage starts from the
+        beginning. Others may then fetch the file from here.
 
-def restored(assign: Assign, run_folder: Path, num_stages: int, fetch: Fetch, working: Callable[[str], None]) -> Assign:
-    """The assignment with the checkpoint to restart from, whose file is on this disk when this returns.
+        Args:
+            working: called with the present activity.
 
-    That is the newest complete checkpoint, from this host's disk or from a worker that has a copy; or else the older
-    one of which a copy exists off every stage's host. Without any checkpoint the stage starts from the beginning.
-
-    Args:
-        assign: from the coordinator.
-        run_folder: on this host.
-        num_stages: of the run.
-        fetch: the source of files; raises PeerLostError or RemoteProtocolError.
-        working: told the present activity.
-
-    Raises:
-        PeerLostError: this stage's file cannot be had; the message names it, with every reason.
-    """
-    reasons: list[str] = []
-    for candidate in _candidates(assign):
-        name = own_file(candidate, num_stages)
-        if name is None or _can_get(candidate, name, run_folder, fetch, working, reasons):
-            return candidate
-        reasons.append(f"{name} is missing or damaged on this host")
-    raise PeerLostError(
-        f"stage {assign.stage} cannot restart: {'; '.join(dict.fromkeys(reasons))}; no other host has a copy"
-    )
-
-
-def own_file(assign: Assign, num_stages: int) -> str | None:
-    """The stage's file in the checkpoint; None without a checkpoint, or if another number of stages wrote it."""
-    if not assign.snapshot or len(assign.snapshot_files) != num_stages:
-        return None
-    mine = [name for name in assign.snapshot_files if name.startswith(f"stage-{assign.stage:03d}-")]
-    return mine[0] if mine and Path(mine[0]).name == mine[0] else None
-
-
-def _candidates(assign: Assign) -> Iterator[Assign]:
-    yield assign
-    if assign.copied_step >= 0:
-        yield replace(
-            assign,
-            snapshot=assign.copied_snapshot,
-            snapshot_files=assign.copied_files,
-            start_step=assign.copied_step,
+        Raises:
+            PeerLostError: this stage's file cannot be had; the message names it, with every reason.
+        """
+        assign, reasons = self._assign, list[str]()
+        candidates = [assign]
+        if assign.copied_step >= 0:
+            snapshot, files = assign.copied_snapshot, assign.copied_files
+            candidates.append(replace(assign, snapshot=snapshot, snapshot_files=files, start_step=assign.copied_step))
+        for candidate in candidates:
+            name = own_file(candidate, self._num_stages)
+            if name is None:
+                return candidate
+            path, sha256 = self._run_folder / candidate.snapshot / name, candidate.snapshot_files[name]
+            if has_file(path, sha256) or self._fetched(candidate, path, sha256, working, reasons):
+                self.offer(sha256, path)
+                return candidate
+            reasons.append(f"{name} is missing or damaged on this host")
+        raise PeerLostError(
+            f"stage {assign.stage} cannot restart: {'; '.join(dict.fromkeys(reasons))}; no other host has a copy"
         )
 
-
-def _can_get(
-    assign: Assign, name: str, run_folder: Path, fetch: Fetch, working: Callable[[str], None], reasons: list[str]
-) -> bool:
-    path, sha256 = run_folder / assign.snapshot / name, assign.snapshot_files[name]
-    if has_file(path, sha256):
-        return True
-    for step, address, key in assign.sources:
-        if step != assign.start_step:
-            continue
-        working(f"fetching {name}")
-        log.info("fetching %s from %s", name, address)
-        try:
-            return fetch_file(path, sha256, partial(fetch, str(address), str(key), sha256))
-        except (PeerLostError, RemoteProtocolError, UserError) as error:
-            log.warning("%s", error)
-            reasons.append(str(error))
-    return False
+    def _fetched(
+        self, assign: Assign, path: Path, sha256: str, working: Callable[[str], None], reasons: list[str]
+    ) -> bool:
+        """Whether another worker gave the file; adds the reasons why not."""
+        for step, address, key in assign.sources:
+            if step != assign.start_step:
+                continue
+            working(f"fetching {path.name}")
+            log.info("fetching %s from %s", path.name, address)
+            try:
+                return fetch_file(path, sha256, self._pieces(str(address), str(key), sha256))
+            except (PeerLostError, RemoteProtocolError, UserError) as error:
+                log.warning("%s", error)
+                reasons.append(str(error))
+        return False

@@ -47,7 +47,6 @@ class StageMeta:
         block_stop: one past its last; with several chunks, other stages have blocks in between.
         cursor: where the data continues.
         config_hash: of the run's configuration.
-        skipped: steps skipped in a row just before, for non-finite gradients.
         versions: of tahq and torch.
         arithmetic: `arithmetic_of`; empty in files of earlier versions.
     """
@@ -59,7 +58,6 @@ class StageMeta:
     block_stop: int
     cursor: dict[str, int]
     config_hash: str
-    skipped: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     arithmetic: dict[str, str] = field(default_factory=dict)
 
@@ -93,7 +91,7 @@ class StageFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a checkpoint. `meta` has `run_id`, the resolved `config`, and anything else that was given."""
+    """The contents of a checkpoint. `meta` has `run_id`, the resolved `config`, and anything else to keep."""
 
     step: int
     files: tuple[StageFile, ...]
@@ -135,7 +133,14 @@ class Manifest:
             raise ValueError(f"expected format, step, meta and files; got {', '.join(sorted(content))}")
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, expected {FORMAT}; use the tahq that wrote it")
-        manifest = cls(int(content["step"]), tuple(map(_stage_file, content["files"])), dict(content["meta"]))
+        files = []
+        for entry in content["files"]:
+            name = str(entry["file"])
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is not a plain file name")
+            tensors = tuple(map(str, entry["tensors"]))
+            files.append(StageFile(name, str(entry["sha256"]), int(entry["nbytes"]), tensors))
+        manifest = cls(int(content["step"]), tuple(files), dict(content["meta"]))
         _ = manifest.run_id, manifest.config  # a KeyError now, not when a run needs them
         return manifest
 
@@ -143,13 +148,6 @@ class Manifest:
 def _digest(content: dict[str, Any]) -> str:
     """SHA-256, in hex, of a manifest without its hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _stage_file(entry: dict[str, Any]) -> StageFile:
-    name = str(entry["file"])
-    if Path(name).name != name:
-        raise ValueError(f"{name!r} is not a plain file name")
-    return StageFile(name, str(entry["sha256"]), int(entry["nbytes"]), tuple(map(str, entry["tensors"])))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -235,8 +233,13 @@ def arithmetic_of(device: torch.device, codec_backend: str) -> dict[str, str]:
             "CUDA": str(torch.version.cuda),
             "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         }
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return common | {
-        "device": _cpu_model(),
+        "device": next(models, "") or platform.processor() or platform.machine(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
         "matrix library": "MKL" if torch.backends.mkl.is_available() else "other",  # type: ignore[no-untyped-call]
         "threads": str(torch.get_num_threads()),
@@ -250,13 +253,3 @@ def arithmetic_differences(before: Mapping[str, str], now: Mapping[str, str]) ->
     """
     common = (name for name in before if name in now)
     return tuple(f"{name}: {before[name]} -> {now[name]}" for name in common if before[name] != now[name])
-
-
-def _cpu_model() -> str:
-    """The kernel's name for it, or the architecture."""
-    try:
-        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()

@@ -30,7 +30,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KeyRule:
     """The verdict on a change of some keys, and the reason.
 
     Conditions look at both configurations: if `allowed_if` does not hold, the change is refused; if the condition of
@@ -67,41 +67,42 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """All differences between a checkpoint's configuration and the new one, and what else is lost."""
+    """All differences between a checkpoint's configuration and the new one, and what else is lost.
 
-    changed: tuple[Change, ...]
-    refused: tuple[Change, ...]
+    With `follows`, codecs are chosen from measurements, and so perhaps differently than without the interruption.
+    """
+
+    changes: tuple[Change, ...]
     notes: tuple[str, ...] = ()
     follows: bool = False
-    """Whether codecs are chosen from measurements, and so perhaps differently than without the interruption."""
 
     @property
-    def inexact(self) -> tuple[Change, ...]:
-        """Changes that are allowed but not bit-exact."""
-        return tuple(change for change in self.changed if change.verdict is Verdict.INEXACT)
+    def refused(self) -> list[Change]:
+        """Changes that are not allowed."""
+        return [change for change in self.changes if change.verdict is Verdict.REFUSED]
 
     @property
     def exact(self) -> bool:
         """Whether the continuation has the bits of the unchanged run."""
-        return not self.refused and not self.inexact and not self.follows
+        return not self.follows and all(change.verdict is Verdict.EXACT for change in self.changes)
 
     def check(self) -> None:
         """Raise SnapshotError if a change is refused; it lists every such key, its values and what to do."""
-        if not self.refused:
-            return
-        keys = "; ".join(f"{c.key} was {c.old!r}, is {c.new!r} ({c.reason})" for c in self.refused)
-        raise SnapshotError(
-            f"cannot resume with another {', '.join(c.key for c in self.refused)}: {keys}. "
-            "Set them back, or start a new run under another run.name"
-        )
+        if self.refused:
+            keys = "; ".join(f"{c.key} was {c.old!r}, is {c.new!r} ({c.reason})" for c in self.refused)
+            raise SnapshotError(
+                f"cannot resume with another {', '.join(c.key for c in self.refused)}: {keys}. "
+                "Set them back, or start a new run under another run.name"
+            )
 
     def lines(self) -> list[str]:
         """For the user: one line per change, and one that says whether the continuation is exact."""
-        if not self.changed and not self.refused:
+        if not self.changes:
             unchanged = "resuming with the configuration of the checkpoint"
             return [f"{unchanged}: {_FOLLOWS if self.follows else 'exact'}"]
+        allowed = [change for change in self.changes if change.verdict is not Verdict.REFUSED]
         summary = "the continuation is exact" if self.exact else "the continuation is no longer exact, to the bit"
-        return [*(str(change) for change in (*self.refused, *self.changed)), *self.notes, summary]
+        return [*(str(change) for change in (*self.refused, *allowed)), *self.notes, summary]
 
 
 def compare_configs(old: Config, new: Config) -> ResumeReport:
@@ -117,9 +118,8 @@ def compare_configs(old: Config, new: Config) -> ResumeReport:
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
-    changed = tuple(change for change in changes if change.verdict is not Verdict.REFUSED)
-    refused = tuple(change for change in changes if change.verdict is Verdict.REFUSED)
-    return ResumeReport(changed, refused, forgotten_samples(old, new), follows=_chooses_codecs(new))
+    follows = new["wire"].get("follow") is not None and new["wire"].get("replay") is None
+    return ResumeReport(tuple(changes), _forgotten_samples(old, new), follows)
 
 
 def keep_model_sizes(old: Config, new: Config) -> dict[str, Any]:
@@ -129,40 +129,42 @@ def keep_model_sizes(old: Config, new: Config) -> dict[str, Any]:
     with the length of its next samples; likewise its vocabulary.
     """
     model = dict(new["model"])
-    for key, size in (("max_seq_len", longest_sequence(old)), ("vocab_size", _get(old, "model.vocab_size"))):
+    for key, size in (("max_seq_len", _longest_sequence(old)), ("vocab_size", old["model"].get("vocab_size"))):
         if model.get(key) is None:
             model[key] = size
     return {**new, "model": model}
 
 
-def longest_sequence(config: Config) -> int | None:
+def _longest_sequence(config: Config) -> int | None:
     """Positions of a configuration's model, in tokens; None: its folder says."""
-    length = _get(config, "model.max_seq_len")
-    if length is None and _get(config, "model.path") is None:
-        length = _get(config, "data.seq_len")
-    return None if length is None else int(length)
+    model = config["model"]
+    if model.get("max_seq_len") is not None:
+        return int(model["max_seq_len"])
+    return int(config["data"]["seq_len"]) if model.get("path") is None else None
 
 
-def _rule(key: str) -> Rule:
+def _rule(key: str) -> KeyRule:
     """The rule with the longest prefix of a dotted key."""
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        if prefix in RULES:
-            return RULES[prefix]
-    return Rule(Verdict.REFUSED, "this version of tahq has no rule for it")
+    prefix = key
+    while prefix not in RULES:
+        prefix, dot, _ = prefix.rpartition(".")
+        if not dot:
+            return KeyRule(Verdict.REFUSED, "this version of tahq has no rule for it")
+    return RULES[prefix]
 
 
 def _flatten(config: Config, prefix: str = "") -> dict[str, Any]:
     """Leaves by dotted key; a list is a leaf."""
     leaves: dict[str, Any] = {}
     for name, value in config.items():
-        key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            leaves |= _flatten(value, f"{key}.")
+            leaves |= _flatten(value, f"{prefix}{name}.")
         else:
-            leaves[key] = list(value) if isinstance(value, tuple) else value
+            leaves[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
     return leaves
+
+
+# -- conditions --------------------------------------------------------------------------------------
 
 
 def _get(config: Config, key: str) -> Any:
@@ -171,11 +173,7 @@ def _get(config: Config, key: str) -> Any:
 
 def _both(key: str, test: Callable[[Any], bool]) -> Condition:
     """The condition that a key's value passes a test in both configurations."""
-    return lambda old, new: all(test(_get(config, key)) for config in (old, new))
-
-
-def _neither(condition: Condition) -> Condition:
-    return lambda old, new: not condition(old, new)
+    return lambda old, new: test(_get(old, key)) and test(_get(new, key))
 
 
 def _same(value: Callable[[Config], Any]) -> Condition:
@@ -196,35 +194,21 @@ def _coding(config: Config) -> tuple[Any, list[CodecSpec]]:
     ]
 
 
-def forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
+def _forgotten_samples(old: Config, new: Config) -> tuple[str, ...]:
     """What AQ-SGD forgets of the samples it remembers, for the user.
 
     A cut keeps its samples as long as it is before the same block and samples have the same length.
     """
-    before, after = _remembers_samples(old), _remembers_samples(new)
+    before, after = (any(isinstance(s, AqsgdSpec) and s.has_cache for s in _codecs(config)) for config in (old, new))
     if not after:
         return ("the samples that AQ-SGD remembered are dropped",) if before else ()
     anew = "it sends each sample whole, in fp16, at its next visit"
     if not before or _get(old, "data.seq_len") != _get(new, "data.seq_len"):
         return (f"AQ-SGD starts empty at every cut: {anew}",)
-    added = sorted(_cuts(new) - _cuts(old))
-    blocks = ", ".join(map(str, added))
-    return (f"AQ-SGD starts empty at the cuts before block {blocks} (from 0): {anew}",) if added else ()
-
-
-def _chooses_codecs(config: Config) -> bool:
-    wire = config["wire"]
-    return wire.get("follow") is not None and wire.get("replay") is None
-
-
-def _remembers_samples(config: Config) -> bool:
-    return any(isinstance(spec, AqsgdSpec) and spec.has_cache for spec in _codecs(config))
-
-
-def _cuts(config: Config) -> set[int]:
-    """Blocks before each cut; empty if the layers are not divided yet."""
-    layers = _get(config, "pipeline.layers") or []
-    return set(accumulate(layers[:-1]))
+    # blocks before each cut; no layers are listed if they are not divided yet
+    kept, wanted = (set(accumulate((_get(config, "pipeline.layers") or [])[:-1])) for config in (old, new))
+    blocks = ", ".join(map(str, sorted(wanted - kept)))
+    return (f"AQ-SGD starts empty at the cuts before block {blocks} (from 0): {anew}",) if blocks else ()
 
 
 def _has_8bit_states(config: Config) -> bool:
@@ -236,7 +220,7 @@ def _has_8bit_states(config: Config) -> bool:
 
 
 def _sequence_fits(old: Config, new: Config) -> bool:
-    longest = longest_sequence(old)
+    longest = _longest_sequence(old)
     return longest is None or int(_get(new, "data.seq_len")) <= longest
 
 
@@ -247,90 +231,90 @@ def _machines(config: Config) -> object:
 
 
 _UNUSED = "not used by this optimizer"
-_IS_SGD = _both("training.optimizer", lambda name: name in ("sgd", "ema_sgd"))
-_IS_NOT_LOW_RANK = _both("training.optimizer", lambda name: name not in ("qgalore", "galore"))
-_LOW_RANK_FORMAT = Rule(
-    Verdict.REFUSED, "the checkpoint has weights and states in that format", (_IS_NOT_LOW_RANK, _UNUSED)
-)
+_IS_SGD = (_both("training.optimizer", lambda name: name in ("sgd", "ema_sgd")), _UNUSED)
+_IS_NOT_SGD = (lambda old, new: not _IS_SGD[0](old, new), _UNUSED)
+_IS_NOT_LOW_RANK = (_both("training.optimizer", lambda name: name not in ("qgalore", "galore")), _UNUSED)
+_LOW_RANK_FORMAT = KeyRule(Verdict.REFUSED, "the checkpoint has weights and states in that format", _IS_NOT_LOW_RANK)
 _IS_NOT_FP8_ADAMW = (_both("training.optimizer", lambda name: name != "fp8_adamw"), _UNUSED)
 _HAS_NO_8BIT_STATES = (lambda old, new: not (_has_8bit_states(old) or _has_8bit_states(new)), _UNUSED)
 _IS_NOT_WSD = (_both("training.lr_schedule", lambda name: name != "wsd"), "only wsd uses it")
+_IS_CONSTANT = (_both("training.lr_schedule", lambda name: name == "constant"), "the rate is constant")
 _IS_NOT_COAT = (_both("memory.activations", lambda name: name != "coat"), "only coat uses it")
 _SAME_ACTIVATIONS = (_same(lambda config: _get(config, "memory.activations") or "none"), "it is the default")
-_FOLLOWS = "codecs keep following the links, so it is exact only if they are chosen alike"
-_SEEN = "which samples were seen, and which are held out, would no longer be known"
-_DECAY_LENGTH = "the rate decays over another number of steps"
-_IS_CONSTANT = (_both("training.lr_schedule", lambda name: name == "constant"), "the rate is constant")
 _IS_LOSSLESS = (
     lambda old, new: all(spec == RawSpec("fp32") for config in (old, new) for spec in _codecs(config)),
     "nothing is rounded at a cut",
 )
+_FOLLOWS = "codecs keep following the links, so it is exact only if they are chosen alike"
+_DECAY_LENGTH = "the rate decays over another number of steps"
 _UPDATES = "every later update differs"
 _CUTS = "with a lossy codec other tensors are rounded; raw:dtype=fp32 in both directions would keep it exact"
 _NOT_ARITHMETIC = "it has no part in the arithmetic"
 _NO_EFFECT = "an evaluation changes no weight and draws no shared randomness"
 
-RULES: Mapping[str, Rule] = {
-    "run": Rule(Verdict.EXACT, _NOT_ARITHMETIC),
-    "run.seed": Rule(Verdict.REFUSED, "the order of the data, dropout and codec keys depend on it"),
-    "run.threads": Rule(Verdict.INEXACT, "sums inside an operation may be split differently"),
-    "run.device": Rule(Verdict.INEXACT, "another device adds in another order"),
-    "model": Rule(Verdict.REFUSED, "the checkpoint's weights are of that model"),
-    "data": Rule(Verdict.REFUSED, _SEEN),
-    "data.tokenizer": Rule(Verdict.REFUSED, "the embedding has a row for each of its tokens"),
-    "data.seq_len": Rule(
+RULES: Mapping[str, KeyRule] = {
+    "run": KeyRule(Verdict.EXACT, _NOT_ARITHMETIC),
+    "run.seed": KeyRule(Verdict.REFUSED, "the order of the data, dropout and codec keys depend on it"),
+    "run.threads": KeyRule(Verdict.INEXACT, "sums inside an operation may be split differently"),
+    "run.device": KeyRule(Verdict.INEXACT, "another device adds in another order"),
+    "model": KeyRule(Verdict.REFUSED, "the checkpoint's weights are of that model"),
+    "data": KeyRule(Verdict.REFUSED, "which samples were seen, and which are held out, would no longer be known"),
+    "data.tokenizer": KeyRule(Verdict.REFUSED, "the embedding has a row for each of its tokens"),
+    "data.seq_len": KeyRule(
         Verdict.INEXACT,
         "samples are cut differently, up to the model's length",
         allowed_if=_sequence_fits,
     ),
-    "training.steps": Rule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
-    "training.epochs": Rule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
-    "training.global_batch": Rule(Verdict.REFUSED, "the position in the data counts steps of that size"),
-    "training.micro_batch": Rule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
-    "training.optimizer": Rule(Verdict.REFUSED, "the checkpoint has that optimizer's states"),
-    "training.fp8_adamw": Rule(Verdict.REFUSED, "the checkpoint has moments in those formats", _IS_NOT_FP8_ADAMW),
-    "training.adamw8bit": Rule(Verdict.REFUSED, "the checkpoint's states are stored that way", _HAS_NO_8BIT_STATES),
-    "training.qgalore": Rule(Verdict.INEXACT, _UPDATES, (_IS_NOT_LOW_RANK, _UNUSED)),
+    "training.steps": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
+    "training.epochs": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_CONSTANT),
+    "training.global_batch": KeyRule(Verdict.REFUSED, "the position in the data counts steps of that size"),
+    "training.micro_batch": KeyRule(Verdict.INEXACT, "gradients are summed over other groups of samples"),
+    "training.optimizer": KeyRule(Verdict.REFUSED, "the checkpoint has that optimizer's states"),
+    "training.fp8_adamw": KeyRule(Verdict.REFUSED, "the checkpoint has moments in those formats", _IS_NOT_FP8_ADAMW),
+    "training.adamw8bit": KeyRule(Verdict.REFUSED, "the checkpoint's states are stored that way", _HAS_NO_8BIT_STATES),
+    "training.qgalore": KeyRule(Verdict.INEXACT, _UPDATES, _IS_NOT_LOW_RANK),
     "training.qgalore.rank": _LOW_RANK_FORMAT,
     "training.qgalore.queue": _LOW_RANK_FORMAT,
     "training.qgalore.weights": _LOW_RANK_FORMAT,
     "training.qgalore.projections": _LOW_RANK_FORMAT,
     "training.qgalore.states": _LOW_RANK_FORMAT,
     "training.qgalore.ends": _LOW_RANK_FORMAT,
-    "training.qgalore.fused": Rule(Verdict.EXACT, "weights get the same bits within the backward and after it"),
-    "training.lr": Rule(Verdict.INEXACT, _UPDATES),
-    "training.betas": Rule(Verdict.INEXACT, _UPDATES, (_IS_SGD, _UNUSED)),
-    "training.epsilon": Rule(Verdict.INEXACT, _UPDATES, (_IS_SGD, _UNUSED)),
-    "training.momentum": Rule(Verdict.INEXACT, _UPDATES, (_neither(_IS_SGD), _UNUSED)),
-    "training.weight_decay": Rule(Verdict.INEXACT, _UPDATES),
-    "training.lr_schedule": Rule(Verdict.INEXACT, _UPDATES),
-    "training.warmup_steps": Rule(Verdict.INEXACT, "rates during or after the warm-up differ"),
-    "training.decay_steps": Rule(Verdict.INEXACT, _DECAY_LENGTH, _IS_NOT_WSD),
-    "training.min_lr": Rule(Verdict.INEXACT, "the rate decays to another value", _IS_CONSTANT),
-    "training.clip_norm": Rule(Verdict.INEXACT, "steps above either norm are scaled differently"),
-    "training.non_finite": Rule(Verdict.EXACT, "it matters only at a step with NaN or infinity"),
-    "training.max_skipped_in_a_row": Rule(Verdict.EXACT, "it matters only at steps with NaN or infinity"),
-    "training.eval_every": Rule(Verdict.EXACT, _NO_EFFECT),
-    "training.eval_batches": Rule(Verdict.EXACT, _NO_EFFECT),
-    "training.precision": Rule(Verdict.INEXACT, "products are rounded differently"),
-    "training.activation_checkpointing": Rule(Verdict.EXACT, "recomputed activations have the same bits"),
-    "pipeline.stages": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
-    "pipeline.layers": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
-    "pipeline.balance": Rule(Verdict.INEXACT, f"the cuts may move: {_CUTS}", _IS_LOSSLESS),
-    "pipeline.chunks": Rule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
-    "pipeline.in_flight": Rule(Verdict.EXACT, "gradients are added in the same order at every depth"),
-    "pipeline.schedule": Rule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
-    "memory.activations": Rule(Verdict.INEXACT, "activations and products are rounded differently", _SAME_ACTIVATIONS),
-    "memory.coat.backward_products": Rule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_COAT),
-    "memory.coat.keep_weight_codes": Rule(Verdict.EXACT, "weights that are encoded again have the same codes"),
-    "wire": Rule(
+    "training.qgalore.fused": KeyRule(Verdict.EXACT, "weights get the same bits within the backward and after it"),
+    "training.lr": KeyRule(Verdict.INEXACT, _UPDATES),
+    "training.betas": KeyRule(Verdict.INEXACT, _UPDATES, _IS_SGD),
+    "training.epsilon": KeyRule(Verdict.INEXACT, _UPDATES, _IS_SGD),
+    "training.momentum": KeyRule(Verdict.INEXACT, _UPDATES, _IS_NOT_SGD),
+    "training.weight_decay": KeyRule(Verdict.INEXACT, _UPDATES),
+    "training.lr_schedule": KeyRule(Verdict.INEXACT, _UPDATES),
+    "training.warmup_steps": KeyRule(Verdict.INEXACT, "rates during or after the warm-up differ"),
+    "training.decay_steps": KeyRule(Verdict.INEXACT, _DECAY_LENGTH, _IS_NOT_WSD),
+    "training.min_lr": KeyRule(Verdict.INEXACT, "the rate decays to another value", _IS_CONSTANT),
+    "training.clip_norm": KeyRule(Verdict.INEXACT, "steps above either norm are scaled differently"),
+    "training.non_finite": KeyRule(Verdict.EXACT, "it matters only at a step with NaN or infinity"),
+    "training.max_skipped_in_a_row": KeyRule(Verdict.EXACT, "it matters only at steps with NaN or infinity"),
+    "training.eval_every": KeyRule(Verdict.EXACT, _NO_EFFECT),
+    "training.eval_batches": KeyRule(Verdict.EXACT, _NO_EFFECT),
+    "training.precision": KeyRule(Verdict.INEXACT, "products are rounded differently"),
+    "training.activation_checkpointing": KeyRule(Verdict.EXACT, "recomputed activations have the same bits"),
+    "pipeline.stages": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.layers": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.balance": KeyRule(Verdict.INEXACT, f"the cuts may move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.chunks": KeyRule(Verdict.INEXACT, f"the cuts move: {_CUTS}", _IS_LOSSLESS),
+    "pipeline.in_flight": KeyRule(Verdict.EXACT, "gradients are added in the same order at every depth"),
+    "pipeline.schedule": KeyRule(Verdict.EXACT, "gradients are added in the same order under every schedule"),
+    "memory.activations": KeyRule(
+        Verdict.INEXACT, "activations and products are rounded differently", _SAME_ACTIVATIONS
+    ),
+    "memory.coat.backward_products": KeyRule(Verdict.INEXACT, "gradients are rounded differently", _IS_NOT_COAT),
+    "memory.coat.keep_weight_codes": KeyRule(Verdict.EXACT, "weights that are encoded again have the same codes"),
+    "wire": KeyRule(
         Verdict.INEXACT, "tensors at cuts are rounded differently", (_same(_coding), "the codecs are equivalent")
     ),
-    "wire.follow": Rule(Verdict.INEXACT, "codecs change at other steps"),
-    "wire.replay": Rule(Verdict.INEXACT, "codecs change at other steps"),
-    "links": Rule(Verdict.EXACT, "the time at which bytes arrive does not matter"),
-    "security": Rule(Verdict.EXACT, _NOT_ARITHMETIC),
-    "hosts": Rule(
+    "wire.follow": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
+    "wire.replay": KeyRule(Verdict.INEXACT, "codecs change at other steps"),
+    "links": KeyRule(Verdict.EXACT, "the time at which bytes arrive does not matter"),
+    "security": KeyRule(Verdict.EXACT, _NOT_ARITHMETIC),
+    "hosts": KeyRule(
         Verdict.INEXACT, "other machines may round differently", (_same(_machines), "the same machines compute")
     ),
 }

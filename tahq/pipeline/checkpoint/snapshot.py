@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tahq.errors import SnapshotError
-from tahq.pipeline.checkpoint.durable_file import write_text_durably
+from tahq.pipeline.checkpoint.durable_file import wait_for_room, write_text_durably
 from tahq.pipeline.checkpoint.manifest import (
     LATEST,
     MANIFEST,
@@ -40,8 +40,10 @@ SET_ASIDE = MANIFEST + ".left"
 log = logging.getLogger(__name__)
 
 
-def publish(snapshots: Path, step: int, files: Iterable[StageFile], meta: Mapping[str, Any]) -> Manifest:
-    """Declare a checkpoint complete: write its manifest, then point `latest` to it.
+def publish(
+    snapshots: Path, step: int, files: Iterable[StageFile], meta: Mapping[str, Any], give_up_s: float = 0.0
+) -> Manifest:
+    """Declare a checkpoint complete: write its manifest, then point `latest` to it; wait for room on a full disk.
 
     Other files in its folder, left by killed writers or another division of the model, are removed. Names of tensors
     that a `StageFile` lacks are read from the file, if it is here.
@@ -51,21 +53,20 @@ def publish(snapshots: Path, step: int, files: Iterable[StageFile], meta: Mappin
         step: committed steps behind it.
         files: one per stage, each reported durable.
         meta: plain values: `run_id`, the resolved `config`, and anything else to keep.
-
-    Returns:
-        The manifest.
+        give_up_s: seconds to wait for room, for each of the two files.
 
     Raises:
         SnapshotError: it cannot be written; `latest` still names the previous checkpoint.
     """
-    missing = sorted({"run_id", "config"} - set(meta))
-    if missing:
-        raise SnapshotError(f"a manifest needs {', '.join(missing)}; got {', '.join(meta) or 'nothing'}")
-    folder = snapshot_folder(snapshots, step)
-    entries = sorted(files, key=lambda entry: entry.file)
-    manifest = Manifest(step, tuple(_with_tensor_names(folder, entry) for entry in entries), dict(meta))
-    write_text_durably(folder / MANIFEST, manifest.to_json())
-    write_text_durably(snapshots / LATEST, folder.name + "\n")
+    folder, entries = snapshot_folder(snapshots, step), []
+    for entry in sorted(files, key=lambda entry: entry.file):
+        if not entry.tensors and (folder / entry.file).is_file():
+            names = SnapshotReader(folder, {entry.file: entry.sha256}).names()
+            entry = replace(entry, tensors=tuple(sorted(names)))
+        entries.append(entry)
+    manifest = Manifest(step, tuple(entries), dict(meta))
+    wait_for_room(lambda: write_text_durably(folder / MANIFEST, manifest.to_json()), give_up_s)
+    wait_for_room(lambda: write_text_durably(snapshots / LATEST, folder.name + "\n"), give_up_s)
     _remove_unlisted(folder, manifest)
     return manifest
 
@@ -83,13 +84,6 @@ def discard(snapshots: Path, step: int) -> None:
         _remove_unlisted(folder, read_manifest(folder))
     elif folder.is_dir():
         _remove_folder(folder)
-
-
-def _with_tensor_names(folder: Path, entry: StageFile) -> StageFile:
-    if entry.tensors or not (folder / entry.file).is_file():
-        return entry
-    reader = SnapshotReader(folder, {entry.file: entry.sha256})
-    return replace(entry, tensors=tuple(sorted(reader.names())))
 
 
 def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None) -> list[Path]:
@@ -112,11 +106,10 @@ def prune(snapshots: Path, keep: int, complete: int = 0, base: int | None = None
     """
     folders = snapshot_folders(snapshots)
     if (snapshots / LATEST).is_file():
-        ascending, latest = list(folders.values()), latest_folder(snapshots)
-        older = ascending[: ascending.index(latest)]
+        ascending = list(folders.values())
+        older = ascending[: ascending.index(latest_folder(snapshots))]
         whole = [folder for folder in older if (folder / MANIFEST).is_file()]
-        kept = whole[max(0, len(whole) - (keep - 1)) :]
-        stale = [folder for folder in older if folder not in kept]
+        stale = [folder for folder in older if folder not in whole[max(0, len(whole) - (keep - 1)) :]]
     else:
         stale = [folder for step, folder in folders.items() if step <= complete][:-keep]
     if base is not None:

@@ -17,7 +17,7 @@ import torch
 
 from tahq.data.batches import BatchSource
 from tahq.errors import NonFiniteError
-from tahq.pipeline.probe.cut_model import CutModel, Wire, copied_gradients
+from tahq.pipeline.probe.cut_model import UNCOMPRESSED, CutModel, ProbedWire, copied_gradients
 from tahq.pipeline.probe.result import GroupSums, ProbedStep, StepErrors, compare
 
 Gradients = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ class GradientProbe:
     """A model, its data, and the wires to try.
 
     Args:
-        model: cut where the run would cut it.
+        model: as the run would cut it.
         batches: the run's.
         wires: the codecs to try.
         update: takes the optimizer's step of this number with the present gradients.
@@ -41,12 +41,12 @@ class GradientProbe:
         self,
         model: CutModel,
         batches: BatchSource,
-        wires: Sequence[Wire],
+        wires: Sequence[ProbedWire],
         update: Callable[[int], None],
         on_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         for wire in wires:
-            wire.cut()
+            wire.codecs()
         self._model = model
         self._batches = batches
         self._wires = tuple(wires)
@@ -56,7 +56,7 @@ class GradientProbe:
 
     def train(self, step: int) -> float:
         """Take a training step without codecs; returns its loss in nats per token."""
-        loss = self._compute(step, Wire())
+        loss = self._compute(step, UNCOMPRESSED)
         self._update(step)
         return loss
 
@@ -71,20 +71,19 @@ class GradientProbe:
             NonFiniteError: a gradient without codecs is NaN or infinite.
             CodecError: a codec refuses a tensor.
         """
-        num_wires = len(self._wires)
         sum_reference: Gradients = {}
-        sum_errors: list[Gradients] = [{} for _ in range(num_wires)]
+        sum_errors: list[Gradients] = [{} for _ in self._wires]
         by_batch: list[list[GroupSums]] = []
         # Last to first, so that the gradient that remains is the one for the step.
         for batch_step in reversed(range(step, step + num_batches)):
             loss, reference = self._reference(batch_step)
             compared: list[GroupSums] = []
-            for number, wire in enumerate(self._wires):
+            for wire, sum_error in zip(self._wires, sum_errors, strict=True):
                 self._compute(batch_step, wire)
                 error = self._subtract(reference)
                 compared.append(self._by_group(reference, error))
                 if num_batches > 1:
-                    _add(sum_errors[number], error)
+                    _add(sum_error, error)
             by_batch.insert(0, compared)
             if num_batches > 1:
                 _add(sum_reference, reference)
@@ -92,15 +91,12 @@ class GradientProbe:
             parameter.grad = reference[name]
         means = [self._by_group(sum_reference, sums) if num_batches > 1 else None for sums in sum_errors]
         self._update(step)
-        measured = (
-            StepErrors(step, tuple(compared[number] for compared in by_batch), means[number])
-            for number in range(num_wires)
-        )
-        return ProbedStep(step, loss, tuple(measured))
+        by_wire = zip(zip(*by_batch, strict=True), means, strict=True)
+        return ProbedStep(step, loss, tuple(StepErrors(step, batches, mean) for batches, mean in by_wire))
 
     def _reference(self, step: int) -> tuple[float, Gradients]:
         """Loss and gradients of one batch without codecs."""
-        loss = self._compute(step, Wire())
+        loss = self._compute(step, UNCOMPRESSED)
         reference = copied_gradients(self._model.parameters)
         if not (math.isfinite(loss) and all(bool(g.isfinite().all()) for g in reference.values())):
             raise NonFiniteError(
@@ -109,7 +105,7 @@ class GradientProbe:
             )
         return loss, reference
 
-    def _compute(self, step: int, wire: Wire) -> float:
+    def _compute(self, step: int, wire: ProbedWire) -> float:
         loss = self._model.compute_gradients(self._batches.train(step), step, wire)
         self._on_gradient()
         return loss

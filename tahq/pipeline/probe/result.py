@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from tahq.pipeline.probe.cut_model import Wire
+from tahq.pipeline.probe.cut_model import ProbedWire
 
 STEP_LIMIT = 0.4
 EXPECTATION_LIMIT = 0.1
@@ -33,8 +33,9 @@ class ErrorSums:
     @classmethod
     def over(cls, parts: Iterable[Self]) -> Self:
         """The sums over all parts, exact whatever their order."""
-        columns = list(zip(*((part.signal, part.error, part.product) for part in parts), strict=True))
-        return cls(*(_exact_sum(column) for column in columns)) if columns else cls(0.0, 0.0, 0.0)
+        rows = [(part.signal, part.error, part.product) for part in parts] or [(0.0, 0.0, 0.0)]
+        columns = zip(*rows, strict=True)
+        return cls(*(math.fsum(column) if all(map(math.isfinite, column)) else math.nan for column in columns))
 
     @property
     def relative(self) -> float:
@@ -59,14 +60,9 @@ GroupSums = Mapping[str, ErrorSums]
 
 
 def compare(reference: Mapping[str, torch.Tensor], error: Mapping[str, torch.Tensor]) -> ErrorSums:
-    """The sums over some parameters; one device round trip.
+    """The sums over some parameters, of g and ĝ − g (fp32) by name; one device round trip.
 
-    Args:
-        reference: g by parameter name, any shape, fp32.
-        error: ĝ − g by the same names.
-
-    Example:
-        g = (3, 4), ĝ = (3, 5): signal 25, error 1, product 4; relative error 0.04.
+    Example: g = (3, 4), ĝ = (3, 5): signal 25, error 1, product 4; relative error 0.04.
     """
     sums = []
     for name in error:
@@ -76,18 +72,11 @@ def compare(reference: Mapping[str, torch.Tensor], error: Mapping[str, torch.Ten
     return ErrorSums.over(ErrorSums(*row) for row in rows)
 
 
-def _exact_sum(values: Sequence[float]) -> float:
-    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
-
-
 @dataclass(frozen=True, slots=True)
 class StepErrors:
-    """The error of one wire at one step's weights.
+    """The error of one wire at the weights after `step` steps.
 
-    Attributes:
-        step: steps taken before.
-        batches: sums by group for each batch, the step's own first.
-        mean: sums for the sum over the batches; None if there was only one batch.
+    `batches` has the sums of each batch, the step's own first; `mean` those of the sum over the batches, None of one.
     """
 
     step: int
@@ -108,7 +97,7 @@ class ProbedStep:
 class WireResult:
     """All measurements of one wire; at least one step with at least one batch."""
 
-    wire: Wire
+    wire: ProbedWire
     steps: tuple[StepErrors, ...]
 
     @property
@@ -165,7 +154,7 @@ class WireResult:
         return (batch for step in self.steps for batch in step.batches)
 
 
-def collect(wires: Sequence[Wire], probed: Sequence[ProbedStep]) -> list[WireResult]:
+def collect(wires: Sequence[ProbedWire], probed: Sequence[ProbedStep]) -> list[WireResult]:
     """The measurements of all steps, by wire."""
     return [WireResult(wire, tuple(step.wires[number] for step in probed)) for number, wire in enumerate(wires)]
 

@@ -13,7 +13,6 @@ that is not taken, so no step is wasted on a rate of 0. Every stage computes the
 """
 
 import math
-from collections.abc import Callable, Mapping
 
 from tahq.pipeline.config import TrainingConfig
 
@@ -31,47 +30,16 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int) -> float:
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
-    return RATES[config.lr_schedule](config, step, total_steps)
-
-
-def _constant(config: TrainingConfig, step: int, total_steps: int) -> float:
-    return config.lr
-
-
-def _linear(config: TrainingConfig, step: int, total_steps: int) -> float:
-    return _interpolate(config, _progress(step, config.warmup_steps, total_steps))
-
-
-def _cosine(config: TrainingConfig, step: int, total_steps: int) -> float:
-    progress = _progress(step, config.warmup_steps, total_steps)
-    return _interpolate(config, (1 - math.cos(math.pi * progress)) / 2)
-
-
-def _warm_up_stable_decay(config: TrainingConfig, step: int, total_steps: int) -> float:
-    decay_steps = config.decay_steps or max(1, total_steps // WSD_DECAY_SHARE)
-    start = max(config.warmup_steps, total_steps - decay_steps)
-    return _interpolate(config, _progress(step, start, total_steps))
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    """How far a step is from `start` to `end`, in [0, 1]; 1 if the interval is empty."""
-    if step >= end:
-        return 1.0
-    return max(0.0, (step - start) / (end - start)) if end > start else 1.0
-
-
-def _interpolate(config: TrainingConfig, share: float) -> float:
-    """From the peak (share 0) to the minimum (share 1), exact at both ends and never rising.
-
-    Each operation is monotone in `share` even after rounding, which a sum of two products is not.
-    """
-    return config.min_lr if share >= 1 else max(config.min_lr, config.lr - (config.lr - config.min_lr) * share)
-
-
-RATES: Mapping[str, Callable[[TrainingConfig, int, int], float]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "wsd": _warm_up_stable_decay,
-}
-"""The rate after the warm-up, by schedule: (config, step, total steps) -> rate."""
+    if config.lr_schedule == "constant":
+        return config.lr
+    if step >= total_steps:
+        return config.min_lr
+    start = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        start = max(start, total_steps - (config.decay_steps or max(1, total_steps // WSD_DECAY_SHARE)))
+    progress = max(0.0, (step - start) / (total_steps - start))
+    if config.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    # each operation is monotone in `progress` even after rounding, which a sum of two products is not
+    rate = config.lr - (config.lr - config.min_lr) * progress
+    return config.min_lr if progress >= 1 else max(config.min_lr, rate)

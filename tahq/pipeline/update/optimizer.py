@@ -32,15 +32,9 @@ Shape = tuple[int, ...]
 def build_optimizer(
     config: TrainingConfig, params: Mapping[str, Parameter], decayed: Callable[[str, Parameter], bool]
 ) -> Optimizer:
-    """The optimizer that `training:` asks for, over the parameters of one stage.
+    """The optimizer of `training:` over a stage's parameters by canonical name.
 
-    Args:
-        config: `training:`; its `lr` is in every group until the rate of a step is set.
-        params: by canonical name; at least one.
-        decayed: whether weight decay applies to (name, parameter): not to norms and biases.
-
-    Returns:
-        An optimizer with up to two groups, decayed and not.
+    It has up to two groups: `decayed` says which parameters have weight decay (not norms and biases).
     """
     groups: dict[bool, list[Parameter]] = {True: [], False: []}
     for name, parameter in params.items():
@@ -67,12 +61,11 @@ class DecoupledSgd(SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """x ← x·(1 − η·λ); then torch's b ← μ·b + g (b = g at first), x ← x − η·b."""
         for group in self.param_groups:
             _decay(group["params"], group["lr"], group["decoupled_decay"])
-        loss: float | None = super().step(closure)
-        return loss
+        super().step()
 
 
 class EmaSgd(Optimizer):
@@ -89,25 +82,18 @@ class EmaSgd(Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on the gradients at hand; parameters without one are left alone."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step on the gradients at hand; parameters without a gradient stay as they are."""
         for group in self.param_groups:
             _decay(group["params"], group["lr"], group["weight_decay"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group["lr"], group["momentum"])
-        return loss
-
-    def _update(self, parameter: Parameter, gradient: torch.Tensor, lr: float, momentum: float) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        average = state["momentum_buffer"].mul_(momentum).add_(gradient, alpha=1 - momentum)
-        parameter.add_(average, alpha=-lr)
+                    state = self.state[parameter]
+                    if not state:
+                        state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    average = state["momentum_buffer"]
+                    average.mul_(group["momentum"]).add_(parameter.grad, alpha=1 - group["momentum"])
+                    parameter.add_(average, alpha=-group["lr"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +108,27 @@ def _adam_keys(config: TrainingConfig) -> dict[str, Any]:
     return {"lr": config.lr, "betas": config.betas, "eps": config.epsilon}
 
 
-def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
-        return BlockwiseAdamW(groups, partial(_adamw_states, config), **_adam_keys(config))
-    return AdamW(groups, foreach=False, fused=False, **_adam_keys(config))
-
-
-def _adamw_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+def _fp32_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return plain_adamw_states(shape, torch.float32)
 
 
-def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
-    states, block = partial(_adamw8bit_states, config), config.adamw8bit.block
-    return BlockwiseAdamW(groups, states, block=block, **_adam_keys(config))
+def _bf16_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+    return plain_adamw_states(shape, torch.bfloat16)
 
 
-def _adamw8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
+def _8bit_states(config: TrainingConfig, shape: Shape) -> StateSpecs:
     return adamw8bit_states(shape, config.adamw8bit.block, config.adamw8bit.min_elements)
 
 
-def _adamw_bf16_states(shape: Shape) -> StateSpecs:
-    return plain_adamw_states(shape, torch.bfloat16)
+def _adamw(groups: Groups, config: TrainingConfig) -> Optimizer:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if all(parameter.is_cuda for parameter in parameters) and has_ptx("cuda"):
+        return BlockwiseAdamW(groups, partial(_fp32_states, config), **_adam_keys(config))
+    return AdamW(groups, foreach=False, fused=False, **_adam_keys(config))
+
+
+def _adamw8bit(groups: Groups, config: TrainingConfig) -> Optimizer:
+    return BlockwiseAdamW(groups, partial(_8bit_states, config), block=config.adamw8bit.block, **_adam_keys(config))
 
 
 def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
@@ -151,14 +136,16 @@ def _sgd(groups: Groups, config: TrainingConfig) -> Optimizer:
     return DecoupledSgd(groups, lr=config.lr, momentum=config.momentum, foreach=False, fused=False)
 
 
+_ADAMW = OptimizerKind(_adamw, _fp32_states)
+_ADAMW_8BIT = OptimizerKind(_adamw8bit, _8bit_states)
 _BESIDE_LOW_RANK = OptimizerKind(
-    lambda groups, config: (_adamw8bit if config.has_small_states else _adamw)(groups, config),
-    lambda config, shape: (_adamw8bit_states if config.has_small_states else _adamw_states)(config, shape),
+    lambda groups, config: (_ADAMW_8BIT if config.has_small_states else _ADAMW).build(groups, config),
+    lambda config, shape: (_ADAMW_8BIT if config.has_small_states else _ADAMW).states(config, shape),
 )
 """For the parameters that a slice has beside its low-rank weights; see `memory/galore`."""
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
-    "adamw": OptimizerKind(_adamw, _adamw_states),
+    "adamw": _ADAMW,
     "sgd": OptimizerKind(
         _sgd, lambda config, shape: {"momentum_buffer": StateSpec(shape)} if config.momentum > 0 else {}
     ),
@@ -170,10 +157,9 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
         lambda groups, config: Fp8AdamW(groups, config.fp8_adamw, **_adam_keys(config)),
         lambda config, shape: fp8_adamw_states(config.fp8_adamw, shape),
     ),
-    "adamw8bit": OptimizerKind(_adamw8bit, _adamw8bit_states),
+    "adamw8bit": _ADAMW_8BIT,
     "adamw_bf16": OptimizerKind(
-        lambda groups, config: BlockwiseAdamW(groups, _adamw_bf16_states, **_adam_keys(config)),
-        lambda config, shape: _adamw_bf16_states(shape),
+        lambda groups, config: BlockwiseAdamW(groups, partial(_bf16_states, config), **_adam_keys(config)), _bf16_states
     ),
     "qgalore": _BESIDE_LOW_RANK,
     "galore": _BESIDE_LOW_RANK,
@@ -205,19 +191,18 @@ def load_optimizer_tensors(
 ) -> None:
     """Restore an optimizer from `optimizer_tensors`, bit for bit, whichever stages wrote them.
 
-    Args:
-        config: the configuration that the optimizer was built from.
-        optimizer: new, or to be overwritten.
-        params: the parameters of this stage, by canonical name.
-        tensors: states of at least these parameters; others are ignored. Without any state for these parameters the
-            optimizer starts empty.
+    `tensors` are states of at least these parameters; others are ignored. Without any state for these parameters the
+    optimizer starts empty.
 
     Raises:
         SnapshotError: states for some of the parameters only, or of another shape or type.
     """
     states = OPTIMIZERS[config.optimizer].states
     specs = {name: states(config, tuple(parameter.shape)) for name, parameter in params.items()}
-    found = {name: _states_of(specs[name], name, tensors) for name in params}
+    found = {
+        name: {state: tensors[f"{state}/{name}"] for state in sorted(specs[name]) if f"{state}/{name}" in tensors}
+        for name in params
+    }
     missing = [name for name, states in found.items() if not states]
     if missing and len(missing) < len(params):
         raise SnapshotError(
@@ -225,6 +210,11 @@ def load_optimizer_tensors(
             f"this stage; {missing[0]} has none: it is damaged, or from another model"
         )
     for name, parameter in params.items():
+        absent = ", ".join(sorted(specs[name].keys() - found[name].keys()))
+        if found[name] and absent:
+            raise SnapshotError(
+                f"the checkpoint has {', '.join(found[name])} of {name} but not {absent}: it is damaged"
+            )
         copies = {
             state: _checked_copy(specs[name][state], f"{state} of {name}", parameter, value)
             for state, value in found[name].items()
@@ -232,14 +222,6 @@ def load_optimizer_tensors(
         optimizer.state.pop(parameter, None)
         if copies:
             optimizer.state[parameter] = copies
-
-
-def _states_of(expected: StateSpecs, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {state: tensors[f"{state}/{name}"] for state in sorted(expected) if f"{state}/{name}" in tensors}
-    if found and len(found) < len(expected):
-        absent = ", ".join(sorted(expected.keys() - found.keys()))
-        raise SnapshotError(f"the checkpoint has {', '.join(found)} of {name} but not {absent}: it is damaged")
-    return found
 
 
 def _checked_copy(spec: StateSpec, name: str, parameter: Parameter, value: torch.Tensor) -> torch.Tensor:

@@ -20,16 +20,9 @@ from tahq.pipeline.update.optimizer import build_optimizer, load_optimizer_tenso
 
 
 class StageUpdate:
-    """Optimizer and learning rate of one stage.
+    """Optimizer and learning rate of one stage, whose parameters and low-rank weights come by canonical name.
 
-    Args:
-        config: `training:`.
-        parameters: the stage's parameters by canonical name, in model order.
-        decayed: whether weight decay applies to (name, parameter).
-        total_steps: length of the run, for the learning-rate schedule.
-        tied: its second copy is left out of the norm.
-        low_rank: the stage's low-rank weights, by canonical name.
-        shape: of a step; needed if the update is fused.
+    `tied` has a second copy that is left out of the norm; `shape` is needed if the update is fused.
     """
 
     def __init__(
@@ -91,21 +84,16 @@ class StageUpdate:
 
     @torch.no_grad()
     def load(self, read: Callable[[str], torch.Tensor], names: set[str]) -> None:
-        """Restore weights and optimizer states from a checkpoint, bit for bit.
-
-        Args:
-            read: returns a tensor of the checkpoint by name.
-            names: all names in the checkpoint.
-        """
+        """Restore weights and optimizer states, bit for bit, from a checkpoint with these names."""
         for name, parameter in self._parameters.items():
             parameter.copy_(read(f"model/{name}"))
         for weight in self._low_rank.values():
             weight.load(read)
-        states = {
-            name.removeprefix("optimizer/"): read(name)
-            for name in sorted(names)
-            if name.startswith("optimizer/") and name.removeprefix("optimizer/").partition("/")[2] in self._parameters
-        }
+        states = {}
+        for name in sorted(names):
+            prefix, _, state = name.partition("/")
+            if prefix == "optimizer" and state.partition("/")[2] in self._parameters:
+                states[state] = read(name)
         if states:
             load_optimizer_tensors(self._config, self.optimizer, self._parameters, states)
 
@@ -135,13 +123,9 @@ class FusedUpdate:
     that COMMIT would have given them. Weight gradients of a split backward bypass autograd's hooks, so zero-bubble is
     refused (`ClusterConfig`).
 
-    Source: Q-GaLore §3.5; Lv et al. 2023, Full Parameter Fine-tuning for LLMs with Limited Resources (LOMO), §3.1.
+    `take_step` is called with (step, holder of the new gradient), whose gradient scale has been removed.
 
-    Args:
-        parameters: ordinary parameters.
-        low_rank: low-rank weights.
-        take_step: called with (step, holder of the new gradient) to take its optimizer step.
-        shape: of a step; its gradient scale is removed before gradients are used.
+    Source: Q-GaLore §3.5; Lv et al. 2023, Full Parameter Fine-tuning for LLMs with Limited Resources (LOMO), §3.1.
     """
 
     def __init__(
