@@ -18,13 +18,13 @@ ALL = sorted(EXAMPLES.glob("*.yaml"))
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_configuration_survives_json_and_yaml(path, tmp_path):
-    config = load_config(path)
-    assert config_from_json(config_json(config)) == config
-    written = tmp_path / "config.yaml"
-    written.write_text(dump_yaml(config), encoding="utf-8")
-    again = load_config(written)
-    assert again == config
-    assert config_hash(again) == config_hash(config)
+    for config in (load_config(path), resolve(load_config(path))):
+        assert config_from_json(config_json(config)) == config
+        written = tmp_path / "config.yaml"
+        written.write_text(dump_yaml(config), encoding="utf-8")
+        again = load_config(written)
+        assert again == config
+        assert config_hash(again) == config_hash(config)
 
 
 def test_json_is_canonical():
@@ -96,7 +96,7 @@ def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, n
         ('{"run": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "the top level: expected keys and values; got a list of 0"),
-        ("{}", "model is missing; a run needs this section (and 2 more: data, training)"),
+        ("{}", "model is missing; a run needs this section (and 2 more: data, training); do both ends run the same"),
         (config_json(EXAMPLE).replace('"lr":', '"lrr":'), "training.lrr is not a key of training; did you mean"),
         (config_json(EXAMPLE).replace('"seed":0', '"seed":"x"'), "run.seed: expected a whole number; got 'x'"),
         (config_json(EXAMPLE).replace('"rate":100000000.0', '"rate":100'), "links.rate: a rate needs a unit"),
@@ -108,11 +108,6 @@ def test_json_that_is_no_configuration_is_refused_in_one_line(text, message):
     assert message in str(caught.value)
     assert str(caught.value).startswith("the configuration received as JSON")
     assert "\n" not in str(caught.value)
-
-
-def test_message_about_json_asks_for_equal_versions():
-    with pytest.raises(ConfigError, match=r"do both ends run the same version of tahq\?$"):
-        config_from_json("{}")
 
 
 # -- resolving -----------------------------------------------------------------------------------
@@ -139,18 +134,8 @@ def test_resolving_writes_out_what_the_word_paper_stands_for():
     ) in dump_yaml(config)
 
 
-def test_resolving_leaves_at_least_one_thread_and_what_is_set(monkeypatch):
+def test_resolving_sets_at_least_one_thread_on_this_machine_only(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert resolve(EXAMPLE).run.threads == 1
     assert resolve(load_config(EXAMPLES / "gpt2.yaml", ["run.threads=7"])).run.threads == 7
-
-
-def test_resolving_leaves_threads_of_other_machines_to_them():
     assert resolve(load_config(EXAMPLES / "llama_remote.yaml")).run.threads is None
-
-
-def test_resolved_configuration_survives_json_and_yaml(tmp_path):
-    config = resolve(EXAMPLE)
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_yaml(config))
-    assert load_config(path) == config == config_from_json(config_json(config))

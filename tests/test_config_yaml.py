@@ -47,17 +47,19 @@ def test_nan_is_a_number():
     assert math.isnan(plain_scalar(".nan"))
 
 
-@pytest.mark.parametrize("text", ["'1e-3'", '"true"', "'null'"])
-def test_quoted_scalar_is_text(text):
-    assert parse_yaml(f"a: {text}").value == {"a": text.strip("'\"")}
-
-
-def test_block_scalar_is_text():
-    assert parse_yaml("a: |\n  5\n").value == {"a": "5\n"}
-
-
-def test_keys_are_text_whatever_they_look_like():
-    assert parse_yaml("1: a\ntrue: b\nnull: c").value == {"1": "a", "true": "b", "null": "c"}
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a: '1e-3'", {"a": "1e-3"}),
+        ('a: "true"', {"a": "true"}),
+        ("a: |\n  5\n", {"a": "5\n"}),
+        ("1: a\ntrue: b\nnull: c", {"1": "a", "true": "b", "null": "c"}),
+        ("# only a comment\n", None),
+        ("a: &x {b: 1}\nc: *x", {"a": {"b": 1}, "c": {"b": 1}}),
+    ],
+)
+def test_quoted_text_blocks_keys_and_aliases(text, value):
+    assert parse_yaml(text).value == value
 
 
 def test_lines_are_those_of_keys_and_list_items():
@@ -65,14 +67,6 @@ def test_lines_are_those_of_keys_and_list_items():
     assert document.lines == {
         (): 1, ("a",): 1, ("b",): 3, ("b", "c"): 4, ("b", "d"): 6, ("b", "d", 0): 6, ("b", "d", 1): 7,
     }  # fmt: skip
-
-
-def test_empty_text_holds_nothing():
-    assert parse_yaml("# only a comment\n").value is None
-
-
-def test_alias_is_a_copy_of_what_it_names():
-    assert parse_yaml("a: &x {b: 1}\nc: *x").value == {"a": {"b": 1}, "c": {"b": 1}}
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,6 @@ SomeModel = TypeVar("SomeModel", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
-class Mistake:
-    """One mistake: where in the configuration, and its message."""
-
-    path: Path
-    message: str
-    is_unknown_key: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Origins:
     """Where each value of a configuration was written.
 
@@ -55,17 +46,17 @@ class Origins:
         origin = self._find(path)
         return origin if isinstance(origin, int) else 0
 
-    def report(self, mistake: Mistake) -> str:
-        """A mistake with its place, and the ``--set``s elsewhere that may cause it: below it or named by it."""
-        origin = self._find(mistake.path)
+    def report(self, path: Path, message: str) -> str:
+        """A mistake at `path` with its place, and the ``--set``s elsewhere that may cause it: below or named by it."""
+        origin = self._find(path)
         place = origin if isinstance(origin, str) else f"{self.source}:{origin}" if origin else self.source
         changes = [
             change
-            for path, change in self.changes.items()
-            if change != place and (_is_below(path, mistake.path) or dotted(path) in mistake.message)
+            for where, change in self.changes.items()
+            if change != place and (_is_below(where, path) or dotted(where) in message)
         ]
         changed = f" (changed by {', '.join(changes)})" if changes else ""
-        return f"{place}{changed}: {mistake.message}"
+        return f"{place}{changed}: {message}"
 
     def _find(self, path: Path) -> int | str:
         """Where the value at `path`, or the nearest section around it, was written; 0: nowhere in particular."""
@@ -83,20 +74,13 @@ def validated(kind: type[SomeModel], values: Any, origins: Origins, context: Any
     try:
         return kind.model_validate(values, context=context)
     except ValidationError as error:
-        mistakes = _find_mistakes(error, values, kind)
-        # Unknown keys first: a misspelt key is also missing under its right name.
-        mistakes.sort(key=lambda mistake: (not mistake.is_unknown_key, origins.line(mistake.path)))
+        mistakes = _find_mistakes(error, values, kind, origins)
         first, *others = mistakes
-        raise ConfigError(origins.report(first) + _named(others, origins)) from error
-
-
-def _named(mistakes: list[Mistake], origins: Origins) -> str:
-    if not mistakes:
-        return ""
-    lines = {mistake.path: origins.line(mistake.path) for mistake in mistakes[:_MAX_NAMED]}
-    names = [dotted(path) + (f" in line {line}" if line else "") for path, line in lines.items()]
-    more = ", …" if len(mistakes) > _MAX_NAMED else ""
-    return f" (and {len(mistakes)} more: {', '.join(names)}{more})"
+        lines = {path: origins.line(path) for path in others[:_MAX_NAMED]}
+        names = [dotted(path) + (f" in line {line}" if line else "") for path, line in lines.items()]
+        names += ["…"] if len(others) > _MAX_NAMED else []
+        more = f" (and {len(others)} more: {', '.join(names)})" if others else ""
+        raise ConfigError(origins.report(first, mistakes[first]) + more) from error
 
 
 def with_place(message: str, root: type[BaseModel], origins: Origins) -> str:
@@ -108,7 +92,7 @@ def with_place(message: str, root: type[BaseModel], origins: Origins) -> str:
     path = _key_at_start(message, root)
     if len(path) < 2 or not (isinstance(path[1], int) or path[1] in _section_at(root, path[:1]).model_fields):
         return message
-    return origins.report(Mistake(path, message))
+    return origins.report(path, message)
 
 
 def _key_at_start(message: str, root: type[BaseModel]) -> Path:
@@ -123,8 +107,8 @@ def dotted(path: Path) -> str:
     return ".".join(brief(str(step)) for step in path)
 
 
-def _find_mistakes(error: ValidationError, data: Any, root: type[BaseModel]) -> list[Mistake]:
-    """One mistake per place.
+def _find_mistakes(error: ValidationError, data: Any, root: type[BaseModel], origins: Origins) -> dict[Path, str]:
+    """One message per place, in the order of the file.
 
     Where a value may be of several kinds, pydantic reports each kind that it is not: expectations at
     one place are joined by "or", and dropped when another kind fitted well enough to fail deeper.
@@ -133,11 +117,13 @@ def _find_mistakes(error: ValidationError, data: Any, root: type[BaseModel]) -> 
     for details in error.errors(include_url=False):
         path = _real_path(details, data) or _key_at_start(str(details.get("ctx", {}).get("error", "")), root)
         by_path.setdefault(path, []).append(details)
-    return [
-        Mistake(path, _message(path, group, data, root), group[0]["type"] == "extra_forbidden")
-        for path, group in by_path.items()
+    # Unknown keys first: a misspelt key is also missing under its right name.
+    ordered = sorted(by_path, key=lambda path: (by_path[path][0]["type"] != "extra_forbidden", origins.line(path)))
+    return {
+        path: _message(path, group, data, root)
+        for path, group in ((path, by_path[path]) for path in ordered)
         if not (all(each["type"] in _KINDS for each in group) and any(_is_below(other, path) for other in by_path))
-    ]
+    }
 
 
 def _real_path(details: ErrorDetails, data: Any) -> Path:

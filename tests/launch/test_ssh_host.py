@@ -1,4 +1,4 @@
-"""Stages on other machines: the command that ssh is given, and whole runs through a real sshd on loopback."""
+"""Stages on other machines: the ssh command, and whole runs through a real sshd on loopback."""
 
 import getpass
 import os
@@ -26,6 +26,7 @@ from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 PRIVILEGE_SEPARATION = Path("/run/sshd")
+PEER = "192.0.2.1:5555"
 
 needs_sshd = pytest.mark.skipif(
     SSHD is None or shutil.which("ssh") is None, reason="no OpenSSH: apt-get install openssh-server openssh-client"
@@ -33,7 +34,7 @@ needs_sshd = pytest.mark.skipif(
 
 
 def words(command) -> list[str]:
-    """What a POSIX shell on the other side makes of the last argument."""
+    """The last argument as a POSIX shell on the other side splits it."""
     return shlex.split(command.argv[-1])
 
 
@@ -41,29 +42,26 @@ def test_remote_command_survives_the_remote_shell():
     host = MachineConfig(
         address="gpu1", ssh="me@gpu1", python="/opt/my env/bin/python", workdir="a b/$c", env={"X": "it's; rm -rf ~"}
     )
-    command = ssh_command(host, 2, "192.0.2.1:5555", threads=3)
-    assert words(command)[:5] == ["cd", "a b/$c", "&&", "exec", "env"]
-    assert "X=it's; rm -rf ~" in words(command)
-    assert "OMP_NUM_THREADS=3" in words(command)
-    worker = words(command)[words(command).index("/opt/my env/bin/python") :]
-    assert worker[1:] == [
-        *("-m", "tahq_launch.cli", "worker", "--stage", "2", "--peer", "192.0.2.1:5555", "--exit-with-stdin"),
-        "--no-curve",
+    script = words(ssh_command(host, 2, PEER, threads=3))
+    assert script[:5] == ["cd", "a b/$c", "&&", "exec", "env"]
+    assert {"X=it's; rm -rf ~", "OMP_NUM_THREADS=3"} < set(script)
+    assert script[script.index("/opt/my env/bin/python") + 1 :] == [
+        *("-m", "tahq_launch.cli", "worker", "--stage", "2", "--peer", PEER, "--exit-with-stdin", "--no-curve")
     ]
 
 
-def test_the_key_of_a_remote_worker_goes_over_stdin_and_nowhere_else():
+def test_key_of_a_remote_worker_is_sent_over_stdin_only():
     own, coordinator = new_key_pair(), new_key_pair()
     secret = RunKeys(coordinator, {2: own}, frozenset()).secret_of(2)
-    command = ssh_command(MachineConfig(address="gpu1", ssh="gpu1"), 2, "192.0.2.1:5555", secret=secret)
+    command = ssh_command(MachineConfig(address="gpu1", ssh="gpu1"), 2, PEER, secret=secret)
     assert words(command)[-2:] == ["--exit-with-stdin", "--keys-from-stdin"]
     assert command.first_input == f"{own.secret} {coordinator.public}\n".encode()
     assert own.secret not in f"{command.argv} {command.env} {command!r} {secret!r} {own!r}"
 
 
-def test_users_ssh_options_come_first_and_the_destination_is_no_option():
+def test_users_ssh_options_come_first_and_the_destination_is_not_an_option():
     host = MachineConfig(address="gpu1", ssh="me@gpu1", ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])
-    argv = ssh_command(host, 0, "192.0.2.1:5555").argv
+    argv = ssh_command(host, 0, PEER).argv
     assert argv[:5] == ("ssh", "-p", "2222", "-o", "ConnectTimeout=99")
     assert argv.index("ConnectTimeout=99") < argv.index("ConnectTimeout=15")
     assert "BatchMode=yes" in argv
@@ -72,14 +70,14 @@ def test_users_ssh_options_come_first_and_the_destination_is_no_option():
 
 def test_workdir_starts_at_the_login_folder():
     host = MachineConfig(address="gpu1", ssh="gpu1")
-    assert words(ssh_command(host, 0, "192.0.2.1:1"))[0] == "exec"
-    in_home = host.model_copy(update={"workdir": "~/runs of mine"})
-    assert words(ssh_command(in_home, 0, "192.0.2.1:1"))[:2] == ["cd", "runs of mine"]
+    assert words(ssh_command(host, 0, PEER))[0] == "exec"
+    in_home = host.model_copy(update={"workdir": "~/my runs"})
+    assert words(ssh_command(in_home, 0, PEER))[:2] == ["cd", "my runs"]
 
 
-def test_command_by_hand_is_what_the_documentation_says():
-    assert worker_by_hand(3, "192.0.2.1:5555") == "tahq-worker --stage 3 --peer 192.0.2.1:5555"
-    assert worker_by_hand(3, "192.0.2.1:5555", curve=False).endswith(" --no-curve")
+def test_command_by_hand_is_that_of_the_documentation():
+    assert worker_by_hand(3, PEER) == f"tahq-worker --stage 3 --peer {PEER}"
+    assert worker_by_hand(3, PEER, curve=False).endswith(" --no-curve")
 
 
 # -- through a real sshd ----------------------------------------------------------------------------
@@ -87,13 +85,14 @@ def test_command_by_hand_is_what_the_documentation_says():
 
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory):
-    """ssh arguments that reach an sshd of our own, with keys of our own."""
+    """ssh arguments that reach a temporary sshd with temporary keys."""
     folder = tmp_path_factory.mktemp("sshd")
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     if os.geteuid() == 0:
         PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
-    port = _free_port()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     (folder / "sshd_config").write_text(
         f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host_key\nPidFile none\n"
         f"AuthorizedKeysFile {folder}/user_key.pub\nStrictModes no\nUsePAM no\n"
@@ -101,8 +100,13 @@ def sshd(tmp_path_factory):
     )
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=log)
+
+    def accepts() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
     try:
-        wait_until(lambda: _accepts(port), 20, f"sshd listens: {(folder / 'log').read_text()}")
+        wait_until(accepts, 20, f"sshd listens: {(folder / 'log').read_text()}")
         known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder}/known_hosts"]
         yield ["-p", str(port), "-i", str(folder / "user_key"), "-F", "none", "-o", "LogLevel=ERROR", *known]
     finally:
@@ -110,40 +114,32 @@ def sshd(tmp_path_factory):
         server.wait(20)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
-def _accepts(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def own_code() -> str:
-    """PYTHONPATH with which another interpreter runs what these tests import, and not what is installed there."""
+@pytest.fixture
+def over_ssh(sshd, tmp_path):
+    """over_ssh(config, python="...") is the configuration with all stages behind the sshd; runs use this code."""
     files = [module.__file__ for module in (tahq, tahq_launch, tahq_netem)]
-    return os.pathsep.join(dict.fromkeys(str(Path(file).parents[1]) for file in files if file))
+    code = os.pathsep.join(dict.fromkeys(str(Path(file).parents[1]) for file in files if file))
 
+    def make(config: dict, **changes) -> dict:
+        host = {
+            "address": "127.0.0.1",
+            "ssh": f"{getpass.getuser()}@127.0.0.1",
+            "ssh_options": sshd,
+            "bind": "127.0.0.1:0",
+            "python": sys.executable,
+            "workdir": str(tmp_path),
+            **changes,
+            "env": {"PYTHONPATH": code, **changes.get("env", {})},
+        }
+        return {**config, "hosts": [host] * config["pipeline"]["stages"]}
 
-def over_ssh(config: dict, options: list[str], workdir: Path, **changes) -> dict:
-    host = {
-        "address": "127.0.0.1",
-        "ssh": f"{getpass.getuser()}@127.0.0.1",
-        "ssh_options": options,
-        "bind": "127.0.0.1:0",
-        "python": sys.executable,
-        "workdir": str(workdir),
-        **changes,
-        "env": {"PYTHONPATH": own_code(), **changes.get("env", {})},
-    }
-    return {**config, "hosts": [host] * config["pipeline"]["stages"]}
+    return make
 
 
 @needs_sshd
-def test_workers_over_ssh_run_the_code_that_is_tested(sshd, tmp_path):
-    (host, *_) = over_ssh(TWO_STAGES, sshd, tmp_path)["hosts"]
-    *connect, script = ssh_command(MachineConfig.model_validate(host), 0, "192.0.2.1:1").argv
+def test_workers_over_ssh_run_the_tested_code(over_ssh):
+    (host, *_) = over_ssh(TWO_STAGES)["hosts"]
+    *connect, script = ssh_command(MachineConfig.model_validate(host), 0, PEER).argv
     before, after = script.split(" -m tahq_launch.cli ")
     assert after.startswith("worker")
     show = shlex.quote("import tahq, tahq_launch; print(tahq.__file__, tahq_launch.__file__)")
@@ -152,8 +148,8 @@ def test_workers_over_ssh_run_the_code_that_is_tested(sshd, tmp_path):
 
 
 @needs_sshd
-def test_stages_over_ssh_complete_a_run(sshd, tmp_path, start):
-    write_config(tmp_path, over_ssh(TWO_STAGES, sshd, tmp_path, env={"TAHQ_TEST_MARK": "yes it's set"}))
+def test_stages_over_ssh_complete_a_run(over_ssh, tmp_path, start):
+    write_config(tmp_path, over_ssh(TWO_STAGES, env={"TAHQ_TEST_MARK": "yes it's set"}))
     launcher = start("tahq-launch", "cluster.yaml")
     stdout, stderr = launcher.communicate(timeout=120)
     assert (launcher.returncode, stderr) == (0, ""), stdout
@@ -162,41 +158,38 @@ def test_stages_over_ssh_complete_a_run(sshd, tmp_path, start):
     assert (tmp_path / "runs" / "tiny" / "logs" / "stage-1.log").exists()
 
 
+@pytest.fixture
+def remote_run(over_ssh, tmp_path, start):
+    """The process ids of a launcher whose run trains over ssh, and of its workers, which are not its children."""
+    write_config(tmp_path, over_ssh(ENDLESS))
+    launcher = start("tahq-launch", "cluster.yaml")
+    wait_for_steps(launcher, tmp_path / "runs" / "tiny", 1)
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    remote = [pid for pid in pids if is_alive(pid) and "--exit-with-stdin" in command_line(pid)]
+    workers = [pid for pid in remote if os.readlink(f"/proc/{pid}/cwd") == str(tmp_path)]
+    assert len(workers) == 2
+    assert not set(workers) & set(children(launcher.pid))
+    return launcher.pid, workers
+
+
 @needs_sshd
-def test_remote_worker_leaves_when_the_launcher_is_killed(sshd, tmp_path, start):
-    workers = _remote_workers(sshd, tmp_path, start)
-    launcher = workers.pop(0)
+def test_remote_worker_exits_when_the_launcher_is_killed(remote_run):
+    launcher, workers = remote_run
     os.kill(launcher, signal.SIGKILL)
     wait_until_gone(workers, 20)
 
 
 @needs_sshd
-def test_broken_connection_ends_the_run_and_the_remote_worker(sshd, tmp_path, start):
-    launcher, *workers = _remote_workers(sshd, tmp_path, start)
+def test_broken_connection_ends_the_run_and_the_remote_worker(remote_run):
+    launcher, workers = remote_run
     connection = next(pid for pid in children(launcher) if "--stage 1 " in " ".join(command_line(pid)))
     os.kill(connection, signal.SIGKILL)
     wait_until_gone([launcher, *workers], 30)
 
 
-def _remote_workers(options: list[str], folder: Path, start) -> list[int]:
-    """A run that is training over ssh: its launcher, then its workers, which are not children of it."""
-    write_config(folder, over_ssh(ENDLESS, options, folder))
-    launcher = start("tahq-launch", "cluster.yaml")
-    wait_for_steps(launcher, folder / "runs" / "tiny", 1)
-    workers = [pid for pid in _workers() if os.readlink(f"/proc/{pid}/cwd") == str(folder)]
-    assert len(workers) == 2
-    assert not set(workers) & set(children(launcher.pid))
-    return [launcher.pid, *workers]
-
-
-def _workers() -> list[int]:
-    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
-    return [pid for pid in pids if is_alive(pid) and "--exit-with-stdin" in command_line(pid)]
-
-
 @needs_sshd
-def test_interpreter_that_is_not_there_is_told_from_the_log(sshd, tmp_path, start):
-    write_config(tmp_path, over_ssh(TWO_STAGES, sshd, tmp_path, python="/no/such/python"))
+def test_missing_interpreter_is_reported_from_the_log(over_ssh, tmp_path, start):
+    write_config(tmp_path, over_ssh(TWO_STAGES, python="/no/such/python"))
     launcher = start("tahq-launch", "cluster.yaml")
     _, stderr = launcher.communicate(timeout=60)
     assert launcher.returncode == 3, stderr

@@ -72,7 +72,7 @@ paths:
         (
             "target: 192.0.2.2\n",
             "target: a\n- {source: a, target: a}\n",
-            "numbers.yaml: paths: a to a is listed 2 times",
+            "numbers.yaml:4: paths: a to a is listed 2 times",
         ),
     ],
 )

@@ -61,16 +61,16 @@ def run_comparison(request: ComparisonRequest) -> None:
     check_backend(request.backend)
     specs = [str(CodecSpec.parse(spec)) for spec in request.specs or USUAL_SPECS]
     device = _device(request.device)
-    loaded = load_tensors(request.file, request.names)
-    for name, reason in loaded.left_out.items():
+    tensors, left_out = load_tensors(request.file, request.names)
+    for name, reason in left_out.items():
         print(f"{request.file}: {name} is left out: {reason}", file=sys.stderr, flush=True)
     reports = {}
-    for name, x in loaded.taken.items():
+    for name, x in tensors.items():
         with codec_errors(f"{request.file}: {name}"):
             reports[name] = compare(x.to(device), specs, draws=request.draws, backend=request.backend)
         (_print_json if request.json_lines else _print_table)(name, x.to(device), reports[name])
     if request.plot is not None:
-        draw_frontier(request.plot, loaded.taken, reports)
+        draw_frontier(request.plot, tensors, reports)
 
 
 def _device(text: str) -> torch.device:
@@ -111,16 +111,8 @@ def _print_table(name: str, x: torch.Tensor, reports: Sequence[CodecReport]) -> 
     print(flush=True)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedTensors:
-    """Tensors that codecs can be compared on, by name; and the reasons for leaving the others out."""
-
-    taken: dict[str, torch.Tensor]
-    left_out: dict[str, str]
-
-
-def load_tensors(file: Path, names: Sequence[str] = ()) -> LoadedTensors:
-    """Tensors of one dimension or more with values that a codec can encode; fp64 as fp32.
+def load_tensors(file: Path, names: Sequence[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors that codecs can be compared on, fp64 as fp32; and the reasons for leaving the others out.
 
     Args:
         file: .safetensors; .npy, whose one array is named like the file.
@@ -153,7 +145,7 @@ def load_tensors(file: Path, names: Sequence[str] = ()) -> LoadedTensors:
     if not taken or (names and left_out):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise UserError(f"{file}: {reasons or 'it has no tensors'}")
-    return LoadedTensors(taken, left_out)
+    return taken, left_out
 
 
 def _obstacle(x: torch.Tensor) -> str:

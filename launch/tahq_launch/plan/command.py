@@ -54,15 +54,16 @@ def plan_cluster(request: PlanRequest) -> None:
         config = resolve_for_run(load_config(request.config_path, overrides))
         spec = resolved_spec(config, None)
     if request.numbers is None:
-        known = estimated_numbers(config, spec)
+        cluster, origins = estimated_numbers(config, spec)
     else:
-        known = read_numbers(request.numbers)
-        check_names(config, known.cluster, request.numbers)
-    problem = problem_of(config, spec, known.cluster, request.choices)
+        cluster = read_numbers(request.numbers)
+        check_names(config, cluster, request.numbers)
+        origins = (f"all numbers: {request.numbers}" + (f" ({cluster.source})" if cluster.source else ""),)
+    problem = problem_of(config, spec, cluster, request.choices)
     planned, given = plan(problem), given_plan(config, problem)
     explained = PlanExplanation(
         planned=planned,
-        origins=(*known.origins, *_not_measured(planned)),
+        origins=(*origins, *_not_measured(planned)),
         given=predict(planned.table, given) if given is not None else None,
         bottleneck=bottleneck(planned.table, planned.best),
         second=second_best(planned),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,23 +23,14 @@ _MAX_VALUES = 1_500_000
 """`tahq measure` writes this many for some 500 hosts, each path between two. For more, list the paths of sites."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownNumbers:
-    """Numbers of a cluster, and a line on the origin of each kind."""
-
-    cluster: ClusterNumbers
-    origins: tuple[str, ...]
-
-
-def read_numbers(path: Path) -> KnownNumbers:
+def read_numbers(path: Path) -> ClusterNumbers:
     """Read a file of numbers, as `tahq measure` writes it.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or is invalid; one line with file and line.
     """
     file = read_section_file(path, "hosts", "`tahq measure` writes such files", _MAX_VALUES)
-    cluster = file.check(ClusterNumbers)
-    return KnownNumbers(cluster, (f"all numbers: {path}" + (f" ({cluster.source})" if cluster.source else ""),))
+    return file.check(ClusterNumbers)
 
 
 def check_names(config: ClusterConfig, cluster: ClusterNumbers, source: Path) -> None:
@@ -57,8 +47,11 @@ def check_names(config: ClusterConfig, cluster: ClusterNumbers, source: Path) ->
         raise ConfigError(f"{source} has no numbers of host {missing[0]}; measure it, or remove it from hosts")
 
 
-def estimated_numbers(config: ClusterConfig, spec: ModelSpec) -> KnownNumbers:
-    """Numbers from a resolved `links`, and from `model.sleep` or counted multiply-adds at an assumed speed."""
+def estimated_numbers(config: ClusterConfig, spec: ModelSpec) -> tuple[ClusterNumbers, tuple[str, ...]]:
+    """Numbers from a resolved `links`, and from `model.sleep` or counted multiply-adds at an assumed speed.
+
+    Also returns a line on the origin of each kind.
+    """
     speeds, labels = link_speeds(config), host_labels(config.hosts, config.pipeline.stages)
     times, origin = _slept_times(config, spec) if config.model.sleep else _counted_times(config, spec)
     hosts = [
@@ -74,7 +67,7 @@ def estimated_numbers(config: ClusterConfig, spec: ModelSpec) -> KnownNumbers:
     )
     links = "links, minus TCP/IP headers" if in_namespaces else "links.rate and links.delay"
     no_limits = "memory: unknown, so no limit" + ("" if speeds.is_shaped else "; links: not configured, so no limit")
-    return KnownNumbers(cluster, (f"compute: {origin}", f"rates and latencies: cluster.yaml's {links}", no_limits))
+    return cluster, (f"compute: {origin}", f"rates and latencies: cluster.yaml's {links}", no_limits)
 
 
 def _finite(rate: float) -> float | None:

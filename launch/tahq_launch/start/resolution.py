@@ -117,7 +117,7 @@ def with_measured(config: ClusterConfig) -> ClusterConfig:
         )
     path = Path(config.links.measured)
     try:
-        cluster = read_numbers(path).cluster
+        cluster = read_numbers(path)
         check_names(config, cluster, path)
     except ConfigError as error:
         raise ConfigError(f"links.measured: {error}") from error
