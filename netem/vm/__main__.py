@@ -23,7 +23,7 @@ from typing import Final, NoReturn
 from tahq.errors import TahqError, UserError
 
 from .image import CHECKOUT, KERNEL_PACKAGE, apt_get, run, unpacked_package, write_image
-from .result_page import GuestReport, render
+from .result_page import GuestReport, render, tested_commit
 
 MARKER: Final = "netem_kernel"
 QEMU: Final = "qemu-system-x86_64"
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_tests(options: argparse.Namespace) -> int:
     """Run the marked tests in the guest, and write the page if one is wanted."""
-    started_s = time.time()
+    started_s, commit = time.time(), tested_commit(CHECKOUT)
     narrowed = shlex.split(options.pytest)
     files = files_with_tests(CHECKOUT, narrowed)
     # Only this family of reports has a place for the figures that a test records.
@@ -80,7 +80,7 @@ def run_tests(options: argparse.Namespace) -> int:
     if options.result is not None and report.junit_xml:
         emulator = f"{run(QEMU, '--version').splitlines()[0]}; `{MACHINES[options.accel]}`"
         options.result.parent.mkdir(parents=True, exist_ok=True)
-        options.result.write_text(render(report, emulator, started_s, CHECKOUT), encoding="utf-8")
+        options.result.write_text(render(report, emulator, commit, time.time() - started_s), encoding="utf-8")
         print(f"netem VM: wrote {options.result}")
     return report.exit_status
 

@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -45,18 +44,18 @@ class GuestReport:
         return cls(int(status), kernel, clock, float(guest_s), junit_xml)
 
 
-def render(report: GuestReport, emulator: str, started_s: float, checkout: Path) -> str:
-    """The page's text; `started_s` is when the image was begun, in seconds since 1970."""
+def render(report: GuestReport, emulator: str, commit: str, host_s: float) -> str:
+    """The page's text; `host_s` are the seconds of the whole run on this machine."""
     cases = list(ET.fromstring(report.junit_xml).iter("testcase"))
     counts = Counter(_result(case)[0] for case in cases)
     facts = [
         ("date", datetime.now(UTC).date().isoformat()),
-        ("commit", _commit(checkout)),
+        ("commit", commit),
         ("host", _hardware()),
         ("emulator", emulator),
         ("guest's kernel", f"Linux {report.kernel}, clock source {report.clock}"),
         ("result", f"{', '.join(f'{n} {result}' for result, n in counts.items())} (exit status {report.exit_status})"),
-        ("time", f"{report.guest_s:.0f} s in the guest, {time.time() - started_s:.0f} s here with building the image"),
+        ("time", f"{report.guest_s:.0f} s in the guest, {host_s:.0f} s here with building the image"),
     ]
     figures = [
         (_name(case), each.get("name", ""), each.get("value", "")) for case in cases for each in case.iter("property")
@@ -86,7 +85,9 @@ def _result(case: ET.Element) -> tuple[str, str]:
     return "passed", ""
 
 
-def _commit(checkout: Path) -> str:
+def tested_commit(checkout: Path) -> str:
+    """The commit that is checked out, and whether the tree differs from it."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip()

@@ -37,11 +37,6 @@ from tahq_netem.programs import hurrying
 GOODPUT_SHARE = 1448 / 1514
 
 
-def test_acceptance_interval_of_a_coin():
-    # B(10, ½): P(K ≤ 1) = 11/1024 < 5 %, P(K ≤ 2) = 56/1024 > 5 %, and the same from above.
-    assert acceptance_interval(10, 0.5, 0.9) == (2, 8)
-
-
 @given(st.integers(1, 60), st.floats(0.001, 0.999), st.floats(0.5, 0.9999))
 def test_acceptance_interval_holds_its_confidence_and_no_more(num_packets, share, confidence):
     low, high = acceptance_interval(num_packets, share, confidence)
@@ -54,7 +49,9 @@ def test_acceptance_interval_holds_its_confidence_and_no_more(num_packets, share
     assert sum(weights[high:]) >= tail - rounding
 
 
-def test_acceptance_interval_of_certainty_and_of_many_packets():
+def test_acceptance_interval_of_a_coin_of_certainty_and_of_many_packets():
+    # B(10, ½): P(K ≤ 1) = 11/1024 < 5 %, P(K ≤ 2) = 56/1024 > 5 %, and the same from above.
+    assert acceptance_interval(10, 0.5, 0.9) == (2, 8)
     assert acceptance_interval(500, 0.0, 0.999) == (0, 0)
     assert acceptance_interval(500, 1.0, 0.999) == (500, 500)
     low, high = acceptance_interval(40_000, 0.001, 0.999)
@@ -178,14 +175,11 @@ def test_every_datagram_of_a_train_comes_back_or_is_counted_under_its_train(targ
     assert [meter.count_datagrams(target, count, datagrams_per_s=1e4, wait_s=0.2) for count in (300, 20)] == [300, 20]
 
 
-def test_message_arrives_whole(target):
-    figures = meter.message(target, num_bytes=1_000_000, idle_s=0.0, timeout_s=10.0, num_wakers=3)
-    assert figures.num_bytes == 1_000_000
-    assert figures.total_s > 0
-    assert figures.congestion_control
-
-
-def test_flow_ends_with_its_time_or_its_last_byte_and_its_beginning_is_skipped(target):
+def test_message_arrives_whole_and_a_flow_ends_with_its_time_or_its_last_byte(target):
+    message = meter.message(target, num_bytes=1_000_000, idle_s=0.0, timeout_s=10.0, num_wakers=3)
+    assert message.num_bytes == 1_000_000
+    assert message.total_s > 0
+    assert message.congestion_control
     figures = meter.steady(target, max_bytes=10**13, skip_s=0.1, duration_s=0.3)
     assert 0 < figures.steady_bytes < figures.num_bytes
     assert 0.1 < figures.steady_s < figures.total_s

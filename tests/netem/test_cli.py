@@ -18,7 +18,7 @@ from support.runs import command, environment
 
 from tahq.errors import UserError
 from tahq_launch import cli
-from tahq_netem.backends.namespaces import end_processes, entered, popen
+from tahq_netem.network.description import uniform
 from tahq_netem.network.profiles import named_profiles
 from tahq_netem.run_command import HostProgram, listening_sockets
 
@@ -120,15 +120,6 @@ def test_without_rights_one_line_says_what_to_do_and_probe_what_is_missing():
 
 
 # -- networks, in this process --------------------------------------------------------------------
-
-
-@netns
-def test_probe_says_of_each_part_whether_it_works(netem):
-    status, stdout, stderr = netem("probe")
-    assert (status, stderr) == (0, "")
-    findings = dict(line.split(maxsplit=1) for line in stdout.splitlines())
-    assert findings["namespaces"] == findings["htb"] == "yes"
-    assert set(findings) >= {"kernel", "root", "veth", "tun", "netem", "TCP"}
 
 
 CLIENT = """
@@ -308,34 +299,20 @@ def test_clean_removes_the_remains_of_a_killed_run_and_nothing_in_use(begin, net
 # -- programs on a host ---------------------------------------------------------------------------
 
 
-class OneHost:
-    """A network with one namespace."""
-
-    def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
-
-    def entered(self, _host):
-        return entered(self.namespace)
-
-    def popen(self, _host, argv, *, env=None, **options) -> subprocess.Popen:
-        return popen(self.namespace, argv, env=env, **options)
+@pytest.fixture
+def host(build):
+    """A network with one host."""
+    return build("tun", uniform(1))
 
 
 @pytest.fixture
-def start(namespace):
-    """start(python) runs it on a host."""
-    programs = []
+def start(host):
+    """start(python) runs it on the host."""
 
     def begin(python: str, copied_to: int = 2) -> HostProgram:
-        argv = [sys.executable, "-c", python]
-        programs.append(HostProgram(OneHost(namespace), "a", argv, {}, copied_to=copied_to))
-        return programs[-1]
+        return HostProgram(host, "host0", [sys.executable, "-c", python], {}, copied_to=copied_to)
 
-    yield begin
-    end_processes([namespace], grace_s=0.0)
-    for program in programs:
-        program.wait()
-        program.finish_output()
+    return begin
 
 
 SERVERS = {
@@ -346,13 +323,13 @@ SERVERS = {
 
 @netns
 @pytest.mark.parametrize("kind", SERVERS)
-def test_each_server_of_a_host_is_awaited_until_it_listens(start, namespace, kind):
+def test_each_server_of_a_host_is_awaited_until_it_listens(start, host, kind):
     start(SERVERS["tcp"]).await_listening(timeout_s=60)
     second = start(SERVERS[kind].replace("time;", "time; time.sleep(0.3);"))
     second.await_listening(timeout_s=60)
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(0)
-    assert len(listening_sockets(OneHost(namespace), "a")) == 2
+    assert len(listening_sockets(host, "host0")) == 2
 
 
 @netns
@@ -362,19 +339,18 @@ def test_program_that_never_listens_or_goes_into_the_background_is_no_mistake_bu
     with pytest.raises(subprocess.TimeoutExpired):
         program.wait(0)
     start("").await_listening(timeout_s=60)
-    with pytest.raises(UserError, match=r"raise SystemExit\(3\).* on a ended with status 3 at once"):
+    with pytest.raises(UserError, match=r"raise SystemExit\(3\).* on host0 ended with status 3 at once"):
         start("raise SystemExit(3)").await_listening(timeout_s=60)
 
 
 @netns
-def test_connected_socket_is_not_a_server(namespace):
-    host = OneHost(namespace)
-    with entered(namespace):
+def test_connected_socket_is_not_a_server(host):
+    with host.entered("host0"):
         server = socket.create_server(("127.0.0.1", 0))
         client = socket.create_connection(server.getsockname())
     with server, client, server.accept()[0]:
-        assert len(listening_sockets(host, "a")) == 1
-    assert listening_sockets(host, "a") == set()
+        assert len(listening_sockets(host, "host0")) == 1
+    assert listening_sockets(host, "host0") == set()
 
 
 @netns

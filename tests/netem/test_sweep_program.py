@@ -1,4 +1,4 @@
-"""`tahq-netem sweep` on real networks: stopped in the middle, gone on with, and nothing left behind."""
+"""`tahq-netem sweep` on real networks: interrupted, continued, and nothing left behind."""
 
 import signal
 import subprocess
@@ -30,16 +30,16 @@ calibrate: false
 
 @pytest.fixture
 def temporary():
-    """For the sweep alone: other tests' sweeps have folders in /tmp, too. A short path, since sockets lie in it."""
+    """For the sweep alone, since other tests' sweeps have folders in /tmp, too. A short path: sockets are in it."""
     with tempfile.TemporaryDirectory(prefix="tahq-") as name:
         yield Path(name)
 
 
-def sweep(folder: Path, temporary: Path | None = None) -> "subprocess.Popen[str]":
+def sweep(folder: Path, temporary: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [command("tahq-netem"), "sweep", "sweep.yaml"],
         cwd=folder,
-        env=environment() | ({} if temporary is None else {"TMPDIR": str(temporary)}),
+        env=environment() | {"TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -48,7 +48,7 @@ def sweep(folder: Path, temporary: Path | None = None) -> "subprocess.Popen[str]
 
 @pytest.mark.netns
 @pytest.mark.acceptance
-def test_sweep_goes_on_where_sigterm_stopped_it(tmp_path, temporary):
+def test_sweep_continues_where_sigterm_stopped_it(tmp_path, temporary):
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     results = tmp_path / "tiny.jsonl"
     first = sweep(tmp_path, temporary)
@@ -63,7 +63,7 @@ def test_sweep_goes_on_where_sigterm_stopped_it(tmp_path, temporary):
     assert not [name for name in list_namespaces() if owner_pid(name) == first.pid]
     assert not list(temporary.glob("tahq-sweep-*"))
 
-    second = sweep(tmp_path)
+    second = sweep(tmp_path, temporary)
     output, _ = second.communicate(timeout=120)
     assert second.returncode == 0, output
     assert "2 points, 1 to measure" in output
@@ -81,11 +81,11 @@ def test_sweep_goes_on_where_sigterm_stopped_it(tmp_path, temporary):
 
 @pytest.mark.netns
 @pytest.mark.acceptance
-def test_faults_of_a_sweep_happen_at_every_point_and_are_over_for_the_next(tmp_path):
+def test_faults_of_a_sweep_happen_at_every_point_and_are_over_for_the_next(tmp_path, temporary):
     text = SWEEP.replace("[{name: tahq}]", '[{name: tahq, wires: ["raw:dtype=fp32", "raw:dtype=fp16"]}]')
     text = text.replace("[unshaped, 10mbit]", "100mbit").replace("3, at_most: 3", "4, at_most: 4")
     (tmp_path / "sweep.yaml").write_text(text + "faults: [{step: 2, link: host0, what: rate, to: 1mbit}]\n")
-    process = sweep(tmp_path)
+    process = sweep(tmp_path, temporary)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
     rows = list(read_results(tmp_path / "tiny.jsonl").values())

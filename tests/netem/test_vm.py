@@ -51,11 +51,11 @@ def test_page_has_outcomes_figures_and_the_guest(checkout):
     command = [sys.executable, "-m", "pytest", "-q", "--junitxml=xml", "-o", "junit_family=xunit1", "tests"]
     subprocess.run(command, cwd=checkout, capture_output=True, check=False)
     report = GuestReport.parse("1 6.1.0-56-cloud-amd64 tsc 41.6\n" + (checkout / "xml").read_text())
-    page = render(report, "QEMU emulator version 7.2", 0.0, checkout)
+    page = render(report, "QEMU emulator version 7.2", "abc", 123.4)
     for text in (
         "| guest's kernel | Linux 6.1.0-56-cloud-amd64, clock source tsc |",
         "2 passed, 1 failed, 1 skipped (exit status 1) |",
-        "| time | 42 s in the guest, ",
+        "| time | 42 s in the guest, 123 s here",
         "| test_kernel.py::test_good | a\\|b | 3 |",
         "| test_kernel.py::test_skipped | skipped: too slow here |",
     ):

@@ -1,0 +1,284 @@
+"""Lines, queues and paths of the wire, in virtual time."""
+
+import math
+from random import Random
+
+import pytest
+from support.ethernet_frames import segments_of, tcp_frame, udp_frame
+
+from tahq.comm.network_model import FULL_FRAME_NBYTES, queue_limit_nbytes
+from tahq_netem.network.description import PathShape
+from tahq_netem.wire.lines import LONGEST_RUN_S, Agenda, Gaps, Path, Transmitter, Uplink, segments_within
+from tahq_netem.wire.packet import Packet, read_packet
+
+RATE = 8e6  # one byte per microsecond
+SECONDS_PER_FRAME = 1514e-6
+
+
+def full_frame(name: bytes = b"") -> Packet:
+    return Packet(name, FULL_FRAME_NBYTES)
+
+
+class Arrivals:
+    """What a line has forwarded, and when."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.packets: list[Packet] = []
+
+    def __call__(self, now_s: float, packet: Packet) -> None:
+        self.times_s.append(now_s)
+        self.packets.append(packet)
+
+    @property
+    def names(self) -> list[bytes]:
+        return [packet.frame for packet in self.packets]
+
+    def numbers(self) -> list[int]:
+        """Of datagrams that `numbered` made."""
+        return [int.from_bytes(name[-4:], "big") for name in self.names]
+
+
+def numbered(index: int) -> bytes:
+    return udp_frame(index.to_bytes(4, "big"))
+
+
+@pytest.fixture
+def agenda():
+    return Agenda()
+
+
+@pytest.fixture
+def arrivals():
+    return Arrivals()
+
+
+def test_agenda_runs_in_order_of_time_then_of_entry(agenda, arrivals):
+    for due_s, name in ((2.0, b"c"), (1.0, b"a"), (2.0, b"d"), (1.5, b"b"), (3.0, b"later")):
+        agenda.put(due_s, arrivals, full_frame(name))
+    agenda.run_until(2.0)
+    assert (arrivals.names, arrivals.times_s) == ([b"a", b"b", b"c", b"d"], [1.0, 1.5, 2.0, 2.0])
+    assert agenda.next_due_s == 3.0
+
+
+# -- uplinks --------------------------------------------------------------------------------------
+
+
+def test_uplink_delivers_when_the_last_bit_has_left(agenda, arrivals):
+    uplink = Uplink(agenda, RATE)
+    for _ in range(2):
+        uplink.enter(10.0, full_frame(), arrivals)
+    uplink.enter(20.0, Packet(b"", 66), arrivals)
+    agenda.run_until(math.inf)
+    assert arrivals.times_s == pytest.approx([10 + SECONDS_PER_FRAME, 10 + 2 * SECONDS_PER_FRAME, 20 + 66e-6])
+    Uplink(agenda, None).enter(30.0, full_frame(), arrivals)
+    assert arrivals.times_s[-1] == 30.0
+
+
+def test_uplink_hands_frames_over_in_longer_runs_the_longer_a_flow_lasts(agenda, arrivals):
+    uplink, frame = Uplink(agenda, 1e9), read_packet(tcp_frame(bytes(40 * 1448), 1448))
+    duration_s = 8 * 40 * FULL_FRAME_NBYTES / 1e9
+    num_runs = []
+    for index in range(30):
+        before = len(arrivals.times_s)
+        uplink.enter(index * duration_s, frame, arrivals)
+        agenda.run_until(math.inf)
+        num_runs.append(len(arrivals.times_s) - before)
+    # 100 µs are 8 packets of 40, then 250 µs are 20; after 10 ms, 21 frames, they stay whole.
+    assert num_runs == [5, *[2] * 20, *[1] * 9]
+    assert arrivals.times_s[-1] == pytest.approx(30 * duration_s)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e6, 1), (1e7, 1), (1e8, 8), (1e9, 82)])
+def test_runs_last_a_millisecond_at_most(rate, expected):
+    assert segments_within(LONGEST_RUN_S, rate) == expected
+
+
+# -- lines behind a queue -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def line(agenda, arrivals):
+    return Transmitter(agenda, arrivals, RATE, 0.0)
+
+
+def test_line_adds_nothing_to_packets_at_its_rate(agenda, arrivals, line):
+    times_s = [5 + index * SECONDS_PER_FRAME for index in range(1000)]
+    for now_s in times_s:
+        agenda.run_until(now_s)
+        line.enter(now_s, full_frame())
+    agenda.run_until(math.inf)
+    assert arrivals.times_s == pytest.approx(times_s, abs=1e-9)
+
+
+def test_line_spreads_a_burst_at_its_rate(agenda, arrivals, line):
+    for index in range(100):
+        line.enter(5.0, full_frame(bytes([index])))
+    agenda.run_until(math.inf)
+    assert arrivals.names == [bytes([index]) for index in range(100)]
+    # The first has been serialised before; an idle line saves up a burst of two frames.
+    expected = [max(0, index - 2) * SECONDS_PER_FRAME + 5 for index in range(100)]
+    assert arrivals.times_s == pytest.approx(expected, abs=1.01 * SECONDS_PER_FRAME)
+    gaps_s = [later - earlier for earlier, later in zip(arrivals.times_s[4:], arrivals.times_s[5:], strict=False)]
+    assert gaps_s == pytest.approx([SECONDS_PER_FRAME] * 95)
+
+
+def test_late_wake_up_loses_no_rate(agenda, arrivals, line):
+    for _ in range(100):
+        line.enter(5.0, full_frame())
+    agenda.run_until(5.1)  # two thirds of the burst in one go
+    line.enter(5.1, full_frame())
+    agenda.run_until(math.inf)
+    assert arrivals.times_s[-1] - 5 == pytest.approx(100 * SECONDS_PER_FRAME, rel=0.04)
+
+
+def test_queue_drops_at_the_tail(agenda, arrivals, line):
+    limit = queue_limit_nbytes(RATE, 0.0)
+    for index in range(limit // FULL_FRAME_NBYTES + 50):
+        line.enter(5.0, full_frame(index.to_bytes(4, "big")))
+    agenda.run_until(math.inf)
+    num_kept = len(arrivals.names)
+    assert arrivals.numbers() == list(range(num_kept))
+    assert limit <= num_kept * FULL_FRAME_NBYTES <= limit + 3 * FULL_FRAME_NBYTES
+
+
+def test_new_rate_holds_for_waiting_packets(agenda, arrivals, line):
+    for _ in range(102):
+        line.enter(5.0, full_frame())
+    agenda.run_until(5.0)
+    num_before = len(arrivals.times_s)
+    line.set_rate(5.0, RATE / 10, 0.0)
+    agenda.run_until(6.0)
+    assert len(arrivals.times_s) - num_before == pytest.approx(1.0 / (10 * SECONDS_PER_FRAME), abs=2)
+    line.set_rate(6.0, None, 0.0)
+    line.enter(6.0, full_frame(b"last"))
+    agenda.run_until(6.0)
+    assert len(arrivals.times_s) == 103
+    assert arrivals.names[-1] == b"last"
+
+
+# -- random choices -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probability", [0.001, 0.01, 0.05, 0.5])
+def test_gaps_choose_the_given_share(probability):
+    gaps = Gaps(Random(f"gaps {probability}"), probability)
+    num_packets = 200_000
+    num_chosen = sum(len(gaps.chosen(20)) for _ in range(num_packets // 20))
+    deviation = math.sqrt(num_packets * probability * (1 - probability))
+    assert abs(num_chosen - num_packets * probability) < 3.3 * deviation  # 99.9 %
+
+
+def test_gaps_do_not_depend_on_how_packets_come_together():
+    one_by_one, together = Gaps(Random("same"), 0.05), Gaps(Random("same"), 0.05)
+    singly = [index for index in range(4400) if one_by_one.chosen(1)]
+    assert singly == [44 * frame + position for frame in range(100) for position in together.chosen(44)] != []
+
+
+def test_gaps_take_a_new_probability_at_once():
+    gaps = Gaps(Random(0), 0.0)
+    assert gaps.chosen(10**9) == []
+    gaps.set_probability(1.0)
+    assert gaps.chosen(5) == [0, 1, 2, 3, 4]
+    gaps.set_probability(0.0)
+    assert gaps.chosen(1000) == []
+
+
+# -- paths ----------------------------------------------------------------------------------------
+
+
+def walk(shape: PathShape, frames, seed: str = "walk") -> Arrivals:
+    """What comes out of a path; `frames` are (time, frame)."""
+    agenda, arrivals = Agenda(), Arrivals()
+    path = Path(agenda, arrivals, shape, 0.1, seed=seed)
+    for now_s, frame in frames:
+        agenda.run_until(now_s)
+        path.enter(now_s, read_packet(frame))
+    agenda.run_until(math.inf)
+    return arrivals
+
+
+def every(seconds: float, count: int):
+    """Numbered datagrams, so many seconds apart."""
+    return [(index * seconds, numbered(index)) for index in range(count)]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_delay_is_added_and_order_kept(delay_s):
+    arrivals = walk(PathShape(delay_s=delay_s), every(1e-3, 10))
+    assert arrivals.times_s == pytest.approx([delay_s + index * 1e-3 for index in range(10)])
+    assert arrivals.numbers() == list(range(10))
+
+
+def test_jitter_stays_in_its_range():
+    # Further apart than the jitter, so that each shows its own.
+    arrivals = walk(PathShape(delay_s=0.02, jitter_s=0.005), every(0.02, 500))
+    delays_s = [now_s - index * 0.02 for index, now_s in enumerate(arrivals.times_s)]
+    assert 0.015 <= min(delays_s) < max(delays_s) - 0.009 <= 0.025 - 0.009
+    assert sum(delays_s) / 500 == pytest.approx(0.02, abs=3 * 0.005 / math.sqrt(3 * 500))
+
+
+def test_jitter_keeps_the_order_and_never_makes_a_packet_early():
+    assert walk(PathShape(delay_s=0.02, jitter_s=0.02), every(1e-4, 500)).numbers() == list(range(500))
+    early = walk(PathShape(delay_s=0.001, jitter_s=0.01), every(1.0, 200))
+    assert all(now_s >= index for index, now_s in enumerate(early.times_s))
+
+
+def test_segments_are_lost_one_by_one_not_by_the_frame():
+    payload = bytes(range(250)) * 160
+    frames = [tcp_frame(payload, 1000, sequence=index * 40_000) for index in range(200)]
+    arrivals = walk(PathShape(loss=0.02), [(0.0, frame) for frame in frames])
+    sent = [segment for frame in frames for segment in segments_of(frame)]
+    received = [segment for frame in arrivals.names for segment in segments_of(frame)]
+    missing = {segment.sequence for segment in sent} - {segment.sequence for segment in received}
+    assert 120 < len(missing) < 200  # of 8,000: 160 ± 3.3 deviations of 12.5
+    assert received == [segment for segment in sent if segment.sequence not in missing]
+
+
+@pytest.mark.parametrize("shape", [PathShape(loss=0.1), PathShape(delay_s=0.1, jitter_s=0.05, reorder=0.2)])
+def test_same_seed_means_same_fate(shape):
+    one, again, other = (walk(shape, every(1e-3, 300), seed) for seed in ("one", "one", "other"))
+    assert (one.times_s, one.names) == (again.times_s, again.names)
+    assert (one.times_s, one.names) != (other.times_s, other.names)
+
+
+def test_reordered_share_skips_the_delay():
+    num_packets = 2000
+    arrivals = walk(PathShape(delay_s=0.05, reorder=0.1), every(1e-3, num_packets))
+    delays_s = {
+        number: now_s - number * 1e-3 for now_s, number in zip(arrivals.times_s, arrivals.numbers(), strict=True)
+    }
+    overtakers = {number for number, delay_s in delays_s.items() if delay_s < 0.01}
+    assert abs(len(overtakers) - 200) < 3.3 * math.sqrt(num_packets * 0.1 * 0.9)
+    assert all(delays_s[number] == pytest.approx(0.05) for number in delays_s.keys() - overtakers)
+    held_back = [number for number in arrivals.numbers() if number not in overtakers]
+    assert held_back == sorted(held_back)
+
+
+def test_segments_of_one_frame_overtake_singly():
+    frame = tcp_frame(bytes(40_000), 1000)
+    arrivals = walk(PathShape(delay_s=0.05, reorder=0.1), [(0.0, frame)])
+    segments = [segment for part in arrivals.names for segment in segments_of(part)]
+    assert 0.0 in arrivals.times_s
+    assert segments != segments_of(frame) == sorted(segments, key=lambda segment: segment.sequence)
+
+
+def test_cap_of_the_pair_holds_packets_of_mtu_size():
+    frame = tcp_frame(bytes(43 * 1448), 1448)
+    arrivals = walk(PathShape(rate_bits_per_s=RATE, delay_s=0.01), [(0.0, frame)])
+    assert [packet.num_segments for packet in arrivals.packets] == [1] * 43
+    assert [segment for part in arrivals.names for segment in segments_of(part)] == segments_of(frame)
+    assert arrivals.times_s[-1] == pytest.approx(0.01 + 43 * 1514e-6, rel=0.07)
+
+
+def test_new_shape_holds_for_later_packets_and_lets_none_overtake(agenda, arrivals):
+    path = Path(agenda, arrivals, PathShape(delay_s=0.1), 0.1, seed="walk")
+    shapes = {0.01: PathShape(delay_s=0.3), 0.02: PathShape(loss=1.0), 0.03: PathShape(), 0.5: PathShape()}
+    path.enter(0.0, read_packet(numbered(0)))
+    for number, (now_s, shape) in enumerate(shapes.items(), 1):
+        agenda.run_until(now_s)
+        path.set_shape(now_s, shape, 0.0)
+        path.enter(now_s, read_packet(numbered(number)))
+    agenda.run_until(math.inf)
+    assert arrivals.times_s == pytest.approx([0.1, 0.31, 0.31, 0.5])
+    assert arrivals.numbers() == [0, 1, 3, 4]
