@@ -3,9 +3,9 @@
 The network goes when the program has ended, and also at Ctrl-C, which the terminal sends to the program as well, and
 at SIGTERM (`backends.leftovers`). Messages go to stderr: stdout is the program's.
 
-A server has to listen before its clients start. `HostProgram.await_listening` watches the sockets of its host, as the
-kernel lists them, for a new one. A program may leave others behind that hold its output open, so its output is copied
-to the end only when the network, and they with it, are gone: `finish_output`.
+A server has to listen before its clients start, so `HostProgram.await_listening` watches the sockets of its host for a
+new one. A program may leave others behind that hold its output open, so its output is copied to the end only when the
+network, and they with it, are gone: `finish_output`.
 """
 
 import os

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -185,25 +184,6 @@ def test_message_arrives_whole_and_a_flow_ends_with_its_time_or_its_last_byte(ta
     assert 0.1 < figures.steady_s < figures.total_s
     short = meter.steady(target, max_bytes=3_000_000, skip_s=5.0, duration_s=30.0)
     assert (short.num_bytes, short.steady_bytes, short.steady_s) == (3_000_000, 0, 0.0)
-
-
-@pytest.fixture
-def unread():
-    """A connection whose other end reads nothing."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname(), timeout=20) as connection,
-        listener.accept()[0],
-    ):
-        yield connection
-
-
-def test_message_of_any_length_fits_into_the_senders_buffer_of_root(unread):
-    if os.geteuid() != 0:
-        pytest.skip("only root may widen it without limit")
-    num_bytes = 4 * int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
-    meter._widen_send_buffer(unread, 4 * num_bytes)
-    assert meter._send_zeros(unread, num_bytes, time.monotonic_ns() + 20 * 10**9) == num_bytes
 
 
 def test_network_that_lets_nothing_through_is_an_error(network):

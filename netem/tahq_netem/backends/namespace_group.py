@@ -55,9 +55,8 @@ class NamespaceGroup:
     def tune_tcp(self, plan: NetworkPlan) -> dict[str, Any]:
         """Set up TCP in every namespace; return what is in force, for the record.
 
-        Buffers get room for the largest product of rate and round trip, as hosts on such paths are set up: otherwise
-        the window, not the link, would limit a long flow. Metrics of earlier connections are not kept, so that every
-        connection starts alike.
+        Buffers get room for the largest product of rate and round trip: otherwise the window, not the link, would limit
+        a long flow. Metrics of earlier connections are not kept, so that every connection starts alike.
         """
         in_force: dict[str, Any] = {}
         for name in self._names.values():

@@ -121,8 +121,7 @@ def _prepare() -> None:
 def remove_namespace(namespace: str) -> bool:
     """Unbind a namespace; its devices go with the last process in it. Removing it twice is not an error.
 
-    Returns:
-        Whether it is gone; False if other mounts hide it and it cannot be removed now.
+    Returns whether it is gone; False if other mounts hide it and it cannot be removed now.
     """
     path = namespace_path(namespace)
     # Not mounted (EINVAL) or not there (ENOENT): creation was interrupted, or another process removed it.

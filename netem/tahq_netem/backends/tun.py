@@ -7,12 +7,10 @@ one process, the wire::
     host1 eth0 ── htb ─────────────────┤ wire: loss, pair caps, delay, jitter, reordering, down
     host2 eth0 ── htb ─────────────────┘
 
-Beyond the uplink, packets are dropped at the tail of a queue one round trip deep, as routers do. The wire ends when
-the network is closed or this process ends, and the devices with it.
-
-Devices carry Ethernet frames (IFF_TAP), so that the kernel's shaper counts 1,514 bytes for a full packet, as on a real
-interface. IFF_VNET_HDR puts a virtio-net header before each frame, in which the kernel hands over, and takes, TCP
-segments in one piece of up to 64 kB with their checksum left open: no data is summed or cut on the way.
+Beyond the uplink, packets are dropped at the tail of a queue one round trip deep, as routers do. The wire ends with the
+network or this process, and the devices with it. Devices carry Ethernet frames (IFF_TAP), so that the kernel's shaper
+counts 1,514 bytes for a full packet. IFF_VNET_HDR puts a virtio-net header before each frame, in which the kernel hands
+over TCP segments in one piece of up to 64 kB with their checksum left open: no data is summed or cut on the path.
 """
 
 import fcntl

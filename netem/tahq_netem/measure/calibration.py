@@ -64,15 +64,10 @@ def neighbours(plan: NetworkPlan) -> list[tuple[str, str]]:
 
 
 def calibrate(network: Network, *, pairs: Sequence[tuple[str, str]] | None = None, quick: bool = False) -> Calibration:
-    """Measure a network that carries nothing else meanwhile.
+    """Measure a network that carries nothing else meanwhile; `check` of the result refuses one that is off.
 
-    Args:
-        network: the network, up.
-        pairs: (source, destination) of each path to measure; None: `neighbours`.
-        quick: shorter flows, and only figures that are judged.
-
-    Returns:
-        The figures; call `check` to refuse a network that is off.
+    `pairs` are (source, destination) of each path to measure (None: `neighbours`); a quick calibration has shorter
+    flows, and only figures that are judged.
 
     Raises:
         NetworkError: nothing gets through.

@@ -118,13 +118,10 @@ def loss_figure(plan: NetworkPlan, source: str, destination: str, num_sent: int,
 
 
 def acceptance_interval(num_packets: int, share: float, confidence: float) -> tuple[int, int]:
-    """The numbers of lost packets that are not too improbable for a link with this loss: an exact interval.
+    """The smallest and largest numbers of lost packets that are not too improbable for a link with this loss.
 
     With k ~ B(n, p), the smallest and largest k for which P(K ≤ k) and P(K ≥ k) both exceed (1 − confidence)/2. A
     normal approximation would be off by more than the tolerance at 0.1 % of a few thousand packets.
-
-    Returns:
-        Smallest and largest accepted count. For n = 10, p = 0.5, confidence = 0.9: (2, 8).
     """
     if share in (0.0, 1.0):
         return round(num_packets * share), round(num_packets * share)

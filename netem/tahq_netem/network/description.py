@@ -110,11 +110,7 @@ class NetworkPlan:
 
 
 def known_host(name: str, hosts: Iterable[str]) -> str:
-    """Return `name` if it is one of `hosts`.
-
-    Raises:
-        ConfigError: it is not; lists the hosts and the nearest name.
-    """
+    """Return `name` if it is one of `hosts`; else raise ConfigError with the hosts and the nearest name."""
     names = list(hosts)
     if name not in names:
         raise ConfigError(f"no host {name!r} in this network of {listed(names)}{nearest(name, names)}")
@@ -130,15 +126,10 @@ def uniform(
     tcp_slow_start_after_idle: bool | None = None,
     **host: float,
 ) -> NetworkConfig:
-    """A network of identical hosts.
+    """A network of identical hosts, called host0, host1, … if `names` does not name them.
 
-    Args:
-        num_hosts: number of hosts.
-        rate: bit/s of each host's uplink and downlink, unless `host` says otherwise; None: unshaped.
-        names: the hosts' names; None: host0, host1, …
-        congestion_control: TCP's; None: cubic.
-        tcp_slow_start_after_idle: whether TCP restarts slowly after a pause; None: the kernel's default.
-        host: other fields of `HostConfig`, such as delay=0.01.
+    `rate` is in bit/s, of each uplink and downlink; `host` has other fields of `HostConfig`, such as delay=0.01. TCP's
+    settings are those of `NetworkConfig`.
     """
     config = HostConfig.model_validate({"up": rate, "down": rate} | host)
     return NetworkConfig(
@@ -149,11 +140,7 @@ def uniform(
 
 
 def plan_network(config: NetworkConfig) -> NetworkPlan:
-    """Apply the exceptions: host pair, then host and site, then site pair, then the host's own figures.
-
-    Raises:
-        ConfigError: a path would reorder packets without a delay.
-    """
+    """Apply the exceptions: host pair, then host and site, then site pair, then the host's own figures."""
     return NetworkPlan(
         hosts=tuple(config.hosts),
         host_shapes={name: HostShape(host.up, host.down) for name, host in config.hosts.items()},

@@ -136,15 +136,8 @@ def play(
 ) -> Iterator[FaultPlayer]:
     """Play a timeline from a thread, beginning now; at the end of the block every fault is undone.
 
-    Args:
-        timeline: the faults.
-        network: the network.
-        step_source: returns the number of steps done; needed by faults at a step.
-
-    Raises:
-        ConfigError: the timeline does not fit this network, or needs a `step_source`.
-        Exception: at the end of the block, the first error of the network or of `step_source`. If the block itself
-            raised, it is added to that exception as a note.
+    Faults at a step need a `step_source`, which returns the number of steps done. At the end of the block the first
+    error of the network or of `step_source` is raised; if the block itself raised, it gets a note instead.
     """
     timeline.check(network.plan, has_steps=step_source is not None)
     start_s = time.monotonic()

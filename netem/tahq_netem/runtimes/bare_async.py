@@ -2,9 +2,7 @@
 
 All receives of a step are posted before it begins, sends are awaited only at its end, and actions are computed in
 schedule order as their tensors arrive. There is no session, resend, commit or codec, so the difference from this loop
-is the cost of tahq's machinery.
-
-Run by the sweep:  python -m tahq_netem.runtimes.bare_async PLAN RANK
+is the cost of tahq's machinery. `GlooSession` starts it with PLAN RANK.
 """
 
 import itertools

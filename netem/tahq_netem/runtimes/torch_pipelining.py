@@ -1,11 +1,8 @@
 """torch.distributed.pipelining over gloo, used as its documentation says: the usual alternative to tahq.
 
-`PipelineStage` with `ScheduleGPipe` and `Schedule1F1B`, and as `1f1b-runtime` 1F1B in `_PipelineScheduleRuntime`, which
-runs torch's other schedules and waits for sends only at the end of a step. It has no public interface for custom
-schedules; a torch with another private one is refused. Nothing is compressed. Unlike in tahq, no gradient norm is
-computed over the stages.
-
-Run by the sweep:  python -m tahq_netem.runtimes.torch_pipelining PLAN RANK
+`1f1b-runtime` is 1F1B in `_PipelineScheduleRuntime`, which runs torch's other schedules and waits for sends only at the
+end of a step. It has no public interface for custom schedules; a torch with another private one is refused. Nothing is
+compressed. Unlike in tahq, no gradient norm is computed over the stages. `GlooSession` starts it with PLAN RANK.
 """
 
 import inspect

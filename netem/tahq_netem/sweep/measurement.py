@@ -129,10 +129,7 @@ def _means(compute_s: Sequence[Sequence[tuple[float, float]]], kind: int, count:
 
 
 def prediction_of(key: SessionKey, planned: StepWork, plan: NetworkPlan, measured: Measurement) -> dict[str, Any]:
-    """The simulator's step for a measured point, fit for JSON; None where it cannot be predicted.
-
-    Bytes, compute and codec times are those of the measured steps.
-    """
+    """The simulator's step with the measured bytes, compute and codec times, fit for JSON; None: not predicted."""
     schedule = session_schedule(key, planned.num_micro_batches)
     codec = CodecSeconds.measured(measured.steps, planned.num_micro_batches)
     if schedule is None or codec is None or measured.work is None:

@@ -1,12 +1,8 @@
-"""The points of a sweep: one per combination, each with an id that is the same as long as its meaning is.
+"""The points of a sweep: one per combination, with an id that depends on everything that its measurement depends on,
+except the machine and the versions, and not on the sweep's other points or their order.
 
 Points that differ only in the network are measured one after another in one *session*: workers that keep training
-while the network under them changes. Starting workers takes longer than most measurements, and training, too, uses
-connections that have been up for a while.
-
-Invariants:
-- an id depends on everything that a measurement depends on, except the machine and the versions;
-- it does not depend on the sweep's other points, or on their order.
+while the network under them changes. Starting workers takes longer than most measurements.
 """
 
 import hashlib

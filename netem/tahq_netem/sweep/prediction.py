@@ -2,10 +2,9 @@
 
     step = max over stages of (end of its last action + delay of its PREPARE to the coordinator)
 
-The coordinator is on the first stage's host, so the next step begins there as soon as all stages have prepared; the
-COMMIT reaches the others before the first activation can. A runtime without a coordinator has no such delay. torch is
-not predicted: it waits for sends, and the simulator does not. The bound is the shortest time that compute and bytes
-leave open, whatever the schedule or runtime (`tahq.plan.simulate.bound`); codecs are not in it.
+The coordinator is on the first stage's host, so the next step begins there as soon as all stages have prepared; without
+a coordinator there is no such delay. torch is not predicted: it waits for sends, and the simulator does not. The bound
+(`tahq.plan.simulate.bound`) is the shortest time that compute and bytes leave open, without codecs.
 """
 
 import itertools

@@ -1,9 +1,7 @@
 """A sweep's results: a file of JSON lines, one per finished point, and its rows as tables and plots group them.
 
-Invariants:
-- a line is written whole and synced; a torn last line (after a crash) is removed when the file is opened again;
-- only one sweep writes to a file at a time;
-- the newest line of a point counts: a failure may be followed by a success.
+A line is written whole and synced; a torn last line (after a crash) is removed when the file is opened again. One sweep
+at a time writes to a file. The newest line of a point counts: a failure may be followed by a success.
 """
 
 import fcntl

@@ -112,8 +112,6 @@ class SweepRun:
         failed = sum(self.results.rows.get(point.id, {}).get("status") == FAILED for point in points)
         return SweepOutcome(done, failed, len(points) - done - failed)
 
-    # -- networks --------------------------------------------------------------------------------
-
     def _measure_on_one_network(self, points: Sequence[Point]) -> None:
         """Measure points with the same number of hosts and the same needs."""
         hosts = points[0].session.stages
@@ -141,8 +139,6 @@ class SweepRun:
                 self._fail([point], error)
                 return False
         return True
-
-    # -- sessions --------------------------------------------------------------------------------
 
     def _measure_session(self, network: Network, points: Sequence[Point]) -> None:
         """Calibrate the networks of a session's points, then measure them, the fastest first."""
@@ -243,8 +239,6 @@ class SweepRun:
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": self._machine,
         }
-
-    # -- what a point takes ----------------------------------------------------------------------
 
     def _stage_times(self, key: SessionKey) -> StageTimes | None:
         """How long stages sleep, measured when first needed; None: they compute."""

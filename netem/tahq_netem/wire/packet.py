@@ -1,13 +1,12 @@
 """A frame as the kernel hands it to the wire, counted and cut as a real network card would.
 
-A TUN device with IFF_VNET_HDR puts a virtio-net header before each frame. Where the kernel leaves segmentation to the
-device (TSO), one frame holds many TCP segments, up to 64 kB. The wire moves such a frame whole, which makes Python fast
-enough, but counts it as the packets that it stands for:
+Where the kernel leaves segmentation to the device (TSO), one frame holds many TCP segments, up to 64 kB, behind a
+virtio-net header (IFF_VNET_HDR). The wire moves such a frame whole, but counts it as the packets that it stands for:
 
     wire bytes = (bytes of the frame) + (segments − 1) · (bytes of its headers)
 
 `cut` takes a run of segments out of it, so that loss, overtaking and queueing happen to single packets of MTU size. The
-result is again a valid frame: length, IP identification, IP checksum, sequence number, flags and the pseudo-header sum
+result is a valid frame again: length, IP identification, IP checksum, sequence number, flags and the pseudo-header sum
 (the checksum that the kernel left to the device, NEEDS_CSUM) are those of that run; every other bit is unchanged.
 """
 
