@@ -51,17 +51,17 @@ def export_folder(
     tokenizer: SavedTokenizer | None,
     max_shard_nbytes: int = DEFAULT_SHARD_NBYTES,
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads with the same logits.
+    """Write a folder, new or empty, that `AutoModelForCausalLM.from_pretrained` loads with the same logits.
 
     config.json has `tie_word_embeddings: false`, since embedding and head are two parameters; under `tie: sync` they
     are equal, so it has true and the head is left out. A model without an end-of-sequence token gets the tokenizer's.
+    generation_config.json is copied from the model's folder.
 
     Args:
-        spec: the model; generation_config.json is copied from its folder.
         tensors: (canonical name, tensor) of every parameter once, in any order; consumed one by one.
-        out: the folder; new, or empty.
-        tokenizer: saved into the folder; None: none.
+        tokenizer: saved into the folder, if there is one.
         max_shard_nbytes: bytes of tensors per file, unless one tensor alone has more.
+        spec, out: the model, and the folder.
 
     Raises:
         UserError: `out` is not empty.

@@ -16,9 +16,14 @@ from tahq.data.pairs import TextPair, encode_pairs, hash_pairs
 from tahq.data.tokenizer import BytesTokenizer, load_tokenizer
 from tahq.errors import DataError
 
-Write = Callable[..., Path]
 Load = Callable[..., Dataset]
 words = st.text(st.characters(codec="ascii", exclude_characters="\0"), max_size=12)
+
+
+@pytest.fixture
+def load(jsonl_file: Callable[..., Path], byte_dataset: Load) -> Load:
+    """load(records, …): the data set of these lines, with other keys of `data:`; nothing held out."""
+    return lambda records, **keys: byte_dataset(jsonl=str(jsonl_file(records)), **({"validation": 0.0} | keys))
 
 
 def pair(prompt: str, response: str) -> dict[str, str]:
@@ -35,26 +40,14 @@ def pair(prompt: str, response: str) -> dict[str, str]:
     ],
     ids=["loss on response and end only", "prompt fills the sample", "empty prompt", "empty response"],
 )
-def test_tokens_and_labels_of_a_pair(
-    jsonl_file: Write,
-    byte_dataset: Load,
-    prompt: str,
-    response: str,
-    seq_len: int,
-    tokens: list[int],
-    labels: list[int],
-) -> None:
-    path = jsonl_file([pair(prompt, response)])
-    got = byte_dataset(jsonl=str(path), seq_len=seq_len, validation=0.0).gather(np.array([0]))
+def test_tokens_and_labels_of_a_pair(load: Load, prompt, response, seq_len, tokens, labels) -> None:
+    got = load([pair(prompt, response)], seq_len=seq_len).gather(np.array([0]))
     assert [each.tolist() for each in got] == [[tokens], [labels]]
 
 
-def test_response_is_cut_at_seq_len_and_counted(
-    jsonl_file: Write, byte_dataset: Load, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = jsonl_file([pair("ab", "cdefgh"), pair("a", "b")])
+def test_response_is_cut_at_seq_len_and_counted(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        dataset = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0)
+        dataset = load([pair("ab", "cdefgh"), pair("a", "b")], seq_len=4)
     tokens, labels = dataset.gather(np.array([0]))
     assert tokens.tolist() == [[97, 98, 99, 100]]
     assert labels.tolist() == [[-100, 99, 100, 101]]
@@ -62,21 +55,19 @@ def test_response_is_cut_at_seq_len_and_counted(
 
 
 def test_pair_without_room_for_its_response_is_left_out_with_its_line(
-    jsonl_file: Write, byte_dataset: Load, caplog: pytest.LogCaptureFixture
+    load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = jsonl_file([pair("a", "b"), pair("abcde", "x"), pair("c", "d")])
     with caplog.at_level(logging.WARNING):
-        dataset = byte_dataset(jsonl=str(path), seq_len=4, validation=0.0)
+        dataset = load([pair("a", "b"), pair("abcde", "x"), pair("c", "d")], seq_len=4)
     assert dataset.num_train_samples == 2
     assert "1 of 3 pairs are left out, because their prompt fills seq_len 4 or their response is empty" in caplog.text
-    assert f"; first {path}:2" in caplog.text
+    assert "pairs.jsonl:2" in caplog.text
     assert dataset.gather(np.array([1]))[0][0, 0] == ord("c")
 
 
-def test_no_pair_left_is_refused_with_numbers(jsonl_file: Write, byte_dataset: Load) -> None:
-    path = jsonl_file([pair("abcde", "x")] * 3)
+def test_no_pair_left_is_refused_with_numbers(load: Load) -> None:
     with pytest.raises(DataError, match="none of 3 pairs is left to train on: 0 have a prompt short enough"):
-        byte_dataset(jsonl=str(path), seq_len=4)
+        load([pair("abcde", "x")] * 3, seq_len=4, validation=0.05)
 
 
 class Endless(BytesTokenizer):
@@ -112,9 +103,8 @@ def test_labels_are_the_response_after_the_prompt_for_any_pairs(
     assert list(zip(tokens.tolist(), labels.tolist(), strict=True)) == expected
 
 
-def test_split_of_pairs_is_disjoint_complete_and_evenly_spread(jsonl_file: Write, byte_dataset: Load) -> None:
-    path = jsonl_file([pair(f"{i:04d}", "x") for i in range(100)])
-    dataset = byte_dataset(jsonl=str(path), seq_len=8, validation=0.2)
+def test_split_of_pairs_is_disjoint_complete_and_evenly_spread(load: Load) -> None:
+    dataset = load([pair(f"{i:04d}", "x") for i in range(100)], seq_len=8, validation=0.2)
     assert (dataset.num_train_samples, dataset.num_validation_samples) == (80, 20)
     tokens, _ = dataset.gather(np.arange(100))
     numbers = [int(bytes(row[:4])) for row in tokens.astype(np.uint8)]
@@ -122,9 +112,9 @@ def test_split_of_pairs_is_disjoint_complete_and_evenly_spread(jsonl_file: Write
     assert numbers[80:] == list(range(4, 100, 5))
 
 
-def test_same_pairs_are_held_out_for_every_seq_len(jsonl_file: Write, byte_dataset: Load) -> None:
-    path = jsonl_file([pair("p" * (i % 7) + chr(65 + i), "response") for i in range(40)])
-    short, long = (byte_dataset(jsonl=str(path), seq_len=n, validation=0.25) for n in (4, 30))
+def test_same_pairs_are_held_out_for_every_seq_len(load: Load) -> None:
+    records = [pair("p" * (i % 7) + chr(65 + i), "response") for i in range(40)]
+    short, long = (load(records, seq_len=n, validation=0.25) for n in (4, 30))
 
     def held_out(dataset: Dataset) -> set[int]:
         ids = dataset.num_train_samples + np.arange(dataset.num_validation_samples)
@@ -147,25 +137,19 @@ def test_same_pairs_are_held_out_for_every_seq_len(jsonl_file: Write, byte_datas
         (b'{"prompt": "\xe9", "response": "b"}', "not JSON"),
     ],
 )
-def test_malformed_line_is_refused_with_file_and_line(
-    jsonl_file: Write, byte_dataset: Load, line: str, problem: str
-) -> None:
-    path = jsonl_file([pair("a", "b"), "", line])
+def test_malformed_line_is_refused_with_file_and_line(load: Load, line: str | bytes, problem: str) -> None:
     with pytest.raises(DataError, match=problem) as caught:
-        byte_dataset(jsonl=str(path))
-    assert str(caught.value).startswith(f"{path}:3: ")
+        load([pair("a", "b"), "", line])
+    assert "pairs.jsonl:3: " in str(caught.value)
 
 
-def test_file_without_a_line_is_refused(tmp_path: Path, byte_dataset: Load) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match=r"1 files hold no line, first .*empty.jsonl"):
-        byte_dataset(jsonl=str(tmp_path))
+def test_file_without_a_line_is_refused(load: Load) -> None:
+    with pytest.raises(DataError, match=r"1 files hold no line, first .*pairs.jsonl"):
+        load(["", "  "])
 
 
-def test_further_keys_and_windows_line_ends_are_passed_over(tmp_path: Path, byte_dataset: Load) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(json.dumps({**pair("a", "b"), "source": 7}).encode() + b"\r\n")
-    assert byte_dataset(jsonl=str(path), validation=0.0).num_train_samples == 1
+def test_further_keys_and_windows_line_ends_are_passed_over(load: Load) -> None:
+    assert load([json.dumps({**pair("a", "b"), "source": 7}) + "\r"]).num_train_samples == 1
 
 
 def test_hash_depends_on_where_prompt_and_response_meet() -> None:
@@ -174,7 +158,9 @@ def test_hash_depends_on_where_prompt_and_response_meet() -> None:
     assert hash_pairs([TextPair("a", "b", "x:1")]) == hash_pairs([TextPair("a", "b", "y:2")])
 
 
-def test_pairs_with_a_hugging_face_tokenizer_join_the_two_encodings(jsonl_file: Write, bpe_folder: Path) -> None:
+def test_pairs_with_a_hugging_face_tokenizer_join_the_two_encodings(
+    jsonl_file: Callable[..., Path], bpe_folder: Path
+) -> None:
     path = jsonl_file([pair("Sentence 1 says", " that 1 is")])
     config = DataConfig(jsonl=str(path), tokenizer=str(bpe_folder), seq_len=32, validation=0.0)
     tokenizer = load_tokenizer(config)

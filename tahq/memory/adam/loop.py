@@ -72,10 +72,7 @@ class AdamwLoop(Optimizer):
     checkpoint do not depend on which layers were used. A parameter without a gradient keeps its weight, its moments
     and its own number of steps.
 
-    Args:
-        params: groups, or parameters.
-        states: a parameter's shape -> its states.
-        lr, betas, eps, weight_decay: as in torch's AdamW; decay is decoupled.
+    `states`: a parameter's shape -> its states. The others are as in torch's AdamW; decay is decoupled.
     """
 
     def __init__(

@@ -58,14 +58,7 @@ def slices(num_elements: int) -> Iterator[slice]:
 def adamw_step(
     weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamwNumbers
 ) -> None:
-    """Take one step in place, slice by slice.
-
-    Args:
-        weight: fp32 or bf16 [N]; computed in fp32, rounded to nearest where it is bf16.
-        gradient: fp32 or bf16 [N].
-        m, v: first and second moment [N], fp32, or bf16 to which they are rounded to nearest.
-        numbers: of this step.
-    """
+    """Take one step in place, slice by slice, in fp32; weight and moments [N] in bf16 are rounded to nearest."""
     for here in slices(weight.numel()):
         wide_m, wide_v = m[here].float(), v[here].float()
         adamw_slice(weight[here], gradient[here], wide_m, wide_v, numbers)

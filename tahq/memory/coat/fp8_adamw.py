@@ -47,12 +47,7 @@ CHUNK_GROUPS = 512
 
 
 class Fp8AdamW(AdamwLoop):
-    """AdamW with moments in eight bits.
-
-    Args:
-        params: groups of fp32 parameters.
-        stored: formats of the moments.
-        lr, betas, eps, weight_decay: defaults of groups, as in `AdamwLoop`.
+    """AdamW of fp32 parameters with moments in eight bits, in the formats of `stored`; defaults as of `AdamwLoop`.
 
     Raises:
         ValueError: a parameter is not fp32.
@@ -100,14 +95,7 @@ def fp8_adamw_states(stored: Fp8AdamWConfig, shape: tuple[int, ...]) -> StateSpe
 
 
 def step_in_torch(weights: torch.Tensor, gradients: torch.Tensor, moments: Moments, numbers: AdamwNumbers) -> None:
-    """Take one step, in place, on any device.
-
-    Args:
-        weights: fp32 [N], contiguous.
-        gradients: fp32 [N].
-        moments: m and v, with codes [N].
-        numbers: of this step.
-    """
+    """Take one step, in place, on any device; weights and gradients fp32 [N], contiguous, and codes of moments [N]."""
     for start in range(0, weights.numel(), CHUNK_GROUPS * GROUP):
         chunks = [_chunk(moment, start) for moment in moments]
         m, v = (decode(as_groups(each.codes), each.scales, each.powers, each.by) for each in chunks)

@@ -29,12 +29,7 @@ from tahq.models.slice import ModelSlice
 
 
 class CoatBlock(nn.Module):
-    """A Llama layer with the parameters of a transformers layer, under their names, computing in FP8.
-
-    Args:
-        block: the layer; its modules become this one's.
-        config: `memory.coat`.
-    """
+    """A Llama layer with the modules and parameters of a transformers layer, under their names, computing in FP8."""
 
     splits_backward = True
     """Takes `deferred`: see `ModelSlice`."""
@@ -63,13 +58,9 @@ class CoatBlock(nn.Module):
         attention_mask: torch.Tensor | None,
         deferred: DeferredGradients | None = None,
     ) -> torch.Tensor:
-        """Hidden states [B, S, C] to [B, S, C] in the same dtype.
+        """Hidden states [B, S, C] to [B, S, C] in the same dtype; `position_embeddings`: cosine and sine [1, S, D].
 
-        Args:
-            hidden: hidden states.
-            position_embeddings: cosine and sine [1, S, D].
-            attention_mask: as `keyed_attention` takes it.
-            deferred: where the backward leaves the weights' gradients; None: it computes them.
+        `deferred`: where the backward leaves the weights' gradients; None: it computes them.
         """
         flow = FlowOptions(product_dtype(hidden), self._config.backward_products, deferred)
         norm = self.input_layernorm

@@ -30,27 +30,15 @@ from tahq.memory.coat.fp8_codes import (
 
 
 def group_maxima(x: torch.Tensor) -> torch.Tensor:
-    """max|x| of every group of 1×16, the last of a row possibly shorter: the first stage of group scaling.
+    """max|x| of every group of 1×16 of x [T, C], the last of a row possibly shorter: the first stage of group scaling.
 
-    Args:
-        x: [T, C].
-
-    Returns:
-        fp32 [T, ⌈C/16⌉]; NaN where a group has one.
+    fp32 [T, ⌈C/16⌉]; NaN where a group has one.
     """
     return _grouped(x.float().abs()).amax(-1)
 
 
 def tensor_scale(maxima: torch.Tensor, fp8: torch.dtype = E4M3) -> torch.Tensor:
-    """S = max(maxima)/Δmax: the second stage of group scaling (COAT §5.2).
-
-    Args:
-        maxima: fp32, of parts that cover a tensor.
-        fp8: the format of Δmax.
-
-    Returns:
-        fp32 [1].
-    """
+    """S = max(maxima)/Δmax, fp32 [1]: the second stage of group scaling (COAT §5.2); maxima cover a tensor."""
     return (maxima.max() * (1 / LARGEST[fp8])).clamp(min=SMALLEST_SCALE).reshape(1)
 
 
@@ -60,12 +48,9 @@ def quantize_tensor(x: torch.Tensor, scale: torch.Tensor, fp8: torch.dtype, layo
 
 
 def quantize_groups(x: torch.Tensor) -> GroupCodes:
-    """round(x/S) in groups of 1×16, S = max|x|/448 rounded to bf16.
+    """round(x/S) of x [T, C] in groups of 1×16, S = max|x|/448 rounded to bf16.
 
     With a scale rounded down the largest element is at most 448·(1 + 2⁻⁸) < 464, which still rounds to 448.
-
-    Args:
-        x: [T, C].
     """
     scales = (group_maxima(x) * (1 / LARGEST[E4M3])).clamp(min=SMALLEST_SCALE).bfloat16()
     return GroupCodes((x.float() * _spread(1 / scales.float(), x.shape[1])).to(E4M3), scales)
@@ -85,8 +70,7 @@ def norm_forward(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
     Args:
         x: residual stream [T, C].
         added: a branch's output [T, C]; None: there is no branch.
-        weight: the norm's [C].
-        epsilon: the norm's.
+        weight, epsilon: the norm's [C], and ε.
     """
     total = x if added is None else x + added
     codes = quantize_groups(total)
@@ -111,17 +95,12 @@ def norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the residual stream, and of the norm's weight.
 
-    With n = x̂·rstd and g = Σ gradients: ∂x = residual + rstd·(g·w − n·mean(g·w·n)), ∂w = Σ_T g·n.
+    With n = x̂·rstd and g = Σ gradients: ∂x = residual + rstd·(g·w − n·mean(g·w·n)), ∂w = Σ_T g·n, fp32 [C].
 
     Args:
         gradients: of the norm's output, one per matrix that takes it, [T, C].
-        codes: the norm's input.
-        rstd: fp32 [T].
-        weight: [C].
+        codes, rstd, weight: the norm's input, fp32 [T], and [C].
         residual_gradient: the gradient of the residual stream after the norm, [T, C]; the result has its dtype.
-
-    Returns:
-        [T, C], and fp32 [C].
     """
     gradient = sum(each.float() for each in gradients)
     assert isinstance(gradient, torch.Tensor)

@@ -52,15 +52,12 @@ class WeightCodes:
     Weights change at COMMIT only, between steps; all micro-batches of a step share the codes. A change is recognised by
     `forget`, called when a stage begins a step or an evaluation, and by the tensor's version.
 
-    Args:
-        linear: whose weight.
-        keep: keep the codes, two bytes per parameter on devices with FP8 units and one elsewhere; else only their
-            scale, and code the weight for every product.
+    `keep`: keep the codes, two bytes per parameter on devices with FP8 units and one elsewhere; else only their scale,
+    and code the weight for every product.
     """
 
     def __init__(self, linear: nn.Linear, *, keep: bool) -> None:
-        self.linear = linear
-        self._keep = keep
+        self.linear, self._keep = linear, keep
         self._version = -1
         self._scale: torch.Tensor | None = None
         self._codes: TensorCodes | None = None
