@@ -120,67 +120,39 @@ def check_comparable(x: torch.Tensor) -> None:
 def _report(
     x: torch.Tensor, codec: Codec, keys: Sequence[int], repeats: int, clock: Callable[[], float]
 ) -> CodecReport:
-    errors = _measure(x, codec, keys if codec.is_keyed else keys[:1])
+    exact = x.double()
+    norm, tokens, total = _norm(exact), exact.norm(dim=-1), torch.zeros_like(exact)
+    squared, largest, cosines, worst_token = [], [], [], []
+    for key in keys if codec.is_keyed else keys[:1]:
+        back = codec.decode(codec.encode(x, key=key), x.shape, torch.float32, key=key).double()
+        error = back - exact
+        total += error
+        squared.append(_norm(error) ** 2)
+        largest.append(float(error.abs().max()))
+        cosines.append(float((exact * back).sum()) / (norm * _norm(back) or 1.0))
+        worst_token.append(float(torch.where(tokens > 0, error.norm(dim=-1) / tokens, 0.0).max()))
+    draws, sum_squared = len(squared), sum(squared)
+    bias = math.sqrt(sum_squared)
+    if draws > 1 and math.isfinite(sum_squared):
+        bias = math.sqrt(max(0.0, _norm(total) ** 2 - sum_squared) / (draws * (draws - 1)))
     buf = codec.encode(x, key=keys[0])
     encode_s = _fastest_s(lambda: codec.encode(x, key=keys[0]), repeats, clock, x.device)
     decode_s = _fastest_s(lambda: codec.decode(buf, x.shape, x.dtype, key=keys[0]), repeats, clock, x.device)
-    norm, num_bits = _norm(x), 8 * buf.numel() / x.numel()
+    num_bits = 8 * buf.numel() / x.numel()
     return CodecReport(
         spec=str(codec.spec),
         nbytes=buf.numel(),
         bits_per_element=num_bits,
-        relative_error=math.sqrt(errors.squared / errors.draws) / norm,
+        relative_error=math.sqrt(sum_squared / draws) / norm,
         gaussian_bound=relative_error_bound(x, num_bits),
-        max_error=errors.largest,
-        cosine=errors.cosines / errors.draws,
-        bias=errors.bias() / norm,
-        worst_token_error=errors.worst_token,
-        draws=errors.draws,
+        max_error=max(largest),
+        cosine=sum(cosines) / draws,
+        bias=bias / norm,
+        worst_token_error=max(worst_token),
+        draws=draws,
         encode_elements_per_s=x.numel() / encode_s,
         decode_elements_per_s=x.numel() / decode_s,
     )
-
-
-@dataclass(slots=True)
-class _Errors:
-    """Sums over draws of what a report needs."""
-
-    total: torch.Tensor
-    """Σe, fp64 of x's shape."""
-    draws: int = 0
-    squared: float = 0.0
-    """Σ‖e‖²."""
-    largest: float = 0.0
-    cosines: float = 0.0
-    worst_token: float = 0.0
-
-    def add(self, x: torch.Tensor, back: torch.Tensor) -> None:
-        """Count one draw: x and what came back, fp64 both."""
-        error = back - x
-        tokens = x.norm(dim=-1)
-        relative = torch.where(tokens > 0, error.norm(dim=-1) / tokens, 0.0)
-        self.total += error
-        self.draws += 1
-        self.squared += _norm(error) ** 2
-        self.largest = max(self.largest, float(error.abs().max()))
-        self.cosines += float((x * back).sum()) / (_norm(x) * _norm(back) or 1.0)
-        self.worst_token = max(self.worst_token, float(relative.max()))
-
-    def bias(self) -> float:
-        """‖E e‖, estimated; see `CodecReport`."""
-        if self.draws == 1 or not math.isfinite(self.squared):
-            return math.sqrt(self.squared)
-        pairs = _norm(self.total) ** 2 - self.squared
-        return math.sqrt(max(0.0, pairs) / (self.draws * (self.draws - 1)))
-
-
-def _measure(x: torch.Tensor, codec: Codec, keys: Sequence[int]) -> _Errors:
-    exact = x.double()
-    errors = _Errors(total=torch.zeros_like(exact))
-    for key in keys:
-        buf = codec.encode(x, key=key)
-        errors.add(exact, codec.decode(buf, x.shape, torch.float32, key=key).double())
-    return errors
 
 
 def _norm(x: torch.Tensor) -> float:

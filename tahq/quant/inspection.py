@@ -17,7 +17,7 @@ from tahq.quant.fixed.stream import FIXED
 from tahq.quant.gaussian.tile_stream import EDEN, WF
 from tahq.quant.raw import RAW
 from tahq.quant.spec import CodecSpec
-from tahq.quant.stream import HEADER_NBYTES, Description, Sections, Statistics, accept
+from tahq.quant.stream import HEADER_NBYTES, Description, Statistics, accept
 from tahq.quant.tah.stream import TAH
 
 _DESCRIPTIONS: dict[str, Description] = {"raw": RAW, "fixed": FIXED, "tah": TAH, "aqsgd": AQSGD, "eden": EDEN, "wf": WF}
@@ -68,9 +68,18 @@ def section_table(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor) -> t
     """The sections of the stream of a tensor of this shape, header included."""
     description = _DESCRIPTIONS[spec.name]
     sections = description.sections(spec, shape, buf)
-    rows = tuple(_section_rows(description, sections))
+    rows = [
+        SectionRow(
+            name,
+            section.start,
+            section.stop - section.start,
+            min(section.end, sections.nbytes) - section.stop,
+            description.contents[name],
+        )
+        for name, section in sections.by_name.items()
+    ]
     header = SectionRow("header", 0, HEADER_NBYTES, 0, ", ".join(byte.name for byte in description.header))
-    return (header, *rows) if description.header else rows
+    return (header, *rows) if description.header else tuple(rows)
 
 
 def statistics(spec: CodecSpec, shape: Sequence[int], buf: torch.Tensor, *, key: int = 0) -> Statistics:
@@ -109,13 +118,6 @@ def _could_be(description: Description, buf: torch.Tensor) -> bool:
         return False
     pairs = zip(description.header, header, strict=False)
     return all(known.least <= known.read(byte) <= known.most for known, byte in pairs)
-
-
-def _section_rows(description: Description, sections: Sections) -> Iterator[SectionRow]:
-    for name, section in sections.by_name.items():
-        nbytes = section.stop - section.start
-        filling = min(section.end, sections.nbytes) - section.stop
-        yield SectionRow(name, section.start, nbytes, filling, description.contents[name])
 
 
 def _range(values: torch.Tensor) -> Statistics:

@@ -60,20 +60,14 @@ def oracle_tile(y, bits, tau, num_real):
     return scale_field, zero_field, pivot, codes
 
 
-def put_bits(out, numbers, width):
-    """Numbers of `width` bits, one after the other, least significant bit first."""
-    place = 0
-    for number in numbers:
-        for k in range(width):
-            if place % 8 == 0:
-                out.append(0)
-            out[-1] |= (number >> k & 1) << place % 8
-            place += 1
+def packed(numbers, width):
+    """A section: numbers of `width` bits, one after the other, least significant bit first."""
+    whole = sum(int(number) << width * place for place, number in enumerate(numbers))
+    return oracle.section(whole.to_bytes(-(-len(numbers) * width // 8), "little"))
 
 
-def put_planes(out, codes, first, last):
-    for k in range(first, last):
-        put_bits(out, [code >> k & 1 for code in codes], 1)
+def planes_of(codes, first, last):
+    return [code >> k & 1 for k in range(first, last) for code in codes]
 
 
 def oracle_bit_map(parameters, scaled, samples, ratio, bit_map_of):
@@ -112,37 +106,29 @@ def oracle_encode(x, parameters, bit_map_of):
 
 
 def oracle_pack(coded, bit_map, all_finite, e, g, low, high):
-    log2_g, ratio = g.bit_length() - 1, len(coded) // len(bit_map)
-    out = bytearray([1, 0 if all_finite else 1, log2_g, low, high, e & 0xFF, *bytes(10)])
-    put_bits(out, [int(flag) for flag in bit_map], 1)
-    out.extend(bytes(-len(out) % 16))
-    for field, width in ((0, 16), (1, 16), (2, log2_g)):
-        put_bits(out, [tile[field] for tile in coded], width)
-        out.extend(bytes(-len(out) % 16))
-    for *_, codes in coded:
-        put_planes(out, codes, 0, low)
-    out.extend(bytes(-len(out) % 16))
-    for t, (*_, codes) in enumerate(coded):
-        if bit_map[t // ratio]:
-            put_planes(out, codes, low, high)
-    out.extend(bytes(-len(out) % 16))
-    return bytes(out)
+    ratio = len(coded) // len(bit_map)
+    fields = [
+        packed([tile[field] for tile in coded], width) for field, width in ((0, 16), (1, 16), (2, oracle.log2(g)))
+    ]
+    low_planes = [bit for tile in coded for bit in planes_of(tile[3], 0, low)]
+    high_tiles = [tile for t, tile in enumerate(coded) if bit_map[t // ratio]]
+    high_planes = [bit for tile in high_tiles for bit in planes_of(tile[3], low, high)]
+    sections = (packed(bit_map, 1), *fields, packed(low_planes, 1), packed(high_planes, 1))
+    return oracle.header(1, not all_finite, oracle.log2(g), low, high, e) + b"".join(sections)
 
 
-class Reader:
-    """Reads sections of a stream bit by bit."""
+def sections_of(stream):
+    """A function that reads the next section of a stream: `count` numbers of `width` bits."""
+    start = 16
 
-    def __init__(self, stream):
-        self.stream, self.start = stream, 16
+    def read(count, width):
+        nonlocal start
+        stop = start + -(-count * width // 8)
+        whole = int.from_bytes(stream[start:stop], "little")
+        start = stop + -stop % 16
+        return [whole >> width * place & (1 << width) - 1 for place in range(count)]
 
-    def section(self, count, width):
-        numbers = []
-        for index in range(count):
-            places = [8 * self.start + index * width + k for k in range(width)]
-            numbers.append(sum((self.stream[p // 8] >> p % 8 & 1) << k for k, p in enumerate(places)))
-        self.start += -(-count * width // 8)
-        self.start += -self.start % 16
-        return numbers
+    return read
 
 
 def half(field):
@@ -155,12 +141,12 @@ def oracle_decode(stream, shape, parameters):
     num_tiles = samples * tokens * per_token
     ratio = tiles_per_alloc(parameters["alloc"], g, per_token)
     e = stream[5] - 256 if stream[5] > 127 else stream[5]
-    reader = Reader(stream)
-    is_high = [flag for flag in reader.section(num_tiles // ratio, 1) for _ in range(ratio)]
-    scales, zeros = reader.section(num_tiles, 16), reader.section(num_tiles, 16)
-    pivots = reader.section(num_tiles, g.bit_length() - 1)
-    low_planes = reader.section(num_tiles * low, g)
-    high_planes = iter(reader.section(sum(is_high) * (high - low), g))
+    read = sections_of(stream)
+    is_high = [flag for flag in read(num_tiles // ratio, 1) for _ in range(ratio)]
+    scales, zeros = read(num_tiles, 16), read(num_tiles, 16)
+    pivots = read(num_tiles, g.bit_length() - 1)
+    low_planes = read(num_tiles * low, g)
+    high_planes = iter(read(sum(is_high) * (high - low), g))
     out = []
     for t in range(num_tiles):
         planes = low_planes[t * low : (t + 1) * low]

@@ -28,6 +28,7 @@ from tahq.quant.aqsgd.cache import SampleCache, in_memory, mapped_file
 from tahq.quant.aqsgd.stream import NO_ID, AqsgdLayout, AqsgdParts, Record
 from tahq.quant.codec import Codec
 from tahq.quant.spec import AqsgdSpec
+from tahq.quant.stream import accept
 from tahq.quant.tiling import check_decodable, check_encodable, check_shape
 
 SENT, RECEIVED = "sent/", "received/"
@@ -68,7 +69,7 @@ class AqsgdCodec(Codec):
         records = self._records(self._sent, x.shape, sample_ids)
         layout = self._layout(x.shape, records)
         if layout.is_empty:
-            return aqsgd_stream.header_only(layout, x.device)
+            return aqsgd_stream.new_stream(layout, 0, x.device)
         memory = _memory(self._sent, layout, records, x.device)
         parts = _parts(x.detach(), layout, memory)
         if _has_ids(records):
@@ -94,7 +95,8 @@ class AqsgdCodec(Codec):
         records = self._records(self._received, shape, sample_ids)
         layout = self._layout(shape, records)
         if layout.is_empty:
-            aqsgd_stream.check_header_only(layout, buf)
+            if aqsgd_stream.check_header(self.spec, accept(buf, layout.sections.nbytes, self.spec)):
+                raise CodecError(f"{self.spec}: damaged stream: a tensor without elements is flagged as not finite")
             return torch.empty(layout.shape, dtype=dtype, device=buf.device)
         if self.spec.has_cache:
             check_agreement(self.spec, aqsgd_stream.read_records(self.spec, shape, buf), records)

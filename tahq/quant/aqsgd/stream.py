@@ -128,8 +128,7 @@ class AqsgdParts:
 
 def pack(layout: AqsgdLayout, records: Sequence[Record], parts: AqsgdParts) -> torch.Tensor:
     """The stream: uint8 [nbytes], on the parts' device; does not synchronise it where no sample has an id."""
-    flags = parts.marks.any().to(torch.int32)
-    buf = stream.new_stream(layout.sections.nbytes, (1, flags, *_parameters(layout.spec)), parts.marks.device)
+    buf = new_stream(layout, parts.marks.any().to(torch.int32), parts.marks.device)
     contents = {
         "marks": bit_planes.pack_numbers(parts.marks.flatten().to(torch.uint8), 1),
         "scale": parts.scale.view(torch.uint8),
@@ -148,7 +147,7 @@ def read_records(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tu
     """The records of a stream of any length; CodecError if it is too short for them."""
     records = AqsgdLayout.of(spec, shape, ()).sections.by_name["records"]
     readable = stream.accept(buf, max(buf.numel(), records.end), spec)
-    _check_header(spec, readable)
+    check_header(spec, readable)
     packed = bytes(readable[records.start : records.stop].tolist())
     return tuple(Record(number - 1, visits, checksum) for number, visits, checksum in _RECORD.iter_unpack(packed))
 
@@ -156,7 +155,7 @@ def read_records(spec: AqsgdSpec, shape: Sequence[int], buf: torch.Tensor) -> tu
 def unpack(layout: AqsgdLayout, buf: torch.Tensor) -> AqsgdParts:
     """The content of a stream, records aside; CodecError for anything that no encoder writes."""
     buf = stream.accept(buf, layout.sections.nbytes, layout.spec)
-    is_flagged = _check_header(layout.spec, buf)
+    is_flagged = check_header(layout.spec, buf)
     samples, tokens, channels = layout.grid
     num_whole = sum(layout.is_whole)
     marks, left_over = bit_planes.unpack_numbers(layout.sections.view(buf, "marks"), samples * tokens, 1)
@@ -181,25 +180,15 @@ def unpack(layout: AqsgdLayout, buf: torch.Tensor) -> AqsgdParts:
     )
 
 
-def header_only(layout: AqsgdLayout, device: torch.device) -> torch.Tensor:
-    """The stream of a tensor without elements."""
-    return stream.new_stream(layout.sections.nbytes, (1, 0, *_parameters(layout.spec)), device)
+def new_stream(layout: AqsgdLayout, flags: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A stream of zeros behind its header; all of it for a tensor without elements."""
+    spec = layout.spec
+    return stream.new_stream(layout.sections.nbytes, (1, flags, spec.bits, int(spec.has_cache)), device)
 
 
-def check_header_only(layout: AqsgdLayout, buf: torch.Tensor) -> None:
-    """Refuse a stream of a tensor without elements that `header_only` does not write."""
-    if _check_header(layout.spec, stream.accept(buf, layout.sections.nbytes, layout.spec)):
-        raise CodecError(f"{layout.spec}: damaged stream: a tensor without elements is flagged as not finite")
-
-
-def _parameters(spec: AqsgdSpec) -> tuple[int, int]:
-    return spec.bits, int(spec.has_cache)
-
-
-def _check_header(spec: AqsgdSpec, buf: torch.Tensor) -> bool:
+def check_header(spec: AqsgdSpec, buf: torch.Tensor) -> bool:
     """Whether the header's flag is set; CodecError for anything that is not this spec's."""
-    bits, has_records = _parameters(spec)
-    expected = (("version", 1), ("flags", 0), ("bits", bits), ("records", has_records))
+    expected = (("version", 1), ("flags", 0), ("bits", spec.bits), ("records", int(spec.has_cache)))
     is_flagged, reserved = stream.read_header(buf, expected, spec)
     if reserved:
         raise CodecError(f"{spec}: header bytes 4 to 15 must be zero; byte 4 is {reserved}")
