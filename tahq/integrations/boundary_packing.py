@@ -29,12 +29,9 @@ TAG_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What crosses one cut at once: all tensors of a micro-batch, in one direction.
+    """What crosses one cut at once: all tensors of a micro-batch, of one kind (ACTIVATION or GRADIENT).
 
-    Attributes:
-        kind: ACTIVATION or GRADIENT.
-        cut: the number of the stage before the cut.
-        micro_batch: from 0.
+    A cut has the number of the stage before it.
     """
 
     kind: str
@@ -46,20 +43,12 @@ class Crossing:
 class Slot:
     """One tensor of a crossing, as torch's two ends have agreed on it: the receiver's buffer is made to it.
 
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-        has_gradient: whether a gradient for it comes back in training, or it is one; False where that is not known.
+    `has_gradient`: a gradient for it comes back in training, or it is a gradient; False where that is not known.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     has_gradient: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor as it is."""
-        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +60,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class IncomingMessage:
     """A message that is coming in, and the tensor it stands for, `index` of those that cross at once."""
 
     index: int
@@ -92,12 +81,7 @@ def _name(step: Step, crossing: Crossing, index: int) -> tuple[int | str, ...]:
 class BoundaryPacking:
     """The codecs of one stage, the steps it has taken, and the messages that it waits for.
 
-    Args:
-        stage: its number, for error messages.
-        activations: packs what goes forward.
-        gradients: packs what goes backward.
-        seed: of randomised codecs; equal on all stages.
-        step: the number of the training step that comes next; equal on all stages.
+    `seed` (of randomised codecs) and `step` (the number of the next training step) are equal on all stages.
     """
 
     def __init__(self, stage: int, activations: Codec, gradients: Codec, *, seed: int, step: int) -> None:
@@ -107,7 +91,7 @@ class BoundaryPacking:
         self._next_number = {"train": step, "eval": 0}
         self._step = Step("train", step)
         self._is_counted = False
-        self._arrivals: dict[Crossing, list[Arrival]] = {}
+        self._arrivals: dict[Crossing, list[IncomingMessage]] = {}
         self._prepared: set[tuple[str, torch.Size, torch.dtype, torch.device]] = set()
 
     def begin_step(self, *, has_backward: bool) -> None:
@@ -142,7 +126,7 @@ class BoundaryPacking:
             self._count()
         packed = self._packed(slots, crossing.kind)
         arrivals = {
-            index: Arrival(index, self._room_for(op.tensor, crossing.kind), op.tensor)
+            index: IncomingMessage(index, self._room_for(op.tensor, crossing.kind), op.tensor)
             for index, op in enumerate(ops)
             if index in packed
         }
@@ -173,7 +157,7 @@ class BoundaryPacking:
         tag = torch.tensor(list(self._tag(codec, tensor, crossing, index)), dtype=torch.uint8, device=stream.device)
         return _with(op, torch.cat([stream, tag]))
 
-    def _decode(self, arrival: Arrival, crossing: Crossing) -> torch.Tensor:
+    def _decode(self, arrival: IncomingMessage, crossing: Crossing) -> torch.Tensor:
         target, codec = arrival.target, self._codecs[crossing.kind]
         stream, tag = arrival.message[:-TAG_NBYTES], arrival.message[-TAG_NBYTES:]
         where = self._where(crossing, arrival.index)
@@ -199,16 +183,18 @@ class BoundaryPacking:
 
     def _packed(self, slots: Sequence[Slot], kind: str) -> set[int]:
         """Which tensors of a crossing are packed; both ends know no more than the slots."""
-        candidates = [index for index, slot in enumerate(slots) if self._is_longer_than_its_message(slot, kind)]
+        candidates = [
+            index
+            for index, slot in enumerate(slots)
+            if slot.dtype.is_floating_point
+            and len(slot.shape) > 0
+            and self._message_nbytes(slot.shape, kind) < slot.shape.numel() * slot.dtype.itemsize
+        ]
         if any(slot.has_gradient for slot in slots):
             candidates = [index for index in candidates if slots[index].has_gradient]
         elif len(candidates) > 1:
             return set()
         return {index for index in candidates if slots[index].dtype in PACKED}
-
-    def _is_longer_than_its_message(self, slot: Slot, kind: str) -> bool:
-        is_array_of_floats = slot.dtype.is_floating_point and len(slot.shape) > 0
-        return is_array_of_floats and self._message_nbytes(slot.shape, kind) < slot.nbytes
 
     def _message_nbytes(self, shape: torch.Size, kind: str) -> int:
         return self._codecs[kind].encoded_nbytes(shape) + TAG_NBYTES

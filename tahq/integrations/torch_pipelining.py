@@ -19,7 +19,7 @@ docs/integrations.md says more.
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -42,37 +42,11 @@ OVERRIDDEN = (
     "get_bwd_send_ops",
 )
 
-Stages = TypeVar("Stages", bound=Sequence[PipelineStage])
+Stages = TypeVar("Stages", bound=PipelineStage | Sequence[PipelineStage])
 
 
-@overload
-def compress(
-    stages: PipelineStage,
-    *,
-    activations: str = ...,
-    gradients: str = ...,
-    seed: int = ...,
-    step: int = ...,
-    backend: str = ...,
-    threads: int = ...,
-) -> PipelineStage: ...
-
-
-@overload
 def compress(
     stages: Stages,
-    *,
-    activations: str = ...,
-    gradients: str = ...,
-    seed: int = ...,
-    step: int = ...,
-    backend: str = ...,
-    threads: int = ...,
-) -> Stages: ...
-
-
-def compress(
-    stages: PipelineStage | Sequence[PipelineStage],
     *,
     activations: str = "wf",
     gradients: str = "eden",
@@ -80,7 +54,7 @@ def compress(
     step: int = 0,
     backend: str = AUTO,
     threads: int = 1,
-) -> PipelineStage | Sequence[PipelineStage]:
+) -> Stages:
     """Have stages send packed tensors; call it on every rank of the pipeline, before the schedule is built.
 
     It is a collective call: the ranks tell each other what they were given, so that a difference is an error here and
@@ -130,13 +104,15 @@ class CompressedStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Torch's, of packed activations."""
-        ops = super().get_fwd_send_ops(fwd_chunk_id)
-        return self.tahq_packing.pack(ops, self._after(ACTIVATION, fwd_chunk_id), self._outputs())
+        ops, meta = super().get_fwd_send_ops(fwd_chunk_id), self._stage_meta
+        slots = _activations(meta.outputs or (), meta.output_grads or ())
+        return self.tahq_packing.pack(ops, self._after(ACTIVATION, fwd_chunk_id), slots)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Torch's, into buffers for packed activations."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        return self.tahq_packing.expect(ops, self._before(ACTIVATION, fwd_chunk_id), self._inputs())
+        slots = _activations(self._stage_meta.inputs or (), self._input_grads())
+        return self.tahq_packing.expect(ops, self._before(ACTIVATION, fwd_chunk_id), slots)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         """Torch's, of packed gradients."""
@@ -158,12 +134,6 @@ class CompressedStage(PipelineStage):
         """Decode the gradients, which have arrived by now, and compute."""
         self.tahq_packing.unpack(self._after(GRADIENT, bwd_chunk_id))
         return super().backward_one_chunk(bwd_chunk_id, *args, **options)
-
-    def _outputs(self) -> list[Slot]:
-        return _activations(self._stage_meta.outputs or (), self._stage_meta.output_grads or ())
-
-    def _inputs(self) -> list[Slot]:
-        return _activations(self._stage_meta.inputs or (), self._input_grads())
 
     def _input_grads(self) -> list[Any]:
         """What torch has agreed on for each input's gradient, None where none is sent; empty before all training.
@@ -194,11 +164,7 @@ def _gradients(agreed: Sequence[Any]) -> list[Slot]:
 
 
 def check_torch(version: str, stage_class: type = PipelineStage) -> None:
-    """Refuse a torch that nobody has tried this with, or whose stages are built otherwise.
-
-    Raises:
-        ConfigError: which release it is, which there may be, what to do.
-    """
+    """Refuse, with ConfigError, a torch that has not been tried, or whose stages are built otherwise."""
     release = ".".join(version.partition("+")[0].split(".")[:2])
     advice = f"install one of these (pip install 'torch=={SUPPORTED[-1]}.*'), or train with tahq-launch"
     if release not in SUPPORTED:

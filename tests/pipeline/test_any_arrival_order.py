@@ -124,7 +124,7 @@ def check(case, seed) -> None:
 
 
 @given(schedules(), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_stages_finish_and_stay_within_their_depths(case, seed):
     check(case, seed)
 

@@ -67,38 +67,28 @@ def test_rate_past_the_end_stays_where_it_ended(run, beyond):
         assert learning_rate(training, total_steps + beyond, total_steps) == end
 
 
-def test_warm_up_meets_the_peak():
-    # w = 3: 1/4, 2/4, 3/4, then 1
-    assert rates(config(warmup_steps=3), 5) == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_linear_decay_by_hand():
+BY_HAND = [
+    # w = 3: 1/4, 2/4, 3/4, then the peak
+    ("constant", {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0]),
     # p = 0, 1/4, 2/4, 3/4 from 1.0 to 0.2; p = 1 would be the fifth step
-    assert rates(config("linear", min_lr=0.2), 4) == pytest.approx([1.0, 0.8, 0.6, 0.4])
-
-
-def test_cosine_decay_by_hand():
+    ("linear", {"min_lr": 0.2}, [1.0, 0.8, 0.6, 0.4]),
     # 0.2 + 0.8·(1 + cos πp)/2 at p = 0, 1/3, 2/3: cos = 1, 1/2, −1/2
-    assert rates(config("cosine", min_lr=0.2), 3) == pytest.approx([1.0, 0.8, 0.4])
-
-
-def test_wsd_is_stable_and_then_decays():
+    ("cosine", {"min_lr": 0.2}, [1.0, 0.8, 0.4]),
     # decay over the last 4 of 10: p = 0, 1/4, 2/4, 3/4 at steps 6 … 9
-    expected = [1.0] * 7 + [0.75, 0.5, 0.25]
-    assert rates(config("wsd", decay_steps=4), 10) == pytest.approx(expected)
+    ("wsd", {"decay_steps": 4}, [1.0] * 7 + [0.75, 0.5, 0.25]),
+    # a tenth of the steps by default
+    ("wsd", {}, [1.0] * 91 + [1 - p / 10 for p in range(1, 10)]),
+    # a warm-up longer than the run is only warm-up
+    ("cosine", {"warmup_steps": 9}, [0.1, 0.2, 0.3, 0.4]),
+]
 
 
-def test_wsd_decays_over_a_tenth_by_default():
-    found = rates(config("wsd"), 100)
-    assert found[:91] == [1.0] * 91
-    assert found[91:] == pytest.approx([1 - p / 10 for p in range(1, 10)])
+@pytest.mark.parametrize(("schedule", "keys", "expected"), BY_HAND)
+def test_rates_by_hand(schedule, keys, expected):
+    assert rates(config(schedule, **keys), len(expected)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("linear", 1 / 90), ("cosine", (1 - math.cos(math.pi / 90)) / 2)])
 def test_last_step_is_one_before_the_minimum(schedule, last):
     # w = 10 of 100 steps: the last has p = 89/90, and is not wasted on a rate of 0
     assert learning_rate(config(schedule, warmup_steps=10), 99, 100) == pytest.approx(last)
-
-
-def test_warm_up_longer_than_the_run_is_only_warm_up():
-    assert rates(config("cosine", warmup_steps=9), 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])

@@ -69,13 +69,12 @@ def test_every_bit_of_a_manifest_counts(snapshots):
     path = snapshot_folder(snapshots, 30) / "manifest.json"
     whole = path.read_bytes()
     for at in range(0, len(whole), 3):
-        for bit in (at % 8, 6):
-            content = bytearray(whole)
-            content[at] ^= 1 << bit
-            path.write_bytes(content)
-            step, warnings = choose(snapshots)
-            same = _as_json(content) == json.loads(whole)  # blanks between values mean nothing
-            assert (step, len(warnings)) == ((30, 0) if same else (20, 1)), (at, bit)
+        content = bytearray(whole)
+        content[at] ^= 1 << (at % 8)
+        path.write_bytes(content)
+        step, warnings = choose(snapshots)
+        same = _as_json(content) == json.loads(whole)  # blanks between values mean nothing
+        assert (step, len(warnings)) == ((30, 0) if same else (20, 1)), at
 
 
 def _as_json(content):

@@ -40,16 +40,9 @@ HEADER_ALIGNMENT = 8
 
 
 def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], meta: StageMeta) -> StageFile:
-    """Write one stage's part of a checkpoint, durably, or not at all.
+    """Write one stage's part of a checkpoint, durably, or not at all, into a folder that is made if necessary.
 
-    Args:
-        folder: `snapshot_folder(snapshots, step)`; made if it does not exist.
-        stage: the writer; one process per stage.
-        tensors: by their names in the checkpoint, on any device.
-        meta: goes into the file's header.
-
-    Returns:
-        The file's name, SHA-256 and size, for the coordinator's manifest.
+    Tensors, on any device, come by their names in the checkpoint; one process per stage writes.
 
     Raises:
         SnapshotError: the file cannot be written (DiskFullError: for lack of room); nothing is left of it.
@@ -68,12 +61,7 @@ def write_stage(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor], m
 
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write named tensors, on any device and of any strides, to an open file; returns the SHA-256 in hex.
-
-    Raises:
-        OSError: from the file.
-        KeyError: a dtype that is not in `DTYPE_NAMES`.
-    """
+    """Write named tensors of any strides to an open file; returns the SHA-256 in hex."""
     # widest types first, so that every tensor is aligned to its own type
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest = hashlib.sha256()
@@ -119,17 +107,13 @@ class SnapshotReader:
     def __init__(self, folder: Path, expected: Mapping[str, str]) -> None:
         self._folder = folder
         self._expected = dict(expected)
-        self._present = [name for name in self._expected if (folder / name).is_file()]
-        if not self._present:
+        self.files = tuple(name for name in self._expected if (folder / name).is_file())
+        """Names of the files that are here."""
+        if not self.files:
             names = ", ".join(expected) or "no files"
             raise SnapshotError(f"none of {names} is in {folder}; copy the checkpoint there")
-        self._file_of = {name: file for file in self._present for name in _header_names(folder / file)}
+        self._file_of = {name: file for file in self.files for name in _open(folder / file).keys()}  # noqa: SIM118
         self._open: dict[str, Any] = {}
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that are here."""
-        return tuple(self._present)
 
     def names(self) -> set[str]:
         """All tensors in the files that are here."""
@@ -144,7 +128,7 @@ class SnapshotReader:
         file = self._file_of.get(name)
         if file is None:
             self.verify()  # a damaged header is more likely, and says more
-            missing = sorted(set(self._expected) - set(self._present))
+            missing = sorted(set(self._expected) - set(self.files))
             there = f"; missing here: {', '.join(missing)}" if missing else ": it is from another model"
             raise SnapshotError(f"no file in {self._folder} has {name}{there}")
         opened = self._verified(file)
@@ -156,11 +140,7 @@ class SnapshotReader:
         return tensor
 
     def stage_meta(self, file: str) -> StageMeta:
-        """The description in a file's header.
-
-        Raises:
-            SnapshotError: it is damaged, or was not written by tahq.
-        """
+        """The description in a file's header; SnapshotError if it is damaged or was not written by tahq."""
         metadata = self._verified(file).metadata() or {}
         try:
             return StageMeta.from_json(metadata[META_KEY])
@@ -169,7 +149,7 @@ class SnapshotReader:
 
     def verify(self) -> None:
         """Compare the hashes of all files that are here; SnapshotError names the first that differs."""
-        for file in self._present:
+        for file in self.files:
             self._verified(file)
 
     def close(self) -> None:
@@ -186,11 +166,7 @@ class SnapshotReader:
 
 
 def check_sha256(path: Path, expected: str) -> None:
-    """Compare a file's SHA-256, read as a stream.
-
-    Raises:
-        SnapshotError: it differs, or the file cannot be read; the message names it.
-    """
+    """Compare a file's SHA-256, read as a stream; SnapshotError names a file that differs or cannot be read."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -201,10 +177,6 @@ def check_sha256(path: Path, expected: str) -> None:
             f"{path} is damaged: its SHA-256 is {digest[:16]}…, expected {expected[:16]}…; resume from another "
             "checkpoint"
         )
-
-
-def _header_names(path: Path) -> list[str]:
-    return list(_open(path).keys())
 
 
 def _open(path: Path) -> Any:

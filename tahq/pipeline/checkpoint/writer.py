@@ -34,10 +34,8 @@ Write = Callable[[int, Mapping[str, torch.Tensor]], None]
 class SnapshotWriter:
     """One stage's writer; called by the compute thread only.
 
-    Args:
-        write: see `Write`; called in the writer's thread, or in the caller's.
-        num_buffers: copies that may exist at once; 0: nothing is copied, and nothing written beside.
-        stopwatch: measures both threads.
+    `write` is called in the writer's thread, or in the caller's; with `num_buffers` 0 nothing is copied, and nothing
+    written beside.
     """
 
     def __init__(self, write: Write, num_buffers: int, stopwatch: Stopwatch) -> None:
@@ -53,15 +51,10 @@ class SnapshotWriter:
         self._warned: set[str] = set()
 
     def take(self, step: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> None:
-        """Write these tensors with their present values.
+        """Write the tensors of the checkpoint after `step` steps with their present values.
 
-        Args:
-            step: committed steps behind them.
-            tensors: by their names in the checkpoint; with `copy` they may change after `hold_back_changes`.
-            copy: False: write them in this thread, before the call returns.
-
-        Raises:
-            Exception: from `write`, for these tensors or for earlier ones.
+        With `copy` they may change after `hold_back_changes`; without, they are written before the call returns. Errors
+        of `write` are raised here, for these tensors or for earlier ones.
         """
         self._raise_failure()
         with self._stopwatch.measure("snapshot"):

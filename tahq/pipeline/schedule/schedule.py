@@ -46,11 +46,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The action written as `2F0`.
-
-        Raises:
-            ScheduleError: not of the form chunk, one of F B I W, micro-batch.
-        """
+        """The action written as `2F0`; ScheduleError for any other form."""
         match = _NOTATION.fullmatch(text)
         if match is None:
             raise ScheduleError(f"not an action: {text!r}; expected chunk, F, B, I or W, micro-batch, such as 2F0")
