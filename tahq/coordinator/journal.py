@@ -44,6 +44,7 @@ CREATE TABLE evaluations (step INTEGER PRIMARY KEY, message BLOB NOT NULL) STRIC
 CREATE TABLE holders (stage INTEGER PRIMARY KEY, identity BLOB NOT NULL, hello BLOB NOT NULL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, worker_id TEXT NOT NULL) STRICT;
 """
+_BY_STEP = ("steps", "prepares", "evaluations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,7 @@ class Journal:
 
     def begin(self, facts: JournalFacts) -> None:
         """Begin a run, or go on from a checkpoint: everything before is deleted."""
-        tables = ("steps", "prepares", "evaluations", "holders")
-        self._put_facts(facts, *((f"DELETE FROM {table}", ()) for table in tables))
+        self._put_facts(facts, *((f"DELETE FROM {table}", ()) for table in (*_BY_STEP, "holders")))
 
     def note(self, **changes: Any) -> None:
         """Change fields of the facts."""
@@ -151,13 +151,10 @@ class Journal:
 
     def decided(self, commit: Commit, prepares: Sequence[Prepare], step_time_s: float) -> None:
         """Keep a step's decision; called before any worker is told."""
-        self._write(
-            ("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", (commit.step, encode_message(commit), step_time_s)),
-            *(
-                ("INSERT OR REPLACE INTO prepares VALUES (?, ?, ?)", (p.step, p.stage, encode_message(p)))
-                for p in prepares
-            ),
-        )
+        step = (commit.step, encode_message(commit), step_time_s)
+        rows = ((prepare.step, prepare.stage, encode_message(prepare)) for prepare in prepares)
+        insert = "INSERT OR REPLACE INTO prepares VALUES (?, ?, ?)"
+        self._write(("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", step), *((insert, row) for row in rows))
 
     def evaluated(self, evaluated: Evaluated) -> None:
         """Keep a validation loss."""
@@ -166,8 +163,7 @@ class Journal:
     def published(self, step: int, snapshot: str, files: Mapping[str, str], codecs: Mapping[str, Any]) -> None:
         """Make a checkpoint the base, and delete the decisions before it."""
         facts = replace(self.facts, step=step, snapshot=snapshot, files=dict(files), codecs=dict(codecs))
-        tables = ("steps", "prepares", "evaluations")
-        self._put_facts(facts, *((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in tables))
+        self._put_facts(facts, *((f"DELETE FROM {table} WHERE step < ?", (step,)) for table in _BY_STEP))
 
     def held(self, holder: JournalledHolder) -> None:
         """Keep who trains a stage."""
@@ -259,10 +255,11 @@ class Journal:
             UserError: the run's folder is gone.
         """
         failure = self._try_to_write(statements)
-        if failure is not None and self.wait is None:
+        if failure is None:
+            return
+        if self.wait is None:
             raise failure.error
-        if failure is not None and self.wait is not None:
-            self.wait(partial(self._try_to_write, statements), failure)
+        self.wait(partial(self._try_to_write, statements), failure)
 
     def _try_to_write(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> NotWritten | None:
         """Write, or return what is wanting; may be repeated even if the write succeeded after all."""

@@ -32,26 +32,25 @@ class Measuring:
 
     def __init__(self, request: MeasureRequest, measured: Measured, machines: Sequence[str]) -> None:
         self.measured = measured
-        self._request = request
-        self._machines = machines
-        self._context: RunContext | None = None
+        self._request, self._machines = request, machines
+        self._ctx: RunContext
         self._computing: set[int] = set()
         self._batches: list[list[Job]] = []
         self._num_batches = 0
         self._orders: dict[int, Job] = {}
         self._num_orders = 0
 
-    def begin(self, context: RunContext) -> None:
+    def begin(self, ctx: RunContext) -> None:
         """All workers are there: have each measure its own compute."""
-        self._context = context
-        self._computing = {seat.stage for seat in context.seats.held}
-        context.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs)))
-        context.tell_phase(self._activity())
+        self._ctx = ctx
+        self._computing = {seat.stage for seat in ctx.seats.held}
+        ctx.broadcast(MeasureCompute(list(self._request.micro_batches), list(self._request.codecs)))
+        ctx.tell_phase(self._activity())
 
     @property
     def is_finished(self) -> bool:
         """Whether everything was ordered and has been answered."""
-        return self._context is not None and not self._computing and not self._batches and not self._orders
+        return not self._computing and not self._batches and not self._orders
 
     def take(self, seat: Seat, figures: ComputeMeasured | PathsMeasured) -> None:
         """Take a worker's figures, and give the next orders.
@@ -65,7 +64,7 @@ class Measuring:
             self._take_paths(seat, figures)
         if not self._computing and not self._orders:
             self._next_batch()
-        self._begun().tell_phase(self._activity())
+        self._ctx.tell_phase(self._activity())
 
     def _take_compute(self, seat: Seat, figures: ComputeMeasured) -> None:
         if seat.stage not in self._computing or set(figures.codecs) - set(self._request.codecs):
@@ -82,50 +81,40 @@ class Measuring:
         num_failures = len(self.measured.failures)
         self.measured.take_paths(job, figures, seat.name)
         for failure in self.measured.failures[num_failures:]:
-            self._begun().observer.warned(failure)
+            self._ctx.warn(failure)
         del self._orders[figures.order]
 
     def _plan(self) -> None:
-        seats = self._begun().seats.held
+        seats = self._ctx.seats.held
         endpoints = [Endpoint(seat.stage, seat.host, seat.hello.address if seat.hello else "") for seat in seats]
         self._batches, apart = planned_jobs(endpoints, self._machines, self._request)
         self._num_batches = len(self._batches)
         for pair in apart:
             self.measured.note_apart(pair)
-            self._begun().observer.warned(self.measured.failures[-1])
+            self._ctx.warn(self.measured.failures[-1])
 
     def _next_batch(self) -> None:
-        """Order the next jobs, unless all are done."""
+        """Order the next jobs, unless all are done, without the peers that could not be reached before."""
         while self._batches and not self._orders:
             for job in self._batches.pop(0):
-                possible = self._without_failed(job)
-                if possible is not None:
-                    self._give_order(possible)
-
-    def _without_failed(self, job: Job) -> Job | None:
-        """The job with the peers that could be reached before; None: fewer than two are left."""
-        if job.kind == "path":
-            return job
-        peers = tuple(peer for peer in job.peers if not self.measured.has_failed(job.dialler, peer))
-        return replace(job, peers=peers) if len(peers) > 1 else None
-
-    def _give_order(self, job: Job) -> None:
-        context = self._begun()
-        self._num_orders += 1
-        self._orders[self._num_orders] = job
-        context.send(context.seats[job.dialler], self._order(job))
+                if job.kind != "path":
+                    peers = tuple(peer for peer in job.peers if not self.measured.has_failed(job.dialler, peer))
+                    job = replace(job, peers=peers)
+                if job.kind == "path" or len(job.peers) > 1:
+                    self._num_orders += 1
+                    self._orders[self._num_orders] = job
+                    self._ctx.send(self._ctx.seats[job.dialler], self._order(job))
 
     def _order(self, job: Job) -> MeasurePaths:
         """Streams of one path end when they have settled; those that share a link must end together."""
-        peers = [self._peer_row(peer) for peer in job.peers]
-        if job.kind == "path":
-            return MeasurePaths(self._num_orders, peers, self._request.seconds, MOST_S)
-        together_s = max(self._request.seconds, TOGETHER_S)
-        return MeasurePaths(self._num_orders, peers, together_s, together_s)
-
-    def _peer_row(self, stage: int) -> list[str | int]:
-        hello = self._begun().seats[stage].hello
-        return [stage, self.measured.names[stage], hello.address if hello else ""]
+        hellos = {peer: self._ctx.seats[peer].hello for peer in job.peers}
+        peers: list[list[str | int]] = [
+            [peer, self.measured.names[peer], hello.address if (hello := hellos[peer]) else ""] for peer in job.peers
+        ]
+        least_s, most_s = self._request.seconds, MOST_S
+        if job.kind != "path":
+            least_s = most_s = max(self._request.seconds, TOGETHER_S)
+        return MeasurePaths(self._num_orders, peers, least_s, most_s)
 
     def _activity(self) -> str:
         if self._computing:
@@ -141,8 +130,3 @@ class Measuring:
             return f"{names[job.dialler]} and all others"
         over = f" over {len(job.peers)} connections" if len(job.peers) > 1 else ""
         return " and ".join(names[stage] for stage in job.pair) + over
-
-    def _begun(self) -> RunContext:
-        if self._context is None:
-            raise RemoteProtocolError("a worker sent figures before it was asked to measure")
-        return self._context

@@ -8,6 +8,7 @@ the frames that the worker sent.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tahq.comm.control.clock_offset import ClockOffset
 from tahq.comm.control.messages import Commit, Prepare, Traced
@@ -209,7 +210,7 @@ class TraceCollector:
         )
 
 
-def _forget_oldest(by_step: dict[int, object] | dict[int, tuple[float, float]] | dict[int, list[_Parts]]) -> None:
+def _forget_oldest(by_step: dict[int, Any]) -> None:
     while len(by_step) > KEPT_STEPS:
         del by_step[min(by_step)]
 

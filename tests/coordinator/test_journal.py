@@ -29,7 +29,7 @@ def path(tmp_path):
     return tmp_path / "journal.sqlite"
 
 
-def test_what_was_written_is_there_again(path):
+def test_everything_written_is_read_again(path):
     holder = JournalledHolder(1, b"who", make_hello(1), "host1", 101, "w")
     with Journal(path) as journal:
         journal.begin(FACTS)
@@ -59,7 +59,7 @@ def test_snapshot_frees_what_came_before_it(path):
         assert (journal.facts.step, journal.facts.files) == (3, {"f": "ab"})
 
 
-def test_run_that_ended_or_never_began_is_not_gone_on_with(path):
+def test_run_that_ended_or_never_began_is_not_continued(path):
     with Journal(path) as journal:
         assert not journal.has_run
         journal.begin(FACTS)
@@ -71,7 +71,7 @@ def test_run_that_ended_or_never_began_is_not_gone_on_with(path):
         assert list(journal.steps()) == []
 
 
-def test_what_was_decided_before_a_kill_is_there_after_it(path):
+def test_decisions_survive_a_kill(path):
     program = (
         "import os, signal, sys; sys.path.insert(0, 'tests')\n"
         "from pathlib import Path\n"

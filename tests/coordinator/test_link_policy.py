@@ -97,7 +97,7 @@ def test_links_and_directions_are_decided_apart():
     start=st.integers(0, len(NBYTES) - 1),
 )
 @settings(max_examples=60, deadline=None)
-def test_nothing_flaps_at_a_constant_rate_however_noisy(rate, noises, start):
+def test_rung_settles_at_a_constant_rate_however_noisy(rate, noises, start):
     loop = Loop(state=initial_state(RULES, 1, {"activations": start, "gradients": start}))
     rungs = loop.run(rate, 150, lambda step: noises[step % len(noises)])
     settled = rungs[40:]
@@ -131,10 +131,10 @@ def test_a_raise_that_proves_wrong_is_tried_less_and_less_often():
 
 @dataclass
 class Uplink:
-    """Activations to the next host and gradients to the one before share a rate, and each way has one of its own."""
+    """Activations to the next host and gradients to the one before share a rate, and each path has its own."""
 
     rate: float
-    ways: tuple[float, float] = (math.inf, math.inf)
+    paths: tuple[float, float] = (math.inf, math.inf)
     state: PolicyState = field(default_factory=lambda: initial_state(RULES, 1, {"activations": 4, "gradients": 4}))
 
     def run(self, steps: int, noise=lambda step: 1.0) -> list[tuple[int, int]]:
@@ -148,7 +148,7 @@ class Uplink:
 
     def loads(self, noise: float) -> dict[LinkKey, LinkLoad]:
         nbytes = {key: 3 * NBYTES[link.rung] for key, link in self.state.links.items()}
-        rates = dict(zip((FORWARD, BACKWARD), self.ways, strict=True))
+        rates = dict(zip((FORWARD, BACKWARD), self.paths, strict=True))
         return {key: LinkLoad(n, noise * 8 * n / min(self.rate, rates[key]), uplink=7) for key, n in nbytes.items()}
 
     def total_s(self) -> float:
@@ -161,8 +161,8 @@ def test_links_that_share_an_uplink_are_the_bottleneck_together():
     assert uplink.total_s() <= COMPUTE_S
 
 
-def test_a_slow_way_is_not_answered_by_the_link_beside_it():
-    uplink = Uplink(2e9, ways=(2e9, SLOW))
+def test_slow_path_lowers_only_its_own_link():
+    uplink = Uplink(2e9, paths=(2e9, SLOW))
     assert {forward for forward, _ in uplink.run(40)} == {4}
     assert uplink.state.links[BACKWARD].rung == 0
 
@@ -173,8 +173,8 @@ def test_a_slow_way_is_not_answered_by_the_link_beside_it():
     noises=st.lists(st.floats(0.95, 1.05), min_size=1, max_size=30),
 )
 @settings(max_examples=60, deadline=None)
-def test_nothing_flaps_on_a_shared_uplink_and_what_is_sent_fits(rate, way, noises):
-    uplink = Uplink(rate, ways=(way, math.inf))
+def test_rungs_settle_on_a_shared_uplink_and_fit(rate, way, noises):
+    uplink = Uplink(rate, paths=(way, math.inf))
     rungs = uplink.run(200, lambda step: noises[step % len(noises)])
     assert len(set(rungs[100:])) == 1
     measured_s = min(noises) * uplink.total_s()  # a rate that is always measured too high may be filled as such
@@ -193,7 +193,7 @@ def test_the_first_step_after_a_start_says_nothing_of_links():
     assert loop.run(SLOW, WARM_UP_STEPS + 2) == [2] * (WARM_UP_STEPS + 1) + [0]
 
 
-def test_the_words_of_a_change_have_the_figures():
+def test_change_names_the_figures():
     loop = Loop()
     loop.run(FAST, 3)
     (change,) = loop.tell(StepLoad(3, COMPUTE_S, 3.0, True, {FORWARD: LinkLoad(18_000_000, 2.88)}))
@@ -216,7 +216,7 @@ def one_link() -> Loop:
     return loop
 
 
-def test_what_is_not_finite_raises_all_bits(one_link):
+def test_non_finite_step_raises_all_bits(one_link):
     changes = one_link.tell(quiet(one_link.step, finite=False, loss=math.nan))
     assert [(c.link, c.direction, c.new, c.reason) for c in changes] == [
         (0, "activations", "wf:bits=5", "guard"),

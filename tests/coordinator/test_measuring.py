@@ -86,7 +86,7 @@ def paths_of(scene, stage):
     return [[row[0] for row in order.peers] for order in scene.measurers[stage].orders[1:]]
 
 
-def test_everything_is_measured_and_everybody_sent_home(scene, begin):
+def test_everything_is_measured_and_all_workers_leave(scene, begin):
     measured = begin()
     assert scene.run() == 0
     numbers = measured.numbers(Imitated(), "")
@@ -98,16 +98,15 @@ def test_everything_is_measured_and_everybody_sent_home(scene, begin):
     for stage in range(3):
         assert scene.server.told(f"worker-{stage}".encode(), Bye) == [Bye(0)]
     assert scene.end.message == ""
+    told = [detail for phase, detail in scene.observer.of("phase_changed") if phase == "measuring"]
+    assert {"compute of stages 0, 1, 2", "1/6  host1 and host2", "6/6  host2 and all others"} <= set(told)
 
 
-def test_no_way_is_measured_while_somebody_computes(scene, begin):
+def test_no_path_is_measured_while_a_worker_computes(scene, begin):
     begin(stage2={"replies": False})
 
-    def tick():
-        if scene.clock.now_s > 1005:
-            scene.coordinator.request_stop(signal.SIGINT)
-
-    assert scene.run(tick) == 130
+    scene.when(lambda: scene.clock.now_s > 1005, lambda: scene.coordinator.request_stop(signal.SIGINT))
+    assert scene.run() == 130
     assert paths_of(scene, 0) == paths_of(scene, 1) == []
 
 
@@ -122,7 +121,7 @@ def test_a_peer_that_cannot_be_reached_is_named_and_the_rest_measured(scene, beg
     assert sum(path.rate is not None for path in numbers.paths) == 4
 
 
-def test_what_failed_is_not_tried_again(scene, begin):
+def test_failed_pair_is_not_tried_again(scene, begin):
     begin(replace(REQUEST, connections=(2,)), stage2={"unreachable": (0,)})
     scene.run()
     assert paths_of(scene, 2) == [[1], [1, 1], [0]]
@@ -136,27 +135,21 @@ def test_hosts_that_only_dial_out_are_told_and_the_rest_measured(scene, begin):
     assert sum(path.rate is not None for path in measured.numbers(Imitated(), "").paths) == 4
 
 
-def test_a_worker_that_dies_ends_it_and_what_came_in_is_kept(scene, begin):
+def test_worker_that_dies_ends_the_measurement_and_its_figures_so_far_are_kept(scene, begin):
     measured = begin(stage2={"replies": False})
 
-    def tick():
-        if scene.clock.now_s > 1001:
-            scene.coordinator.worker_exited(2, -9)
-
-    assert scene.run(tick) == 3
+    scene.when(lambda: scene.clock.now_s > 1001, lambda: scene.coordinator.worker_exited(2, -9))
+    assert scene.run() == 3
     assert "stage 2 (host2, pid 102): its worker exited with status -9 (SIGKILL)" in scene.end.message
     assert "resume" not in scene.end.message
     assert [host.name for host in measured.numbers(Imitated(), "").hosts] == ["host0", "host1"]
 
 
-def test_a_signal_ends_it_at_once(scene, begin):
+def test_signal_ends_the_measurement_at_once(scene, begin):
     begin(stage1={"replies": False})
 
-    def tick():
-        if scene.clock.now_s > 1001:
-            scene.coordinator.request_stop(signal.SIGTERM)
-
-    assert scene.run(tick) == 143
+    scene.when(lambda: scene.clock.now_s > 1001, lambda: scene.coordinator.request_stop(signal.SIGTERM))
+    assert scene.run() == 143
     assert scene.end.message == "the coordinator got SIGTERM while measuring"
     assert scene.server.told(b"worker-0", Abort)
 
@@ -170,7 +163,7 @@ def test_a_signal_ends_it_at_once(scene, begin):
         PathsMeasured(1, 1, [0.1], [1.0], [1.0]),
     ],
 )
-def test_what_nobody_asked_for_ends_it(scene, begin, said):
+def test_figures_that_were_not_asked_for_end_the_measurement(scene, begin, said):
     begin(stage1={"say": said})
     assert scene.run() == 3
     assert "stage 1 (host1, pid 101)" in scene.end.message
@@ -180,12 +173,3 @@ def test_a_run_takes_no_figures(scene):
     scene.workers(stage1={"say": {1: [PathsMeasured(1, 1, [0.1], [1.0], [1.0])]}})
     assert scene.run() == 3
     assert "sent PathsMeasured while the run was training" in scene.end.message
-
-
-def test_progress_says_what_is_measured(scene, begin):
-    begin()
-    scene.run()
-    told = [detail for phase, detail in scene.observer.of("phase_changed") if phase == "measuring"]
-    assert "compute of stages 0, 1, 2" in told
-    assert "1/6  host1 and host2" in told
-    assert "6/6  host2 and all others" in told
