@@ -2,7 +2,7 @@
 
 Rates are bits per second, decimal (1 mbit = 10**6 bit/s), as tc and every ISP count them;
 durations are seconds; sizes are bytes, decimal (kB, MB) or binary (KiB, MiB). Units are read without
-regard to case. ``write_*`` is the exact inverse of ``parse_*``: its text reads back to the same float.
+regard to case. ``parse_*`` raises ValueError for other text; ``write_*`` is its exact inverse.
 """
 
 import math
@@ -51,11 +51,7 @@ def _parse(text: object, table: Mapping[str, Decimal], what: str, example: str) 
 
 
 def parse_rate(text: object) -> float:
-    """Bits per second from ``100mbit``, ``1.5gbit``, ``300 Mbit/s``; a float passes unchanged.
-
-    Raises:
-        ValueError: malformed, or not above zero.
-    """
+    """Bits per second, above zero, from ``100mbit``, ``1.5gbit``, ``300 Mbit/s``; a float passes unchanged."""
     rate = text if isinstance(text, float) else _parse(text, _RATES, "a rate", "100mbit")
     if not 0 < rate < math.inf:
         raise ValueError(f"a rate must be above zero and finite; got {brief(repr(text))}")
@@ -63,11 +59,7 @@ def parse_rate(text: object) -> float:
 
 
 def parse_duration(text: object) -> float:
-    """Seconds from ``20ms``, ``1.5s``, ``2min``; a float, or a plain 0, passes unchanged.
-
-    Raises:
-        ValueError: malformed, or below zero.
-    """
+    """Seconds, zero or more, from ``20ms``, ``1.5s``, ``2min``; a float, or a plain 0, passes unchanged."""
     if isinstance(text, int) and not isinstance(text, bool) and text == 0:
         return 0.0
     duration = text if isinstance(text, float) else _parse(text, _DURATIONS, "a duration", "20ms")
@@ -77,11 +69,7 @@ def parse_duration(text: object) -> float:
 
 
 def parse_size(text: object) -> int:
-    """Bytes from ``64KiB``, ``1MB``; an int passes unchanged.
-
-    Raises:
-        ValueError: malformed, below zero, or not a whole number of bytes.
-    """
+    """Whole bytes, zero or more, from ``64KiB``, ``1MB``; an int passes unchanged."""
     is_whole = isinstance(text, int) and not isinstance(text, bool)
     size: Any = text if is_whole else _parse(text, _SIZES, "a size", "64KiB")
     if size < 0 or size % 1 != 0:
@@ -148,9 +136,7 @@ class _Bound:
 def writer_of(annotation: Any, metadata: Iterable[Any] = ()) -> Callable[[Any], str] | None:
     """How the bounds of a pydantic field are written with their unit; None: the field is not a quantity.
 
-    Args:
-        annotation: of the field.
-        metadata: of the field, where pydantic keeps the outermost `Annotated`'s.
+    pydantic moves the outermost `Annotated` of a field from its annotation to its metadata.
     """
     for each in (*metadata, *getattr(annotation, "__metadata__", ())):
         if isinstance(each, _Bound):

@@ -114,4 +114,4 @@ def test_summary_and_trace_command_name_the_bottleneck(run):
     assert json.loads((root / "picture.json").read_text())["otherData"]["step"] == 2
     missing = finish(root, "tahq", "trace", "runs/tiny", "--step", "4", "--output", "picture.json")
     assert missing.returncode == 2
-    assert "has no picture of step 4; set run.trace_steps" in missing.stderr
+    assert "has no trace of step 4; set run.trace_steps" in missing.stderr
