@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from tahq import __version__
-from tahq_launch.codec_commands import compare, inspect, list_codecs
 from tahq_launch.command_line import run_app
-from tahq_launch.plan_commands import measure, plan, probe
 from tahq_launch.run_commands import coordinator, export, keygen, launch, trace, worker
+from tahq_launch.tool_commands import compare, inspect, list_codecs, measure, plan, probe
 from tahq_netem.cli import netem_app
 
 
