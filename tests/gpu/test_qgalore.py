@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.device_waits import host_must_not_wait
 
-from tahq.memory.galore.low_rank_layers import LowRankEmbedding
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.qgalore import LowRankEmbedding
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 from tahq.memory.galore.subspace import Int4Projection, LazyRule
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tahq.memory.galore.low_rank_layers import LowRankEmbedding
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.qgalore import LowRankEmbedding
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Q-GaLore in a slice of a model: which weights are covered, how layers are replaced, how many bytes they take.
+"""Q-GaLore in a slice of a model: layers over `LowRankWeight`, which layers they replace, how many bytes they take.
 
 The rule is `covered_layers`: the 2-D weights of the linear layers inside the blocks, which are the matrices of
 attention and of the MLP, and, unless they stay in fp32, embedding and head, which are not projected. All others,
@@ -11,20 +11,132 @@ Source: Q-GaLore §4.1 and the authors' code, which covers the modules named `at
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tahq.memory.adam.loop import states_nbytes
 from tahq.memory.galore.affine_groups import affine_nbytes
-from tahq.memory.galore.low_rank_layers import LowRankEmbedding, LowRankLinear
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
 from tahq.memory.galore.subspace import low_rank_shape, rank_of
+from tahq.models.deferred_gradients import DeferredGradients, current_deferral, product_dtype
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
 from tahq.models.slice import HEAD_WEIGHT, ModelSlice, Parts, fill_weights
+
+_NO_PADDING = -1
+
+
+class LowRankLinear(nn.Module):
+    """x·Wᵀ + b with W [out, in] (`is_linear`, nn.Linear), or x·W + b with W [in, out] (GPT-2's Conv1D).
+
+    W, not a parameter of the module since its gradient has another shape, is decoded for each product and freed
+    afterwards: the forward keeps the layer's input and no copy of the weight; the backward decodes the weight again,
+    computes the input's gradient, then the weight's, which goes to `LowRankWeight.take` only. (Q-GaLore, Listing 1)
+    """
+
+    def __init__(self, weight: LowRankWeight, bias: nn.Parameter | None, *, is_linear: bool) -> None:
+        super().__init__()
+        self.low_rank, self.bias, self.is_linear = weight, bias, is_linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]; under autocast in its type."""
+        y: torch.Tensor = _Product.apply(x, self.bias, self.low_rank, self.is_linear, current_deferral())  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Product(torch.autograd.Function):
+    """The product, whose backward passes the weight's gradient to `LowRankWeight.take`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: LowRankWeight,
+        is_linear: bool,
+        deferred: DeferredGradients | None,
+    ) -> torch.Tensor:
+        dtype = product_dtype(x)
+        cast = x.to(dtype)
+        ctx.weight, ctx.is_linear, ctx.deferred = weight, is_linear, deferred
+        ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(cast)
+        matrix = weight.storage.decoded(dtype)
+        b = None if bias is None else bias.to(dtype)
+        if is_linear:
+            return functional.linear(cast, matrix, b)
+        rows = cast.reshape(-1, cast.shape[-1])
+        product = rows.mm(matrix) if b is None else torch.addmm(b, rows, matrix)
+        return product.view(*x.shape[:-1], matrix.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        # the input's gradient first: taking the weight's may change the weight
+        of_input = _input_gradient(ctx, gradient, x.shape) if ctx.needs_input_grad[0] else None
+        of_bias = gradient.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        rows, weight, is_linear = x.reshape(-1, x.shape[-1]), ctx.weight, ctx.is_linear
+
+        def compute() -> None:
+            weight.take(gradient.t().mm(rows) if is_linear else rows.t().mm(gradient))
+
+        if ctx.deferred is None:
+            compute()
+        else:
+            ctx.deferred.add(compute)
+        return of_input, of_bias, None, None, None
+
+
+def _input_gradient(ctx: Any, gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    matrix = ctx.weight.storage.decoded(gradient.dtype)
+    product = gradient.mm(matrix if ctx.is_linear else matrix.t())
+    return product.view(shape).to(ctx.input_dtype)
+
+
+class LowRankEmbedding(nn.Module):
+    """The rows of a table [V, C], which is not a parameter; `padding`: token whose row gets no gradient, or None.
+
+    Only the rows that are looked up are decoded. The backward makes the gradient of the whole table, fp32 [V, C], with
+    torch's operator, for `LowRankWeight.take`. It is cheap compared with a matrix product, so a split backward does not
+    defer it.
+    """
+
+    def __init__(self, weight: LowRankWeight, padding: int | None) -> None:
+        super().__init__()
+        self.low_rank = weight
+        self._padding = _NO_PADDING if padding is None else padding
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [...] -> fp32 [..., C], under autocast too, as an ordinary embedding's."""
+        # tokens have no gradient, and autograd only records what depends on a tensor that has one
+        anchor = torch.empty(0, device=tokens.device, requires_grad=True)
+        rows: torch.Tensor = _Rows.apply(tokens, anchor, self.low_rank, self._padding)  # type: ignore[no-untyped-call]
+        return rows
+
+
+class _Rows(torch.autograd.Function):
+    """The look-up, whose backward passes the table's gradient to `LowRankWeight.take`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, anchor: torch.Tensor, weight: LowRankWeight, padding: int
+    ) -> torch.Tensor:
+        ctx.weight, ctx.padding = weight, padding
+        ctx.save_for_backward(tokens)
+        return weight.storage.rows(tokens, torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        num_rows = ctx.weight.shape[0]
+        ctx.weight.take(torch.ops.aten.embedding_dense_backward(gradients[0], tokens, num_rows, ctx.padding, False))
+        return None, None, None, None
+
 
 _CONV1D = "Conv1D"
 """transformers' linear layer with a transposed weight; by name, so that it need not be imported."""
