@@ -69,8 +69,10 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything about a stream that the shape and the spec decide; `header` are the bytes before e, the flags being
-    0."""
+    """Everything about a stream that the shape and the spec decide.
+
+    `header` has the bytes before e, with their names; the flags are 0.
+    """
 
     min_exponent: ClassVar[int] = TOP_EXPONENT - 127
     """e of the largest fp32 numbers."""

@@ -5,21 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from support import tile_oracle as oracle
 
 from tahq.quant import get_codec
 
 F = np.float32
-
-
-def oracle_draw(index, key):
-    """u of one element: two rounds of MurmurHash3's finaliser, each after xor with half of the key."""
-    word = index
-    for half in (key & 0xFFFFFFFF, key >> 32):
-        word ^= half
-        word = (word ^ word >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-        word = (word ^ word >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-        word ^= word >> 16
-    return F((word >> 8) / 2**24)
 
 
 def ceil_to_half(value):
@@ -53,7 +43,7 @@ def oracle_encode(x, bits, g, key):
     e = min(14 - (math.frexp(largest)[1] - 1), 127) if largest else 0
     scales, codes = [], []
     for t, group in enumerate(groups):
-        draws = [None if key is None else oracle_draw(t * g + i, key) for i in range(g)]
+        draws = [None if key is None else F((oracle.draw_word(t * g + i, key) >> 8) / 2**24) for i in range(g)]
         y = group * F(2.0**e) if finite[t] else np.zeros(g, dtype=F)
         scale, stored = oracle_group(y, bits, draws)
         scales.append(scale if finite[t] else 0x7E00)
