@@ -6,14 +6,16 @@ the kernel has no netem, its variants run in `make test-netem-vm`.
 
 import itertools
 import json
+import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import support
-from support.host_traffic import begin, run
 from support.real_networks import on_each_backend
 
 from tahq.comm.network_config import HostConfig, NetworkConfig, PairConfig
@@ -126,10 +128,27 @@ def test_rate_holds_with_a_delay_and_the_delay_of_a_pair_changes_at_run_time(bac
 
 
 def arrivals(network, num_packets, pause_s):
-    """Numbers of the packets that arrived of a stream from host0 to host1, in order of arrival."""
-    server = begin(network, "host1", "count", network.address("host1"), 1.0)
-    run(network, "host0", "blast", network.address("host1"), num_packets, pause_s)
-    return json.loads(server.communicate(timeout=60)[0])
+    """Numbers of the datagrams that arrived of a stream from host0 to host1, in order of arrival."""
+    numbers = []
+    with network.entered("host1"):
+        receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with network.entered("host0"):
+        sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with receiver, sender:
+        receiver.bind((network.address("host1"), 0))
+        sender.connect(receiver.getsockname())
+        receiver.setblocking(False)
+        start_s = time.monotonic()
+        for number in range(num_packets + 1):
+            time.sleep(max(0.0, start_s + number * pause_s - time.monotonic()))
+            if number < num_packets:
+                sender.send(number.to_bytes(4, "big").ljust(100))
+            else:
+                time.sleep(0.5)
+            with suppress(BlockingIOError):
+                while True:
+                    numbers.append(int.from_bytes(receiver.recv(100)[:4], "big"))
+    return numbers
 
 
 @on_each_backend

@@ -3,10 +3,12 @@
 import pytest
 from pyroute2.netlink.rtnl.tcmsg import sched_netem
 
+from tahq_netem.backends.kernel import egress_tree, port_tree
 from tahq_netem.backends.namespaces import netlink
 from tahq_netem.backends.probe import probe
 from tahq_netem.backends.traffic_control import DESTINATION_FIELD, Leaf, Shaper, Tree, netem_options, queue_message
-from tahq_netem.network.description import PathShape
+from tahq_netem.backends.tun import MOST_SEGMENTS, wire_tree
+from tahq_netem.network.description import PathShape, plan_network, uniform
 
 ADDRESSES = {0: "10.77.0.1", 1: "10.77.0.2", 2: "10.77.0.3"}
 QUEUE = 100_000
@@ -14,6 +16,27 @@ QUEUE = 100_000
 
 def capped(bits_per_s: float) -> Leaf:
     return Leaf(PathShape(rate_bits_per_s=bits_per_s), QUEUE)
+
+
+def test_lossy_paths_carry_single_packets():
+    plan = plan_network(uniform(2, rate=1e8))
+    assert egress_tree(plan, "host0").most_segments == 4
+    assert egress_tree(plan.with_path("host0", "host1", PathShape(loss=0.01)), "host0").most_segments == 1
+    assert egress_tree(plan_network(uniform(2)), "host0").most_segments is None
+
+
+def test_netem_holds_packets_under_way_and_the_acknowledgements_of_a_fast_download():
+    plan = plan_network(uniform(2, up=1e7, down=1e9, delay=0.1))
+    [leaf] = port_tree(plan, "host0").leaves.values()
+    assert leaf.netem_limit > 1e7 / 8 * 0.1 / 1514
+    fast = plan_network(uniform(2, rate=1e9, delay=0.1)).with_rates("host1", up=1e7)
+    [leaf] = port_tree(fast, "host0").leaves.values()
+    assert leaf.netem_limit > 1e9 / 8 * 0.1 / 1514
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(None, MOST_SEGMENTS), (1e9, MOST_SEGMENTS), (1e8, 8), (1e6, 1)])
+def test_frames_are_no_longer_than_a_millisecond_of_the_hosts_own_line(rate, expected):
+    assert wire_tree(plan_network(uniform(2, rate=rate)), "host0").most_segments == expected
 
 
 def test_path_becomes_netem_options_in_its_units():
