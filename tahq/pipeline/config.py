@@ -101,19 +101,15 @@ class TrainingConfig(Section):
             raise ValueError(f"global_batch {self.global_batch} is not divisible by micro_batch {self.micro_batch}")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
-        self._check_phases()
-        self._check_fused()
-        return self
-
-    def _check_phases(self) -> None:
-        """With `epochs`, the coordinator checks this once it knows the number of steps."""
+        # with `epochs`, the coordinator checks this once it knows the number of steps
         misfit = self.phases.misfit(self.steps, f"steps {self.steps}") if self.steps is not None else ""
         if misfit:
             raise ValueError(misfit)
+        if self.is_fused:
+            self._check_fused()
+        return self
 
     def _check_fused(self) -> None:
-        if not self.is_fused:
-            return
         if self.num_micro_batches > 1:
             raise ValueError(
                 f"qgalore.fused updates within the backward of the only micro-batch, but there are "

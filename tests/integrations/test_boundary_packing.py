@@ -119,46 +119,34 @@ def packed(without_gradient: Collection[int], *tensors: torch.Tensor) -> list[bo
     return by_sender
 
 
-def test_masks_and_constants_of_floats_go_as_they_are() -> None:
+def test_of_floats_only_tensors_with_gradients_are_packed_and_else_a_single_one() -> None:
     x, mask = hidden(2, 8, 64), torch.full((2, 8, 64), -torch.inf)
     assert packed({1}, x, mask) == [True, False]
     assert packed({0}, mask, x, hidden(2, 8, 32)) == [False, True, True]
-
-
-def test_without_any_gradient_the_only_tensor_is_packed() -> None:
-    x, number, places = hidden(2, 8, 64), torch.tensor(0.5), torch.arange(4096).reshape(2, 32, 64)
+    number, places = torch.tensor(0.5), torch.arange(4096).reshape(2, 32, 64)
     assert packed({0, 1, 2}, number, x, places) == [False, True, False]
+    for other in (torch.float32, torch.float64):
+        assert packed({0, 1}, x, x.to(other)) == [False, False]
 
 
-@pytest.mark.parametrize("other", [torch.float32, torch.float64])
-def test_without_any_gradient_several_go_as_they_are(other: torch.dtype) -> None:
-    assert packed({0, 1}, hidden(2, 8, 64), hidden(2, 8, 64).to(other)) == [False, False]
+BAD_MESSAGES = {
+    "short": ({}, 100, False, r" is not the \d+ bytes of tah:"),
+    "other step": ({"step": 1}, None, False, ".*has every rank taken as many steps"),
+    "other codec": ({"activations": "tah:tau=3"}, None, False, ".*has every rank taken as many steps"),
+    "damaged": ({}, None, True, ": tah:.*header byte 0"),
+}
 
 
-def test_short_message_is_refused_with_stage_and_micro_batch() -> None:
-    x = hidden(2, 8, 64)
+@pytest.mark.parametrize(("sender", "nbytes", "is_damaged", "says"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
+def test_bad_message_is_refused_with_stage_and_micro_batch(
+    sender: dict[str, object], nbytes: int | None, is_damaged: bool, says: str
+) -> None:
     second = end(1)
     received = expect(second, torch.zeros(2, 8, 64))
-    deliver(pack(end(0), x), received, nbytes=100)
-    with pytest.raises(CodecError, match=r"stage 1, micro-batch 3: activation 0 at cut 0 is not the \d+ bytes of tah:"):
-        second.unpack(THIRD)
-
-
-@pytest.mark.parametrize("other", [{"step": 1}, {"activations": "tah:tau=3"}], ids=["step", "codec"])
-def test_message_of_another_step_or_codec_is_refused(other: dict[str, object]) -> None:
-    second = end(1)
-    received = expect(second, torch.zeros(2, 8, 64))
-    deliver(pack(end(0, **other), hidden(2, 8, 64)), received)  # type: ignore[arg-type]
-    with pytest.raises(CodecError, match=r"stage 1, micro-batch 3.*has every rank taken as many steps"):
-        second.unpack(THIRD)
-
-
-def test_damaged_stream_is_refused_with_stage_and_micro_batch() -> None:
-    second = end(1)
-    received = expect(second, torch.zeros(2, 8, 64))
-    deliver(pack(end(0), hidden(2, 8, 64)), received)
-    received[0].tensor[0] ^= 0xFF
-    with pytest.raises(CodecError, match=r"stage 1, micro-batch 3: activation 0 at cut 0: tah:.*header byte 0"):
+    deliver(pack(end(0, **sender), hidden(2, 8, 64)), received, nbytes)  # type: ignore[arg-type]
+    if is_damaged:
+        received[0].tensor[0] ^= 0xFF
+    with pytest.raises(CodecError, match=f"stage 1, micro-batch 3: activation 0 at cut 0{says}"):
         second.unpack(THIRD)
 
 
@@ -201,14 +189,6 @@ def test_a_step_is_counted_once_something_crosses() -> None:
         assert torch.equal(*(pack(packing, x)[0].tensor for packing in (refused, other)))
         for packing in (refused, other):
             packing.begin_step(has_backward=True)
-
-
-def test_messages_of_one_step_have_its_number() -> None:
-    first, second, x = end(0), end(1), hidden(2, 8, 64)
-    for _ in range(3):
-        received = expect(second, torch.zeros_like(x))
-        deliver(pack(first, x), received)
-        second.unpack(THIRD)
 
 
 def test_every_part_of_a_name_changes_the_key() -> None:

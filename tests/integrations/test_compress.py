@@ -24,11 +24,6 @@ def test_a_stage_and_a_list_come_back_as_they_are() -> None:
     assert all(isinstance(changed, CompressedStage) for changed in (one, *two))
 
 
-def test_a_rank_without_stages_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every rank of a pipeline has one"):
-        compress([])
-
-
 @pytest.mark.parametrize(
     ("codecs", "says"),
     [
@@ -56,16 +51,15 @@ def test_what_cannot_be_is_refused_and_the_stage_left_alone(codecs: dict[str, ob
     assert type(untouched) is PipelineStage
 
 
-def test_a_stage_is_compressed_once() -> None:
-    with pytest.raises(ConfigError, match="stage 0 is compressed already"):
-        compress(compress(stage()))
-
-
-def test_a_stage_that_is_given_twice_is_refused_and_left_alone() -> None:
+def test_a_stage_is_given_and_compressed_once_and_every_rank_has_one() -> None:
     one = stage()
+    with pytest.raises(ConfigError, match="every rank of a pipeline has one"):
+        compress([])
     with pytest.raises(ConfigError, match="stage 0 is given twice"):
         compress([one, one])
     assert type(one) is PipelineStage
+    with pytest.raises(ConfigError, match="stage 0 is compressed already"):
+        compress(compress(one))
 
 
 def test_a_backend_that_is_not_for_the_stages_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
