@@ -10,7 +10,8 @@ import statistics
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ MICRO_BATCHES = 32
 TRACED = (6, 10)
 """The first step and the last; those before warm up."""
 UPDATE = frozenset({"data", "norms", "optimizer"})
-COMMIT = frozenset({"commit"})
 COMPUTING = frozenset({"forward", "backward", "input_gradient", "weight_gradient"})
 """Categories of spans."""
 FRAME_WAITS = ("wait for stage", "wait for room")
@@ -100,33 +100,26 @@ def _depth(num_stages: int) -> tuple[int, ...]:
 def overheads(trace: Mapping[str, Any]) -> list[StageOverhead]:
     """Of each stage, from a trace file's object."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    step = next(_interval(event) for event in events if event["cat"] == "step")
+    begin, end = next(_interval(event) for event in events if event["cat"] == "step")
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    stages = sorted({event["pid"] - FIRST_STAGE_PID for event in events if event["pid"] >= FIRST_STAGE_PID})
     result = []
-    for stage in stages:
+    for stage in sorted({event["pid"] - FIRST_STAGE_PID for event in events if event["pid"] >= FIRST_STAGE_PID}):
         mine = [e for e in events if e["pid"] == stage + FIRST_STAGE_PID and lanes[e["pid"], e["tid"]] == "compute"]
         parts = (
             [e for e in mine if e["cat"] in COMPUTING],
             [e for e in mine if e["name"].startswith(FRAME_WAITS)],
             [e for e in mine if e["cat"] in UPDATE],
-            [e for e in mine if e["cat"] in COMMIT],
+            [e for e in mine if e["cat"] == "commit"],
             [e for e in mine if e["name"].startswith(CODEC_WAIT)],
         )
-        result.append(StageOverhead(stage, *_shares(parts, step)))
+        so_far: list[Interval] = []
+        reached = [0.0]
+        for part in parts:  # what each adds to those before it
+            so_far += [(max(begin, first), min(end, last)) for first, last in map(_interval, part)]
+            reached.append(covered(so_far))
+        shares = [(late - early) / (end - begin) for early, late in pairwise([*reached, end - begin])]
+        result.append(StageOverhead(stage, *shares))
     return result
-
-
-def _shares(parts: Sequence[Sequence[Mapping[str, Any]]], step: Interval) -> list[float]:
-    """What each adds to those before it, as a share of the step; then what none covers."""
-    so_far: list[Interval] = []
-    shares, reached = [], 0.0
-    for part in parts:
-        so_far += [_within(_interval(event), step) for event in part]
-        shares.append(covered(so_far) - reached)
-        reached += shares[-1]
-    length = step[1] - step[0]
-    return [share / length for share in (*shares, length - reached)]
 
 
 def covered(intervals: Iterable[Interval]) -> float:
@@ -142,16 +135,9 @@ def _interval(event: Mapping[str, Any]) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _within(interval: Interval, span: Interval) -> Interval:
-    begin = min(max(interval[0], span[0]), span[1])
-    return begin, max(begin, min(interval[1], span[1]))
-
-
 def _median(stages: Sequence[StageOverhead]) -> StageOverhead:
-    names = ("compute", "frames", "update", "commit", "codec", "rest")
-    return StageOverhead(
-        stages[0].stage, **{name: statistics.median(getattr(each, name) for each in stages) for name in names}
-    )
+    shares = zip(*(astuple(stage)[1:] for stage in stages), strict=True)
+    return StageOverhead(stages[0].stage, *map(statistics.median, shares))
 
 
 def overhead_rows(runs: Sequence[Mapping[str, Any]]) -> Table:

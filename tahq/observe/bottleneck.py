@@ -59,7 +59,7 @@ def diagnose(step: StepRecord, facts: WireFacts | None = None) -> Diagnosis | No
     if top.least_s + once_s < EXPLAINS * step.step_time_s:
         return _latency_bound(step, max(resources, key=lambda resource: resource.busy_s))
     rest = max((r for r in resources if r is not top), key=lambda resource: resource.busy_s, default=None)
-    advice = _ADVICE[top.kind](step, top, rest, facts)
+    advice = _advice(step, top, rest, facts)
     share = top.busy_s / step.step_time_s
     filling = _filling(top, share)
     sentence = f"{top.name} is the bottleneck: {figures.share(share)} of the step; {advice}{filling}"
@@ -75,34 +75,22 @@ def _once_s(step: StepRecord) -> float:
 # -- what would change it ------------------------------------------------------------------------
 
 
-def _compute_advice(step: StepRecord, top: Resource, rest: Resource | None, facts: WireFacts | None) -> str:
+def _advice(step: StepRecord, top: Resource, rest: Resource | None, facts: WireFacts | None) -> str:
+    """What would make the busiest resource less so, and what would be next."""
+    if top.kind == "link":
+        if facts is None or top.flow is None:
+            return "fewer bits or a higher rate would help"
+        return codec_advice(resources_of(step), flows_of(step.links), top.flow.sender, facts, step.step_time_s)
     times = [stage.split.compute_s for stage in step.stages]
-    if len(times) > 1 and min(times) >= EVEN * max(times):
-        return "all stages compute about as long, so faster machines or more of them would help"
-    if len(times) == 1:
+    if top.kind == "compute" and len(times) == 1:
         return "a faster machine, or more stages, would help"
-    return f"fewer layers there (`pipeline.layers`) would help{_until(step, top, rest)}"
-
-
-def _codec_advice(step: StepRecord, top: Resource, rest: Resource | None, facts: WireFacts | None) -> str:
-    return f"more `wire.threads`, or a codec that computes less, would help{_until(step, top, rest)}"
-
-
-def _coordinator_advice(step: StepRecord, top: Resource, rest: Resource | None, facts: WireFacts | None) -> str:
-    return f"more work per step (`training.global_batch`) or a nearer coordinator would help{_until(step, top, rest)}"
-
-
-def _until(step: StepRecord, top: Resource, rest: Resource | None) -> str:
-    """What would be next; nothing where that is busier already, and hides behind the filling and draining of `top`."""
-    if rest is None or not 0 < rest.busy_s < top.busy_s:
-        return ""
-    return f", until {rest.name}, busy for {figures.share(rest.busy_s / step.step_time_s)}, is next"
-
-
-def _link_advice(step: StepRecord, top: Resource, rest: Resource | None, facts: WireFacts | None) -> str:
-    if facts is None or top.flow is None:
-        return "fewer bits or a higher rate would help"
-    return codec_advice(resources_of(step), flows_of(step.links), top.flow.sender, facts, step.step_time_s)
+    if top.kind == "compute" and min(times) >= EVEN * max(times):
+        return "all stages compute about as long, so faster machines or more of them would help"
+    # a busier one is not next: it hides behind the filling and draining of `top`
+    until = ""
+    if rest is not None and 0 < rest.busy_s < top.busy_s:
+        until = f", until {rest.name}, busy for {figures.share(rest.busy_s / step.step_time_s)}, is next"
+    return f"{_REMEDIES[top.kind]} would help{until}"
 
 
 def _filling(top: Resource, share: float) -> str:
@@ -112,11 +100,10 @@ def _filling(top: Resource, share: float) -> str:
     return f"; filling and draining the pipeline takes {rest}: more micro-batches per step would reduce that"
 
 
-_ADVICE = {
-    "compute": _compute_advice,
-    "codec": _codec_advice,
-    "link": _link_advice,
-    "coordinator": _coordinator_advice,
+_REMEDIES = {
+    "compute": "fewer layers there (`pipeline.layers`)",
+    "codec": "more `wire.threads`, or a codec that computes less,",
+    "coordinator": "more work per step (`training.global_batch`) or a nearer coordinator",
 }
 
 

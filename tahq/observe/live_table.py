@@ -17,16 +17,13 @@ from tahq.coordinator.observer import (
     LinkRecord,
     RunEnd,
     RunHeader,
-    RunObserver,
-    SnapshotRecord,
     StageRecord,
     StageSplit,
     StageStatus,
     StepRecord,
-    ValidationRecord,
 )
 from tahq.observe import figures
-from tahq.observe.plain_lines import change_line, snapshot_line, validation_line
+from tahq.observe.plain_lines import Announcer
 from tahq.observe.run_history import RunHistory
 from tahq.units import format_size
 
@@ -34,7 +31,7 @@ REDRAW_S = 0.2
 """Shortest time between two drawings."""
 
 
-class LiveTable(RunObserver):
+class LiveTable(Announcer):
     """Draws the run's history on a terminal.
 
     Args:
@@ -65,27 +62,16 @@ class LiveTable(RunObserver):
     def step_committed(self, record: StepRecord) -> None:
         """Draw a step; leave a line above the table for each codec that changes."""
         for change in record.codec_changes:
-            self._live.console.print(Text(change_line(record.step, change)))
+            self._live.console.print(Text(f"after step {record.step}: {change}"))
         self._draw()
-
-    def validated(self, record: ValidationRecord) -> None:
-        """Leave a line above the table."""
-        self._say(validation_line(record))
-
-    def snapshot_written(self, record: SnapshotRecord) -> None:
-        """Leave a line above the table."""
-        self._say(snapshot_line(record))
-
-    def warned(self, text: str) -> None:
-        """Leave a line above the table."""
-        self._say(f"warning: {text}")
 
     def ended(self, end: RunEnd) -> None:
         """Draw for the last time and release the terminal."""
         self._draw(now=True)
         self._live.stop()
 
-    def _say(self, line: str) -> None:
+    def announce(self, line: str) -> None:
+        """Leave a line above the table."""
         self._live.console.print(Text(line))
         self._draw(now=True)
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tahq.coordinator.observer import (
-    CodecChange,
     RunHeader,
     RunObserver,
     SnapshotRecord,
@@ -25,7 +24,35 @@ PATIENCE_S = 2.0
 """Shortest time between two lines about what a phase waits for."""
 
 
-class PlainLines(RunObserver):
+class Announcer(RunObserver):
+    """Announces what is not part of the regular output, each in a line."""
+
+    def announce(self, line: str) -> None:
+        """Show a line."""
+        raise NotImplementedError
+
+    def validated(self, record: ValidationRecord) -> None:
+        """Announce a validation loss."""
+        self.announce(
+            f"validation after step {record.step}: loss {figures.loss(record.loss)} "
+            f"(perplexity {perplexity(record.loss):.4g}), without the codec {figures.loss(record.loss_raw)} "
+            f"({perplexity(record.loss_raw):.4g})"
+        )
+
+    def snapshot_written(self, record: SnapshotRecord) -> None:
+        """Announce a checkpoint, or why it failed."""
+        if record.error:
+            kept = "the previous checkpoint stays valid"
+            self.announce(f"warning: no checkpoint after step {record.step}: {record.error}; {kept}")
+        else:
+            self.announce(f"checkpoint after step {record.step}: {format_size(record.nbytes)}")
+
+    def warned(self, text: str) -> None:
+        """Announce a warning."""
+        self.announce(f"warning: {text}")
+
+
+class PlainLines(Announcer):
     """Writes lines as things happen.
 
     Args:
@@ -46,7 +73,7 @@ class PlainLines(RunObserver):
     def opened(self, header: RunHeader) -> None:
         """Print the header."""
         continued = f", continuing after step {header.start_step}" if header.start_step else ""
-        self._print(f"run {header.name}: {header.num_stages} stages, coordinator at {header.address}{continued}")
+        self.announce(f"run {header.name}: {header.num_stages} stages, coordinator at {header.address}{continued}")
 
     def phase_changed(self, phase: str, detail: str) -> None:
         """Print the phase if it changed."""
@@ -58,7 +85,7 @@ class PlainLines(RunObserver):
         if status.device and self._devices.get(status.stage) != status.device:
             self._devices[status.stage] = status.device
             where = f"{status.host}, pid {status.pid}, {status.device}"
-            self._print(f"stage {status.stage}: {where}, {status.num_parameters:,} parameters")
+            self.announce(f"stage {status.stage}: {where}, {status.num_parameters:,} parameters")
         self._tell_state()
 
     def stage_left(self, stage: int) -> None:
@@ -71,21 +98,9 @@ class PlainLines(RunObserver):
         rested = self._printed_s is None or now_s - self._printed_s >= QUIET_S
         if rested or record.skipped or record.step in (1, last) or record.step % EVERY == 0:
             self._printed_s = now_s
-            self._print(step_line(record, self._history))
+            self.announce(step_line(record, self._history))
         for change in record.codec_changes:
-            self._print(change_line(record.step, change))
-
-    def validated(self, record: ValidationRecord) -> None:
-        """Print a validation loss."""
-        self._print(validation_line(record))
-
-    def snapshot_written(self, record: SnapshotRecord) -> None:
-        """Print a checkpoint, or why it failed."""
-        self._print(snapshot_line(record))
-
-    def warned(self, text: str) -> None:
-        """Print a warning."""
-        self._print(f"warning: {text}")
+            self.announce(f"after step {record.step}: {change}")
 
     def _tell_state(self) -> None:
         (phase, detail), now_s = self._state, self._clock()
@@ -93,9 +108,10 @@ class PlainLines(RunObserver):
             return
         if phase != self._said[0] or (detail and now_s - self._said_s >= PATIENCE_S):
             self._said, self._said_s = self._state, now_s
-            self._print(f"{phase}: waiting for {detail}" if detail else phase)
+            self.announce(f"{phase}: waiting for {detail}" if detail else phase)
 
-    def _print(self, line: str) -> None:
+    def announce(self, line: str) -> None:
+        """Print a line."""
         print(line, file=self._stream, flush=True)
 
 
@@ -113,24 +129,3 @@ def step_line(record: StepRecord, history: RunHistory) -> str:
         *([f"{figures.duration(remaining_s)} left"] if remaining_s else []),
     ]
     return "  ".join(parts)
-
-
-def change_line(step: int, change: CodecChange) -> str:
-    """``after step 12: link 0, gradients: eden:bits=4,group=256 -> eden:bits=2,group=256 (bottleneck: …)``."""
-    return f"after step {step}: {change}"
-
-
-def validation_line(record: ValidationRecord) -> str:
-    """``validation after step 20: loss 2.5330 (perplexity 12.6), without the codec 2.5290 (12.5)``."""
-    return (
-        f"validation after step {record.step}: loss {figures.loss(record.loss)} "
-        f"(perplexity {perplexity(record.loss):.4g}), without the codec {figures.loss(record.loss_raw)} "
-        f"({perplexity(record.loss_raw):.4g})"
-    )
-
-
-def snapshot_line(record: SnapshotRecord) -> str:
-    """``checkpoint after step 20: 13.2 MB``, or the error."""
-    if record.error:
-        return f"warning: no checkpoint after step {record.step}: {record.error}; the previous checkpoint stays valid"
-    return f"checkpoint after step {record.step}: {format_size(record.nbytes)}"

@@ -1,7 +1,7 @@
 """What a trace says of the runtime: every moment counted once."""
 
 import pytest
-from trace_overhead import covered, overheads
+from trace_overhead import overheads
 
 from tahq.observe.trace_file import FIRST_STAGE_PID
 
@@ -46,10 +46,3 @@ def test_every_moment_of_a_step_counts_once():
 def test_what_lies_outside_of_the_step_is_not_of_it():
     (stage,) = overheads(trace(span("commit", "commit", -20, 10), span("0F0", "forward", 90, 130)))
     assert (stage.commit, stage.compute, stage.rest) == pytest.approx((0.1, 0.1, 0.8))
-
-
-@pytest.mark.parametrize(
-    ("intervals", "length"), [([], 0), ([(0, 2), (1, 3)], 3), ([(0, 4), (1, 2)], 4), ([(5, 6), (0, 1)], 2)]
-)
-def test_union_counts_nothing_twice(intervals, length):
-    assert covered(intervals) == length

@@ -94,7 +94,19 @@ def measuring_rounds(machines: Sequence[str], *, parallel: bool) -> list[list[Pa
         parallel: False measures one pair at a time, in the same order: pairs of separate machines can still share a
             bottleneck somewhere.
     """
-    rounds = [part for pairs in tournament(len(machines)) for part in _apart(pairs, machines)]
+    rounds: list[list[Pair]] = []
+    for pairs in tournament(len(machines)):
+        # a round of the tournament in as many parts as its shared machines require
+        parts: list[tuple[list[Pair], set[str]]] = []
+        for pair in pairs:
+            wanted = {machines[stage] for stage in pair}
+            part = next((part for part in parts if not part[1] & wanted), None)
+            if part is None:
+                parts.append(([pair], wanted))
+            else:
+                part[0].append(pair)
+                part[1].update(wanted)
+        rounds += [together for together, _ in parts]
     return rounds if parallel else [[pair] for pairs in rounds for pair in pairs]
 
 
@@ -117,18 +129,3 @@ def tournament(num_players: int) -> list[list[Pair]]:
         rounds.append(sorted((min(a, b), max(a, b)) for a, b in meetings if a is not None and b is not None))
         places = [places[0], places[-1], *places[1:-1]]
     return [pairs for pairs in rounds if pairs]
-
-
-def _apart(pairs: Sequence[Pair], machines: Sequence[str]) -> list[list[Pair]]:
-    """The pairs of a round, in as many parts as their shared machines require."""
-    parts: list[tuple[list[Pair], set[str]]] = []
-    for pair in pairs:
-        wanted = {machines[stage] for stage in pair}
-        for part, busy in parts:
-            if not busy & wanted:
-                part.append(pair)
-                busy |= wanted
-                break
-        else:
-            parts.append(([pair], wanted))
-    return [part for part, _ in parts]

@@ -4,7 +4,7 @@ Layers may be one division, of shape [P], or many, [N, P]; what depends on them 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from tahq.plan.simulate.bound import Array, DirectionSeconds, StepSeconds, step_
 Depths = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StageCompute:
+class StageCompute(NamedTuple):
     """Seconds of a micro-batch by stage; `input_gradient` is the part of `backward` that the stage before waits for."""
 
     forward: Array
@@ -79,8 +78,7 @@ class StageCosts:
 
     def times(self, layers: Array) -> StageCompute:
         """Seconds by stage."""
-        names = StageCompute.__slots__
-        return StageCompute(*(layers * getattr(self.block, name) + getattr(self.model_ends, name) for name in names))
+        return StageCompute(*(layers * block + end for block, end in zip(self.block, self.model_ends, strict=True)))
 
     def step_seconds(self, layers: Array, depths: Array | None, *, split: bool) -> StepSeconds:
         """The input of `tahq.plan.simulate.bound`; `split`: whether backwards are."""
