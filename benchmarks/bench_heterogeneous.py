@@ -10,8 +10,9 @@ layers asleep as long as each host would take, TAH and 6 bits (`planned_runs`); 
 import argparse
 from collections.abc import Iterator
 
+from bench_planner import SCHEDULES
 from harness import Table, main
-from planned_runs import ARGUMENTS, COLUMNS, SCHEDULES, WIRE, PlannedRun, outcome, ratio
+from planned_runs import ARGUMENTS, COLUMNS, WIRE, PlannedRun, outcome, ratio
 
 from tahq.comm.config import LinksConfig
 from tahq.comm.network_model import GOODPUT_SHARE

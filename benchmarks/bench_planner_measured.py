@@ -15,10 +15,10 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 
-from bench_planner import model, small_cluster
+from bench_planner import SCHEDULES, model, small_cluster
 from exhaustive_plans import best_of_all
 from harness import Table, main, say
-from planned_runs import ARGUMENTS, COLUMNS, SCHEDULES, WIRE, PlannedRun, outcome, ratio
+from planned_runs import ARGUMENTS, COLUMNS, WIRE, PlannedRun, outcome, ratio
 
 from tahq.comm.config import LinksConfig
 from tahq.errors import TahqError

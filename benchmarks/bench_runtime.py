@@ -12,13 +12,13 @@ of `tahq-launch` with four workers of a small GPT-2, from the command to the fir
 
 import argparse
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import torch
 from harness import Table, launch, main
@@ -70,13 +70,6 @@ class TinyBatch:
         return torch.ones(SHAPE.boundary), torch.zeros(SHAPE.boundary[:2], dtype=torch.int64)
 
 
-class TinyBatches:
-    """The same batch at every step."""
-
-    def train(self, step: int) -> TinyBatch:
-        return TinyBatch()
-
-
 @dataclass(frozen=True)
 class StageReport:
     """What one process measured: seconds of each step, of each action, of activities, and of all cores."""
@@ -85,12 +78,6 @@ class StageReport:
     actions_s: list[float]
     timings: list[dict[str, float]]
     cpu_s: float
-
-
-def cpu_seconds() -> float:
-    """User and system time of this process so far, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> None:
@@ -123,7 +110,7 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
         chunks={stage: Chunk(Multiplication(), cuts.get(stage - 1), cuts.get(stage))},
         actions=generate("1f1b", num_stages, MICRO_BATCHES).actions[stage],
         shape=SHAPE,
-        batches=TinyBatches() if stage in (0, num_stages - 1) else None,
+        batches=SimpleNamespace(train=lambda step: TinyBatch()) if stage in (0, num_stages - 1) else None,
         random=RandomContext(0),
         device=torch.device("cpu"),
         stopwatch=stopwatch,
@@ -135,7 +122,7 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
         pipe.send("ready")
         pipe.recv()
         if step == WARM_UP_STEPS:
-            cpu_begin_s = cpu_seconds()
+            cpu_begin_s = time.process_time()
             actions_s.clear()
         begins_s.clear()
         begin_s = time.perf_counter()
@@ -144,7 +131,7 @@ def run_stage(stage: int, num_stages: int, pipe: Connection, num_steps: int) -> 
         times_s.append(end_s - begin_s)
         actions_s += [late - early for early, late in pairwise([*begins_s, end_s])]
         timings.append(result.timing)
-    cpu_s = cpu_seconds() - cpu_begin_s
+    cpu_s = time.process_time() - cpu_begin_s
     pipe.send(StageReport(times_s[WARM_UP_STEPS:], actions_s, timings[WARM_UP_STEPS:], cpu_s))
     endpoint.close()
 

@@ -142,20 +142,20 @@ def saved_by_operator(layer: Layer) -> dict[str, int]:
 def _telling(block: nn.Module, running: list[str]) -> Iterator[None]:
     """Keep the name of the operator that is running on top of a stack."""
     handles = []
+
+    def leave(*_: object) -> None:
+        running.pop()
+
     for module in block.modules():
         name = _operator(module)
         if name is not None:
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-            handles.append(module.register_forward_hook(lambda *_: _pop(running)))
+            handles.append(module.register_forward_hook(leave))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _pop(names: list[str]) -> None:
-    names.pop()
 
 
 def _operator(module: nn.Module) -> str | None:

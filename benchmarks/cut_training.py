@@ -8,7 +8,6 @@ codecs that are compared.
 Shapes: B samples per step, S tokens per sample, C channels of a boundary.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,7 +77,7 @@ class CutTraining:
         tokenizer = load_tokenizer(data)
         self._dataset: Dataset = load_dataset(data, tokenizer)
         spec = load_spec(MODELS[model], vocab_size=tokenizer.vocab_size, seq_len=data.seq_len)
-        self._device = device
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._spec: ModelSpec = spec
         self._slices = self._build(spec)
         named = {name: p for part in self._slices for name, p in part.canonical_parameters().items()}
@@ -102,10 +101,6 @@ class CutTraining:
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
         return torch.stack(losses).tolist()
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self._device.type == "cuda"
 
     def _build(self, spec: ModelSpec) -> list[ModelSlice]:
         size = spec.num_layers // STAGES
@@ -139,13 +134,10 @@ class CutTraining:
 
     def _loss(self, tokens: torch.Tensor, labels: torch.Tensor, wire: Wire, seed: int, step: int) -> torch.Tensor:
         x, labels = tokens.to(self._device), labels.to(self._device)
-        with self._autocast():
+        with torch.autocast("cuda", torch.bfloat16, enabled=self._is_cuda):
             for cut, part in enumerate(self._slices):
                 if cut:
                     keys = (derive_seed(seed, step, cut, "forward"), derive_seed(seed, step, cut, "backward"))
                     x = _Cut.apply(x, wire, keys)
                 x = part(x)
         return functional.cross_entropy(x.flatten(0, 1).float(), labels.flatten())
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        return torch.autocast("cuda", torch.bfloat16) if self._is_cuda else contextlib.nullcontext()

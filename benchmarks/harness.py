@@ -83,15 +83,10 @@ def main(
     parts = [f"# {title}", f"{describe()}. Commit {commit()}. `{command}`"]
     for part in tables(options):
         parts.append(part if isinstance(part, str) else "\n".join(part.lines()))
-        write(options.output, "\n\n".join(parts) + "\n")
+        if options.output is not None:  # what is measured so far
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print("\n\n".join(parts))
-
-
-def write(output: Path | None, text: str) -> None:
-    """What is measured so far, where a file was asked for."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
 
 
 def repeat(options: argparse.Namespace, measure: Callable[..., float], *arguments: object) -> list[float]:

@@ -40,7 +40,6 @@ from tahq_netem.sweep.stage_times import StageTimes
 from tahq_netem.sweep.workload import planned_work, session_config
 
 WIRE = ("tah", "fixed:bits=6")
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 COLUMNS = (
     *("choice", "hosts", "layers", "schedule", "depths", "micro-batch", "predicted, s", "simulated, s"),
     *("step, s", "off by", "tokens/s", "busy cores"),

@@ -59,6 +59,7 @@ class StageOverhead:
 
 def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespace, piece: int, results: Path) -> None:
     """Train some steps over open links, and append the medians of their stages' shares to a file of JSON lines."""
+    in_flight = (*(2 * left for left in range(options.stages, 1, -1)), 1)
     sweep = SweepConfig.model_validate(
         {
             **model,
@@ -67,7 +68,7 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
             "micro_batches": [options.micro_batch],
             "stages": [options.stages],
             "device": options.device,
-            "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [_depth(options.stages)]}],
+            "runtimes": [{"name": "tahq", "wires": [" / ".join(wire)], "in_flight": [in_flight]}],
             "tcp_slow_start_after_idle": False,
             "piece": piece,
         }
@@ -91,10 +92,6 @@ def trace_run(model: Mapping[str, Any], wire: tuple[str, str], options: Namespac
         "stages": [asdict(_median(of_stage)) for of_stage in zip(*found, strict=True)],
     }
     append_row(results, row)
-
-
-def _depth(num_stages: int) -> tuple[int, ...]:
-    return (*(2 * left for left in range(num_stages, 1, -1)), 1)
 
 
 def overheads(trace: Mapping[str, Any]) -> list[StageOverhead]:
