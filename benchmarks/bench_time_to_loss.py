@@ -130,8 +130,6 @@ def measure(options: argparse.Namespace) -> list[Row]:
     """Train the codec pairs that FILE.jsonl does not have yet."""
     need_gpu(options.device)
     path, sweep = rows_path(options), sweep_config(options)
-    if sweep.data is None:
-        raise AssertionError("sweep_config always sets data")
     samples = load_dataset(sweep.data, load_tokenizer(sweep.data)).num_train_samples
     known = {row["wire"]: row for row in read_rows(path)}
     with open_network(uniform(STAGES, congestion_control=sweep.congestion_control), sweep) as network:
