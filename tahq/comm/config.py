@@ -34,6 +34,7 @@ from tahq.comm.network_config import (
     check_pairs,
     host_names,
     listed,
+    matching,
 )
 from tahq.units import WRITTEN_BY_HAND, Rate, Section, Size, parse_rate, write_rate
 
@@ -41,7 +42,6 @@ LinkTransport = Literal["zmq", "gloo", "nccl"]
 """Transport of a link's frames."""
 
 _HOST_PORT = re.compile(r"(\[[0-9A-Za-z:.%]+\]|[^:\s\[\]/]+):([0-9]{1,5})")
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 
 def _host_port(text: str) -> str:
@@ -61,38 +61,13 @@ def _advertised(text: str) -> str:
     return text if text == "none" else _dialled_host_port(text)
 
 
-def _device(text: str) -> str:
-    if _DEVICE.fullmatch(text) is None:
-        raise ValueError(f"expected auto, cpu, cuda or cuda:N; got {text!r}")
-    return text
-
-
-def _bare_host(text: str) -> str:
-    if not text or text.startswith("-") or re.search(r"[\s/]|^[^:]*:[^:]*$", text):
-        raise ValueError(f"expected a host name or an IP address, without a port; got {text!r}")
-    return text
-
-
-def _ssh_destination(text: str) -> str:
-    # ssh would read a leading dash as an option, and options can run commands.
-    if not text or text.startswith("-") or any(char.isspace() for char in text):
-        raise ValueError(f"expected [user@]host for ssh; got {text!r}")
-    return text
-
-
-def _variable_name(text: str) -> str:
-    if not (text.isascii() and text.isidentifier()):
-        raise ValueError(f"expected the name of an environment variable; got {text!r}")
-    return text
-
-
 HostPort = Annotated[str, AfterValidator(_host_port)]
 """host:port to listen on; port 0 is any free port, an IPv6 address is in brackets."""
 
 DialledHostPort = Annotated[str, AfterValidator(_dialled_host_port)]
 """host:port that others dial; port 0 is refused."""
 
-Device = Annotated[str, AfterValidator(_device)]
+Device = Annotated[str, matching("auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N")]
 """auto, cpu, cuda or cuda:N."""
 
 
@@ -214,32 +189,26 @@ class LinksConfig(Section):
         unknown = [name for name in self.hosts if name not in names]
         if unknown:
             raise ValueError(f"hosts: unknown host {unknown[0]}; expected {listed(names)}")
-        hosts = {name: self._host(self.hosts.get(name, HostChanges())) for name in names}
+        common = {"up": self.up or self.rate, "down": self.down or self.rate}
+        common |= {key: getattr(self, key) for key in ("delay", "jitter", "loss", "reorder")}
+        changes = {name: self.hosts[name].model_dump(exclude_none=True) for name in self.hosts}
+        hosts = {name: HostConfig.model_validate(common | changes.get(name, {})) for name in names}
         check_pairs(hosts, self.pairs)
         of_all = {key: getattr(self, key) for key in _OF_ALL_HOSTS}
         return NetworkConfig(hosts=hosts, pairs=self.pairs, **of_all)
 
-    def _host(self, own: HostChanges) -> HostConfig:
-        common = {"up": self.up or self.rate, "down": self.down or self.rate}
-        common |= {key: getattr(self, key) for key in ("delay", "jitter", "loss", "reorder")}
-        said = {key: value for key, value in own.model_dump().items() if value is not None}
-        return HostConfig.model_validate({**common, **said})
-
 
 _OF_ALL_HOSTS = ("congestion_control", "tcp_slow_start_after_idle", "backend")
-_OF_NAMESPACES = (
-    *("up", "down", "jitter", "loss", "reorder"),
-    *("profile", "hosts", "pairs"),
-    *_OF_ALL_HOSTS,
-)
+_OF_NAMESPACES = ("up", "down", "jitter", "loss", "reorder", "profile", "hosts", "pairs", *_OF_ALL_HOSTS)
 
 
 class MachineConfig(Section):
     """One machine of a `hosts:` list; the n-th host runs stage n."""
 
-    address: Annotated[str, AfterValidator(_bare_host)]
+    address: Annotated[str, matching(r"(?!-)(?![^:]*:[^:]*\Z)[^\s/]+", "a host name or an IP address, without a port")]
     """Name or IP address by which its neighbours reach it, without a port."""
-    ssh: Annotated[str, AfterValidator(_ssh_destination)] | None = None
+    # ssh would read a leading dash as an option, and options can run commands.
+    ssh: Annotated[str, matching(r"(?!-)\S+", "[user@]host for ssh")] | None = None
     """Destination for OpenSSH ([user@]host); None: started by hand with `tahq-worker`."""
     ssh_options: list[str] = Field(default_factory=list)
     """More arguments for ssh, such as ["-p", "2222"]."""
@@ -256,7 +225,9 @@ class MachineConfig(Section):
     """Interpreter there that has tahq installed."""
     workdir: str | None = None
     """Folder there for relative paths (runs, data, models); None: the login folder."""
-    env: dict[Annotated[str, AfterValidator(_variable_name)], str] = Field(default_factory=dict)
+    env: dict[Annotated[str, matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")], str] = Field(
+        default_factory=dict
+    )
     """Environment variables of its worker."""
     site: Name | None = None
     """Hosts of one site are on one fast network; see `links.inside`. None: no other host is near."""

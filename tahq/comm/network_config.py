@@ -7,7 +7,7 @@ without tahq-netem; `tahq_netem.network.description.plan_network` resolves them 
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -17,16 +17,19 @@ from tahq.units import Duration, Rate, Section
 MAX_HOSTS: Final = 250
 """Hosts of one network: they share 10.77.0.0/24."""
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")
+
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """A check that a whole text matches; `expected` describes that in the error."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"expected {expected}; got {text!r}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _name(text: str) -> str:
-    if _NAME.fullmatch(text) is None:
-        raise ValueError(f"expected at most 32 letters, digits, - and _; got {text!r}")
-    return text
-
-
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[str, matching("[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?", "at most 32 letters, digits, - and _")]
 """The name of a host or a site."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -143,19 +146,17 @@ def check_pairs(hosts: Mapping[str, HostConfig], pairs: Sequence[PairConfig]) ->
     known = [*hosts, *sorted(sites)]
     seen: set[frozenset[str]] = set()
     for pair in pairs:
-        _check_pair(pair, hosts, known)
+        first, second = pair.between
+        for name in pair.between:
+            if name not in known:
+                raise ValueError(
+                    f"pairs: unknown host or site {name!r}; expected {listed(known)}{nearest(name, known)}"
+                )
+        if first == second and first in hosts:
+            raise ValueError(f"pairs: expected two different hosts; got {first} twice")
         if frozenset(pair.between) in seen:
             raise ValueError(f"pairs: {' and '.join(pair.between)} are named twice; merge the two exceptions")
         seen.add(frozenset(pair.between))
-
-
-def _check_pair(pair: PairConfig, hosts: Iterable[str], known: Sequence[str]) -> None:
-    for name in pair.between:
-        if name not in known:
-            raise ValueError(f"pairs: unknown host or site {name!r}; expected {listed(known)}{nearest(name, known)}")
-    first, second = pair.between
-    if first == second and first in hosts:
-        raise ValueError(f"pairs: expected two different hosts; got {first} twice")
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
