@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 
 import pytest
@@ -67,7 +68,7 @@ def test_request_that_fails_is_refused_with_the_reason_and_the_next_is_served(st
     for request, reason in ((("explode",), "KeyError: 'explode'"), (("set_rates", "host0"), "TypeError")):
         with pytest.raises(NetworkError, match=f"wire process refused: {reason}"):
             wire.control.ask(*request)
-    wire.control.ask("set_path", "host0", "host1", PathShape(delay_s=0.1))
+    wire.control.ask("set_path", "host0", "host1", asdict(PathShape(delay_s=0.1)))
 
 
 def test_wire_ends_with_its_owners_connection(start):

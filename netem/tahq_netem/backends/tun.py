@@ -15,7 +15,7 @@ over TCP segments in one piece of up to 64 kB with their checksum left open: no 
 
 import fcntl
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from struct import Struct
 from typing import Any, Final
 
@@ -85,13 +85,13 @@ class TunNetwork(Network):
     def set_rate(self, host: str, *, up: RateChange = ..., down: RateChange = ...) -> None:
         """Change a host's rates; waiting packets leave at the new rate."""
         changed = self.plan.with_rates(host, up, down)
-        self.wire.control.ask("set_rates", host, changed.host_shapes[host])
+        self.wire.control.ask("set_rates", host, asdict(changed.host_shapes[host]))
         self._change(changed)
 
     def set_path(self, source: str, destination: str, shape: PathShape) -> None:
         """Change what packets meet that are sent from now on; packets on their way keep their delay."""
         changed = self.plan.with_path(source, destination, shape)
-        self.wire.control.ask("set_path", source, destination, shape)
+        self.wire.control.ask("set_path", source, destination, asdict(shape))
         self._change(changed)
 
     def set_link(self, host: str, *, is_up: bool) -> None:

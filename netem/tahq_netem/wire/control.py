@@ -1,8 +1,8 @@
 """The wire's process as its owner sees it: started with the hosts' devices, asked for changes, ended.
 
-Owner and process are the same package, so they exchange pickled objects over a socket pair. The owner sends an order,
-(plan, addresses), then one request at a time, (name, arguments…) as in `process.Wire`; each is answered with
-(result, error). The process ends at end of file, and so with its owner.
+They exchange msgpack values over a socket pair. The owner sends an order, (plan, addresses), then one request at a
+time, (name, arguments…) as in `process.Wire`; each is answered with (result, error). The process ends at end of file,
+and so with its owner.
 """
 
 import os
@@ -11,8 +11,11 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any, Final
+
+import msgpack
 
 from tahq.errors import NetworkError
 from tahq_netem.network.description import NetworkPlan
@@ -22,6 +25,16 @@ ANSWER_TIMEOUT_S: Final = 10.0
 START_TIMEOUT_S: Final = 60.0
 """For a process to start and to take its order: 7 s for the 62,250 paths of 250 hosts."""
 _GRACE_S: Final = 3.0
+
+
+def send(connection: Connection, message: Sequence[Any]) -> None:
+    """Send plain values; dictionaries may have tuples as keys."""
+    connection.send_bytes(msgpack.packb(message))
+
+
+def receive(connection: Connection) -> Any:
+    """The next message, its sequences as tuples; EOFError at the end."""
+    return msgpack.unpackb(connection.recv_bytes(), use_list=False, strict_map_key=False)
 
 
 class WireControl:
@@ -46,9 +59,9 @@ class WireControl:
         # After a failure every exchange fails: the next answer could be that to an earlier message.
         if self._failure is None:
             try:
-                self._connection.send(message)
+                send(self._connection, message)
                 if self._connection.poll(timeout_s):
-                    return self._connection.recv()
+                    return receive(self._connection)
                 self._failure = f"did not answer within {timeout_s:g} s"
             except EOFError:
                 self._failure = "has ended (see its output on stderr)"
@@ -84,7 +97,7 @@ class WireProcess:
             )
         self.pid = self._process.pid
         try:
-            self.scheduling: str = self.control.ask(plan, addresses, timeout_s=START_TIMEOUT_S)
+            self.scheduling: str = self.control.ask(asdict(plan), addresses, timeout_s=START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise

@@ -17,8 +17,12 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from tahq.errors import TahqError
+from tahq_netem.network.description import HostShape, NetworkPlan, PathShape
 from tahq_netem.programs import hurry
+from tahq_netem.wire.control import receive, send
 from tahq_netem.wire.packet import LARGEST_FRAME_BYTES
 from tahq_netem.wire.switch import Switch
 
@@ -40,11 +44,13 @@ class Wire:
     def __init__(self, control: Connection, owner: int, devices: Sequence[int]) -> None:
         self._control = control
         self._devices = devices
-        plan, addresses = control.recv()
-        self._switch = switch = Switch(plan, addresses, self._deliver)
+        plan, addresses = receive(control)
+        self._switch = switch = Switch(TypeAdapter(NetworkPlan).validate_python(plan), addresses, self._deliver)
         self._requests: dict[str, Callable[..., None]] = {
-            "set_rates": lambda host, shape: switch.set_rates(monotonic(), host, shape),
-            "set_path": lambda source, destination, shape: switch.set_path(monotonic(), source, destination, shape),
+            "set_rates": lambda host, shape: switch.set_rates(monotonic(), host, HostShape(**shape)),
+            "set_path": lambda source, destination, shape: switch.set_path(
+                monotonic(), source, destination, PathShape(**shape)
+            ),
             "set_link": lambda host, is_up: switch.set_link(host, is_up=is_up),
         }
         self._is_running = True
@@ -83,7 +89,7 @@ class Wire:
 
     def _serve(self) -> None:
         try:
-            name, *arguments = self._control.recv()
+            name, *arguments = receive(self._control)
         except (EOFError, OSError):
             self._stop()
             return
@@ -94,7 +100,7 @@ class Wire:
 
     def _answer(self, result: Any, error: str | None = None) -> None:
         with suppress(OSError):  # that the owner is gone is noticed by the next read
-            self._control.send((result, error))
+            send(self._control, (result, error))
 
     def _stop(self) -> None:
         self._is_running = False
