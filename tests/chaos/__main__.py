@@ -30,14 +30,11 @@ def main() -> int:
         if arguments.lanes > 1:
             run_in_lanes(rows, arguments.times, results, arguments.lanes, Path(folder))
         else:
+            numbers = arguments.numbers and [int(number) for number in arguments.numbers.split(",")]
             for row in rows:
-                run_row(row, arguments.numbers or range(arguments.times or row.times), results, Path(folder))
+                run_row(row, numbers or range(arguments.times or row.times), results, Path(folder))
     failed = results.failures([row.name for row in rows])
-    print(
-        f"{results.path.with_suffix('.md')}: {failed} tries failed"
-        if failed
-        else f"{results.path.with_suffix('.md')}: all passed"
-    )
+    print(f"{results.path.with_suffix('.md')}: {f'{failed} tries failed' if failed else 'all passed'}")
     return 1 if failed else 0
 
 
@@ -48,19 +45,15 @@ def _leave(number: int, frame: object) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description="faults in real processes, row by row")
-    parser.add_argument("--rows", help="names, by commas; default: all")
+    parser.add_argument("--rows", help="names, separated by commas; default: all")
     parser.add_argument("--times", type=int, help="tries of a row; default: 20, and 3 of rows over two minutes")
-    parser.add_argument("--numbers", type=_numbers, help="these tries alone, by commas")
-    parser.add_argument("--lanes", type=int, default=1, help="so many at a time, each with cores of its own")
-    parser.add_argument("--out", type=Path, help="FILE.json to go on with; default: benchmarks/results/chaos_….json")
+    parser.add_argument("--numbers", help="only these tries, separated by commas")
+    parser.add_argument("--lanes", type=int, default=1, help="tries at a time, each with its own cores")
+    parser.add_argument("--out", type=Path, help="FILE.json to continue; default: benchmarks/results/chaos_….json")
     parser.add_argument("--hardware", default="here", help="name of this machine in the default file's name")
     parser.add_argument("--note", default="", help="about the conditions, for the head of the table")
-    parser.add_argument("--list", action="store_true", help="say which rows there are")
+    parser.add_argument("--list", action="store_true", help="list the rows")
     return parser.parse_args()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _chosen(names: str | None) -> list[Row]:

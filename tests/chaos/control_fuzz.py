@@ -1,13 +1,13 @@
-"""Control messages as nobody sends them, against what reads them: decoding, and the coordinator itself.
+"""Damaged and impossible control messages, against decoding and the coordinator itself.
 
 What counts as accepted:
 
 - *damaged*: bytes of a message are changed, taken away or added, and its checksum is left as it was: `decode_message`
   must refuse every one of them with RemoteProtocolError.
 - *resealed*: bytes of the body are changed, or a value in it is replaced by another, and the checksum is made right
-  again. What is still a message whose every field is of its type is handed to a real coordinator, with everything that
-  watches a run behind it, in the place of the true one. The run must end in order, with an exit status of errors.py:
-  0 if what was said made sense, another with a message if it did not. Any other exception is a crash.
+  again. If it still decodes, a real coordinator (with metrics file and console) gets it in place of the true message.
+  The run must end in order, with an exit status of errors.py: 0 if the message made sense, otherwise another, with
+  an error message. Any other exception is a crash.
 """
 
 import io
@@ -17,21 +17,26 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgpack
-from coordinator.conftest import CONFIG_HASH, VERSION, make_hello, make_prepare
-from support.at_once import AtOnce
+from coordinator.conftest import (
+    CONFIG_HASH,
+    VERSION,
+    ScriptedServer,
+    VirtualClock,
+    make_hello,
+    make_prepare,
+    make_scene,
+)
 
 from tahq.comm.control import messages as say
 from tahq.comm.control.encoding import decode_message, encode_message
 from tahq.comm.control.measuring import ComputeMeasured, PathsMeasured
 from tahq.comm.control.messages import Message
-from tahq.coordinator.context import CoordinatorOptions
-from tahq.coordinator.service import Coordinator
 from tahq.errors import RemoteProtocolError
 from tahq.observe.run_view import watch_run
-from tahq.pipeline.config import TrainingConfig
 
 STAGES = 3
 _SEAL_NBYTES = 5
@@ -125,12 +130,11 @@ def other_messages() -> list[Message]:
 
 
 def fuzz_damaged_control(count: int, seed: int) -> dict[str, int]:
-    """So many messages with changed bytes under the old checksum; all refused."""
+    """Change bytes of messages under the old checksum; all must be refused."""
     dice = Random(seed)
-    base = [encode_message(said[1]) for said in transcript() if said is not None] + list(
-        map(encode_message, other_messages())
-    )
-    counts: Counter[str] = Counter()
+    messages = [*(said[1] for said in transcript() if said is not None), *other_messages()]
+    base = [encode_message(message) for message in messages]
+    num_refused = 0
     for _ in range(count):
         true = dice.choice(base)
         data = _damage(dice, true)
@@ -139,8 +143,8 @@ def fuzz_damaged_control(count: int, seed: int) -> dict[str, int]:
         said = _refusal(data)
         assert said is not None, f"accepted: {data.hex()}"
         assert _PEER in said, said
-        counts["refused"] += 1
-    return dict(counts)
+        num_refused += 1
+    return {"refused": num_refused}
 
 
 def _damage(dice: Random, data: bytes) -> bytes:
@@ -168,17 +172,13 @@ def _refusal(data: bytes) -> str | None:
 # -- resealed -------------------------------------------------------------------------------------
 
 
-def fuzz_resealed_control(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """So many messages that were changed and sealed again; what still is one is heard by a coordinator.
+def fuzz_resealed_control(count: int, seed: int) -> dict[str, int]:
+    """Change and reseal messages; a coordinator gets those that still decode. Returns counts by outcome."""
+    with TemporaryDirectory(prefix="tahq-chaos-") as folder:
+        return _fuzz_resealed(count, seed, Path(folder))
 
-    Args:
-        count: messages.
-        seed: of all that is drawn.
-        folder: for what the coordinator's run writes.
 
-    Returns:
-        Counts by outcome.
-    """
+def _fuzz_resealed(count: int, seed: int, folder: Path) -> dict[str, int]:
     dice, calm, others = Random(seed), transcript(), other_messages()
     counts: Counter[str] = Counter()
     assert _status(calm, folder) == 0
@@ -240,77 +240,49 @@ def _reread(data: bytes) -> Message | None:
     return decode_message(data, _PEER) if said is None else None
 
 
-class _Transcript:
-    """The coordinator's socket, of which it hears what was written down, a message a poll."""
-
-    address = "127.0.0.1:5555"
+class _Transcript(ScriptedServer):
+    """The coordinator's socket, which yields the messages of a list, one per poll."""
 
     def __init__(self, said: list[Heard]) -> None:
+        super().__init__(VirtualClock())
         self._said: Iterator[Heard] = iter(said)
         self._silent_polls = 0
-        self.now_s = 1000.0
         self.is_dead = False
-        """Whether the worker has died that dies."""
+        """Whether the worker of stage `_LOST` has died."""
 
     def poll(self, timeout_s: float) -> list[Said]:
-        """The next message; where there is none, time goes by."""
         said = None if self._silent_polls else next(self._said, _OVER)
         if said is not None and said is not _OVER:
             return [said]
-        self.now_s += timeout_s
+        self.clock.now_s += timeout_s
         if said is None:
             self.is_dead = True
             self._silent_polls = (self._silent_polls or _POLLS_OF_A_DEATH) - 1
         return []
 
     def send(self, identity: bytes, message: Message) -> None:
-        """What is sent must be what a worker can read."""
+        """A worker must be able to decode the message."""
         assert decode_message(encode_message(message), "coordinator") is not None
-
-    def clock_offset(self, identity: bytes) -> None:
-        """No heartbeat has come back yet."""
-
-    def public_key(self, identity: bytes) -> str:
-        """There is no CURVE."""
-        return ""
-
-    def take_refused(self) -> list[str]:
-        """Nobody has been refused."""
-        return []
 
 
 def _status(said: list[Heard], folder: Path) -> int:
     server = _Transcript(said)
-    options = CoordinatorOptions(
-        num_stages=STAGES,
-        run_id=7,
-        run_folder=folder,
-        config_json=json.dumps({"a": 1}),
-        config_hash=CONFIG_HASH,
-        version=VERSION,
-        training=TrainingConfig(steps=_STEPS, global_batch=8, eval_every=1),
+    out = io.StringIO()
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    scene = make_scene(folder)
+    scene.server, scene.clock, scene.observer = server, server.clock, watch_run(metrics, 0, out=out, err=out)
+    coordinator = scene.build(
+        steps=_STEPS,
+        eval_every=1,
         snapshot_every=1,
-        resume_command="tahq-launch c.yaml --resume",
         peer_timeout_s=5.0,
         give_up_s=5.0,
         join_timeout_s=2.0,
         leave_timeout_s=0.1,
     )
-    out = io.StringIO()
-    metrics = folder / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
-    observer = watch_run(metrics, 0, out=out, err=out)
-    coordinator = Coordinator(
-        options, server, observer, publish=lambda parts: None, executor=AtOnce(), clock=lambda: server.now_s
-    )
-    told: list[bool] = []
-
-    def tick() -> None:
-        if server.is_dead and not told:
-            told.append(True)
-            coordinator.worker_exited(_LOST, -9)
-
-    status = coordinator.run(tick)
+    scene.when(lambda: server.is_dead, lambda: coordinator.worker_exited(_LOST, -9))
+    status = scene.run()
     assert status == 0 or "tahq-launch: " in out.getvalue(), "an end without a reason"
     for line in metrics.read_text().splitlines():
         json.loads(line)

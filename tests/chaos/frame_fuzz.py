@@ -1,4 +1,4 @@
-"""Frames as no peer sends them, against real sessions: in one process, on a virtual clock, by seeds.
+"""Damaged and impossible frames against real sessions, in one process, on a virtual clock, with fixed seeds.
 
 What counts as accepted:
 
@@ -20,14 +20,7 @@ from random import Random
 import torch
 from support.session_pairs import RUN, hear, met_sessions, pieces, urgent
 
-from tahq.comm.link.frame import (
-    HEADER_NBYTES,
-    Direction,
-    Frame,
-    FrameKind,
-    LogicalId,
-    Purpose,
-)
+from tahq.comm.link.frame import HEADER_NBYTES, Direction, Frame, FrameKind, LogicalId, Purpose
 from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.session import Session
 from tahq.comm.link.spec import LinkSpec, PeerIdentity, SessionLimits, UnexpectedBound
@@ -85,16 +78,7 @@ def _greeting() -> list[Outgoing]:
 
 
 def fuzz_damaged(family: str, count: int, seed: int) -> dict[str, int]:
-    """So many messages, corrupted or truncated, to one session that trains on meanwhile; how often it was disturbed.
-
-    Args:
-        family: corrupted or truncated.
-        count: messages.
-        seed: of all that is drawn.
-
-    Returns:
-        Counts: refused.
-    """
+    """Give corrupted or truncated messages to one session that goes on delivering frames; returns counts."""
     damage = {"corrupted": _corrupt, "truncated": _truncate}[family]
     dice, base = Random(seed), true_messages()
     session = _Transfer(Random(seed + 1))
@@ -131,11 +115,7 @@ def _truncate(dice: Random, header: bytes, payload: bytes) -> Raw:
 
 
 def fuzz_resealed(count: int, seed: int) -> dict[str, int]:
-    """So many messages that were changed and sealed again, each to a session in the middle of a frame.
-
-    Returns:
-        Counts by outcome.
-    """
+    """Give changed and resealed messages to sessions in the middle of a frame; returns counts by outcome."""
     dice, base = Random(seed), true_messages()
     counts: Counter[str] = Counter()
     for _ in range(count):
@@ -216,11 +196,7 @@ def _opening() -> list[Raw]:
 
 
 def fuzz_order(family: str, count: int, seed: int) -> dict[str, int]:
-    """A transfer with so many messages duplicated, reordered, or followed by what an old epoch might have said.
-
-    Returns:
-        Counts: disturbed messages, frames delivered.
-    """
+    """Duplicate or reorder messages of a transfer, or put messages of an old epoch between them; returns counts."""
     transfer = _Transfer(Random(seed))
     disturb = {"duplicated": transfer.duplicate, "reordered": transfer.reorder, "old-epoch": transfer.replay}[family]
     while transfer.num_disturbed < count:
@@ -230,7 +206,7 @@ def fuzz_order(family: str, count: int, seed: int) -> dict[str, int]:
 
 
 class _Transfer:
-    """Two sessions that send each other frames without end; every frame must come once, in order, whole."""
+    """Two sessions that send each other frames; every frame must arrive once, in order, whole."""
 
     def __init__(self, dice: Random) -> None:
         self.dice = dice

@@ -1,21 +1,20 @@
-"""Who does not fit: a worker of another version, configuration, tokenizer or data is refused, and told what differs.
+"""A worker of another version, configuration, tokenizer or data is refused, and told what differs.
 
-The coordinator names the field too, and goes on waiting for a worker that fits, with which the run then ends well.
+The coordinator names the field too, and waits for a worker that fits, with which the run then ends well.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from chaos.odd_worker import READY
 from chaos.program import Program
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import by_hand, small_run
-from chaos.worker_rows import odd_worker, usual_worker
+from chaos.starting import by_hand, small_run, usual_worker
+from chaos.worker_rows import odd_worker
 
-STAGES = 3
 REFUSED_WITHIN_S = 5.0
 _SENTENCES = "".join(f"Sentence {i} says that {i * i} is {i} times itself.\n" for i in range(400))
 _CHANGES = (
@@ -30,18 +29,21 @@ _CHANGES = (
     "data.shuffle=false",
     "links.piece=65536",
 )
-Prepare = Callable[[Path], None]
-"""Makes the files of a worker's folder differ."""
 
 
-def _refused(attempt: Attempt, oddity: str, value: str, field: str, stages: list[int], differ: Prepare) -> Figures:
-    """A run that one odd worker wants to join after the others; `stages`: those of which it may be."""
-    stage, config = attempt.dice.choice(stages), _with_files()
+def _refused(
+    attempt: Attempt, oddity: str, value: str, field: str, differ: Callable[[Path], None] | None = None
+) -> Figures:
+    """A run that one odd worker wants to join after the others; `differ` changes the files of its folder."""
+    stage = attempt.dice.choice([0, 1, 2] if differ is None else [0, 2])  # those that read the files
+    config = small_run(4, data={"seq_len": 32, "text": "text.txt", "tokenizer": "tokenizer.json"})
+    config["training"]["global_batch"] = 8
     odd_folder = attempt.folder / "odd"
     for folder in (attempt.folder, odd_folder):
         folder.mkdir(exist_ok=True)
         _write_files(folder)
-    differ(odd_folder)
+    if differ is not None:
+        differ(odd_folder)
 
     def start(each: int, peer: str) -> Program:
         place = odd_folder if each == stage else attempt.folder
@@ -65,11 +67,6 @@ def _refused(attempt: Attempt, oddity: str, value: str, field: str, stages: list
     return {"refused_after_s": took_s}
 
 
-def _with_files() -> dict[str, Any]:
-    config = small_run(4, data={"seq_len": 32, "text": "text.txt", "tokenizer": "tokenizer.json"})
-    return {**config, "training": {**config["training"], "global_batch": 8}}
-
-
 def _write_files(folder: Path, vocabulary: int = 300) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
@@ -85,23 +82,16 @@ def _one_letter(folder: Path) -> None:
     (folder / "text.txt").write_text(_SENTENCES.replace("399 times", "399 tames"))
 
 
-def _same(folder: Path) -> None:
-    """The files are the same."""
-
-
 def configuration(attempt: Attempt) -> Figures:
     change = attempt.dice.choice(_CHANGES)
-    return {"key": change, **_refused(attempt, "config", change, "config_hash", [0, 1, 2], _same)}
+    return {"key": change, **_refused(attempt, "config", change, "config_hash")}
 
 
-def _attempt(oddity: str, value: str, field: str, stages: list[int], differ: Prepare) -> Callable[[Attempt], Figures]:
-    return lambda attempt: _refused(attempt, oddity, value, field, stages, differ)
-
-
-version = _attempt("version", "9.9.9", "version", [0, 1, 2], _same)
-tokenizer = _attempt("nothing", "-", "tokenizer_hash", [0, 2], lambda folder: _write_files(folder, 299))
-data = _attempt("nothing", "-", "data_hash", [0, 2], _one_letter)
-
+version = partial(_refused, oddity="version", value="9.9.9", field="version")
+tokenizer = partial(
+    _refused, oddity="nothing", value="-", field="tokenizer_hash", differ=partial(_write_files, vocabulary=299)
+)
+data = partial(_refused, oddity="nothing", value="-", field="data_hash", differ=_one_letter)
 _REFUSED = "refused within 5 s, the field named on both sides; the run waits for a worker that fits"
 
 JOINING_ROWS = (

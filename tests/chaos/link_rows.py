@@ -1,4 +1,4 @@
-"""What happens to links: cut, reset, flapping, and bad for as long as the run lasts.
+"""Faults of links: cut, reset, flapping, and bad for as long as the run lasts.
 
 The run is on hosts of a network of its own, at 20 Mbit/s unless a row says otherwise; faults begin at a step that the
 number of the attempt draws.
@@ -10,16 +10,15 @@ from typing import Any
 
 from chaos.memory import resident_kib
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import by_hand, faults, shaped_network, small_run
+from chaos.starting import STAGES, by_hand, faults, shaped_network, small_run
 from tahq_netem.network.description import PathShape
 from tahq_netem.network.fault_player import FaultEvent
 
 RATE_BITS_PER_S = 20e6
 STALL_BEYOND_OUTAGE_S = 5.0
-STAGES = 3
 BAD_S = 600.0
 MAX_GROWTH_KIB = 32 * 1024
-"""Of a worker in that time: what waits to be sent, or to be put in order, has a bound."""
+"""Of a worker in that time: its queues have bounds."""
 _BAD = PathShape(delay_s=0.1, jitter_s=0.1, loss=0.02, reorder=0.02)
 
 
@@ -28,17 +27,21 @@ def _disturbed(
 ) -> tuple[Figures, list[FaultEvent]]:
     """A run with a timeline of faults: its outcome, and what was done to the network."""
     with (
-        shaped_network(STAGES, **{"rate": RATE_BITS_PER_S, **shape}) as network,
+        shaped_network(rate=RATE_BITS_PER_S, **shape) as network,
         by_hand(attempt.folder, config, network) as scene,
     ):
         began_s = time.time()
         with faults(scene, network, timeline) as player:
-            outcome = scene.finish(timeout_s)
+            scene.wait_for_end(timeout_s)
         assert not player.waiting, f"the run ended before {player.waiting}"
         assert all(event.change != "undone" for event in player.log), "the run ended before the fault did"
         times = [began_s + event.at_s for event in player.log]
-        measured = attempt.compare(scene, outcome, config, min(times, default=began_s), max(times, default=began_s))
-    outages = _outages(player.log, began_s)
+        measured = attempt.finish(scene, config, min(times, default=began_s), max(times, default=began_s))
+    downs = [event for event in player.log if event.fault.what == "down"]
+    begins, ends = (
+        [began_s + event.at_s for event in downs if event.change == change] for change in ("began", "ended")
+    )
+    outages = list(zip(begins, ends, strict=True))
     for before_s, after_s, stall_s in scene.stalls():
         outage_s = sum(max(0.0, min(end, after_s) - max(begin, before_s)) for begin, end in outages)
         assert not times or stall_s <= outage_s + STALL_BEYOND_OUTAGE_S, f"stalled {stall_s:.1f} s of {outage_s:.1f} s"
@@ -47,20 +50,11 @@ def _disturbed(
     return measured, player.log
 
 
-def _outages(log: list[FaultEvent], began_s: float) -> list[tuple[float, float]]:
-    """When links were down, from and to, as `time.time`."""
-    downs = [event for event in log if event.fault.what == "down"]
-    begins = [began_s + event.at_s for event in downs if event.change == "began"]
-    ends = [began_s + event.at_s for event in downs if event.change == "ended"]
-    return list(zip(begins, ends, strict=True))
-
-
 def _cut(attempt: Attempt, duration_s: float) -> Figures:
     num_steps = 8
     step, host = attempt.dice.randint(2, num_steps - 4), attempt.dice.randrange(STAGES)
     timeline = f"- {{step: {step}, link: host{host}, what: down, for: {duration_s}s}}"
-    config = small_run(num_steps)
-    return _disturbed(attempt, config, timeline, timeout_s=duration_s + 120)[0]
+    return _disturbed(attempt, small_run(num_steps), timeline, timeout_s=duration_s + 120)[0]
 
 
 def resets(attempt: Attempt) -> Figures:
@@ -84,14 +78,14 @@ def flapping(attempt: Attempt) -> Figures:
 
 
 def _bad_network(attempt: Attempt, **shape: float) -> Figures:
-    """Of no fault, but a network that is bad from the first packet to the last; `stall` is what its worst step took."""
+    """The network is bad from the first packet to the last; `stall` is the excess of the slowest step."""
     return _disturbed(attempt, small_run(8), "[]", timeout_s=300, **shape)[0]
 
 
 def bad_for_10_min(attempt: Attempt) -> Figures:
     """Loss, jitter and reordering together, for ten minutes of a run that a good network then takes to its end."""
     lasts_s, config = BAD_S * attempt.scale, small_run(400)
-    with shaped_network(STAGES, rate=RATE_BITS_PER_S) as network, by_hand(attempt.folder, config, network) as scene:
+    with shaped_network(rate=RATE_BITS_PER_S) as network, by_hand(attempt.folder, config, network) as scene:
         scene.wait_for_step(2)
         good, began_s = network.plan.paths, time.time()
         for source, destination in good:
@@ -102,47 +96,26 @@ def bad_for_10_min(attempt: Attempt) -> Figures:
         num_bad, ended_s = scene.num_steps, time.time()
         for (source, destination), path in good.items():
             network.set_path(source, destination, path)
-        outcome = scene.finish(400)
-        measured = attempt.compare(scene, outcome, config, began_s, ended_s)
+        measured = attempt.finish(scene, config, began_s, ended_s, timeout_s=400)
     assert 2 < num_bad < 400, f"{num_bad} steps in the bad time"
     assert max(grown_kib) < MAX_GROWTH_KIB, f"workers grew by {grown_kib} KiB"
     return {**measured, "steps_in_it": num_bad, "grew_mb": max(grown_kib) * 1024 / 1e6}
 
 
-_reordering = partial(_bad_network, delay=0.02, reorder=0.05)
 _LINK = ("namespaces",)
 _BORNE = "BX; no restarts; stall ≤ outage + 5 s"
 _ALIVE = "BX; no restarts; no false death"
+_RESET = "TCP connections of a host reset mid-frame, three times"
+_BAD_TIME = "2 % loss, delays of 100 ± 100 ms and reordering, together, for ten minutes"
+_reordering = partial(_bad_network, delay=0.02, reorder=0.05)
 
 LINK_ROWS = (
     Row("cut-1s", "a host's link cut for 1 s", _BORNE, partial(_cut, duration_s=1.0), 10, True, _LINK),
-    Row(
-        "reset",
-        "TCP connections of a host reset mid-frame, three times",
-        _BORNE,
-        resets,
-        10,
-        True,
-        ("namespaces", "tcp-reset"),
-    ),
+    Row("reset", _RESET, _BORNE, resets, 10, True, (*_LINK, "tcp-reset")),
     Row("cut-30s", "a host's link cut for 30 s", _BORNE, partial(_cut, duration_s=30.0), 45, needs=_LINK),
     Row("flapping", "a host's link down for 2 s of every 4, for a minute", _BORNE, flapping, 110, needs=_LINK),
     Row("loss", "5 % of all packets lost", _ALIVE, partial(_bad_network, delay=0.02, loss=0.05), 40, needs=_LINK),
     Row("jitter", "delays of 200 ± 200 ms", _ALIVE, partial(_bad_network, delay=0.2, jitter=0.2), 40, needs=_LINK),
-    Row(
-        "reordering",
-        "5 % of all packets overtake others",
-        _ALIVE,
-        partial(_bad_network, delay=0.02, reorder=0.05),
-        10,
-        needs=_LINK,
-    ),
-    Row(
-        "bad-10min",
-        "2 % loss, delays of 100 ± 100 ms and reordering, together, for ten minutes",
-        "BX; no restarts; no false death; queues bounded",
-        bad_for_10_min,
-        750,
-        needs=_LINK,
-    ),
+    Row("reordering", "5 % of all packets overtake others", _ALIVE, _reordering, 10, needs=_LINK),
+    Row("bad-10min", _BAD_TIME, f"{_ALIVE}; queues bounded", bad_for_10_min, 750, needs=_LINK),
 )

@@ -11,7 +11,7 @@ _FORGET_THE_PEAK = "5"
 
 
 class Growth:
-    """Resident memory at the peak of a block, beyond what there was at its beginning."""
+    """Peak of resident memory during a block, less that at its beginning."""
 
     nbytes = 0
 

@@ -1,6 +1,6 @@
-"""`python -m chaos.odd_worker ODDITY VALUE -- …`: a `tahq-worker` in a process of its own with one thing odd about it.
+"""`python -m chaos.odd_worker ODDITY VALUE -- …`: a `tahq-worker` in its own process with one oddity.
 
-It says READY when all is imported, and then is the worker that tahq has, but for:
+It prints READY when everything is imported, and is then the usual worker except for:
 
 - ``version 9.9``: another version of tahq;
 - ``config training.lr=0.5``: it reads the configuration with one field different;
@@ -39,8 +39,8 @@ def _other_version(value: str) -> None:
 
 
 def _other_config(change: str) -> None:
+    from tahq.config import file as config_file
     from tahq.config.cluster import ClusterConfig
-    from tahq.config.cluster import file as config_file
 
     path, _, value = change.partition("=")
     read = config_file.config_from_json

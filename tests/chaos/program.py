@@ -1,4 +1,4 @@
-"""One of tahq's commands as a real process, whose lines are kept with the time at which they came."""
+"""A tahq command as a real process; each line of its output is kept with the time of its arrival."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from support.runs import environment
 from support.warm_process import WarmProcess
@@ -17,45 +17,26 @@ from support.warm_process import WarmProcess
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a program said, and when it was heard."""
-
     at_s: float
-    """`time.time`."""
+    """`time.time` of its arrival."""
     source: str
     text: str
 
 
-class _Running(Protocol):
-    stdout: TextIO
-    stderr: TextIO
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
 class Program:
-    """A running command; as a context, it is killed when that ends.
+    """A running command; leaving its context kills it."""
 
-    Args:
-        name: for messages.
-        process: started with pipes for stdout and stderr, as text.
-    """
-
-    def __init__(self, name: str, process: _Running) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str] | WarmProcess) -> None:
         self.name = name
         self.process = process
         self.lines: list[Line] = []
-        self._readers = [
-            threading.Thread(target=self._read, args=(pipe,), daemon=True) for pipe in (process.stdout, process.stderr)
-        ]
+        pipes = (process.stdout, process.stderr)
+        self._readers = [threading.Thread(target=self._read, args=(pipe,), daemon=True) for pipe in pipes]
         for reader in self._readers:
             reader.start()
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self.process.pid
 
     @property
@@ -65,16 +46,18 @@ class Program:
 
     @property
     def text(self) -> str:
-        """All that it has said so far."""
         return "\n".join(line.text for line in self.lines)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
         if self.status is None:
             os.kill(self.pid, number)
 
     def line_with(self, part: str, timeout_s: float) -> str:
-        """The first line that has this in it; AssertionError if none comes in time."""
+        """Wait for a line that contains `part`.
+
+        Raises:
+            AssertionError: the program ended first, or no such line came in time.
+        """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             for line in tuple(self.lines):
@@ -85,7 +68,7 @@ class Program:
         raise AssertionError(f"{self.name} did not say {part!r} in {timeout_s} s:\n{self.text}")
 
     def close(self) -> None:
-        """Kill it if it runs, and read what it said to the end."""
+        """Kill it if it runs, and read the rest of its output."""
         self.send_signal(signal.SIGKILL)
         self.process.wait(10)
         for reader in self._readers:
@@ -111,20 +94,12 @@ def warm(
     extra: Mapping[str, str] | None = None,
     namespace: str | None = None,
 ) -> Program:
-    """One of tahq's console scripts with everything imported already, `extra` added to its environment."""
-    process = WarmProcess(program, arguments, folder, {**environment(), **(extra or {})}, namespace)
-    return Program(name, process)
+    """Start a tahq console script with everything imported already, `extra` added to its environment."""
+    return Program(name, WarmProcess(program, arguments, folder, {**environment(), **(extra or {})}, namespace))
 
 
-def cold(name: str, folder: Path, argv: Sequence[str], *, extra: Mapping[str, str] | None = None) -> Program:
-    """Any program, from nothing: for what must be so before Python imports anything."""
-    process = subprocess.Popen(
-        argv,
-        cwd=folder,
-        env={**environment(), **(extra or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def cold(name: str, folder: Path, argv: Sequence[str], extra: Mapping[str, str]) -> Program:
+    """Start any program from nothing, where something must happen before Python imports anything."""
+    pipe, env = subprocess.PIPE, {**environment(), **extra}
+    process = subprocess.Popen(argv, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
     return Program(name, process)

@@ -29,7 +29,7 @@ class Try:
     figures: Figures = field(default_factory=dict)
     error: str = ""
     commit: str = ""
-    """Of the code, short; with a + where it was changed."""
+    """Short hash of the code; + if it was changed."""
 
 
 def default_path(hardware: str) -> Path:
@@ -65,11 +65,10 @@ class Results:
     def add(self, row: Row, done: Try) -> None:
         """Note a try. A failed one stays on record when it is tried again."""
         self._rows[row.name] = {"fault": row.fault, "shows": row.shows}
-        figures, error = _rounded(done.figures), done.error.replace(f"{_ROOT}/", "")[-_MAX_ERROR_LENGTH:]
-        took_s = round(done.took_s, 2)
+        figures = {key: round(value, 3) if isinstance(value, float) else value for key, value in done.figures.items()}
+        error, took_s = done.error.replace(f"{_ROOT}/", "")[-_MAX_ERROR_LENGTH:], round(done.took_s, 2)
         self._tries.append(replace(done, took_s=took_s, figures=figures, error=error, commit=self._commit))
-        if harness.describe() not in self._machines:
-            self._machines.append(harness.describe())
+        self._machines = list(dict.fromkeys([*self._machines, harness.describe()]))
         self._write()
 
     def adopt(self, others: "Results") -> None:
@@ -130,10 +129,6 @@ def _cell(tries: list[Figures], name: str) -> str:
     unit = " s" if name.endswith("_s") else ""
     middle, largest = median(numbers), max(numbers)
     return f"{middle:.4g}{unit}" if middle == largest else f"{middle:.3g} ({largest:.3g}){unit}"
-
-
-def _rounded(figures: Figures) -> Figures:
-    return {key: round(value, 3) if isinstance(value, float) else value for key, value in figures.items()}
 
 
 def _commit() -> str:

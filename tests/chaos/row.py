@@ -1,4 +1,4 @@
-"""A row of the table: a fault, and what a run must show all the same."""
+"""A row of the table: a fault, and what must hold all the same."""
 
 import json
 import random
@@ -12,8 +12,8 @@ from chaos.outcome import Outcome, assert_same_bits
 from chaos.scene import Scene
 from chaos.starting import launched
 
-Figures = dict[str, float | int | str | None]
-"""What was measured, by name; durations in seconds."""
+Figures = dict[str, Any]
+"""Measurements by name: numbers, text or None; durations in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Row:
 
     Attributes:
         name: short, of small letters, digits and dashes.
-        fault: what happens, in words.
+        fault: in words.
         shows: what must hold, in words.
-        attempt: makes it happen once; raises AssertionError if what must hold does not.
+        attempt: makes it happen once; raises AssertionError if something does not hold.
         takes_s: about how long an attempt takes.
         is_quick: whether the short form of `make test` has it.
-        needs: what the machine must have: namespaces, tcp-reset, time-namespaces.
+        needs: of the machine: namespaces, tcp-reset, time-namespaces.
     """
 
     name: str
@@ -40,34 +40,25 @@ class Row:
 
     @property
     def times(self) -> int:
-        """How often a committed result has it."""
+        """Tries in a committed result."""
         return 3 if self.takes_s > 120 else 20
 
 
 @dataclass
 class Calm:
-    """Undisturbed runs, one of each configuration, kept for as long as the session lasts.
-
-    Args:
-        folder: where they run.
-    """
+    """Undisturbed runs in a folder, one of each configuration."""
 
     folder: Path
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def of(self, config: Mapping[str, Any]) -> Outcome:
-        """The outcome of this configuration where nothing happens.
-
-        How long silence is borne makes no difference to it.
-        """
-        run = {
-            key: value for key, value in config["run"].items() if key not in ("peer_timeout", "give_up", "join_timeout")
-        }
+        """The outcome of this configuration without a fault; timeouts make no difference to it."""
+        timeouts = ("peer_timeout", "give_up", "join_timeout")
+        run = {key: value for key, value in config["run"].items() if key not in timeouts}
         key = json.dumps({**config, "run": run}, sort_keys=True)
         if key not in self.outcomes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix="calm-", dir=self.folder))
-            with launched(folder, config) as scene:
+            with launched(Path(tempfile.mkdtemp(prefix="calm-", dir=self.folder)), config) as scene:
                 self.outcomes[key] = scene.finish(300.0)
         return self.outcomes[key]
 
@@ -78,10 +69,10 @@ class Attempt:
 
     Attributes:
         row: its name.
-        number: from 0; the seed of all that is drawn.
+        number: from 0; the seed of every draw.
         folder: empty, for whatever it writes.
         calm: undisturbed runs to compare with.
-        scale: of the long form 1; the short form makes do with less of what takes long.
+        scale: 1 in the long form; the short form shortens what takes long.
     """
 
     row: str
@@ -92,27 +83,33 @@ class Attempt:
 
     @property
     def dice(self) -> random.Random:
-        """Numbers that depend on row and number alone."""
+        """Random numbers that depend on row and number alone."""
         return random.Random(f"{self.row} {self.number}")
 
-    def compare(
-        self, scene: Scene, outcome: Outcome, config: Mapping[str, Any], began_s: float, ended_s: float
+    def finish(
+        self,
+        scene: Scene,
+        config: Mapping[str, Any],
+        began_s: float,
+        ended_s: float | None = None,
+        timeout_s: float = 240,
     ) -> Figures:
-        """Hold a run to the undisturbed one, to the bit, and say what the fault came to.
+        """Wait for the end of a run, compare it with the undisturbed one to the bit, and measure the fault's effect.
 
         Args:
             scene: the run.
-            outcome: what it left.
             config: its configuration.
             began_s: when the fault began, as `time.time`.
-            ended_s: when it ended.
+            ended_s: when it ended; None: at once.
+            timeout_s: for the rest of the run.
         """
+        outcome = scene.finish(timeout_s)
         assert_same_bits(outcome, self.calm.of(config))
         assert outcome.steps_lost == 0
         return {
             "restarts": scene.restarts,
             "detected_s": scene.detected_s(began_s),
             "stall_s": scene.stall_s(began_s),
-            "recovery_s": scene.recovery_s(ended_s),
+            "recovery_s": scene.recovery_s(began_s if ended_s is None else ended_s),
             "steps_lost": outcome.steps_lost,
         }

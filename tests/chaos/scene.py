@@ -1,4 +1,4 @@
-"""A run as it goes on: its processes, its steps, and the moment of a fault."""
+"""A run while it goes on: its processes, its progress, and the moment of a fault."""
 
 import re
 import threading
@@ -21,70 +21,64 @@ _NOTICED = re.compile("degraded|lost|no sign of life|exited with|started again|g
 
 @dataclass
 class Scene:
-    """A run's processes while they run.
+    """The processes of a run while they run.
 
     Attributes:
         run: the run's folder.
         leader: the launcher, or the coordinator alone.
-        workers: started by hand, by stage; empty under a launcher.
         num_stages: of the pipeline.
         peer: host:port of a coordinator whose workers are started by hand.
+        workers: started by hand, by stage; empty under a launcher.
+        former: programs that others have replaced.
+        progress: (`time.time`, steps done) at every change.
+        worker_pids: of every worker that a launcher has had.
     """
 
     run: Path
     leader: Program
-    workers: list[Program] = field(default_factory=list)
-    num_stages: int = 0
+    num_stages: int
     peer: str = ""
+    workers: list[Program] = field(default_factory=list)
     former: list[Program] = field(default_factory=list)
-    """Programs that others have taken the place of."""
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """(`time.time`, steps done) at every change."""
     worker_pids: set[int] = field(default_factory=set)
-    """Of every worker that a launcher has had."""
 
     @property
     def num_steps(self) -> int:
-        """Steps done."""
         return count_steps(self.run)
 
     @property
     def lines(self) -> list[Line]:
-        """What all programs said, in the order in which it was heard."""
-        return sorted(
-            (line for each in (self.leader, *self.workers, *self.former) for line in each.lines),
-            key=lambda line: line.at_s,
-        )
+        """The output of all programs, by time of arrival."""
+        lines = [line for each in (self.leader, *self.workers, *self.former) for line in each.lines]
+        return sorted(lines, key=lambda line: line.at_s)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.text for line in self.lines)
 
     def worker_pid(self, stage: int) -> int:
-        """The worker of a stage that runs now."""
-        if self.workers:
-            return self.workers[stage].pid
+        """The present worker of a stage under a launcher."""
         pids = [pid for pid in processes.workers(self.leader.pid) if processes.name(pid) == f"tahq stage {stage}"]
         assert len(pids) == 1, f"workers of stage {stage}: {pids}"
         return pids[0]
 
-    def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
-        """Until so many steps are done."""
-        self.wait(lambda: self.num_steps >= step, timeout_s, f"step {step}")
+    def wait_for_step(self, step: int) -> None:
+        self.wait(lambda: self.num_steps >= step, 120.0, f"step {step}")
 
-    def finish(self, timeout_s: float) -> Outcome:
-        """Wait for the end of all programs, each with status 0, and take what they left."""
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait for the end of all programs, each with status 0."""
         programs = (self.leader, *self.workers)
         self.wait(lambda: all(each.status is not None for each in programs), timeout_s, "the end of the run")
         self._check()
-        return read_outcome(self.run, "\n".join(line.text for line in self.lines))
 
-    def watch(self) -> None:
-        """Note how far the run is, and who works for it; called all the time."""
-        done = self.num_steps
-        if not self.progress or done != self.progress[-1][1]:
-            self.progress.append((time.time(), done))
-        if not self.workers and self.leader.status is None:
-            self.worker_pids.update(processes.workers(self.leader.pid))
+    def finish(self, timeout_s: float) -> Outcome:
+        """Wait for the end of the run, and read its result."""
+        self.wait_for_end(timeout_s)
+        return read_outcome(self.run)
 
     def wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Until it holds, or a program fails."""
+        """Wait until a condition holds; AssertionError if a program fails or time is up."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             self._check()
@@ -98,24 +92,29 @@ class Scene:
     def _last_words(self) -> str:
         return "\n".join(f"{line.source}: {line.text}" for line in self.lines[-20:])
 
-    # What a fault came to
+    def watch(self) -> None:
+        """Record progress and the launcher's workers; called all the time."""
+        done = self.num_steps
+        if not self.progress or done != self.progress[-1][1]:
+            self.progress.append((time.time(), done))
+        if not self.workers and self.leader.status is None:
+            self.worker_pids.update(processes.workers(self.leader.pid))
+
+    # Consequences of a fault
 
     def detected_s(self, began_s: float) -> float | None:
-        """From a fault to the first line that speaks of it; None: nobody did."""
-        return next(
-            (line.at_s - began_s for line in self.lines if line.at_s >= began_s and _NOTICED.search(line.text)), None
-        )
+        """From a fault to the first line about it; None: there is no such line."""
+        later = (line for line in self.lines if line.at_s >= began_s and _NOTICED.search(line.text))
+        return next((line.at_s - began_s for line in later), None)
 
     def stalls(self) -> list[tuple[float, float, float]]:
-        """Of each step but the first: from when to when it lasted, and how much longer than the median of them."""
-        times = [at_s for at_s, done in self.progress if done]
-        if len(times) < 2:
-            return []
-        usual_s = median([after - before for before, after in pairwise(times)])
-        return [(before, after, after - before - usual_s) for before, after in pairwise(times)]
+        """(begin, end, excess over the median duration) of each step but the first."""
+        steps = list(pairwise(at_s for at_s, done in self.progress if done))
+        usual_s = median(after - before for before, after in steps) if steps else 0.0
+        return [(before, after, after - before - usual_s) for before, after in steps]
 
     def stall_s(self, began_s: float) -> float:
-        """The longest of them that ended after a fault began."""
+        """The longest stall that ended after a fault began."""
         return max((stall_s for _, after, stall_s in self.stalls() if after >= began_s), default=0.0)
 
     def recovery_s(self, ended_s: float) -> float | None:
@@ -131,7 +130,7 @@ class Scene:
 
 @contextmanager
 def watched(scene: Scene) -> Iterator[None]:
-    """Have a thread note all the time how far the run is, and who works for it."""
+    """Call `scene.watch` all the time, in a thread."""
     is_over = threading.Event()
 
     def watch() -> None:

@@ -15,7 +15,7 @@ from chaos.results import Results, Try
 from chaos.row import Attempt, Calm, Row
 from tahq_netem.backends.probe import probe
 
-TRIES_A_PROCESS = 5
+TRIES_PER_PROCESS = 5
 
 
 def obstacle(row: Row) -> str | None:
@@ -53,12 +53,10 @@ def run_row(row: Row, numbers: Iterable[int], results: Results, folder: Path) ->
         attempt.folder.mkdir()
         done = _try(row, attempt)
         results.add(row, done)
+        outcome = "passed" if done.passed else "FAILED"
         print(
-            f"{row.name} {number}: {'passed' if done.passed else 'FAILED'} in {done.took_s:.1f} s {done.figures}",
-            flush=True,
+            f"{row.name} {number}: {outcome} in {done.took_s:.1f} s {done.figures}\n{done.error}".rstrip(), flush=True
         )
-        if not done.passed:
-            print(done.error, flush=True)
         shutil.rmtree(attempt.folder, ignore_errors=True)
     shutil.rmtree(calm.folder, ignore_errors=True)
 
@@ -73,15 +71,7 @@ def _try(row: Row, attempt: Attempt) -> Try:
 
 
 def run_in_lanes(rows: Sequence[Row], times: int | None, results: Results, lanes: int, folder: Path) -> None:
-    """As `run_row` for each row, in so many lanes; results come in as each lane's process ends.
-
-    Args:
-        rows: which.
-        times: tries of each; None: as each row has it.
-        results: gone on with.
-        lanes: how many; each has an equal share of the cores.
-        folder: for the lanes' results.
-    """
+    """As `run_row` for each row, in lanes with equal shares of the cores; `times` None: as often as each row says."""
     free: SimpleQueue[list[int]] = SimpleQueue()
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // lanes)
@@ -114,6 +104,6 @@ def _jobs(rows: Sequence[Row], times: int | None, results: Results) -> Iterator[
             print(f"{row.name}: left out: {reason}", flush=True)
             continue
         missing = [number for number in range(times or row.times) if not results.has_passed(row.name, number)]
-        size = 1 if row.takes_s > 60 else TRIES_A_PROCESS
+        size = 1 if row.takes_s > 60 else TRIES_PER_PROCESS
         for begin in range(0, len(missing), size):
             yield row, missing[begin : begin + size]

@@ -27,11 +27,7 @@ _ROUTE = struct.Struct("<Q")
 
 
 def fuzz_strangers(count: int, seed: int) -> dict[str, int]:
-    """So many messages, each from another stranger.
-
-    Returns:
-        Counts: admitted, turned away.
-    """
+    """Each message comes from another stranger; returns counts of admitted and turned away."""
     dice, base = Random(seed), true_messages()
     counts: Counter[str] = Counter()
     with _router() as (router, gate):

@@ -1,4 +1,4 @@
-"""Those who do not belong to a run, at every port of it: refused, not a byte of theirs read, training undisturbed."""
+"""Strangers at every port of a run: refused, not a byte of theirs read, training undisturbed."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,22 +8,19 @@ from support.processes import listening_ports, workers
 from support.strangers import intruders, scan, silent_connections
 
 from chaos.row import Attempt, Figures, Row
-from chaos.scene import Scene
 from chaos.starting import launched, small_run
 from tahq.comm.keys import default_key_path, new_key_pair, read_key_file
 
 NUM_STEPS = 24
 NUM_SILENT = 1000
 STALL_S = 5.0
-Strangers = Callable[[list[int]], AbstractContextManager[None]]
-"""Have them at these ports for as long as the context lasts."""
+Strangers = Callable[[list[int]], AbstractContextManager[object]]
+"""A context in which they are at these ports."""
 
 
-@contextmanager
-def _silent(ports: list[int]) -> Iterator[None]:
+def _silent(ports: list[int]) -> AbstractContextManager[object]:
     """A thousand connections in all, over the run's ports."""
-    with silent_connections(ports, NUM_SILENT // len(ports) + 1):
-        yield
+    return silent_connections(ports, NUM_SILENT // len(ports) + 1)
 
 
 @contextmanager
@@ -33,23 +30,17 @@ def _scanners(ports: list[int]) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def _unknown_keys(ports: list[int]) -> Iterator[None]:
+def _unknown_keys(ports: list[int]) -> AbstractContextManager[None]:
     """They know the coordinator's key, and have one that no member has."""
-    with _intruders(ports, [read_key_file(default_key_path()).public]):
-        yield
+    return _intruders(ports, [read_key_file(default_key_path()).public])
 
 
-@contextmanager
-def _wrong_keys(ports: list[int]) -> Iterator[None]:
-    with _intruders(ports, [new_key_pair().public]):
-        yield
+def _wrong_keys(ports: list[int]) -> AbstractContextManager[None]:
+    return _intruders(ports, [new_key_pair().public])
 
 
-@contextmanager
-def _without_curve(ports: list[int]) -> Iterator[None]:
-    with _intruders(ports, []):
-        yield
+def _without_curve(ports: list[int]) -> AbstractContextManager[None]:
+    return _intruders(ports, [])
 
 
 @contextmanager
@@ -67,24 +58,19 @@ def disturbed_by(strangers: Strangers) -> Callable[[Attempt], Figures]:
         config = small_run(NUM_STEPS)
         with launched(attempt.folder, config) as scene:
             scene.wait_for_step(attempt.dice.randint(1, 4))
-            ports, began_s = _ports(scene), time.time()
+            processes, began_s = (scene.leader.pid, *workers(scene.leader.pid)), time.time()
+            ports = [port for pid in processes for port in listening_ports(pid)]
             with strangers(ports):
-                outcome = scene.finish(120)
-            measured = attempt.compare(scene, outcome, config, began_s, began_s)
+                scene.wait_for_end(120)
+            measured = attempt.finish(scene, config, began_s)
             logs = "".join(path.read_text() for path in (scene.run / "logs").iterdir())
         assert "stranger" not in logs, "what a stranger said was read"
         assert scene.restarts == 0
         stall_s = measured["stall_s"]
-        assert isinstance(stall_s, float)
         assert stall_s <= STALL_S, f"a step took {stall_s:.1f} s longer than usual"
         return {"ports": len(ports), "restarts": 0, "steps_lost": measured["steps_lost"], "stall_s": stall_s}
 
     return attempt
-
-
-def _ports(scene: Scene) -> list[int]:
-    processes = (scene.leader.pid, *workers(scene.leader.pid))
-    return [port for pid in processes for port in listening_ports(pid)]
 
 
 _SHOWS = "refused; no application byte read or answered; BX, and no step much longer"

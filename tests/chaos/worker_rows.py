@@ -1,41 +1,33 @@
-"""What happens to a worker that stays alive: stopped, slow, with a NaN, with a clock that is wrong."""
+"""Faults of a worker that stays alive: stopped, slow, with a NaN, with a wrong clock."""
 
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from chaos.outcome import Outcome, assert_same_bits, read_metrics
-from chaos.program import Program, cold, warm
+from chaos.program import Program, cold
 from chaos.row import Attempt, Figures, Row
-from chaos.starting import by_hand, launched, small_run
+from chaos.starting import STAGES, by_hand, launched, small_run, usual_worker
 
-STAGES = 3
 MICRO_BATCHES = 8
 STOPPED_S = 20.0
 SKEW_S = 3600
-_DUTY = (0.002, 0.018)
-"""Seconds that a slow worker runs, and then stands still: ten times slower."""
+RUNS_S, STANDS_S = 0.002, 0.018
+"""Of a worker that is ten times slower."""
 
 
 def odd_worker(folder: Path, stage: int, peer: str, oddity: str, value: str, *before: str) -> Program:
     """A worker with one thing odd about it; see odd_worker.py. `before`: what the command line begins with."""
     module = (sys.executable, "-m", "chaos.odd_worker", oddity, value, "--")
     extra = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return cold(f"stage {stage}", folder, [*before, *module, "--stage", str(stage), "--peer", peer], extra=extra)
-
-
-def usual_worker(
-    folder: Path, stage: int, peer: str, *arguments: str, extra: Mapping[str, str] | None = None
-) -> Program:
-    """`tahq-worker`, started by hand; `extra` is added to its environment."""
-    command = ("--stage", str(stage), "--peer", peer, *arguments)
-    return warm(f"stage {stage}", folder, "tahq-worker", *command, extra=extra)
+    return cold(f"stage {stage}", folder, [*before, *module, "--stage", str(stage), "--peer", peer], extra)
 
 
 def stopped(attempt: Attempt) -> Figures:
@@ -49,9 +41,7 @@ def stopped(attempt: Attempt) -> Figures:
             time.sleep(STOPPED_S)
         finally:
             os.kill(pid, signal.SIGCONT)
-        ended_s = time.time()
-        outcome = scene.finish(120)
-        measured = attempt.compare(scene, outcome, config, began_s, ended_s)
+        measured = attempt.finish(scene, config, began_s, time.time())
     assert scene.restarts == 0
     return measured
 
@@ -64,13 +54,14 @@ def slow(attempt: Attempt) -> Figures:
         scene.wait_for_step(1)
         began_s = time.time()
         with _slowed(scene.worker_pid(stage)):
-            outcome = scene.finish(300)
-        measured = attempt.compare(scene, outcome, config, began_s, began_s)
+            scene.wait_for_end(300)
+        measured = attempt.finish(scene, config, began_s)
     assert scene.restarts == 0
-    limits = [line.strip() for line in outcome.text.splitlines() if line.strip().startswith("its limit")]
-    assert limits, f"nobody said what the run waited for:\n{outcome.text}"
+    limits = [line.strip() for line in scene.text.splitlines() if line.strip().startswith("its limit")]
+    assert limits, f"no line says what the run waited for:\n{scene.text}"
     assert f"stage {stage}" in limits[-1], f"stage {stage} was slow; the run says: {limits[-1]}"
-    return {"restarts": measured["restarts"], "steps_lost": measured["steps_lost"], "step_s": outcome.step_times_s[-1]}
+    step_s = read_metrics(scene.run)[-1]["step_time_s"]
+    return {"restarts": measured["restarts"], "steps_lost": measured["steps_lost"], "step_s": step_s}
 
 
 @contextmanager
@@ -80,9 +71,9 @@ def _slowed(pid: int) -> Iterator[None]:
 
     def hold_up() -> None:
         with suppress(ProcessLookupError):
-            while not is_over.wait(_DUTY[0]):
+            while not is_over.wait(RUNS_S):
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(_DUTY[1])
+                time.sleep(STANDS_S)
                 os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=hold_up, daemon=True)
@@ -109,7 +100,7 @@ def nan(attempt: Attempt) -> Figures:
 
 
 def _with_nan(folder: Path, config: dict[str, Any], stage: int, step: int) -> Outcome:
-    """A run in which a micro-batch of a step, from 0, comes to NaN on a stage."""
+    """A run in which a micro-batch of a step (from 0) gives NaN on a stage."""
     folder.mkdir()
     call = str(step * MICRO_BATCHES + 3)
 
@@ -124,10 +115,9 @@ def _with_nan(folder: Path, config: dict[str, Any], stage: int, step: int) -> Ou
 
 
 def _without_step(outcome: Outcome, step: int) -> Outcome:
-    """But for the loss of that step, which is NaN or not by where the NaN was."""
-    losses = (*outcome.losses[:step], *outcome.losses[step + 1 :])
-    steps = (*outcome.steps[:step], *outcome.steps[step + 1 :])
-    return Outcome(steps, losses, outcome.step_times_s, outcome.tensors)
+    """Leave out that step, whose loss is NaN or not depending on the stage."""
+    steps, losses = ((*values[:step], *values[step + 1 :]) for values in (outcome.steps, outcome.losses))
+    return replace(outcome, steps=steps, losses=losses)
 
 
 def clock_skew(attempt: Attempt) -> Figures:
@@ -141,21 +131,14 @@ def clock_skew(attempt: Attempt) -> Figures:
         return odd_worker(attempt.folder, each, peer, "clock", str(SKEW_S), *shift)
 
     with by_hand(attempt.folder, config, start_worker=start) as scene:
-        began_s = time.time()
-        outcome = scene.finish(120)
-        measured = attempt.compare(scene, outcome, config, began_s, began_s)
+        measured = attempt.finish(scene, config, time.time())
     return {"steps_lost": measured["steps_lost"], "restarts": 0}
 
 
+_SKIPPED = "the step is skipped everywhere and the run goes on, to the bit as where another stage had it"
 WORKER_ROWS = (
     Row("stopped-20s", "a worker stopped (SIGSTOP) for 20 s", "BX; no restarts; no false death", stopped, 35),
     Row("ten-times-slower", "a worker ten times slower", "BX; no restarts; the straggler named", slow, 30),
-    Row(
-        "nan",
-        "NaN in one micro-batch on one stage",
-        "the step is skipped everywhere and the run goes on, to the bit as where another stage had it",
-        nan,
-        30,
-    ),
+    Row("nan", "NaN in one micro-batch on one stage", _SKIPPED, nan, 30),
     Row("clock-skew", "a worker's clocks an hour ahead", "BX", clock_skew, 15, needs=("time-namespaces",)),
 )

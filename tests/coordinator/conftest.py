@@ -8,28 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from support.at_once import AtOnce
 
-from tahq.comm.control.messages import (
-    Abort,
-    Assign,
-    Bye,
-    Commit,
-    Copied,
-    Copy,
-    Evaluated,
-    Heartbeat,
-    Hello,
-    Join,
-    NoCheckpoint,
-    Plan,
-    Prepare,
-    Ready,
-    Refuse,
-    Relink,
-    Relinked,
-    Snapshotted,
-    Start,
-    StartOver,
-)
+from tahq.comm.control import messages as say
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.observer import RunObserver
 from tahq.coordinator.service import Coordinator
@@ -40,13 +19,13 @@ CONFIG_HASH = "c0ffee"
 
 
 def make_hello(stage, **changes):
-    hello = Hello(stage, VERSION, CONFIG_HASH, "", "", f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, 0)
+    hello = say.Hello(stage, VERSION, CONFIG_HASH, "", "", f"10.0.0.{stage}:9000", "cpu", "2.13.0", 1000, 0)
     return replace(hello, **changes)
 
 
 def make_prepare(step, stage, num_stages=3, **changes):
     last = stage == num_stages - 1
-    prepare = Prepare(
+    prepare = say.Prepare(
         step=step,
         stage=stage,
         norm2=[0.25, 0.5 * (stage + 1)],
@@ -154,7 +133,7 @@ class ScriptedWorker:
 
     def start(self):
         self.server.workers[self.identity] = self
-        self.send(Join(self.stage, self.version, f"host{self.stage}", 100 + self.stage))
+        self.send(say.Join(self.stage, self.version, f"host{self.stage}", 100 + self.stage))
 
     def copy_error_at(self, step):
         return "" if step <= self.copies_through else "no room"
@@ -164,31 +143,31 @@ class ScriptedWorker:
             self.server.inbox.append((self.identity, message))
 
     def beat(self):
-        self.send(Heartbeat(self.stage, self.step, "F0"))
+        self.send(say.Heartbeat(self.stage, self.step, "F0"))
 
     def receive(self, message):
-        if isinstance(message, Refuse | Abort | Bye):
+        if isinstance(message, say.Refuse | say.Abort | say.Bye):
             self.left = True
         elif not isinstance(message, self.ignores):
             self.react(message)
 
     def react(self, message):
         match message:
-            case Assign() if message.start_step in self.damaged and message.snapshot:
-                self.send(NoCheckpoint(message.stage, message.start_step, "stage-001-ab is damaged"))
-            case Assign():
+            case say.Assign() if message.start_step in self.damaged and message.snapshot:
+                self.send(say.NoCheckpoint(message.stage, message.start_step, "stage-001-ab is damaged"))
+            case say.Assign():
                 first_or_last = self.stage in (0, self.num_stages - 1)
                 data = {"tokenizer_hash": "t", "data_hash": "d", "num_train_samples": 100} if first_or_last else {}
                 self.send(make_hello(message.stage, start_step=message.start_step, **(data | self.hello)))
-            case Plan():
-                self.send(Ready(self.stage))
-            case Relink():
-                self.send(Relinked(self.stage, message.epoch, self.lacking))
-            case Copy():
-                self.send(Copied(message.step, message.stage, self.stage, self.copy_error_at(message.step)))
-            case Start(step):
+            case say.Plan():
+                self.send(say.Ready(self.stage))
+            case say.Relink():
+                self.send(say.Relinked(self.stage, message.epoch, self.lacking))
+            case say.Copy():
+                self.send(say.Copied(message.step, message.stage, self.stage, self.copy_error_at(message.step)))
+            case say.Start(step):
                 self.begin(step)
-            case Commit():
+            case say.Commit():
                 self.report(message)
                 if not message.stop:
                     self.begin(message.step + 1)
@@ -207,10 +186,10 @@ class ScriptedWorker:
 
     def report(self, commit):
         if commit.evaluate and self.stage == self.num_stages - 1:
-            self.send(Evaluated(commit.step, 10, 30.0, 25.0))
+            self.send(say.Evaluated(commit.step, 10, 30.0, 25.0))
         if commit.snapshot:
             step, error = commit.step + 1, self.snapshot_error
-            self.send(Snapshotted(step, self.stage, f"stage-{self.stage:03d}-ab", "ab", 100, error))
+            self.send(say.Snapshotted(step, self.stage, f"stage-{self.stage:03d}-ab", "ab", 100, error))
 
 
 class Recorder(RunObserver):
@@ -305,7 +284,7 @@ class Scene:
 
         def tick():
             for stage, worker in enumerate(self.stages):
-                if self.server.told(worker.identity, StartOver) and worker.identity in self.server.workers:
+                if self.server.told(worker.identity, say.StartOver) and worker.identity in self.server.workers:
                     self.restart(stage, **changes)
 
         self.events.append((None, tick))

@@ -11,20 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_once import Sooner
 
-from tahq.comm.control.messages import (
-    Abort,
-    Commit,
-    Join,
-    Plan,
-    Published,
-    Refuse,
-    Relink,
-    Relinked,
-    Snapshotted,
-    Start,
-    StartOver,
-    Widen,
-)
+from tahq.comm.control import messages as say
 from tahq.coordinator.journal import Journal
 from tahq.coordinator.observer import RunObserver
 from tahq.coordinator.seats import RestorePoint
@@ -56,13 +43,13 @@ def led(scene, kills, after_steps=0, **options):
 def test_killed_stage_begins_at_the_checkpoint_and_hears_what_was_decided(scene):
     led(scene, [(2, 1)], after_steps=5)
     assert scene.losses() == [2.0] * 8
-    (plan,) = scene.server.told(AGAIN, Plan)
-    (start,) = scene.server.told(AGAIN, Start)
+    (plan,) = scene.server.told(AGAIN, say.Plan)
+    (start,) = scene.server.told(AGAIN, say.Start)
     assert plan.live_step > 3
     assert (plan.start_step, plan.next_sample, start.step) == (3, 8 * 3, 3)
     assert plan.epoch == 2
-    decided = {commit.step: commit for commit in scene.server.told(b"worker-0", Commit)}
-    for commit in scene.server.told(AGAIN, Commit):
+    decided = {commit.step: commit for commit in scene.server.told(b"worker-0", say.Commit)}
+    for commit in scene.server.told(AGAIN, say.Commit):
         assert (commit.apply, commit.clip_factor) == (decided[commit.step].apply, decided[commit.step].clip_factor)
     assert "stage 1 (host1, pid 101) is back after" in scene.warnings()
 
@@ -70,10 +57,10 @@ def test_killed_stage_begins_at_the_checkpoint_and_hears_what_was_decided(scene)
 def test_neighbours_make_ready_before_the_new_worker_is_told_whom_to_dial(scene):
     led(scene, [(2, 0)], after_steps=5)
     again = b"worker-0-again"
-    sent = [(who, type(message)) for who, message in scene.server.sent if isinstance(message, Relink | Plan)]
-    assert sent[-2:] == [(b"worker-1", Relink), (again, Plan)]
-    (relink,) = scene.server.told(b"worker-1", Relink)
-    (plan,) = scene.server.told(again, Plan)
+    sent = [(who, type(message)) for who, message in scene.server.sent if isinstance(message, say.Relink | say.Plan)]
+    assert sent[-2:] == [(b"worker-1", say.Relink), (again, say.Plan)]
+    (relink,) = scene.server.told(b"worker-1", say.Relink)
+    (plan,) = scene.server.told(again, say.Plan)
     assert [row[0] for row in relink.links] == [0]
     assert relink.epoch == plan.epoch == 2
     ((link, since, _, _),) = relink.wanted
@@ -81,7 +68,7 @@ def test_neighbours_make_ready_before_the_new_worker_is_told_whom_to_dial(scene)
     ((_, wanted_since, _, through),) = plan.wanted
     assert through == -1
     assert wanted_since >= plan.live_step
-    widened = scene.server.told(b"worker-1", Widen)
+    widened = scene.server.told(b"worker-1", say.Widen)
     assert [w.link for w in widened] == [0] * (plan.live_step - plan.start_step)
     assert not widened or widened[-1].through == -1
 
@@ -135,17 +122,17 @@ def test_too_many_restarts_end_the_run(scene):
 @pytest.mark.parametrize("word", [{"worker_id": "w"}, {"takeover": True}])
 def test_worker_that_takes_a_stage_over_goes_on_and_the_old_one_is_fenced(scene, word):
     _, old, _ = scene.workers()
-    own = Join(1, VERSION, "host1", 101, worker_id="w")
+    own = say.Join(1, VERSION, "host1", 101, worker_id="w")
     scene.server.inbox = [(who, own if who == old.identity else message) for who, message in scene.server.inbox]
     new = replace(old, generation=1)
     scene.server.workers[new.identity] = new
-    scene.after(4, lambda: new.send(Join(1, VERSION, "host1", 202, **word)))
+    scene.after(4, lambda: new.send(say.Join(1, VERSION, "host1", 202, **word)))
     scene.one_message_a_turn()
     assert scene.run(steps=8, snapshot_every=3) == 0, scene.end.message
     assert scene.losses() == [2.0] * 8
     assert new.step == 7
     assert old.step < 7
-    assert scene.server.told(old.identity, StartOver)
+    assert scene.server.told(old.identity, say.StartOver)
 
 
 @pytest.mark.parametrize("phase", ["ready", "connecting"])
@@ -155,30 +142,30 @@ def test_worker_with_another_key_cannot_take_a_stage_over(scene, phase):
     _, holder, _ = scene.workers()
     held, react = [], holder.react
     if phase == "connecting":
-        holder.react = lambda m: held.append(m) if isinstance(m, Plan) and not held else react(m)
-    attack = [(b"thief", Join(1, VERSION, "elsewhere", 900, takeover=True))] * 5
+        holder.react = lambda m: held.append(m) if isinstance(m, say.Plan) and not held else react(m)
+    attack = [(b"thief", say.Join(1, VERSION, "elsewhere", 900, takeover=True))] * 5
     scene.when(lambda: held or len(scene.losses()) >= 2, lambda: scene.server.inbox.extend(attack))
-    scene.when(lambda: held and len(scene.server.told(b"thief", Refuse)) == 5, lambda: react(held[0]))
+    scene.when(lambda: held and len(scene.server.told(b"thief", say.Refuse)) == 5, lambda: react(held[0]))
     scene.one_message_a_turn()
     assert scene.run(host_keys=("key-0", "key-1", "key-2"), steps=8) == 0, scene.end.message
-    refusals = scene.server.told(b"thief", Refuse)
+    refusals = scene.server.told(b"thief", say.Refuse)
     assert len(refusals) == 5
     assert {refusal.differences[0][1] for refusal in refusals} == {"key-x"}
     assert scene.observer.of("stage_left") == []
-    assert scene.server.told(b"worker-1", StartOver) == []
+    assert scene.server.told(b"worker-1", say.StartOver) == []
 
 
 def test_frames_are_freed_when_a_checkpoint_is_complete(scene):
     led(scene, [])
-    assert [published.step for published in scene.server.told(b"worker-1", Published)] == [3, 6, 8]
+    assert [published.step for published in scene.server.told(b"worker-1", say.Published)] == [3, 6, 8]
 
 
 def test_log_that_cannot_be_read_while_a_stage_comes_back_sends_all_back(scene):
     scene.workers()
     scene.build(steps=8, snapshot_every=2)
     scene.after(5, lambda: scene.kill(1))
-    unread = (b"worker-2", Relinked(2, 2, [1]))
-    scene.when(lambda: scene.server.told(AGAIN, Start), lambda: scene.server.inbox.append(unread))
+    unread = (b"worker-2", say.Relinked(2, 2, [1]))
+    scene.when(lambda: scene.server.told(AGAIN, say.Start), lambda: scene.server.inbox.append(unread))
     scene.start_over_when_told()
     scene.one_message_a_turn()
     assert scene.run() == 0, scene.end.message
@@ -193,7 +180,7 @@ def test_stage_that_comes_back_and_never_connects_ends_the_run_within_its_deadli
     """As after a dial that is lost: its worker lives, and says nothing of its links."""
     scene.workers()
     scene.build(steps=8, join_timeout_s=200.0, give_up_s=50.0, snapshot_every=2)
-    scene.coordinator.restart = partial(scene.restart, ignores=(Plan,))
+    scene.coordinator.restart = partial(scene.restart, ignores=(say.Plan,))
     scene.after(3, lambda: scene.kill(1))
     scene.one_message_a_turn()
     assert scene.run() == 3
@@ -229,7 +216,7 @@ def resumed_from(scene):
 
     def write(*steps):
         for step in steps:
-            parts = tuple(Snapshotted(step, stage, f"stage-{stage:03d}-ab", "ab", 100) for stage in range(3))
+            parts = tuple(say.Snapshotted(step, stage, f"stage-{stage:03d}-ab", "ab", 100) for stage in range(3))
             publish_to_folder(scene.options, SnapshotParts(RestorePoint(step), parts))
         files = {part.file: part.sha256 for part in parts}
         return {"start_step": step, "snapshot": f"snapshots/step-{step:08d}", "snapshot_files": files, **ON_HOSTS}
@@ -261,14 +248,14 @@ def test_damaged_newest_checkpoint_sends_all_back_to_the_one_before(scene, tmp_p
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
     assert latest_folder(tmp_path / "snapshots").name == "step-00000008"
     assert (facts.step, facts.num_steps) == (8, 8)
-    starts = [message.step for _, message in scene.server.sent if isinstance(message, Start)]
+    starts = [message.step for _, message in scene.server.sent if isinstance(message, say.Start)]
     assert starts == [0, 0, 0, 2, 2, 2]
 
 
 def test_run_whose_checkpoints_are_all_damaged_ends_and_says_so(scene):
     assert lead_with_damage(scene, (2, 4)) == 2
     assert "there is no other undamaged checkpoint" in scene.end.message
-    assert any(abort.exit_status == 2 for _, abort in scene.server.sent if isinstance(abort, Abort))
+    assert any(abort.exit_status == 2 for _, abort in scene.server.sent if isinstance(abort, say.Abort))
 
 
 @pytest.mark.parametrize("phase", ["joining", "connecting"])
@@ -277,15 +264,15 @@ def test_damaged_checkpoint_found_while_resuming_sends_all_back_to_the_one_befor
     if phase == "joining":
         scene.workers(stage1={"damaged": (4,)})
     else:  # a worker is lost after the plan, and its next one finds the damage
-        scene.workers(stage1={"ignores": (Plan,)})
-        scene.when(lambda: scene.server.told(b"worker-1", Plan), lambda: scene.kill(1))
+        scene.workers(stage1={"ignores": (say.Plan,)})
+        scene.when(lambda: scene.server.told(b"worker-1", say.Plan), lambda: scene.kill(1))
     scene.build(next_sample=32, **resumed_from(2, 4))
     scene.start_over_when_told()
     scene.coordinator.restart = partial(scene.restart, damaged=(4,), ignores=())
     assert scene.run() == 0, scene.end.message
     assert "stage-001-ab is damaged: all stages go back to step 2, and go on from there" in scene.warnings()
     assert scene.steps() == [3, 4, 5, 6, 7, 8]
-    assert {plan.next_sample for plan in scene.server.told(scene.stages[0].identity, Plan)} == {16}
+    assert {plan.next_sample for plan in scene.server.told(scene.stages[0].identity, say.Plan)} == {16}
 
 
 def test_resuming_without_an_undamaged_checkpoint_ends_the_run_and_names_the_file(scene, resumed_from):

@@ -9,22 +9,7 @@ from coordinator.conftest import ScriptedWorker, make_hello, make_prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tahq.comm.control.messages import (
-    Abort,
-    Assign,
-    Bye,
-    Commit,
-    Failed,
-    Heartbeat,
-    Hello,
-    Join,
-    LinkState,
-    NotKept,
-    Plan,
-    Refuse,
-    Start,
-    StopRequest,
-)
+from tahq.comm.control import messages as say
 from tahq.coordinator.link_codecs import CodecOptions
 from tahq.coordinator.link_policy import FollowRules
 from tahq.errors import ConfigError, SnapshotError
@@ -41,7 +26,7 @@ def test_run_reaches_its_last_step(scene):
     assert scene.end.message == ""
     assert (scene.end.steps_done, scene.end.total_steps, scene.end.last_snapshot) == (4, 4, 4)
     for stage in range(3):
-        assert scene.server.told(f"worker-{stage}".encode(), Bye) == [Bye(0)]
+        assert scene.server.told(f"worker-{stage}".encode(), say.Bye) == [say.Bye(0)]
     phases = list(dict.fromkeys(phase for phase, _ in scene.observer.of("phase_changed")))
     assert phases == ["joining", "connecting", "training", "finishing", "over"]
 
@@ -49,15 +34,15 @@ def test_run_reaches_its_last_step(scene):
 def test_assign_and_plan_have_the_options(scene):
     scene.workers()
     scene.run(start_step=2, snapshot="snapshots/step-2", snapshot_files={"a": "b"}, epoch=9)
-    assert scene.server.told(b"worker-1", Assign) == [
-        Assign(1, 7, '{"a": 1}', "c0ffee", "snapshots/step-2", {"a": "b"}, 2)
+    assert scene.server.told(b"worker-1", say.Assign) == [
+        say.Assign(1, 7, '{"a": 1}', "c0ffee", "snapshots/step-2", {"a": "b"}, 2)
     ]
     links = [[0, 0, "host0", "10.0.0.0:9000", "zmq", ""], [1, 2, "host2", "", "zmq", ""]]
-    assert scene.server.told(b"worker-1", Plan) == [
-        Plan(9, 2, 4, links, num_train_samples=100, next_sample=0, live_step=2)
+    assert scene.server.told(b"worker-1", say.Plan) == [
+        say.Plan(9, 2, 4, links, num_train_samples=100, next_sample=0, live_step=2)
     ]
-    assert scene.server.told(b"worker-1", Start) == [Start(2)]
-    assert [commit.step for commit in scene.server.told(b"worker-1", Commit)] == [2, 3]
+    assert scene.server.told(b"worker-1", say.Start) == [say.Start(2)]
+    assert [commit.step for commit in scene.server.told(b"worker-1", say.Commit)] == [2, 3]
 
 
 def test_epochs_become_steps_once_the_samples_are_known(scene):
@@ -78,7 +63,7 @@ def test_epochs_without_room_for_warm_up_and_decay_are_refused_before_training(s
     scene.workers()
     assert scene.run(steps=None, epochs=0.5, **phases) == 2
     assert scene.end.message == f"training: {reason} into the 6 steps of 0.5 epochs"
-    assert scene.server.told(b"worker-0", Plan) == []
+    assert scene.server.told(b"worker-0", say.Plan) == []
 
 
 def test_records_have_the_learning_rate_of_their_step(scene):
@@ -91,13 +76,13 @@ def test_nothing_left_to_do_ends_at_once_with_status_0(scene):
     scene.workers()
     assert scene.run(start_step=4, snapshot="s") == 0
     assert "nothing to do" in scene.end.message
-    assert scene.server.told(b"worker-0", Bye) == [Bye(0)]
+    assert scene.server.told(b"worker-0", say.Bye) == [say.Bye(0)]
 
 
 def test_evaluations_and_checkpoints_follow_their_schedules(scene):
     scene.workers()
     assert scene.run(steps=5, eval_every=2, snapshot_every=3, start_step=1, snapshot="snapshots/step-1") == 0
-    commits = scene.server.told(b"worker-0", Commit)
+    commits = scene.server.told(b"worker-0", say.Commit)
     assert [c.step + 1 for c in commits if c.evaluate] == [2, 4, 5]
     assert [c.step + 1 for c in commits if c.snapshot] == [parts.step for parts in scene.published] == [3, 5]
     assert [(c.step + 1, c.complete_snapshot) for c in commits] == [(2, 1), (3, 1), (4, 3), (5, 3)]
@@ -130,9 +115,9 @@ def test_any_order_of_arrival_gives_the_same_run(new_scene, seed):
         scene.workers(stage1={"prepare": {"norm2": [1e16, 1.0, 1e-16]}})
         assert scene.run(steps=5, eval_every=2, snapshot_every=2) == 0
         records = [replace(record, step_time_s=0.0) for record in scene.observer.of("step_committed")]
-        told = [scene.server.told(f"worker-{stage}".encode(), Commit | Plan | Bye) for stage in range(3)]
+        told = [scene.server.told(f"worker-{stage}".encode(), say.Commit | say.Plan | say.Bye) for stage in range(3)]
         # how early it is known that a checkpoint is complete is no part of the run
-        told = [[replace(m, complete_snapshot=0) if isinstance(m, Commit) else m for m in told_] for told_ in told]
+        told = [[replace(m, complete_snapshot=0) if isinstance(m, say.Commit) else m for m in told_] for told_ in told]
         runs.append((records, told, [parts.step for parts in scene.published]))
     assert runs[0] == runs[1]
 
@@ -147,9 +132,9 @@ def test_any_order_of_arrival_gives_the_same_run(new_scene, seed):
 )  # fmt: skip
 def test_worker_without_a_free_stage_is_refused_and_the_run_goes_on(scene, stage, reason):
     scene.workers()
-    scene.server.inbox.append((b"late", Join(stage, "0.1.0", "other", 5)))
+    scene.server.inbox.append((b"late", say.Join(stage, "0.1.0", "other", 5)))
     assert scene.run() == 0
-    (refusal,) = scene.server.told(b"late", Refuse)
+    (refusal,) = scene.server.told(b"late", say.Refuse)
     assert refusal.reason == reason
 
 
@@ -157,7 +142,7 @@ def test_differing_worker_is_refused_and_a_correct_one_takes_its_stage(scene):
     _, _, last = scene.workers(stage2={"hello": {"data_hash": "other"}})
     scene.when(lambda: last.left and scene.clock.now_s > 1000.5, lambda: scene.restart(2, hello={}))
     assert scene.run() == 0
-    (refusal,) = scene.server.told(b"worker-2", Refuse)
+    (refusal,) = scene.server.told(b"worker-2", say.Refuse)
     assert refusal.differences == [["data_hash", "other", "d (stage 0 (host0, pid 100))"]]
     assert scene.observer.of("stage_left") == [2]
 
@@ -165,8 +150,8 @@ def test_differing_worker_is_refused_and_a_correct_one_takes_its_stage(scene):
 def test_config_hash_and_version_are_compared_with_the_coordinators(scene):
     scene.workers(stage0={"version": "9.9"}, stage1={"hello": {"config_hash": "bad", "version": "8"}})
     assert scene.run(join_timeout_s=5.0) == 2
-    assert scene.server.told(b"worker-0", Refuse)[0].differences == [["version", "9.9", "0.1.0 (coordinator)"]]
-    assert scene.server.told(b"worker-1", Refuse)[0].differences == [
+    assert scene.server.told(b"worker-0", say.Refuse)[0].differences == [["version", "9.9", "0.1.0 (coordinator)"]]
+    assert scene.server.told(b"worker-1", say.Refuse)[0].differences == [
         ["version", "8", "0.1.0 (coordinator)"],
         ["config_hash", "bad", "c0ffee (coordinator)"],
     ]
@@ -177,7 +162,7 @@ def test_waiting_too_long_names_the_missing_stages_and_the_command(scene):
     assert scene.run(join_timeout_s=30.0) == 2
     assert "stages 1, 2" in scene.end.message
     assert "tahq-worker --stage 1 --peer 127.0.0.1:5555" in scene.end.message
-    assert scene.server.told(b"worker-0", Abort)[0].exit_status == 2
+    assert scene.server.told(b"worker-0", say.Abort)[0].exit_status == 2
     assert 30.0 < scene.clock.now_s - 1000.0 < 32.0
 
 
@@ -190,7 +175,7 @@ def test_late_worker_is_waited_for_and_shown_as_missing(scene):
 
 
 def test_worker_that_dies_while_joining_frees_its_stage(scene):
-    _, dead, _ = scene.workers(stage1={"ignores": (Assign,)})
+    _, dead, _ = scene.workers(stage1={"ignores": (say.Assign,)})
     dead.silent = True
     scene.when(lambda: scene.clock.now_s > 1020.0, lambda: scene.restart(1, ignores=()))
     assert scene.run() == 0
@@ -201,11 +186,11 @@ def test_two_neighbours_that_only_dial_out_end_the_run_with_both_named(scene):
     scene.workers(stage0={"hello": {"address": ""}}, stage1={"hello": {"address": ""}})
     assert scene.run() == 2
     assert "stage 0 (host0) and stage 1 (host1) both only dial out" in scene.end.message
-    assert all(scene.server.told(worker.identity, Abort) for worker in scene.stages)
+    assert all(scene.server.told(worker.identity, say.Abort) for worker in scene.stages)
 
 
 def test_stages_that_do_not_connect_in_time_are_named(scene):
-    scene.workers(stage1={"ignores": (Plan,)}, stage2={"ignores": (Plan,)})
+    scene.workers(stage1={"ignores": (say.Plan,)}, stage2={"ignores": (say.Plan,)})
     assert scene.run(join_timeout_s=20.0) == 3
     assert "stages 1, 2 did not connect" in scene.end.message
 
@@ -231,19 +216,19 @@ def test_worker_that_makes_the_run_inexact_is_warned_about_but_allowed(scene, di
 
 
 def test_stranger_is_turned_away_and_harms_nothing(scene):
-    ghost = [make_prepare(0, 1), Heartbeat(1, 3, "F0"), Failed(1, "x", 4)]
+    ghost = [make_prepare(0, 1), say.Heartbeat(1, 3, "F0"), say.Failed(1, "x", 4)]
     scene.server.inbox += [(b"ghost", message) for message in ghost]
     scene.workers()
     assert scene.run() == 0
-    assert len(scene.server.told(b"ghost", Refuse)) == 1
+    assert len(scene.server.told(b"ghost", say.Refuse)) == 1
 
 
 def test_member_that_breaks_the_protocol_while_joining_is_refused_alone(scene):
-    _, bad, _ = scene.workers(stage1={"ignores": (Assign,)})
+    _, bad, _ = scene.workers(stage1={"ignores": (say.Assign,)})
     bad.send(make_prepare(0, 1))
     scene.when(lambda: bad.left, lambda: scene.restart(1, ignores=()))
     assert scene.run() == 0
-    assert "while the run was joining" in scene.server.told(bad.identity, Refuse)[0].reason
+    assert "while the run was joining" in scene.server.told(bad.identity, say.Refuse)[0].reason
 
 
 def test_stage_of_a_key_is_given_to_no_other(scene):
@@ -252,10 +237,10 @@ def test_stage_of_a_key_is_given_to_no_other(scene):
     first, impostor, _ = scene.workers()
     scene.when(lambda: impostor.left, lambda: scene.restart(1))
     assert scene.run() == 0
-    (refusal,) = scene.server.told(impostor.identity, Refuse)
+    (refusal,) = scene.server.told(impostor.identity, say.Refuse)
     assert "stage 1 is for the worker with another key" in refusal.reason
     assert refusal.differences == [["public key", "bb", "aa (hosts.1.public_key)"]]
-    (plan,) = scene.server.told(first.identity, Plan)
+    (plan,) = scene.server.told(first.identity, say.Plan)
     assert plan.links == [[0, 1, "host1", "", "zmq", "aa"]]
 
 
@@ -270,7 +255,7 @@ def test_killed_worker_that_is_not_started_again_is_waited_for_and_then_given_up
     assert "stage 2 did not come back within 30 s (run.give_up)" in scene.end.message
     assert "resumed with `tahq-launch c.yaml --resume` (checkpoint after step 2)" in scene.end.message
     assert 30.0 < scene.clock.now_s - 1000.0 < 33.0
-    assert scene.server.told(b"worker-0", Abort)[0].exit_status == 3
+    assert scene.server.told(b"worker-0", say.Abort)[0].exit_status == 3
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 2), (4, 4), (5, 5), (1, 3), (0, 3)])
@@ -284,17 +269,22 @@ def test_last_words_of_a_worker_count_more_than_its_exit(scene):
 
     def fail():
         scene.coordinator.worker_exited(1, 4)
-        workers[1].send(Failed(1, "out of memory", 4))
+        workers[1].send(say.Failed(1, "out of memory", 4))
 
     scene.when(lambda: workers[1].step == 1, fail)
     assert scene.run() == 4
     assert scene.end.message.startswith(f"{STAGE_1}: out of memory")
-    assert scene.server.told(b"worker-1", Abort) == []
+    assert scene.server.told(b"worker-1", say.Abort) == []
 
 
 def test_silent_worker_is_warned_about_after_the_timeout_and_given_up_later(scene):
     silent = "nothing is heard of the peer"
-    said = [LinkState(0, 0, 1, silent), LinkState(0, 2, 1, silent), LinkState(0, 2, 1, "", 3.0, 0), make_prepare(1, 0)]
+    said = [
+        say.LinkState(0, 0, 1, silent),
+        say.LinkState(0, 2, 1, silent),
+        say.LinkState(0, 2, 1, "", 3.0, 0),
+        make_prepare(1, 0),
+    ]
     scene.workers(stage0={"say": {1: said}}, stage1={"silent_from_step": 1})
     assert scene.run(peer_timeout_s=10.0, give_up_s=40.0) == 3
     assert f"{STAGE_1} has given no sign of life for 10.0 s at step 2" in scene.warnings()
@@ -328,14 +318,14 @@ def test_coordinator_that_was_held_up_does_not_blame_its_workers(scene):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (Failed(1, "lost stage 2", 3), f"{STAGE_1}: lost stage 2"),
+        (say.Failed(1, "lost stage 2", 3), f"{STAGE_1}: lost stage 2"),
         (make_prepare(5, 1), f"{STAGE_1} prepared step 5 while step 1 is due"),
         (make_prepare(1, 0), f"{STAGE_1} spoke for stage 0, which is not its own"),
-        (LinkState(2, 1, 1, "silent"), f"{STAGE_1} spoke for stage 2, which is not its own"),
-        (Bye(0), f"{STAGE_1} sent Bye, which only a coordinator sends"),
-        (make_hello(1), f"{STAGE_1} said {Hello.__name__} while it was ready"),
+        (say.LinkState(2, 1, 1, "silent"), f"{STAGE_1} spoke for stage 2, which is not its own"),
+        (say.Bye(0), f"{STAGE_1} sent Bye, which only a coordinator sends"),
+        (make_hello(1), f"{STAGE_1} said Hello while it was ready"),
         *(
-            (StopRequest(1, number), f"{STAGE_1} reported signal {number}, which does not exist")
+            (say.StopRequest(1, number), f"{STAGE_1} reported signal {number}, which does not exist")
             for number in (-1, 0, 255, 2**64 - 1)
         ),
     ],
@@ -358,7 +348,7 @@ def test_non_finite_values_skip_the_step_up_to_the_limit_and_then_end_with_statu
     scene.workers(stage1={"prepare": {"finite": False}})
     assert scene.run(steps=10, **options) == 5
     assert STAGE_1 in scene.end.message
-    assert [commit.apply for commit in scene.server.told(b"worker-0", Commit)] == [False] * num_skipped
+    assert [commit.apply for commit in scene.server.told(b"worker-0", say.Commit)] == [False] * num_skipped
     assert [record.skipped for record in scene.observer.of("step_committed")] == [True] * num_skipped
 
 
@@ -384,9 +374,9 @@ def test_signal_finishes_the_step_writes_a_checkpoint_and_says_bye(scene, waitin
     scene.when(lambda: scene.clock.now_s > 1002, worker.resume)
     assert scene.run() == 128 + number
     assert (scene.end.steps_done, scene.end.last_snapshot) == (3, 3)
-    last = scene.server.told(b"worker-0", Commit)[-1]
+    last = scene.server.told(b"worker-0", say.Commit)[-1]
     assert (last.step, last.apply, last.snapshot, last.stop) == (2, True, True, True)
-    assert scene.server.told(b"worker-2", Bye) == [Bye(128 + number)]
+    assert scene.server.told(b"worker-2", say.Bye) == [say.Bye(128 + number)]
     assert signal.Signals(number).name in scene.end.message
 
 
@@ -395,7 +385,7 @@ def test_second_signal_aborts_at_once(scene, waiting):
     scene.when(lambda: worker.step == 2, lambda: scene.coordinator.request_stop(signal.SIGINT))
     assert scene.run() == 130
     assert "second SIGINT" in scene.end.message
-    assert scene.server.told(b"worker-0", Abort)[0].exit_status == 130
+    assert scene.server.told(b"worker-0", say.Abort)[0].exit_status == 130
     assert scene.end.steps_done == 2
 
 
@@ -408,7 +398,7 @@ def test_step_that_takes_longer_than_the_grace_after_sigterm_is_given_up(scene, 
     if ended_by_it:
         assert scene.clock.now_s == pytest.approx(1003.0, abs=1.5)  # and a second to leave in
         assert "longer than run.grace (3 s), so they are given up after step 2; the run can be" in scene.end.message
-        assert scene.server.told(b"worker-0", Abort)[0].exit_status == 143
+        assert scene.server.told(b"worker-0", say.Abort)[0].exit_status == 143
 
 
 def test_signal_before_the_first_step_is_noticed_within_two_tenths_of_a_second(scene):
@@ -420,14 +410,14 @@ def test_signal_before_the_first_step_is_noticed_within_two_tenths_of_a_second(s
 
 
 def test_stop_request_of_every_worker_is_one_request(scene):
-    workers = scene.workers(**{f"stage{stage}": {"say": {1: [StopRequest(stage, 2)]}} for stage in range(3)})
+    workers = scene.workers(**{f"stage{stage}": {"say": {1: [say.StopRequest(stage, 2)]}} for stage in range(3)})
     scene.when(lambda: all(worker.step == 1 for worker in workers), lambda: [worker.resume() for worker in workers])
     assert scene.run(steps=50) == 130
     assert scene.end.steps_done == 2
 
 
 def test_signal_after_the_last_commit_leaves_the_run_complete(scene):
-    scene.workers(stage2={"ignores": (Bye,)})
+    scene.workers(stage2={"ignores": (say.Bye,)})
     scene.build()
     scene.after(4, lambda: scene.coordinator.request_stop(signal.SIGINT))
     assert scene.run() == 0
@@ -439,13 +429,13 @@ def test_signal_after_the_last_commit_leaves_the_run_complete(scene):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (LinkState(1, 1, 2, "nothing is heard"), f"{STAGE_1}: link 1 to stage 2 is degraded: nothing is heard"),
+        (say.LinkState(1, 1, 2, "nothing is heard"), f"{STAGE_1}: link 1 to stage 2 is degraded: nothing is heard"),
         (
-            LinkState(1, 1, 2, "", 31.25, 47),
+            say.LinkState(1, 1, 2, "", 31.25, 47),
             f"{STAGE_1}: link 1 to stage 2 works again after 31.2 s; 47 messages were sent again so far",
         ),
         (
-            NotKept(1, 0, "runs/x/frames: No space left on device"),
+            say.NotKept(1, 0, "runs/x/frames: No space left on device"),
             f"{STAGE_1}: frames that it sends on link 0 are not kept until the next checkpoint is complete: "
             "runs/x/frames: No space left on device; training goes on, and if a worker dies before that, all stages go "
             "back to the last checkpoint",
@@ -477,7 +467,7 @@ def test_error_of_the_tick_is_raised_after_the_workers_are_told(scene, error, st
     with pytest.raises(type(error), match=str(error)):
         # a user's mistake is raised again while the workers leave: the launcher must see its own error
         scene.run(tick)
-    assert scene.server.told(b"worker-1", Abort)[0].exit_status == status
+    assert scene.server.told(b"worker-1", say.Abort)[0].exit_status == status
     assert scene.end.exit_status == status
 
 
@@ -508,9 +498,9 @@ def test_codecs_that_change_are_told_to_all_with_the_commit_and_kept_in_the_chec
     scene.workers(stage1={"prepare": {"links": [[float(number) for number in row] for row in rows]}})
     assert scene.run(codecs=follow_options()) == 0
     for worker in scene.server.workers:
-        told = [commit.codecs for commit in scene.server.told(worker, Commit)]
+        told = [commit.codecs for commit in scene.server.told(worker, say.Commit)]
         assert told == [[], [[0, 1, 2]], [], []]  # raw, one for activations, then those for gradients
-        assert [start.codecs for start in scene.server.told(worker, Start)] == [[]]
+        assert [start.codecs for start in scene.server.told(worker, say.Start)] == [[]]
     records = scene.observer.of("step_committed")
     assert [record.links[1].codec for record in records] == ["raw:dtype=fp32"] * 4
     assert [record.links[2].codec for record in records] == [GRADIENTS[1]] * 2 + [GRADIENTS[0]] * 2
@@ -522,7 +512,7 @@ def test_codecs_that_change_are_told_to_all_with_the_commit_and_kept_in_the_chec
     again = new_scene()
     again.workers()
     assert again.run(codecs=follow_options(saved=saved), start_step=2) == 0
-    assert [start.codecs for start in again.server.told(b"worker-0", Start)] == [[[0, 1, 2]]]
+    assert [start.codecs for start in again.server.told(b"worker-0", say.Start)] == [[[0, 1, 2]]]
 
 
 def test_checkpoint_whose_codecs_make_no_sense_ends_the_run_before_its_first_step(scene):

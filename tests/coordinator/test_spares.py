@@ -5,22 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from coordinator.conftest import VERSION, ScriptedWorker, make_hello
 
-from tahq.comm.control.messages import (
-    Abort,
-    Admit,
-    Assign,
-    Bye,
-    Copy,
-    Failed,
-    Hold,
-    Join,
-    Plan,
-    Published,
-    Refuse,
-    StandBy,
-    Start,
-    StartOver,
-)
+from tahq.comm.control import messages as say
 from tahq.coordinator.journal import Journal
 from tahq.errors import PeerLostError
 
@@ -44,12 +29,12 @@ class SpareWorker(ScriptedWorker):
 
     def start(self):
         self.server.workers[self.identity] = self
-        self.send(Join(-1, self.version, "elsewhere", 900, spare=True))
+        self.send(say.Join(-1, self.version, "elsewhere", 900, spare=True))
 
     def react(self, message):
-        if isinstance(message, Assign) and self.failure:
-            self.send(Failed(message.stage, self.failure, 2))
-        elif isinstance(message, Assign):
+        if isinstance(message, say.Assign) and self.failure:
+            self.send(say.Failed(message.stage, self.failure, 2))
+        elif isinstance(message, say.Assign):
             self.stage = message.stage
             steps = [step for step, *_ in message.sources]
             has_newest = message.start_step in (*steps, self.begun) or not message.snapshot
@@ -92,13 +77,13 @@ def test_spare_takes_the_stage_of_a_silent_host_from_the_copy(scene, spare, stag
     silence(scene, stage, 6)
     assert scene.run() == 0, scene.end.message
     assert scene.losses() == [2.0] * 12
-    assert scene.server.told(b"spare", StandBy) == [StandBy(10.0, 40.0)]
-    (assign,) = scene.server.told(b"spare", Assign)
+    assert scene.server.told(b"spare", say.StandBy) == [say.StandBy(10.0, 40.0)]
+    (assign,) = scene.server.told(b"spare", say.Assign)
     holder = 1 if stage != 1 else 2
     assert (assign.stage, assign.sources[0]) == (stage, [4, f"stage{holder}:7", ""])
-    assert scene.server.told(b"spare", Start)[0].step == scene.server.told(b"spare", Plan)[0].start_step == 4
+    assert scene.server.told(b"spare", say.Start)[0].step == scene.server.told(b"spare", say.Plan)[0].start_step == 4
     neighbours = {number for number in (stage - 1, stage + 1) if 0 <= number < 3}
-    assert {who for who, message in scene.server.sent if isinstance(message, Hold)} == {
+    assert {who for who, message in scene.server.sent if isinstance(message, say.Hold)} == {
         f"worker-{number}".encode() for number in neighbours
     }
     assert "1 spare" in scene.warnings()
@@ -113,15 +98,15 @@ def test_both_ends_of_a_copy_know_the_others_key(scene, spare):
     serve(scene, host_keys=("key-0", "key-1", "key-2"))
     silence(scene, 0, 6)
     assert scene.run() == 0, scene.end.message
-    asked = [(who, message) for who, message in scene.server.sent if isinstance(message, Copy) and message.address]
+    asked = [(who, message) for who, message in scene.server.sent if isinstance(message, say.Copy) and message.address]
     owners = {f"stage{number}:7": f"worker-{number}".encode() for number in range(3)} | {"spare:7": b"spare"}
     assert len(asked) > 3
     for who, order in asked:
         assert order.public_key == keys[owners[order.address]]
-        assert Admit([keys[who]]) in scene.server.told(owners[order.address], Admit)
-    (assign,) = scene.server.told(b"spare", Assign)
+        assert say.Admit([keys[who]]) in scene.server.told(owners[order.address], say.Admit)
+    (assign,) = scene.server.told(b"spare", say.Assign)
     assert assign.sources[0] == [4, "stage1:7", "key-1"]
-    assert Admit(["key-spare"]) in scene.server.told(b"worker-1", Admit)
+    assert say.Admit(["key-spare"]) in scene.server.told(b"worker-1", say.Admit)
 
 
 def test_lost_worker_that_comes_back_hears_that_its_stage_is_taken_and_stands_by(scene, spare):
@@ -132,13 +117,13 @@ def test_lost_worker_that_comes_back_hears_that_its_stage_is_taken_and_stands_by
         lost.silent = False
         lost.beat()
 
-    again = (b"worker-1-again", Join(1, VERSION, "host1", 101, spare=True))
+    again = (b"worker-1-again", say.Join(1, VERSION, "host1", 101, spare=True))
     scene.after(8, come_back)
-    scene.when(lambda: scene.server.told(b"worker-1", StartOver), lambda: scene.server.inbox.append(again))
+    scene.when(lambda: scene.server.told(b"worker-1", say.StartOver), lambda: scene.server.inbox.append(again))
     assert scene.run() == 0, scene.end.message
-    assert len(scene.server.told(b"worker-1-again", StandBy)) == 1
-    assert scene.server.told(b"worker-1-again", Bye) == [Bye(0)]
-    assert scene.server.told(b"worker-1", Refuse) == []
+    assert len(scene.server.told(b"worker-1-again", say.StandBy)) == 1
+    assert scene.server.told(b"worker-1-again", say.Bye) == [say.Bye(0)]
+    assert scene.server.told(b"worker-1", say.Refuse) == []
 
 
 def test_spare_that_cannot_take_the_stage_leaves_it_to_the_next(scene):
@@ -148,7 +133,7 @@ def test_spare_that_cannot_take_the_stage_leaves_it_to_the_next(scene):
     silence(scene, 0, 6)
     assert scene.run() == 0, scene.end.message
     assert "data/corpus.txt does not exist" in scene.warnings()
-    assert scene.server.told(b"spare", Start)[0].step == 4
+    assert scene.server.told(b"spare", say.Start)[0].step == 4
 
 
 def test_host_that_only_dials_out_is_named_once(scene):
@@ -158,16 +143,16 @@ def test_host_that_only_dials_out_is_named_once(scene):
         "stage 1 (host1, pid 101) only dials out, so no other host can copy its checkpoints: if its host is lost with "
         "its disk, so is the run"
     )
-    assert {order.stage for _, order in scene.server.sent if isinstance(order, Copy)} == {0, 2}
+    assert {order.stage for _, order in scene.server.sent if isinstance(order, say.Copy)} == {0, 2}
 
 
 def test_unneeded_spare_leaves_with_the_run_and_one_of_another_version_is_refused(scene, spare):
     SpareWorker(scene.server, -1, version="0.0.9", who=b"old").start()
     serve(scene)
     assert scene.run() == 0
-    assert scene.server.told(b"spare", Bye) == [Bye(0)]
-    assert scene.server.told(b"spare", Assign) == []
-    assert scene.server.told(b"old", Refuse)[0].differences == [["version", "0.0.9", "0.1.0 (coordinator)"]]
+    assert scene.server.told(b"spare", say.Bye) == [say.Bye(0)]
+    assert scene.server.told(b"spare", say.Assign) == []
+    assert scene.server.told(b"old", say.Refuse)[0].differences == [["version", "0.0.9", "0.1.0 (coordinator)"]]
 
 
 def test_lost_stage_without_a_copy_ends_the_run_and_names_the_file(scene, spare):
@@ -179,14 +164,14 @@ def test_lost_stage_without_a_copy_ends_the_run_and_names_the_file(scene, spare)
     assert scene.run() == PeerLostError.exit_status
     assert "no other host has a copy of stage-001-ab" in scene.end.message
     assert "has no copy of stage 0's checkpoint: no room" in scene.warnings()
-    assert len(scene.server.told(b"spare", Abort)) == 1
+    assert len(scene.server.told(b"spare", say.Abort)) == 1
 
 
 def test_without_a_checkpoint_a_spare_begins_at_the_beginning(scene, spare):
     serve(scene, snapshot_every=50)
     silence(scene, 1, 5)
     assert scene.run() == 0, scene.end.message
-    assert scene.server.told(b"spare", Start)[0].step == 0
+    assert scene.server.told(b"spare", say.Start)[0].step == 0
     assert scene.losses() == [2.0] * 12
 
 
@@ -200,7 +185,7 @@ def test_killed_worker_that_cannot_be_started_again_is_replaced_by_a_spare(scene
     scene.after(6, lambda: scene.kill(1))
     assert scene.run() == 0, scene.end.message
     assert "was killed too often" in scene.warnings()
-    assert scene.server.told(b"spare", Start)[0].step == 4
+    assert scene.server.told(b"spare", say.Start)[0].step == 4
 
 
 def test_exit_of_a_process_whose_stage_a_spare_has_is_ignored(scene, spare):
@@ -220,13 +205,13 @@ def test_neighbours_that_come_back_at_different_checkpoints_go_back_with_all_oth
         scene.server.workers.pop(b"spare")
         spare.who = b"spare again"
         scene.server.workers[spare.who] = spare
-        spare.send(Join(1, VERSION, "elsewhere", 900, spare=True))
+        spare.send(say.Join(1, VERSION, "elsewhere", 900, spare=True))
 
-    scene.when(lambda: scene.server.told(b"spare", StartOver), join_again)
+    scene.when(lambda: scene.server.told(b"spare", say.StartOver), join_again)
     assert scene.run() == 0, scene.end.message
     assert "neighbours come back at different checkpoints: all stages go back to step 4" in scene.warnings()
     assert scene.losses() == [2.0] * 12
-    assert {start.step for start in scene.server.told(b"spare again", Start)} == {4}
+    assert {start.step for start in scene.server.told(b"spare again", say.Start)} == {4}
 
 
 def test_base_moves_with_the_copies_and_the_next_coordinator_goes_on_from_it(scene, tmp_path, new_scene):
@@ -241,9 +226,9 @@ def test_base_moves_with_the_copies_and_the_next_coordinator_goes_on_from_it(sce
         facts = journal.facts
         assert (facts.step, facts.newest["step"]) == (4, 8)
         assert next(journal.steps()).commit.step == 4
-        pairs = [(message.step, message.base) for message in scene.server.told(b"worker-0", Published)]
+        pairs = [(message.step, message.base) for message in scene.server.told(b"worker-0", say.Published)]
         assert pairs == [(4, 0), (4, 4), (8, 4)]
-        assert [order.step for order in scene.server.told(b"worker-1", Copy)][:2] == [4, 4]
+        assert [order.step for order in scene.server.told(b"worker-1", say.Copy)][:2] == [4, 4]
 
         after = new_scene()
         resumed = {"start_step": 4, "snapshot": facts.snapshot, "snapshot_files": facts.files}
@@ -253,4 +238,4 @@ def test_base_moves_with_the_copies_and_the_next_coordinator_goes_on_from_it(sce
         assert after.run() == 0, after.end.message
     assert after.end.last_snapshot == 12
     assert after.losses() == [2.0] * 8
-    assert {start.step for worker in after.stages for start in after.server.told(worker.identity, Start)} == {4}
+    assert {start.step for worker in after.stages for start in after.server.told(worker.identity, say.Start)} == {4}
