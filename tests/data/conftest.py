@@ -2,33 +2,31 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import BytesTokenizer
 
 SENTENCES = "".join(f"Sentence {i} says that {i * i} is {i} times itself.\n" for i in range(400))
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("TAHQ_CACHE", str(folder))
     return folder
 
 
 @pytest.fixture
-def sentences() -> str:
+def sentences():
     return SENTENCES
 
 
 @pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def text_file(tmp_path):
     path = tmp_path / "text" / "sentences.txt"
     path.parent.mkdir()
     path.write_text(SENTENCES)
@@ -36,14 +34,14 @@ def text_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def byte_dataset() -> Callable[..., Dataset]:
+def byte_dataset():
     """byte_dataset(text=…, …): the dataset of a `data:` section with the bytes tokenizer."""
     return lambda **section: load_dataset(DataConfig(**section), BytesTokenizer())
 
 
 @pytest.fixture
-def jsonl_file(tmp_path: Path) -> Callable[[Sequence[Any]], Path]:
-    def write(records: Sequence[Any]) -> Path:
+def jsonl_file(tmp_path):
+    def write(records):
         path = tmp_path / "pairs.jsonl"
         lines = [r if isinstance(r, str | bytes) else json.dumps(r) for r in records]
         path.write_bytes(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
@@ -53,7 +51,7 @@ def jsonl_file(tmp_path: Path) -> Callable[[Sequence[Any]], Path]:
 
 
 @pytest.fixture(scope="session")
-def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bpe_folder(tmp_path_factory):
     """A folder with a tokenizer.json of 300 byte-level pieces, which truncates to 8 tokens and adds ends."""
     from tokenizers import ByteLevelBPETokenizer, processors
 
@@ -75,7 +73,7 @@ def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gpt2_folder() -> Path:
+def gpt2_folder():
     """GPT-2's vocab.json and merges.txt, where the test data is at hand."""
     default = Path(__file__).parents[2] / "../shared/data"
     folder = Path(os.environ.get("TAHQ_SHARED_DATA", default)) / "gpt2"

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +12,14 @@ from tahq.data.dataset import Dataset
 from tahq.data.sample_order import Cursor
 from tahq.errors import DataError
 
-Load = Callable[..., Dataset]
-
 
 @pytest.fixture
-def dataset(text_file: Path, byte_dataset: Load) -> Dataset:
+def dataset(text_file, byte_dataset):
     return byte_dataset(text=str(text_file), seq_len=64, validation=0.1)
 
 
 @pytest.fixture
-def numbers(tmp_path: Path, byte_dataset: Load) -> Dataset:
+def numbers(tmp_path, byte_dataset):
     """Ten samples of four tokens; sample i begins with 4i."""
     path = tmp_path / "numbers.bin"
     path.write_bytes(b"".join(i.to_bytes(2, "little") for i in range(41)))
@@ -38,7 +34,7 @@ def ids(batches: BatchSource, steps: range) -> list[int]:
     return [number for step in steps for number in batches.train(step).sample_ids.tolist()]
 
 
-def test_batch_has_labels_one_ahead_of_tokens(dataset: Dataset) -> None:
+def test_batch_has_labels_one_ahead_of_tokens(dataset):
     batch = source(dataset).train(3)
     assert batch.tokens.shape == batch.labels.shape == (4, 64)
     assert batch.tokens.dtype == batch.labels.dtype == batch.sample_ids.dtype == torch.int64
@@ -46,7 +42,7 @@ def test_batch_has_labels_one_ahead_of_tokens(dataset: Dataset) -> None:
     assert batch.num_tokens == 4 * 64
 
 
-def test_micro_batches_are_views_of_the_batch(dataset: Dataset) -> None:
+def test_micro_batches_are_views_of_the_batch(dataset):
     batch = source(dataset).train(0)
     tokens, labels = batch.micro_batch(1)
     assert torch.equal(tokens, batch.tokens[2:])
@@ -57,27 +53,27 @@ def test_micro_batches_are_views_of_the_batch(dataset: Dataset) -> None:
         batch.micro_batch(2)
 
 
-def test_every_epoch_has_each_sample_once_in_another_order(numbers: Dataset) -> None:
+def test_every_epoch_has_each_sample_once_in_another_order(numbers):
     order = ids(source(numbers), range(10))  # 40 samples are 4 epochs of 10
     epochs = [order[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_batch_over_the_end_of_an_epoch_loses_nothing_and_repeats_nothing(numbers: Dataset) -> None:
+def test_batch_over_the_end_of_an_epoch_loses_nothing_and_repeats_nothing(numbers):
     batches = source(numbers, global_batch=7, micro_batch=7)
     order = ids(batches, range(10))  # 70 samples are 7 epochs, whose ends lie within batches
     assert all(sorted(order[i : i + 10]) == list(range(10)) for i in range(0, 70, 10))
     assert order == ids(source(numbers, global_batch=5, micro_batch=5), range(14))
 
 
-def test_samples_come_in_order_without_shuffle(tmp_path: Path, numbers: Dataset, byte_dataset: Load) -> None:
+def test_samples_come_in_order_without_shuffle(tmp_path, numbers, byte_dataset):
     plain = byte_dataset(tokens=str(tmp_path / "numbers.bin"), seq_len=4, validation=0.0, shuffle=False)
     assert ids(source(plain), range(5)) == list(range(10)) * 2
     assert source(plain).train(0).tokens[:, 0].tolist() == [0, 4, 8, 12]
 
 
-def test_digest_names_the_batch_and_covers_tokens_labels_and_ids(dataset: Dataset) -> None:
+def test_digest_names_the_batch_and_covers_tokens_labels_and_ids(dataset):
     digests = {source(dataset, seed=seed).train(step).digest for seed in (0, 1) for step in (0, 1, 2)}
     assert len(digests) == 6
     batch = source(dataset).train(0)
@@ -103,7 +99,7 @@ print(dataset.fingerprint, *(batches.train(step).digest for step in range(5)), b
 
 
 @pytest.mark.acceptance
-def test_two_processes_with_other_hash_seeds_agree(dataset: Dataset, text_file: Path) -> None:
+def test_two_processes_with_other_hash_seeds_agree(dataset, text_file):
     command = [sys.executable, "-c", SCRIPT, str(text_file)]
     runs = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONHASHSEED": seed})
@@ -115,13 +111,13 @@ def test_two_processes_with_other_hash_seeds_agree(dataset: Dataset, text_file: 
     assert outputs == [here, here]
 
 
-def test_order_of_batches_equals_golden(numbers: Dataset, golden: Callable[[str, str], None]) -> None:
+def test_order_of_batches_equals_golden(numbers, golden):
     rows = [(seed, step, source(numbers, seed=seed).train(step)) for seed in (0, 2**63 - 1) for step in range(4)]
     lines = [f"seed={seed} step={step}: {b.sample_ids.tolist()} {b.digest}\n" for seed, step, b in rows]
     golden("data_order.txt", f"{numbers.fingerprint}\n" + "".join(lines))
 
 
-def test_resumed_source_continues_where_the_cursor_stands(numbers: Dataset) -> None:
+def test_resumed_source_continues_where_the_cursor_stands(numbers):
     whole = source(numbers)
     resumed = source(numbers, origin=whole.cursor(7))
     assert whole.cursor(7) == Cursor(step=7, sample=28, num_train_samples=10)
@@ -129,16 +125,14 @@ def test_resumed_source_continues_where_the_cursor_stands(numbers: Dataset) -> N
     assert resumed.cursor(9) == whole.cursor(9)
 
 
-def test_resume_with_another_batch_continues_at_the_same_sample(numbers: Dataset) -> None:
+def test_resume_with_another_batch_continues_at_the_same_sample(numbers):
     whole = source(numbers, global_batch=2)
     resumed = source(numbers, global_batch=6, origin=whole.cursor(7))
     assert ids(resumed, range(7, 9)) == ids(whole, range(7, 13))
     assert resumed.cursor(8) == Cursor(step=8, sample=20, num_train_samples=10)
 
 
-def test_resume_with_another_length_continues_at_the_same_place_in_the_epoch(
-    text_file: Path, byte_dataset: Load
-) -> None:
+def test_resume_with_another_length_continues_at_the_same_place_in_the_epoch(text_file, byte_dataset):
     old, new = (byte_dataset(text=str(text_file), seq_len=n, validation=0.1) for n in (64, 32))
     before = source(old)
     step = old.num_train_samples * 3 // 2 // 4  # one epoch and a half
@@ -147,12 +141,12 @@ def test_resume_with_another_length_continues_at_the_same_place_in_the_epoch(
     assert abs(after.epoch(step) - before.epoch(step)) < 1 / new.num_train_samples
 
 
-def test_step_before_the_origin_is_refused(numbers: Dataset) -> None:
+def test_step_before_the_origin_is_refused(numbers):
     with pytest.raises(ValueError, match="step 4 lies before step 5"):
         source(numbers, origin=Cursor(5, 20)).train(4)
 
 
-def test_validation_covers_the_split_once_then_counts_nothing(dataset: Dataset) -> None:
+def test_validation_covers_the_split_once_then_counts_nothing(dataset):
     batches = source(dataset)
     assert source(dataset, seed=1).validation(0).digest == batches.validation(0).digest  # whatever the seed
     held_out = dataset.num_validation_samples
@@ -165,18 +159,18 @@ def test_validation_covers_the_split_once_then_counts_nothing(dataset: Dataset) 
     assert sorted(scored) == list(range(dataset.num_train_samples, dataset.num_train_samples + held_out))
 
 
-def test_a_few_validation_batches_are_spread_over_the_split(dataset: Dataset) -> None:
+def test_a_few_validation_batches_are_spread_over_the_split(dataset):
     batches = source(dataset)
     few = torch.cat([batches.validation(i).sample_ids for i in range(3)]) - dataset.num_train_samples
     assert few.min() < dataset.num_validation_samples / 3
     assert few.max() > dataset.num_validation_samples * 2 / 3
 
 
-def test_validation_without_samples_is_refused(numbers: Dataset) -> None:
+def test_validation_without_samples_is_refused(numbers):
     with pytest.raises(DataError, match="no validation samples"):
         source(numbers).validation(0)
 
 
-def test_batch_larger_than_an_epoch_is_refused_with_numbers(numbers: Dataset) -> None:
+def test_batch_larger_than_an_epoch_is_refused_with_numbers(numbers):
     with pytest.raises(DataError, match=r"10 training samples of seq_len 4 are fewer than training.global_batch 12"):
         source(numbers, global_batch=12)

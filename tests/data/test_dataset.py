@@ -2,9 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import Dataset, Region, WindowIndex, load_dataset, split_records, split_tokens
+from tahq.data.dataset import Region, WindowIndex, load_dataset, split_records, split_tokens
 from tahq.data.tokenizer import load_tokenizer
 from tahq.errors import DataError
 
-Load = Callable[..., Dataset]
 
-
-def test_documents_are_each_followed_by_the_end_token(tmp_path: Path, byte_dataset: Load) -> None:
+def test_documents_are_each_followed_by_the_end_token(tmp_path, byte_dataset):
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "b.txt").write_text("de")
     tokens, labels = byte_dataset(text=str(tmp_path), seq_len=6, validation=0.0).gather(np.array([0]))
@@ -27,7 +23,7 @@ def test_documents_are_each_followed_by_the_end_token(tmp_path: Path, byte_datas
     assert bytes(labels[0].astype(np.uint8)) == b"bc\0de\0"
 
 
-def test_every_token_is_an_input_once_in_training_or_validation(text_file: Path, byte_dataset: Load) -> None:
+def test_every_token_is_an_input_once_in_training_or_validation(text_file, byte_dataset):
     dataset = byte_dataset(text=str(text_file), seq_len=32, validation=0.1)
     data = text_file.read_bytes() + b"\0"
     num_samples = dataset.num_train_samples + dataset.num_validation_samples
@@ -42,7 +38,7 @@ def test_every_token_is_an_input_once_in_training_or_validation(text_file: Path,
     assert tokens.dtype == labels.dtype == np.int64
 
 
-def test_stdlib_loads_as_thousands_of_samples() -> None:
+def test_stdlib_loads_as_thousands_of_samples():
     config = DataConfig(text="stdlib")
     dataset = load_dataset(config, load_tokenizer(config))
     assert dataset.num_train_samples > 10_000
@@ -50,7 +46,7 @@ def test_stdlib_loads_as_thousands_of_samples() -> None:
     assert abs(share - config.validation) < 0.005
 
 
-def test_fingerprint_depends_on_content_and_not_on_place(text_file: Path, tmp_path: Path, byte_dataset: Load) -> None:
+def test_fingerprint_depends_on_content_and_not_on_place(text_file, tmp_path, byte_dataset):
     copy = tmp_path / "elsewhere" / "renamed.md"
     copy.parent.mkdir()
     shutil.copy(text_file, copy)
@@ -60,9 +56,7 @@ def test_fingerprint_depends_on_content_and_not_on_place(text_file: Path, tmp_pa
     assert original == moved != other
 
 
-def test_fingerprint_depends_on_length_split_and_tokenizer(
-    text_file: Path, bpe_folder: Path, byte_dataset: Load
-) -> None:
+def test_fingerprint_depends_on_length_split_and_tokenizer(text_file, bpe_folder, byte_dataset):
     config = DataConfig(text=str(text_file), tokenizer=str(bpe_folder), seq_len=64)
     prints = {
         byte_dataset(text=str(text_file), seq_len=64).fingerprint,
@@ -73,15 +67,13 @@ def test_fingerprint_depends_on_length_split_and_tokenizer(
     assert len(prints) == 4
 
 
-def test_too_little_text_is_refused_with_numbers(tmp_path: Path, byte_dataset: Load) -> None:
+def test_too_little_text_is_refused_with_numbers(tmp_path, byte_dataset):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(DataError, match=r"6 tokens are too few: .* seq_len 256 \+ 1 label"):
         byte_dataset(text=str(tmp_path))
 
 
-def test_validation_of_less_than_a_sample_is_warned_of(
-    tmp_path: Path, byte_dataset: Load, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_validation_of_less_than_a_sample_is_warned_of(tmp_path, byte_dataset, caplog):
     (tmp_path / "a.txt").write_text("x" * 300)
     with caplog.at_level(logging.WARNING):
         dataset = byte_dataset(text=str(tmp_path), seq_len=64)
@@ -90,7 +82,7 @@ def test_validation_of_less_than_a_sample_is_warned_of(
 
 
 @pytest.mark.parametrize("section", [{}, {"text": "a", "tokens": "b"}])
-def test_section_needs_exactly_one_source(section: dict[str, str]) -> None:
+def test_section_needs_exactly_one_source(section):
     with pytest.raises(ValueError, match="needs exactly one of text, tokens, jsonl"):
         DataConfig(**section)
 
@@ -101,7 +93,7 @@ shares = st.floats(0, 0.99)
 
 
 @given(num_tokens=st.integers(0, 10**10), validation=shares)
-def test_regions_are_disjoint_cover_everything_and_hold_out_the_share(num_tokens: int, validation: float) -> None:
+def test_regions_are_disjoint_cover_everything_and_hold_out_the_share(num_tokens, validation):
     training, held_out = split_tokens(num_tokens, validation)
     regions = sorted((*training, *held_out), key=lambda region: (region.start, region.stop))
     assert regions[0].start == 0
@@ -111,15 +103,13 @@ def test_regions_are_disjoint_cover_everything_and_hold_out_the_share(num_tokens
     assert -32 <= sum(region.stop - region.start for region in held_out) - num_tokens * validation <= 16
 
 
-def test_small_data_holds_out_its_end_and_large_data_the_end_of_sixteen_stripes() -> None:
+def test_small_data_holds_out_its_end_and_large_data_the_end_of_sixteen_stripes():
     assert [len(split_tokens(n, 0.05)[1]) for n in (100, 2_000_000, 10_000_000, 10**9)] == [1, 1, 7, 16]
     assert split_tokens(1000, 0.0) == ((Region(0, 1000),), ())
 
 
 @given(num_tokens=st.integers(2, 300_000), validation=shares, seq_len=st.integers(20, 400))
-def test_windows_never_share_a_label_or_an_input_across_the_split(
-    num_tokens: int, validation: float, seq_len: int
-) -> None:
+def test_windows_never_share_a_label_or_an_input_across_the_split(num_tokens, validation, seq_len):
     seen = np.zeros((2, num_tokens), dtype=np.int64)  # by split: 1 for inputs and 1 for labels
     for uses, regions in zip(seen, split_tokens(num_tokens, validation), strict=True):
         index = WindowIndex(regions, seq_len)
@@ -132,12 +122,12 @@ def test_windows_never_share_a_label_or_an_input_across_the_split(
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2)])
-def test_region_has_windows_of_seq_len_and_one_label(length: int, expected: int) -> None:
+def test_region_has_windows_of_seq_len_and_one_label(length, expected):
     assert Region(5, 5 + length).num_windows(8) == expected
 
 
 @given(num_records=st.integers(0, 3000), validation=shares)
-def test_records_held_out_are_as_many_as_asked_for_and_evenly_spread(num_records: int, validation: float) -> None:
+def test_records_held_out_are_as_many_as_asked_for_and_evenly_spread(num_records, validation):
     held_out = split_records(num_records, validation)
     assert len(held_out) == round(num_records * validation)
     if len(held_out):

@@ -2,8 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,17 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import Dataset, PairDataset, load_dataset
+from tahq.data.dataset import PairDataset, load_dataset
 from tahq.data.pairs import TextPair, encode_pairs, hash_pairs
 from tahq.data.tokenizer import BytesTokenizer, load_tokenizer
 from tahq.errors import DataError
 
-Load = Callable[..., Dataset]
 words = st.text(st.characters(codec="ascii", exclude_characters="\0"), max_size=12)
 
 
 @pytest.fixture
-def load(jsonl_file: Callable[..., Path], byte_dataset: Load) -> Load:
+def load(jsonl_file, byte_dataset):
     """load(records, …): the data set of these lines, with other keys of `data:`; nothing held out."""
     return lambda records, **keys: byte_dataset(jsonl=str(jsonl_file(records)), **({"validation": 0.0} | keys))
 
@@ -40,12 +37,12 @@ def pair(prompt: str, response: str) -> dict[str, str]:
     ],
     ids=["loss on response and end only", "prompt fills the sample", "empty prompt", "empty response"],
 )
-def test_tokens_and_labels_of_a_pair(load: Load, prompt, response, seq_len, tokens, labels) -> None:
+def test_tokens_and_labels_of_a_pair(load, prompt, response, seq_len, tokens, labels):
     got = load([pair(prompt, response)], seq_len=seq_len).gather(np.array([0]))
     assert [each.tolist() for each in got] == [[tokens], [labels]]
 
 
-def test_response_is_cut_at_seq_len_and_counted(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_response_is_cut_at_seq_len_and_counted(load, caplog):
     with caplog.at_level(logging.WARNING):
         dataset = load([pair("ab", "cdefgh"), pair("a", "b")], seq_len=4)
     tokens, labels = dataset.gather(np.array([0]))
@@ -54,9 +51,7 @@ def test_response_is_cut_at_seq_len_and_counted(load: Load, caplog: pytest.LogCa
     assert "1 of 2 responses are cut at seq_len 4" in caplog.text
 
 
-def test_pair_without_room_for_its_response_is_left_out_with_its_line(
-    load: Load, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pair_without_room_for_its_response_is_left_out_with_its_line(load, caplog):
     with caplog.at_level(logging.WARNING):
         dataset = load([pair("a", "b"), pair("abcde", "x"), pair("c", "d")], seq_len=4)
     assert dataset.num_train_samples == 2
@@ -65,7 +60,7 @@ def test_pair_without_room_for_its_response_is_left_out_with_its_line(
     assert dataset.gather(np.array([1]))[0][0, 0] == ord("c")
 
 
-def test_no_pair_left_is_refused_with_numbers(load: Load) -> None:
+def test_no_pair_left_is_refused_with_numbers(load):
     with pytest.raises(DataError, match="none of 3 pairs is left to train on: 0 have a prompt short enough"):
         load([pair("abcde", "x")] * 3, seq_len=4, validation=0.05)
 
@@ -79,9 +74,7 @@ class Endless(BytesTokenizer):
 @given(
     pairs=st.lists(st.tuples(words, words), min_size=1, max_size=8), seq_len=st.integers(1, 20), endless=st.booleans()
 )
-def test_labels_are_the_response_after_the_prompt_for_any_pairs(
-    pairs: list[tuple[str, str]], seq_len: int, endless: bool
-) -> None:
+def test_labels_are_the_response_after_the_prompt_for_any_pairs(pairs, seq_len, endless):
     tokenizer = Endless() if endless else BytesTokenizer()
     end = [] if endless else [0]
     encoded = encode_pairs([TextPair(*texts, place="") for texts in pairs], tokenizer)
@@ -103,7 +96,7 @@ def test_labels_are_the_response_after_the_prompt_for_any_pairs(
     assert list(zip(tokens.tolist(), labels.tolist(), strict=True)) == expected
 
 
-def test_split_of_pairs_is_disjoint_complete_and_evenly_spread(load: Load) -> None:
+def test_split_of_pairs_is_disjoint_complete_and_evenly_spread(load):
     dataset = load([pair(f"{i:04d}", "x") for i in range(100)], seq_len=8, validation=0.2)
     assert (dataset.num_train_samples, dataset.num_validation_samples) == (80, 20)
     tokens, _ = dataset.gather(np.arange(100))
@@ -112,11 +105,11 @@ def test_split_of_pairs_is_disjoint_complete_and_evenly_spread(load: Load) -> No
     assert numbers[80:] == list(range(4, 100, 5))
 
 
-def test_same_pairs_are_held_out_for_every_seq_len(load: Load) -> None:
+def test_same_pairs_are_held_out_for_every_seq_len(load):
     records = [pair("p" * (i % 7) + chr(65 + i), "response") for i in range(40)]
     short, long = (load(records, seq_len=n, validation=0.25) for n in (4, 30))
 
-    def held_out(dataset: Dataset) -> set[int]:
+    def held_out(dataset):
         ids = dataset.num_train_samples + np.arange(dataset.num_validation_samples)
         return {int(row[row != ord("p")][0]) for row in dataset.gather(ids)[0]}
 
@@ -137,30 +130,28 @@ def test_same_pairs_are_held_out_for_every_seq_len(load: Load) -> None:
         (b'{"prompt": "\xe9", "response": "b"}', "not JSON"),
     ],
 )
-def test_malformed_line_is_refused_with_file_and_line(load: Load, line: str | bytes, problem: str) -> None:
+def test_malformed_line_is_refused_with_file_and_line(load, line, problem):
     with pytest.raises(DataError, match=problem) as caught:
         load([pair("a", "b"), "", line])
     assert "pairs.jsonl:3: " in str(caught.value)
 
 
-def test_file_without_a_line_is_refused(load: Load) -> None:
+def test_file_without_a_line_is_refused(load):
     with pytest.raises(DataError, match=r"1 files hold no line, first .*pairs.jsonl"):
         load(["", "  "])
 
 
-def test_further_keys_and_windows_line_ends_are_passed_over(load: Load) -> None:
+def test_further_keys_and_windows_line_ends_are_passed_over(load):
     assert load([json.dumps({**pair("a", "b"), "source": 7}) + "\r"]).num_train_samples == 1
 
 
-def test_hash_depends_on_where_prompt_and_response_meet() -> None:
+def test_hash_depends_on_where_prompt_and_response_meet():
     hashes = {hash_pairs([TextPair(p, r, "")]) for p, r in (("ab", "c"), ("a", "bc"), ("", "abc"))}
     assert len(hashes) == 3
     assert hash_pairs([TextPair("a", "b", "x:1")]) == hash_pairs([TextPair("a", "b", "y:2")])
 
 
-def test_pairs_with_a_hugging_face_tokenizer_join_the_two_encodings(
-    jsonl_file: Callable[..., Path], bpe_folder: Path
-) -> None:
+def test_pairs_with_a_hugging_face_tokenizer_join_the_two_encodings(jsonl_file, bpe_folder):
     path = jsonl_file([pair("Sentence 1 says", " that 1 is")])
     config = DataConfig(jsonl=str(path), tokenizer=str(bpe_folder), seq_len=32, validation=0.0)
     tokenizer = load_tokenizer(config)

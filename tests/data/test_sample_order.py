@@ -1,7 +1,6 @@
 """The order of samples: a keyed permutation per epoch, the same forever, known without any data."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,27 +12,27 @@ from tahq.data.sample_order import Cursor, Permutation, SampleOrder, mix64, resc
 
 
 @pytest.mark.parametrize(("key", "stride"), [(0, 27), (1, 31), (2**64 - 1, 37)])
-def test_permutation_is_a_bijection_for_sizes_up_to_2000(key: int, stride: int) -> None:
+def test_permutation_is_a_bijection_for_sizes_up_to_2000(key, stride):
     for n in (*range(1, 30), *range(30, 2001, stride)):
         assert np.bincount(Permutation(n, key)(np.arange(n)), minlength=n).tolist() == [1] * n
 
 
 @given(n=st.integers(1, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
-def test_permutation_stays_in_range_and_apart_for_large_sizes(n: int, key: int, data: st.DataObject) -> None:
+def test_permutation_stays_in_range_and_apart_for_large_sizes(n, key, data):
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
     places = Permutation(n, key)(np.array(positions)).tolist()
     assert len(set(places)) == len(places)
     assert 0 <= min(places) <= max(places) < n
 
 
-def test_permutation_of_part_is_part_of_permutation() -> None:
+def test_permutation_of_part_is_part_of_permutation():
     permutation = Permutation(1000, key=7)
     whole = permutation(np.arange(1000))
     assert permutation(np.arange(990, 1000)).tolist() == whole[990:].tolist()
     assert permutation(np.arange(12).reshape(3, 4)).shape == (3, 4)
 
 
-def test_permutation_of_four_gives_all_orders_equally_often() -> None:
+def test_permutation_of_four_gives_all_orders_equally_often():
     num_keys = 1200
     keys = mix64(np.arange(num_keys, dtype=np.uint64))
     orders = Counter(tuple(Permutation(4, int(key))(np.arange(4)).tolist()) for key in keys)
@@ -44,7 +43,7 @@ def test_permutation_of_four_gives_all_orders_equally_often() -> None:
     assert chi_squared < 23 + 4 * 6.8
 
 
-def test_permutations_have_no_trace_of_the_input_order_or_of_neighbouring_keys() -> None:
+def test_permutations_have_no_trace_of_the_input_order_or_of_neighbouring_keys():
     n = 20_000
     first, second = (Permutation(n, key)(np.arange(n)) for key in (10, 11))
     # the correlation of two independent orders has a standard deviation of 1/√n = 0.007
@@ -55,12 +54,12 @@ def test_permutations_have_no_trace_of_the_input_order_or_of_neighbouring_keys()
     assert (first == second).sum() < 10  # one on average
 
 
-def test_permutation_equals_golden(golden: Callable[[str, str], None]) -> None:
+def test_permutation_equals_golden(golden):
     rows = [(n, key, Permutation(n, key)(np.arange(min(n, 16)))) for n in (1, 2, 7, 100, 10**12) for key in (0, 12345)]
     golden("data_permutation.txt", "".join(f"n={n} key={key}: {places.tolist()}\n" for n, key, places in rows))
 
 
-def test_permutation_refuses_sizes_and_positions_out_of_range() -> None:
+def test_permutation_refuses_sizes_and_positions_out_of_range():
     for n in (0, -1, 2**62 + 1):
         with pytest.raises(ValueError, match="items"):
             Permutation(n, key=0)
@@ -98,7 +97,7 @@ def test_an_epoch_has_each_sample_once(num_samples, micro_batch, seed):
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(1, 10**6))
-def test_rescale_keeps_epoch_and_place(sample: int, old: int, new: int) -> None:
+def test_rescale_keeps_epoch_and_place(sample, old, new):
     cursor = rescale(Cursor(3, sample, old), new)
     assert cursor.step == 3
     assert cursor.sample // new == sample // old

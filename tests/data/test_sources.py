@@ -2,7 +2,6 @@
 
 import logging
 import os
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from tahq.errors import DataError
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path):
     for name in ("b.txt", "a.txt", "sub/deep/c.txt", "sub/a.md", "sub-1/z.txt", ".hidden/x.txt", ".dot.txt"):
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,23 +29,23 @@ def tree(tmp_path: Path) -> Path:
     ],
     ids=["folder by parts of paths, without hidden files", "suffix", "glob of any depth", "list in order, files once"],
 )
-def test_patterns_give_files_in_order(tree: Path, patterns: list[str], suffix: str, expected: list[str]) -> None:
+def test_patterns_give_files_in_order(tree, patterns, suffix, expected):
     found = find_files([f"{tree}/{pattern}" for pattern in patterns], key="data.text", suffix=suffix)
     assert [file.path.relative_to(tree).as_posix() for file in found] == expected
 
 
-def test_file_whose_name_looks_like_a_glob_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_file_whose_name_looks_like_a_glob_is_taken_as_it_is(tmp_path):
     path = tmp_path / "data[1].txt"
     path.write_text("x")
     assert [file.path for file in find_files([str(path)], key="data.text")] == [path]
 
 
-def test_only_files_that_the_user_wrote_down_are_named(tree: Path) -> None:
+def test_only_files_that_the_user_wrote_down_are_named(tree):
     found = find_files([str(tree / "a.txt"), str(tree)], key="data.text")
     assert [file.named for file in found] == [True, False, False, False, False]
 
 
-def test_paths_are_relative_to_the_working_directory_or_home(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_working_directory_or_home(tree, monkeypatch):
     monkeypatch.chdir(tree)
     monkeypatch.setenv("HOME", str(tree))
     assert [str(file.path) for file in find_files(["sub/*.md"], key="data.text")] == ["sub/a.md"]
@@ -57,7 +56,7 @@ def test_paths_are_relative_to_the_working_directory_or_home(tree: Path, monkeyp
     ("pattern", "problem"),
     [("nowhere.txt", "no such file or folder: "), ("*.nothing", "glob matches no file: "), ("empty", "holds no file")],
 )
-def test_pattern_without_match_is_refused_by_name(tree: Path, pattern: str, problem: str) -> None:
+def test_pattern_without_match_is_refused_by_name(tree, pattern, problem):
     (tree / "empty").mkdir()
     with pytest.raises(DataError, match=problem) as caught:
         find_files([str(tree), str(tree / pattern)], key="data.text")
@@ -65,12 +64,12 @@ def test_pattern_without_match_is_refused_by_name(tree: Path, pattern: str, prob
     assert str(caught.value).startswith("data.text: ")
 
 
-def test_empty_list_is_refused() -> None:
+def test_empty_list_is_refused():
     with pytest.raises(DataError, match=r"data.text is an empty list"):
         find_files([], key="data.text")
 
 
-def test_stdlib_is_megabytes_of_source_in_sorted_order_without_tests_or_sites() -> None:
+def test_stdlib_is_megabytes_of_source_in_sorted_order_without_tests_or_sites():
     found = find_files(["stdlib"], key="data.text", stdlib=True)
     paths = [file.path for file in found]
     assert {path.suffix for path in paths} == {".py"}
@@ -80,9 +79,7 @@ def test_stdlib_is_megabytes_of_source_in_sorted_order_without_tests_or_sites() 
     assert sum(path.stat().st_size for path in paths) > 4_000_000
 
 
-def test_stdlib_is_refused_where_it_is_not_text_or_has_no_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stdlib_is_refused_where_it_is_not_text_or_has_no_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="no such file or folder: stdlib"):
         find_files(["stdlib"], key="data.tokens")
@@ -91,7 +88,7 @@ def test_stdlib_is_refused_where_it_is_not_text_or_has_no_source(
         find_files(["stdlib"], key="data.text", stdlib=True)
 
 
-def test_one_pattern_counts_as_a_list_of_one() -> None:
+def test_one_pattern_counts_as_a_list_of_one():
     assert as_patterns("a") == ("a",)
     assert as_patterns(["a", "b"]) == ("a", "b")
 
@@ -99,9 +96,7 @@ def test_one_pattern_counts_as_a_list_of_one() -> None:
 # -- text --
 
 
-def test_folder_gives_its_text_and_logs_how_many_binary_files_it_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_gives_its_text_and_logs_how_many_binary_files_it_skipped(tmp_path, caplog):
     contents = {"a.txt": "Grüße\r\n".encode(), "b.png": b"\x89PNG\r\n\x1a\n\0\0", "c.bin": b"abc\0def", "d.txt": b""}
     for name, content in (contents | {"e.txt": b"end"}).items():
         (tmp_path / name).write_bytes(content)
@@ -112,9 +107,7 @@ def test_folder_gives_its_text_and_logs_how_many_binary_files_it_skipped(
 
 
 @pytest.mark.parametrize(("content", "offset"), [(b"abc\xff", 3), (b"\xc3\xa9\xc3", 2), (b"ab\0c", 2)])
-def test_named_file_that_is_not_text_is_refused_with_its_byte_offset(
-    tmp_path: Path, content: bytes, offset: int
-) -> None:
+def test_named_file_that_is_not_text_is_refused_with_its_byte_offset(tmp_path, content, offset):
     path = tmp_path / "latin1.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"byte offset {offset}") as caught:
@@ -122,7 +115,7 @@ def test_named_file_that_is_not_text_is_refused_with_its_byte_offset(
     assert str(path) in str(caught.value)
 
 
-def test_folder_without_text_and_vanished_files_are_refused(tmp_path: Path) -> None:
+def test_folder_without_text_and_vanished_files_are_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"\0")
     (tmp_path / "b.txt").write_bytes(b"")
     with pytest.raises(DataError, match="none of 2 files holds text \\(1 binary"):
@@ -131,6 +124,6 @@ def test_folder_without_text_and_vanished_files_are_refused(tmp_path: Path) -> N
         read_documents([FoundFile(tmp_path / "gone.txt", named=True)])
 
 
-def test_hash_depends_on_where_documents_end() -> None:
+def test_hash_depends_on_where_documents_end():
     assert len({hash_documents(documents) for documents in (["ab", "c"], ["a", "bc"], ["abc"], ["", "abc"])}) == 4
     assert hash_documents(["ab", "c"]) == hash_documents(["ab", "c"])

@@ -1,7 +1,6 @@
 """Token files: memory-mapped, end to end, hashed, checked against the vocabulary; and the cache of tokenised text."""
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import Dataset, load_dataset
+from tahq.data.dataset import load_dataset
 from tahq.data.sources import FoundFile
 from tahq.data.token_stream import TokenStream, cache_folder, cached_tokens, hash_token_files, open_token_files
 from tahq.data.tokenizer import load_tokenizer
@@ -24,7 +23,7 @@ def write_tokens(path: Path, tokens: np.ndarray) -> FoundFile:
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
-def test_stream_reads_across_pieces_like_one_array(lengths: list[int], data: st.DataObject) -> None:
+def test_stream_reads_across_pieces_like_one_array(lengths, data):
     whole = np.arange(sum(lengths), dtype=np.uint16)
     pieces = np.split(whole, np.cumsum(lengths)[:-1])
     stream = TokenStream(pieces, [str(i) for i in range(len(pieces))])
@@ -38,7 +37,7 @@ def test_stream_reads_across_pieces_like_one_array(lengths: list[int], data: st.
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_files_are_memory_mapped_little_endian(tmp_path: Path, dtype: str) -> None:
+def test_files_are_memory_mapped_little_endian(tmp_path, dtype):
     tokens = np.arange(60_000, 60_010, dtype=np.dtype(dtype).newbyteorder("<"))
     stream = open_token_files([write_tokens(tmp_path / "a.bin", tokens)], dtype)
     assert isinstance(stream.pieces[0], np.memmap)
@@ -54,9 +53,7 @@ def test_files_are_memory_mapped_little_endian(tmp_path: Path, dtype: str) -> No
         ("uint16", None, r"cannot read .*a\.bin"),
     ],
 )
-def test_file_that_does_not_hold_tokens_is_refused(
-    tmp_path: Path, dtype: str, nbytes: int | None, problem: str
-) -> None:
+def test_file_that_does_not_hold_tokens_is_refused(tmp_path, dtype, nbytes, problem):
     path = tmp_path / "a.bin"
     if nbytes is not None:
         path.write_bytes(bytes(nbytes))
@@ -64,7 +61,7 @@ def test_file_that_does_not_hold_tokens_is_refused(
         open_token_files([FoundFile(path, named=True)], dtype)
 
 
-def test_hash_sees_the_ends_of_a_large_file_and_every_byte_of_a_small_one() -> None:
+def test_hash_sees_the_ends_of_a_large_file_and_every_byte_of_a_small_one():
     small, large = np.zeros(10_000, dtype="<u2"), np.zeros(2**24, dtype="<u2")
     for tokens, places in ((small, range(0, 10_000, 999)), (large, (0, 2**24 - 1))):
         original = hash_token_files(TokenStream([tokens], ["x"]), 256)
@@ -77,7 +74,7 @@ def test_hash_sees_the_ends_of_a_large_file_and_every_byte_of_a_small_one() -> N
     )
 
 
-def test_token_beyond_the_vocabulary_is_found_at_load_with_its_place(tmp_path: Path) -> None:
+def test_token_beyond_the_vocabulary_is_found_at_load_with_its_place(tmp_path):
     tokens = np.zeros(1000, dtype="<u2")
     tokens[17] = 300
     files = [write_tokens(tmp_path / "a.bin", tokens[:10]), write_tokens(tmp_path / "b.bin", tokens)]
@@ -85,7 +82,7 @@ def test_token_beyond_the_vocabulary_is_found_at_load_with_its_place(tmp_path: P
         hash_token_files(open_token_files(files, "uint16"), 256)
 
 
-def test_token_beyond_the_vocabulary_is_found_when_drawn_where_the_hash_did_not_look(tmp_path: Path) -> None:
+def test_token_beyond_the_vocabulary_is_found_when_drawn_where_the_hash_did_not_look(tmp_path):
     tokens = np.zeros(2**24, dtype="<u2")
     position = 3 * 2**15 + 5  # every other block is hashed: of 512 blocks, 0, 2, 4, …
     tokens[position] = 300
@@ -97,7 +94,7 @@ def test_token_beyond_the_vocabulary_is_found_when_drawn_where_the_hash_did_not_
         dataset.gather(np.array([position // 100]))
 
 
-def test_dataset_of_token_files_has_windows_across_files(tmp_path: Path, byte_dataset: Callable[..., Dataset]) -> None:
+def test_dataset_of_token_files_has_windows_across_files(tmp_path, byte_dataset):
     tokens = (np.arange(1001) % 251).astype("<u2")
     for name, part in zip(("1.bin", "2.bin", "3.bin"), np.split(tokens, [13, 500]), strict=True):
         write_tokens(tmp_path / name, part)
@@ -127,7 +124,7 @@ def stored(cache: Path) -> list[Path]:
     return list((cache / "tokens").iterdir())
 
 
-def test_second_call_with_a_key_reads_what_the_first_made(cache: Path) -> None:
+def test_second_call_with_a_key_reads_what_the_first_made(cache):
     make = Maker()
     first, second = cached_tokens("key", make), cached_tokens("key", make)
     assert make.calls == 1
@@ -139,9 +136,7 @@ def test_second_call_with_a_key_reads_what_the_first_made(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"not numpy", b"\x93NUMPY\x01\x00", None], ids=str)
-def test_damaged_entry_is_made_anew_and_repaired(
-    cache: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_entry_is_made_anew_and_repaired(cache, damage, caplog):
     make = Maker()
     cached_tokens("key", make)
     [path] = stored(cache)
@@ -153,9 +148,7 @@ def test_damaged_entry_is_made_anew_and_repaired(
     assert make.calls == 2
 
 
-def test_cache_that_cannot_be_written_is_not_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cache_that_cannot_be_written_is_not_needed(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("a file where a folder should be")
     monkeypatch.setenv("TAHQ_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
@@ -163,8 +156,8 @@ def test_cache_that_cannot_be_written_is_not_needed(
     assert "keeping tokens in memory" in caplog.text
 
 
-def test_failed_tokenising_leaves_nothing_behind(cache: Path) -> None:
-    def fail() -> np.ndarray:
+def test_failed_tokenising_leaves_nothing_behind(cache):
+    def fail():
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
@@ -172,7 +165,7 @@ def test_failed_tokenising_leaves_nothing_behind(cache: Path) -> None:
     assert not (cache / "tokens").exists()
 
 
-def test_workers_that_start_together_do_not_clash(cache: Path) -> None:
+def test_workers_that_start_together_do_not_clash(cache):
     make = Maker()
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: cached_tokens("key", make).tolist(), range(24)))
@@ -180,7 +173,7 @@ def test_workers_that_start_together_do_not_clash(cache: Path) -> None:
     assert len(stored(cache)) == 1
 
 
-def test_cache_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_lies_in_the_users_cache_folder(monkeypatch):
     monkeypatch.delenv("TAHQ_CACHE")
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -189,9 +182,7 @@ def test_cache_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path("/var/cache/someone/tahq")
 
 
-def test_dataset_from_the_cache_equals_the_first_and_bytes_are_not_cached(
-    text_file: Path, bpe_folder: Path, cache: Path
-) -> None:
+def test_dataset_from_the_cache_equals_the_first_and_bytes_are_not_cached(text_file, bpe_folder, cache):
     config = DataConfig(text=str(text_file), seq_len=16)
     load_dataset(config, load_tokenizer(config))
     assert not (cache / "tokens").exists()

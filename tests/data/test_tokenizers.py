@@ -3,14 +3,13 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer, token_dtype
+from tahq.data.tokenizer import BytesTokenizer, load_tokenizer, token_dtype
 from tahq.errors import DataError
 
 TRICKY = [
@@ -26,45 +25,45 @@ MODEL_TYPES = ["gpt2", "llama", "qwen2", "qwen3", "mistral"]
 text_without_nul = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 
 
-def load(path: Path | str) -> Tokenizer:
+def load(path):
     return load_tokenizer(DataConfig(text="stdlib", tokenizer=str(path)))
 
 
 @given(text_without_nul)
-def test_bytes_ids_are_utf8_and_decode_back(text: str) -> None:
+def test_bytes_ids_are_utf8_and_decode_back(text):
     tokenizer = BytesTokenizer()
     ids = tokenizer.encode(text)
     assert ids.tobytes() == text.encode()
     assert tokenizer.decode(ids.tolist()) == text
 
 
-def test_bytes_refuse_a_nul_with_its_position() -> None:
+def test_bytes_refuse_a_nul_with_its_position():
     with pytest.raises(DataError, match="NUL character at position 2"):
         BytesTokenizer().encode("ab\0")
 
 
 @pytest.fixture(scope="module")
-def exported_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported_bytes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     load("bytes").save(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def auto_bytes(exported_bytes: Path):
+def auto_bytes(exported_bytes):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(exported_bytes)
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_exported_bytes_give_the_same_ids_in_transformers(auto_bytes, text: str) -> None:
+def test_exported_bytes_give_the_same_ids_in_transformers(auto_bytes, text):
     ids = list(text.encode())
     assert auto_bytes(text)["input_ids"] == ids
     assert auto_bytes.decode(ids) == text
 
 
-def test_exported_bytes_have_every_id_and_end_documents_with_zero(auto_bytes) -> None:
+def test_exported_bytes_have_every_id_and_end_documents_with_zero(auto_bytes):
     assert len(auto_bytes) == 256
     assert auto_bytes.eos_token_id == auto_bytes.pad_token_id == 0
     pieces = auto_bytes.convert_ids_to_tokens(list(range(256)))
@@ -73,7 +72,7 @@ def test_exported_bytes_have_every_id_and_end_documents_with_zero(auto_bytes) ->
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_exported_bytes_survive_beside_a_model(exported_bytes: Path, tmp_path: Path, model_type: str) -> None:
+def test_exported_bytes_survive_beside_a_model(exported_bytes, tmp_path, model_type):
     from transformers import AutoTokenizer
 
     folder = shutil.copytree(exported_bytes, tmp_path / "model")
@@ -85,7 +84,7 @@ def test_exported_bytes_survive_beside_a_model(exported_bytes: Path, tmp_path: P
         assert loaded(text)["input_ids"] == list(text.encode())
 
 
-def test_tokenizer_json_encodes_whole_documents_without_additions(bpe_folder: Path, sentences: str) -> None:
+def test_tokenizer_json_encodes_whole_documents_without_additions(bpe_folder, sentences):
     tokenizer = load(bpe_folder)
     ids = tokenizer.encode(sentences)
     assert len(ids) > 1000  # the file asks for 8 with truncation
@@ -99,7 +98,7 @@ def test_tokenizer_json_encodes_whole_documents_without_additions(bpe_folder: Pa
     ]
 
 
-def test_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(bpe_folder: Path, tmp_path: Path) -> None:
+def test_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(bpe_folder, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = load(bpe_folder)
@@ -112,7 +111,7 @@ def test_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(bpe_folder:
         assert loaded(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text).tolist()
 
 
-def test_gpt2_folder_gives_known_ids_and_transformers_agrees(gpt2_folder: Path, tmp_path: Path) -> None:
+def test_gpt2_folder_gives_known_ids_and_transformers_agrees(gpt2_folder, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = load(gpt2_folder)
@@ -126,7 +125,7 @@ def test_gpt2_folder_gives_known_ids_and_transformers_agrees(gpt2_folder: Path, 
         assert loaded.decode(tokenizer.encode(text).tolist()) == tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_folder_in_another_form_goes_through_transformers(tmp_path: Path) -> None:
+def test_folder_in_another_form_goes_through_transformers(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
     (tmp_path / "tokenizer_config.json").write_text(
@@ -137,22 +136,20 @@ def test_folder_in_another_form_goes_through_transformers(tmp_path: Path) -> Non
     assert tokenizer.end_of_document == 3
 
 
-def test_file_in_the_format_of_tokenizer_json_is_enough(bpe_folder: Path, tmp_path: Path) -> None:
+def test_file_in_the_format_of_tokenizer_json_is_enough(bpe_folder, tmp_path):
     path = tmp_path / "mine.json"
     shutil.copy(bpe_folder / "tokenizer.json", path)
     assert load(path).encode("Sentence").tolist() == load(bpe_folder).encode("Sentence").tolist()
 
 
-def test_missing_end_of_document_is_warned_of(
-    bpe_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_end_of_document_is_warned_of(bpe_folder, tmp_path, caplog):
     shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
     with caplog.at_level(logging.WARNING):
         assert load(tmp_path).end_of_document is None
     assert "no end-of-document token" in caplog.text
 
 
-def test_fingerprint_depends_on_content_and_not_on_place(bpe_folder: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_not_on_place(bpe_folder, tmp_path):
     same = shutil.copytree(bpe_folder, tmp_path / "same")
     other = shutil.copytree(bpe_folder, tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
@@ -166,12 +163,12 @@ def test_fingerprint_depends_on_content_and_not_on_place(bpe_folder: Path, tmp_p
     assert len({*prints, load("bytes").fingerprint}) == 4
 
 
-def test_missing_folder_says_that_nothing_is_downloaded() -> None:
+def test_missing_folder_says_that_nothing_is_downloaded():
     with pytest.raises(DataError, match=r"no such folder: no/where .*nothing is downloaded"):
         load("no/where")
 
 
-def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"holds no tokenizer, none of tokenizer\.json"):
         load(tmp_path)
 
@@ -184,7 +181,7 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         ("vocab.txt", "", "no tokenizer can be read from"),
     ],
 )
-def test_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path, name: str, content: str, problem: str) -> None:
+def test_damaged_tokenizer_is_refused_in_one_line(tmp_path, name, content, problem):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=problem) as caught:
         load(tmp_path)
@@ -195,13 +192,13 @@ def test_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path, name: str, con
     ("content", "problem"),
     [("{", "is not JSON"), ("[]", "must hold a JSON object"), ("[" * 100_000, "its JSON is nested too deeply")],
 )
-def test_damaged_settings_are_refused(bpe_folder: Path, tmp_path: Path, content: str, problem: str) -> None:
+def test_damaged_settings_are_refused(bpe_folder, tmp_path, content, problem):
     shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=problem):
         load(tmp_path)
 
 
-def test_token_dtype_is_the_smallest_that_fits() -> None:
+def test_token_dtype_is_the_smallest_that_fits():
     sizes = [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
     assert [token_dtype(size).name for size, _ in sizes] == [name for _, name in sizes]

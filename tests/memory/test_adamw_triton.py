@@ -2,24 +2,15 @@
 
 import pytest
 import torch
-from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
+from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain, normal
+from support.interpreter import in_interpreter
 from torch.nn import Parameter
 
 from tahq.pipeline.config import TrainingConfig
 from tahq.pipeline.update.optimizer import build_optimizer, optimizer_tensors
-from tahq.quant.backends import interprets_triton
 
-pytestmark = [
-    pytest.mark.skipif(
-        not interprets_triton(), reason="needs TRITON_INTERPRET=1; tests/quant/test_interpreted_kernels.py sets it"
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = in_interpreter
 CPU = torch.device("cpu")
-
-
-def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("shape", [(1,), (127,), (128,), (2048,), (4097,), (33, 77)], ids=str)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from support.interpreter import in_interpreter
 
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 from tahq.memory.galore.subspace import Int4Projection
-from tahq.quant.backends import interprets_triton
 
-pytestmark = pytest.mark.skipif(
-    not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"
-)
+pytestmark = in_interpreter
 
 
 @pytest.fixture

@@ -92,17 +92,6 @@ def test_every_element_is_near_whatever_the_shape(shape, signed):
 
 
 @both
-def test_relative_error_of_each_decade(signed):
-    """Half a cell over the least value of a decade: 0.45/F_i over 0.1 of it, whatever the decade."""
-    x = torch.logspace(-6, 0, 4000, dtype=torch.float64).float()
-    relative = (round_trip(x, signed, block=4000) - x).abs() / x
-    for decade in range(1, 7):
-        cells = 2**decade if signed else 2 ** (decade + 1)
-        here = (x >= 10.0 ** (decade - 7) * 1.0001) & (x < 10.0 ** (decade - 6))
-        assert relative[here].max() <= 4.5 / cells + 1e-6
-
-
-@both
 @pytest.mark.parametrize("value", [0.0, 2.0**-126, 1e-30, 3.5, 3e38, torch.finfo(torch.float32).max])
 def test_constant_blocks_are_exact(signed, value):
     x = torch.full((300,), value)
@@ -138,15 +127,6 @@ def test_without_a_sign_only_zero_and_negative_elements_are_zero():
     assert round_trip(x, signed=True).tolist() == [1.0, 0.0, 0.0, 0.0]
     assert round_trip(torch.tensor([-8.0, 0.5, 1.0]), signed=False)[0] == 0
     assert encode(torch.tensor([-8.0, -1.0]), signed=False)[1].tolist() == [0.0]
-
-
-def test_an_element_changes_nothing_outside_its_block():
-    x = gaussian(1024)
-    codes, scales = encode(x, True)
-    x[600] = 50.0
-    changed, changed_scales = encode(x, True)
-    assert torch.equal(torch.cat([codes[:512], codes[768:]]), torch.cat([changed[:512], changed[768:]]))
-    assert (scales != changed_scales).tolist() == [False, False, True, False]
 
 
 @both

@@ -3,15 +3,11 @@
 import pytest
 import torch
 from support.fp8_moments import FORMATS, Trained, Unaligned, awkward_groups, same_bits, step_on_groups
+from support.interpreter import in_interpreter
 
 from tahq.memory.coat.fp8_adamw import step_in_torch
-from tahq.quant.backends import interprets_triton
 
-pytestmark = [
-    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
-    # numpy reports what a device computes silently: logarithms of 0, ∞ − ∞.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = in_interpreter
 acceptance = pytest.mark.acceptance
 
 

@@ -13,6 +13,7 @@ from support.fp8_flow_checks import (
     matrices,
     same,
 )
+from support.interpreter import in_interpreter
 
 from tahq.memory.coat import fp8_codes, fp8_linear
 from tahq.memory.coat import fp8_flow_reference as reference
@@ -22,12 +23,8 @@ from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
 from tahq.models.slice import Parts, build_slice
-from tahq.quant.backends import interprets_triton
 
-pytestmark = [
-    pytest.mark.skipif(not interprets_triton(), reason="needs TRITON_INTERPRET=1; test_interpreted_kernels.py sets it"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = in_interpreter
 acceptance = pytest.mark.acceptance
 SHAPES = [(5, 20), pytest.param(1, 1, marks=acceptance), pytest.param(2, 130, marks=acceptance)]
 SLOW_SORTS = ("gaussian", "outliers", "zeros", "constant", "tiny", "huge")

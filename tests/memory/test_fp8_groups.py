@@ -10,7 +10,6 @@ from tahq.memory.coat.fp8_groups import (
     NAN,
     NUM_POWERS,
     UNEXPANDED,
-    as_groups,
     decode,
     encode,
     magnitudes,
@@ -146,11 +145,3 @@ def test_expansion_lowers_the_error_of_narrow_groups():
     x = (0.3 * torch.randn(400, 128, generator=torch.Generator().manual_seed(2))).exp()
     errors = [(decode(*encode(x, by), by) - x).square().mean() for by in (EXPANDED, moment_format("e4m3", False))]
     assert errors[0] < errors[1] / 10
-
-
-@pytest.mark.parametrize("numel", [1, 127, 128, 129, 4097])
-def test_tails_are_filled_up_with_zeros(numel):
-    flat = torch.arange(1, numel + 1, dtype=torch.float32)
-    groups = as_groups(flat)
-    assert torch.equal(groups.view(-1)[:numel], flat)
-    assert not groups.view(-1)[numel:].any()

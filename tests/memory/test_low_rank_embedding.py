@@ -62,14 +62,6 @@ def test_a_backward_runs_where_only_deterministic_operators_may():
     assert float(ours.low_rank.grad[1].sum()) == 2 * 24
 
 
-def test_it_has_no_parameters_and_evaluation_keeps_nothing():
-    _, ours = pair("int8")
-    with torch.no_grad():
-        assert not ours(torch.tensor([1])).requires_grad
-    assert list(ours.parameters()) == []
-    assert ours.low_rank.grad is None
-
-
 def test_tokens_that_do_not_occur_change_by_decay_and_moments_as_under_adamw():
     """Row 1 has a gradient at step 0 alone, row 2 never, `fp32` so that nothing is rounded."""
     plain, ours = pair("fp32", states="fp32")

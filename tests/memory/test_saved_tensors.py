@@ -235,12 +235,3 @@ def test_count_is_what_is_left_for_weight_gradients(family, coat, checkpoint_blo
         MICRO_BATCH, SEQ_LEN, bf16, coat=coat is not None, coat_gradient_nbytes=1 if coat == "e5m2" else 0
     )
     assert deferred_by_slice(spec, blocks, shape) == pytest.approx(deferred_nbytes(deferred, module), rel=TOLERANCE)
-
-
-def test_worked_example_of_a_gpt2_block():
-    # T = 96, C = 64, H = 4, I = 256: 8·T·C + 16·T + 4·T·H + 4·T·(6·C + 5·I), and 8·T + 8·S for the ids.
-    spec = make_spec("gpt2")
-    tokens, hidden, heads, inner = MICRO_BATCH * SEQ_LEN, 64, 4, 256
-    block = 8 * tokens * hidden + 16 * tokens + 4 * tokens * heads + 4 * tokens * (6 * hidden + 5 * inner)
-    shape = MicroBatchShape(MICRO_BATCH, SEQ_LEN)
-    assert saved_by_slice(spec, BlockRange(0, 1, 3), shape, checkpoint_blocks=False) == block + 8 * tokens + 8 * SEQ_LEN

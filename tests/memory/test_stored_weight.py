@@ -52,11 +52,6 @@ def test_constant_groups_come_back_within_a_step(value):
     assert abs(float(found[0]) - value) <= abs(value) / 240
 
 
-def test_groups_of_one_sign_keep_their_largest():
-    values = torch.linspace(5.0, 6.0, 256)
-    assert (decoded(values) - values).abs().max() <= 6.0 / 240
-
-
 def test_groups_of_every_size_may_be_beside_each_other():
     scales = torch.tensor([1e-34, 1e-20, 1.0, 1e20, 1.6e38, 0.0])
     values = torch.linspace(-1, 1, 256)[None] * scales[:, None]
@@ -181,16 +176,6 @@ def test_a_number_becomes_one_of_its_two_neighbours_in_bf16():
     assert torch.equal(rounded.bfloat16().float(), rounded)
     assert bool(((rounded - x).abs() < 2.0**-7 * x.abs()).all())
     assert not torch.equal(rounded, x.bfloat16().float())
-
-
-def test_all_draws_together_give_the_share_exactly():
-    """Draws are uniform; of 65,536 different ones, as many round up as the lost bits say."""
-    x = torch.tensor([1.0 + 2.0**-7 * 0.3125])  # a share of 0.3125 towards the next number in bf16
-    draws = torch.arange(2**16, dtype=torch.int32)
-    up = (x.view(torch.int32) + draws).bitwise_and_(-(2**16)).view(torch.float32) > 1.0
-    assert int(up.sum()) == 0.3125 * 2**16
-    share = float((round_to_bf16(x.repeat(2**16), 0, 3) > 1.0).float().mean())
-    assert share == pytest.approx(0.3125, abs=5 * 0.5 / 2**8)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, 2.0**-133, 3.3895313892515355e38, math.inf, -math.inf])

@@ -39,8 +39,3 @@ def test_measured_costs_time_every_kind_of_part(tiny_spec):
     costs = measured_costs(tiny_spec("qwen2"), 2, SEQ_LEN, "cpu", repeats=2, clock=lambda: next(ticks))
     assert costs.embedding == costs.head == 3.0
     assert costs.blocks == (3.0,) * 4
-
-
-def test_measured_costs_are_seconds(tiny_spec):
-    costs = measured_costs(tiny_spec("gpt2", dropout=0.1), 2, SEQ_LEN, "cpu", repeats=1)
-    assert all(0 < seconds < 10 for seconds in (costs.embedding, *costs.blocks, costs.head))

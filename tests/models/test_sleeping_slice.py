@@ -1,4 +1,4 @@
-"""A slice that sleeps takes its time, has the model's shapes, and lets gradients through."""
+"""A sleeping slice takes the configured time, has the model's shapes, and lets gradients through."""
 
 import time
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.cluster_files import LEAST, ClusterFile
 
-from tahq.errors import ConfigError
 from tahq.models.config import ModelConfig
 from tahq.models.keyed_dropout import RandomContext
 from tahq.models.model_spec import load_spec
@@ -23,7 +22,7 @@ def sleeping(block, num_layers=3, vocab_size=20, forward_s=0.0, backward_s=0.0):
     return build_sleeping_slice(spec, blocks, forward_s, backward_s, device="cpu", random=RandomContext(5))
 
 
-def test_it_takes_its_time_forward_and_backward_and_computes_almost_nothing():
+def test_forward_and_backward_take_the_configured_time_and_little_cpu():
     module = sleeping(1, forward_s=0.08, backward_s=0.12)
     x = torch.randn(B, S, C, requires_grad=True)
     begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
@@ -66,23 +65,20 @@ def with_sleep(text):
     return LEAST.replace("num_heads: 2\n", f"num_heads: 2\n  sleep: {text}\n")
 
 
-def test_durations_are_for_all_stages_or_one_for_each(cluster):
+def test_durations_are_one_for_all_stages_or_one_per_stage(cluster):
     sleep = cluster.load(with_sleep("{forward: 73ms, backward: [0.1s, 0.2s, 0.3s, 0.4s]}")).model.sleep
     assert sleep.of(0) == (0.073, 0.1)
     assert sleep.of(3) == (0.073, 0.4)
 
 
-def test_durations_that_do_not_fit_the_stages_are_refused(cluster):
-    said = cluster.refusal(with_sleep("{forward: [1ms, 2ms], backward: 1ms}"))
-    assert "model.sleep.forward lists 2 durations, pipeline.stages is 4" in said
-
-
-def test_sleep_without_a_unit_or_half_of_it_is_refused(cluster):
-    assert "needs a unit" in cluster.refusal(with_sleep("{forward: 73, backward: 1ms}"))
-    assert "model.sleep.backward is missing" in cluster.refusal(with_sleep("{forward: 73ms}"))
-
-
-def test_sleep_leaves_nothing_to_tie(cluster):
-    text = with_sleep("{forward: 73ms, backward: 1ms}\n  tie: sync")
-    with pytest.raises(ConfigError, match="tie: sync"):
-        cluster.load(text)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{forward: [1ms, 2ms], backward: 1ms}", "model.sleep.forward lists 2 durations, pipeline.stages is 4"),
+        ("{forward: 73, backward: 1ms}", "needs a unit"),
+        ("{forward: 73ms}", "model.sleep.backward is missing"),
+        ("{forward: 73ms, backward: 1ms}\n  tie: sync", "tie: sync"),
+    ],
+)
+def test_sleep_that_does_not_fit_the_model_is_refused(text, message, cluster):
+    assert message in cluster.refusal(with_sleep(text))

@@ -208,14 +208,3 @@ def test_weights_depend_on_seed_and_name_alone(tiny_spec):
     assert torch.equal(weight, random_weight(spec, "model.layers.0.mlp.up_proj.weight", shape, seed=1))
     assert not torch.equal(weight, random_weight(spec, "model.layers.1.mlp.up_proj.weight", shape, seed=1))
     assert not torch.equal(weight, random_weight(spec, "model.layers.0.mlp.up_proj.weight", shape, seed=2))
-
-
-def test_one_dimensional_parameters_are_norms_and_biases_only(tiny_spec):
-    """`random_weight` takes a parameter of one dimension that is no bias for a norm; is that so?"""
-    for family in FAMILIES:
-        spec = tiny_spec(family)
-        model = whole_model(spec)
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                is_norm = isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__
-                assert (parameter.ndim == 1) == (is_norm or name == "bias")
