@@ -57,12 +57,9 @@ def test_hash_is_sha256_in_hex_and_changes_with_any_value():
 
 
 def test_yaml_for_people_has_units():
-    text = dump_yaml(EXAMPLE)
-    assert "  rate: 100mbit\n" in text
-    assert "  delay: 20ms\n" in text
-    assert "  piece: 256kib\n" in text
-    assert "  peer_timeout: 10s\n" in text
-    assert "  copy_rate: 5mbit\n" in dump_yaml(load_config(EXAMPLES / "gpt2.yaml", ["run.copy_rate=5mbit"]))
+    text = dump_yaml(load_config(EXAMPLES / "gpt2.yaml", ["run.copy_rate=5mbit"]))
+    for line in ("rate: 100mbit", "delay: 20ms", "piece: 256kib", "peer_timeout: 10s", "copy_rate: 5mbit"):
+        assert f"  {line}\n" in text
     assert "!!" not in text
 
 
@@ -113,29 +110,18 @@ def test_json_that_is_no_configuration_is_refused_in_one_line(text, message):
 # -- resolving -----------------------------------------------------------------------------------
 
 
-def test_resolving_writes_out_codecs_and_threads(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
-    config = resolve(EXAMPLE)
+@pytest.mark.parametrize("wire", [[], ["wire=paper"]])
+def test_resolving_writes_out_codecs(wire):
+    config = resolve(load_config(EXAMPLES / "gpt2.yaml", wire))
     assert config.wire.activations == "tah:group=64,int4=0.8,tau=2,low=3,high=4"
     assert config.wire.gradients == "fixed:bits=8,group=64,round=nearest"
-    assert config.run.threads == 2
-    assert EXAMPLE.run.threads is None
+    assert "  backend: auto\n  threads: 1\n" in dump_yaml(config)
     assert resolve(config) == config
 
 
-def test_resolving_writes_out_what_the_word_paper_stands_for():
-    config = resolve(load_config(EXAMPLES / "gpt2.yaml", ["wire=paper"]))
-    assert (
-        "wire:\n"
-        "  activations: tah:group=64,int4=0.8,tau=2,low=3,high=4\n"
-        "  gradients: fixed:bits=8,group=64,round=nearest\n"
-        "  backend: auto\n"
-        "  threads: 1\n"
-    ) in dump_yaml(config)
-
-
-def test_resolving_sets_at_least_one_thread_on_this_machine_only(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert resolve(EXAMPLE).run.threads == 1
+@pytest.mark.parametrize(("num_cores", "threads"), [(9, 2), (1, 1)])
+def test_resolving_divides_the_cores_of_this_machine_only(monkeypatch, num_cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    assert (EXAMPLE.run.threads, resolve(EXAMPLE).run.threads) == (None, threads)
     assert resolve(load_config(EXAMPLES / "gpt2.yaml", ["run.threads=7"])).run.threads == 7
     assert resolve(load_config(EXAMPLES / "llama_remote.yaml")).run.threads is None

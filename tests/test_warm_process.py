@@ -7,16 +7,16 @@ NUM_THREADS = 3
 NUM_TRIES = 10
 
 
-def test_all_who_ask_after_a_process_are_told_the_same(tmp_path):
-    """Without a lock 47 of 60 tries had a thread that was told 255."""
+def test_threads_that_poll_one_process_get_the_same_status(tmp_path):
+    """Without a lock 47 of 60 tries had a thread that got 255."""
     for _ in range(NUM_TRIES):
         process = WarmProcess("tahq", ["--version"], tmp_path, dict(os.environ))
-        told = []
+        statuses = []
 
-        def ask(process=process, told=told):
+        def ask(process=process, statuses=statuses):
             while (status := process.poll()) is None:
                 pass
-            told.append(status)
+            statuses.append(status)
 
         threads = [threading.Thread(target=ask) for _ in range(NUM_THREADS)]
         for thread in threads:
@@ -24,4 +24,4 @@ def test_all_who_ask_after_a_process_are_told_the_same(tmp_path):
         for thread in threads:
             thread.join()
         process.communicate()
-        assert told == [0] * NUM_THREADS
+        assert statuses == [0] * NUM_THREADS

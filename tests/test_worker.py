@@ -20,17 +20,7 @@ def options(**changes) -> WorkerOptions:
     return WorkerOptions(**({"stage": 0, "peer": "127.0.0.1:5555"} | changes))
 
 
-def test_a_local_worker_listens_where_it_reaches_the_coordinator():
-    assert listening_addresses(options(), configured(), 0) == ("127.0.0.1:0", None)
-
-
-def test_a_listed_host_listens_and_is_dialled_as_its_entry_says():
-    config = configured(hosts=HOSTS)
-    assert listening_addresses(options(), config, 0) == ("0.0.0.0:0", "192.0.2.1:0")
-    assert listening_addresses(options(), config, 1) == ("0.0.0.0:7001", "203.0.113.9:7002")
-
-
-def test_a_takeover_on_another_machine_advertises_that_machine(caplog):
+def test_takeover_on_another_machine_advertises_that_machine(caplog):
     taking = options(replaces_host=True, stage=1)
     assert listening_addresses(taking, configured(hosts=HOSTS), 1) == ("127.0.0.1:0", None)
     assert "does not have the address 198.51.100.2 of hosts.1" in caplog.text
@@ -38,16 +28,25 @@ def test_a_takeover_on_another_machine_advertises_that_machine(caplog):
     assert listening_addresses(taking, own, 1) == ("127.0.0.1:7001", "localhost:0")
 
 
-def test_the_command_line_wins():
-    given = options(bind="127.0.0.1:9000", advertise="none")
-    for config in (configured(), configured(hosts=HOSTS)):
-        assert listening_addresses(given, config, 1) == ("127.0.0.1:9000", "none")
+BY_HAND = {"bind": "127.0.0.1:9000", "advertise": "none"}
 
 
-def test_a_spare_does_not_listen_where_the_lost_host_did():
-    assert listening_addresses(options(spare=True), configured(hosts=HOSTS), 1) == ("127.0.0.1:0", None)
-    given = options(spare=True, bind="0.0.0.0:7", advertise="203.0.113.1:7")
-    assert listening_addresses(given, configured(hosts=HOSTS), 1) == ("0.0.0.0:7", "203.0.113.1:7")
+@pytest.mark.parametrize(
+    ("given", "hosts", "stage", "expected"),
+    [
+        ({}, "local", 0, ("127.0.0.1:0", None)),
+        ({}, HOSTS, 0, ("0.0.0.0:0", "192.0.2.1:0")),
+        ({}, HOSTS, 1, ("0.0.0.0:7001", "203.0.113.9:7002")),
+        ({"spare": True}, HOSTS, 1, ("127.0.0.1:0", None)),
+        (BY_HAND, "local", 1, ("127.0.0.1:9000", "none")),
+        (BY_HAND, HOSTS, 1, ("127.0.0.1:9000", "none")),
+        ({"spare": True, **BY_HAND}, HOSTS, 1, ("127.0.0.1:9000", "none")),
+    ],
+)
+def test_worker_listens_where_command_line_or_its_host_say_and_spares_not_where_the_lost_host_did(
+    given, hosts, stage, expected
+):
+    assert listening_addresses(options(**given), configured(hosts=hosts), stage) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.runs import Run, finish, launch, tiny
+from support.runs import Run, finish, tiny, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tahq.models.config import ModelConfig
@@ -27,9 +27,7 @@ CONFIG = tiny(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
-    done = launch(tmp_path_factory.mktemp("run"), CONFIG)
-    assert done.returncode == 0, done.stderr
-    return done
+    return train(tmp_path_factory.mktemp("run"), CONFIG)
 
 
 def export(run: Run, out: str, *options: str) -> subprocess.CompletedProcess:
@@ -72,8 +70,7 @@ def test_a_run_of_a_folder_is_exported_without_that_folder(source, tmp_path):
         "model": {"path": "model"},
     }
     config["data"] = {**config["data"], "tokenizer": "model"}
-    run = launch(tmp_path, config)
-    assert run.returncode == 0, run.stderr
+    run = train(tmp_path, config)
     assert "tahq trains embedding and head as two parameters" in run.stdout + run.stderr
     shutil.rmtree(here)
     done = export(run, "out")
@@ -92,7 +89,7 @@ def test_a_run_of_a_folder_is_exported_without_that_folder(source, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_exported_folder_loads_with_the_same_logits(run, tmp_path):
+def test_exported_folder_loads_with_the_same_logits_and_a_tokenizer_of_bytes(run, tmp_path):
     done = export(run, str(tmp_path / "hf"), "--shard-size", "20kB")
     assert (done.returncode, done.stderr) == (0, "")
     assert "after step 2" in done.stdout
@@ -102,10 +99,6 @@ def test_exported_folder_loads_with_the_same_logits(run, tmp_path):
     tokens = torch.arange(64).reshape(2, 32) + 32
     with torch.no_grad():
         assert torch.equal(exported(tokens).logits, trained_logits(run, tokens))
-
-
-def test_exported_tokenizer_gives_the_bytes(run, tmp_path):
-    assert export(run, str(tmp_path / "hf")).returncode == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.encode("def é", add_special_tokens=False) == list("def é".encode())
 

@@ -112,21 +112,17 @@ def test_each_worker_has_its_own_status_and_name(forks, tmp_path):
     assert (forks.status_of(left), forks.status_of(asleep)) == (5, -signal.SIGTERM)
 
 
-def test_terminal_signals_do_not_stop_the_server(forks, tmp_path):
-    assert forks.status_of(start(forks, tmp_path, "leave", "0"), 30) == 0
-    server = pid_of(forks)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        os.kill(server, number)
-    assert os.getsid(server) == server
-    assert forks.status_of(start(forks, tmp_path, "leave", "0"), 30) == 0
-
-
-def test_end_of_the_context_ends_server_and_workers(monkeypatch, tmp_path):
+def test_server_outlives_terminal_signals_and_its_context_ends_it_with_its_workers(monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "main", report_and_end)
     with ForkServer() as forks:
-        pids = [start(forks, tmp_path, "watch", "0"), pid_of(forks)]
-        wait_for_reports(tmp_path, 1)
-    wait_until_gone(pids)
+        first = start(forks, tmp_path, "watch", "0")
+        server = pid_of(forks)
+        assert os.getsid(server) == server
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.kill(server, number)
+        second = start(forks, tmp_path, "watch", "0")
+        wait_for_reports(tmp_path, 2)
+    wait_until_gone([server, first, second])
 
 
 def test_killed_server_takes_its_workers_along_and_starts_no_more(forks, tmp_path):

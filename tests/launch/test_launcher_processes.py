@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 from support.cluster_files import EXAMPLES
@@ -28,10 +29,6 @@ SLEEPING = "import time; time.sleep(60)"
 
 def python(program: str, stage: int = 0) -> WorkerCommand:
     return WorkerCommand(stage, (sys.executable, "-c", program), where="here", env={})
-
-
-def ignore_exit(stage: int, status: int, line: str) -> None:
-    pass
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -88,36 +85,29 @@ def test_killing_a_child_kills_its_own_children(tmp_path):
 
 
 def test_fleet_reports_each_exit_once_with_status_and_last_words(tmp_path):
-    exits = []
-    with Fleet(lambda *exit_: exits.append(exit_)) as fleet:
+    exited = Mock()
+    with Fleet(exited) as fleet:
         fleet.start(python("print('no luck'); raise SystemExit(7)", stage=1), tmp_path / "stage-1.log")
-        wait_until(lambda: fleet.tick() or bool(exits), 30, "an exit")
+        wait_until(lambda: fleet.tick() or exited.called, 30, "an exit")
         fleet.tick()
-    assert exits == [(1, 7, f"its log {tmp_path / 'stage-1.log'} ends with: no luck")]
+    exited.assert_called_once_with(1, 7, f"its log {tmp_path / 'stage-1.log'} ends with: no luck")
 
 
-def test_fleet_kills_workers_that_ignore_sigterm(tmp_path, monkeypatch):
+def test_fleet_of_a_launcher_that_fails_kills_even_workers_that_ignore_sigterm(tmp_path, monkeypatch):
     monkeypatch.setattr(stage_process, "TERMINATE_S", 0.2)
     monkeypatch.setattr(stage_process, "LEAVE_S", 0.0)
     before = set(children(os.getpid()))
-    with Fleet(ignore_exit) as fleet:
+    failed = pytest.raises(RuntimeError, match="launcher failed")
+    with failed, Fleet(Mock()) as fleet:
         fleet.start(python(STUBBORN), tmp_path / "deaf.log")
         fleet.start(python(SLEEPING), tmp_path / "asleep.log")
         wait_until(lambda: (tmp_path / "deaf.log").read_text() == "deaf\n", 30, "SIGTERM is ignored")
-    assert set(children(os.getpid())) <= before
-
-
-def test_fleet_leaves_no_worker_when_the_launcher_fails(tmp_path):
-    before = set(children(os.getpid()))
-    failed = pytest.raises(RuntimeError, match="launcher failed")
-    with failed, Fleet(ignore_exit) as fleet:
-        fleet.start(python(SLEEPING), tmp_path / "log")
         raise RuntimeError("launcher failed")
     assert set(children(os.getpid())) <= before
 
 
 def test_missing_program_is_a_mistake_of_the_user(tmp_path):
-    with Fleet(ignore_exit) as fleet, pytest.raises(UserError, match="cannot start no-such-ssh for stage 2"):
+    with Fleet(Mock()) as fleet, pytest.raises(UserError, match="cannot start no-such-ssh for stage 2"):
         fleet.start(WorkerCommand(2, ("no-such-ssh",), "there", {}), tmp_path / "log")
 
 
@@ -166,6 +156,12 @@ def test_killed_worker_is_started_again_alone(training):
     assert "runs/tiny/logs/stage-1.log" in stdout
 
 
+def test_killed_launcher_leaves_no_orphans(training):
+    stages = workers(training.pid)
+    training.kill()
+    wait_until_gone(stages)
+
+
 def test_run_whose_fork_server_is_killed_ends_as_one_that_lost_its_workers(training):
     """By the out-of-memory killer, say: it is not a mistake in the input, and the run can be resumed."""
     stages = workers(training.pid)
@@ -174,13 +170,6 @@ def test_run_whose_fork_server_is_killed_ends_as_one_that_lost_its_workers(train
     _, stderr = training.communicate(timeout=60)
     assert training.returncode == 3, stderr
     assert "the process that workers are forked from was killed by signal 9, so that no tahq stage" in stderr
-    wait_until_gone(stages)
-
-
-def test_killed_launcher_leaves_no_orphans(training):
-    stages = workers(training.pid)
-    assert len(stages) == 2
-    training.kill()
     wait_until_gone(stages)
 
 

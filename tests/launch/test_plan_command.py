@@ -109,25 +109,34 @@ def test_json_has_the_figures_of_the_report(planned):
     assert given["tokens_per_s"] < figures["tokens_per_s"]
 
 
-def test_numbers_are_estimated_by_default(plan):
-    status, out, _ = plan(tiny(links={"rate": "100mbit"}, pipeline={"stages": 2}))
-    assert status == 0
-    assert "compute: multiply-adds counted, ASSUMED" in out
-    assert "memory: unknown" in out
-    status, out, _ = plan(SLEEPING)
-    assert "compute: cluster.yaml's model.sleep" in out
-    assert status == 0
+SMALL_BATCH = ("--set", "training.global_batch=3", "--set", "training.micro_batch=1")
+OTHER_CODEC = ("--codecs", "wf:bits=3", "--stages", "2")
+CODEC_TIMES = "codecs: {wf:bits=4: {encode_per_element: 1.0e-8, decode_per_element: 1.0e-8}}\n    compute"
+# four micro-batches of two samples in flight on the first stage
+FULL = {**SLEEPING, "pipeline": {"stages": 3, "schedule": "gpipe"}}
 
 
-def test_interpolated_and_borrowed_times_are_named(plan):
-    sizes = ("--set", "training.global_batch=3", "--set", "training.micro_batch=1")
-    assert "is interpolated from those of 2" in plan(SLEEPING, *sizes, numbers=NUMBERS)[1]
-    times = "codecs: {wf:bits=4: {encode_per_element: 1.0e-8, decode_per_element: 1.0e-8}}\n    compute"
-    codecs = ("--codecs", "wf:bits=3", "--stages", "2")
-    _, out, _ = plan(SLEEPING, *codecs, numbers=NUMBERS.replace("compute", times))
-    assert (
-        "wf:bits=3,group=128,center=on was not measured on every host: there it is assumed to be as slow as wf" in out
-    )
+@pytest.mark.parametrize(
+    ("config", "arguments", "numbers", "notes"),
+    [
+        (
+            tiny(links={"rate": "100mbit"}, pipeline={"stages": 2}),
+            *((), None, ["compute: multiply-adds counted, ASSUMED", "memory: unknown"]),
+        ),
+        (SLEEPING, (), None, ["compute: cluster.yaml's model.sleep"]),
+        (SLEEPING, SMALL_BATCH, NUMBERS, ["is interpolated from those of 2"]),
+        (
+            *(SLEEPING, OTHER_CODEC, NUMBERS.replace("compute", CODEC_TIMES)),
+            ["wf:bits=3,group=128,center=on was not measured on every host: there it is assumed to be as slow as wf"],
+        ),
+        (FULL, (), NUMBERS.replace("4GB", "5MB"), ["cluster.yaml unchanged, if it fitted: host0 needs "]),
+    ],
+    ids=["counted", "model.sleep", "interpolated", "another codec's", "memory too small"],
+)
+def test_origin_of_numbers_and_lack_of_memory_are_named(plan, config, arguments, numbers, notes):
+    status, out, _ = plan(config, *arguments, numbers=numbers)
+    assert status == 0
+    assert [note for note in notes if note not in out] == []
 
 
 def test_every_replica_is_shown(plan, tmp_path):
@@ -141,14 +150,6 @@ def test_every_replica_is_shown(plan, tmp_path):
     assert [sum(each["layers"]) for each in replicas["plans"]] == [6, 6]
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("0  ", "1  ")) and "+" in line]
     assert [row[3] for row in rows[-2:]] == ["+".join(map(str, each["layers"])) for each in replicas["plans"]]
-
-
-def test_configuration_that_does_not_fit_the_memory_is_marked(plan):
-    # four micro-batches of two samples in flight on the first stage
-    config = {**SLEEPING, "pipeline": {"stages": 3, "schedule": "gpipe"}}
-    status, out, _ = plan(config, numbers=NUMBERS.replace("4GB", "5MB"))
-    assert status == 0
-    assert "cluster.yaml unchanged, if it fitted: host0 needs " in out
 
 
 def test_example_of_the_docs_is_the_printed_report(tahq, monkeypatch):
@@ -181,24 +182,18 @@ def test_written_file_has_the_plan_in_it(planned):
     assert config.model.sleep.backward == pytest.approx([2 * seconds for seconds in expected])
 
 
-def test_hosts_of_namespaces_keep_their_network(planned):
+def test_hosts_of_namespaces_keep_their_network_so_that_planning_again_predicts_the_same(planned, tahq, tmp_path):
     # three stages, so that all hosts are in it; host0, whose uplink is slow, sends least as the last stage
     _, figures, config = planned(NETWORK, "--stages", "3")
     place = {name: f"host{stage}" for stage, name in enumerate(figures["plan"]["hosts"])}
     links = config.links.model_dump(mode="json", context=WRITTEN_BY_HAND)
     assert links["hosts"][place["host0"]]["up"] == "1mbit"
     assert links["hosts"][place["host2"]]["site"] == "far"
-    assert {frozenset(pair["between"]) for pair in links["pairs"]} == {
-        frozenset((place["host0"], place["host1"])),
-        frozenset((place["host1"], "far")),
-    }
-
-
-def test_planning_a_planned_file_predicts_the_same(planned, tahq, tmp_path):
-    _, first, _ = planned(NETWORK, "--stages", "3")
+    between = {frozenset(pair["between"]) for pair in links["pairs"]}
+    assert between == {frozenset((place["host0"], place["host1"])), frozenset((place["host1"], "far"))}
     assert tahq("tahq", "plan", "planned.yaml", "--stages", "3", "--json", "second.json")[0] == 0
-    second = json.loads((tmp_path / "second.json").read_text())
-    assert second["tokens_per_s"] == pytest.approx(first["tokens_per_s"], rel=0.01)
+    again = json.loads((tmp_path / "second.json").read_text())
+    assert again["tokens_per_s"] == pytest.approx(figures["tokens_per_s"], rel=0.01)
 
 
 def test_codecs_are_chosen_from_the_ladder(planned):
@@ -253,10 +248,7 @@ def test_mistake_is_one_line(plan, tmp_path, arguments, message):
 
 @pytest.mark.parametrize(
     ("num_hosts", "message"),
-    [
-        (2, "numbers.yaml: no host host2 in cluster.yaml, which lists host0, host1"),
-        (4, "numbers.yaml has no numbers of host host3"),
-    ],
+    [(2, "no host host2 in cluster.yaml, which lists host0, host1"), (4, "numbers.yaml has no numbers of host host3")],
 )
 def test_host_that_only_one_file_knows_is_named(plan, num_hosts, message):
     assert_one_line(plan(listed(num_hosts), numbers=NUMBERS), 2, message)

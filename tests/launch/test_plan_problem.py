@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from support.planner_problems import cluster, host
-from support.runs import tiny, write_config
+from support.runs import tiny
 
-from tahq.config.file import load_config
+from tahq.config.cluster import ClusterConfig
 from tahq.config.stage_estimate import stage_estimate
 from tahq.models.model_spec import load_spec
 from tahq.plan.search.stages import StageCosts
@@ -15,32 +15,38 @@ from tahq_launch.plan.problem import PlanChoices, model_numbers, problem_of
 LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96}
 MATRICES = 4 * 64 * 64 + 3 * 64 * 96
 """Elements of a block's matrices."""
+TWO_MICRO_BATCHES = {"global_batch": 4, "micro_batch": 2}
+HOSTS = cluster(host("a"), host("b"))
 
 
-def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block(tmp_path):
-    def block_nbytes(memory: dict) -> float:
-        write_config(tmp_path, tiny(model=LLAMA, memory=memory))
-        config = load_config(tmp_path / "cluster.yaml")
-        return model_numbers(config, load_spec(config.model, vocab_size=256, seq_len=config.data.seq_len)).block_nbytes
+def loaded(vocab_size: int = 256, **sections):
+    """A configuration and its model."""
+    config = ClusterConfig.model_validate(tiny(model=LLAMA, **sections))
+    return config, load_spec(config.model, vocab_size=vocab_size, seq_len=config.data.seq_len)
 
-    plain = block_nbytes({"activations": "none"})
-    kept = block_nbytes({"activations": "coat"})
-    made_anew = block_nbytes({"activations": "coat", "coat": {"keep_weight_codes": False}})
+
+def test_weights_in_fp8_that_are_kept_count_as_memory_of_a_block():
+    plain, kept, made_anew = (
+        model_numbers(*loaded(memory=memory)).block_nbytes
+        for memory in (
+            {"activations": "none"},
+            {"activations": "coat"},
+            {"activations": "coat", "coat": {"keep_weight_codes": False}},
+        )
+    )
     assert (made_anew, kept) == (plain, plain + MATRICES)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
-@pytest.mark.parametrize(
-    "training", [{}, {"optimizer": "qgalore"}, {"optimizer": "galore"}], ids=["adamw", "qgalore", "galore"]
-)
-def test_memory_of_a_plan_is_what_the_dry_run_counts(tmp_path, training, checkpointing):
+@pytest.mark.parametrize("optimizer", ["adamw", "qgalore", "galore"])
+def test_memory_of_a_plan_is_what_the_dry_run_counts(optimizer, checkpointing):
     """With a vocabulary large enough for head and logits to be most of what the last stage takes."""
-    given = {**training, "global_batch": 4, "micro_batch": 2, "activation_checkpointing": checkpointing}
-    values = tiny(model=LLAMA, training=given, pipeline={"stages": 2, "layers": [2, 2], "schedule": "gpipe"})
-    write_config(tmp_path, values)
-    config = load_config(tmp_path / "cluster.yaml")
-    spec = load_spec(config.model, vocab_size=4096, seq_len=config.data.seq_len)
-    problem = problem_of(config, spec, cluster(host("a"), host("b")), PlanChoices())
+    config, spec = loaded(
+        vocab_size=4096,
+        training={**TWO_MICRO_BATCHES, "optimizer": optimizer, "activation_checkpointing": checkpointing},
+        pipeline={"stages": 2, "layers": [2, 2], "schedule": "gpipe"},
+    )
+    problem = problem_of(config, spec, HOSTS, PlanChoices())
     stages = StageCosts(ClusterTable(problem), (0, 1), 2, problem.activations[0], problem.gradients[0])
     layers = np.array([2.0, 2.0])
     planned = stages.fixed_nbytes(layers) + 2 * stages.held_nbytes(layers)
@@ -49,14 +55,11 @@ def test_memory_of_a_plan_is_what_the_dry_run_counts(tmp_path, training, checkpo
     assert planned.tolist() == pytest.approx(counted, rel=0.005)
 
 
-def test_checkpointing_leaves_zero_bubble_out_unless_it_is_named(tmp_path):
-    given = {"global_batch": 4, "micro_batch": 2, "activation_checkpointing": "block"}
-    write_config(tmp_path, tiny(model=LLAMA, training=given, pipeline={"stages": 2}))
-    config = load_config(tmp_path / "cluster.yaml")
-    spec = load_spec(config.model, vocab_size=256, seq_len=config.data.seq_len)
-    hosts = cluster(host("a"), host("b"))
+def test_checkpointing_leaves_zero_bubble_out_unless_it_is_named():
+    training = {**TWO_MICRO_BATCHES, "activation_checkpointing": "block"}
+    config, spec = loaded(training=training, pipeline={"stages": 2})
     usual, named = (
-        problem_of(config, spec, hosts, PlanChoices(schedules=names)) for names in ((), ("1f1b", "zero-bubble"))
+        problem_of(config, spec, HOSTS, PlanChoices(schedules=names)) for names in ((), ("1f1b", "zero-bubble"))
     )
     assert usual.schedules == ("1f1b", "gpipe")
     # a block's input, [2, 32, 64] in fp32, is all that checkpointing keeps until a split backward computes it again

@@ -3,6 +3,8 @@
 import json
 import shlex
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from tahq_launch.start.resolution import resolve_for_run
 
 OLD_RUN = Path(__file__).parents[1] / "integration" / "runs_5e6a489" / "gpt2"
 TINY = ClusterConfig.model_validate(tiny(pipeline={"stages": 2}))
+REACHABLE, UNREACHABLE = nullcontext(), pytest.raises(ConfigError, match=r"run\.bind is .*run\.advertise")
 
 
 def changed(config: ClusterConfig, section: str, **values) -> ClusterConfig:
@@ -27,37 +30,31 @@ def changed(config: ClusterConfig, section: str, **values) -> ClusterConfig:
     return ClusterConfig.model_validate({**content, section: {**content[section], **values}})
 
 
-def test_resume_command_survives_a_shell():
+def test_resume_command_survives_a_shell_and_bind_wins_over_other_overrides():
     request = StartRequest(Path("my cluster.yaml"), ("wire.gradients=fixed:bits=8", "run.name=a b"), bind="127.0.0.1:1")
     assert shlex.split(request.resume_command) == [
         *("tahq-launch", "my cluster.yaml", "--bind", "127.0.0.1:1", "--resume"),
         *("--set", "wire.gradients=fixed:bits=8", "--set", "run.name=a b"),
     ]
-
-
-def test_bind_and_advertise_win_over_other_overrides():
-    request = StartRequest(Path("c.yaml"), ("run.bind=127.0.0.1:1",), bind="127.0.0.1:2", advertise="a.example:3")
-    assert request.all_overrides == ("run.bind=127.0.0.1:1", "run.bind=127.0.0.1:2", "run.advertise=a.example:3")
+    advertised = replace(request, overrides=("run.bind=127.0.0.1:2",), advertise="a.example:3")
+    assert advertised.all_overrides == ("run.bind=127.0.0.1:2", "run.bind=127.0.0.1:1", "run.advertise=a.example:3")
 
 
 @pytest.mark.parametrize(
-    ("run", "address", "reachable"),
+    ("run", "address", "expectation"),
     [
-        ({}, "127.0.0.1", True),
-        ({}, "localhost", True),
-        ({}, "192.0.2.7", False),
-        ({"bind": "localhost:0"}, "gpu1.example", False),
-        ({"bind": "0.0.0.0:0"}, "192.0.2.7", True),
-        ({"bind": "127.0.0.1:5555", "advertise": "relay.example:5555"}, "192.0.2.7", True),
+        ({}, "127.0.0.1", REACHABLE),
+        ({}, "localhost", REACHABLE),
+        ({}, "192.0.2.7", UNREACHABLE),
+        ({"bind": "localhost:0"}, "gpu1.example", UNREACHABLE),
+        ({"bind": "0.0.0.0:0"}, "192.0.2.7", REACHABLE),
+        ({"bind": "127.0.0.1:5555", "advertise": "relay.example:5555"}, "192.0.2.7", REACHABLE),
     ],
 )
-def test_hosts_must_be_able_to_dial_the_coordinator(run, address, reachable):
+def test_hosts_must_be_able_to_dial_the_coordinator(run, address, expectation):
     hosts = [{"address": "127.0.0.1"}, {"address": address}]
     config = ClusterConfig.model_validate({**tiny(pipeline={"stages": 2}, run=run), "hosts": hosts})
-    if reachable:
-        check_reachable(config)
-        return
-    with pytest.raises(ConfigError, match=r"run\.bind is .*run\.advertise"):
+    with expectation:
         check_reachable(config)
 
 

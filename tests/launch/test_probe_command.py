@@ -3,12 +3,12 @@
 import io
 import json
 import math
-import subprocess
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.plain_loop import train_plainly
-from support.runs import Run, command, environment, finish, launch, tiny, write_config
+from support.runs import Run, finish, overrides, tiny, train, write_config
 
 from tahq.config.cluster import ClusterConfig
 from tahq.errors import ConfigError, UserError
@@ -34,9 +34,7 @@ def probe(tahq, tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
-    done = launch(tmp_path_factory.mktemp("run"), TWO_STAGES)
-    assert done.returncode == 0, done.stderr
-    return done
+    return train(tmp_path_factory.mktemp("run"), TWO_STAGES)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -70,30 +68,28 @@ def test_exceeded_limits_are_reported_with_status_0(probe):
     assert "These weights are random" in stdout
 
 
-def test_lossless_wire_has_no_error(probe, tmp_path):
-    status, stdout, _ = probe("--steps", "1", "--batches", "2", "--wire", "raw/raw", "--json", "raw.json")
+@pytest.mark.parametrize(
+    ("changes", "wire", "said", "errors", "delta"),
+    [
+        ([], "raw/raw", "holds with δ = 1;", [0.0], 1.0),
+        (["model.overrides={initializer_range: 30000.0}"], "raw:dtype=fp16 / raw", "NaN or infinite", [None], None),
+    ],
+    ids=["lossless", "activations of 1e5 overflow fp16"],
+)
+def test_zero_and_infinite_errors_are_in_report_and_json(probe, tmp_path, changes, wire, said, errors, delta):
+    arguments = (*overrides(*changes), "--steps", "1", "--batches", "2", "--wire", wire, "--json", "out.json")
+    status, stdout, _ = probe(*arguments)
     assert status == 0
-    assert "holds with δ = 1;" in stdout
-    (wire,) = json.loads((tmp_path / "raw.json").read_text())["wires"]
-    assert (wire["step_errors"], wire["expectation_errors"], wire["cosines"]) == ([0.0, 0.0], [0.0], [1.0, 1.0])
-
-
-def test_errors_that_are_not_finite_are_null_in_the_json(probe, tmp_path):
-    """Activations of 1e5 overflow fp16."""
-    arguments = ("--set", "model.overrides={initializer_range: 30000.0}", "--steps", "1", "--batches", "1")
-    status, stdout, _ = probe(*arguments, "--wire", "raw:dtype=fp16 / raw", "--json", "out.json")
-    assert status == 0
-    assert "NaN or infinite" in stdout
-    (wire,) = json.loads((tmp_path / "out.json").read_text())["wires"]
-    assert (wire["step_errors"], wire["delta"]) == ([None], None)
+    assert said in stdout
+    (measured,) = json.loads((tmp_path / "out.json").read_text())["wires"]
+    assert (measured["step_errors"], measured["expectation_errors"]) == (2 * errors, errors)
+    assert measured["delta"] == delta
 
 
 @pytest.mark.acceptance
 def test_program_prints_plain_lines_to_a_pipe(tmp_path):
     write_config(tmp_path, CONFIG)
-    arguments = ("probe", "cluster.yaml", "--steps", "1", "--batches", "1", "--wire", "tah / raw")
-    options = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([command("tahq"), *arguments], **options)
+    done = finish(tmp_path, "tahq", "probe", "cluster.yaml", "--steps", "1", "--batches", "1", "--wire", "tah / raw")
     assert done.returncode == 0
     assert done.stderr.startswith("0 of 2 gradients: step 0, batch 1 of 1, without codecs\n")
     assert "\x1b" not in done.stdout + done.stderr
@@ -129,10 +125,8 @@ def test_gradients_that_are_not_finite_without_codecs_end_with_status_5(probe):
 
 
 def test_too_little_memory_is_reported_with_advice(probe, monkeypatch):
-    def allocate(setup, request):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(probe_command, "measure", allocate)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(probe_command, "measure", Mock(side_effect=error))
     assert_one_line(probe(), 4, "CUDA out of memory", "--batches 1")
 
 
@@ -173,14 +167,13 @@ def test_progress_on_a_terminal_is_a_bar_that_is_removed(monkeypatch):
         ("tah / fixed:bits=6", ("tah", "fixed:bits=6")),
         ("tah/raw", ("tah", "raw")),
         ("  tah:int4=4/5/tah:int4=1/2  ", ("tah:int4=0.8", "tah:int4=0.5")),
+        *((text, None) for text in ("tah", "tah / raw / raw", "tah:int4=4/5", "", "tah / raww")),
     ],
 )
-def test_wire_is_split_at_the_slash_between_two_codecs(text, expected):
-    assert parse_wire(text) == parse_wire(" / ".join(expected))
-
-
-@pytest.mark.parametrize("text", ["tah", "tah / raw / raw", "tah:int4=4/5", "", "tah / raww"])
-def test_malformed_wire_is_refused(text):
+def test_wire_is_split_at_the_slash_between_two_codecs_or_refused(text, expected):
+    if expected:
+        assert parse_wire(text) == parse_wire(" / ".join(expected))
+        return
     with pytest.raises(ConfigError, match=r"expected 'FORWARD / BACKWARD'|did you mean raw"):
         parse_wire(text)
 
@@ -225,8 +218,7 @@ def test_another_model_than_the_checkpoints_is_refused(run, probe):
 @pytest.mark.acceptance
 def test_run_of_low_rank_weights_is_probed_from_its_export_only(tmp_path):
     low_rank = {**TWO_STAGES, "training": {**TWO_STAGES["training"], "optimizer": "qgalore", "qgalore": {"rank": 8}}}
-    trained = launch(tmp_path, low_rank)
-    assert trained.returncode == 0, trained.stderr
+    trained = train(tmp_path, low_rank)
     with pytest.raises(UserError, match=r"trained by qgalore.*tahq export"):
         open_setup(request(trained, resume=True))
     done = finish(tmp_path, "tahq", "export", str(trained.folder), "hf")
@@ -302,7 +294,5 @@ def test_notes_fit_the_measurements():
 
 def test_report_as_json_has_null_for_values_that_are_not_finite():
     (wire,) = as_json(facts(), [result(0.1, math.nan)])["wires"]
-    assert wire["step_errors"] == [0.1, None]
-    assert wire["groups"] == {"stage 0": None}
-    assert wire["delta"] is None
+    assert (wire["step_errors"], wire["groups"], wire["delta"]) == ([0.1, None], {"stage 0": None}, None)
     assert (wire["below_step_limit"], wire["below_expectation_limit"]) == (False, None)

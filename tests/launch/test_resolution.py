@@ -153,7 +153,6 @@ def test_shares_are_of_the_measured_rates(load_listed):
 
 
 def test_host_with_a_link_inside_its_site_gets_no_cap(load_listed):
-    """Workers would refuse it when they check the resolved configuration."""
     config = with_measured(load_listed("first: gradients, inside: gloo", site=", site: lab"))
     assert [host.cap_up for host in config.hosts] == [None, None, 19e6]
     assert ClusterConfig.model_validate(config.model_dump(mode="json")) == config

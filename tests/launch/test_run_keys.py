@@ -96,7 +96,7 @@ def test_keygen_prints_the_public_half_and_keeps_the_other(tahq, tmp_path):
     assert tahq("tahq", "keygen", "--out", "gpu1.secret", "--show")[1] == public
 
 
-def test_keys_that_are_not_on_stdin_are_a_mistake(monkeypatch):
+def test_missing_keys_on_stdin_are_a_mistake(monkeypatch):
     monkeypatch.setattr(os, "read", lambda *_: b"")
     with pytest.raises(UserError, match="no keys came on stdin"):
         keys_from_stdin()

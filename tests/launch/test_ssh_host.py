@@ -19,7 +19,7 @@ import tahq_launch
 import tahq_netem
 from tahq.comm.config import MachineConfig
 from tahq.comm.keys import new_key_pair
-from tahq_launch.start.run_keys import RunKeys
+from tahq_launch.start.run_keys import PLAIN, RunKeys, WorkerSecret
 from tahq_launch.start.worker_command import ssh_command, worker_by_hand
 
 from .conftest import ENDLESS, TWO_STAGES, wait_for_steps, wait_until_gone
@@ -33,46 +33,40 @@ needs_sshd = pytest.mark.skipif(
 )
 
 
-def words(command) -> list[str]:
-    """The last argument as a POSIX shell on the other side splits it."""
-    return shlex.split(command.argv[-1])
+def remote_command(stage: int, secret: WorkerSecret = PLAIN, threads: int | None = None, **host):
+    """The command for a worker on gpu1, and the words that a POSIX shell there splits its last argument into."""
+    machine = MachineConfig.model_validate({"address": "gpu1", "ssh": "me@gpu1"} | host)
+    command = ssh_command(machine, stage, PEER, secret=secret, threads=threads)
+    return command, shlex.split(command.argv[-1])
 
 
-def test_remote_command_survives_the_remote_shell():
-    host = MachineConfig(
-        address="gpu1", ssh="me@gpu1", python="/opt/my env/bin/python", workdir="a b/$c", env={"X": "it's; rm -rf ~"}
-    )
-    script = words(ssh_command(host, 2, PEER, threads=3))
+def test_remote_command_survives_the_remote_shell_in_its_workdir():
+    environment = {"X": "it's; rm -rf ~"}
+    _, script = remote_command(2, python="/opt/my env/bin/python", workdir="a b/$c", env=environment, threads=3)
     assert script[:5] == ["cd", "a b/$c", "&&", "exec", "env"]
     assert {"X=it's; rm -rf ~", "OMP_NUM_THREADS=3"} < set(script)
     assert script[script.index("/opt/my env/bin/python") + 1 :] == [
         *("-m", "tahq_launch.cli", "worker", "--stage", "2", "--peer", PEER, "--exit-with-stdin", "--no-curve")
     ]
+    assert remote_command(0)[1][0] == "exec"
+    assert remote_command(0, workdir="~/my runs")[1][:2] == ["cd", "my runs"]
 
 
 def test_key_of_a_remote_worker_is_sent_over_stdin_only():
     own, coordinator = new_key_pair(), new_key_pair()
     secret = RunKeys(coordinator, {2: own}, frozenset()).secret_of(2)
-    command = ssh_command(MachineConfig(address="gpu1", ssh="gpu1"), 2, PEER, secret=secret)
-    assert words(command)[-2:] == ["--exit-with-stdin", "--keys-from-stdin"]
+    command, script = remote_command(2, secret)
+    assert script[-2:] == ["--exit-with-stdin", "--keys-from-stdin"]
     assert command.first_input == f"{own.secret} {coordinator.public}\n".encode()
     assert own.secret not in f"{command.argv} {command.env} {command!r} {secret!r} {own!r}"
 
 
 def test_users_ssh_options_come_first_and_the_destination_is_not_an_option():
-    host = MachineConfig(address="gpu1", ssh="me@gpu1", ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])
-    argv = ssh_command(host, 0, PEER).argv
+    argv = remote_command(0, ssh_options=["-p", "2222", "-o", "ConnectTimeout=99"])[0].argv
     assert argv[:5] == ("ssh", "-p", "2222", "-o", "ConnectTimeout=99")
     assert argv.index("ConnectTimeout=99") < argv.index("ConnectTimeout=15")
     assert "BatchMode=yes" in argv
     assert argv[-3:-1] == ("--", "me@gpu1")
-
-
-def test_workdir_starts_at_the_login_folder():
-    host = MachineConfig(address="gpu1", ssh="gpu1")
-    assert words(ssh_command(host, 0, PEER))[0] == "exec"
-    in_home = host.model_copy(update={"workdir": "~/my runs"})
-    assert words(ssh_command(in_home, 0, PEER))[:2] == ["cd", "my runs"]
 
 
 def test_command_by_hand_is_that_of_the_documentation():

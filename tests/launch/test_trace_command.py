@@ -88,9 +88,8 @@ def test_damaged_trace_is_named_and_the_others_are_written(run, tmp_path, capsys
 
 
 def test_without_a_whole_trace_every_damaged_one_is_named(run, tmp_path):
-    (run / "trace" / "step-000002.json").write_text("{}")
-    whole = (run / "trace" / "step-000003.json").read_text()
-    (run / "trace" / "step-000003.json").write_text(whole[: len(whole) // 2])
+    for step, text in ((2, "{}"), (3, '{"traceEvents": [')):
+        (run / "trace" / f"step-00000{step}.json").write_text(text)
     with pytest.raises(UserError, match=r"step-000002\.json is not .*; .*step-000003\.json is not "):
         trace(run, None, tmp_path / "all.json")
     assert not (tmp_path / "all.json").exists()
