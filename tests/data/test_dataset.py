@@ -73,7 +73,7 @@ def test_too_little_text_is_refused_with_numbers(tmp_path, byte_dataset):
         byte_dataset(text=str(tmp_path))
 
 
-def test_validation_of_less_than_a_sample_is_warned_of(tmp_path, byte_dataset, caplog):
+def test_validation_share_below_one_sample_logs_a_warning(tmp_path, byte_dataset, caplog):
     (tmp_path / "a.txt").write_text("x" * 300)
     with caplog.at_level(logging.WARNING):
         dataset = byte_dataset(text=str(tmp_path), seq_len=64)

@@ -141,7 +141,7 @@ def test_file_without_a_line_is_refused(load):
         load(["", "  "])
 
 
-def test_further_keys_and_windows_line_ends_are_passed_over(load):
+def test_extra_keys_and_windows_line_ends_are_ignored(load):
     assert load([json.dumps({**pair("a", "b"), "source": 7}) + "\r"]).num_train_samples == 1
 
 

@@ -34,13 +34,13 @@ def test_patterns_give_files_in_order(tree, patterns, suffix, expected):
     assert [file.path.relative_to(tree).as_posix() for file in found] == expected
 
 
-def test_file_whose_name_looks_like_a_glob_is_taken_as_it_is(tmp_path):
+def test_existing_file_with_glob_characters_in_its_name_is_taken_literally(tmp_path):
     path = tmp_path / "data[1].txt"
     path.write_text("x")
     assert [file.path for file in find_files([str(path)], key="data.text")] == [path]
 
 
-def test_only_files_that_the_user_wrote_down_are_named(tree):
+def test_only_files_listed_by_the_user_are_marked_as_named(tree):
     found = find_files([str(tree / "a.txt"), str(tree)], key="data.text")
     assert [file.named for file in found] == [True, False, False, False, False]
 
@@ -62,9 +62,6 @@ def test_pattern_without_match_is_refused_by_name(tree, pattern, problem):
         find_files([str(tree), str(tree / pattern)], key="data.text")
     assert str(tree / pattern) in str(caught.value)
     assert str(caught.value).startswith("data.text: ")
-
-
-def test_empty_list_is_refused():
     with pytest.raises(DataError, match=r"data.text is an empty list"):
         find_files([], key="data.text")
 

@@ -136,7 +136,7 @@ def test_second_call_with_a_key_reads_what_the_first_made(cache):
 
 
 @pytest.mark.parametrize("damage", [b"", b"not numpy", b"\x93NUMPY\x01\x00", None], ids=str)
-def test_damaged_entry_is_made_anew_and_repaired(cache, damage, caplog):
+def test_damaged_cache_entry_is_rebuilt(cache, damage, caplog):
     make = Maker()
     cached_tokens("key", make)
     [path] = stored(cache)
@@ -148,7 +148,7 @@ def test_damaged_entry_is_made_anew_and_repaired(cache, damage, caplog):
     assert make.calls == 2
 
 
-def test_cache_that_cannot_be_written_is_not_needed(tmp_path, monkeypatch, caplog):
+def test_unwritable_cache_is_skipped_with_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("a file where a folder should be")
     monkeypatch.setenv("TAHQ_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
@@ -165,7 +165,7 @@ def test_failed_tokenising_leaves_nothing_behind(cache):
     assert not (cache / "tokens").exists()
 
 
-def test_workers_that_start_together_do_not_clash(cache):
+def test_concurrent_workers_share_one_cache_entry(cache):
     make = Maker()
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: cached_tokens("key", make).tolist(), range(24)))

@@ -142,7 +142,7 @@ def test_file_in_the_format_of_tokenizer_json_is_enough(bpe_folder, tmp_path):
     assert load(path).encode("Sentence").tolist() == load(bpe_folder).encode("Sentence").tolist()
 
 
-def test_missing_end_of_document_is_warned_of(bpe_folder, tmp_path, caplog):
+def test_missing_end_of_document_logs_a_warning(bpe_folder, tmp_path, caplog):
     shutil.copy(bpe_folder / "tokenizer.json", tmp_path)
     with caplog.at_level(logging.WARNING):
         assert load(tmp_path).end_of_document is None
@@ -168,20 +168,16 @@ def test_missing_folder_says_that_nothing_is_downloaded():
         load("no/where")
 
 
-def test_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"holds no tokenizer, none of tokenizer\.json"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
         ("tokenizer.json", "{}", "no tokenizer can be read from"),
         ("tokenizer.json", "not JSON", "no tokenizer can be read from"),
         ("vocab.txt", "", "no tokenizer can be read from"),
+        ("notes.md", "", r"holds no tokenizer, none of tokenizer\.json"),
     ],
 )
-def test_damaged_tokenizer_is_refused_in_one_line(tmp_path, name, content, problem):
+def test_damaged_or_missing_tokenizer_is_refused_in_one_line(tmp_path, name, content, problem):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=problem) as caught:
         load(tmp_path)

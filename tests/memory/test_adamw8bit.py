@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.adamw_checks import distances, normal
+from support.adamw_checks import distances
+from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.memory.adam.adamw import BlockwiseAdamW, adamw8bit_states, plain_adamw_states
@@ -72,7 +73,7 @@ def one_step(value):
 
 
 @pytest.mark.parametrize("value", [1e-15, 1e-3, 1.0, 1e15])
-def test_first_step_of_a_constant_gradient_is_a_rate_long(value):
+def test_first_step_has_the_length_of_the_rate_with_a_constant_gradient(value):
     """m̂/√v̂ is 1 but for roundings, about eight of 2⁻²⁴; ε counts where g is small."""
     _, weight = one_step(value)
     expected = -RATE * value / (value + 1e-8)
@@ -105,7 +106,7 @@ def test_gradients_whose_square_overflows_stop_their_own_block_only():
     assert parameter.isfinite().all()
 
 
-def test_weight_moves_by_moments_that_are_not_rounded_yet():
+def test_weights_move_by_the_moments_before_rounding():
     errors, path = distances(all_coded, (256,), RATES, gradient, steps=1)
     assert (errors <= 1e-5 * path + 2**-22 / RATE).all()  # the first step has no rounding before it
 
@@ -128,7 +129,7 @@ def test_blocks_do_not_affect_each_other():
     assert torch.equal(whole, torch.cat([first, second]))
 
 
-def test_slices_of_large_parameters_give_what_one_slice_gives(monkeypatch):
+def test_result_does_not_depend_on_the_size_of_slices(monkeypatch):
     def trained():
         parameter = Parameter(normal((5000,), 0))
         optimizer = all_coded([parameter])

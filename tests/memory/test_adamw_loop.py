@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.adamw_checks import normal
+from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.memory.adam import loop
@@ -51,7 +51,7 @@ def test_resuming_from_states_is_exact_to_the_bit(config):
 
 
 @every_config
-def test_parameter_without_a_gradient_has_states_and_stays(config):
+def test_parameter_without_a_gradient_has_states_and_does_not_change(config):
     parameters, optimizer = built(config, START)
     train(parameters, optimizer, range(2))
     used, unused = (optimizer.state[parameters[name]] for name in ("matrix", "unused"))
@@ -82,7 +82,7 @@ def test_weights_and_gradients_may_have_odd_strides(config):
     ("device_type", "hip", "triton", "expected"),
     [("cuda", None, True, True), ("cpu", None, True, False), ("cuda", "6.4", True, False), ("cuda", None, None, False)],
 )
-def test_kernels_with_ptx_are_for_nvidias_devices_with_triton(device_type, hip, triton, expected, monkeypatch):
+def test_ptx_kernels_need_an_nvidia_device_and_triton(device_type, hip, triton, expected, monkeypatch):
     monkeypatch.setattr("tahq.memory.adam.loop.find_spec", lambda name: triton)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert loop.has_ptx.__wrapped__(device_type) is expected

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain, normal
+from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
 from support.interpreter import in_interpreter
+from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.pipeline.config import TrainingConfig
@@ -14,44 +15,44 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("shape", [(1,), (127,), (128,), (2048,), (4097,), (33, 77)], ids=str)
-def test_codes_scales_and_weights_are_the_references(shape):
+def test_codes_scales_and_weights_equal_the_reference_for_any_shape(shape):
     check_8bit(shape, CPU)
 
 
 @pytest.mark.parametrize("gradients", GRADIENTS)
-def test_whatever_the_gradients(gradients):
+def test_codes_scales_and_weights_equal_the_reference_for_any_gradients(gradients):
     """In a program that is filled and in one that is not."""
     check_8bit((1724,), CPU, gradients=gradients)
 
 
 @pytest.mark.parametrize("block", [64, 512, 2048])
-def test_blocks_of_other_sizes(block):
+def test_kernels_equal_the_reference_with_other_block_sizes(block):
     check_8bit((3000,), CPU, block=block)
 
 
-def test_without_gather_as_in_triton_3_2(monkeypatch):
+def test_kernels_equal_the_reference_without_gather_as_in_triton_3_2(monkeypatch):
     monkeypatch.setattr("tahq.memory.adam.blockwise8_kernels._HAS_GATHER", False)
     monkeypatch.delattr("triton.language.gather")
     check_8bit((1500,), CPU)
 
 
-def test_bf16_weights_and_gradients():
+def test_kernels_equal_the_reference_with_bf16_weights_and_gradients():
     check_8bit((1500,), CPU, weight_dtype=torch.bfloat16, gradient_dtype=torch.bfloat16)
     check_8bit((1500,), CPU, gradient_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (127,), (1024,), (33, 77)], ids=str)
-def test_moments_that_have_no_codes(shape, dtype):
+def test_kernels_equal_the_reference_with_unquantised_moments(shape, dtype):
     check_plain(shape, CPU, dtype)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_at_every_border_the_code_is_the_references(signed):
+def test_codes_equal_the_reference_at_every_border(signed):
     check_every_border(CPU, signed)
 
 
-def test_kernels_stay_with_their_tensors_and_no_longer(monkeypatch):
+def test_kernels_are_bound_anew_when_tensors_are_replaced(monkeypatch):
     """An optimizer whose weights, gradients and states are replaced in between, against one that has no kernels."""
 
     def trained(uses_kernels: bool) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.interpreter import in_interpreter
+from support.samples import normal
 
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 from tahq.memory.galore.subspace import Int4Projection
@@ -32,7 +33,7 @@ def assert_same(one: Int8Weight, other: Int8Weight) -> None:
 
 def values_of(shape, seed=0) -> torch.Tensor:
     """Ordinary groups, one of one sign, zeros, tiny and huge ones."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    values = normal(shape, seed)
     flat = values.view(-1)
     flat[:256] += 5
     flat[256:512] = 0
@@ -52,7 +53,7 @@ def values_of(shape, seed=0) -> torch.Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("key", [None, 5, 2**63 + 11])
-def test_update_and_decoding_are_the_plain_ones(kernels, shape, key):
+def test_int8_update_and_decoding_equal_plain_torch(kernels, shape, key):
     values = values_of(shape)
     plain, kernel = weights(values)
     for round_, dtype in enumerate((torch.float32, torch.bfloat16)):
@@ -65,7 +66,7 @@ def test_update_and_decoding_are_the_plain_ones(kernels, shape, key):
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 129), (33, 129)], ids=str)
 @pytest.mark.parametrize("key", [5, 2**63 + 11])
-def test_bf16_is_updated_as_by_plain_torch(kernels, shape, key):
+def test_bf16_update_equals_plain_torch(kernels, shape, key):
     plain = FullWeight(shape, torch.device("cpu"), torch.bfloat16)
     plain.assign(values_of(shape))
     kernel = plain.values.clone()
@@ -76,7 +77,7 @@ def test_bf16_is_updated_as_by_plain_torch(kernels, shape, key):
         assert torch.equal(kernel.view(torch.int16), plain.values.view(torch.int16))
 
 
-def test_bf16_keeps_what_is_not_finite(kernels):
+def test_bf16_update_keeps_nan_and_infinity(kernels):
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32)
     values = torch.zeros(6, dtype=torch.bfloat16)
     kernels.add16(values, bits.view(torch.float32), keep=1.0, rate=1.0, key=7)
@@ -84,7 +85,7 @@ def test_bf16_keeps_what_is_not_finite(kernels):
     assert values[4:].tolist() == [float("inf"), float("-inf")]
 
 
-def test_nearest_is_half_to_even(kernels):
+def test_nearest_rounding_takes_ties_to_even(kernels):
     halves = torch.arange(-127, 127.5, 0.5)
     plain, kernel = weights(torch.zeros(halves.numel()))
     plain.add(halves, keep=1.0, rate=1.0, key=None)
@@ -93,8 +94,8 @@ def test_nearest_is_half_to_even(kernels):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 85), (33, 129)], ids=str)
-def test_projections_are_decoded_as_by_plain_torch(kernels, shape):
+def test_int4_projections_are_decoded_as_by_plain_torch(kernels, shape):
     projection = Int4Projection(shape, torch.device("cpu"))
-    projection.assign(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    projection.assign(normal(shape, 1))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(kernels.decoded4(projection, dtype), projection.decoded(dtype))

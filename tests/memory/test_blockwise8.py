@@ -4,14 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.samples import normal
 
 from tahq.memory.adam.blockwise8 import BLOCK, borders, decode, dynamic_map, encode
 
 both = pytest.mark.parametrize("signed", [True, False])
-
-
-def gaussian(shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def round_trip(x, signed, block=BLOCK):
@@ -54,8 +51,8 @@ def test_map_by_hand():
 
 
 @both
-def test_codes_are_those_of_the_nearest_values(signed):
-    x = gaussian((5, 301)) * 10 ** gaussian((5, 301), seed=1)
+def test_codes_are_nearest_values_by_exhaustive_search(signed):
+    x = normal((5, 301)) * 10 ** normal((5, 301), seed=1)
     x = x if signed else x.square()
     codes, _ = encode(x, signed)
     assert torch.equal(codes, nearest_by_search(x, signed))
@@ -63,7 +60,7 @@ def test_codes_are_those_of_the_nearest_values(signed):
 
 @both
 @pytest.mark.parametrize("scale", [2.0**-126, 3e-30, 0.7, 1.0, 1.9999999, 3e38])
-def test_codes_are_those_that_a_search_among_all_borders_finds(signed, scale):
+def test_codes_at_and_beside_every_border_equal_a_search_among_borders(signed, scale):
     """An element halfway between two values rounds towards 0."""
     limits = borders(signed) * scale
     x = torch.cat([limits, torch.nextafter(limits, torch.tensor(3e38)), torch.nextafter(limits, torch.tensor(0.0))])
@@ -79,8 +76,8 @@ def test_codes_are_those_that_a_search_among_all_borders_finds(signed, scale):
 
 @pytest.mark.parametrize("shape", [(1,), (127,), (128,), (255,), (256,), (257,), (4097,), (33, 77), (2, 3, 5), ()])
 @both
-def test_every_element_is_near_whatever_the_shape(shape, signed):
-    x = gaussian(shape)
+def test_error_is_at_most_half_a_cell_for_any_shape(shape, signed):
+    x = normal(shape)
     x = x if signed else x.square()
     codes, scales = encode(x, signed)
     assert (codes.dtype, codes.numel()) == (torch.uint8, x.numel())
@@ -111,7 +108,7 @@ def test_subnormal_blocks_are_zeros(signed):
 @both
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(signed, bad):
-    x = gaussian(768).abs()
+    x = normal(768).abs()
     x[300] = bad
     found = round_trip(x, signed)
     assert found[256:512].isnan().all()
@@ -131,14 +128,14 @@ def test_without_a_sign_only_zero_and_negative_elements_are_zero():
 
 @both
 def test_block_size_is_a_parameter(signed):
-    x = gaussian(1000).abs() * torch.logspace(-3, 0, 1000)
+    x = normal(1000).abs() * torch.logspace(-3, 0, 1000)
     errors = [float((round_trip(x, signed, block) - x).square().mean()) for block in (32, 256, 1000)]
     assert errors == sorted(errors)
     assert torch.equal(encode(x, signed, 64)[0], nearest_by_search(x, signed, 64))
 
 
-def test_codes_are_those_of_the_values_whatever_strides_and_type():
-    x = gaussian((40, 60))
+def test_codes_do_not_depend_on_strides_and_dtype():
+    x = normal((40, 60))
     assert torch.equal(encode(x.t(), True)[0], encode(x.t().contiguous(), True)[0])
     assert torch.equal(encode(x.bfloat16(), True)[0], encode(x.bfloat16().float(), True)[0])
 

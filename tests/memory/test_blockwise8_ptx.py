@@ -39,7 +39,7 @@ def test_the_border_at_a_place_decides_right_for_every_quotient(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_is_not_a_number_is_at_the_first_border(signed):
+def test_nan_is_placed_at_the_first_border(signed):
     assert places([np.nan] * 4, signed).tolist() == [0] * 4
 
 

@@ -52,7 +52,7 @@ def plain_slice(blocks):
     return build_slice(SPEC, blocks, seed=0, device="cpu", random=RandomContext(0))
 
 
-def test_weights_gradients_and_optimizer_are_those_of_the_slice():
+def test_bytes_of_weights_gradients_and_optimizer_equal_those_of_the_slice():
     nbytes = sum(parameter.nbytes for parameter in plain_slice(BlockRange(0, 2, 4)).parameters())
     memory = estimate(BlockRange(0, 2, 4))
     assert (memory.weights, memory.gradients, memory.optimizer) == (nbytes, nbytes, 2 * nbytes)
@@ -69,7 +69,7 @@ def test_kept_codes_count_with_the_weights():
 
 
 @pytest.mark.parametrize(("blocks", "has_head"), [(BlockRange(1, 3, 4), False), (BlockRange(2, 4, 4), True)])
-def test_bf16_copies_count_once_for_all_micro_batches_in_flight_but_the_heads_with_checkpointing(blocks, has_head):
+def test_bf16_copies_count_once_except_the_head_with_checkpointing(blocks, has_head):
     of_block = 2 * SPEC.layout.block_weights(SPEC.hf_config)
     of_head = 2 * 32 * 64 if has_head else 0
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_has_neither_bf16_copies_nor_codes(checkpoint_blocks):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer_bytes_are_those_that_the_optimizer_keeps(optimizer):
+def test_optimizer_bytes_equal_its_tensors(optimizer):
     blocks = BlockRange(1, 2, 4)
     module = plain_slice(blocks)
     parameters = module.canonical_parameters()
@@ -110,7 +110,7 @@ def test_optimizer_bytes_are_those_that_the_optimizer_keeps(optimizer):
 
 @pytest.mark.parametrize(("optimizer", "ends"), [("qgalore", "bf16"), ("qgalore", "int8"), ("galore", "fp32")])
 @pytest.mark.parametrize("blocks", [BlockRange(1, 3, 4), BlockRange(0, 1, 4), BlockRange(3, 4, 4)], ids=str)
-def test_low_rank_weights_count_as_a_stage_saves_them(optimizer, blocks, ends):
+def test_bytes_of_low_rank_weights_equal_the_saved_tensors(optimizer, blocks, ends):
     config = TrainingConfig(steps=1, optimizer=optimizer, qgalore={"ends": ends})
     settings = low_rank_settings(config, 0)
     module = build_low_rank_slice(SPEC, blocks, settings, seed=0, device=torch.device("cpu"), random=RandomContext(0))
@@ -129,7 +129,7 @@ def test_low_rank_weights_count_as_a_stage_saves_them(optimizer, blocks, ends):
     assert memory.optimizer == sum(each.nbytes for each in states)
 
 
-def test_activations_are_those_of_all_micro_batches_in_flight_and_what_weight_gradients_need_if_it_is_more():
+def test_activations_cover_micro_batches_in_flight_and_deferred_weight_gradients():
     blocks = BlockRange(1, 3, 4)
     saved, left = saved_by_slice(SPEC, blocks, SHAPE, checkpoint_blocks=True), deferred_by_slice(SPEC, blocks, SHAPE)
     again = estimate(blocks, in_flight=3, put_off=2, checkpoint_blocks=True)

@@ -5,9 +5,10 @@ from itertools import product
 
 import pytest
 import torch
-from support.adamw_checks import distances, normal
+from support.adamw_checks import distances
 from support.fp8_adamw_reference import step_reference
 from support.fp8_moments import FORMATS, Trained
+from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.memory.coat.fp8_adamw import CHUNK_GROUPS, Fp8AdamW, step_in_torch
@@ -30,7 +31,7 @@ def fp8(stored, parameters):
 
 
 @pytest.mark.parametrize("shape", [1, 127, 128, 4097, (5, 3, 129)], ids=str)
-def test_first_step_is_torchs(shape):
+def test_first_step_equals_torchs_adamw(shape):
     """Moments are zero before, and used before they are quantised: 8 operations, each rounded by 2⁻²⁴ relative."""
     errors, _ = distances(partial(fp8, DEFAULT), shape, RATES, normal, steps=1)
     assert errors.max() * RATES["lr"] <= 8 * 2.0**-24 * normal(shape, 0).abs().max()

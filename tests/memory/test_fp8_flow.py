@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.samples import normal
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,33 +13,25 @@ from tahq.errors import ModelError
 from tahq.memory.coat import fp8_flow_reference as reference
 from tahq.memory.coat import fp8_linear
 from tahq.memory.coat.fp8_codes import E4M3, E5M2, GroupCodes, TensorCodes
-from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, linear_forward, product
 from tahq.memory.config import CoatConfig
-from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients
-from tahq.models.keyed_dropout import RandomContext
-from tahq.models.model_spec import ModelSpec, load_spec
-from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice
+from tahq.models.slice import ModelSlice
+
+from .slices import MICRO_BATCH, SEQ_LEN, make_slice, make_spec, saved_storages
 
 # Round to nearest with 3 (E4M3) or 2 (E5M2) bits behind the point: at most half a unit, 2⁻⁴ or 2⁻³ of the number, and
 # √3 times less in the mean square over numbers spread evenly between two codes.
 WORST = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 RMS = {name: 2.0**-power / math.sqrt(3) for name, power in (("e4m3", 4), ("e5m2", 3))} | {"bf16": 0.0}
-MICRO_BATCH, SEQ_LEN = 2, 48
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # -- quantisers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 100])
-def test_a_group_of_16_channels_has_a_scale_of_its_own(channels):
-    x = normal(7, channels) * 10.0 ** torch.arange(-3, 4)[:, None]
+def test_each_group_of_16_channels_has_its_own_scale(channels):
+    x = normal((7, channels)) * 10.0 ** torch.arange(-3, 4)[:, None]
     x[2, 0] = 1e4  # an outlier spoils its own group
     codes = reference.quantize_groups(x)
     assert codes.scales.shape == (7, math.ceil(channels / 16))
@@ -55,7 +48,7 @@ def test_worked_example_of_a_group():
 
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_group_scaling_gives_the_scale_of_the_whole_tensor(fp8):
-    x = normal(9, 100)
+    x = normal((9, 100))
     scale = reference.tensor_scale(reference.group_maxima(x), fp8)
     assert scale.item() == pytest.approx(x.abs().max().item() / torch.finfo(fp8).max, rel=1e-6)
     values = reference.quantize_tensor(x, scale, fp8, "rows").dequantized(torch.float32)
@@ -73,8 +66,8 @@ def test_zeros_tiny_and_huge_numbers_stay_finite(x):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_makes_its_group_and_its_tensor_nan(bad):
-    x = normal(2, 48)
+def test_nan_and_infinity_make_their_group_and_tensor_nan(bad):
+    x = normal((2, 48))
     x[1, 20] = bad
     values = reference.dequantize_groups(reference.quantize_groups(x))
     assert values[1, 20].isnan()
@@ -88,14 +81,14 @@ def test_what_is_not_finite_makes_its_group_and_its_tensor_nan(bad):
 
 
 def test_gradient_of_a_norm_is_that_of_the_function_of_its_codes():
-    x, added, weight = normal(6, 40), normal(6, 40, seed=1).bfloat16(), normal(40, seed=2)
+    x, added, weight = normal((6, 40)), normal((6, 40), seed=1).bfloat16(), normal(40, seed=2)
     norm = reference.norm_forward(x, added, weight, 1e-5)
     assert torch.equal(norm.total, x + added)
     coded = reference.dequantize_groups(norm.codes).requires_grad_()
     leaf = weight.clone().requires_grad_()
     y = F.rms_norm(coded, (40,), leaf, 1e-5)
     assert norm.maxima.max().item() == pytest.approx(y.abs().max().item(), rel=1e-5)
-    flowing, past = [normal(6, 40, seed=seed) for seed in (3, 4, 5)], normal(6, 40, seed=6)
+    flowing, past = [normal((6, 40), seed=seed) for seed in (3, 4, 5)], normal((6, 40), seed=6)
     y.backward(sum(flowing))
     of_input, of_weight = reference.norm_backward(flowing, norm.codes, norm.rstd, weight, past)
     torch.testing.assert_close(of_input, coded.grad + past)
@@ -103,7 +96,7 @@ def test_gradient_of_a_norm_is_that_of_the_function_of_its_codes():
 
 
 def test_gradient_of_a_gated_activation_is_that_of_the_function_of_its_codes():
-    gate, up, flowing = normal(6, 40), normal(6, 40, seed=1), normal(6, 40, seed=2)
+    gate, up, flowing = normal((6, 40)), normal((6, 40), seed=1), normal((6, 40), seed=2)
     gate_codes, up_codes, maxima = reference.gated_forward(gate, up)
     leaves = [reference.dequantize_groups(codes).requires_grad_() for codes in (gate_codes, up_codes)]
     y = F.silu(leaves[0]) * leaves[1]
@@ -122,28 +115,15 @@ def test_gradient_of_a_gated_activation_is_that_of_the_function_of_its_codes():
 # -- whole layers ---------------------------------------------------------------------------------
 
 
-def make_spec(family: str, **keys) -> ModelSpec:
-    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, **keys}
-    return load_spec(ModelConfig(family=family, **sizes), vocab_size=100, seq_len=SEQ_LEN)
-
-
-def make_slice(spec: ModelSpec, config: CoatConfig | None) -> ModelSlice:
-    """One block in the middle; None: as transformers has it."""
-    module = build_slice(spec, BlockRange(1, 2, 3), seed=0, device="cpu", random=RandomContext(0)).train()
-    if config is not None:
-        use_fp8_flow(module, config)
-    return module
-
-
 def gradients(
     module: ModelSlice, *, bf16: bool = False, deferred: DeferredGradients | None = None, seq_len: int = SEQ_LEN
 ) -> dict[str, torch.Tensor]:
     """What a forward and a backward give: the layers' own share of the output, and all gradients."""
-    x = normal(MICRO_BATCH, seq_len, module.spec.hidden_size).requires_grad_()
+    x = normal((MICRO_BATCH, seq_len, module.spec.hidden_size)).requires_grad_()
     module.deferred = deferred
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         y = module(x)
-    y.float().backward(normal(*y.shape, seed=1))
+    y.float().backward(normal(y.shape, seed=1))
     if deferred is not None:
         assert all(parameter.grad is None for parameter in module.parameters() if parameter.ndim > 1)
         deferred.run()
@@ -166,11 +146,11 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
         ("mistral", "bf16", True),
     ],
 )
-def test_gradients_are_those_of_the_layer_without_fp8_but_for_its_roundings(family, products, bf16):
+def test_gradients_equal_the_layer_without_fp8_within_rounding(family, products, bf16):
     # Odd sizes: groups of 16 do not divide the channels, nor FP8 units' multiples the tokens.
     spec = make_spec(family, hidden_size=72, num_heads=6, intermediate_size=100)
     got = gradients(make_slice(spec, CoatConfig(backward_products=products)), bf16=bf16, seq_len=47)
-    expected = gradients(make_slice(spec, None), seq_len=47)
+    expected = gradients(make_slice(spec), seq_len=47)
     # From the input to a gradient there are at most 13 roundings to E4M3 (norm input and output, weights, gate, up,
     # product, attention's output, on the way there and, of what was kept, back) and 3 of gradients; being independent,
     # they add in squares.
@@ -199,7 +179,7 @@ def test_fp8_units_multiply_the_same_codes(monkeypatch, products):
 
 
 def test_a_product_of_codes_is_the_product_of_their_values():
-    a, b = normal(5, 33).to(E5M2), normal(7, 33, seed=1).to(E4M3)
+    a, b = normal((5, 33)).to(E5M2), normal((7, 33), seed=1).to(E4M3)
     scales = torch.tensor([0.25]), torch.tensor([3.0])
     expected = (a.double() * 0.25) @ (b.double() * 3).t()
     torch.testing.assert_close(product(a, b, scales, torch.float32, fast=True).double(), expected, rtol=1e-5, atol=1e-5)
@@ -207,7 +187,7 @@ def test_a_product_of_codes_is_the_product_of_their_values():
 
 @pytest.mark.parametrize(("products", "fp8"), [("e5m2", E5M2), ("e4m3", E4M3)])
 def test_backward_products_take_gradients_in_the_configured_format(products, fp8):
-    gradient = normal(4, 32)
+    gradient = normal((4, 32))
     codes = OutputGradient.of(gradient, WeightCodes(nn.Linear(32, 32), keep=True), torch.float32, products).codes
     assert codes.rows.dtype == fp8
     assert codes.scale.item() == pytest.approx(gradient.abs().max().item() / torch.finfo(fp8).max, rel=1e-6)
@@ -216,7 +196,7 @@ def test_backward_products_take_gradients_in_the_configured_format(products, fp8
 
 def test_gate_up_and_their_product_are_each_rounded_once():
     module = make_slice(make_spec("llama", intermediate_size=176), CoatConfig())
-    saved = module(normal(MICRO_BATCH, SEQ_LEN, 64).requires_grad_()).grad_fn.saved_tensors
+    saved = module(normal((MICRO_BATCH, SEQ_LEN, 64)).requires_grad_()).grad_fn.saved_tensors
     (gate, up), y, p = (GroupCodes(*saved[6:8]), GroupCodes(*saved[8:10])), TensorCodes(*saved[10:13]), saved[13:16]
     mlp = module.get_submodule("model.layers.1.mlp")
     for codes, linear in ((gate, mlp.gate_proj), (up, mlp.up_proj)):
@@ -242,14 +222,14 @@ def test_split_backwards_and_recomputed_blocks_give_the_same_bits(checkpoint_blo
 
 def test_parameters_keep_names_order_and_values():
     spec = make_spec("qwen2")
-    with_fp8, without = make_slice(spec, CoatConfig()), make_slice(spec, None)
+    with_fp8, without = make_slice(spec, CoatConfig()), make_slice(spec)
     assert list(with_fp8.canonical_parameters()) == list(without.canonical_parameters())
     assert different(with_fp8.canonical_parameters(), without.canonical_parameters()) == []
 
 
-def test_what_is_not_finite_reaches_output_and_gradients():
+def test_infinity_reaches_output_and_gradients():
     module = make_slice(make_spec("llama"), CoatConfig())
-    x = normal(1, SEQ_LEN, 64)
+    x = normal((1, SEQ_LEN, 64))
     x[0, 5, 3] = math.inf
     x.requires_grad_()
     y = module(x)
@@ -270,7 +250,7 @@ def test_weights_are_coded_once_per_step():
 
 
 @pytest.mark.parametrize("is_counted", [True, False], ids=["by torch", "by a kernel that counts no version"])
-def test_changed_weights_are_coded_anew_in_the_next_step(is_counted):
+def test_changed_weights_are_quantised_again_in_the_next_step(is_counted):
     spec, config = make_spec("llama"), CoatConfig()
     module, fresh = make_slice(spec, config), make_slice(spec, config)
     before = gradients(module)["y"]
@@ -298,16 +278,9 @@ def saved_units(module: ModelSlice) -> float:
     """What a block saves of a micro-batch in bf16, parameters excepted, in bf16 tensors [T, C] (COAT's U)."""
     module.to(torch.bfloat16)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    x = normal(MICRO_BATCH, SEQ_LEN, module.spec.hidden_size).bfloat16().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x)
-    nbytes = sum(each.untyped_storage().nbytes() for at, each in saved.items() if at not in parameters)
+    x = normal((MICRO_BATCH, SEQ_LEN, module.spec.hidden_size)).bfloat16().requires_grad_()
+    saved = saved_storages(lambda: module(x)).items()
+    nbytes = sum(each.untyped_storage().nbytes() for at, each in saved if at not in parameters)
     return nbytes / (2 * x.numel())
 
 
@@ -320,7 +293,7 @@ def test_a_layer_of_llama_2_keeps_less_than_half():
     tokens, unit = MICRO_BATCH * SEQ_LEN, 2 * MICRO_BATCH * SEQ_LEN * 192
     # What is no tensor of U's kind: rstd of two norms, attention's log-sum-exp, rotary tables in bf16.
     rest = (8 * tokens + 4 * tokens * 3 + 2 * 2 * SEQ_LEN * 64) / unit
-    assert saved_units(make_slice(spec, None)) == pytest.approx(22 + 2 / 3 + rest, abs=1e-6)
+    assert saved_units(make_slice(spec)) == pytest.approx(22 + 2 / 3 + rest, abs=1e-6)
     fp8 = 13 + 1 / 3 - 2 - 4 / 3 + 11 / 3 / 8
     four_scales = 4 * 4 / unit
     assert saved_units(make_slice(spec, CoatConfig())) == pytest.approx(fp8 + rest + four_scales, abs=1e-6)
@@ -331,9 +304,8 @@ def test_a_layer_of_llama_2_keeps_less_than_half():
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_another_family_is_refused_by_name(family):
-    keys = {"num_kv_heads": None} if family == "gpt2" else {}
     with pytest.raises(ModelError, match=f"memory.activations: coat is for .* this one is {family}"):
-        make_slice(make_spec(family, **keys), CoatConfig())
+        make_slice(make_spec(family), CoatConfig())
     config = {
         "model": {"family": family, "num_layers": 4, "hidden_size": 64, "num_heads": 2},
         "data": {"text": "stdlib", "seq_len": 32},

@@ -28,7 +28,7 @@ def magnitudes_of(name: str) -> torch.Tensor:
     return torch.from_numpy(magnitudes(FP8_FORMATS[name]))
 
 
-def test_ranges_are_the_papers():
+def test_ranges_equal_the_papers():
     for name, largest, smallest in (("e4m3", 448, 2**-9), ("e5m2", 57344, 2**-16)):
         every = magnitudes_of(name)
         assert (every[0], every[1], every[-1]) == (0, smallest, largest)
@@ -51,7 +51,7 @@ def test_codes_without_expansion_are_torchs_own(name):
 
 @by_name
 @expanded_or_not
-def test_tables_give_what_the_formulas_give_to_the_bit(name, expand):
+def test_tables_equal_the_formulas_to_the_bit(name, expand):
     by, every = moment_format(name, expand), magnitudes_of(name)
     for sort, x in awkward_groups().items():
         got = encode(x, by)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.samples import normal
 from torch import nn
 
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
@@ -12,14 +13,10 @@ CPU = torch.device("cpu")
 NAME = "model.embed_tokens.weight"
 
 
-def values_of(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def pair(ends: str, padding: int | None = None, **changes) -> tuple[nn.Embedding, LowRankEmbedding]:
     """torch's, with the values that the other has after rounding."""
     weight = LowRankWeight(NAME, (50, 24), LowRankSettings(ends=ends, **changes).of_ends(), CPU)
-    weight.storage.assign(values_of(50, 24))
+    weight.storage.assign(normal((50, 24)))
     plain = nn.Embedding(50, 24, padding)
     with torch.no_grad():
         plain.weight.copy_(weight.storage.decoded(torch.float32))
@@ -31,7 +28,7 @@ def pair(ends: str, padding: int | None = None, **changes) -> tuple[nn.Embedding
 def test_rows_are_those_of_the_decoded_weight(shape, dtype):
     tokens = torch.tensor([[0, 3, 3], [shape[0] - 1, 1, 0]])
     for storage in (Int8Weight(shape, CPU), FullWeight(shape, CPU, torch.bfloat16)):
-        storage.assign(values_of(*shape))
+        storage.assign(normal(shape))
         assert torch.equal(storage.rows(tokens, dtype), storage.decoded(dtype)[tokens])
 
 
@@ -46,13 +43,13 @@ def test_rows_and_gradients_have_the_bits_of_torchs_embedding(ends, padding, bf1
         for module in (plain, ours):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 outputs.append(module(tokens))
-            outputs[-1].backward(values_of(2, 16, 24, seed=index + 1))
+            outputs[-1].backward(normal((2, 16, 24), seed=index + 1))
         assert torch.equal(*outputs)
         assert outputs[1].dtype == torch.float32
     assert torch.equal(ours.low_rank.grad, plain.weight.grad)
 
 
-def test_a_backward_runs_where_only_deterministic_operators_may():
+def test_backward_runs_with_deterministic_algorithms_required():
     _, ours = pair("bf16")
     torch.use_deterministic_algorithms(True)
     try:
@@ -62,7 +59,7 @@ def test_a_backward_runs_where_only_deterministic_operators_may():
     assert float(ours.low_rank.grad[1].sum()) == 2 * 24
 
 
-def test_tokens_that_do_not_occur_change_by_decay_and_moments_as_under_adamw():
+def test_absent_tokens_change_by_decay_and_moments_as_under_adamw():
     """Row 1 has a gradient at step 0 alone, row 2 never, `fp32` so that nothing is rounded."""
     plain, ours = pair("fp32", states="fp32")
     before = plain.weight.detach().clone()
@@ -84,7 +81,7 @@ def test_tokens_that_do_not_occur_change_by_decay_and_moments_as_under_adamw():
 
 
 @pytest.mark.parametrize("ends", ["bf16", "int8"])
-def test_without_decay_tokens_that_never_occur_do_not_move(ends):
+def test_absent_tokens_do_not_move_without_decay(ends):
     plain, ours = pair(ends)
     for step in range(20):
         ours.low_rank.begin(step)

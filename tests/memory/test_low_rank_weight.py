@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.errors import SnapshotError
@@ -25,15 +26,11 @@ def new_weight(values: torch.Tensor, **changes) -> LowRankWeight:
     return weight
 
 
-def values_of(shape, seed=0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def take_steps(weight: LowRankWeight, steps, *, micro_batches=1, lr=0.01, decay=0.1) -> None:
     for step in steps:
         weight.begin(step)
         for index in range(micro_batches):
-            weight.take(values_of(weight.shape, seed=100 * step + index + 1))
+            weight.take(normal(weight.shape, seed=100 * step + index + 1))
         weight.apply(step, lr, decay)
 
 
@@ -54,7 +51,7 @@ def fifty_steps(start: torch.Tensor, lr: float, drift: float = 0.0, **changes) -
     parameter = Parameter(start.clone())
     reference = torch.optim.AdamW([parameter], lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
     for step in range(50):
-        parameter.grad = values_of(start.shape, seed=step + 1) + drift
+        parameter.grad = normal(start.shape, seed=step + 1) + drift
         weight.begin(step)
         weight.take(parameter.grad.clone())
         weight.apply(step, lr, 0.1)
@@ -63,9 +60,9 @@ def fifty_steps(start: torch.Tensor, lr: float, drift: float = 0.0, **changes) -
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fifty_steps_at_full_rank_and_scale_one_are_adamws(shape):
+def test_fifty_steps_at_full_rank_and_scale_one_equal_adamw(shape):
     """The bits of torch's AdamW except for the order of two roundings per step: 50 · 2⁻²³ of weights of about 1."""
-    weight, expected = fifty_steps(values_of(shape), 0.01, **PLAIN)
+    weight, expected = fifty_steps(normal(shape), 0.01, **PLAIN)
     error = (weight.storage.decoded(torch.float32) - expected).abs()
     assert float(error.mean()) < 1e-6
     assert float(error.max()) < 1e-5
@@ -73,7 +70,7 @@ def test_fifty_steps_at_full_rank_and_scale_one_are_adamws(shape):
 
 def test_fifty_steps_in_int8_at_full_rank_stay_near_adamws():
     """Each element is within the noise of fifty roundings of half a step at most, that is √50/2 steps, four times."""
-    start = values_of((64, 96)) * 0.02
+    start = normal((64, 96)) * 0.02
     weight, expected = fifty_steps(start, 1e-3, drift=0.5)
     steps = float(weight.storage.scale.float().mean())
     difference = weight.storage.decoded(torch.float32) - expected
@@ -92,13 +89,13 @@ def galore_step(weight, moments, basis, gradient, step, *, lr, decay, scale, bet
     return weight * (1 - lr * decay) - lr * scale * (direction @ basis), (first, second)
 
 
-def test_low_rank_steps_are_galores():
-    start = values_of((40, 24)).double()
+def test_low_rank_steps_equal_galore_algorithm_2():
+    start = normal((40, 24)).double()
     weight, found = new_weight(start.float(), **PLAIN), start
     moments = (torch.zeros(40, 4).double(), torch.zeros(40, 4).double())
     basis = torch.zeros(4, 24).double()
     for step in range(10):
-        gradient = values_of((40, 24), seed=step + 1)
+        gradient = normal((40, 24), seed=step + 1)
         if step % 3 == 0:
             basis = torch.linalg.svd(gradient.double(), full_matrices=False).Vh[:4]
             kept = torch.linalg.svd(gradient, full_matrices=False).Vh[:4].double()
@@ -112,8 +109,8 @@ def test_low_rank_steps_are_galores():
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
 def test_four_micro_batches_accumulate_to_the_projected_sum(shape):
-    weight = new_weight(values_of(shape), **PLAIN)
-    gradients = [values_of(shape, seed=index + 1) for index in range(4)]
+    weight = new_weight(normal(shape), **PLAIN)
+    gradients = [normal(shape, seed=index + 1) for index in range(4)]
     weight.begin(0)
     for gradient in gradients:
         weight.take(gradient)
@@ -125,22 +122,22 @@ def test_four_micro_batches_accumulate_to_the_projected_sum(shape):
 
 
 def test_the_first_micro_batch_of_a_step_gives_the_subspace():
-    weight = new_weight(values_of((40, 24)), **PLAIN)
-    first = values_of((40, 24), seed=1)
+    weight = new_weight(normal((40, 24)), **PLAIN)
+    first = normal((40, 24), seed=1)
     weight.begin(0)
     weight.take(first)
     found = weight.subspace.basis(torch.float32).clone()
-    weight.take(values_of((40, 24), seed=2))
+    weight.take(normal((40, 24), seed=2))
     assert torch.equal(weight.subspace.basis(torch.float32), found)
     assert torch.equal(found, torch.linalg.svd(first, full_matrices=False).Vh[:4])
 
 
 def test_a_step_that_is_not_applied_leaves_no_trace():
-    weight, other = (new_weight(values_of((33, 65))) for _ in range(2))
+    weight, other = (new_weight(normal((33, 65))) for _ in range(2))
     take_steps(weight, range(3))
     take_steps(other, range(3))
     weight.begin(3)  # a search is due
-    weight.take(values_of((33, 65), seed=77))
+    weight.take(normal((33, 65), seed=77))
     weight.discard()
     assert weight.subspace.is_due(4)
     assert_same(weight, other)
@@ -150,27 +147,27 @@ def test_a_step_that_is_not_applied_leaves_no_trace():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_search_in_a_gradient_that_is_not_finite_makes_the_step_not_finite(bad):
-    weight = new_weight(values_of((33, 65)))
-    gradient = values_of((33, 65), seed=1)
+def test_search_in_a_non_finite_gradient_makes_the_step_non_finite(bad):
+    weight = new_weight(normal((33, 65)))
+    gradient = normal((33, 65), seed=1)
     gradient[5, 7] = bad
     for step in range(2):  # the first search of all is still due at the second step
         weight.begin(step)
         weight.take(gradient)
-        assert not bool(weight.grad.isfinite().all())
+        assert not weight.grad.isfinite().all()
         weight.discard()
     take_steps(weight, [2])
     assert weight.subspace.refreshed_at == 2
     weight.begin(5)
     weight.take(gradient)  # projected by the basis there is
-    assert not bool(weight.grad.isfinite().all())
+    assert not weight.grad.isfinite().all()
     weight.discard()
     assert weight.subspace.refreshed_at == 2
-    assert bool(weight.storage.decoded(torch.float32).isfinite().all())
+    assert weight.storage.decoded(torch.float32).isfinite().all()
 
 
 def test_a_weight_without_gradient_is_left_alone_and_can_be_saved_and_loaded():
-    weight = new_weight(values_of((33, 65)))
+    weight = new_weight(normal((33, 65)))
     before = everything(weight)
     weight.begin(0)
     weight.apply(0, 0.01, 0.1)
@@ -187,11 +184,11 @@ CHANGES = [{}, PLAIN, {"weights": "bf16"}, {"rank": 65}, {"svd": "randomised"}, 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("shape", [(33, 65), (1, 128)], ids=str)
-def test_saved_and_loaded_goes_on_to_the_bit(shape, changes):
+def test_resuming_from_saved_tensors_is_exact_to_the_bit(shape, changes):
     """Two micro-batches a step, searches at steps 0, 3, 6 …; saved after step 5, between searches."""
-    whole = new_weight(values_of(shape), **changes)
+    whole = new_weight(normal(shape), **changes)
     take_steps(whole, range(10), micro_batches=2)
-    half = new_weight(values_of(shape), **changes)
+    half = new_weight(normal(shape), **changes)
     take_steps(half, range(5), micro_batches=2)
     saved = everything(half)
     resumed = LowRankWeight("h.0.weight", shape, settings(**changes), CPU)
@@ -201,20 +198,20 @@ def test_saved_and_loaded_goes_on_to_the_bit(shape, changes):
 
 
 def test_states_of_another_rank_are_refused():
-    saved = everything(new_weight(values_of((33, 65)), rank=8))
+    saved = everything(new_weight(normal((33, 65)), rank=8))
     with pytest.raises(
         SnapshotError, match=r"exp_avg/h\.0\.weight is torch\.uint8 \[8, 65\] in the checkpoint, expected"
     ):
-        new_weight(values_of((33, 65))).load(saved.__getitem__)
+        new_weight(normal((33, 65))).load(saved.__getitem__)
 
 
-def test_the_name_and_the_step_key_the_rounding():
+def test_stochastic_rounding_depends_on_name_and_step():
     found = []
     for name, step in (("a", 0), ("b", 0), ("a", 1), ("a", 0)):
         weight = LowRankWeight(name, (16, 64), settings(rank=16), CPU)
-        weight.storage.assign(values_of((16, 64)) * 0.02)
+        weight.storage.assign(normal((16, 64)) * 0.02)
         weight.begin(step)
-        weight.take(values_of((16, 64), seed=9))
+        weight.take(normal((16, 64), seed=9))
         weight.apply(step, 1e-4, 0.0)
         found.append(weight.storage.codes.clone())
     assert torch.equal(found[0], found[3])

@@ -93,7 +93,7 @@ def test_with_ends_embedding_and_head_are_covered_too_and_not_projected(family):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 @every_mode
-def test_without_quantisation_and_projection_layers_compute_what_they_replace_to_the_bit(family, mode):
+def test_layers_without_quantisation_and_projection_equal_plain_layers_to_the_bit(family, mode):
     plain, covered = slices(family, rank=10**6, **PLAIN)
     assert torch.equal(*run(plain, covered, mode))
     expected = {name: p.grad for name, p in plain.canonical_parameters().items()}
@@ -108,7 +108,7 @@ def test_without_quantisation_and_projection_layers_compute_what_they_replace_to
 @two_families
 @every_mode
 @pytest.mark.parametrize("ends", ["bf16", "int8"])
-def test_ends_compute_what_their_decoded_weights_do_to_the_bit(family, mode, ends):
+def test_ends_equal_layers_of_their_decoded_weights_to_the_bit(family, mode, ends):
     plain, covered = slices(family, rank=10**6, ends=ends, **PLAIN)
     decode_into(plain, covered)
     assert torch.equal(*run(plain, covered, mode))
@@ -147,7 +147,7 @@ def test_evaluation_keeps_nothing():
     ],
     ids=str,
 )
-def test_counted_bytes_are_those_of_the_tensors(changes):
+def test_counted_bytes_equal_those_of_the_tensors(changes):
     plain, covered = slices("llama", **changes)
     weights = low_rank_weights(covered).values()
     run(plain, covered)

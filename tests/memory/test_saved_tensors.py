@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from tahq.memory.coat.fp8_codes import TensorCodes
-from tahq.memory.coat.fp8_flow import use_fp8_flow
 from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes
 from tahq.memory.config import CoatConfig
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
@@ -20,29 +19,18 @@ from tahq.memory.saved_tensors import (
     deferred_by_slice,
     saved_by_slice,
 )
-from tahq.models.config import ModelConfig
 from tahq.models.deferred_gradients import DeferredGradients, sharing_weight_copies
 from tahq.models.keyed_dropout import RandomContext
-from tahq.models.model_spec import ModelSpec, load_spec
+from tahq.models.model_spec import ModelSpec
 from tahq.models.partition import BlockRange
-from tahq.models.slice import ModelSlice, build_slice, sharing_copies_of
+from tahq.models.slice import ModelSlice, sharing_copies_of
 from tahq.pipeline.gradients import summed_cross_entropy
 
-MICRO_BATCH, SEQ_LEN, VOCAB = 2, 48, 100
+from .slices import MICRO_BATCH, SEQ_LEN, VOCAB, make_slice, make_spec, saved_storages
 
 # With the pinned torch and transformers the counts are equal to the byte; another release may
 # save a mask or a statistic more, none of which is as large as 1 % of a block.
 TOLERANCE = 0.01
-
-
-def make_spec(family: str, **keys) -> ModelSpec:
-    grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
-    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, **grouped, **keys}
-    return load_spec(ModelConfig(family=family, **sizes), vocab_size=VOCAB, seq_len=SEQ_LEN)
-
-
-def make_slice(spec: ModelSpec, blocks: BlockRange) -> ModelSlice:
-    return build_slice(spec, blocks, seed=0, device="cpu", random=RandomContext(0)).train()
 
 
 def run_forward(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,26 +43,13 @@ def run_forward(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> tuple[
     return x, summed_cross_entropy(y, tokens.clone()) / 7 if blocks.last else y.float()
 
 
-def saved_storages(module: ModelSlice, blocks: BlockRange, *, bf16: bool) -> dict[int, torch.Tensor]:
-    """What a forward pass saves, by the addresses of its storages; kept, so that none comes twice."""
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run_forward(module, blocks, bf16=bf16)
-    return saved
-
-
 def measured_nbytes(
     spec: ModelSpec, blocks: BlockRange, *, bf16: bool, module: ModelSlice | None = None
 ) -> tuple[int, int]:
     """Bytes that each of two micro-batches saves, parameters excepted, and bytes that they share."""
-    module = module or make_slice(spec, blocks)
+    module = module or make_slice(spec, blocks=blocks)
     with sharing_weight_copies():
-        first, second = (saved_storages(module, blocks, bf16=bf16) for _ in range(2))
+        first, second = (saved_storages(lambda: run_forward(module, blocks, bf16=bf16)) for _ in range(2))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     own, shared = (
         sum(second[at].untyped_storage().nbytes() for at in every - parameters)
@@ -118,7 +93,7 @@ every_range = pytest.mark.parametrize("blocks", RANGES, ids=["first", "last", "w
     ],
     ids=str,
 )
-def test_count_is_what_autograd_saves(family, keys, blocks, bf16):
+def test_count_equals_what_autograd_saves(family, keys, blocks, bf16):
     check_count(make_spec(family, **keys), blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16))
 
 
@@ -135,8 +110,7 @@ def test_count_is_what_autograd_saves(family, keys, blocks, bf16):
 )
 def test_count_covers_fp8_flow(family, keys, bf16, blocks):
     spec = make_spec(family, **keys)
-    module = make_slice(spec, blocks)
-    use_fp8_flow(module, CoatConfig())
+    module = make_slice(spec, CoatConfig(), blocks=blocks)
     check_count(spec, blocks, MicroBatchShape(MICRO_BATCH, SEQ_LEN, bf16, coat=True), module)
 
 
@@ -161,7 +135,7 @@ def live_nbytes() -> int:
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.acceptance)])
 def test_checkpointing_keeps_the_inputs_of_blocks(family):
     spec, blocks = make_spec(family), BlockRange(0, 2, 3)
-    module = make_slice(spec, blocks)
+    module = make_slice(spec, blocks=blocks)
     module.checkpoint_blocks = True
     before = live_nbytes()
     x, y = run_forward(module, blocks, bf16=False)
@@ -173,16 +147,14 @@ def test_checkpointing_keeps_the_inputs_of_blocks(family):
 
 
 @pytest.mark.parametrize(("split", "num_copies"), [(False, 2), (True, 0)], ids=["whole", "split"])
-def test_checkpointing_has_each_micro_batch_keep_a_bf16_copy_of_the_head_unless_its_backward_is_split(
-    split, num_copies
-):
+def test_checkpointing_keeps_a_bf16_head_per_micro_batch_unless_backward_is_split(split, num_copies):
     spec, blocks = make_spec("llama"), BlockRange(2, 3, 3)
-    module, saved = make_slice(spec, blocks), []
+    module, saved = make_slice(spec, blocks=blocks), []
     module.checkpoint_blocks = True
     with sharing_copies_of([module]):
         for _ in range(2):
             module.deferred = DeferredGradients() if split else None
-            saved.append(saved_storages(module, blocks, bf16=True))
+            saved.append(saved_storages(lambda: run_forward(module, blocks, bf16=True)))
     head = copied_by_head(spec, MicroBatchShape(MICRO_BATCH, SEQ_LEN, True))
     every = {at: tensor.untyped_storage().nbytes() for one in saved for at, tensor in one.items()}
     assert list(every.values()).count(head) == num_copies
@@ -221,11 +193,9 @@ def deferred_nbytes(deferred: DeferredGradients, module: ModelSlice) -> int:
     [("gpt2", None), ("llama", None), ("qwen3", None), ("llama", "e5m2"), ("llama", "bf16")],
     ids=["gpt2", "llama", "qwen3", "coat", "coat with products in bf16"],
 )
-def test_count_is_what_is_left_for_weight_gradients(family, coat, checkpoint_blocks, bf16, blocks):
+def test_count_equals_what_deferred_weight_gradients_hold(family, coat, checkpoint_blocks, bf16, blocks):
     spec = make_spec(family)
-    module = make_slice(spec, blocks)
-    if coat is not None:
-        use_fp8_flow(module, CoatConfig(backward_products=coat))
+    module = make_slice(spec, coat and CoatConfig(backward_products=coat), blocks=blocks)
     module.checkpoint_blocks = checkpoint_blocks
     module.deferred = deferred = DeferredGradients()
     _, y = run_forward(module, blocks, bf16=bf16)

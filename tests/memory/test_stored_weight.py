@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.samples import normal
 
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight, round_to_bf16
 from tahq.randomness import derive_seed
@@ -11,10 +12,6 @@ from tahq.randomness import derive_seed
 CPU = torch.device("cpu")
 SHAPES = [(1,), (127,), (256,), (257,), (4097,), (1, 700), (33, 65), (513, 3)]
 BF16 = torch.bfloat16
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stored(values: torch.Tensor, kind: str = "int8") -> Int8Weight | FullWeight:
@@ -34,13 +31,13 @@ def groups(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_nearest_is_within_half_a_step_whatever_the_shape(shape):
-    values = normal(*shape, seed=3)
+def test_error_is_at_most_half_a_step_for_any_shape(shape):
+    values = normal(shape, seed=3)
     error = groups((decoded(values) - values).double()).abs().amax(1)
     rows = groups(values).double()
     width = rows.amax(1).clamp(min=0) - rows.amin(1).clamp(max=0)
     # a step is the range over 240, up to 2⁻⁷ larger for being rounded up to bf16; fp32's division adds 127·2⁻²⁴ steps
-    assert bool((error <= width / 240 * (0.5 * (1 + 2**-7) + 1e-4)).all())
+    assert (error <= width / 240 * (0.5 * (1 + 2**-7) + 1e-4)).all()
     assert decoded(values).shape == torch.Size(shape)
 
 
@@ -58,8 +55,8 @@ def test_groups_of_every_size_may_be_beside_each_other():
     found = decoded(values.flatten()).view(6, 256)
     assert found.isfinite().all()
     error = (found.double() - values.double()).abs().amax(1)
-    assert bool((error <= scales.double() * 2 / 240 * 0.51).all())
-    assert bool((found[-1] == 0).all())
+    assert (error <= scales.double() * 2 / 240 * 0.51).all()
+    assert (found[-1] == 0).all()
 
 
 def test_extremes_of_fp32_neither_overflow_nor_widen_a_range():
@@ -67,13 +64,13 @@ def test_extremes_of_fp32_neither_overflow_nor_widen_a_range():
     found = decoded(torch.tensor([limit * 0.99, -limit * 0.99]))
     assert found.isfinite().all()
     assert found[0] > 0.98 * limit
-    assert bool((decoded(torch.full((10,), 1e-40)) == 0).all())
+    assert (decoded(torch.full((10,), 1e-40)) == 0).all()
 
 
 def test_zero_is_a_code_of_every_group():
-    values = normal(40, 256) + torch.linspace(-4, 4, 40)[:, None]
+    values = normal((40, 256)) + torch.linspace(-4, 4, 40)[:, None]
     values[:, 17] = 0.0
-    assert bool((decoded(values)[:, 17] == 0).all())
+    assert (decoded(values)[:, 17] == 0).all()
 
 
 def test_decoding_to_bf16_rounds_the_exact_value_once():
@@ -97,7 +94,7 @@ def test_mean_of_stochastic_roundings_is_the_value(kind):
     # a step of bf16 is 2⁻⁷ of a power of two
     step = weight.scale[0].double() if kind == "int8" else torch.exp2(values.double().abs().log2().floor() - 7)
     # a draw is at most half a step's standard deviation off; five of them over √10⁴, and 2⁻²⁴ of u's grain
-    assert bool(((total / num_draws - values.double()).abs() < 5 * 0.5 * step / num_draws**0.5 + step * 2**-20).all())
+    assert ((total / num_draws - values.double()).abs() < 5 * 0.5 * step / num_draws**0.5 + step * 2**-20).all()
 
 
 @pytest.mark.parametrize("kind", ["int8", "bf16"])
@@ -174,12 +171,12 @@ def test_a_number_becomes_one_of_its_two_neighbours_in_bf16():
     x = normal(5000, seed=2)
     rounded = round_to_bf16(x, 0, 5)
     assert torch.equal(rounded.bfloat16().float(), rounded)
-    assert bool(((rounded - x).abs() < 2.0**-7 * x.abs()).all())
+    assert ((rounded - x).abs() < 2.0**-7 * x.abs()).all()
     assert not torch.equal(rounded, x.bfloat16().float())
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, 2.0**-133, 3.3895313892515355e38, math.inf, -math.inf])
-def test_numbers_that_bf16_has_stay(value):
+def test_values_exact_in_bf16_are_kept(value):
     x = torch.full((1000,), value)
     assert torch.equal(round_to_bf16(x, 0, 1).view(torch.int32), x.view(torch.int32))
 
@@ -188,10 +185,10 @@ def test_nan_stays_nan():
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000], dtype=torch.int32)
     weight = stored(torch.zeros(4), "bf16")
     weight.add(bits.view(torch.float32), keep=1.0, rate=1.0, key=7)
-    assert bool(weight.values.isnan().all())
+    assert weight.values.isnan().all()
 
 
-def test_fp32_draws_nothing():
+def test_fp32_weights_do_not_depend_on_the_key():
     values, update, found = normal(100), normal(100, seed=1), []
     for key in (3, None):
         weight = FullWeight(values.shape, CPU, torch.float32)

@@ -80,7 +80,7 @@ def paper_gaps(similarities, *, gap, queue, threshold, cap):
     return gaps
 
 
-def test_gaps_are_those_of_the_papers_rule():
+def test_gaps_equal_the_papers_rule():
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         cosines = (torch.rand(30, generator=generator) * 0.8 + 0.2).tolist()
@@ -112,7 +112,7 @@ def searched(rule, num_steps, gradient_at):
     return subspace, at
 
 
-def test_a_stable_subspace_is_looked_for_less_and_less_often():
+def test_a_stable_subspace_is_searched_less_and_less_often():
     gradient = low_rank_gradient((8, 6), 2)
     subspace, at = searched(LazyRule(gap=3, max_gap=12, queue=2, threshold=0.4), 60, lambda step: gradient)
     assert at == [0, 3, 6, 12, 24, 36, 48]

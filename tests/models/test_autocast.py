@@ -49,7 +49,7 @@ def test_measured_costs_are_seconds(device, tiny_spec):
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_weights_are_those_of_the_cpu(family, tiny_spec):
+def test_random_weights_on_cuda_equal_those_on_the_cpu(family, tiny_spec):
     spec, whole = tiny_spec(family), BlockRange(0, 4, 4)
     on_cpu, on_cuda = (build_slice(spec, whole, seed=1, device=d, random=RandomContext(1)) for d in ("cpu", "cuda"))
     expected = on_cpu.canonical_parameters()

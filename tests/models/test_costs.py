@@ -28,7 +28,7 @@ def test_a_window_makes_a_block_cheaper(tiny_spec):
 
 
 @pytest.mark.parametrize(("seq_len", "window"), list(itertools.product([1, 4, 9], [None, 1, 2, 9, 20])))
-def test_mean_positions_seen_is_the_mask_counted(seq_len, window):
+def test_mean_positions_seen_equals_the_count_in_the_mask(seq_len, window):
     query, key = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
     seen = (key <= query) & (key > query - (window or seq_len))
     assert mean_positions_seen(seq_len, window) == seen.sum().item() / seq_len

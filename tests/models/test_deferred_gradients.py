@@ -63,9 +63,7 @@ def assert_same(left: list, right: list) -> None:
     ("family", "dropout", "blocks"),
     [("gpt2", 0.1, FIRST), ("llama", 0.0, MIDDLE), ("gpt2", 0.1, LAST), ("llama", 0.0, LAST)],
 )
-def test_input_gradients_and_then_weight_gradients_are_a_whole_backward(
-    family, dropout, blocks, checkpoint_blocks, bf16
-):
+def test_split_backward_equals_a_whole_backward(family, dropout, blocks, checkpoint_blocks, bf16):
     whole, split = (
         gradients(make_slice(family, blocks, dropout, checkpoint_blocks), bf16=bf16, is_split=is_split)
         for is_split in (False, True)
@@ -73,7 +71,7 @@ def test_input_gradients_and_then_weight_gradients_are_a_whole_backward(
     assert_same(whole, split)
 
 
-def test_matrices_get_no_gradient_before_they_are_asked_for():
+def test_matrices_get_no_gradient_before_deferred_gradients_run():
     module = make_slice("gpt2", MIDDLE)
     module.deferred = DeferredGradients()
     forward(module, 0, bf16=False)[1].sum().backward()
@@ -85,7 +83,7 @@ def test_matrices_get_no_gradient_before_they_are_asked_for():
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_gradients_of_micro_batches_that_share_copies_are_the_same_to_the_bit(family, is_split):
+def test_sharing_weight_copies_changes_no_gradient_bit(family, is_split):
     whole = BlockRange(0, LAYERS, LAYERS)
     alone = gradients(make_slice(family, whole), bf16=True, is_split=is_split, all_in_flight=True)
     with sharing_weight_copies():

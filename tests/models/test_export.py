@@ -33,7 +33,7 @@ def tensors_of(slices):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("max_shard_nbytes", [10**9, 15_000])
-def test_transformers_loads_what_was_exported(family, max_shard_nbytes, tiny_spec, tokens, tmp_path):
+def test_transformers_loads_an_export_with_equal_logits(family, max_shard_nbytes, tiny_spec, tokens, tmp_path):
     slices = trained(tiny_spec(family))
     export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", NamedTokenizer(), max_shard_nbytes)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -47,7 +47,7 @@ def test_transformers_loads_what_was_exported(family, max_shard_nbytes, tiny_spe
     assert model.generation_config.eos_token_id == 7
 
 
-def test_what_was_exported_trains_on(tiny_spec, tokens, tmp_path):
+def test_an_export_can_be_loaded_again_for_training(tiny_spec, tokens, tmp_path):
     slices = trained(tiny_spec("gpt2"))
     export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", None, 15_000)
     spec = load_spec(ModelConfig(path=str(tmp_path / "out")), vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN)
@@ -63,7 +63,7 @@ def test_a_synced_head_is_exported_tied(tiny_spec, tokens, tmp_path):
     assert torch.equal(model(tokens).logits, logits_of(slices, tokens))
 
 
-def test_no_shard_is_larger_than_asked(tiny_spec, tmp_path):
+def test_shards_do_not_exceed_the_requested_size(tiny_spec, tmp_path):
     slices = trained(tiny_spec("llama"))
     (tmp_path / "out").mkdir()  # an empty folder may be exported into
     export_folder(slices[0].spec, tensors_of(slices), tmp_path / "out", None, 20_000)
@@ -99,7 +99,7 @@ def test_an_export_that_fails_leaves_nothing(change, message, tiny_spec, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_the_users_mistake(tiny_spec, tmp_path):
+def test_an_unwritable_folder_is_a_user_error(tiny_spec, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         export_folder(tiny_spec("gpt2"), [], tmp_path / "file" / "out", None)

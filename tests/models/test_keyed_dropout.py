@@ -30,7 +30,7 @@ def test_every_part_of_the_name_changes_the_mask(other):
     assert not torch.equal(drop(), drop(**other))
 
 
-def test_it_is_the_identity_in_evaluation_and_at_zero():
+def test_dropout_is_the_identity_in_evaluation_and_at_zero():
     module = KeyedDropout(0.5, "h.0", RandomContext(0))
     assert module.eval()(ONES) is ONES
     assert KeyedDropout(0.0, "h.0", RandomContext(0))(ONES) is ONES

@@ -34,7 +34,7 @@ def run(slices, tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bounds", CUTS, ids=str)
-def test_logits_and_gradients_are_those_of_transformers(family, bounds, tiny_spec, tokens):
+def test_logits_and_gradients_equal_transformers(family, bounds, tiny_spec, tokens):
     spec = tiny_spec(family)
     slices = build_all(spec, bounds)
     spec.hf_config.tie_word_embeddings = False
@@ -53,7 +53,7 @@ def test_logits_and_gradients_are_those_of_transformers(family, bounds, tiny_spe
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_and_shapes_are_those_of_transformers(family, tiny_spec):
+def test_names_and_shapes_equal_transformers(family, tiny_spec):
     spec = tiny_spec(family)
     whole = slice_parameters(spec, BlockRange(0, 4, 4))
     with torch.device("meta"):
@@ -145,7 +145,7 @@ def test_every_parameter_has_its_own_memory_even_in_a_tied_model(tiny_spec):
     assert len({p.data_ptr() for p in parameters.values()}) == len(parameters)
 
 
-def test_weights_can_be_left_to_a_snapshot(tiny_spec, monkeypatch):
+def test_no_weights_are_drawn_when_a_checkpoint_will_fill_them(tiny_spec, monkeypatch):
     monkeypatch.setattr("tahq.models.slice.fill_weights", lambda *args: pytest.fail("weights were drawn"))
     (part,) = build_all(tiny_spec("gpt2"), weights=False)
     assert not any(p.is_meta for p in part.parameters())
@@ -176,7 +176,7 @@ def test_a_padding_token_gets_no_gradient_as_in_transformers(tiny_spec, tokens):
 
 
 @pytest.mark.parametrize("overrides", [{"hidden_act": "sorcery"}, {"rope_parameters": {"rope_type": "sorcery"}}])
-def test_what_transformers_cannot_build_is_the_users_mistake(overrides, tiny_spec):
+def test_a_model_that_transformers_cannot_build_is_refused(overrides, tiny_spec):
     with pytest.raises(ModelError, match="overrides") as caught:
         build_all(tiny_spec("llama", overrides=overrides))
     assert "\n" not in str(caught.value)
@@ -186,7 +186,7 @@ def test_what_transformers_cannot_build_is_the_users_mistake(overrides, tiny_spe
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_distributions_are_those_of_transformers(family, tiny_spec):
+def test_distributions_of_random_weights_equal_transformers(family, tiny_spec):
     spec = tiny_spec(family, hidden_size=64, intermediate_size=128, vocab_size=128)
     torch.manual_seed(0)
     reference = whole_model(spec)

@@ -36,7 +36,7 @@ def load_parts(folder, bounds=(0, 2, 4)):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("tie", "max_shard_size"), [(False, "5GB"), (True, "20KB")])
-def test_a_folder_gives_the_logits_that_transformers_gives(family, tie, max_shard_size, model_folder, tokens):
+def test_logits_of_a_loaded_folder_equal_transformers(family, tie, max_shard_size, model_folder, tokens):
     folder, model = model_folder(family, tie=tie, max_shard_size=max_shard_size)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (max_shard_size == "20KB")
     assert torch.equal(logits_of(load_parts(folder), tokens), model.eval()(tokens).logits)
@@ -117,7 +117,7 @@ def test_pickled_weights_are_never_opened(model_folder):
         ('{"weight_map": {"a": "../config.json"}}', "names ../config.json"),
     ],
 )
-def test_an_index_that_is_damaged_is_refused(index, message, model_folder):
+def test_a_damaged_index_is_refused(index, message, model_folder):
     folder, _ = model_folder("llama")
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=message):

@@ -19,8 +19,9 @@ TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-SHARED = ("test_codecs_triton.py", "../memory/test_adamw_triton.py")
-"""Of which a part is quick."""
+GALORE_AND_COAT = "../memory/test_affine_triton.py ../memory/test_fp8_adamw_triton.py ../memory/test_fp8_flow_triton.py"
+SHARED = ("test_codecs_triton.py", "../memory/test_adamw_triton.py", GALORE_AND_COAT)
+"""Files of which a part is quick."""
 CASES = [
     *((file, "not acceptance") for file in SHARED),
     *(pytest.param(file, "acceptance", marks=pytest.mark.acceptance) for file in SHARED),
@@ -31,10 +32,10 @@ CASES = [
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(interprets_triton(), reason="the interpreter is already chosen: they run in this process")
-@pytest.mark.parametrize(("file", "tier"), CASES)
-def test_kernels_pass_their_tests_in_the_interpreter(file, tier):
-    path = str(Path(__file__).parent / file)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", tier, path]
+@pytest.mark.parametrize(("files", "tier"), CASES)
+def test_kernels_pass_their_tests_in_the_interpreter(files, tier):
+    paths = [str(Path(__file__).parent / file) for file in files.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", tier, *paths]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

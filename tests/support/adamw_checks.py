@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import Parameter
 
+from support.samples import normal
 from tahq.memory.adam.adamw import adamw8bit_states, plain_adamw_states, step_in_torch
 from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode
 from tahq.memory.adam.loop import State, StateSpecs, new_states
@@ -30,10 +31,6 @@ def distances(build, shape, rates, gradient, steps: int = 50) -> tuple[torch.Ten
         reference.step()
         path += (theirs.detach() - before).abs()
     return (ours - theirs).detach().abs() / rates["lr"], path / rates["lr"]
-
-
-def normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _sometimes_infinite(shape: tuple[int, ...], seed: int) -> torch.Tensor:
