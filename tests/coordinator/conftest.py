@@ -25,6 +25,8 @@ def make_hello(stage, **changes):
 
 def make_prepare(step, stage, num_stages=3, **changes):
     last = stage == num_stages - 1
+    forward = [] if last else [[stage, 0.0, 4.0, 1000.0, 1100.0, 2000.0, 0.5, 0.4, 0.25]]
+    backward = [[stage - 1, 1.0, 4.0, 2000.0, 2100.0, 2000.0, 0.5, 0.4, 0.25]] if stage else []
     prepare = say.Prepare(
         step=step,
         stage=stage,
@@ -34,15 +36,9 @@ def make_prepare(step, stage, num_stages=3, **changes):
         tokens=16 if last else None,
         batch_digest=f"batch{step}" if stage == 0 or last else "",
         timing={"forward": 1.0, "wait": 3.0},
-        links=link_rows(stage, num_stages),
+        links=[[float(value) for value in row] for row in forward + backward],
     )
     return replace(prepare, **changes)
-
-
-def link_rows(stage, num_stages):
-    forward = [[stage, 0, 4, 1000, 1100, 2000, 0.5, 0.4, 0.25]] if stage < num_stages - 1 else []
-    backward = [[stage - 1, 1, 4, 2000, 2100, 2000, 0.5, 0.4, 0.25]] if stage else []
-    return [list(map(float, row)) for row in forward + backward]
 
 
 class VirtualClock:
@@ -72,13 +68,12 @@ class ScriptedServer:
             self.clock.now_s += timeout_s
             for worker in self.workers.values():
                 worker.beat()
-        if self.random is not None and self.inbox:
+        if self.random is not None and self.inbox:  # the workers' lines are mixed, and each keeps its order
             return [self.inbox.pop(self.pick()) for _ in range(self.random.randint(1, len(self.inbox)))]
         ready, self.inbox = self.inbox, []
         return ready
 
     def pick(self):
-        """The oldest message of a worker drawn by lot: each line keeps its order, the lines do not."""
         lines = [who for who, _ in self.inbox]
         return lines.index(self.random.choice(lines))
 
@@ -135,9 +130,6 @@ class ScriptedWorker:
         self.server.workers[self.identity] = self
         self.send(say.Join(self.stage, self.version, f"host{self.stage}", 100 + self.stage))
 
-    def copy_error_at(self, step):
-        return "" if step <= self.copies_through else "no room"
-
     def send(self, message):
         if not self.left and not self.silent:
             self.server.inbox.append((self.identity, message))
@@ -164,7 +156,8 @@ class ScriptedWorker:
             case say.Relink():
                 self.send(say.Relinked(self.stage, message.epoch, self.lacking))
             case say.Copy():
-                self.send(say.Copied(message.step, message.stage, self.stage, self.copy_error_at(message.step)))
+                error = "" if message.step <= self.copies_through else "no room"
+                self.send(say.Copied(message.step, message.stage, self.stage, error))
             case say.Start(step):
                 self.begin(step)
             case say.Commit():
@@ -193,12 +186,16 @@ class ScriptedWorker:
 
 
 class Recorder(RunObserver):
+    """Keeps all calls, and forwards them to another observer if it has one."""
+
     def __init__(self):
         self.calls = []
+        self.other = RunObserver()
 
     def __getattribute__(self, name):
         if name in RunObserver.__dict__ and not name.startswith("_"):
-            return lambda *args: self.calls.append((name, *args))
+            forward = getattr(self.other, name)
+            return lambda *args: (self.calls.append((name, *args)), forward(*args))
         return super().__getattribute__(name)
 
     def of(self, name):

@@ -1,5 +1,6 @@
 """Who is told to keep a copy of what, and when a checkpoint counts as copied: no socket, no file."""
 
+import pytest
 from coordinator.conftest import make_hello
 from coordinator.test_seats import options
 from hypothesis import given
@@ -69,31 +70,16 @@ def test_each_stage_is_copied_to_the_next_one_and_the_last_to_the_one_before():
     assert world.due() == []
 
 
-def test_neighbours_of_one_host_are_skipped():
+def test_neighbours_of_one_host_are_skipped_unless_copies_within_it_are_configured():
     assert World("aabb").carry_out() == [(2, 0), (2, 1), (1, 2), (1, 3)]
+    assert World("aaa", copies_within_host=True).carry_out() == [(1, 0), (2, 1), (1, 2)]
 
 
-def test_stages_of_one_host_need_no_copies_unless_that_is_configured():
-    world = World("aaa")
-    assert not copies.is_needed(world.options, world.seats)
+@pytest.mark.parametrize(("hosts", "num_copies"), [("aaa", 1), ("abc", 0)])
+def test_nothing_is_copied_within_one_host_or_if_no_copies_are_configured(hosts, num_copies):
+    world = World(hosts, copies=num_copies)
     assert world.due() == []
     assert world.is_complete
-    assert copies.is_needed(options(copies=1, copies_within_host=True), world.seats)
-
-
-def test_without_copies_every_complete_checkpoint_is_the_base():
-    world = World(copies=0)
-    assert world.is_complete
-    assert world.due() == []
-
-
-def test_stage_that_no_worker_can_dial_is_not_waited_for():
-    world = World(silent=(0,))
-    assert world.carry_out(and_settle=True) == [(2, 1), (1, 2)]
-    assert world.lacks(0) == "stage-000-5.safetensors"
-    assert copies.uncopied(world.options, world.seats) == [world.seats[0]]
-    assert copies.uncopied(options(), world.seats) == []
-    assert copies.uncopied(world.options, World("aaa", silent=(0, 1, 2)).seats) == []
 
 
 def test_newer_checkpoint_waits_until_the_one_before_is_copied():

@@ -30,10 +30,11 @@ class Measurer:
     say: Message | None = None
 
     def __post_init__(self):
-        self.server.workers[f"worker-{self.stage}".encode()] = self
+        self.identity = f"worker-{self.stage}".encode()
+        self.server.workers[self.identity] = self
 
     def send(self, message):
-        self.server.inbox.append((f"worker-{self.stage}".encode(), message))
+        self.server.inbox.append((self.identity, message))
 
     def beat(self):
         self.send(Heartbeat(self.stage))
@@ -102,14 +103,6 @@ def test_everything_is_measured_and_all_workers_leave(scene, begin):
     assert {"compute of stages 0, 1, 2", "1/6  host1 and host2", "6/6  host2 and all others"} <= set(told)
 
 
-def test_no_path_is_measured_while_a_worker_computes(scene, begin):
-    begin(stage2={"replies": False})
-
-    scene.when(lambda: scene.clock.now_s > 1005, lambda: scene.coordinator.request_stop(signal.SIGINT))
-    assert scene.run() == 130
-    assert paths_of(scene, 0) == paths_of(scene, 1) == []
-
-
 def test_a_peer_that_cannot_be_reached_is_named_and_the_rest_measured(scene, begin):
     measured = begin(stage2={"unreachable": (0,)})
     assert scene.run() == 3
@@ -145,13 +138,13 @@ def test_worker_that_dies_ends_the_measurement_and_its_figures_so_far_are_kept(s
     assert [host.name for host in measured.numbers(Imitated(), "").hosts] == ["host0", "host1"]
 
 
-def test_signal_ends_the_measurement_at_once(scene, begin):
+def test_signal_ends_the_measurement_at_once_and_no_path_is_measured_while_a_worker_computes(scene, begin):
     begin(stage1={"replies": False})
-
-    scene.when(lambda: scene.clock.now_s > 1001, lambda: scene.coordinator.request_stop(signal.SIGTERM))
+    scene.when(lambda: scene.clock.now_s > 1005, lambda: scene.coordinator.request_stop(signal.SIGTERM))
     assert scene.run() == 143
     assert scene.end.message == "the coordinator got SIGTERM while measuring"
     assert scene.server.told(b"worker-0", Abort)
+    assert paths_of(scene, 0) == paths_of(scene, 2) == []
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ from functools import partial
 from random import Random
 
 import pytest
-from coordinator.conftest import VERSION, Recorder
+from coordinator.conftest import VERSION
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_once import Sooner
 
 from tahq.comm.control import messages as say
 from tahq.coordinator.journal import Journal
-from tahq.coordinator.observer import RunObserver
 from tahq.coordinator.seats import RestorePoint
 from tahq.coordinator.training import SnapshotParts, publish_to_folder
 from tahq.errors import PeerLostError
@@ -237,7 +236,7 @@ def lead_with_damage(scene, damaged, journal=None):
 
 
 def test_damaged_newest_checkpoint_sends_all_back_to_the_one_before(scene, tmp_path):
-    scene.observer = Both(MetricsFile(tmp_path / "metrics.jsonl"))
+    scene.observer.other = MetricsFile(tmp_path / "metrics.jsonl")
     with Journal(tmp_path / "journal.sqlite") as journal:
         assert lead_with_damage(scene, (4,), journal) == 0, scene.end.message
         facts = journal.facts
@@ -280,20 +279,6 @@ def test_resuming_without_an_undamaged_checkpoint_ends_the_run_and_names_the_fil
     assert scene.run(**resumed_from(4)) == 2
     assert "stage 1 (b, pid 101): stage-001-ab is damaged; " in scene.end.message
     assert "there is no other undamaged checkpoint" in scene.end.message
-
-
-class Both(Recorder):
-    """A recorder, and a metrics file that hears the same."""
-
-    def __init__(self, metrics):
-        super().__init__()
-        self.metrics = metrics
-
-    def __getattribute__(self, name):
-        if name in RunObserver.__dict__ and not name.startswith("_"):
-            own, other = super().__getattribute__(name), getattr(self.metrics, name)
-            return lambda *args: (own(*args), other(*args))
-        return super().__getattribute__(name)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""The table of seats and the run's phases: transitions, deadlines, refusals, and points to go on from."""
+"""The table of seats and the run's phases: transitions, deadlines, and points to go on from."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tahq.comm.control.messages import Commit, Evaluated, Heartbeat, Join, Ready
-from tahq.coordinator import gathering, recovery, run_state, seats
+from tahq.coordinator import recovery, run_state, seats
 from tahq.coordinator.context import CoordinatorOptions
 from tahq.coordinator.run_state import RunEvent, RunPhase, RunState
 from tahq.coordinator.seats import RestorePoint, SeatEvent, SeatPhase, Seats
@@ -75,20 +75,6 @@ def test_impossible_transition_is_the_workers_fault_or_ours(ready):
     assert ready[1].phase is SeatPhase.READY
 
 
-def test_seat_that_is_left_keeps_what_the_next_worker_needs(ready):
-    seat = ready[1]
-    seat.position, seat.is_inexact, seat.lost_since_s = 9, True, None
-    seat.copied, seat.gone = {4: "copy"}, {6}
-    seat.parts, seat.prepared, seat.degraded = {8: "part"}, "prepare", {0: "silent"}
-    before = ready.leave(1, 50.0, position=6, is_silent=True)
-    assert before.name == "stage 1 (host1, pid 5)"
-    after = ready[1]
-    assert (after.phase, after.name, after.hello, after.identity) == (SeatPhase.EMPTY, "stage 1", None, b"")
-    assert (after.position, after.is_inexact, after.copied, after.gone) == (6, True, {4: "copy"}, {6})
-    assert (after.parts, after.prepared, after.degraded) == ({}, None, {})
-    assert after.lost_since_s == 1.0  # the last time that anything came from it
-
-
 EVENTS = st.lists(
     st.tuples(st.sampled_from([*SeatEvent, "wait"]), st.integers(0, 2), st.integers(0, 4), st.floats(0, 30)),
     max_size=60,
@@ -142,65 +128,6 @@ def test_neighbour_that_never_makes_its_links_ready_has_a_deadline(ready):
     assert recovery.deadline_s(options(), run, ready, ready[1]) == 105.0
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("join", "key", "reason"),
-    [
-        (join_of(2), "bb", ""),
-        (join_of(2), "aa", "another key"),
-        (join_of(1), "", "stage 1 already has a worker: stage 1 (host1, pid 5); still free: 0, 2"),
-        (join_of(10**9), "", "stages 0 to 2"),
-        (Join(0, "9", "host", 1), "", "another version"),
-        (join_of(0, pid=2**63), "", "expected one below"),
-    ],
-)
-def test_refused_worker_is_told_why(join, key, reason):
-    table = Seats(3)
-    table.join(1, b"a", join_of(1), 0.0)
-    refusal = gathering.refusal(options(host_keys=("", "", "bb")), table, join, key, None)
-    assert reason in refusal.reason if reason else refusal is None
-
-
-def test_worker_for_any_stage_is_refused_if_all_are_held():
-    table = Seats(1)
-    table.join(0, b"a", join_of(0), 0.0)
-    refusal = gathering.refusal(options(), table, join_of(-1), "", None)
-    assert "all 1 stages have a worker" in refusal.reason
-
-
-@pytest.mark.parametrize(
-    ("identity", "changes", "takes"),
-    [
-        (b"new", {}, False),
-        (b"new", {"worker_id": "other"}, False),
-        (b"old", {"worker_id": "w"}, False),
-        (b"new", {"worker_id": "w"}, True),
-        (b"new", {"takeover": True}, True),
-    ],
-)
-def test_only_the_successor_of_a_worker_takes_its_place(identity, changes, takes):
-    table = Seats(3)
-    table.join(1, b"old", join_of(1, worker_id="w"), 0.0)
-    replaced = gathering.replaced_by(table, identity, join_of(1, **changes))
-    assert (replaced is table[1]) == takes
-
-
-@pytest.mark.parametrize(
-    ("field", "first", "second"),
-    [("tokenizer_hash", "t1", "t2"), ("data_hash", "d1", "d2"), ("num_train_samples", 10, 11)],
-)
-def test_shared_fields_are_compared_between_the_stages_that_have_them(field, first, second):
-    table = Seats(3)
-    for stage in (0, 1):
-        happen(table, SeatEvent.JOIN, stage, b"%d" % stage, 0.0)
-        happen(table, SeatEvent.HELLO, stage, b"", 0.0)
-    table[0].hello = make_hello(0, **{field: first})
-    rows = gathering.differences(options(), table, make_hello(2, **{field: second}))
-    assert rows == [[field, str(second), f"{first} (stage 0 (host0, pid 5))"]]
-
-
 # -- the run ---------------------------------------------------------------------------------------
 
 
@@ -218,18 +145,6 @@ def test_messages_are_taken_in_their_phases_only(phase, message):
     else:
         with pytest.raises(RemoteProtocolError, match=f"stage 0 sent {type(message).__name__} while .* {phase.value}"):
             run.check(message, "stage 0")
-
-
-@pytest.mark.parametrize(
-    ("point", "command", "text"),
-    [
-        (RestorePoint(0), "x", "no checkpoint had been written, so start the run anew"),
-        (RestorePoint(7, "s"), "x -r", "the run can be resumed with `x -r` (checkpoint after step 7)"),
-        (RestorePoint(7, "s"), "", "the run can be resumed (checkpoint after step 7)"),
-    ],
-)
-def test_resume_hint(point, command, text):
-    assert RunState(point, 0.0).resumable(command) == text
 
 
 @pytest.fixture

@@ -125,25 +125,37 @@ def test_any_order_of_arrival_gives_the_same_run(new_scene, seed):
 # -- joining ---------------------------------------------------------------------------------------
 
 
+HELD = f"stage 1 already has a worker: {STAGE_1}; if you know that it is gone, start this one with --takeover"
+
+
 @pytest.mark.parametrize(
-    ("stage", "reason"),
-    [(1, f"stage 1 already has a worker: {STAGE_1}; if you know that it is gone, start this one with --takeover"),
-     (7, "there is no stage 7: this run has stages 0 to 2; start with one of those")],
-)  # fmt: skip
-def test_worker_without_a_free_stage_is_refused_and_the_run_goes_on(scene, stage, reason):
+    ("join", "reason"),
+    [
+        ({"stage": 1}, HELD),
+        ({"stage": 1, "worker_id": "other"}, HELD),
+        ({"stage": -1}, "all 3 stages have a worker"),
+        ({"stage": 7}, "there is no stage 7: this run has stages 0 to 2; start with one of those"),
+        ({"stage": 1, "pid": 2**63}, "expected one below"),
+    ],
+)
+def test_worker_without_a_free_stage_is_refused_and_the_run_goes_on(scene, join, reason):
     scene.workers()
-    scene.server.inbox.append((b"late", say.Join(stage, "0.1.0", "other", 5)))
+    scene.server.inbox.append((b"late", say.Join(**({"version": "0.1.0", "host": "other", "pid": 5} | join))))
     assert scene.run() == 0
     (refusal,) = scene.server.told(b"late", say.Refuse)
-    assert refusal.reason == reason
+    assert reason in refusal.reason
 
 
-def test_differing_worker_is_refused_and_a_correct_one_takes_its_stage(scene):
-    _, _, last = scene.workers(stage2={"hello": {"data_hash": "other"}})
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [("tokenizer_hash", "other", "t"), ("data_hash", "other", "d"), ("num_train_samples", 99, "100")],
+)
+def test_differing_worker_is_refused_and_a_correct_one_takes_its_stage(scene, field, value, expected):
+    _, _, last = scene.workers(stage2={"hello": {field: value}})
     scene.when(lambda: last.left and scene.clock.now_s > 1000.5, lambda: scene.restart(2, hello={}))
     assert scene.run() == 0
     (refusal,) = scene.server.told(b"worker-2", say.Refuse)
-    assert refusal.differences == [["data_hash", "other", "d (stage 0 (host0, pid 100))"]]
+    assert refusal.differences == [[field, str(value), f"{expected} (stage 0 (host0, pid 100))"]]
     assert scene.observer.of("stage_left") == [2]
 
 

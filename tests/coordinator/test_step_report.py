@@ -36,6 +36,7 @@ def test_links_have_sender_receiver_and_rates():
     assert (links[0].busy_s, links[0].sending_s, links[0].wire_s) == (0.5, 0.4, 0.25)
     assert links[0].queued_s == pytest.approx(0.1)
     assert links[0].idle_s == 1.5  # of a step of 2 s
+    assert record(1).links == ()
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -50,38 +51,29 @@ def test_link_of_tied_embeddings_joins_first_and_last_stage(num_stages):
     ]
 
 
-def test_one_stage_has_no_links():
-    assert record(1).links == ()
-
-
 def test_links_have_the_error_that_was_measured_of_their_codec():
     links = record(stage1={"codec_errors": [[1.0, 0.0, 0.25], [0.0, 1.0, math.inf]]}).links
     assert [link.relative_error for link in links] == [None, 0.25, math.inf, None]
 
 
-@pytest.mark.parametrize("rows", [[[]], [[1.0, 0.0]], [[1.0, 0.0, -0.1]], [[1.0, 0.0, math.nan]]])
-def test_impossible_errors_name_the_stage(rows):
-    with pytest.raises(RemoteProtocolError, match="stage 1 reported impossible codec errors"):
-        record(stage1={"codec_errors": rows})
-
-
 @pytest.mark.parametrize(
-    "row",
+    ("field", "rows"),
     [
-        [],
-        [0.0] * 8,
-        [5.0, 0.0, *[1.0] * 7],
-        [-1.0, *[1.0] * 8],
-        [0.0, 7.0, *[1.0] * 7],
-        [math.nan, 0.0, *[1.0] * 7],
-        [0.0, 0.0, 1.0, 1.0, 1.0, 1e308, 1.0, 1.0, 1.0],
-        [0.0, 0.0, math.inf, *[1.0] * 6],
-        [0.0, 0.0, *[1.0] * 6, math.nan],
+        *(("codec errors", row) for row in ([], [1.0, 0.0], [1.0, 0.0, -0.1], [1.0, 0.0, math.nan])),
+        ("traffic", []),
+        ("traffic", [0.0] * 8),
+        ("traffic", [5.0, 0.0, *[1.0] * 7]),
+        ("traffic", [-1.0, *[1.0] * 8]),
+        ("traffic", [0.0, 7.0, *[1.0] * 7]),
+        ("traffic", [math.nan, 0.0, *[1.0] * 7]),
+        ("traffic", [0.0, 0.0, 1.0, 1.0, 1.0, 1e308, 1.0, 1.0, 1.0]),
+        ("traffic", [0.0, 0.0, math.inf, *[1.0] * 6]),
+        ("traffic", [0.0, 0.0, *[1.0] * 6, math.nan]),
     ],
 )
-def test_impossible_traffic_names_the_stage(row):
-    with pytest.raises(RemoteProtocolError, match="stage 0 reported impossible traffic"):
-        record(stage0={"links": [row]})
+def test_impossible_figures_of_links_name_the_stage(field, rows):
+    with pytest.raises(RemoteProtocolError, match=f"stage 1 reported impossible {field}"):
+        record(stage1={"links" if field == "traffic" else "codec_errors": [rows]})
 
 
 # -- a stage's step --------------------------------------------------------------------------------
