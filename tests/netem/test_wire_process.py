@@ -17,7 +17,7 @@ from tahq.errors import NetworkError
 from tahq_netem.network.description import PathShape, plan_network, uniform
 from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.wire import control as wire_control
-from tahq_netem.wire.control import ANSWER_TIMEOUT_S, WireControl, WireProcess
+from tahq_netem.wire.control import ANSWER_TIMEOUT_S, WireControl, WireProcess, receive, send
 
 
 @pytest.fixture
@@ -107,14 +107,14 @@ def test_process_that_does_not_answer_in_time_is_given_up(control):
     own, process = control
     with pytest.raises(NetworkError, match=r"wire process did not answer within 0\.1 s"):
         own.ask("a", timeout_s=0.1)
-    process.send(("too late", None))
+    send(process, ("too late", None))
     with pytest.raises(NetworkError, match=r"wire process did not answer within 0\.1 s"):
         own.ask("b")
 
 
 def test_process_that_ends_while_it_is_asked_is_named(control):
     own, process = control
-    end = threading.Thread(target=lambda: (process.recv(), process.close()))
+    end = threading.Thread(target=lambda: (receive(process), process.close()))
     end.start()
     with pytest.raises(NetworkError, match=r"wire process has ended \(see its output on stderr\); build"):
         own.ask("a")
@@ -141,9 +141,9 @@ def test_signal_handler_may_close_while_an_answer_is_waited_for(control):
             own.ask("a")
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert process.recv() == ("a",)
+    assert receive(process) == ("a",)
     with pytest.raises(EOFError):
-        process.recv()
+        receive(process)
 
 
 def test_forked_child_that_closes_leaves_the_connection_open(control, monkeypatch):
@@ -152,5 +152,5 @@ def test_forked_child_that_closes_leaves_the_connection_open(control, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(wire_control.os, "getpid", lambda: 1)
         in_child.close()
-    process.send(("answer", None))
+    send(process, ("answer", None))
     assert own.ask("a") == "answer"

@@ -293,8 +293,7 @@ class ZmqEndpoint:
         """Make every `recv` and `send` on every link raise `reason`, now and from now on; any thread may call it."""
         self._aborted = self._aborted or reason
         for end in list(self._ends.values()):
-            end.inbox.abort(self._aborted)
-            end.met.set()
+            end.abort(self._aborted)
 
     def close(self, linger_s: float = 5.0) -> None:
         """Send what is queued, say goodbye on every link, release the sockets; safe to call twice.

@@ -127,6 +127,12 @@ class DataEnd(LinkEnd):
         self.messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         """The peer's messages on the control channel, for a process group; None: no more will come."""
 
+    def abort(self, error: Exception) -> None:
+        """Have `recv` raise this at once, and end every other wait; any thread may call it."""
+        self.inbox.abort(error)
+        self.messages.put(None)
+        self.met.set()
+
     # Called in the I/O thread
 
     def send(self, frame: Frame, now_s: float) -> None:
