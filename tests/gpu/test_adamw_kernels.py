@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.adamw_checks import GRADIENTS, check_8bit, check_every_border, check_plain
 from support.device_waits import host_must_not_wait
+from support.samples import normal
 from torch.nn import Parameter
 
 from tahq.memory.adam import loop
@@ -62,10 +63,6 @@ SHAPES = {"matrix": (333, 77), "norm": (127,), "unused": (5000,)}
 KEYS = [{"optimizer": "adamw8bit", "adamw8bit": {"min_elements": 500}}, {"optimizer": "adamw_bf16"}]
 EVERY = [*KEYS, {"optimizer": "adamw"}]
 """adamw on a CPU is torch's own."""
-
-
-def normal(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def train(parameters, optimizer, steps):

@@ -14,6 +14,7 @@ from support.fp8_flow_checks import (
     same,
 )
 from support.interpreter import in_interpreter
+from support.samples import normal
 
 from tahq.memory.coat import fp8_codes, fp8_linear
 from tahq.memory.coat import fp8_flow_reference as reference
@@ -50,7 +51,7 @@ def test_codes_with_one_scale_equal_the_references(kernels, tokens, channels):
 @every_shape
 def test_norms_equal_the_references(kernels, tokens, channels, sort):
     made = matrices(tokens, channels)
-    weight = torch.randn(channels, generator=torch.Generator().manual_seed(1))
+    weight = normal(channels, 1)
     check_norm(kernels, made[sort], None, weight)
     check_norm(kernels, made[sort], made["outliers"], weight)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.fp8_adamw_reference import decode_reference, encode_reference
 from support.fp8_moments import awkward_groups, same_bits
+from support.samples import normal
 
 from tahq.memory.coat.fp8_codes import FP8_FORMATS, LARGEST
 from tahq.memory.coat.fp8_groups import (
@@ -40,7 +41,7 @@ def test_ranges_equal_the_papers():
 @by_name
 def test_codes_without_expansion_are_torchs_own(name):
     """|x|/M and its product with Δmax are exact here: x has 8 bits, M is a power of two."""
-    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    x = normal((50, 128)).bfloat16().float()
     x[:, 0] = 8.0
     codes, scales, powers = encode(x, moment_format(name, expand=False))
     expected = (x / 8 * LARGEST[FP8_FORMATS[name]]).to(FP8_FORMATS[name]).view(torch.uint8)
@@ -63,7 +64,7 @@ def test_tables_equal_the_formulas_to_the_bit(name, expand):
 
 def test_reference_is_the_papers_expansion():
     """With c and S written out, where M is exact: f(x) = sign(x)·(|x|/c)^k; X_FP8 = ⌈f(X)/S⌋, S = max f/Δmax."""
-    x = torch.randn(200, 128, generator=torch.Generator().manual_seed(1)).exp()
+    x = normal((200, 128), 1).exp()
     x[:, 9] = 2.0 ** (x.amax(1).log2().floor() + 1)
     codes, scales, index = encode_reference(x, magnitudes_of("e4m3"), expand=True)
     largest, smallest = x.double().amax(1), x.double().amin(1)
@@ -99,13 +100,13 @@ def test_groups_of_one_magnitude_keep_it_as_well_as_bf16_does(name):
 
 
 @expanded_or_not
-def test_zeros_are_stored_as_zeros(expand):
+@pytest.mark.parametrize("sort", ["zeros", "minus zeros"])
+def test_zeros_are_stored_as_zeros(sort, expand):
     by = moment_format("e4m3", expand)
-    for sort in ("zeros", "minus zeros"):
-        codes, scales, powers = encode(awkward_groups()[sort], by)
-        assert not (codes & 0x7F).any()
-        assert not scales.any()
-        assert torch.equal(decode(codes, scales, powers, by), torch.zeros(40, 128))
+    codes, scales, powers = encode(awkward_groups()[sort], by)
+    assert not (codes & 0x7F).any()
+    assert not scales.any()
+    assert torch.equal(decode(codes, scales, powers, by), torch.zeros(40, 128))
 
 
 def test_values_that_are_not_finite_become_nan_and_spoil_no_neighbour():
@@ -142,6 +143,6 @@ def test_powers_are_between_a_sixteenth_and_thirty_two(name):
 
 def test_expansion_lowers_the_error_of_narrow_groups():
     """R = e^(2·0.3·2.5) ≈ 4.5, k ≈ 8: steps are an eighth, squared errors a 64th, as far as codes are normal."""
-    x = (0.3 * torch.randn(400, 128, generator=torch.Generator().manual_seed(2))).exp()
+    x = (0.3 * normal((400, 128), 2)).exp()
     errors = [(decode(*encode(x, by), by) - x).square().mean() for by in (EXPANDED, moment_format("e4m3", False))]
     assert errors[0] < errors[1] / 10

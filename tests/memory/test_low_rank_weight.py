@@ -34,6 +34,12 @@ def take_steps(weight: LowRankWeight, steps, *, micro_batches=1, lr=0.01, decay=
         weight.apply(step, lr, decay)
 
 
+def step_with(weight: LowRankWeight, gradient: torch.Tensor, step: int, lr=0.01, decay=0.1) -> None:
+    weight.begin(step)
+    weight.take(gradient)
+    weight.apply(step, lr, decay)
+
+
 def everything(weight: LowRankWeight) -> dict[str, torch.Tensor]:
     states = {f"optimizer/{name}": tensor for name, tensor in weight.states().items()}
     return {name: tensor.clone() for name, tensor in (weight.weight_tensors() | states).items()}
@@ -52,9 +58,7 @@ def fifty_steps(start: torch.Tensor, lr: float, drift: float = 0.0, **changes) -
     reference = torch.optim.AdamW([parameter], lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
     for step in range(50):
         parameter.grad = normal(start.shape, seed=step + 1) + drift
-        weight.begin(step)
-        weight.take(parameter.grad.clone())
-        weight.apply(step, lr, 0.1)
+        step_with(weight, parameter.grad.clone(), step, lr)
         reference.step()
     return weight, parameter.detach()
 
@@ -100,9 +104,7 @@ def test_low_rank_steps_equal_galore_algorithm_2():
             basis = torch.linalg.svd(gradient.double(), full_matrices=False).Vh[:4]
             kept = torch.linalg.svd(gradient, full_matrices=False).Vh[:4].double()
             basis = basis * (basis * kept).sum(1, keepdim=True).sign()  # the same of two signs
-        weight.begin(step)
-        weight.take(gradient)
-        weight.apply(step, 0.01, 0.1)
+        step_with(weight, gradient, step)
         found, moments = galore_step(found, moments, basis, gradient.double(), step + 1, lr=0.01, decay=0.1, scale=0.25)
     torch.testing.assert_close(weight.storage.decoded(torch.float32).double(), found, rtol=0, atol=1e-5)
 
@@ -210,9 +212,7 @@ def test_stochastic_rounding_depends_on_name_and_step():
     for name, step in (("a", 0), ("b", 0), ("a", 1), ("a", 0)):
         weight = LowRankWeight(name, (16, 64), settings(rank=16), CPU)
         weight.storage.assign(normal((16, 64)) * 0.02)
-        weight.begin(step)
-        weight.take(normal((16, 64), seed=9))
-        weight.apply(step, 1e-4, 0.0)
+        step_with(weight, normal((16, 64), seed=9), step, lr=1e-4, decay=0.0)
         found.append(weight.storage.codes.clone())
     assert torch.equal(found[0], found[3])
     assert not torch.equal(found[0], found[1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.samples import normal
 
 from tahq.memory.galore.subspace import (
     Int4Projection,
@@ -48,7 +49,7 @@ def test_a_gradient_of_the_rank_survives_projection_there_and_back(shape, method
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
 def test_rows_not_below_columns_take_right_vectors_and_else_left_ones(shape):
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    gradient = normal(shape, 2)
     u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
     expected = vh[:6] if shape[0] >= shape[1] else u[:, :6].t()
     assert torch.equal(exact_basis(gradient, 6), expected)
@@ -172,7 +173,7 @@ def test_first_of_two_codes_has_the_low_half():
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 85), (16, 64), (33, 129)])
 def test_every_element_in_int4_is_within_half_a_step(shape):
-    basis = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    basis = normal(shape, 1)
     projection = Int4Projection(shape, CPU)
     projection.assign(basis)
     error = (projection.decoded(torch.float32) - basis).flatten().abs()
