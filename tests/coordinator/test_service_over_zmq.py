@@ -8,7 +8,7 @@ import pytest
 from coordinator.conftest import ScriptedWorker
 
 from tahq.comm.control.client import ControlClient
-from tahq.comm.control.messages import Abort, Assign, Bye, Commit, Join, Refuse
+from tahq.comm.control.messages import Abort, Bye, Commit, Join, Refuse
 from tahq.comm.control.server import ControlServer
 from tahq.comm.link.shaping import Shaping
 from tahq.coordinator.service import Coordinator
@@ -75,18 +75,3 @@ def test_whole_run_over_sockets(served, scene):
     assert [parts.step for parts in scene.published] == [10]
     # a round trip over the loopback and one decision take well under a millisecond; the machine may be busy
     assert sorted(workers[0].latencies_s)[5] < 0.1
-
-
-def test_duplicate_worker_is_refused_over_sockets(served):
-    coordinator, _ = served
-    first = ThreadWorker(coordinator.address, 0)
-    deadline_s = time.monotonic() + 5.0
-    while not isinstance(first.last, Assign) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    second = ThreadWorker(coordinator.address, 0)
-    second.thread.join(5.0)
-    assert isinstance(second.last, Refuse)
-    assert "stage 0 already has a worker: stage 0 (host, pid 1)" in second.last.reason
-    coordinator.request_stop(2)
-    first.thread.join(5.0)
-    assert first.last == Abort("the coordinator got SIGINT before the first step", 130)
