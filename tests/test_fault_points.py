@@ -66,9 +66,12 @@ def test_kill_happens_at_its_point_and_not_to_the_next_process(tmp_path):
     assert (status, len(lines)) == (0, 6)
 
 
-def test_fault_listed_twice_happens_twice(tmp_path):
+def test_fault_listed_twice_happens_twice_and_a_raised_one_names_its_entry(tmp_path):
     statuses = [run("kill@forward,kill@forward", tmp_path)[0] for _ in range(3)]
     assert statuses == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    status, lines, errors = run("raise@forward:step=2")
+    assert (status, len(lines)) == (1, 4)
+    assert "InjectedFault: raise@forward:step=2 of TAHQ_FAULTS" in errors
 
 
 def test_stopped_process_continues_after_its_time(tmp_path):
@@ -78,12 +81,6 @@ def test_stopped_process_continues_after_its_time(tmp_path):
     assert waits[2] >= 0.9
     assert waits[5] >= 0.3
     assert sum(waits) < 10
-
-
-def test_raised_fault_names_its_entry():
-    status, lines, errors = run("raise@forward:step=2")
-    assert (status, len(lines)) == (1, 4)
-    assert "InjectedFault: raise@forward:step=2 of TAHQ_FAULTS" in errors
 
 
 def test_without_a_folder_each_process_counts_for_itself():

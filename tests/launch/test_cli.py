@@ -46,16 +46,13 @@ def test_help_has_an_example_and_defaults(tahq, arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ([], ("launch", "worker", "coordinator", "export", "trace", "netem")),
-        (["codec"], ("list", "inspect", "compare")),
-    ],
+    ("group", "names"),
+    [([], "launch worker coordinator export trace netem"), (["codec"], "list inspect compare")],
 )
-def test_command_group_alone_lists_its_commands(tahq, arguments, names):
-    status, stdout, stderr = tahq("tahq", *arguments)
+def test_command_group_alone_lists_its_commands(tahq, group, names):
+    status, stdout, stderr = tahq("tahq", *group)
     assert (status, stderr) == (0, "")
-    assert all(f"  {name} " in stdout for name in names)
+    assert all(f"  {name} " in stdout for name in names.split())
 
 
 def test_help_needs_neither_torch_nor_zmq():

@@ -81,32 +81,24 @@ def test_tied_embeddings_have_their_own_link():
     assert "tied embedding" in dry_run(config)
 
 
-def test_traffic_of_a_host_is_the_sum_over_its_links():
-    flows = flows_of(load())
-    assert host_traffic(flows, 0) == (flows[0].step_nbytes, flows[1].step_nbytes)
-    assert host_traffic(flows, 1)[0] == flows[1].step_nbytes + flows[2].step_nbytes
-
-
 def test_wire_only_step_is_between_the_busiest_host_and_all_frames_in_a_row():
     config = load()
     flows = flows_of(config)
     step_s = wire_only_step_s(config, link_speeds(config), generate("1f1b", 4, 8), flows)
+    assert host_traffic(flows, 1)[0] == flows[1].step_nbytes + flows[2].step_nbytes
     busiest_s = max(8 * nbytes / 1e8 for stage in range(4) for nbytes in host_traffic(flows, stage))
     in_a_row_s = sum(8 * flow.step_nbytes / 1e8 + 8 * 0.02 for flow in flows)
     assert busiest_s + 2 * 3 * 0.02 < step_s < in_a_row_s
-
-
-def test_wire_only_step_without_a_rate_consists_of_delays():
-    config = load("links={delay: 20ms}")
+    no_rate = load("links={delay: 20ms}")
     # GPipe: 3 cuts there, 3 back, then a round trip to the coordinator.
-    step_s = wire_only_step_s(config, link_speeds(config), generate("gpipe", 4, 8), flows_of(config))
+    step_s = wire_only_step_s(no_rate, link_speeds(no_rate), generate("gpipe", 4, 8), flows_of(no_rate))
     assert step_s == pytest.approx((3 + 3 + 2) * 0.02)
 
 
 # -- text ----------------------------------------------------------------------------------------
 
 
-def test_layers_and_parameters_are_those_of_the_model():
+def test_layers_parameters_and_hosts_are_those_of_the_configuration():
     text = dry_run(load())
     rows = section(text, "Layers")[1:]
     assert [row[4] for row in rows] == ["embedding + 0-1", "2-3", "4-5", "6-7 + norm, head"]
@@ -114,8 +106,11 @@ def test_layers_and_parameters_are_those_of_the_model():
     expected = [2 * block + 2 * 256 * 256, 2 * block, 2 * block, 2 * block + 2 * 256 + 256 * 256]
     assert [int(row[5].replace(",", "")) for row in rows] == expected
     assert f"{sum(expected):,} parameters" in text
-    listed = section(dry_run(load("pipeline.layers=[1,2,2,3]")), "Layers")[1:]
-    assert [row[4] for row in listed] == ["embedding + 0", "1-2", "3-4", "5-7 + norm, head"]
+    given = section(dry_run(load("pipeline.layers=[1,2,2,3]")), "Layers")[1:]
+    assert [row[4] for row in given] == ["embedding + 0", "1-2", "3-4", "5-7 + norm, head"]
+    listed = section(dry_run(load(example="llama_remote")), "Layers")[1:]
+    assert [row[1] for row in listed] == ["198.51.100.20", "203.0.113.30", "laptop.example.net"]
+    assert [row[3] for row in listed] == ["fp32", "fp32", "bf16"]
 
 
 def test_low_rank_optimizers_change_no_parameter_counts():
@@ -201,12 +196,6 @@ def test_text_is_narrow_and_the_same_every_time(example):
     text = dry_run(resolve(load(example=example)))
     assert text == dry_run(resolve(load(example=example)))
     assert max(map(len, text.splitlines())) <= WIDTH
-
-
-def test_listed_hosts_are_named_with_their_dtypes():
-    rows = section(dry_run(load(example="llama_remote")), "Layers")[1:]
-    assert [row[1] for row in rows] == ["198.51.100.20", "203.0.113.30", "laptop.example.net"]
-    assert [row[3] for row in rows] == ["fp32", "fp32", "bf16"]
 
 
 def test_nothing_is_allocated(monkeypatch):

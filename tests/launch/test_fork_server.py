@@ -13,7 +13,6 @@ from support.processes import children, is_alive, name, wait_until
 
 from tahq.errors import PeerLostError
 from tahq_launch import cli
-from tahq_launch.start import fork_server
 from tahq_launch.start.fork_server import ForkServer
 from tahq_launch.start.worker_command import WorkerCommand
 from tahq_launch.start.worker_lifetime import die_with_launcher
@@ -75,24 +74,6 @@ def test_workers_are_spawned_once_an_import_has_asked_for_cuda(forks, tmp_path):
     assert forks.status_of(start(forks, tmp_path, "--version"), 60) == 0
     # a fork's `tahq` would be `report_and_end`
     assert (tmp_path / "log").read_text() == f"tahq {version('tahq')}\n"
-
-
-def test_cuda_is_checked_once_after_each_import(monkeypatch, tmp_path):
-    """The check takes a process, which a listing of the server's children would show."""
-    monkeypatch.setattr(cli, "main", report_and_end)
-    asked = tmp_path / "asked"
-
-    def ask() -> bool:
-        with asked.open("a") as file:
-            return file.write("?") != 1
-
-    monkeypatch.setattr(fork_server, "_forks_lack_cuda", ask)
-    with ForkServer() as forks:
-        for _ in range(2):
-            forks.import_modules(("wave",))
-            for _ in range(2):
-                assert forks.status_of(start(forks, tmp_path, "leave", "0"), 30) == 0
-    assert asked.read_text() == "??"
 
 
 def test_each_worker_has_its_own_status_and_name(forks, tmp_path):

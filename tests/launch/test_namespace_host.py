@@ -64,22 +64,18 @@ def test_backend_and_congestion_control_are_announced(monkeypatch, tmp_path):
     assert folder.network.exists()
 
 
-def test_speeds_count_a_workers_own_bytes_up_to_its_caps():
+def test_speeds_count_a_workers_own_bytes_up_to_its_caps_and_the_rates_of_pairs():
     speeds = link_speeds(load("links={rate: 100mbit, delay: 9ms, hosts: {host1: {up: 10mbit}}}"))
     assert (speeds.rate(0, 1), speeds.rate(1, 2)) == pytest.approx((100e6 * GOODPUT, 10e6 * GOODPUT))
     assert speeds.longest_delay_s == 0.009
     capped = link_speeds(load("links={rate: 100mbit, cap_up: 50%, cap_down: 20mbit, hosts: {host1: {up: 10mbit}}}"))
     assert capped.up[:2] == pytest.approx((50e6 * GOODPUT, 5e6 * GOODPUT))
     assert capped.down == (20e6,) * 4
-
-
-def test_speeds_include_the_rates_of_pairs_and_delays_of_neighbours_only():
     links = "pairs: [{between: [host0, host1], rate: 1mbit}, {between: [host0, host3], delay: 50s}]"
-    speeds = link_speeds(load(f"links={{{links}}}", "run.peer_timeout=200s", "run.give_up=400s"))
-    assert speeds.is_shaped
-    assert speeds.rate(1, 0) == pytest.approx(1e6 * GOODPUT)
-    assert speeds.rate(1, 2) == math.inf
-    assert speeds.longest_delay_s == 0.0
+    pairs = link_speeds(load(f"links={{{links}}}", "run.peer_timeout=200s", "run.give_up=400s"))
+    assert pairs.is_shaped
+    assert (pairs.rate(1, 0), pairs.rate(1, 2)) == (pytest.approx(1e6 * GOODPUT), math.inf)
+    assert pairs.longest_delay_s == 0.0  # host0 and host3 are no neighbours
 
 
 def test_dry_run_shows_hosts_exceptions_and_the_slowest_uplink():

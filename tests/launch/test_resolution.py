@@ -143,25 +143,21 @@ def load_listed(tmp_path, monkeypatch):
     return read
 
 
-def test_shares_are_of_the_measured_rates(load_listed):
+def test_shares_are_of_the_measured_rates_and_connections_as_many_as_neighbours_needed(load_listed):
+    """The path from a to c, which needs eight, is not a link in this order of hosts; the one between a and b is."""
     config = with_measured(load_listed("cap_up: 50%, cap_down: 20mbit"))
     caps = [host_shaping(config.links, config.hosts, stage, 3) for stage in range(3)]
     assert [cap.cap_up_bits_per_s for cap in caps] == [20e6, 5e6, 10e6]
     assert [cap.cap_down_bits_per_s for cap in caps] == [20e6] * 3
-    assert config.links.measured is None
+    assert (config.links.measured, config.links.connections) == (None, 4)
     assert with_measured(config) == config
+    assert with_measured(load_listed("connections: 6")).links.connections == 6
 
 
 def test_host_with_a_link_inside_its_site_gets_no_cap(load_listed):
     config = with_measured(load_listed("first: gradients, inside: gloo", site=", site: lab"))
     assert [host.cap_up for host in config.hosts] == [None, None, 19e6]
     assert ClusterConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-def test_links_have_as_many_connections_as_neighbours_needed(load_listed):
-    """The path from a to c, which needs eight, is not a link in this order of hosts; the one between a and b is."""
-    assert with_measured(load_listed()).links.connections == 4
-    assert with_measured(load_listed("connections: 6")).links.connections == 6
 
 
 def test_share_of_an_unknown_rate_is_refused(load_listed):
