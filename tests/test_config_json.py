@@ -99,7 +99,7 @@ def test_any_value_survives_json_and_yaml(tmp_path_factory, text, rate, delay, n
         (config_json(EXAMPLE).replace('"rate":100000000.0', '"rate":100'), "links.rate: a rate needs a unit"),
     ],
 )
-def test_json_that_is_no_configuration_is_refused_in_one_line(text, message):
+def test_json_that_is_not_a_configuration_is_refused_in_one_line(text, message):
     with pytest.raises(ConfigError) as caught:
         config_from_json(text)
     assert message in str(caught.value)

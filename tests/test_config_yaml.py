@@ -66,7 +66,7 @@ def test_lines_are_those_of_keys_and_list_items():
         ("[" * 1500, 1, "nested too deeply"),
     ],
 )
-def test_what_is_refused_names_its_line(text, line, message):
+def test_malformed_yaml_is_refused_with_its_line(text, line, message):
     with pytest.raises(YamlError) as caught:
         parse_yaml(text)
     assert caught.value.line == line
@@ -102,7 +102,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES, min_size=1))
-def test_what_pyyaml_writes_with_quotes_is_read_back(value):
+def test_quoted_output_of_pyyaml_is_read_back(value):
     # Quoted styles leave no room for a schema, so both must agree about the structure.
     text = yaml.dump(value, default_style='"', allow_unicode=True)
     text = text.replace('!!int "', '"').replace('!!bool "', '"').replace('!!null "', '"')

@@ -25,7 +25,7 @@ def test_no_package_unpickles_or_evaluates():
     assert found == {"tahq/integrations/torch_pipelining.py: gather_object("}
 
 
-def test_what_is_looked_for_would_be_found():
+def test_pattern_matches_dangerous_lines_only():
     dangerous = [
         "import pickle",
         "x = torch.load(path)",

@@ -34,7 +34,7 @@ def estimated(config: ClusterConfig, stage: int, *, bf16: bool = False):
     ],
     ids=["interleaved", "deep", "1f1b", "gpipe"],
 )
-def test_what_is_in_flight_is_that_of_the_fullest_moment_of_the_schedule(pipeline, stage):
+def test_activations_are_those_of_the_fullest_moment_of_the_schedule(pipeline, stage):
     config = configured(pipeline=pipeline)
     spec = resolved_spec(config, None)
     ranges, row = block_ranges(config, spec), config.pipeline.actions(16).actions[stage]
@@ -55,7 +55,7 @@ def test_what_is_in_flight_is_that_of_the_fullest_moment_of_the_schedule(pipelin
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_is_left_for_weight_gradients_counts_where_it_is_more_than_checkpointing_keeps(stage):
+def test_tensors_for_weight_gradients_count_where_they_exceed_checkpointed_inputs(stage):
     model, training = {"family": "llama", "intermediate_size": 128}, {"activation_checkpointing": "block"}
     config = configured(model=model, training=training, pipeline={"schedule": "zero-bubble"})
     spec = resolved_spec(config, None)

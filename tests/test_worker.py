@@ -43,9 +43,7 @@ BY_HAND = {"bind": "127.0.0.1:9000", "advertise": "none"}
         ({"spare": True, **BY_HAND}, HOSTS, 1, ("127.0.0.1:9000", "none")),
     ],
 )
-def test_worker_listens_where_command_line_or_its_host_say_and_spares_not_where_the_lost_host_did(
-    given, hosts, stage, expected
-):
+def test_listening_addresses_follow_the_command_line_then_the_host_entry(given, hosts, stage, expected):
     assert listening_addresses(options(**given), configured(hosts=hosts), stage) == expected
 
 

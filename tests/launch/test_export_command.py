@@ -1,4 +1,4 @@
-"""`tahq export` over the snapshots of a real run of two stages."""
+"""`tahq export` over the checkpoints of a real run of two stages."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def export(run: Run, out: str, *options: str) -> subprocess.CompletedProcess:
 
 
 def trained_logits(run: Run, tokens: torch.Tensor) -> torch.Tensor:
-    """What tahq's own model computes with the weights of the newest snapshot."""
+    """What tahq's own model computes with the weights of the newest checkpoint."""
     spec = load_spec(ModelConfig.model_validate(CONFIG["model"]), vocab_size=256, seq_len=CONFIG["data"]["seq_len"])
     whole = BlockRange(0, spec.num_layers, spec.num_layers)
     model = build_slice(spec, whole, seed=0, device="cpu", random=RandomContext(0), weights=False)
@@ -62,7 +62,7 @@ def source(run, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_of_a_folder_is_exported_without_that_folder(source, tmp_path):
+def test_run_of_a_folder_is_exported_without_that_folder(source, tmp_path):
     here = tmp_path / "model"
     shutil.copytree(source, here)
     config = {
@@ -103,7 +103,7 @@ def test_exported_folder_loads_with_the_same_logits_and_a_tokenizer_of_bytes(run
     assert tokenizer.encode("def é", add_special_tokens=False) == list("def é".encode())
 
 
-def test_an_earlier_snapshot_is_taken_by_its_step(run, tmp_path):
+def test_earlier_checkpoint_is_chosen_by_its_step(run, tmp_path):
     done = export(run, str(tmp_path / "hf"), "--step", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "after step 1" in done.stdout
@@ -112,7 +112,7 @@ def test_an_earlier_snapshot_is_taken_by_its_step(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "part"), [(["--step", "7"], "no checkpoint after step 7; it has: 1, 2"), ([], "not an empty folder")]
 )
-def test_what_cannot_be_exported_is_one_line(run, tmp_path, options, part):
+def test_impossible_export_is_one_line(run, tmp_path, options, part):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     done = export(run, str(tmp_path / "full"), *options)
