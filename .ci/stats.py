@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"tahq": ROOT, "tahq_launch": ROOT / "launch", "tahq_netem": ROOT / "netem"}
 
 LIMITS = {
-    "lines of tahq, launch and netem": 64_504,
-    "modules there": 394,
-    "lines of benchmarks": 6_515,
-    "lines of tests": 51_528,
-    "modules with one importer, in the same folder": 55,
-    "modules in the largest folder": 21,
+    "lines of tahq, launch and netem": 56_574,
+    "modules there": 370,
+    "lines of benchmarks": 5_999,
+    "lines of tests": 44_910,
+    "modules with one importer, in the same folder": 47,
+    "modules in the largest folder": 17,
 }
 
 
