@@ -28,7 +28,7 @@ from tahq.data.config import DataConfig
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import plan_network, uniform
 from tahq_netem.runtimes.gloo_session import GlooSession
-from tahq_netem.runtimes.session import SessionRequest, StepRecord
+from tahq_netem.runtimes.session import RuntimeStep, SessionRequest
 from tahq_netem.sweep.networks import apply_plan, open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.spec import SweepConfig
@@ -98,7 +98,7 @@ def sweep(workload: dict[str, Any]) -> SweepConfig:
 
 def run(
     network: Network, point: Point, config: SweepConfig, times: StageTimes | None, num_steps: int
-) -> list[StepRecord]:
+) -> list[RuntimeStep]:
     """Train on the hosts of a network, as many as ranks."""
     # The schedule's name is dropin_rank's business: the session key takes one that tahq knows.
     key = SessionKey("torch", "1f1b", *point.wire, point.num_stages, config.micro_batches[0], "real")

@@ -26,7 +26,7 @@ from tahq.data.dataset import load_dataset
 from tahq.data.tokenizer import load_tokenizer
 from tahq_netem.backends.network import Network
 from tahq_netem.network.description import plan_network, uniform
-from tahq_netem.runtimes.session import Session, SessionRequest, StepRecord
+from tahq_netem.runtimes.session import RuntimeSession, RuntimeStep, SessionRequest
 from tahq_netem.sweep.networks import apply_plan, open_network
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
@@ -50,7 +50,7 @@ Curve = list[tuple[int, float, float]]
 class Training:
     """The run of one codec pair: its losses, and the steps that were timed."""
 
-    def __init__(self, session: Session, network: Network, rates: Sequence[float]) -> None:
+    def __init__(self, session: RuntimeSession, network: Network, rates: Sequence[float]) -> None:
         self._session, self._network, self._rates = session, network, rates
         self.losses: list[float] = []
         self.windows: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class Training:
         apply_plan(self._network, plan_network(uniform(STAGES, rate=rate)))
         self._keep(self._session.take_finished())  # their losses count, their times mean nothing
 
-    def _keep(self, records: Sequence[StepRecord]) -> None:
+    def _keep(self, records: Sequence[RuntimeStep]) -> None:
         self.losses += [math.inf if record.loss is None else record.loss for record in records]
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from tahq.comm.link.frame import Direction
 from tahq.coordinator.link_policy import (
+    DirectionState,
     FollowRules,
     LinkKey,
     LinkLoad,
-    LinkState,
     PolicyState,
     StepLoad,
     initial_state,
@@ -178,7 +178,7 @@ def restored(rules: FollowRules, configured: PolicyState, saved: Mapping[str, An
                 continue
             rungs = {name: specs.index(row[name]) if row[name] in specs else 0 for name in _RUNGS}
             values = {name: row[name] for name in ("num_slow", "num_room", "patience", "raised_at", "floor_until")}
-            links[key] = LinkState(**rungs, **values)
+            links[key] = DirectionState(**rungs, **values)
         return replace(configured, links=links, **{name: saved[name] for name in _LOSSES})
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(

@@ -89,7 +89,7 @@ class StepLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkState:
+class DirectionState:
     """One link and direction.
 
     Attributes:
@@ -117,7 +117,7 @@ class LinkState:
 class PolicyState:
     """The policy's state between steps."""
 
-    links: Mapping[LinkKey, LinkState]
+    links: Mapping[LinkKey, DirectionState]
     steps_seen: int = 0
     loss_average: float = 0.0
     num_losses: int = 0
@@ -127,7 +127,7 @@ class PolicyState:
 def initial_state(rules: FollowRules, num_links: int, start: Mapping[Traffic, int]) -> PolicyState:
     """Every link at the rung of the run's start; `num_links` are the cuts of the pipeline, `start` has the rungs."""
     keys = [LinkKey(link, direction) for link in range(num_links) for direction in rules.ladders]
-    return PolicyState({key: LinkState(start[key.direction]) for key in keys})
+    return PolicyState({key: DirectionState(start[key.direction]) for key in keys})
 
 
 def tick(rules: FollowRules, state: PolicyState, load: StepLoad) -> tuple[PolicyState, tuple[CodecChange, ...]]:
@@ -199,13 +199,13 @@ def _room(
     return _Room(rules.ladders[key.direction].nbytes, rung, own.sending_s, budget_s, words)
 
 
-def _raised(link: LinkState, top: int, until: int) -> LinkState:
+def _raised(link: DirectionState, top: int, until: int) -> DirectionState:
     """One rung higher, and held there until this step."""
     rung = min(link.rung + 1, top)
     return replace(link, rung=rung, floor=rung, floor_until=until, num_slow=0, num_room=0)
 
 
-def _slow(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkState:
+def _slow(rules: FollowRules, link: DirectionState, step: int, room: _Room) -> DirectionState:
     link = replace(link, num_slow=link.num_slow + 1, num_room=0)
     floor = link.floor if step + 1 < link.floor_until else 0
     if link.num_slow < rules.lower_after or link.rung <= floor:
@@ -216,7 +216,7 @@ def _slow(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkSt
     return replace(link, rung=max(fitting, default=floor), num_slow=0, patience=patience, raised_at=None)
 
 
-def _roomy(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkState:
+def _roomy(rules: FollowRules, link: DirectionState, step: int, room: _Room) -> DirectionState:
     if link.raised_at is not None and step - link.raised_at > _wait(rules, link):
         link = replace(link, raised_at=None, patience=1)
     link = replace(link, num_slow=0)
@@ -231,7 +231,7 @@ def _roomy(rules: FollowRules, link: LinkState, step: int, room: _Room) -> LinkS
     return replace(link, rung=least, num_room=0, raised_at=step)
 
 
-def _wait(rules: FollowRules, link: LinkState) -> int:
+def _wait(rules: FollowRules, link: DirectionState) -> int:
     """Steps with room before bits are raised; a raise that is taken back within as many steps was too early."""
     return rules.raise_after * link.patience
 

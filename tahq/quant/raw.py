@@ -12,7 +12,7 @@ import torch
 from tahq.errors import CodecError
 from tahq.quant.codec import Codec
 from tahq.quant.spec import RawSpec
-from tahq.quant.stream import Description, Section, Sections, Statistics, accept
+from tahq.quant.stream import ByteRange, Description, Sections, Statistics, accept
 from tahq.quant.tiling import check_decodable, check_encodable, check_shape
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,7 +54,7 @@ class RawCodec(Codec):
 
 def _sections(spec: RawSpec, shape: Sequence[int], buf: torch.Tensor) -> Sections:
     nbytes = RawCodec(spec).encoded_nbytes(shape)
-    return Sections({"values": Section(0, nbytes)}, nbytes)
+    return Sections({"values": ByteRange(0, nbytes)}, nbytes)
 
 
 def _statistics(spec: RawSpec, shape: Sequence[int], buf: torch.Tensor) -> Statistics:

@@ -27,7 +27,7 @@ CANONICAL_NAN = 0x7E00
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ByteRange:
     """Bytes `start` to `stop` of a stream; `end` is where the padding behind them ends."""
 
     start: int
@@ -43,16 +43,16 @@ class Section:
 class Sections:
     """Where the sections of a stream lie, in order."""
 
-    by_name: Mapping[str, Section]
+    by_name: Mapping[str, ByteRange]
     nbytes: int
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "Sections":
         """Lay sections of these sizes (bytes) behind the header."""
-        sections: dict[str, Section] = {}
+        sections: dict[str, ByteRange] = {}
         end = HEADER_NBYTES
         for name, size in sizes.items():
-            sections[name] = Section(end, end + size)
+            sections[name] = ByteRange(end, end + size)
             end = sections[name].end
         return cls(sections, end)
 

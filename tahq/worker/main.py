@@ -65,7 +65,7 @@ from tahq.worker.place import (
     listening_addresses,
     open_endpoint,
 )
-from tahq.worker.training import Training
+from tahq.worker.training import WorkerTraining
 
 log = logging.getLogger(__name__)
 _POINTS = (fault_points.BACKWARD, fault_points.FORWARD)
@@ -151,7 +151,7 @@ class Worker:
         stage = assembly.connect(plan, self._connect(plan, assembly, links), self._before_action)
         control.working("preparing the codecs")
         stage.prepare()
-        training = Training(control, stage, assembly, plan, copies.offer)
+        training = WorkerTraining(control, stage, assembly, plan, copies.offer)
         control.send(Ready(control.stage))
         start = control.receive(Start)
         stage.use_codecs(start.step, start.codecs)

@@ -26,7 +26,7 @@ from tahq.worker.control import WorkerControl
 log = logging.getLogger(__name__)
 
 
-class Training:
+class WorkerTraining:
     """One stage's steps, each as the coordinator decides it.
 
     Args:

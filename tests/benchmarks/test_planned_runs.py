@@ -14,7 +14,7 @@ from tahq.plan.prediction import predict
 from tahq.plan.problem import PipelinePlan
 from tahq.plan.search.table import ClusterTable
 from tahq_netem.measure.machine import BusyCores
-from tahq_netem.runtimes.session import StepRecord
+from tahq_netem.runtimes.session import RuntimeStep
 from tahq_netem.sweep.measurement import Measurement
 from tahq_netem.sweep.prediction import CodecSeconds
 
@@ -35,7 +35,7 @@ def run_of(asked, choice="planner", hosts=(2, 1, 0), layers=(6, 2, 4), schedule=
 
 def measured(run, step_s):
     """The cells of a run whose steps took this long."""
-    steps = tuple(StepRecord(1, step_s * factor, None, (), ()) for factor in (0.9, 1.0, 1.3))
+    steps = tuple(RuntimeStep(1, step_s * factor, None, (), ()) for factor in (0.9, 1.0, 1.3))
     return run.figures(Measurement(steps, BusyCores(0.1, 0.2), None, None, 1))
 
 

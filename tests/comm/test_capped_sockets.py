@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.zmq.reception import Wire
+from tahq.comm.zmq.reception import LinkSockets
 
 pytestmark = pytest.mark.serial
 
@@ -24,13 +24,13 @@ NUM_FRAMES = 120
 @pytest.fixture
 def sent(monkeypatch):
     """(time, bytes) of everything that is put on a socket."""
-    log, put = [], Wire.put
+    log, put = [], LinkSockets.put
 
     def recording(wire, outgoing):
         log.append((time.monotonic(), outgoing.nbytes))
         put(wire, outgoing)
 
-    monkeypatch.setattr(Wire, "put", recording)
+    monkeypatch.setattr(LinkSockets, "put", recording)
     return log
 
 

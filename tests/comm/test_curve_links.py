@@ -13,7 +13,7 @@ from support.eavesdropper import Eavesdropper
 
 from tahq.comm.keys import new_key_pair
 from tahq.comm.link.frame import Direction, Frame, FrameHeader, FrameKind, LogicalId, Purpose, pack_header
-from tahq.comm.link.spec import Hello
+from tahq.comm.link.spec import LinkHello
 from tahq.comm.zmq.sockets import dial_curve
 from tahq.errors import LocalProtocolError, PeerLostError
 
@@ -128,7 +128,7 @@ def test_member_cannot_take_another_members_link(ends, make_endpoint, caplog, ma
     dealer = context.socket(zmq.DEALER)
     dial_curve(dealer, MEMBER, LOWER.public)
     dealer.connect(f"tcp://{lower.address}")
-    payload = Hello(2, 1, "c0ffee").pack()
+    payload = LinkHello(2, 1, "c0ffee").pack()
     id = LogicalId(77, 0, 0, Purpose.TRAIN, 0, 1, Direction.FORWARD)
     dealer.send_multipart(
         [pack_header(FrameHeader(FrameKind.HELLO, 1, 1, 0, id, payload_nbytes=len(payload)), payload), payload]

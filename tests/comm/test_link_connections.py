@@ -10,7 +10,7 @@ from tahq.comm.link.frame import Direction, Frame, FrameKind, LogicalId, Purpose
 from tahq.comm.link.inbound import Resequencer
 from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.session import Session
-from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
+from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
 from tahq.comm.link.transitions import End
 from tahq.errors import PeerLostError, RemoteProtocolError
 
@@ -67,7 +67,7 @@ def test_data_may_come_on_one_connection_before_the_answer_on_another():
     assert dialling.remote is End.OPEN
 
 
-@pytest.mark.parametrize("hello", [Hello(0, 1, "c", 0, 2), Hello(0, 1, "c", 1, 3)], ids=["of 2", "another"])
+@pytest.mark.parametrize("hello", [LinkHello(0, 1, "c", 0, 2), LinkHello(0, 1, "c", 1, 3)], ids=["of 2", "another"])
 def test_hello_of_another_connection_or_number_of_them_is_a_protocol_error(hello):
     listening = Session(PeerIdentity(RUN, 1, 1, "c"), LinkSpec(0, 0, "", dials=False), LIMITS)
     dialling = Session(PeerIdentity(RUN, 1, 0, "c"), LinkSpec(0, 1, "", dials=True), LIMITS)
@@ -77,7 +77,9 @@ def test_hello_of_another_connection_or_number_of_them_is_a_protocol_error(hello
         listening.receive(header, hello.pack(), 0.0, connection=0)
 
 
-@pytest.mark.parametrize("payload", [b"short", Hello(0, 1, "c", 2, 2).pack(), Hello(0, 1, "c", window_nbytes=0).pack()])
+@pytest.mark.parametrize(
+    "payload", [b"short", LinkHello(0, 1, "c", 2, 2).pack(), LinkHello(0, 1, "c", window_nbytes=0).pack()]
+)
 def test_hello_that_cannot_be_is_a_protocol_error(payload):
     with pytest.raises(RemoteProtocolError, match="HELLO"):
         unpack_hello(payload, "peer")

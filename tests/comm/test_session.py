@@ -13,7 +13,7 @@ from tahq.comm.link.acknowledgement import Acknowledgement
 from tahq.comm.link.frame import HEADER_NBYTES, Direction, FrameKind, pack_header, unpack_header
 from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.session import Session
-from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits
+from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits
 from tahq.comm.link.transitions import End
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
@@ -119,7 +119,7 @@ def test_hello_that_was_lost_is_said_again(make_frame):
 )
 def test_hello_of_somebody_else_is_a_protocol_error(changes, identity, peer_stage):
     wire = Wire()
-    hello = message(FrameKind.HELLO, Hello(identity.stage, peer_stage, identity.config_hash).pack(), **changes)
+    hello = message(FrameKind.HELLO, LinkHello(identity.stage, peer_stage, identity.config_hash).pack(), **changes)
     with pytest.raises(RemoteProtocolError, match=r"link 1 to stage 1 \(10.0.0.1:7000\)"):
         wire.hear(wire.two, [hello])
     assert wire.two.remote is End.CONNECTING
@@ -454,7 +454,7 @@ small = st.integers(0, 6)
 def test_no_sequence_of_valid_messages_raises_anything_but_our_errors(script):
     wire = Wire()
     for kind, sequence, offset, more, payload in script:
-        hello = Hello(1, 2, IDENTITY[1].config_hash).pack() if kind is FrameKind.HELLO and more else payload
+        hello = LinkHello(1, 2, IDENTITY[1].config_hash).pack() if kind is FrameKind.HELLO and more else payload
         total_nbytes = offset + len(hello) + more
         said = message(kind, hello, sequence=sequence, offset=offset, total_nbytes=total_nbytes)
         try:

@@ -12,7 +12,7 @@ from support.processes import wait_until
 from tahq.errors import ConfigError, NetworkError
 from tahq_netem.network.description import PathShape, uniform
 from tahq_netem.network.fault_player import FaultPlayer, play
-from tahq_netem.network.faults import Fault, Timeline, conditions
+from tahq_netem.network.faults import NetworkFault, Timeline, conditions
 
 PLAIN = PathShape(delay_s=0.01)
 LOSSY = PathShape(delay_s=0.01, loss=0.1)
@@ -259,7 +259,7 @@ def test_fault_that_failed_half_way_is_undone_with_the_rest(network):
 
 
 FAULTS = st.builds(
-    lambda at, link, what_to, lasts: Fault(at=at, link=link, what=what_to[0], to=what_to[1], lasts=lasts),
+    lambda at, link, what_to, lasts: NetworkFault(at=at, link=link, what=what_to[0], to=what_to[1], lasts=lasts),
     at=st.floats(0, 10),
     link=st.sampled_from(["host0", "host1", ("host0", "host1"), ("host2", "host0")]),
     what_to=st.sampled_from([("down", None), ("rate", "1mbit"), ("rate", "2mbit"), ("loss", 0.1), ("delay", "500ms")]),

@@ -9,7 +9,7 @@ from tahq.pipeline.schedule.generators import generate
 from tahq.plan.simulate.costs import StepWork
 from tahq_netem.measure.machine import BusyCores
 from tahq_netem.network.description import PathShape, plan_network, uniform
-from tahq_netem.runtimes.session import StepRecord
+from tahq_netem.runtimes.session import RuntimeStep
 from tahq_netem.sweep.measurement import Measurement, prediction_of
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.prediction import (
@@ -33,7 +33,7 @@ def key(runtime="tahq", schedule="1f1b", **changes):
 
 
 def record(seconds=1.0, codec_s=()):
-    return StepRecord(1, seconds, None, (1000.0,), (1000.0,), codec_s=codec_s)
+    return RuntimeStep(1, seconds, None, (1000.0,), (1000.0,), codec_s=codec_s)
 
 
 def test_codecs_of_both_ends_are_told_apart_where_the_runtime_reports_them():

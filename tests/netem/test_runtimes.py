@@ -16,7 +16,7 @@ from tahq_netem.network.description import uniform
 from tahq_netem.programs import module_argv, module_environment
 from tahq_netem.runtimes.bare_async import DEEP, actions_of
 from tahq_netem.runtimes.gloo_stage import device_of
-from tahq_netem.runtimes.session import GrowingLines, RuntimeLostError, Session, SessionRequest
+from tahq_netem.runtimes.session import GrowingLines, RuntimeLostError, RuntimeSession, SessionRequest
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.runner import RUNTIMES
 from tahq_netem.sweep.stage_times import StageTimes, calibrate, time_stage
@@ -131,7 +131,7 @@ def test_nothing_outlives_a_sweep_that_was_killed(tmp_path, runtime, num_process
     wait_until(lambda: not any(map(is_alive, pids)), TIMEOUT_S, "all of the sweep's processes end")
 
 
-class ShellSession(Session):
+class ShellSession(RuntimeSession):
     """A session of one shell command, on no network."""
 
     def _start_all(self):

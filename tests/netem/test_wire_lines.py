@@ -8,7 +8,7 @@ from support.ethernet_frames import segments_of, tcp_frame, udp_frame
 
 from tahq.comm.network_model import FULL_FRAME_NBYTES, queue_limit_nbytes
 from tahq_netem.network.description import PathShape
-from tahq_netem.wire.lines import LONGEST_RUN_S, Agenda, Gaps, Path, Transmitter, Uplink, segments_within
+from tahq_netem.wire.lines import LONGEST_RUN_S, Agenda, Gaps, Path, ShapedUplink, Transmitter, segments_within
 from tahq_netem.wire.packet import Packet, read_packet
 
 RATE = 8e6  # one byte per microsecond
@@ -65,18 +65,18 @@ def test_agenda_runs_in_order_of_time_then_of_entry(agenda, arrivals):
 
 
 def test_uplink_delivers_when_the_last_bit_has_left(agenda, arrivals):
-    uplink = Uplink(agenda, RATE)
+    uplink = ShapedUplink(agenda, RATE)
     for _ in range(2):
         uplink.enter(10.0, full_frame(), arrivals)
     uplink.enter(20.0, Packet(b"", 66), arrivals)
     agenda.run_until(math.inf)
     assert arrivals.times_s == pytest.approx([10 + SECONDS_PER_FRAME, 10 + 2 * SECONDS_PER_FRAME, 20 + 66e-6])
-    Uplink(agenda, None).enter(30.0, full_frame(), arrivals)
+    ShapedUplink(agenda, None).enter(30.0, full_frame(), arrivals)
     assert arrivals.times_s[-1] == 30.0
 
 
 def test_uplink_hands_frames_over_in_longer_runs_the_longer_a_flow_lasts(agenda, arrivals):
-    uplink, frame = Uplink(agenda, 1e9), read_packet(tcp_frame(bytes(40 * 1448), 1448))
+    uplink, frame = ShapedUplink(agenda, 1e9), read_packet(tcp_frame(bytes(40 * 1448), 1448))
     duration_s = 8 * 40 * FULL_FRAME_NBYTES / 1e9
     num_runs = []
     for index in range(30):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from support.loopback_network import LoopbackNetwork
 from tahq_netem.measure.machine import BusyCores
-from tahq_netem.runtimes.session import RuntimeLostError, Session, SessionRequest, StepRecord
+from tahq_netem.runtimes.session import RuntimeLostError, RuntimeSession, RuntimeStep, SessionRequest
 from tahq_netem.sweep.progress import SweepProgress
 from tahq_netem.sweep.results import ResultFile
 from tahq_netem.sweep.runner import Outside, SweepOutcome, SweepRun
@@ -33,7 +33,7 @@ def small(**changes: Any) -> SweepConfig:
     return SweepConfig.model_validate({**SMALL, **changes})
 
 
-class ScriptedSession(Session):
+class ScriptedSession(RuntimeSession):
     """Steps that take as long as the network's slowest rate says, and failures when the world says so."""
 
     def __init__(self, request: SessionRequest, world: "World") -> None:
@@ -46,7 +46,7 @@ class ScriptedSession(Session):
     def _start_all(self) -> None:
         self.is_closed = False
 
-    def steps_so_far(self) -> list[StepRecord]:
+    def steps_so_far(self) -> list[RuntimeStep]:
         rate = next(iter(self.request.network.plan.host_shapes.values())).up_bits_per_s
         if rate in self._world.losing_rates:
             raise RuntimeLostError(f"lost at {rate}")
@@ -54,7 +54,7 @@ class ScriptedSession(Session):
         cuts = len(self.request.hosts) - 1
         seconds = 1.0 if rate is None else 1.0 + 1e8 / rate
         self._world.now_s += seconds
-        return [StepRecord(self._step, seconds, 5.0 / self._step, (1000.0,) * cuts, (2000.0,) * cuts)]
+        return [RuntimeStep(self._step, seconds, 5.0 / self._step, (1000.0,) * cuts, (2000.0,) * cuts)]
 
     def close(self) -> None:
         self.is_closed = True

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from tahq_netem.backends.network import Network
-from tahq_netem.network.faults import Fault, Setting, Timeline, conditions
+from tahq_netem.network.faults import NetworkFault, Setting, Timeline, conditions
 
 STEP_INTERVAL_S: Final = 0.02
 """How often steps are looked at while a fault waits for one."""
@@ -27,7 +27,7 @@ class FaultEvent:
     """When that was complete, since the timeline began."""
     step: int | None
     """Steps done by then; None: steps are not counted."""
-    fault: Fault
+    fault: NetworkFault
     change: str
     due_s: float | None = None
     """When it was due; None: at a step, or at the end of the timeline."""
@@ -49,7 +49,7 @@ class FaultPlayer:
         self.log: list[FaultEvent] = []
         self.waiting = list(timeline.faults)
         """Faults that have not begun."""
-        self._active: list[tuple[float, Fault]] = []
+        self._active: list[tuple[float, NetworkFault]] = []
         """Each with its end, in the order of their beginning."""
         self._network = network
         self._clock = clock
@@ -85,7 +85,7 @@ class FaultPlayer:
         self._apply()
         self.log += [FaultEvent(self._done_s(now_s), None, fault, "undone") for fault in ended]
 
-    def _begin(self, fault: Fault, from_s: float, now_s: float, step: int | None) -> None:
+    def _begin(self, fault: NetworkFault, from_s: float, now_s: float, step: int | None) -> None:
         self.waiting.remove(fault)
         num_connections = None
         if fault.what == "reset":

@@ -30,7 +30,7 @@ _EXAMPLES: Final = {"rate": "10mbit", "loss": "0.05", "delay": "200ms"}
 _READERS: Final[dict[str, Callable[[object], float]]] = {"rate": parse_rate, "delay": parse_duration}
 
 
-class Fault(Section):
+class NetworkFault(Section):
     """A fault of a link at a time or a step, for some time."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -84,7 +84,7 @@ class Fault(Section):
 class Timeline(Section):
     """The faults of a run."""
 
-    faults: list[Fault] = Field(default_factory=list)
+    faults: list[NetworkFault] = Field(default_factory=list)
 
     @classmethod
     def parse(cls, text: str, source: str = "faults") -> "Timeline":
@@ -130,7 +130,7 @@ Setting = tuple[str, ...]
 """("rate", host), ("path", source, destination) or ("link", host)."""
 
 
-def conditions(plan: NetworkPlan, active: Sequence[Fault]) -> dict[Setting, Any]:
+def conditions(plan: NetworkPlan, active: Sequence[NetworkFault]) -> dict[Setting, Any]:
     """The network's settings under these faults, applied to the plan in this order.
 
     Returns:
@@ -144,7 +144,7 @@ def conditions(plan: NetworkPlan, active: Sequence[Fault]) -> dict[Setting, Any]
     return current
 
 
-def _changes(current: dict[Setting, Any], fault: Fault) -> dict[Setting, Any]:
+def _changes(current: dict[Setting, Any], fault: NetworkFault) -> dict[Setting, Any]:
     if fault.what in ("up", "reset"):
         return {}
     if isinstance(fault.link, str) and fault.what == "down":
@@ -155,7 +155,7 @@ def _changes(current: dict[Setting, Any], fault: Fault) -> dict[Setting, Any]:
     return {setting: _on_path(current[setting], fault) for setting in paths}
 
 
-def _on_path(shape: PathShape, fault: Fault) -> PathShape:
+def _on_path(shape: PathShape, fault: NetworkFault) -> PathShape:
     match fault.what:
         case "rate":
             return replace(shape, rate_bits_per_s=fault.value)

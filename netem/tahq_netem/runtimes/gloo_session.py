@@ -15,7 +15,7 @@ from tahq.config.cluster import ClusterConfig
 from tahq.config.file import config_json
 from tahq.quant.spec import CodecSpec
 from tahq_netem.programs import module_argv
-from tahq_netem.runtimes.session import GrowingLines, Session, SessionRequest, StepRecord
+from tahq_netem.runtimes.session import GrowingLines, RuntimeSession, RuntimeStep, SessionRequest
 from tahq_netem.sweep.spec import HALF_WIRE, PLAIN_WIRE
 
 STORE_PORT = 7702
@@ -23,7 +23,7 @@ PLAN_FILE = "plan.json"
 DTYPES = {CodecSpec.parse(PLAIN_WIRE): torch.float32, CodecSpec.parse(HALF_WIRE): torch.bfloat16}
 
 
-class GlooSession(Session):
+class GlooSession(RuntimeSession):
     """Processes that joined one gloo group.
 
     Args:
@@ -54,7 +54,7 @@ class GlooSession(Session):
         for rank, host in enumerate(hosts):
             self.start(f"rank {rank}", host, module_argv(self._module, PLAN_FILE, str(rank)), stage=rank)
 
-    def steps_so_far(self) -> list[StepRecord]:
+    def steps_so_far(self) -> list[RuntimeStep]:
         """The first stage's rows for which the last stage has written the loss."""
         self._rows += self._seconds.read()
         self._loss_of |= {row["step"]: row["loss"] for row in self._losses.read()}
@@ -62,10 +62,10 @@ class GlooSession(Session):
         del self._rows[: len(finished)]
         return [self._record(row) for row in finished]
 
-    def _record(self, row: Mapping[str, Any]) -> StepRecord:
+    def _record(self, row: Mapping[str, Any]) -> RuntimeStep:
         loss = self._loss_of.pop(row["step"])
         nothing = ((0.0, 0.0),) * (len(self._frames) + 1)  # tensors are sent as they are
-        return StepRecord(row["step"], row["seconds"], loss, self._frames, self._frames, codec_s=nothing)
+        return RuntimeStep(row["step"], row["seconds"], loss, self._frames, self._frames, codec_s=nothing)
 
 
 def wire_dtype(config: ClusterConfig) -> torch.dtype:

@@ -47,7 +47,7 @@ class SessionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class RuntimeStep:
     """One finished step.
 
     Attributes:
@@ -70,7 +70,7 @@ class StepRecord:
     codec_s: tuple[tuple[float, float], ...] = ()
 
 
-class Session(ABC):
+class RuntimeSession(ABC):
     """Processes that train, each with its own log; a context manager that ends them.
 
     They run in their own process sessions, so that Ctrl-C reaches the sweep alone. Their stdin is a pipe from the
@@ -81,7 +81,7 @@ class Session(ABC):
         self.request = request
         self.running: dict[str, subprocess.Popen[Any]] = {}
         """The processes by name."""
-        self._pending: list[StepRecord] = []
+        self._pending: list[RuntimeStep] = []
         try:
             self._start_all()
         except BaseException:
@@ -93,7 +93,7 @@ class Session(ABC):
         """Start every process, with `start`."""
 
     @abstractmethod
-    def steps_so_far(self) -> list[StepRecord]:
+    def steps_so_far(self) -> list[RuntimeStep]:
         """The steps finished since the last call."""
 
     def start(self, name: str, host: str, argv: Sequence[str], *, stage: int | None = None) -> None:
@@ -130,7 +130,7 @@ class Session(ABC):
                 process.stdin.close()
         self.running.clear()
 
-    def next_step(self, timeout_s: float) -> StepRecord:
+    def next_step(self, timeout_s: float) -> RuntimeStep:
         """Wait for the next step."""
         deadline_s = time.monotonic() + timeout_s
         while not self._pending:
@@ -142,7 +142,7 @@ class Session(ABC):
                 time.sleep(POLL_S)
         return self._pending.pop(0)
 
-    def take_finished(self) -> list[StepRecord]:
+    def take_finished(self) -> list[RuntimeStep]:
         """The finished steps that `next_step` has not returned."""
         finished = [*self._pending, *self.steps_so_far()]
         self._pending.clear()
@@ -163,7 +163,7 @@ class Session(ABC):
         self.close()
 
 
-StartSession = Callable[[SessionRequest], Session]
+StartSession = Callable[[SessionRequest], RuntimeSession]
 
 
 def _last_line(path: Path) -> str:

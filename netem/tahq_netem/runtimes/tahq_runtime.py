@@ -11,7 +11,7 @@ from tahq.comm.keys import SecurityConfig
 from tahq.comm.zmq.addresses import format_address
 from tahq.config.file import dump_yaml
 from tahq_netem.programs import module_argv
-from tahq_netem.runtimes.session import GrowingLines, Session, StepRecord
+from tahq_netem.runtimes.session import GrowingLines, RuntimeSession, RuntimeStep
 
 CONTROL_PORT = 7700
 DATA_PORT = 7701
@@ -20,7 +20,7 @@ _ENCODE, _DECODE = ("encode", "beside:encode"), ("decode", "beside:decode")
 _TAHQ = "tahq_launch.cli"
 
 
-class TahqSession(Session):
+class TahqSession(RuntimeSession):
     """A run of tahq."""
 
     def _start_all(self) -> None:
@@ -38,11 +38,11 @@ class TahqSession(Session):
             worker = module_argv(_TAHQ, "worker", *places, "--no-curve", "--exit-with-stdin")
             self.start(f"stage {stage}", host, worker, stage=stage)
 
-    def steps_so_far(self) -> list[StepRecord]:
+    def steps_so_far(self) -> list[RuntimeStep]:
         """The lines of metrics.jsonl since the last call."""
         return [self._record(row) for row in self._metrics.read()]
 
-    def _record(self, row: Mapping[str, Any]) -> StepRecord:
+    def _record(self, row: Mapping[str, Any]) -> RuntimeStep:
         num_cuts = self.request.config.pipeline.stages - 1
 
         def seconds(*kinds: Iterable[str]) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ class TahqSession(Session):
             links = {link["link"]: link["payload_bytes"] for link in row["links"] if link["direction"] == direction}
             return tuple(float(links.get(cut, 0.0)) for cut in range(num_cuts))
 
-        return StepRecord(
+        return RuntimeStep(
             step=int(row["step"]),
             seconds=float(row["step_time_s"]),
             loss=row["loss"],

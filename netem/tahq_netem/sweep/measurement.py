@@ -14,8 +14,8 @@ from tahq_netem.backends.network import Network
 from tahq_netem.measure.machine import BusyCores, BusyMeter, num_usable_cores
 from tahq_netem.network.description import NetworkPlan
 from tahq_netem.network.fault_player import FaultEvent, play
-from tahq_netem.network.faults import Fault
-from tahq_netem.runtimes.session import Session, StepRecord
+from tahq_netem.network.faults import NetworkFault
+from tahq_netem.runtimes.session import RuntimeSession, RuntimeStep
 from tahq_netem.sweep.points import SessionKey
 from tahq_netem.sweep.prediction import CodecSeconds, predicted_step_s, session_schedule, step_bound_s
 from tahq_netem.sweep.spec import StepsConfig, SweepConfig
@@ -35,14 +35,14 @@ class RejectedMeasurementError(TahqError):
 class Measurement:
     """The measured steps of a point."""
 
-    steps: tuple[StepRecord, ...]
+    steps: tuple[RuntimeStep, ...]
     busy: BusyCores
     work: StepWork | None
     """With the measured bytes and compute times; None if the latter are not known."""
     bound_s: float | None
     tokens_per_step: int
     faults: tuple[FaultEvent, ...] = ()
-    missed: tuple[Fault, ...] = ()
+    missed: tuple[NetworkFault, ...] = ()
     """Faults that should have happened meanwhile and did not."""
 
     @property
@@ -77,7 +77,7 @@ def num_steps(steps: StepsConfig, expected_step_s: float) -> int:
 
 
 def measure_point(
-    session: Session,
+    session: RuntimeSession,
     config: SweepConfig,
     network: Network,
     planned: StepWork,
@@ -96,7 +96,7 @@ def measure_point(
     for _ in range(config.steps.settle):
         session.next_step(timeout_s)
     meter = busy_meter()
-    steps: list[StepRecord] = []
+    steps: list[RuntimeStep] = []
     with play(config.timeline, network, step_source=lambda: len(steps)) as faults:
         while len(steps) < num_steps(config.steps, expected_s):
             steps.append(session.next_step(timeout_s))
@@ -107,7 +107,7 @@ def measure_point(
     return Measurement(tuple(steps), busy, work, bound_s, tokens, tuple(faults.log), missed)
 
 
-def _work_done(steps: Sequence[StepRecord], planned: StepWork, times: StageTimes | None) -> StepWork | None:
+def _work_done(steps: Sequence[RuntimeStep], planned: StepWork, times: StageTimes | None) -> StepWork | None:
     count = planned.num_micro_batches
     if times is None:
         if not all(step.compute_s for step in steps):

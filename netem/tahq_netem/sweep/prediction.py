@@ -20,7 +20,7 @@ from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, StepWork
 from tahq.plan.simulate.simulator import simulate
 from tahq_netem.network.description import NetworkPlan
 from tahq_netem.runtimes.bare_async import actions_of
-from tahq_netem.runtimes.session import StepRecord
+from tahq_netem.runtimes.session import RuntimeStep
 from tahq_netem.sweep.points import SessionKey
 
 SHARED_NBYTES = 64 * 1024
@@ -38,7 +38,7 @@ class CodecSeconds:
     backward_decode_s: float = 0.0
 
     @classmethod
-    def measured(cls, steps: Sequence[StepRecord], num_micro_batches: int) -> "CodecSeconds | None":
+    def measured(cls, steps: Sequence[RuntimeStep], num_micro_batches: int) -> "CodecSeconds | None":
         """Means over steps; None where the runtime does not report them.
 
         A stage between two others reports the sum of both directions. The first stage encodes activations and decodes

@@ -26,7 +26,7 @@ from tahq.errors import TahqError, message_of
 from tahq_netem.backends.network import Network
 from tahq_netem.measure.machine import BusyMeter, describe_machine
 from tahq_netem.runtimes.gloo_session import GlooSession
-from tahq_netem.runtimes.session import Session, SessionRequest, StartSession
+from tahq_netem.runtimes.session import RuntimeSession, SessionRequest, StartSession
 from tahq_netem.runtimes.tahq_runtime import TahqSession
 from tahq_netem.sweep.measurement import Measurement, check_busy, check_faults, measure_point, prediction_of
 from tahq_netem.sweep.networks import apply_plan, by_network_kind, calibrate_quickly, demands, open_network
@@ -181,7 +181,7 @@ class SweepRun:
                     if self._fits(point, times):
                         self._measure(network, session, point, times)
 
-    def _measure(self, network: Network, session: Session, point: Point, times: StageTimes | None) -> None:
+    def _measure(self, network: Network, session: RuntimeSession, point: Point, times: StageTimes | None) -> None:
         key = point.session
         plan = point.network.plan(key.stages)
         self.progress.start(point)

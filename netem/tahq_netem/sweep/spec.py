@@ -18,7 +18,7 @@ from tahq.models.config import ModelConfig, SleepConfig
 from tahq.quant.spec import CodecSpec
 from tahq.typed_yaml.section_file import read_section_file
 from tahq.units import Duration, Section, Size
-from tahq_netem.network.faults import Fault, Timeline
+from tahq_netem.network.faults import NetworkFault, Timeline
 
 UNSHAPED = "unshaped"
 PLAIN_WIRE = "raw:dtype=fp32"
@@ -150,7 +150,7 @@ class SweepConfig(Section):
     """More networks, by name."""
     runtimes: list[RuntimeConfig] = Field(min_length=1)
     steps: StepsConfig = StepsConfig()
-    faults: list[Fault] = Field(default_factory=list)
+    faults: list[NetworkFault] = Field(default_factory=list)
     """Faults at every point; `at` and `step` count from the first step that counts."""
     device: Device = "cpu"
     threads: int = Field(default=1, ge=1)

@@ -101,7 +101,7 @@ class Gaps:
         return math.floor(math.log(1 - self._random.random()) / math.log1p(-self._probability))
 
 
-class Uplink:
+class ShapedUplink:
     """The end of a sender's line, which the kernel shapes: holds each packet until its last bit is out.
 
     A long flow's frames stay whole, which saves work. A message's first frames are handed over in shorter runs: its

@@ -2,7 +2,7 @@
 
 ::
 
-    frame of a → [a up?] → Uplink(a) → Path(a→b): loss · pair's rate · delay → Transmitter(b) → [b up?] → frame to b
+    frame of a → [a up?] → uplink of a → path a→b: loss · pair's rate · delay → transmitter of b → [b up?] → frame to b
 
 Hosts are known by their index in the plan and by their IPv4 address; frames to other addresses (multicast, outside) are
 dropped.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tahq_netem.network.description import HostShape, NetworkPlan, PathShape
-from tahq_netem.wire.lines import Agenda, Path, Transmitter, Uplink
+from tahq_netem.wire.lines import Agenda, Path, ShapedUplink, Transmitter
 from tahq_netem.wire.packet import Packet, destination_address, read_packet
 
 
@@ -33,7 +33,7 @@ class Switch:
         self._index = {name: index for index, name in enumerate(plan.hosts)}
         self._cut_off: set[int] = set()
         self._agenda = Agenda()
-        self._uplinks = [Uplink(self._agenda, plan.host_shapes[host].up_bits_per_s) for host in plan.hosts]
+        self._uplinks = [ShapedUplink(self._agenda, plan.host_shapes[host].up_bits_per_s) for host in plan.hosts]
         self._downlinks = [
             Transmitter(
                 self._agenda,

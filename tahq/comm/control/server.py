@@ -18,7 +18,7 @@ from tahq.comm.keys import KeyPair
 from tahq.comm.link.frame import Channel
 from tahq.comm.link.session import Session
 from tahq.comm.link.shaping import Shaping
-from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, Hello, LinkSpec, SessionLimits
+from tahq.comm.link.spec import ANY_STAGE, CONTROL_LINK, LinkHello, LinkSpec, SessionLimits
 from tahq.comm.link.transitions import End
 from tahq.comm.zmq.addresses import advertised_address, bind_router
 from tahq.comm.zmq.endpoint_loop import EndpointLoop
@@ -146,7 +146,7 @@ class ControlServer:
 
     # Called by the loop
 
-    def _welcome(self, identity: bytes, hello: Hello, key: str) -> LinkEnd:
+    def _welcome(self, identity: bytes, hello: LinkHello, key: str) -> LinkEnd:
         spec = LinkSpec(CONTROL_LINK, ANY_STAGE, "", dials=False, title=_name(identity))
         end = _WorkerEnd(spec, Session(CONTROL_IDENTITY, spec, self._limits), key, identity, self)
         known = self._places.find(identity)

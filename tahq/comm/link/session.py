@@ -23,7 +23,7 @@ from tahq.comm.link.liveness import Liveness
 from tahq.comm.link.outbound import Outbound, Outgoing
 from tahq.comm.link.sending_order import FAREWELL, Rank
 from tahq.comm.link.signals import Signals
-from tahq.comm.link.spec import Hello, LinkSpec, PeerIdentity, SessionLimits, decode_text
+from tahq.comm.link.spec import LinkHello, LinkSpec, PeerIdentity, SessionLimits, decode_text
 from tahq.comm.link.transitions import TRANSITIONS, End, Event
 from tahq.errors import LocalProtocolError, PeerLostError, RemoteProtocolError
 
@@ -282,7 +282,7 @@ class Session:
         if sequence > last:
             raise RemoteProtocolError(f"{self._spec}: acknowledged message {sequence}; the last one sent was {last}")
 
-    def _handle_hello(self, hello: Hello, now_s: float, connection: int) -> None:
+    def _handle_hello(self, hello: LinkHello, now_s: float, connection: int) -> None:
         if hello.connection != connection:
             raise RemoteProtocolError(
                 f"{self._spec}: says on connection {connection} that it is connection {hello.connection}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from tahq.comm.link.frame import FrameHeader, FrameKind, LogicalId, pack_header, unpack_header
 from tahq.comm.link.outbound import Outgoing
-from tahq.comm.link.spec import ANY_STAGE, Hello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
+from tahq.comm.link.spec import ANY_STAGE, LinkHello, LinkSpec, PeerIdentity, SessionLimits, unpack_hello
 from tahq.errors import RemoteProtocolError
 
 _IN_ORDER = (FrameKind.ACK, FrameKind.HELLO, FrameKind.RESEND, FrameKind.RESUME, FrameKind.HEARTBEAT)
@@ -66,7 +66,7 @@ class Signals:
         """HELLO."""
         own = (self._identity.stage, self._spec.peer_stage, self._identity.config_hash)
         limits = (self._limits.connections, self._limits.receive_window_nbytes)
-        return self.pack(FrameKind.HELLO, 0, now_s, Hello(*own, connection, *limits).pack(), connection)
+        return self.pack(FrameKind.HELLO, 0, now_s, LinkHello(*own, connection, *limits).pack(), connection)
 
     def pack_bye(self, sequence: int, now_s: float, connection: int, reason: str) -> Outgoing:
         """BYE."""
@@ -99,7 +99,7 @@ class Signals:
             )
         return fields.unpack(payload)
 
-    def check_hello(self, header: FrameHeader, payload: bytes | memoryview) -> Hello:
+    def check_hello(self, header: FrameHeader, payload: bytes | memoryview) -> LinkHello:
         """Parse a HELLO and check that it is from our peer, about this link.
 
         Raises:

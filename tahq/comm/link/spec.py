@@ -30,7 +30,7 @@ def decode_text(data: bytes | memoryview) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class LinkHello:
     """Payload of the first message on a connection."""
 
     stage: int
@@ -49,7 +49,7 @@ class Hello:
         return _FIELDS.pack(*numbers) + self.config_hash.encode()
 
 
-def unpack_hello(payload: bytes | memoryview, peer: str) -> Hello:
+def unpack_hello(payload: bytes | memoryview, peer: str) -> LinkHello:
     """Parse the payload of a HELLO.
 
     Raises:
@@ -63,7 +63,7 @@ def unpack_hello(payload: bytes | memoryview, peer: str) -> Hello:
             f"{peer}: sent a HELLO of connection {connection} of {connections} with a window of {window_nbytes} bytes"
         )
     config_hash = decode_text(payload[_FIELDS.size :])
-    return Hello(stage, peer_stage, config_hash, connection, connections, window_nbytes)
+    return LinkHello(stage, peer_stage, config_hash, connection, connections, window_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

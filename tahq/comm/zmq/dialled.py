@@ -17,7 +17,7 @@ import zmq
 
 from tahq.comm.zmq import monitor
 from tahq.comm.zmq.addresses import parse_address
-from tahq.comm.zmq.monitor import Event, Monitor
+from tahq.comm.zmq.monitor import Monitor, SocketEvent
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
 from tahq.comm.zmq.socket_wait import Socket
 from tahq.comm.zmq.sockets import HANDSHAKE_S
@@ -127,7 +127,7 @@ class Dialled:
             self._end.obstacle = _OBSTACLES[outcome]
             self._warnings.warning(f"{self._end.spec}: {self._end.obstacle}")
 
-    def _outcome(self, event: Event) -> Outcome | None:
+    def _outcome(self, event: SocketEvent) -> Outcome | None:
         if event.kind == monitor.RETRIED:
             return None
         if event.kind == monitor.CONNECTED:

@@ -26,7 +26,7 @@ from tahq.comm.link.spec import (
     ANY_STAGE,
     DEFAULT_WINDOW_NBYTES,
     FILES_LINK,
-    Hello,
+    LinkHello,
     LinkSpec,
     PeerIdentity,
     SessionLimits,
@@ -239,7 +239,7 @@ class ZmqEndpoint:
         )
         return Session(replace(self._identity, epoch=0), spec, limits)
 
-    def _visit(self, route: bytes, hello: Hello, key: str) -> LinkEnd:
+    def _visit(self, route: bytes, hello: LinkHello, key: str) -> LinkEnd:
         """This end of a link that another worker has opened to fetch files."""
         spec = LinkSpec(FILES_LINK, ANY_STAGE, "", dials=False, title=f"files for stage {hello.stage}")
         return ServingEnd(spec, self._files_session(spec), key, self.files)

@@ -22,7 +22,7 @@ from tahq.comm.link.shaping import Downlink, Shaping, Uplink
 from tahq.comm.link.spec import LinkSpec
 from tahq.comm.link.transitions import End
 from tahq.comm.zmq.dialled import Dialled
-from tahq.comm.zmq.reception import Arrival, Reception, Wire
+from tahq.comm.zmq.reception import Arrival, LinkSockets, Reception
 from tahq.comm.zmq.socket_wait import Socket, WaitSet, Waker, take_messages
 from tahq.comm.zmq.transport import LinkEnd
 from tahq.errors import RemoteProtocolError, TahqError, UserError
@@ -81,12 +81,12 @@ class EndpointLoop:
         self._on_trouble = on_trouble
         self._reception = reception
         self._is_remote = is_remote
-        self._uplink: Uplink[tuple[Wire, Outgoing]] = Uplink(shaping)
+        self._uplink: Uplink[tuple[LinkSockets, Outgoing]] = Uplink(shaping)
         self._downlink: Downlink[Arrival] = Downlink(shaping)
         self.reshape(shaping)
         self._waker = Waker()
         self._commands: deque[tuple[LinkEnd | None, Callable[[], None]]] = deque()
-        self._wires: list[Wire] = []
+        self._wires: list[LinkSockets] = []
         self._dialled: dict[Dialled, LinkEnd] = {}
         self._wait_set = WaitSet(self._waker)
         if reception is not None:
@@ -200,7 +200,7 @@ class EndpointLoop:
 
     def _open(self, end: LinkEnd, dealers: list[Dialled]) -> None:
         if dealers:
-            wire = Wire(end, [dealer.socket for dealer in dealers], True, [], self._clock())
+            wire = LinkSockets(end, [dealer.socket for dealer in dealers], True, [], self._clock())
             for connection, dealer in enumerate(dealers):
                 self._dialled[dealer] = end
                 self._wait_set.add(dealer.events, partial(self._guard, end, dealer.look))
@@ -229,7 +229,7 @@ class EndpointLoop:
             self._close(wire)
             end.flushed.set()
 
-    def _close(self, wire: Wire) -> None:
+    def _close(self, wire: LinkSockets) -> None:
         self._wires.remove(wire)
         if wire.is_dialled:
             for dialled in [dialled for dialled in self._dialled if dialled.socket in wire.sockets]:
@@ -268,7 +268,7 @@ class EndpointLoop:
         if self._reception is not None and self._reception.gate.next_s <= now_s:
             self._reception.gate.serve()
 
-    def _note_trouble(self, wire: Wire, now_s: float) -> None:
+    def _note_trouble(self, wire: LinkSockets, now_s: float) -> None:
         """Report a link once when it becomes degraded, and when it is as before."""
         session = wire.end.session
         session.is_disturbed = False
@@ -286,7 +286,7 @@ class EndpointLoop:
         if self._on_trouble is not None:
             self._on_trouble(trouble)
 
-    def _note_lateness(self, wire: Wire, now_s: float) -> None:
+    def _note_lateness(self, wire: LinkSockets, now_s: float) -> None:
         """Warn, once, of a peer that has not connected."""
         end, waited_s, wire.late_s = wire.end, now_s - wire.opened_s, math.inf
         if not end.warns or end.session.remote is not End.CONNECTING or end.session.local is End.CLOSED:
@@ -302,7 +302,7 @@ class EndpointLoop:
 
     # In
 
-    def _receive(self, wire: Wire, connection: int, dealer: Socket) -> None:
+    def _receive(self, wire: LinkSockets, connection: int, dealer: Socket) -> None:
         for parts in take_messages(dealer, _MESSAGES_A_TURN):
             self._arrive_from(wire, connection, parts)
 
@@ -317,7 +317,7 @@ class EndpointLoop:
                 reception.opened.clear()
                 self._arrive(arrival)
 
-    def _arrive_from(self, wire: Wire, connection: int, parts: list[zmq.Frame]) -> None:
+    def _arrive_from(self, wire: LinkSockets, connection: int, parts: list[zmq.Frame]) -> None:
         if len(parts) == 2:
             self._arrive(Arrival(wire, connection, *parts))
         else:
@@ -364,7 +364,7 @@ class EndpointLoop:
                 # Its connection is down at the moment, or replaced; the session will notice what is missing.
                 _log.debug("%s: nothing can be put on the socket: %s", wire.end.spec, error)
 
-    def _next_message(self, now_s: float) -> tuple[Wire, Outgoing] | None:
+    def _next_message(self, now_s: float) -> tuple[LinkSockets, Outgoing] | None:
         """What enters the uplink next: a session's own message, or the piece with the lowest rank."""
         best, best_rank = None, None
         for wire in self._wires:

@@ -21,7 +21,7 @@ import zmq
 from tahq.comm.keys import KeyPair
 from tahq.comm.zmq import monitor
 from tahq.comm.zmq.addresses import format_address
-from tahq.comm.zmq.monitor import Event, Monitor
+from tahq.comm.zmq.monitor import Monitor, SocketEvent
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
 from tahq.comm.zmq.socket_wait import Socket, take_messages
 from tahq.comm.zmq.sockets import HANDSHAKE_S, limit_handshakes, serve_curve
@@ -254,7 +254,7 @@ class Gate:
 
     # Failed connections
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: SocketEvent) -> None:
         if event.kind == monitor.ACCEPTED:
             hung_up = self._connections.accept(event.value)
             if hung_up is not None:
@@ -279,7 +279,7 @@ class Gate:
     def _report(self, peer: Accepted, failure: str) -> None:
         self._warnings.warning(f"{self._where}: rejected a connection from {peer}: {failure}")
 
-    def _reason(self, event: Event) -> str:
+    def _reason(self, event: SocketEvent) -> str:
         if event.kind == monitor.REFUSED:
             return ""
         if event.kind == monitor.CLOSED:

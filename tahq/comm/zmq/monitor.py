@@ -28,7 +28,7 @@ OTHER_MECHANISM: Final = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 """A PROTOCOL event's value: one end uses CURVE and the other does not."""
 
 
-class Event(NamedTuple):
+class SocketEvent(NamedTuple):
     """Its kind, and what goes with it: a descriptor, a reason."""
 
     kind: int
@@ -47,10 +47,10 @@ class Monitor:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(name)
 
-    def take(self) -> Iterator[Event]:
+    def take(self) -> Iterator[SocketEvent]:
         """What has happened since the last call, in order."""
         for head, _ in take_messages(self.socket, sys.maxsize):
-            yield Event(*_EVENT.unpack(head.bytes[: _EVENT.size]))
+            yield SocketEvent(*_EVENT.unpack(head.bytes[: _EVENT.size]))
 
     def close(self) -> None:
         """Listen no more; a second time does nothing."""

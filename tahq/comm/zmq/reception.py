@@ -18,7 +18,7 @@ import zmq
 from tahq.comm.link.frame import FrameHeader, FrameKind, unpack_header
 from tahq.comm.link.outbound import Outgoing
 from tahq.comm.link.signals import pack_refusal, pack_reset
-from tahq.comm.link.spec import Hello, unpack_hello
+from tahq.comm.link.spec import LinkHello, unpack_hello
 from tahq.comm.zmq.gate import Gate
 from tahq.comm.zmq.rate_limited_log import RateLimitedLog
 from tahq.comm.zmq.socket_wait import Socket
@@ -33,12 +33,12 @@ _MAX_WAITING = 64
 _LATE_S = 10.0
 """After so long the user is told that a peer has not connected."""
 
-Accept = Callable[[bytes, Hello, str], LinkEnd]
+Accept = Callable[[bytes, LinkHello, str], LinkEnd]
 """(routing id, HELLO, public key) -> this end of a link that a peer opens; may raise RemoteProtocolError."""
 
 
 @dataclass(slots=True)
-class Wire:
+class LinkSockets:
     """Where a link's messages go: by connection, its own DEALER, or the shared ROUTER and a routing id there."""
 
     end: LinkEnd
@@ -70,7 +70,7 @@ class Wire:
 class Arrival(NamedTuple):
     """A message that has come whole; the ZMQ frames keep the buffers alive."""
 
-    wire: Wire
+    wire: LinkSockets
     connection: int
     header: zmq.Frame
     payload: zmq.Frame
@@ -103,19 +103,19 @@ class Reception:
         self.router = router
         self.address = address
         self.gate = gate
-        self.opened: list[Wire] = []
+        self.opened: list[LinkSockets] = []
         """Links that peers have opened since this was last emptied."""
         self._accept = accept
         self._clock = clock
-        self._wires: dict[int, Wire] = {}
-        self._routes: dict[bytes, tuple[Wire, int]] = {}
+        self._wires: dict[int, LinkSockets] = {}
+        self._routes: dict[bytes, tuple[LinkSockets, int]] = {}
         self._waiting: dict[bytes, list[zmq.Frame]] = {}
         self._warnings = RateLimitedLog(_log, clock=clock)
 
-    def open(self, end: LinkEnd) -> tuple[Wire, list[Arrival]]:
+    def open(self, end: LinkEnd) -> tuple[LinkSockets, list[Arrival]]:
         """Admit the peer of this link from now on; returns the HELLOs that came before their time, too."""
         count = len(end.session.connections)
-        wire = Wire(end, [self.router] * count, False, [None] * count, self._clock())
+        wire = LinkSockets(end, [self.router] * count, False, [None] * count, self._clock())
         self._wires[end.spec.link] = wire
         if end.peer_key:
             self.gate.allow(end.peer_key)
@@ -123,7 +123,7 @@ class Reception:
         arrivals = [self.sort(route, parts) for route, parts in waiting.items()]
         return wire, [arrival for arrival in arrivals if arrival is not None]
 
-    def close(self, wire: Wire) -> None:
+    def close(self, wire: LinkSockets) -> None:
         """Hear no more of the peer of this link."""
         if self._wires.get(wire.end.spec.link) is wire:
             del self._wires[wire.end.spec.link]
@@ -131,7 +131,7 @@ class Reception:
             if route is not None:
                 self._routes.pop(route, None)
 
-    def wire_of(self, route: bytes, parts: list[zmq.Frame]) -> tuple[Wire, int] | None:
+    def wire_of(self, route: bytes, parts: list[zmq.Frame]) -> tuple[LinkSockets, int] | None:
         """The link, and which connection of it, whose admitted peer has this routing id and sent this with its key."""
         known = self._routes.get(route)
         expected = known[0].end.peer_key if known is not None else ""
@@ -176,14 +176,14 @@ class Reception:
         self._routes[route] = (wire, connection)
         return Arrival(wire, connection, *parts)
 
-    def _accept_link(self, route: bytes, header: FrameHeader, parts: list[zmq.Frame], name: str) -> Wire:
+    def _accept_link(self, route: bytes, header: FrameHeader, parts: list[zmq.Frame], name: str) -> LinkSockets:
         end = self._accept[header.link](route, unpack_hello(parts[1].buffer, name), peer_key(parts[0]))
         end.session.signals.check_hello(header, parts[1].buffer)
-        wire = Wire(end, [self.router], False, [None], self._clock())
+        wire = LinkSockets(end, [self.router], False, [None], self._clock())
         self.opened.append(wire)
         return wire
 
-    def _check(self, wire: Wire, header: FrameHeader, hello: zmq.Frame, payload: zmq.Frame) -> int:
+    def _check(self, wire: LinkSockets, header: FrameHeader, hello: zmq.Frame, payload: zmq.Frame) -> int:
         """The connection that this HELLO of a link's peer is about."""
         if None not in wire.routes:
             raise RemoteProtocolError(f"{wire.end.spec}: is connected already; a second peer for it was refused")
