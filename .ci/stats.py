@@ -17,7 +17,7 @@ LIMITS = {
     "lines of tahq, launch and netem": 56_574,
     "modules there": 370,
     "lines of benchmarks": 5_999,
-    "lines of tests": 44_910,
+    "lines of tests": 44_912,
     "modules with one importer, in the same folder": 47,
     "modules in the largest folder": 17,
 }
