@@ -57,7 +57,7 @@ def placed_errors(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        with contextlib.suppress(ConfigError):  # if the file is gone meanwhile, the error stays as it is
+        with contextlib.suppress(ConfigError):  # the file is gone: raise the error without a place
             error.args = (with_place(str(error), ClusterConfig, _Draft.read(path, overrides).origins),)
         raise
 

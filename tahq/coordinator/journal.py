@@ -106,7 +106,7 @@ class Journal:
     """One run's journal; used by one thread at a time.
 
     Args:
-        path: the file, created if missing; None: in memory, for a run that nobody continues.
+        path: the file, created if missing; None: in memory, for a run that is never continued.
 
     Raises:
         SnapshotError: the file is not a journal of this version, or cannot be opened.

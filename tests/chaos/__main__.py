@@ -1,4 +1,4 @@
-"""`python -m chaos`: run rows many times, and write each outcome as soon as it is known.
+"""`python -m chaos`: run rows many times, and write each outcome at once.
 
 python -m chaos --list
 python -m chaos --rows cut-1s,reset --times 3 --out /tmp/chaos.json

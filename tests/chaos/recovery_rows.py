@@ -41,14 +41,14 @@ _POINTS = {
     fault_points.BEFORE_PREPARE: "before PREPARE",
     fault_points.PREPARED: "when it is prepared",
     fault_points.COMMITTING: "while it commits",
-    fault_points.SNAPSHOT: "while it writes a snapshot",
+    fault_points.SNAPSHOT: "while it writes a checkpoint",
 }
 _COORDINATOR_POINTS = {
     fault_points.COMMIT_DECIDED: "with a commit decided",
     fault_points.COMMIT_JOURNALLED: "with a commit decided and written down",
     fault_points.COMMIT_SENT: "with a commit decided and told to the first worker",
-    fault_points.PUBLISHING: "with all parts of a snapshot, which is not complete yet",
-    fault_points.PUBLISHED: "with a snapshot complete, of which nobody knows",
+    fault_points.PUBLISHING: "with all parts of a checkpoint, before its manifest",
+    fault_points.PUBLISHED: "with a complete checkpoint that no worker has been told of",
 }
 
 
@@ -263,7 +263,7 @@ def cut_for_ever(attempt: Attempt) -> Figures:
 _ALONE = "BX; no step lost; only that stage restarted; detected within timeout + 1 s"
 _WAITS = "BX; no worker restarts; training goes on within timeout + 5 s of its return"
 _BACK = "BX; no step lost; only that process restarted; all stages go back to the snapshot"
-_NO_PERSON = "BX; no step lost; nobody has to do anything"
+_NO_PERSON = "BX; no step lost; no manual action"
 _BY_HAND = "a worker killed that was started by hand"
 _ELSEWHERE = "status 3 within the give-up time; the message names the link; resumed elsewhere: BX"
 _REBOOTED = "launcher and workers killed at once, disks kept; started again with --resume"

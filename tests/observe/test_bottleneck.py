@@ -202,7 +202,7 @@ def _two_micro_batches():
     return tuple(LinkRecord(min(a, b), a, b, t, 2, 100, 200, 100, 1e-3, 1e-3, 1e-3) for a, b, t in ends)
 
 
-def test_latency_is_named_when_nobody_is_busy(record):
+def test_latency_is_named_when_no_stage_is_busy(record):
     slow = step(record, 10.0, stages(3.0, 3.1), link(0, 1, "activations", 2.0), link(1, 0, "gradients", 1.0))
     diagnosis = diagnose(slow, FACTS)
     assert diagnosis.kind == "latency"
@@ -222,7 +222,7 @@ def test_long_way_is_not_taken_for_a_busy_link(record):
     assert diagnose(step(record, 10.0, stages(3.0, 3.0), near), FACTS).kind == "link"
 
 
-def test_stage_without_room_is_named_when_nobody_is_busy(record):
+def test_stage_without_room_is_named_when_no_stage_is_busy(record):
     held_up = (
         StageRecord(0, {}, 0, StageSplit(forward_s=1.0, backward_s=2.0, wait_memory_s=4.0)),
         StageRecord(1, {}, 0, StageSplit(forward_s=1.0, backward_s=2.0, wait_s={0: 4.0})),

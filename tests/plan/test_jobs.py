@@ -1,4 +1,4 @@
-"""Who measures with whom, when: everybody meets once, nobody is in two places."""
+"""The order of measurements: each pair meets once, and no host is in two pairs at a time."""
 
 import itertools
 
@@ -17,7 +17,7 @@ def ends(*addresses):
 
 
 @given(st.integers(0, 25))
-def test_everybody_meets_everybody_once_and_nobody_twice_in_a_round(num_players):
+def test_each_pair_meets_once_and_no_player_twice_in_a_round(num_players):
     rounds = tournament(num_players)
     assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(num_players), 2))
     for pairs in rounds:

@@ -57,7 +57,7 @@ def test_both_directions_have_a_rate(peer):
         assert min(Meter(RUN, 0).rates([peer] * 2, [request] * 2)) > 1e6
 
 
-def test_nobody_there_is_told_with_the_host_and_why():
+def test_unreachable_host_is_named_with_the_reason():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     gone = Peer(1, "host1", f"127.0.0.1:{port}")

@@ -166,7 +166,7 @@ class Copy:
     file: str
     sha256: str
     address: str
-    """host:port of who has it; empty: nobody, say only whether you have it."""
+    """host:port of its holder; empty: none, only answer whether you have it."""
     public_key: str = ""
     """Of who has it; empty without CURVE."""
 

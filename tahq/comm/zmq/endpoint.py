@@ -144,7 +144,7 @@ class ZmqEndpoint:
             peer_stage: the stage at the other end.
             peer_name: what messages call the peer's host.
             dial: the peer's host:port, or "" to be dialled; exactly one end dials.
-            peer_key: its public key; nobody else is talked to on this link. "" without CURVE.
+            peer_key: its public key, the only one accepted on this link. "" without CURVE.
             wanted: which frames the peer wants.
 
         Raises:

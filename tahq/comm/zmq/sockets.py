@@ -42,7 +42,7 @@ def open_dealer(
 ) -> Socket:
     """A DEALER, not connected yet; `server_key` is the peer's public key where `keys`, our own, are given."""
     dealer = _socket(context, zmq.DEALER, peer_timeout_s)
-    # Unguessable, so that nobody can take a peer's place by its routing id.
+    # Unguessable, so that a stranger cannot take a peer's place by its routing id.
     dealer.setsockopt(zmq.ROUTING_ID, name[:200] + b"#" + os.urandom(12).hex().encode())
     dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
