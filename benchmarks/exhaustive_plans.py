@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from tahq.plan.prediction import step_time_s
 from tahq.plan.problem import PipelinePlan, PlanProblem
-from tahq.plan.search.layers import all_divisions
-from tahq.plan.search.orders import all_orders
-from tahq.plan.search.stages import StageCosts, plan_bound_s
+from tahq.plan.search.candidates import all_orders
+from tahq.plan.search.stages import StageCosts, all_divisions, plan_bound_s
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array, step_bound
 

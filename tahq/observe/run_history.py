@@ -1,70 +1,63 @@
-"""The state of a run so far, from which table, lines and summary are made.
+"""The state of a run so far, from which table and lines are made, and its summary.
 
 Keeps totals, one number per step and the last few records, never the records of all steps.
 """
 
 from collections import deque
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
+from typing import get_args
 
 from tahq.coordinator.observer import (
     LinkRecord,
     RunEnd,
     RunHeader,
     RunObserver,
-    SnapshotRecord,
     StageStatus,
     StepRecord,
     Traffic,
     ValidationRecord,
 )
-from tahq.observe.bottleneck import Diagnosis, diagnose
-from tahq.observe.codec_advice import WireFacts
+from tahq.observe import figures
+from tahq.observe.bottleneck import Diagnosis, WireFacts, diagnose
+from tahq.observe.metrics import perplexity
 from tahq.observe.metrics_reader import LINK_COUNTS, LINK_SECONDS, median_step
+from tahq.units import format_size
 
 RECENT_STEPS = 20
 """Steps that the remaining time, and what a step waits for, are estimated from."""
-
-LinkKey = tuple[int, int, int]
-"""Link, sender, receiver: one direction of one link."""
+AVERAGED_STEPS = 10
+"""Steps whose mean loss stands for the start and the end of a run."""
 
 
 class RunHistory(RunObserver):
-    """Keeps what the run has said of itself.
-
-    Args:
-        facts: of its wire, to say which codec would be fast enough; None: not known.
-    """
+    """Keeps what the run has reported; `facts` of its wire are for advice on codecs."""
 
     def __init__(self, facts: WireFacts | None = None) -> None:
         self._facts = facts
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.header: RunHeader | None = None
-        self.phase = ""
-        self.missing = ""
-        self.total_steps = 0
+        self.phase = self.missing = ""
+        self.total_steps = self.num_skipped = 0
         self.stages: dict[int, StageStatus] = {}
         self.last: StepRecord | None = None
         self.losses: list[float] = []
         self.step_times_s: list[float] = []
         self.tokens_per_s: list[float] = []
-        self.num_skipped = 0
-        self.links: dict[LinkKey, LinkRecord] = {}
-        """Sums over all steps of this start of the run."""
+        self.links: dict[tuple[int, int, int], LinkRecord] = {}
+        """By link, sender and receiver: sums over all steps of this start of the run."""
         self.validation: ValidationRecord | None = None
-        self.snapshot: SnapshotRecord | None = None
-        self.end: RunEnd | None = None
 
     def opened(self, header: RunHeader) -> None:
-        """Note the header."""
+        """Keep the header."""
         self.header = header
 
     def phase_changed(self, phase: str, detail: str) -> None:
-        """Note where the run stands."""
+        """Keep the phase and what it waits for."""
         self.phase, self.missing = phase, detail
 
     def stage_changed(self, status: StageStatus) -> None:
-        """Note what a stage does."""
+        """Keep a stage's activity."""
         self.stages[status.stage] = status
 
     def stage_left(self, stage: int) -> None:
@@ -72,7 +65,7 @@ class RunHistory(RunObserver):
         self.stages.pop(stage, None)
 
     def planned(self, start_step: int, total_steps: int) -> None:
-        """Note how long the run is."""
+        """Keep the length of the run."""
         self.total_steps = total_steps
 
     def step_committed(self, record: StepRecord) -> None:
@@ -88,17 +81,8 @@ class RunHistory(RunObserver):
             self.links[key] = _sum(self.links[key], link) if key in self.links else link
 
     def validated(self, record: ValidationRecord) -> None:
-        """Note the newest validation loss."""
+        """Keep the newest validation loss."""
         self.validation = record
-
-    def snapshot_written(self, record: SnapshotRecord) -> None:
-        """Note the newest snapshot that is complete."""
-        if not record.error:
-            self.snapshot = record
-
-    def ended(self, end: RunEnd) -> None:
-        """Note how it ended."""
-        self.end = end
 
     def diagnosis(self) -> Diagnosis | None:
         """What recent steps waited for, by the medians of their parts; None: not known."""
@@ -111,14 +95,72 @@ class RunHistory(RunObserver):
             return None
         return (self.total_steps - self.last.step) * median(self.step_times_s[-RECENT_STEPS:])
 
-    def traffic(self, direction: Traffic | None = None) -> LinkRecord:
-        """Sum over all links, of one direction or of both; link, sender and receiver then mean nothing."""
-        total = LinkRecord(-1, -1, -1, direction or "activations", 0, 0, 0, 0, 0.0)
+    def traffic(self, *directions: Traffic) -> LinkRecord:
+        """Sum over all links that carry one of these; link, sender and receiver then mean nothing."""
+        total = LinkRecord(-1, -1, -1, "activations", 0, 0, 0, 0, 0.0)
         for link in self.links.values():
-            if direction in (None, link.direction):
+            if link.direction in directions:
                 total = _sum(total, link)
         return total
 
 
 def _sum(a: LinkRecord, b: LinkRecord) -> LinkRecord:
     return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in (*LINK_COUNTS, *LINK_SECONDS)})
+
+
+def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", export_command: str = "") -> str:
+    """The summary of a run, with commands to continue and to export it; empty if it never made a step."""
+    if history.header is None or not history.losses:
+        return ""
+    diagnosis, checkpoint = history.diagnosis(), end.last_snapshot
+    how = "done" if end.exit_status == 0 else f"ended with status {end.exit_status}"
+    took, now = figures.duration(sum(history.step_times_s)), len(history.losses)
+    part = "" if now == end.steps_done else f" ({now} of them since it was resumed)"
+    step_s, rate = figures.duration(median(history.step_times_s)), figures.tokens_rate(median(history.tokens_per_s))
+    newest = "" if checkpoint is None else f" (checkpoint after step {checkpoint})"
+    more = ", with training.steps or epochs set to more" if end.steps_done >= end.total_steps else ""
+    rows = {
+        "loss": _losses(history.losses),
+        "speed": f"{rate}, {step_s} per step (medians)",
+        "its limit": diagnosis.sentence if diagnosis else "",
+        "validation": validation_text(history.validation) if history.validation else "",
+        **_wire(history),
+        "skipped": f"{history.num_skipped} of these steps, for NaN or infinity" if history.num_skipped else "",
+        "written to": f"{history.header.run_folder}{newest}",
+        "resume": f"{resume_command}{more}" if resume_command and checkpoint is not None else "",
+        "export": export_command if checkpoint is not None else "",
+    }
+    head = f"run {history.header.name} {how}: {end.steps_done} of {end.total_steps} steps{part} in {took}"
+    return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows.items() if text)])
+
+
+def _losses(losses: list[float]) -> str:
+    text = f"{figures.loss(losses[0])} → {figures.loss(losses[-1])} nats per token"
+    if len(losses) <= AVERAGED_STEPS:
+        return text
+    first, last = (figures.loss(fmean(few)) for few in (losses[:AVERAGED_STEPS], losses[-AVERAGED_STEPS:]))
+    return f"{text}; mean of {AVERAGED_STEPS} steps {first} → {last}"
+
+
+def validation_text(record: ValidationRecord) -> str:
+    """``after step 2: loss 2.5000 (perplexity 12.18), without the codec 2.0000 (7.389)``."""
+    return (
+        f"after step {record.step}: loss {figures.loss(record.loss)} (perplexity {perplexity(record.loss):.4g}), "
+        f"without the codec {figures.loss(record.loss_raw)} ({perplexity(record.loss_raw):.4g})"
+    )
+
+
+def _wire(history: RunHistory) -> dict[str, str]:
+    """What was sent in all, and by direction; nothing if there is one stage."""
+    total = history.traffic(*get_args(Traffic))
+    if not total.elements:
+        return {}
+    sizes = (("fp32", 4 * total.elements), ("fp16", 2 * total.elements))
+    plain = ", ".join(f"{name} {format_size(size)} ({size / max(total.wire_bytes, 1):.2f}×)" for name, size in sizes)
+    rows = {"on the wire": f"{format_size(total.wire_bytes)}; {plain}"}
+    for direction in get_args(Traffic):
+        traffic = history.traffic(direction)
+        if traffic.elements:
+            bits = f"{traffic.bits_per_element:.2f} bits per element"
+            rows[direction] = f"{format_size(traffic.payload_bytes)}, {bits}"
+    return rows

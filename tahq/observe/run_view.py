@@ -1,27 +1,47 @@
-"""What a launcher shows and keeps of a run: history, metrics.jsonl, table or lines, traces, summary."""
+"""What a launcher shows and keeps of a run: metrics.jsonl, traces, the summary, and a live table or plain lines."""
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import getmembers, isfunction
 from pathlib import Path
-from statistics import fmean, median
-from typing import TextIO, get_args
+from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
-from tahq.coordinator.observer import RunEnd, RunObserver, Traffic, ValidationRecord
+from tahq.coordinator.observer import (
+    RunEnd,
+    RunHeader,
+    RunObserver,
+    SnapshotRecord,
+    StageRecord,
+    StageSplit,
+    StageStatus,
+    StepRecord,
+    ValidationRecord,
+)
 from tahq.errors import UserError
 from tahq.observe import figures
-from tahq.observe.codec_advice import WireFacts
-from tahq.observe.live_table import LiveTable
-from tahq.observe.metrics import MetricsFile, perplexity
-from tahq.observe.plain_lines import PlainLines
-from tahq.observe.run_history import RunHistory
+from tahq.observe.bottleneck import WireFacts
+from tahq.observe.metrics import MetricsFile
+from tahq.observe.run_history import RunHistory, summary_text, validation_text
 from tahq.observe.trace_file import TraceFiles
 from tahq.units import format_size
+
+REDRAW_S = 0.2
+"""Shortest time between two drawings of the table."""
+QUIET_S = 0.5
+"""Of steps that are faster than this only every `EVERY`-th is printed."""
+EVERY = 10
+PATIENCE_S = 2.0
+"""Shortest time between two lines about what a phase waits for."""
 
 
 def watch_run(
@@ -60,16 +80,9 @@ def watch_run(
         file = MetricsFile(metrics, start_step)
     except OSError as error:
         raise UserError(f"cannot write {metrics}: {error.strerror}") from error
-    last_words = LastWords(out, err, history, program, resume_command, export_command)
+    summary = partial(summary_text, history, resume_command=resume_command, export_command=export_command)
     pictures = [TraceFiles(traces, start)] if traces is not None else []
-    return Observers([history, file, *pictures, screen(out, history), last_words])
-
-
-def screen(out: TextIO, history: RunHistory) -> RunObserver:
-    """A live table if `out` is a terminal that can show it, else plain lines."""
-    if out.isatty() and os.environ.get("TERM") != "dumb":
-        return LiveTable(Console(file=out), history)
-    return PlainLines(out, history)
+    return Observers([history, file, *pictures, screen(out, history), LastWords(out, err, program, summary)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,85 +91,22 @@ class LastWords(RunObserver):
 
     out: TextIO
     err: TextIO
-    history: RunHistory
-    """Told before this observer is."""
     program: str
-    resume_command: str
-    export_command: str
+    summary: Callable[[RunEnd], str]
 
     def ended(self, end: RunEnd) -> None:
         """Print the summary."""
-        text = summary_text(self.history, end, resume_command=self.resume_command, export_command=self.export_command)
+        text = self.summary(end)
         if text:
             print(text, file=self.out, flush=True)
         if end.message:
             print(f"{self.program}: {' '.join(end.message.split())}", file=self.err, flush=True)
 
 
-AVERAGED_STEPS = 10
-"""Steps whose mean loss stands for the start and the end of a run."""
-
-
-def summary_text(history: RunHistory, end: RunEnd, *, resume_command: str = "", export_command: str = "") -> str:
-    """The summary of a run, with commands to continue and to export it; empty if it never made a step."""
-    if history.header is None or not history.losses:
-        return ""
-    diagnosis, checkpoint = history.diagnosis(), end.last_snapshot
-    how = "done" if end.exit_status == 0 else f"ended with status {end.exit_status}"
-    took, now = figures.duration(sum(history.step_times_s)), len(history.losses)
-    part = "" if now == end.steps_done else f" ({now} of them since it was resumed)"
-    step_s, rate = figures.duration(median(history.step_times_s)), figures.tokens_rate(median(history.tokens_per_s))
-    newest = "" if checkpoint is None else f" (checkpoint after step {checkpoint})"
-    more = ", with training.steps or epochs set to more" if end.steps_done >= end.total_steps else ""
-    rows = {
-        "loss": _losses(history),
-        "speed": f"{rate}, {step_s} per step (medians)",
-        "its limit": diagnosis.sentence if diagnosis else "",
-        "validation": _validation(history.validation) if history.validation else "",
-        **_wire(history),
-        "skipped": f"{history.num_skipped} of these steps, for NaN or infinity" if history.num_skipped else "",
-        "written to": f"{history.header.run_folder}{newest}",
-        "resume": f"{resume_command}{more}" if resume_command and checkpoint is not None else "",
-        "export": export_command if checkpoint is not None else "",
-    }
-    head = f"run {history.header.name} {how}: {end.steps_done} of {end.total_steps} steps{part} in {took}"
-    return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows.items() if text)])
-
-
-def _losses(history: RunHistory) -> str:
-    text = f"{figures.loss(history.losses[0])} → {figures.loss(history.losses[-1])} nats per token"
-    if len(history.losses) <= AVERAGED_STEPS:
-        return text
-    first, last = (fmean(losses) for losses in (history.losses[:AVERAGED_STEPS], history.losses[-AVERAGED_STEPS:]))
-    return f"{text}; mean of {AVERAGED_STEPS} steps {figures.loss(first)} → {figures.loss(last)}"
-
-
-def _validation(record: ValidationRecord) -> str:
-    return (
-        f"{figures.loss(record.loss)} (perplexity {perplexity(record.loss):.4g}) after step {record.step}; "
-        f"without the codec {figures.loss(record.loss_raw)} ({perplexity(record.loss_raw):.4g})"
-    )
-
-
-def _wire(history: RunHistory) -> dict[str, str]:
-    """What was sent in all, and by direction; nothing where there is one stage."""
-    total = history.traffic()
-    sizes = (("fp32", 4 * total.elements), ("fp16", 2 * total.elements))
-    plain = ", ".join(f"{name} {format_size(size)} ({size / max(total.wire_bytes, 1):.2f}×)" for name, size in sizes)
-    rows = {"on the wire": f"{format_size(total.wire_bytes)}; {plain}"} if total.elements else {}
-    for direction in get_args(Traffic):
-        traffic = history.traffic(direction)
-        if traffic.elements:
-            bits = f"{traffic.bits_per_element:.2f} bits per element"
-            rows[direction] = f"{format_size(traffic.payload_bytes)}, {bits}"
-    return rows
-
-
 class Observers(RunObserver):
     """Passes every call on to several observers, in order; an observer that cannot write any more is dropped.
 
-    Args:
-        observers: later ones may read what earlier ones keep.
+    Later ones may read what earlier ones keep.
     """
 
     def __init__(self, observers: Sequence[RunObserver]) -> None:
@@ -172,3 +122,226 @@ class Observers(RunObserver):
             except OSError as error:
                 self._observers.remove(observer)
                 self.warned(f"{type(observer).__name__} cannot write any more and is left out: {error}")
+
+
+# -- on the screen -------------------------------------------------------------------------------
+
+
+def screen(out: TextIO, history: RunHistory) -> RunObserver:
+    """A live table if `out` is a terminal that can show it, else plain lines."""
+    if out.isatty() and os.environ.get("TERM") != "dumb":
+        return LiveTable(Console(file=out), history)
+    return PlainLines(out, history)
+
+
+class Announcer(RunObserver):
+    """Shows the history, which is told first; announces in a line each what is not part of the regular output."""
+
+    def __init__(self, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._history = history
+        self._clock = clock
+        self._shown_s: float | None = None
+
+    def announce(self, line: str) -> None:
+        """Show a line."""
+        raise NotImplementedError
+
+    def validated(self, record: ValidationRecord) -> None:
+        """Announce a validation loss."""
+        self.announce(f"validation {validation_text(record)}")
+
+    def snapshot_written(self, record: SnapshotRecord) -> None:
+        """Announce a checkpoint, or why it failed."""
+        if record.error:
+            kept = "the previous checkpoint stays valid"
+            self.announce(f"warning: no checkpoint after step {record.step}: {record.error}; {kept}")
+        else:
+            self.announce(f"checkpoint after step {record.step}: {format_size(record.nbytes)}")
+
+    def step_committed(self, record: StepRecord) -> None:
+        """Announce the codecs that change with a step."""
+        for change in record.codec_changes:
+            self.announce(f"after step {record.step}: {change}")
+
+    def warned(self, text: str) -> None:
+        """Announce a warning."""
+        self.announce(f"warning: {text}")
+
+    def _is_due(self, gap_s: float) -> bool:
+        """Whether nothing was shown for this long; then now counts as shown."""
+        now_s = self._clock()
+        is_due = self._shown_s is None or now_s - self._shown_s >= gap_s
+        if is_due:
+            self._shown_s = now_s
+        return is_due
+
+
+class PlainLines(Announcer):
+    """Writes a line per event: no colour, no cursor."""
+
+    def __init__(self, stream: TextIO, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(history, clock)
+        self._stream = stream
+        self._state = self._said = ("", "")
+        self._said_s = 0.0
+        self._devices: dict[int, str] = {}
+
+    def opened(self, header: RunHeader) -> None:
+        """Print the header."""
+        continued = f", continuing after step {header.start_step}" if header.start_step else ""
+        self.announce(f"run {header.name}: {header.num_stages} stages, coordinator at {header.address}{continued}")
+
+    def phase_changed(self, phase: str, detail: str) -> None:
+        """Print the phase if it changed."""
+        self._state = (phase, detail)
+        self._tell_state()
+
+    def stage_changed(self, status: StageStatus) -> None:
+        """Print a stage's worker once its device is known."""
+        if status.device and self._devices.get(status.stage) != status.device:
+            self._devices[status.stage] = status.device
+            where = f"{status.host}, pid {status.pid}, {status.device}"
+            self.announce(f"stage {status.stage}: {where}, {status.num_parameters:,} parameters")
+        self._tell_state()
+
+    def stage_left(self, stage: int) -> None:
+        """Announce the next worker of this stage again."""
+        self._devices.pop(stage, None)
+
+    def step_committed(self, record: StepRecord) -> None:
+        """Print a step, unless steps are fast."""
+        always = record.skipped or record.step in (1, self._history.total_steps) or record.step % EVERY == 0
+        if self._is_due(0.0 if always else QUIET_S):
+            self.announce(step_line(record, self._history))
+        super().step_committed(record)
+
+    def _tell_state(self) -> None:
+        (phase, detail), now_s = self._state, self._clock()
+        if phase == "over" or self._state == self._said:
+            return
+        if phase != self._said[0] or (detail and now_s - self._said_s >= PATIENCE_S):
+            self._said, self._said_s = self._state, now_s
+            self.announce(f"{phase}: waiting for {detail}" if detail else phase)
+
+    def announce(self, line: str) -> None:
+        """Print a line."""
+        print(line, file=self._stream, flush=True)
+
+
+def step_line(record: StepRecord, history: RunHistory) -> str:
+    """``step 12/60  loss 3.2140  4,812 tokens/s  1.7 s per step  3.42 MB sent  link 2→1 gradients 71 %  1:22 left``."""
+    remaining_s, diagnosis = history.remaining_s, history.diagnosis()
+    parts = [
+        f"step {record.step}/{history.total_steps}",
+        f"loss {figures.loss(record.loss)}",
+        figures.tokens_rate(record.tokens_per_s),
+        f"{figures.duration(record.step_time_s)} per step",
+        f"{format_size(sum(link.wire_bytes for link in record.links))} sent",
+        diagnosis.brief if diagnosis is not None else "",
+        "skipped: NaN or infinity" if record.skipped else "",
+        f"{figures.duration(remaining_s)} left" if remaining_s else "",
+    ]
+    return "  ".join(filter(None, parts))
+
+
+class LiveTable(Announcer):
+    """Draws the run's history on a terminal, on events, of which every heartbeat is one."""
+
+    def __init__(self, console: Console, history: RunHistory, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(history, clock)
+        self._live = Live(console=console, auto_refresh=False)
+
+    def opened(self, header: RunHeader) -> None:
+        """Begin to draw."""
+        self._live.start()
+        self._draw(0.0)
+
+    def phase_changed(self, phase: str, detail: str) -> None:
+        """Draw the phase."""
+        self._draw(0.0)
+
+    def stage_changed(self, status: StageStatus) -> None:
+        """Draw a stage's activity."""
+        self._draw()
+
+    def step_committed(self, record: StepRecord) -> None:
+        """Draw a step."""
+        super().step_committed(record)
+        self._draw()
+
+    def ended(self, end: RunEnd) -> None:
+        """Draw for the last time and release the terminal."""
+        self._draw(0.0)
+        self._live.stop()
+
+    def announce(self, line: str) -> None:
+        """Leave a line above the table."""
+        self._live.console.print(Text(line))
+        self._draw(0.0)
+
+    def _draw(self, gap_s: float = REDRAW_S) -> None:
+        if self._is_due(gap_s):
+            self._live.update(render(self._history), refresh=True)
+
+
+def render(history: RunHistory) -> RenderableType:
+    """Header, stages, links and state of a run."""
+    last, diagnosis, remaining_s = history.last, history.diagnosis(), history.remaining_s
+    headline = [history.header.name if history.header else "", history.phase]
+    if last is not None:
+        headline += [f"step {last.step}/{history.total_steps}", f"loss {figures.loss(last.loss)}"]
+        headline += [figures.tokens_rate(last.tokens_per_s)]
+    if remaining_s:
+        headline += [f"{figures.duration(remaining_s)} left"]
+    parts: list[RenderableType] = [Text("  ".join(headline), style="bold")]
+    if history.stages:
+        parts += [Text(), _stage_table(history)]
+    if last is not None and last.links:
+        parts += [Text(), _link_table(history, last)]
+    if diagnosis is not None:
+        parts += [Text(), Text(f"limited by {diagnosis.brief} of the step")]
+    if history.missing:
+        parts += [Text(), Text(f"{history.phase}: waiting for {history.missing}", style="yellow")]
+    return Group(*parts)
+
+
+def _stage_table(history: RunHistory) -> Table:
+    table = Table("stage", "host", "device", "activity", box=None, pad_edge=False)
+    for heading in ("computing", "coding", "waiting", "commit"):
+        table.add_column(heading, justify="right")
+    last = history.last
+    shares = {record.stage: _shares(record, last.step_time_s) for record in last.stages} if last else {}
+    for number in sorted(history.stages):
+        stage = history.stages[number]
+        cells = (str(number), stage.host, stage.device, stage.activity, *shares.get(number, ("–",) * 4))
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def _shares(record: StageRecord, step_time_s: float) -> tuple[str, str, str, str]:
+    """Computing, coding, waiting for frames and for the commit, as shares of the step: ``31 % (1)`` for stage 1."""
+    split = record.split
+    if step_time_s <= 0 or split == StageSplit():
+        return ("–", "–", figures.share(record.waiting_share), "–")
+    sender = max(split.wait_s, key=split.wait_s.__getitem__, default=None)
+    waiting = figures.share((split.frames_s + split.wait_codec_s + split.wait_memory_s) / step_time_s)
+    return (
+        figures.share(split.compute_s / step_time_s),
+        figures.share(split.codec_s / step_time_s),
+        waiting if sender is None else f"{waiting} ({sender})",
+        figures.share(split.commit_s / step_time_s),
+    )
+
+
+def _link_table(history: RunHistory, last: StepRecord) -> Table:
+    """What was sent since the start; bits per element, goodput and shares of the step of the last step."""
+    table = Table("link", "carries", box=None, pad_edge=False)
+    for heading in ("sent", "bits/element", "goodput", "sending", "queued"):
+        table.add_column(heading, justify="right")
+    for link in last.links:
+        sent = format_size(history.links.get((link.link, link.sender, link.receiver), link).wire_bytes)
+        bits, step_s = f"{link.bits_per_element:.2f}", last.step_time_s
+        shares = [figures.share(s / step_s) if step_s > 0 else "–" for s in (link.sending_s, link.queued_s)]
+        ends = f"{link.sender} → {link.receiver}"
+        table.add_row(ends, link.direction, sent, bits, figures.goodput(link), *shares)
+    return table

@@ -1,8 +1,8 @@
 """The planner: hosts and their order, layers, micro-batch, schedule, depths and codecs for the most tokens per second.
 
-Bound, then simulation: `search.orders` and `search.layers` find candidates by a lower bound of the step's time,
-`search.search` simulates the most promising and improves the best of them, `search.codecs` gives links back the
-quality that they can afford, and replicas put pipelines side by side. Pure: equal problems give equal plans.
+Bound, then simulation: `search.candidates` finds candidates by a lower bound of the step's time, `search.search`
+simulates the most promising and improves the best of them, `search.codecs` gives links back the quality that they can
+afford, and replicas put pipelines side by side. Pure: equal problems give equal plans.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +15,7 @@ from tahq.comm.network_model import transmission_s
 from tahq.errors import UserError
 from tahq.plan.prediction import Prediction, is_long, predict, step_time_s
 from tahq.plan.problem import PipelinePlan, PlanProblem
+from tahq.plan.search.candidates import CandidateSearch
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
 from tahq.plan.search.search import BUDGET_ACTIONS, Search, Simulations
 from tahq.plan.search.stages import StageCosts, depth_profiles
@@ -288,7 +289,7 @@ def _why_nothing_fits(table: ClusterTable) -> str:
             f"flight: it needs {format_size(need)} or more, and the largest, {problem.cluster.hosts[largest].name}, "
             f"has {format_size(float(table.memory[largest]))}"
         )
-    if Search(table, range(table.num_hosts), problem.fewest_bits, Simulations(table)).candidates():
+    if CandidateSearch(table, range(table.num_hosts), problem.fewest_bits).run():
         return (
             f"no choice of hosts{_in_stages(problem)} has the memory for what {' and '.join(problem.schedules)} keeps "
             f"in flight; with fewer micro-batches in flight the model fits: try --schedules 1f1b"

@@ -54,14 +54,6 @@ def test_bound_is_the_pipeline_with_its_fill_and_counts_hosts_by_their_own_links
     assert step_bound_s(work, asymmetric) == 15.0  # of the two directions the shorter: never above the truth
 
 
-def test_work_that_does_not_fit_together_is_refused():
-    for parts in ([1.0], [1.0, 3.0]):
-        with pytest.raises(ValueError, match="part of each of the 2 backwards"):
-            StepWork([1.0, 1.0], [2.0, 2.0], [1.0], [1.0], 4, input_gradient_s=parts)
-    with pytest.raises(ValueError, match="one cut less"):
-        StepWork([1.0, 1.0], [2.0, 2.0], [1.0, 1.0], [1.0], 4)
-
-
 def test_step_without_a_wire_is_the_pipeline_and_its_codecs():
     work = StepWork([1.0, 1.0], [2.0, 2.0], [SECOND], [SECOND], 4)
     plan = plan_network(uniform(2))

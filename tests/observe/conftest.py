@@ -1,5 +1,6 @@
 """Records of a small run: two stages, one link."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,25 +17,16 @@ from tahq.coordinator.observer import (
 )
 from tahq.observe.run_history import RunHistory
 
+STAGES = StageRecord(0, {"forward": 3.0, "wait": 1.0}), StageRecord(1, {"backward": 1.0, "wait": 1.0})
+LINKS = (
+    LinkRecord(0, 0, 1, "activations", 4, 441_000, 442_000, 800_000, 0.1, 0.08, 0.05, 0.4),
+    LinkRecord(0, 1, 0, "gradients", 4, 800_000, 801_000, 800_000, 0.2, 0.2, 0.15, 0.3),
+)
+
 
 def make_record(step, **changes):
-    values = {
-        "step": step,
-        "loss": 4.0 - 0.01 * step,
-        "tokens": 1000,
-        "step_time_s": 0.5,
-        "grad_norm": 1.25,
-        "clip_factor": 0.8,
-        "skipped": False,
-        "evaluating": False,
-        "lr": 3e-4,
-        "stages": (StageRecord(0, {"forward": 3.0, "wait": 1.0}), StageRecord(1, {"backward": 1.0, "wait": 1.0})),
-        "links": (
-            LinkRecord(0, 0, 1, "activations", 4, 441_000, 442_000, 800_000, 0.1, 0.08, 0.05, 0.4),
-            LinkRecord(0, 1, 0, "gradients", 4, 800_000, 801_000, 800_000, 0.2, 0.2, 0.15, 0.3),
-        ),
-    }
-    return StepRecord(**(values | changes))
+    record = StepRecord(step, 4.0 - 0.01 * step, 1000, 0.5, 1.25, 0.8, False, False, STAGES, LINKS, lr=3e-4)
+    return replace(record, **changes)
 
 
 def play(observer, num_steps=20, total_steps=20):

@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 
 from tahq.coordinator.observer import LinkRecord, StageRecord, StageSplit
-from tahq.observe.bottleneck import diagnose
-from tahq.observe.codec_advice import WireFacts, busiest_uplink_s, cheaper_codecs, uplinks_s
+from tahq.observe.bottleneck import WireFacts, busiest_uplink_s, cheaper_codecs, diagnose, uplinks_s
 from tahq.observe.resources import flows_of, resources_of
 from tahq.quant import get_codec
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a step, whatever happens."""
+"""metrics.jsonl: one JSON object per step, whatever happens; read back, and medians of its steps."""
 
 import json
 import math
@@ -8,14 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tahq.coordinator.observer import RunEnd, StageRecord, ValidationRecord
+from tahq.coordinator.observer import LinkRecord, RunEnd, StageRecord, StageSplit, ValidationRecord
 from tahq.coordinator.step_report import stage_split
 from tahq.errors import UserError
 from tahq.observe.metrics import MetricsFile, keep_until, step_object
+from tahq.observe.metrics_reader import median_step, read_steps, step_record
 
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_in(path):
+    return [row["step"] for row in read(path)]
 
 
 @pytest.fixture
@@ -32,6 +37,8 @@ def test_line_has_the_agreed_keys(record):
         "from": 0,
         "to": 1,
         "direction": "activations",
+        "codec": "",
+        "relative_error": None,
         "frames": 4,
         "payload_bytes": 441_000,
         "wire_bytes": 442_000,
@@ -43,17 +50,9 @@ def test_line_has_the_agreed_keys(record):
         "wire_s": 0.05,
         "bits_per_element": 4.41,
         "goodput_bits_per_s": 35_280_000.0,
-        "codec": "",
-        "relative_error": None,
     }
-    stage = line["stages"][0]
-    own = ("stage", "waiting_share", "timing_s", "codec_state_bytes")
-    assert {key: stage[key] for key in own} == {
-        "stage": 0,
-        "waiting_share": 0.25,
-        "timing_s": {"forward": 3.0, "wait": 1.0},
-        "codec_state_bytes": 0,
-    }
+    own = {"stage": 0, "waiting_share": 0.25, "timing_s": {"forward": 3.0, "wait": 1.0}, "codec_state_bytes": 0}
+    assert own.items() <= line["stages"][0].items()
 
 
 @pytest.fixture
@@ -82,19 +81,19 @@ def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(pat
     fill()
     for step in (2, 3):
         file.step_committed(record(step))
-    assert [row["step"] for row in read(path)] == [1]
+    assert steps_in(path) == [1]
     free()
     file.step_committed(record(4))
-    assert [row["step"] for row in read(path)] == [1, 2, 3, 4]
+    assert steps_in(path) == [1, 2, 3, 4]
     fill()
     file.step_committed(record(5))
     free()
     file.ended(RunEnd(0, "", 5, 5, 5))
-    assert [row["step"] for row in read(path)] == [1, 2, 3, 4, 5]
+    assert steps_in(path) == [1, 2, 3, 4, 5]
     assert [text.count("its lines are kept") for text in caplog.messages] == [1, 1]
 
 
-def test_lines_that_are_lost_with_a_disk_that_stays_full_are_counted(path, filled, record):
+def test_lines_that_are_lost_with_a_disk_that_stays_full_are_counted(filled, record):
     file, fill, _ = filled
     fill()
     for step in (1, 2):
@@ -103,7 +102,7 @@ def test_lines_that_are_lost_with_a_disk_that_stays_full_are_counted(path, fille
         file.ended(RunEnd(0, "", 2, 2, 2))
 
 
-def test_stage_has_its_step_in_parts(record):
+def test_parts_of_a_stage_add_up_to_its_step(record):
     timing = {"forward": 0.1, "encode": 0.02, "wait:1": 0.125, "wait:2": 0.125, "beside:encode": 0.03}
     stage = StageRecord(0, timing, 0, stage_split(timing, active_s=0.4, step_time_s=0.5))
     line = step_object(record(1, stages=(stage,)))["stages"][0]
@@ -113,44 +112,30 @@ def test_stage_has_its_step_in_parts(record):
     assert sum(parts) + sum(line["wait_s"].values()) == pytest.approx(0.5)
 
 
-def test_line_waits_for_its_validation_loss(path, record, end):
+def test_line_waits_for_its_validation_loss_until_the_next_step(path, record, end):
     file = MetricsFile(path)
     file.step_committed(record(1, evaluating=True))
     assert read(path) == []
     file.validated(ValidationRecord(1, 500, 2.5, 2.0))
-    (line,) = read(path)
-    assert line["validation"] == {
-        "tokens": 500,
-        "loss": 2.5,
-        "perplexity": math.exp(2.5),
-        "loss_raw": 2.0,
-        "perplexity_raw": math.exp(2.0),
-    }
+    losses = {"loss": 2.5, "perplexity": math.exp(2.5), "loss_raw": 2.0, "perplexity_raw": math.exp(2.0)}
+    assert read(path)[0]["validation"] == {"tokens": 500, **losses}
+    for step in (2, 3):
+        file.step_committed(record(step, evaluating=True))
+    assert steps_in(path) == [1, 2]
     file.ended(end)
+    assert steps_in(path) == [1, 2, 3]
+    assert all("validation" not in line for line in read(path)[1:])
 
 
-def test_line_whose_validation_loss_never_came_is_written_all_the_same(path, record, end):
-    file = MetricsFile(path)
-    file.step_committed(record(1, evaluating=True))
-    file.step_committed(record(2, evaluating=True))
-    file.ended(end)
-    assert [line["step"] for line in read(path)] == [1, 2]
-    assert all("validation" not in line for line in read(path))
-
-
-def test_whole_run_has_one_object_a_step(path, play_run, end):
+def test_whole_run_has_one_object_per_step(path, play_run, end):
     file = MetricsFile(path)
     play_run(file)
     assert len(read(path)) == 20  # each line as soon as it is complete
     file.ended(end)
-    assert [line["step"] for line in read(path)] == list(range(1, 21))
-    assert [line["step"] for line in read(path) if "validation" in line] == [2]
+    assert steps_in(path) == list(range(1, 21))
 
 
-numbers = st.floats()
-
-
-@given(loss=numbers, norm=numbers, step_time_s=numbers)
+@given(loss=st.floats(), norm=st.floats(), step_time_s=st.floats())
 def test_every_line_is_strict_json_whatever_the_numbers(record, loss, norm, step_time_s):
     text = json.dumps(step_object(record(1, loss=loss, grad_norm=norm, step_time_s=step_time_s)), allow_nan=False)
     value = json.loads(text)
@@ -158,15 +143,12 @@ def test_every_line_is_strict_json_whatever_the_numbers(record, loss, norm, step
     assert value["grad_norm"] == (norm if math.isfinite(norm) else None)
 
 
-def test_continued_run_appends_after_its_snapshot(path, record, end):
-    first = MetricsFile(path)
-    for step in range(1, 8):
-        first.step_committed(record(step, loss=1.0))
-    first.ended(end)
-    second = MetricsFile(path, start_step=5)
-    for step in (6, 7, 8):
-        second.step_committed(record(step, loss=2.0))
-    second.ended(end)
+def test_continued_run_appends_after_its_checkpoint(path, record, end):
+    for loss, start, numbers in ((1.0, 0, range(1, 8)), (2.0, 5, (6, 7, 8))):
+        file = MetricsFile(path, start_step=start)
+        for step in numbers:
+            file.step_committed(record(step, loss=loss))
+        file.ended(end)
     assert [(line["step"], line["loss"]) for line in read(path)] == [
         *((step, 1.0) for step in range(1, 6)),
         *((step, 2.0) for step in range(6, 9)),
@@ -180,10 +162,77 @@ def test_lines_that_are_no_steps_are_removed(path, garbage):
     path.write_bytes(b'{"step": 1}\n' + garbage)
     keep_until(path, 3)
     assert read(path) == [{"step": 1}]
-
-
-def test_file_that_needs_no_change_is_left_alone(path):
-    path.write_text('{"step": 1}\n')
     before = path.stat().st_ino
     keep_until(path, 3)
-    assert path.stat().st_ino == before
+    assert path.stat().st_ino == before  # a file that needs no change is left alone
+
+
+# -- read back -----------------------------------------------------------------------------------
+
+
+def split_record(record, number, scale=1.0):
+    split = StageSplit(
+        forward_s=0.1 * scale, wait_s={1: 0.2 * scale}, commit_s=0.1 * scale, beside_s={"encode": 0.05 * scale}
+    )
+    link = LinkRecord(0, 0, 1, "activations", 4, 1000, 1100, 2000, 0.2 * scale, 0.1 * scale, 0.05 * scale, 0.2 * scale)
+    stages = tuple(StageRecord(stage, {"forward": 0.1}, 7, split) for stage in range(2))
+    return record(number, step_time_s=0.4 * scale, stages=stages, links=(link,))
+
+
+def test_line_reads_back_as_the_record_it_was_made_of(record):
+    step = split_record(record, 3)
+    assert step_record(json.loads(json.dumps(step_object(step)))) == step
+
+
+def test_medians_are_of_every_part(record):
+    middle = median_step([split_record(record, number, scale) for number, scale in enumerate((1.0, 9.0, 2.0), start=1)])
+    split = middle.stages[0].split
+    assert (middle.step, middle.step_time_s) == (3, 0.8)
+    assert (split.forward_s, split.wait_s, split.beside_s) == (0.2, {1: 0.4}, {"encode": 0.1})
+    assert (middle.links[0].wire_s, middle.links[0].queued_s) == (0.1, pytest.approx(0.2))
+
+
+def test_incomplete_last_line_is_left_out_and_any_other_is_named(path, record):
+    lines = [json.dumps(step_object(split_record(record, number))) for number in (1, 2, 3)]
+    path.write_text("\n".join(lines)[:-10])
+    assert [step.step for step in read_steps(path)] == [1, 2]
+    path.write_text(f"{lines[0]}\n{lines[1][:-10]}\n{lines[2]}\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 does not have .* \(not JSON from character \d+ on: U"):
+        read_steps(path)
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1 .*can't decode"):
+        read_steps(path)
+    with pytest.raises(UserError, match="cannot read"):
+        read_steps(path.with_name("none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "reason"),
+    [
+        (None, {"step_time_s": None}, "step_time_s is null; expected seconds"),
+        (None, {"step_time_s": -1.0}, "step_time_s is -1.0"),
+        (None, {"step": 0}, "step is 0; expected at least 1"),
+        ("stages", {"stage": 7}, "stage 7 is where stage 0 should be"),
+        ("stages", {"forward_s": None}, "forward_s is null; expected seconds"),
+        ("stages", {"forward_s": ...}, "no key 'forward_s'"),
+        ("stages", {"wait_s": {"1": math.inf}}, "wait_s is inf; expected seconds"),
+        ("links", {"frames": 0}, "frames is 0; expected at least 1"),
+        ("links", {"payload_bytes": 0}, "payload_bytes is 0; expected at least 1"),
+        ("links", {"from": -1}, "from is -1; expected at least 0"),
+        ("links", {"to": 2}, "to is 2; expected at most 1"),
+        ("links", {"direction": "up"}, "direction 'up'"),
+        ("links", {"wire_s": None}, "wire_s is null; expected seconds"),
+    ],
+)
+def test_number_that_no_step_can_have_is_named_with_its_line(path, record, part, changes, reason):
+    rows = [step_object(split_record(record, number)) for number in (1, 2)]
+    changed = rows[1] if part is None else rows[1][part][0]
+    for key, value in changes.items():
+        if value is ...:
+            del changed[key]
+        else:
+            changed[key] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError) as caught:
+        read_steps(path)
+    assert f"{path}:2 does not have the split of a step ({reason})" in str(caught.value)

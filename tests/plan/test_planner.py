@@ -19,11 +19,10 @@ from tahq.plan.cluster_numbers import CodecTimes, HostNumbers, LayerTimes, PathN
 from tahq.plan.planner import plan
 from tahq.plan.prediction import predict, step_time_s
 from tahq.plan.problem import HeldBytes, ModelNumbers, PipelinePlan, PlanProblem
+from tahq.plan.search.candidates import stage_counts
 from tahq.plan.search.codecs import TOLERANCE, with_best_codecs
-from tahq.plan.search.layers import best_divisions
-from tahq.plan.search.orders import stage_counts
 from tahq.plan.search.search import Simulations
-from tahq.plan.search.stages import StageCosts
+from tahq.plan.search.stages import StageCosts, best_divisions
 from tahq.plan.search.table import ClusterTable, times_of
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
@@ -287,7 +286,7 @@ def test_filled_divisions_are_as_good_as_all(monkeypatch):
     table = ClusterTable(PlanProblem(model(20, 16, block=60_000.0), cluster(*hosts, round_trip=0.05)))
     stages = StageCosts(table, (0, 1, 2), 1, "wf", "eden")
     every = best_divisions(stages, 20, 1, split=False)
-    monkeypatch.setattr("tahq.plan.search.layers.MAX_ALL", 0)
+    monkeypatch.setattr("tahq.plan.search.stages.MAX_ALL", 0)
     filled = best_divisions(stages, 20, 1, split=False)
     assert filled[0][1] <= 1.001 * every[0][1]
     assert filled[0][0].sum() == 20

@@ -16,8 +16,7 @@ from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.generators import generate
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from tahq.plan.simulate.costs import Costs, CutCosts, HostCosts, uniform_costs
-from tahq.plan.simulate.network import SimulatedNetwork, Transfer
-from tahq.plan.simulate.simulator import simulate
+from tahq.plan.simulate.simulator import SimulatedNetwork, Transfer, simulate
 
 ONE_BYTE_A_SECOND = HostCosts(uplink_bits_per_s=8.0, downlink_bits_per_s=8.0)
 

@@ -9,7 +9,7 @@ from tahq.coordinator.link_codecs import CodecOptions, Recorded
 from tahq.coordinator.link_policy import FollowRules, LinkKey
 from tahq.coordinator.observer import Traffic
 from tahq.errors import ConfigError, UserError
-from tahq.observe.codec_advice import WireFacts
+from tahq.observe.bottleneck import WireFacts
 from tahq.observe.metrics_reader import read_lines
 from tahq.quant.ladder import Ladder, ladder_for
 from tahq.worker.assembly import resolved_spec

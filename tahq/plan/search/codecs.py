@@ -21,13 +21,13 @@ LADDER: dict[str, tuple[str, ...]] = {
         *("wf:bits=3", "wf:bits=2"),
     ),
     "gradients": (
-        *("raw:dtype=bf16", "fixed:bits=8", "fixed:bits=6", "eden:bits=6", "eden:bits=5", "eden:bits=4"),
-        *("eden:bits=3", "eden:bits=2"),
+        *("raw:dtype=bf16", "fixed:bits=8", "fixed:bits=6", "eden:bits=5", "eden:bits=4", "eden:bits=3"),
+        "eden:bits=2",
     ),
 }
 """The meaning of `--codecs ladder`, by direction, the most faithful first.
 
-Bits per element of a frame are about: raw 16; fixed 8.3 and 6.3; wf 6.1 to 2.1; tah 4.4; eden 6.0 to 2.0. The order
+Bits per element of a frame are about: raw 16; fixed 8.3 and 6.3; wf 6.1 to 2.1; tah 4.4; eden 5.0 to 2.0. The order
 is that of the relative error on the boundary of a trained GPT-2 small (benchmarks/results/frontier_epyc2_202611.md).
 """
 

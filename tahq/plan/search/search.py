@@ -1,45 +1,28 @@
 """From orders and divisions to plans: candidates by bound, the most promising simulated, the best improved.
 
-A candidate is an order, a micro-batch size and a division; its bound is the shortest step that it could have, whatever
-the schedule and its depths. Candidates are simulated in the order of their bounds, until the next bound is above the
+Candidates (`candidates.py`) are simulated in the order of their bounds, until the next bound is above the
 best simulated step or the budget of simulated actions is spent.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from tahq.plan.prediction import is_long, simulated_actions, step_time_s
 from tahq.plan.problem import PipelinePlan
-from tahq.plan.search.layers import best_divisions
-from tahq.plan.search.orders import MAX_ALL_HOSTS, Order, OrderSearch, all_orders, stage_counts
+from tahq.plan.search.candidates import Candidate, CandidateSearch, Order
 from tahq.plan.search.stages import StageCosts, depth_profiles, plan_bound_s
 from tahq.plan.search.table import ClusterTable
 
 BUDGET_ACTIONS = 250_000
 """Actions that a search may simulate, 20 to 40 µs each."""
 
-_MAX_EVERYTHING = 4_000
-"""Up to so many pairs of order and micro-batch size, all are bounded; else only the orders best at two sizes."""
-
-_KEPT_DIVISIONS = 6
 _REFINED = 6
 _GAIN = 1e-6
 """Least relative gain that counts."""
-
-
-class Candidate(NamedTuple):
-    """An order, a micro-batch size, a division, and its bound in seconds."""
-
-    bound_s: float
-    hosts: Order
-    micro_batch: int
-    layers: tuple[int, ...]
 
 
 class Simulations:
@@ -95,76 +78,16 @@ class Search:
         simulations: Simulations,
         like: PipelinePlan | None = None,
     ) -> None:
-        self._table, self._hosts, self._wires = table, tuple(hosts), wires
+        self._table, self._hosts, self._wires, self._simulations = table, frozenset(hosts), wires, simulations
         self._problem, self._model = table.problem, table.problem.model
-        self._simulations = simulations
-        self._micro_batches = (like.micro_batch,) if like else self._model.micro_batches
-        self._num_stages = like.num_stages if like else self._problem.num_stages
-        self._scores: dict[tuple[tuple[int, ...], int], float] = {}
+        self._candidates = CandidateSearch(table, hosts, wires, like)
 
     def run(self) -> list[PipelinePlan]:
         """Plans, the fastest first; empty: no host has the memory for anything."""
-        self._simulate(self.candidates())
+        self._simulate(self._candidates.run())
         for plan in self._leaders():
             self._refine(plan)
         return self._simulations.ranked()
-
-    # -- candidates by bound ---------------------------------------------------------------------
-
-    def candidates(self) -> list[Candidate]:
-        """The best divisions of every promising order and micro-batch size, by their bound."""
-        most = min(len(self._hosts), self._model.num_layers)
-        sizes = [size for size in stage_counts(most, self._num_stages) if size <= most]
-        orders = self._exhaustive(sizes) if len(self._hosts) <= MAX_ALL_HOSTS else self._searched(sizes)
-        found = [
-            candidate
-            for order in orders
-            for micro_batch in self._micro_batches
-            for candidate in self._divided(order, micro_batch)
-        ]
-        return sorted(found, key=lambda candidate: candidate.bound_s)
-
-    def _exhaustive(self, sizes: Sequence[int]) -> list[Order]:
-        orders = list(all_orders(self._table.kinds, self._hosts, sizes))
-        if len(orders) * len(self._micro_batches) <= _MAX_EVERYTHING:
-            return orders
-        few = self._promising(dict.fromkeys(self._micro_batches, orders[:: max(1, len(orders) // 40)]))
-        ranked = sorted(orders, key=lambda order: min(self._score(order, size) for size in few))
-        return ranked[: _MAX_EVERYTHING // len(self._micro_batches)]
-
-    def _searched(self, sizes: Sequence[int]) -> list[Order]:
-        searches = {size: OrderSearch(self._table, self._hosts, size, self._wires) for size in self._micro_batches}
-        found: dict[Order, None] = {}
-        for micro_batch in self._promising({size: each.fastest_alone(sizes) for size, each in searches.items()}):
-            found |= dict.fromkeys(searches[micro_batch].best(sizes, partial(self._score, micro_batch=micro_batch)))
-        return list(found)
-
-    def _promising(self, orders: Mapping[int, Sequence[Order]]) -> tuple[int, ...]:
-        """The two micro-batch sizes that some orders, given for each, do best with.
-
-        Where none of the orders fits, others may: then the sizes that take least memory.
-        """
-        best = {
-            size: min((self._score(order, size) for order in those), default=math.inf) for size, those in orders.items()
-        }
-        fitting = tuple(size for size in sorted(best, key=best.__getitem__)[:2] if best[size] < math.inf)
-        return fitting or self._micro_batches[:2]
-
-    def _score(self, order: Order, micro_batch: int) -> float:
-        """The least bound of an order; equal hosts are interchangeable."""
-        key = tuple(self._table.kinds[host] for host in order), micro_batch
-        if key not in self._scores:
-            divided = self._divided(order, micro_batch, keep=1)
-            self._scores[key] = divided[0].bound_s if divided else math.inf
-        return self._scores[key]
-
-    def _divided(self, order: Order, micro_batch: int, keep: int = _KEPT_DIVISIONS) -> list[Candidate]:
-        stages = StageCosts(self._table, order, micro_batch, *self._wires)
-        split = "zero-bubble" in self._problem.schedules
-        return [
-            Candidate(float(bound_s), order, micro_batch, tuple(map(int, layers)))
-            for layers, bound_s in best_divisions(stages, self._model.num_layers, keep, split=split)
-        ]
 
     # -- simulation ------------------------------------------------------------------------------
 
@@ -227,7 +150,7 @@ class Search:
         """The best plans of different orders or micro-batch sizes."""
         leaders: dict[object, PipelinePlan] = {}
         for plan in self._simulations.ranked():
-            if set(self._hosts).issuperset(plan.hosts):
+            if self._hosts.issuperset(plan.hosts):
                 leaders.setdefault((plan.hosts, plan.micro_batch), plan)
             if len(leaders) == _REFINED:
                 break

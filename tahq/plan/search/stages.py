@@ -1,9 +1,18 @@
-"""Seconds and bytes of the stages on the hosts of one order, for one micro-batch size, by division of the layers.
+"""Seconds and bytes of the stages on the hosts of one order, for one micro-batch size; the best divisions of layers.
 
 Layers may be one division, of shape [P], or many, [N, P]; what depends on them has the same shape.
+
+Blocks are alike, so for a given limit of the busiest stage's compute time the best division gives each block to the
+fastest host that has room: the time that a micro-batch needs to pass through is a sum. So a few limits are tried in
+place of all divisions, each division is bounded with everything else (links, memory, latency), and where there are few
+divisions, all are tried.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +23,11 @@ from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array, DirectionSeconds, StepSeconds, step_bound
 
 Depths = tuple[int, ...]
+
+MAX_ALL = 2_000
+"""Up to this many divisions, all are tried."""
+
+_NUM_LIMITS = 48
 
 
 class StageCompute(NamedTuple):
@@ -196,3 +210,92 @@ def _covering(stages: StageCosts, layers: Array) -> Iterator[Array]:
     pace = max([1e-12, float(own.max()), *(float(way.alone.max(initial=0.0)) for way in (out, back))])
     for share, extra in ((1.0, 0), (1.0, 1), (1.0, 2), (1.5, 2), (2.0, 4)):
         yield np.maximum(1.0, np.ceil(share * (own + later) / pace - 1e-9) + extra)
+
+
+def best_divisions(stages: StageCosts, num_layers: int, keep: int, *, split: bool) -> list[tuple[Array, float]]:
+    """At most `keep` divisions of least bound that fit the hosts' memory, with their bounds in seconds, best first.
+
+    Each stage has at least one layer. `split`: backwards may be split.
+    """
+    num_stages = len(stages.hosts)
+    every = math.comb(num_layers - 1, num_stages - 1) <= MAX_ALL
+    layers = all_divisions(num_layers, num_stages) if every else _filled(stages, num_layers)
+    depths = stages.depth_limits(layers)
+    fits = depths[:, -1] >= 1
+    layers, depths = layers[fits], depths[fits]
+    if not len(layers):
+        return []
+    bounds_s = step_bound(stages.step_seconds(layers, depths, split=split))
+    return [(layers[index], float(bounds_s[index])) for index in np.argsort(bounds_s, kind="stable")[:keep]]
+
+
+@cache
+def all_divisions(num_layers: int, num_stages: int) -> Array:
+    """All divisions, [N, P]."""
+    cuts = combinations(range(1, num_layers), num_stages - 1)
+    return np.diff(np.array([(0, *inner, num_layers) for inner in cuts], dtype=float))
+
+
+def _filled(stages: StageCosts, num_layers: int) -> Array:
+    """A division for each limit of compute time and each depth that memory may have to hold."""
+    each = np.maximum(stages.block.forward + stages.block.backward, 1e-12)
+    ends = stages.model_ends.forward + stages.model_ends.backward
+    rooms = np.unique([_most_layers(stages, depths, num_layers) for depths in _wanted_depths(stages)], axis=0)
+    found = [np.zeros((0, len(each)))]
+    for room in rooms:
+        if room.min() >= 1 and room.sum() >= num_layers:
+            limits = _limits(each, ends, room, num_layers)
+            found.append(_fill(_capacity(limits[:, None], each, ends, room), each, num_layers))
+    layers: Array = np.unique(np.concatenate(found), axis=0)
+    return layers
+
+
+def _capacity(limit_s: Array, each: Array, ends: Array, room: Array) -> Array:
+    """Blocks that each stage may have under a limit of its compute time, at least one."""
+    capacity: Array = np.clip(np.floor((limit_s - ends) / each + 1e-9), 1, room)
+    return capacity
+
+
+def _wanted_depths(stages: StageCosts) -> list[Array]:
+    """Depths to reserve memory for, from one micro-batch in flight to all; only one where memory is no limit."""
+    num_stages = len(stages.hosts)
+    if np.isinf(stages.memory).all():
+        return [np.ones(num_stages)]
+    natural = np.arange(num_stages, 0, -1).astype(float)
+    same = [np.full(num_stages, float(2**power)) for power in range(stages.num_micro_batches.bit_length())]
+    return [np.minimum(depths, stages.num_micro_batches) for depths in (natural, 2 * natural, *same)]
+
+
+def _most_layers(stages: StageCosts, depths: Array, num_layers: int) -> Array:
+    """Blocks that fit each stage's memory at these depths."""
+    base, with_one = (
+        stages.fixed_nbytes(layers) + depths * stages.held_nbytes(layers)
+        for layers in (np.zeros(len(depths)), np.ones(len(depths)))
+    )
+    return np.clip(whole_quotient(stages.memory - base, with_one - base), 0, num_layers - len(depths) + 1)
+
+
+def _limits(each: Array, ends: Array, room: Array, num_layers: int) -> Array:
+    """Limits in seconds of the busiest stage's compute: the least that suffices, those just above, some far above."""
+    values = np.unique(np.arange(1, int(room.max()) + 1)[:, None] * each + ends)
+    least = (each + ends).max()
+    values = values[values >= least - 1e-12] if values[-1] >= least - 1e-12 else np.array([least])
+    low = bisect_left(
+        range(len(values) - 1), True, key=lambda at: _capacity(values[at], each, ends, room).sum() >= num_layers
+    )
+    above = values[low:]
+    half = _NUM_LIMITS // 2
+    if len(above) <= _NUM_LIMITS:
+        return above
+    return np.concatenate([above[:half], above[np.linspace(half, len(above) - 1, half).astype(int)]])
+
+
+def _fill(capacity: Array, each: Array, num_layers: int) -> Array:
+    """Give every stage one block, then the rest to the fastest hosts first."""
+    order = np.argsort(each, kind="stable")
+    extra = (capacity - 1)[:, order]
+    before = np.cumsum(extra, axis=1) - extra
+    layers = np.ones_like(capacity)
+    layers[:, order] += np.clip(num_layers - len(each) - before, 0, extra)
+    whole: Array = layers[layers.sum(axis=1) == num_layers]
+    return whole

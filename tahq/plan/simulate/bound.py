@@ -111,9 +111,7 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
         Two stages, f = 1, b = 2, m = 4, frames of 1 s each way: compute of stage 0 asks for 12 s, of stage 1 for
         2 + 12 + 3 = 17 s.
     """
-    out, back, count = costs.activations, costs.gradients, costs.num_micro_batches
-    hop_out = out.encode + out.alone + costs.latency + out.decode
-    hop_back = back.encode + back.alone + costs.latency + back.decode
+    count, (hop_out, hop_back) = costs.num_micro_batches, _hops(costs)
     weights = costs.backward - costs.input_gradient
     before = _running(costs.forward[..., :-1] + hop_out)
     after = _running(costs.input_gradient[..., :-1] + hop_back)
@@ -134,18 +132,24 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
     bounds = {(kind, stage): each[..., stage] for stage in range(compute.shape[-1]) for kind, each in by_stage.items()}
     if compute.shape[-1] == 1:
         return bounds
-
-    # by cut: when the first activation is computed and has arrived, when its gradient is computed and decoded
-    ready = (before + costs.forward)[..., :-1]
-    reached = ready + hop_out - out.decode
-    returned = ready + trip[..., :-1]
-    computed = returned - hop_back
-    # from a decoded gradient, and from a computed activation, to the end of the step
     end = (costs.input_gradient + after)[..., :-1]
     end[..., 0] += weights[..., 0]
-    home = trip[..., :-1] + end
+    return bounds | _wire_bounds(costs, (before + costs.forward)[..., :-1], trip[..., :-1], end)
+
+
+def _wire_bounds(costs: StepSeconds, ready: Array, trip: Array, end: Array) -> dict[Resource, Array]:
+    """Bounds of each line and codec lane.
+
+    Args:
+        costs: the step.
+        ready: when the first activation of each cut is computed.
+        trip: from there to its gradient's arrival, decoded.
+        end: from a decoded gradient to the end of the step.
+    """
+    out, back, count, (hop_out, hop_back) = costs.activations, costs.gradients, costs.num_micro_batches, _hops(costs)
+    reached, returned = ready + hop_out - out.decode, ready + trip
+    computed, home = returned - hop_back, trip + end
     left, left_back = home - out.encode - out.alone, hop_back - back.encode - back.alone + end
-    # of each line and codec lane: when the first frame reaches it, its frames, and the time after the last one
     senders: dict[str, tuple[_Use, _Use]] = {
         "encoder": (
             (ready, out.encode, home - out.encode),
@@ -160,15 +164,22 @@ def step_bounds(costs: StepSeconds) -> dict[Resource, Array]:
         ),
         "decoder": ((reached, out.decode, home - hop_out), (returned - back.decode, back.decode, end)),
     }
-    for kind, uses in senders.items():
-        bounds |= _shared(kind, uses, (0, -1), count)
-    for kind, uses in receivers.items():
-        bounds |= _shared(kind, uses, (-1, 0), count)
+    bounds: dict[Resource, Array] = {}
+    for each, cuts in ((senders, (0, -1)), (receivers, (-1, 0))):
+        for kind, uses in each.items():
+            bounds |= _shared(kind, uses, cuts, count)
     paths = {
         "activations": ready + out.encode + count * out.path + left,
         "gradients": computed + back.encode + count * back.path + left_back,
     }
-    return bounds | {(kind, cut): each[..., cut] for kind, each in paths.items() for cut in range(each.shape[-1])}
+    return bounds | {(kind, cut): path[..., cut] for kind, path in paths.items() for cut in range(ready.shape[-1])}
+
+
+def _hops(costs: StepSeconds) -> tuple[Array, Array]:
+    """A frame's seconds from the sender's encoder to the end of the receiver's decoder, forward and backward."""
+    out, back = costs.activations, costs.gradients
+    hop_out = out.encode + out.alone + costs.latency + out.decode
+    return hop_out, back.encode + back.alone + costs.latency + back.decode
 
 
 def _shared(kind: str, uses: tuple[_Use, _Use], cuts: tuple[int, int], count: float) -> dict[Resource, Array]:

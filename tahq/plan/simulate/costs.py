@@ -89,22 +89,8 @@ class StepWork:
     num_micro_batches: int
     input_gradient_s: Sequence[float] | None = None
 
-    def __post_init__(self) -> None:
-        stages, cuts = len(self.forward_s), (len(self.activation_nbytes), len(self.gradient_nbytes))
-        if stages < 2 or len(self.backward_s) != stages or cuts != (stages - 1, stages - 1):
-            raise ValueError(
-                f"expected at least two stages, as many backwards as forwards, and one cut less; got {stages} "
-                f"forwards, {len(self.backward_s)} backwards, {cuts[0]} and {cuts[1]} cuts"
-            )
-        returns_s = self.input_gradient_s or self.backward_s
-        if len(returns_s) != stages or any(i > b for i, b in zip(returns_s, self.backward_s, strict=True)):
-            raise ValueError(
-                f"input_gradient_s must have a part of each of the {stages} backwards; got {returns_s} "
-                f"of {self.backward_s}"
-            )
-
     def compute_s(self) -> ComputeSeconds:
-        """The same for the simulator."""
+        """The simulator's compute times."""
         return compute_seconds(self.forward_s, self.backward_s, self.input_gradient_s or self.backward_s)
 
     def cuts(self, paths: Sequence[CutCosts]) -> list[CutCosts]:

@@ -2,23 +2,57 @@
 
 Resources, each of which serves one thing at a time:
 - a stage's compute loop, which runs its row in order and never waits for a send;
-- a stage's uplink and its downlink, each shared by activations and gradients (`network.py`);
+- a stage's uplink and its downlink, each shared by activations and gradients;
 - the path from one stage to another, where a cut gives it a rate: what waits for it holds up no other path;
 - a stage's two codec lanes, which encode and decode beside compute.
+
+Uplinks, paths and downlinks are lines of `tahq.comm.network_model`. A transfer is cut through: its bytes leave the
+sender's uplink one after another and enter the path at once and the receiver's downlink one latency later. A free
+uplink takes a piece of the frame that goes first: the one queued first; where one direction is preferred, the first of
+those; where no order is kept, as under plain TCP, of the link whose turn it is. A piece is sent to its end. A host
+acknowledges what it receives: where its uplink is busy, the next piece there waits for these bytes.
+
+Queues before downlinks and paths hold `Costs.queue_s`. Flow and congestion control keep in the sender what does not
+fit: its uplink takes a piece of another link, or none until something has been delivered.
 
 The simulation is exact for this model and has no randomness: equal inputs give equal timelines.
 """
 
 import heapq
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tahq.comm.link.frame import Direction
+from tahq.comm.link.sending_order import Rank, rank_of
+from tahq.comm.network_model import Line, transmission_s
 from tahq.errors import ScheduleError
 from tahq.pipeline.schedule.grid import Cell, render
 from tahq.pipeline.schedule.schedule import Action, ActionKind, Schedule, schedule_dependencies
 from tahq.plan.simulate.costs import Costs, uniform_costs
-from tahq.plan.simulate.network import Event, SimulatedNetwork, Transfer
+
+Event = Callable[[float], None]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A frame that crosses a cut; times are seconds from the start of the step.
+
+    queued_s: encoded and given to the sender's uplink. start_s, sent_s: first byte into, last byte out of
+    the uplink. delivered_s: last byte out of the receiver's downlink.
+    """
+
+    cut: int
+    direction: Direction
+    micro_batch: int
+    source: int
+    target: int
+    nbytes: float
+    queued_s: float = 0.0
+    start_s: float = 0.0
+    sent_s: float = 0.0
+    delivered_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +206,139 @@ class _Simulation:
         """When a codec lane is done with a frame that comes now."""
         self._lane_free_s[lane, stage] = max(now, self._lane_free_s[lane, stage]) + seconds
         return self._lane_free_s[lane, stage]
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A transfer in an uplink's queue, and how many of its pieces have left."""
+
+    transfer: Transfer
+    deliver: Callable[[], None]
+    num_pieces: int
+    num_sent: int = 0
+
+
+@dataclass(slots=True)
+class _Link:
+    """What waits on a host for one receiver (a heap by rank), the bytes under way to it, the turn of its last piece."""
+
+    waiting: list[tuple[Rank, _Queued]] = field(default_factory=list)
+    under_way: float = 0.0
+    turn: int = 0
+
+
+@dataclass(slots=True)
+class _Uplink:
+    """A host's links by receiver, whether a piece is leaving, and the bytes that came since the last piece left."""
+
+    links: dict[int, _Link] = field(default_factory=dict)
+    is_busy: bool = False
+    to_acknowledge: float = 0.0
+
+
+class SimulatedNetwork:
+    """Moves frames between stages; `at` schedules an event at a time."""
+
+    def __init__(self, costs: Costs, at: Callable[[float, Event], None]) -> None:
+        self._costs, self._at = costs, at
+        self._uplinks = [_Uplink() for _ in costs.hosts]
+        self._paths: dict[tuple[int, int], Line] = defaultdict(Line)
+        """By source and target."""
+        self._downlinks = [Line(host.downlink_bits_per_s) for host in costs.hosts]
+        self._under_way: dict[int, float] = defaultdict(float)
+        """Bytes by receiver, from all senders."""
+        self._held_up: set[int] = set()
+        """Hosts of which something waits for room in a queue."""
+        self._num_queued = self._num_turns = 0
+
+    def send(self, transfer: Transfer, now: float, deliver: Callable[[], None]) -> None:
+        """Queue a frame on its source's uplink; `deliver` is called when its last byte is there and its times known."""
+        transfer.queued_s = now
+        piece_nbytes = self._costs.piece_nbytes
+        num_pieces = max(1, math.ceil(transfer.nbytes / piece_nbytes)) if piece_nbytes else 1
+        self._num_queued += 1
+        uplink = self._uplinks[transfer.source]
+        link = uplink.links.setdefault(transfer.target, _Link())
+        rank = rank_of(transfer.direction, self._num_queued, self._costs.first or "oldest")
+        heapq.heappush(link.waiting, (rank, _Queued(transfer, deliver, num_pieces)))
+        if not uplink.is_busy:
+            self._send_piece(transfer.source, now)
+
+    def _send_piece(self, stage: int, now: float) -> None:
+        uplink, link = self._uplinks[stage], self._next_link(stage)
+        uplink.is_busy = link is not None
+        if link is None:
+            return
+        queued = link.waiting[0][1]
+        transfer, is_last = queued.transfer, queued.num_sent == queued.num_pieces - 1
+        full = float(self._costs.piece_nbytes or 0)
+        nbytes = transfer.nbytes - full * queued.num_sent if is_last else full
+        acknowledging = self._costs.acknowledged * uplink.to_acknowledge
+        uplink.to_acknowledge = 0.0
+        sent_s = now + transmission_s(acknowledging + nbytes, self._costs.hosts[stage].uplink_bits_per_s)
+        if queued.num_sent == 0:
+            transfer.start_s = now
+        queued.num_sent += 1
+        if is_last:
+            heapq.heappop(link.waiting)
+            transfer.sent_s = sent_s
+        self._num_turns += 1
+        link.turn = self._num_turns
+        link.under_way += nbytes
+        self._under_way[transfer.target] += nbytes
+        self._travel(transfer, nbytes, now, sent_s, queued.deliver if is_last else None)
+        self._at(sent_s, lambda time_s: self._send_piece(stage, time_s))
+
+    def _next_link(self, stage: int) -> _Link | None:
+        """The link whose piece an uplink takes now; None if it has to wait."""
+        waiting = [(target, link) for target, link in self._uplinks[stage].links.items() if link.waiting]
+        ready = [link for target, link in waiting if self._has_room(target, link)]
+        if len(ready) < len(waiting):
+            self._held_up.add(stage)
+        takes_turns = self._costs.first is None
+        return min(ready, key=lambda link: (link.turn if takes_turns else 0, link.waiting[0][0]), default=None)
+
+    def _has_room(self, target: int, link: _Link) -> bool:
+        """Whether the queues before a receiver would still take a piece; an empty one takes a piece of any size."""
+        if self._costs.queue_s == math.inf or not link.under_way:
+            return True
+        transfer = link.waiting[0][1].transfer
+        queue_s = self._costs.queue_s + self._costs.cuts[transfer.cut].latency_s
+        allowed = queue_s * self._costs.hosts[target].downlink_bits_per_s / 8
+        return self._under_way[target] <= allowed and link.under_way <= queue_s * self._path_bits_per_s(transfer) / 8
+
+    def _travel(
+        self, transfer: Transfer, nbytes: float, first_s: float, last_s: float, deliver: Callable[[], None] | None
+    ) -> None:
+        """Carry a piece over path and downlink; `deliver` after the last one."""
+        path = self._paths[transfer.source, transfer.target]
+        path.rate_bits_per_s = self._path_bits_per_s(transfer)
+        first_s, last_s = path.serve(nbytes, first_s, last_s)
+        latency_s = self._costs.cuts[transfer.cut].latency_s
+
+        def arrive(now: float) -> None:
+            _, delivered_s = self._downlinks[transfer.target].serve(nbytes, first_s + latency_s, now)
+            receiver = self._uplinks[transfer.target]
+            receiver.to_acknowledge += nbytes if receiver.is_busy else 0.0
+            if self._costs.queue_s < math.inf:
+                self._at(delivered_s, lambda time_s: self._make_room(transfer, nbytes, time_s))
+            if deliver is not None:
+                transfer.delivered_s = delivered_s
+                self._at(delivered_s, lambda _: deliver())
+
+        self._at(last_s + latency_s, arrive)
+
+    def _make_room(self, transfer: Transfer, nbytes: float, now: float) -> None:
+        """Take a piece out of the queues, and let uplinks that waited for room go on."""
+        self._under_way[transfer.target] -= nbytes
+        self._uplinks[transfer.source].links[transfer.target].under_way -= nbytes
+        for stage in sorted(self._held_up):
+            link = self._uplinks[stage].links.get(transfer.target)
+            if link is not None and link.waiting:
+                self._held_up.discard(stage)
+                if not self._uplinks[stage].is_busy:
+                    self._send_piece(stage, now)
+
+    def _path_bits_per_s(self, transfer: Transfer) -> float:
+        cut = self._costs.cuts[transfer.cut]
+        return cut.forward_bits_per_s if transfer.direction is Direction.FORWARD else cut.backward_bits_per_s

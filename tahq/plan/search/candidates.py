@@ -1,19 +1,24 @@
-"""Orders of hosts: all orders of few hosts, and a local search over many.
+"""Candidates for a plan, by bound: an order of hosts, a micro-batch size and a division of the layers.
 
-Every order is scored by the best bound of its divisions. Equal hosts are interchangeable, so they cost no time. The
-search is deterministic: the same problem gives the same orders.
+A candidate's bound is the shortest step that it could have, whatever the schedule and its depths. All orders of few
+hosts are tried, and many hosts are searched: every order is scored by the best bound of its divisions. Equal hosts are
+interchangeable, so they cost no time. The search is deterministic.
 """
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, pairwise, permutations
+from typing import NamedTuple
 
 import numpy as np
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
 from tahq.comm.network_model import transmission_s
+from tahq.plan.problem import PipelinePlan
+from tahq.plan.search.stages import StageCosts, best_divisions
 from tahq.plan.search.table import ClusterTable
 from tahq.plan.simulate.bound import Array
 
@@ -23,12 +28,99 @@ Score = Callable[[Order], float]
 MAX_ALL_HOSTS = 6
 """Up to so many hosts are tried in all orders."""
 
+_MAX_EVERYTHING = 4_000
+"""Up to this many pairs of order and micro-batch size, all are bounded; else only the orders best at two sizes."""
+
+_KEPT_DIVISIONS = 6
 _NUM_STARTS = 8
 _NUM_SEEDS = 6
 _NUM_LEVELS = 6
 _SEARCHED = 4
 _EVALUATIONS = 300
 """Of one local search."""
+
+
+class Candidate(NamedTuple):
+    """An order, a micro-batch size, a division, and its bound in seconds."""
+
+    bound_s: float
+    hosts: Order
+    micro_batch: int
+    layers: tuple[int, ...]
+
+
+class CandidateSearch:
+    """Finds the candidates among some hosts.
+
+    Args:
+        table: the cluster.
+        hosts: the hosts that may be used.
+        wires: the codecs of the two directions.
+        like: a plan whose number of stages and micro-batch size are kept; None: both are open.
+    """
+
+    def __init__(
+        self, table: ClusterTable, hosts: Sequence[int], wires: tuple[str, str], like: PipelinePlan | None = None
+    ) -> None:
+        self._table, self._hosts, self._wires, self._model = table, tuple(hosts), wires, table.problem.model
+        self._micro_batches = (like.micro_batch,) if like else self._model.micro_batches
+        self._num_stages = like.num_stages if like else table.problem.num_stages
+        self._scores: dict[tuple[tuple[int, ...], int], float] = {}
+
+    def run(self) -> list[Candidate]:
+        """The best divisions of every promising order and micro-batch size, by their bound."""
+        most = min(len(self._hosts), self._model.num_layers)
+        sizes = [size for size in stage_counts(most, self._num_stages) if size <= most]
+        orders = self._exhaustive(sizes) if len(self._hosts) <= MAX_ALL_HOSTS else self._searched(sizes)
+        found = [
+            candidate
+            for order in orders
+            for micro_batch in self._micro_batches
+            for candidate in self._divided(order, micro_batch)
+        ]
+        return sorted(found, key=lambda candidate: candidate.bound_s)
+
+    def _exhaustive(self, sizes: Sequence[int]) -> list[Order]:
+        orders = list(all_orders(self._table.kinds, self._hosts, sizes))
+        if len(orders) * len(self._micro_batches) <= _MAX_EVERYTHING:
+            return orders
+        few = self._promising(dict.fromkeys(self._micro_batches, orders[:: max(1, len(orders) // 40)]))
+        ranked = sorted(orders, key=lambda order: min(self._score(order, size) for size in few))
+        return ranked[: _MAX_EVERYTHING // len(self._micro_batches)]
+
+    def _searched(self, sizes: Sequence[int]) -> list[Order]:
+        searches = {size: OrderSearch(self._table, self._hosts, size, self._wires) for size in self._micro_batches}
+        found: dict[Order, None] = {}
+        for micro_batch in self._promising({size: each.fastest_alone(sizes) for size, each in searches.items()}):
+            found |= dict.fromkeys(searches[micro_batch].best(sizes, partial(self._score, micro_batch=micro_batch)))
+        return list(found)
+
+    def _promising(self, orders: Mapping[int, Sequence[Order]]) -> tuple[int, ...]:
+        """The two micro-batch sizes that some orders, given for each, do best with.
+
+        Where none of the orders fits, others may: then the sizes that take least memory.
+        """
+        best = {
+            size: min((self._score(order, size) for order in those), default=math.inf) for size, those in orders.items()
+        }
+        fitting = tuple(size for size in sorted(best, key=best.__getitem__)[:2] if best[size] < math.inf)
+        return fitting or self._micro_batches[:2]
+
+    def _score(self, order: Order, micro_batch: int) -> float:
+        """The least bound of an order; equal hosts are interchangeable."""
+        key = tuple(self._table.kinds[host] for host in order), micro_batch
+        if key not in self._scores:
+            divided = self._divided(order, micro_batch, keep=1)
+            self._scores[key] = divided[0].bound_s if divided else math.inf
+        return self._scores[key]
+
+    def _divided(self, order: Order, micro_batch: int, keep: int = _KEPT_DIVISIONS) -> list[Candidate]:
+        stages = StageCosts(self._table, order, micro_batch, *self._wires)
+        split = "zero-bubble" in self._table.problem.schedules
+        return [
+            Candidate(float(bound_s), order, micro_batch, tuple(map(int, layers)))
+            for layers, bound_s in best_divisions(stages, self._model.num_layers, keep, split=split)
+        ]
 
 
 def all_orders(kinds: Sequence[int], hosts: Sequence[int], sizes: Sequence[int]) -> Iterator[Order]:
