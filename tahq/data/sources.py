@@ -54,7 +54,7 @@ def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: b
     found: dict[Path, FoundFile] = {}
     for pattern in patterns:
         files = _stdlib_files() if stdlib and pattern == STDLIB else _match(pattern, suffix)
-        if not files and Path(pattern).expanduser().is_dir():
+        if not files and os.path.isdir(os.path.expanduser(pattern)):
             raise DataError(f"{key}: the folder {pattern} holds no {'*' + suffix + ' ' if suffix else ''}file")
         if not files:
             kind = "glob matches no file" if glob.has_magic(pattern) else "no such file or folder"
@@ -67,10 +67,10 @@ def find_files(patterns: Sequence[str], *, key: str, suffix: str = "", stdlib: b
 
 
 def _match(pattern: str, suffix: str) -> list[FoundFile]:
-    path = Path(pattern).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(pattern))
+    if os.path.isfile(path):  # Path.is_file raises where a name is too long
         return [FoundFile(path, named=True)]
-    if path.is_dir():
+    if os.path.isdir(path):
         below = _files_below(path, lambda name: not name.startswith(".") and name != "__pycache__")
         return [FoundFile(file, named=False) for file in below if file.name.endswith(suffix)]
     matched = (Path(name) for name in glob.glob(str(path), recursive=True))

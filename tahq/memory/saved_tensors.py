@@ -8,7 +8,7 @@ I inner channels of the MLP, V vocabulary, a = 4 bytes per element in fp32, 2 un
 norms' statistics and softmax stay in fp32. Parameters are not counted, nor autocast's bf16 copies of matrices, which
 all micro-batches share: see `copied_by_block` and `copied_by_head`.
 
-With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`coat/fp8_functions.py`), and no copies.
+With `memory.activations: coat` blocks keep FP8 codes and their scales instead (`coat/fp8_flow.py`), and no copies.
 
 Between a split backward's input gradients, I, and its weight gradients, W, each product with a weight keeps its input
 and the gradient of its output (`deferred_by_*`), with activation checkpointing too, since I recomputes each block.

@@ -6,6 +6,7 @@ transformers would report with a traceback is reported here in one line.
 
 import difflib
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def _config_from_sizes(config: ModelConfig, *, vocab_size: int, seq_len: int) ->
 def _config_from_folder(config: ModelConfig, folder: Path) -> tuple[FamilyLayout, HfConfig]:
     """The configuration in a folder with `model.overrides` and, replacing the folder's, `model.dropout`."""
     path = folder / CONFIG_FILE
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         raise ModelError(f"model.path {folder} is not a folder; tahq reads local folders, so download the model first")
     if not path.exists():
         raise ModelError(f"{folder} has no {CONFIG_FILE}; model.path needs {CONFIG_FILE} and safetensors")

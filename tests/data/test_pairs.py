@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tahq.data.config import DataConfig
-from tahq.data.dataset import PairDataset, load_dataset
-from tahq.data.pairs import TextPair, encode_pairs, hash_pairs
+from tahq.data.dataset import PairDataset, TextPair, encode_pairs, hash_pairs, load_dataset
 from tahq.data.tokenizer import BytesTokenizer, load_tokenizer
 from tahq.errors import DataError
 

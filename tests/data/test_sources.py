@@ -54,7 +54,13 @@ def test_paths_are_relative_to_the_working_directory_or_home(tree, monkeypatch):
 
 @pytest.mark.parametrize(
     ("pattern", "problem"),
-    [("nowhere.txt", "no such file or folder: "), ("*.nothing", "glob matches no file: "), ("empty", "holds no file")],
+    [
+        ("nowhere.txt", "no such file or folder: "),
+        ("a" * 5000, "no such file or folder: "),
+        ("*.nothing", "glob matches no file: "),
+        ("empty", "holds no file"),
+    ],
+    ids=["missing", "too long", "glob", "empty"],
 )
 def test_pattern_without_match_is_refused_by_name(tree, pattern, problem):
     (tree / "empty").mkdir()

@@ -163,9 +163,10 @@ def test_fingerprint_depends_on_content_and_not_on_place(bpe_folder, tmp_path):
     assert len({*prints, load("bytes").fingerprint}) == 4
 
 
-def test_missing_folder_says_that_nothing_is_downloaded():
-    with pytest.raises(DataError, match=r"no such folder: no/where .*nothing is downloaded"):
-        load("no/where")
+@pytest.mark.parametrize("path", ["no/where", "a" * 5000, "~nobody_here/a"], ids=["missing", "too long", "no home"])
+def test_missing_folder_says_that_nothing_is_downloaded(path):
+    with pytest.raises(DataError, match=rf"no such folder: {path} .*nothing is downloaded"):
+        load(path)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_result_does_not_depend_on_the_size_of_slices(monkeypatch):
         return parameter.detach()
 
     expected = trained()
-    monkeypatch.setattr("tahq.memory.adam.step.SLICE", 512)
+    monkeypatch.setattr("tahq.memory.adam.adamw.SLICE", 512)
     assert torch.equal(trained(), expected)
 
 

@@ -114,8 +114,9 @@ def test_a_folder_that_cannot_be_trained_is_refused(keys, message, tmp_path):
 
 
 def test_a_path_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="is not a folder"):
-        load(path=str(tmp_path / "missing"))
+    for name in ("missing", "a" * 5000):
+        with pytest.raises(ModelError, match="is not a folder"):
+            load(path=str(tmp_path / name))
     with pytest.raises(ModelError, match=r"has no config\.json"):
         load(path=str(tmp_path))
 

@@ -10,10 +10,9 @@ import torch
 from torch.nn import Parameter
 
 from support.samples import normal
-from tahq.memory.adam.adamw import adamw8bit_states, plain_adamw_states, step_in_torch
+from tahq.memory.adam.adamw import adamw8bit_states, bind_kernels, plain_adamw_states, step_in_torch
 from tahq.memory.adam.blockwise8 import BLOCK, SMALLEST_SCALE, borders, encode
-from tahq.memory.adam.loop import State, StateSpecs, new_states
-from tahq.memory.adam.step import AdamwNumbers
+from tahq.memory.adam.loop import AdamwNumbers, State, StateSpecs, new_states
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CPU = torch.device("cpu")
@@ -55,14 +54,8 @@ GRADIENTS: dict[str, Callable[[tuple[int, ...], int], torch.Tensor]] = {
 
 def bound_step(weight: torch.Tensor, gradient: torch.Tensor, state: State, numbers: AdamwNumbers, block: int) -> None:
     """One step by the kernels."""
-    from tahq.memory.adam import kernels
-
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    if m.dtype != torch.uint8:
-        launches = kernels.bind_plain_adamw(weight, gradient, m, v)
-    else:
-        scales = (state["exp_avg_scale"], state["exp_avg_sq_scale"])
-        launches = kernels.bind_adamw8bit(weight, gradient, m, v, *scales, block)
+    launches = bind_kernels(weight, gradient, state, block)
+    assert launches is not None
     launches(gradient, numbers)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tahq.memory.adam.step import AdamwNumbers
+from tahq.memory.adam.loop import AdamwNumbers
 from tahq.memory.coat.fp8_groups import UNEXPANDED, MomentFormat, StoredMoment, encode, moment_format, num_groups
 
 FORMATS = {

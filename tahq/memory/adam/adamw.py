@@ -14,8 +14,15 @@ it never falls, since even without a gradient it should lose 0.1 % per step.
 *fp32*: torch's AdamW for CUDA, where torch's own takes ten kernels per parameter, or treats a stage's parameters as one
 list (see `pipeline/update/optimizer.py`).
 
-On CUDA with Triton one kernel per parameter does a step (`kernels`): codes, scales and moments are bit-equal to plain
-torch, weights within 2⁻²⁰ of a step's change.
+One step, each operation rounded once:
+
+    m ← β₁·m + (1 − β₁)·g                     v ← β₂·v + (1 − β₂)·g²
+    x ← x·(1 − η·λ) − η/(1 − β₁^t) · m / (√v/√(1 − β₂^t) + ε)     (Loshchilov & Hutter 2019, Alg. 2)
+
+This is torch's AdamW except for the order of some operations, which is fixed so that kernels can give bit-equal
+moments: no multiply-add is fused, and the numbers of a step are computed once, in fp64, and rounded to fp32. On CUDA
+with Triton one kernel per parameter does a step (`kernels`): codes, scales and moments are bit-equal to plain torch,
+weights within 2⁻²⁰ of a step's change.
 """
 
 import math
@@ -26,8 +33,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tahq.memory.adam.blockwise8 import BLOCK, ZERO_SIGNED, decode, encode
-from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, State, StateSpec, StateSpecs, has_ptx
-from tahq.memory.adam.step import AdamwNumbers, adamw_slice, adamw_step, slices
+from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, AdamwNumbers, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.config import MIN_ELEMENTS
 from tahq.quant.backends import interprets_triton
 
@@ -36,6 +42,8 @@ if TYPE_CHECKING:  # needs triton
 
 _ALIGNMENT = 16
 _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
+SLICE = 1 << 18
+"""Elements computed at a time, so that temporaries stay small: a multiple of every block."""
 
 
 class BlockwiseAdamW(AdamwLoop):
@@ -80,12 +88,10 @@ def bind_kernels(
     is_suited = all(each.data_ptr() % _ALIGNMENT == 0 and each.dtype in _TYPES for each in tensors)
     if not (_has_kernels(weight.device.type) and weight.numel() > 0 and is_suited):
         return None
-    kernels = import_module("tahq.memory.adam.kernels")
     if m.dtype != torch.uint8:
-        return cast("BoundLaunches", kernels.bind_plain_adamw(*tensors))
-    return cast(
-        "BoundLaunches", kernels.bind_adamw8bit(*tensors, state["exp_avg_scale"], state["exp_avg_sq_scale"], block)
-    )
+        return cast("BoundLaunches", import_module("tahq.memory.adam.kernels").bind_plain_adamw(*tensors))
+    bind = import_module("tahq.memory.adam.blockwise8_kernels").bind_adamw8bit
+    return cast("BoundLaunches", bind(*tensors, state["exp_avg_scale"], state["exp_avg_sq_scale"], block))
 
 
 @cache
@@ -98,14 +104,32 @@ def step_in_torch(
 ) -> None:
     """One step in plain torch, in place, on flat tensors [N], fp32 or bf16, and a state."""
     m, v = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-    if m.dtype != torch.uint8:
-        adamw_step(weight, gradient, m, v, numbers)
-        return
-    stored = ((m, state["exp_avg_scale"], True), (v, state["exp_avg_sq_scale"], False))
-    for here in slices(weight.numel()):
-        blocks = slice(here.start // block, -(-here.stop // block))
-        wide_m, wide_v = (decode(codes[here], scales[blocks], signed, block) for codes, scales, signed in stored)
-        adamw_slice(weight[here], gradient[here], wide_m, wide_v, numbers)
+    for start in range(0, weight.numel(), SLICE):
+        here, blocks = slice(start, start + SLICE), slice(start // block, (start + SLICE) // block)
+        if m.dtype != torch.uint8:
+            wide_m, wide_v = m[here].float(), v[here].float()
+            _advance(weight[here], gradient[here], wide_m, wide_v, numbers)
+            if m.dtype != torch.float32:
+                m[here].copy_(wide_m)
+                v[here].copy_(wide_v)
+            continue
+        stored = ((m[here], state["exp_avg_scale"][blocks], True), (v[here], state["exp_avg_sq_scale"][blocks], False))
+        wide_m, wide_v = (decode(codes, scales, signed, block) for codes, scales, signed in stored)
+        _advance(weight[here], gradient[here], wide_m, wide_v, numbers)
         for (codes, scales, signed), moment in zip(stored, (wide_m, wide_v), strict=True):
-            new_codes, scales[blocks] = encode(moment, signed, block)
-            codes[here] = new_codes
+            new_codes, new_scales = encode(moment, signed, block)
+            codes.copy_(new_codes)
+            scales.copy_(new_scales)
+
+
+def _advance(
+    weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor, numbers: AdamwNumbers
+) -> None:
+    """One step in place, with fp32 moments."""
+    gradient = gradient.float()
+    m.mul_(numbers.beta1).add_(gradient * numbers.rest1)
+    v.mul_(numbers.beta2).add_(gradient.square().mul_(numbers.rest2))
+    # torch's own fp32 root is off by a unit here and there on CPUs; that of fp64, rounded, never is.
+    denominator = v.double().sqrt_().float().mul_(numbers.root_factor).add_(numbers.epsilon)
+    change = denominator.reciprocal_().mul_(m).mul_(numbers.rate)
+    weight.copy_(weight.float() * numbers.decay - change)

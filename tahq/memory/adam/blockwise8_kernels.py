@@ -1,4 +1,4 @@
-"""`blockwise8` in Triton, for two tensors, one signed and one not: codes and values are bit-equal to the reference.
+"""A step of AdamW with 8-bit moments as one kernel per parameter: `blockwise8` in Triton, bit-equal to the reference.
 
 Encoding does not search: an estimate (`blockwise8._estimated_place`) finds the one border that decides, by
 |x| > border · scale as in the reference. So the estimate and its quotient may be rounded in whatever way is fastest:
@@ -20,16 +20,27 @@ For every fp16 quotient, and all numbers rounded to it, the border at that place
 
 *Codes.* Four elements are assembled from bytes: places, a bit for being above the border, a sign.
 
-Shape letters: R blocks, each H rows of C elements.
+Shape letters: R blocks per program, each B elements in H rows of C.
 """
 
 import struct
+from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 
+from tahq.memory.adam.blockwise8 import BLOCK, borders, dynamic_map
+from tahq.memory.adam.kernels import NUMBERS, advance, load_once, rounded, store
+from tahq.quant.gpu.launch import EXACT, BoundLaunches, Launch
 from tahq.quant.gpu.tiles import INFINITY, IS_INTERPRETED, ROUNDING, ROUNDING_BITS, magnitude_bits
 
+_ELEMENTS = 1024
+"""Per program, of several warps: a single warp would look up tables by shuffles, at three times the instructions."""
+_ELEMENTS_PER_WARP = 256
+"""Eight per thread."""
+_ROW = 128
+"""Elements of a block that a warp reads at a time."""
 FACTOR = 4.0
 """Factor of quotients |x|/s, so that in fp16 the lowest are not too coarse nor the slopes too large."""
 STEPS: dict[bool, tuple[tuple[float, float, int], ...]] = {
@@ -119,14 +130,14 @@ _SIGNED_CODES, _CODES = tl.constexpr(codes_ptx(True)), tl.constexpr(codes_ptx(Fa
 
 
 @triton.jit
-def decode_blocks(m_codes, v_codes, m_scales, v_scales, tables):
+def _decode_blocks(m_codes, v_codes, m_scales, v_scales, tables):
     """Values fp32 [R, H, C], with signs and without, of codes uint8 [R, H, C] and scales fp32 [R, 1, 1]."""
     m, v = _look_up(tables, m_codes.to(tl.int32), v_codes.to(tl.int32))
     return m * m_scales, v * v_scales
 
 
 @triton.jit
-def encode_blocks(m, v, m_largest, v_largest, tables):
+def _encode_blocks(m, v, m_largest, v_largest, tables):
     """Codes uint8 [R, H, C] of values fp32, with signs and without, none of which is negative.
 
     Their largest magnitudes of each block are int32 [R, 1, 1] (bits).
@@ -143,14 +154,14 @@ def encode_blocks(m, v, m_largest, v_largest, tables):
 
 
 @triton.jit
-def scales_of(largest):
+def _scales_of(largest):
     """Scales, fp32, of blocks' largest magnitudes, int32 (bits): 0 below normal numbers, NaN if not finite."""
     bits = tl.where(largest < _SMALLEST_NORMAL, 0, tl.where(largest >= INFINITY, _NOT_A_NUMBER, largest))
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def largest_of(values, SIGNED: tl.constexpr):
+def _largest_of(values, SIGNED: tl.constexpr):
     """Bits of the largest magnitude of each block of values [R, H, C], int32 [R, 1, 1]; a NaN is the largest.
 
     Unsigned values need no sign removed: on a device not even a NaN from arithmetic has one.
@@ -249,3 +260,113 @@ def _codes(places, below):
         return (places.to(tl.int32) + (below < 0).to(tl.int32)).to(tl.uint8)
     below = below.to(tl.int32, bitcast=True)
     return tl.inline_asm_elementwise(_CODES, "=r,r,r,r,r,r", [places, below], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit(do_not_specialize=["first_program", "num_elements", *NUMBERS])
+def adamw8bit_kernel(
+    weights, m_codes, v_codes, m_scales, v_scales, tables, gradients, first_program, num_elements, beta1, rest1,
+    beta2, rest2, decay, rate, root_factor, epsilon,
+    R: tl.constexpr, B: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """R blocks of a parameter with 8-bit moments.
+
+    A block is H rows of C elements, one warp wide if B allows it, four elements per thread: so a warp finds a block's
+    largest magnitudes alone, and a thread reads and writes 16 contiguous bytes of weights and gradients.
+    """
+    H: tl.constexpr = B // C
+    program = tl.program_id(0) + first_program
+    # A program may begin beyond 2³¹; offsets within it do not exceed that.
+    start = program.to(tl.int64) * (R * B)
+    left = tl.minimum(num_elements - start, R * B).to(tl.int32)
+    block = tl.arange(0, R)[:, None, None]
+    within = tl.arange(0, H)[None, :, None] * C + tl.arange(0, C)[None, None, :]
+    # At most four elements per thread at a time, although sixteen codes could be read at once. The 2 is not true; it
+    # only ranks dimensions, so that threads left over by a row take other blocks, not other rows.
+    at = tl.max_contiguous(tl.multiple_of(block * B + within, [1, 1, 4]), [2, 1, 4])
+    is_real, is_block = at < left, block * B < left
+    weights += start
+    gradients += start
+    m_codes += start
+    v_codes += start
+    m_scales += program.to(tl.int64) * R
+    v_scales += program.to(tl.int64) * R
+    gradient = load_once(gradients + at, is_real, 0.0, MASKED).to(tl.float32)
+    weight = load_once(weights + at, is_real, 0.0, MASKED)
+    m_code = load_once(m_codes + at, is_real, 127, MASKED)
+    v_code = load_once(v_codes + at, is_real, 0, MASKED)
+    m_scale = load_once(m_scales + block, is_block, 0.0, MASKED)
+    v_scale = load_once(v_scales + block, is_block, 0.0, MASKED)
+    m, v = _decode_blocks(m_code, v_code, m_scale, v_scale, tables)
+    moved, m, v = advance(
+        weight.to(tl.float32), gradient, m, v, beta1, rest1, beta2, rest2, decay, rate, root_factor, epsilon
+    )
+    store(weights + at, rounded(moved, weight), is_real, MASKED)
+    m_largest, v_largest = _largest_of(m, True), _largest_of(v, False)
+    _store_by_all(m_scales + block, _scales_of(m_largest), is_block, MASKED)
+    _store_by_all(v_scales + block, _scales_of(v_largest), is_block, MASKED)
+    m_code, v_code = _encode_blocks(m, v, m_largest, v_largest, tables)
+    store(m_codes + at, m_code, is_real, MASKED)
+    store(v_codes + at, v_code, is_real, MASKED)
+
+
+@triton.jit
+def _store_by_all(pointers, values, is_real, MASKED: tl.constexpr):
+    """Store from all threads with a value: Triton would first move it to other threads, which wait for each other."""
+    if IS_INTERPRETED:
+        tl.store(pointers, values, mask=is_real)
+    else:
+        is_real = is_real if MASKED else tl.full(values.shape, 1, tl.int1)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,f,r",
+            [pointers.to(tl.int64), values, is_real.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+def bind_adamw8bit(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    m_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    m_scales: torch.Tensor,
+    v_scales: torch.Tensor,
+    block: int = BLOCK,
+) -> BoundLaunches:
+    """Launches of a step with 8-bit moments on these tensors and any gradient of the same shape and dtype.
+
+    All are contiguous and aligned to 16 bytes.
+    """
+    tensors = (weight, m_codes, v_codes, m_scales, v_scales, _tables(weight.device), gradient)
+    return BoundLaunches(_plans(weight.numel(), block), tensors, moving=6)
+
+
+@lru_cache(maxsize=1024)
+def _plans(num_elements: int, block: int) -> tuple[Launch, ...]:
+    """The full programs, which need no masks, and the last one if it is partial."""
+    elements = max(block, _ELEMENTS)
+    constants = {
+        "R": elements // block,
+        "B": block,
+        "C": min(block, _ROW),
+        "num_warps": elements // _ELEMENTS_PER_WARP,
+        **EXACT,
+    }
+    whole, left = divmod(num_elements, elements)
+    parts = ((0, whole, False), (whole, int(left > 0), True))
+    return tuple(
+        Launch(adamw8bit_kernel, (programs, 1, 1), (first, num_elements), constants | {"MASKED": is_masked})
+        for first, programs, is_masked in parts
+        if programs
+    )
+
+
+@lru_cache(maxsize=32)
+def _tables(device: torch.device) -> torch.Tensor:
+    """Both maps and both tables of borders, 256 entries each."""
+    tables = torch.zeros(4, 256)
+    for row, values in enumerate((dynamic_map(True), dynamic_map(False), borders(True), borders(False))):
+        tables[row, : len(values)] = values
+    return tables.to(device)

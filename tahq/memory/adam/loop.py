@@ -2,17 +2,15 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
-
-from tahq.memory.adam.step import AdamwNumbers
 
 if TYPE_CHECKING:  # needs triton
     from tahq.quant.gpu.launch import BoundLaunches
@@ -25,6 +23,31 @@ STREAMS = 3
 """CUDA streams that share the work, the caller's included."""
 _ALIGNMENT = 16
 """Bytes: kernels are compiled for tensors that begin at a multiple of it."""
+
+
+class AdamwNumbers(NamedTuple):
+    """The scalars of one step of one parameter in fp64, in the order of the kernels' arguments."""
+
+    beta1: float
+    rest1: float
+    """1 − β₁."""
+    beta2: float
+    rest2: float
+    """1 − β₂."""
+    decay: float
+    """1 − η·λ."""
+    rate: float
+    """η/(1 − β₁^t)."""
+    root_factor: float
+    """1/√(1 − β₂^t)."""
+    epsilon: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int) -> "AdamwNumbers":
+        """From an optimizer's group (`lr`, `betas`, `eps`, `weight_decay`) and the step t = 1, 2, …."""
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        decay, root_factor = 1 - lr * group["weight_decay"], 1 / math.sqrt(1 - beta2**step)
+        return cls(beta1, 1 - beta1, beta2, 1 - beta2, decay, lr / (1 - beta1**step), root_factor, group["eps"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +112,9 @@ class AdamwLoop(Optimizer):
         self._bound: dict[Parameter, tuple[tuple[object, ...], BoundLaunches | None]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Take one step on the parameters' gradients; the host waits for no device."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        run_side_by_side([job for group in self.param_groups for job in self._jobs_of(group)])
-        return loss
+        _run_side_by_side([job for group in self.param_groups for job in self._jobs_of(group)])
 
     def _jobs_of(self, group: dict[str, Any]) -> Iterator[Job]:
         numbers: dict[int, AdamwNumbers] = {}
@@ -148,30 +166,33 @@ class AdamwLoop(Optimizer):
         """Take one step without `_bind`, in place, on flat contiguous tensors [N]."""
 
 
-def run_side_by_side(jobs: Sequence[Job], streams: int = STREAMS) -> None:
-    """Run independent jobs, those on a CUDA device on several streams; later work of the caller waits for all of them.
+def _run_side_by_side(jobs: list[Job]) -> None:
+    """Run independent jobs, on CUDA on several streams; later work of the caller waits for all of them.
 
     In one stream a kernel begins when the last program of the one before has ended, and with a hundred tensors of some
     millions of elements the device is half empty for a quarter of the time. The host does not wait. A job must not
     return memory that it allocates.
     """
-    for device in sorted({tensor.device for tensor, _ in jobs}, key=str):
-        here = [job for job in jobs if job[0].device == device]
-        count = min(streams, len(here)) if device.type == "cuda" else 1
-        own, *others = _dealt_out(here, count) if count > 1 else [here]
-        side = [_side_stream(device, number) for number in range(1, count)]
-        for stream, part in zip(side, others, strict=True):
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for _, run in part:
-                    run()
-        for _, run in own:
+    if not jobs or not jobs[0][0].is_cuda:
+        for _, run in jobs:
             run()
-        for stream in side:
-            torch.cuda.current_stream(device).wait_stream(stream)
+        return
+    device = jobs[0][0].device
+    current = torch.cuda.current_stream(device)
+    own, *others = _dealt_out(jobs, min(STREAMS, len(jobs)))
+    side = [_side_stream(device, number) for number in range(len(others))]
+    for stream, part in zip(side, others, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _, run in part:
+                run()
+    for _, run in own:
+        run()
+    for stream in side:
+        current.wait_stream(stream)
 
 
-def _dealt_out(jobs: Sequence[Job], count: int) -> list[list[Job]]:
+def _dealt_out(jobs: list[Job], count: int) -> list[list[Job]]:
     """The largest job first, each to the stream with the least work."""
     parts: list[list[Job]] = [[] for _ in range(count)]
     loads = [0] * count

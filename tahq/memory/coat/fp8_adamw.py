@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, State, StateSpec, StateSpecs, has_ptx
-from tahq.memory.adam.step import AdamwNumbers
+from tahq.memory.adam.loop import STEP_COUNTER, AdamwLoop, AdamwNumbers, State, StateSpec, StateSpecs, has_ptx
 from tahq.memory.coat.fp8_groups import (
     GROUP,
     UNEXPANDED,

@@ -31,10 +31,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tahq.memory.adam.kernels import load_once, store
-from tahq.memory.adam.step import AdamwNumbers
+from tahq.memory.adam.kernels import NUMBERS, load_once, moved_weight, store
+from tahq.memory.adam.loop import AdamwNumbers
 from tahq.memory.coat import fp8_bits, fp8_codes
-from tahq.memory.coat.fp8_bits import exp2, look_up, moved_weight, product_without_subnormals, put, reciprocal_ftz
+from tahq.memory.coat.fp8_bits import exp2, look_up, product_without_subnormals, put, reciprocal_ftz
 from tahq.memory.coat.fp8_codes import E4M3, E5M2, FRACTION_BITS, has_fp8_units
 from tahq.memory.coat.fp8_groups import (
     GROUP,
@@ -91,7 +91,6 @@ ROWS = 2
 """Groups per program, of one warp."""
 Kinds = tuple[tuple[bool, int], ...]
 """For both moments: whether ranges are expanded, and the format's bits of fraction."""
-_NUMBERS = ["beta1", "rest1", "beta2", "rest2", "decay", "rate", "root_factor", "epsilon"]
 _PUT_8, _PUT_16 = (
     tl.constexpr(
         "{ .reg .b16 low; cvt.u16.u32 low, $2; st.global.bBITS [$1], low; mov.b32 $0, 0; }".replace("BITS", bits)
@@ -126,6 +125,13 @@ def _decode(codes, scales, powers, values, offset, is_real, row, is_row, MASKED:
     if EXPAND:
         power = load_once(powers + row, is_row, 0, MASKED).to(tl.int32)
     return look_up(values, power, 256, code) * bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _moved_weight(weight, m, v, decay, rate, root_factor, epsilon):
+    if IS_INTERPRETED:  # rounded as by `step_in_torch`, which divides by the root
+        return weight * decay - tl.div_rn(m, tl.sqrt_rn(v) * root_factor + epsilon) * rate
+    return moved_weight(weight, m, v, decay, rate, root_factor, epsilon)
 
 
 @triton.jit
@@ -273,7 +279,7 @@ def _encode(
         )
 
 
-@triton.jit(do_not_specialize=["first_program", "count", *_NUMBERS])
+@triton.jit(do_not_specialize=["first_program", "count", *NUMBERS])
 def step_kernel(
     weights, gradients, first_codes, first_scales, first_powers, first_values, first_uppers, first_least,
     first_exponents, second_codes, second_scales, second_powers, second_values, second_uppers, second_least,
@@ -313,7 +319,7 @@ def step_kernel(
     )
     m = m + (gradient - m) * rest1
     v = v * beta2 + (gradient * rest2) * gradient
-    store(weights + offset, moved_weight(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
+    store(weights + offset, _moved_weight(weight, m, v, decay, rate, root_factor, epsilon), is_real, MASKED)
     _encode(
         m, first_codes, first_scales, first_powers, first_uppers, first_least, first_exponents,
         offset, is_real, row, is_row, MASKED, FIRST_EXPAND, FIRST_FRACTION, FAST, True,

@@ -156,22 +156,6 @@ def product_without_subnormals(x, y):
 
 
 @triton.jit
-def moved_weight(weight, m, v, decay, rate, root_factor, epsilon):
-    """w·decay − m/(√v·root_factor + ε)·rate; root and reciprocal are one approximate instruction each.
-
-    Correctly rounded they would take two dozen. A subnormal v counts as 0: its root is below 10⁻¹⁹.
-    """
-    if IS_INTERPRETED:
-        return weight * decay - tl.div_rn(m, tl.sqrt_rn(v) * root_factor + epsilon) * rate
-    root = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
-    denominator = tl.fma(root, tl.broadcast_to(root_factor, root.shape), epsilon)
-    inverse = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
-    )
-    return tl.fma(m * inverse, tl.broadcast_to(-rate, root.shape), weight * decay)
-
-
-@triton.jit
 def look_up(table, row, LENGTH: tl.constexpr, place):
     """table[row, place] of a read-only fp32 [rows, LENGTH].
 

@@ -1,29 +1,41 @@
 """COAT's mixed-granularity FP8 precision flow in a slice of a Llama: each block computed by `CoatBlock`.
 
 Linear layers have one scale per tensor, from the maxima of groups (group scaling), and multiply in FP8; non-linear
-layers have one scale per 16 channels of a token. A block saves those codes for its backward (listed in
-`fp8_functions.py`); attention computes in bf16, and keeps Q, K, V and its output once. Gradients between layers and of
-weights are bf16 or fp32. The residual stream keeps its dtype, fp32 from a cut, as without COAT; a norm reads its codes.
+layers have one scale per 16 channels of a token. Gradients between layers and of weights are bf16 or fp32. The residual
+stream keeps its dtype, fp32 from a cut, as without COAT; a norm reads its codes.
+
+The two halves of a layer around its attention, which computes in bf16, are one autograd function each. They save for
+the backward, in units U of a bf16 tensor [T, C] (COAT Table 2; heads as in Llama-2, I = 2⅔·C):
+
+- each norm's input, E4M3 in groups of 16, 0.5 U, and its scales in bf16, 0.06 U;
+- each norm's output, E4M3 with one scale, once for all matrices that take it, 0.5 U;
+- the outputs of gate and up, E4M3 in groups, 2.67 U, and scales 0.33 U; SiLU is recomputed;
+- their product, E4M3 with one scale, 1.33 U;
+- the attention's output, 1 U, the same tensor that attention itself saves: no FP8 copy, only its scale (appendix D).
 
 A block computes from its own input and weights only, so results do not depend on where the model is cut, how many
 micro-batches are in flight, or whether blocks are recomputed in the backward.
 
 Source: COAT §5, Figure 1, appendices D and G.
-Letters: B samples, S positions, H heads, D channels per head, C channels.
+Letters: B samples, S positions, T = B·S tokens, H heads, D channels per head, C channels, I inner channels, N output
+channels of a matrix.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from tahq.errors import ModelError
-from tahq.memory.coat.fp8_codes import kernels_for
-from tahq.memory.coat.fp8_functions import AfterAttention, BeforeAttention, FlowOptions
-from tahq.memory.coat.fp8_linear import WeightCodes
+from tahq.memory.coat.fp8_codes import E4M3, FP8_FORMATS, GroupCodes, Layouts, NormForward, TensorCodes, kernels_for
+from tahq.memory.coat.fp8_linear import OutputGradient, WeightCodes, layouts_for, linear_forward
 from tahq.memory.config import COAT_FAMILIES, CoatConfig
-from tahq.models.deferred_gradients import DeferredGradients, product_dtype
+from tahq.models.deferred_gradients import DeferredGradients, accumulate, product_dtype
 from tahq.models.keyed_dropout import keyed_attention
 from tahq.models.slice import ModelSlice
 
@@ -62,15 +74,15 @@ class CoatBlock(nn.Module):
 
         `deferred`: where the backward leaves the weights' gradients; None: it computes them.
         """
-        flow = FlowOptions(product_dtype(hidden), self._config.backward_products, deferred)
+        flow = _Flow(kernels_for(hidden.device), product_dtype(hidden), self._config.backward_products, deferred)
         norm = self.input_layernorm
-        query, key, value, hidden = BeforeAttention.apply(  # type: ignore[no-untyped-call]
-            hidden, norm.weight, norm.variance_epsilon, flow, self._before, *_parameters(self._before)
+        query, key, value, hidden = _BeforeAttention.apply(  # type: ignore[no-untyped-call]
+            hidden, norm.weight, norm.variance_epsilon, flow, self._before
         )
         attended = self._attend(query, key, value, position_embeddings, attention_mask)
         norm = self.post_attention_layernorm
-        out: torch.Tensor = AfterAttention.apply(  # type: ignore[no-untyped-call]
-            attended, hidden, norm.weight, norm.variance_epsilon, flow, self._after, *_parameters(self._after)
+        out: torch.Tensor = _AfterAttention.apply(  # type: ignore[no-untyped-call]
+            attended, hidden, norm.weight, norm.variance_epsilon, flow, self._after
         )
         return out
 
@@ -125,9 +137,177 @@ def use_fp8_flow(module: ModelSlice, config: CoatConfig) -> None:
         blocks.add_module(name, CoatBlock(block, config))
 
 
-def _parameters(weights: tuple[WeightCodes, ...]) -> list[torch.Tensor | None]:
-    """Weight and bias of each, for autograd."""
-    return [parameter for weight in weights for parameter in (weight.linear.weight, weight.linear.bias)]
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """One forward pass of a layer.
+
+    `dtype`: of products, Q, K, V and gradients between layers; `products`: as `backward_products`; `deferred`: where a
+    split backward leaves the weights' gradients.
+    """
+
+    kernels: ModuleType
+    dtype: torch.dtype
+    products: str
+    deferred: DeferredGradients | None
+
+    def output_gradient(self, gradient: torch.Tensor, weight: WeightCodes) -> OutputGradient:
+        return OutputGradient.of(gradient, weight, self.dtype, self.products)
+
+    def add_weight_gradients(self, gradient: OutputGradient, weight: WeightCodes, x: Callable[[], TensorCodes]) -> None:
+        """Add to the gradients of a linear layer's weight and bias, now or when the deferred part runs."""
+
+        def add() -> None:
+            accumulate(weight.linear.weight, gradient.of_weight(x(), weight.linear.weight.dtype))
+            if gradient.of_bias is not None:
+                accumulate(weight.linear.bias, gradient.of_bias)
+
+        if self.deferred is None:
+            add()
+        else:
+            self.deferred.add(add)
+
+
+class _BeforeAttention(torch.autograd.Function):
+    """The norm and the projections to Q, K and V."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        norm_weight: torch.Tensor,
+        epsilon: float,
+        flow: _Flow,
+        weights: tuple[WeightCodes, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        """Hidden states [B, S, C] to each projection's [B, S, N], and the hidden states."""
+        norm = flow.kernels.norm_forward(_matrix(hidden), None, norm_weight, epsilon)
+        y, kept = _norm_output(flow.kernels, norm, norm_weight)
+        outputs = [linear_forward(y, weight, flow.dtype) for weight in weights]
+        ctx.flow, ctx.weights = flow, weights
+        ctx.save_for_backward(*norm.codes, norm.rstd, norm_weight, *kept)
+        return *(output.view(*hidden.shape[:-1], -1) for output in outputs), hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        codes, scales, rstd, norm_weight, *kept = ctx.saved_tensors
+        flow, y, of_normalised = ctx.flow, TensorCodes(*kept), []
+        for weight, gradient in zip(ctx.weights, gradients[:-1], strict=True):
+            of_output = flow.output_gradient(_matrix(gradient), weight)
+            of_normalised.append(of_output.of_input(weight, flow.dtype))
+            flow.add_weight_gradients(of_output, weight, lambda: y)
+        of_hidden, of_norm = flow.kernels.norm_backward(
+            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, _matrix(gradients[-1])
+        )
+        return of_hidden.view(gradients[-1].shape), of_norm.to(norm_weight.dtype), None, None, None
+
+
+class _AfterAttention(torch.autograd.Function):
+    """The output projection, the residual sum, the second norm, the gated MLP and the second sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attended: torch.Tensor,
+        hidden: torch.Tensor,
+        norm_weight: torch.Tensor,
+        epsilon: float,
+        flow: _Flow,
+        weights: tuple[WeightCodes, ...],
+    ) -> torch.Tensor:
+        """Attention's output [B, S, H·D] and hidden states [B, S, C] to hidden states [B, S, C]."""
+        kernels = flow.kernels
+        project, gate, up, down = weights
+        attention_output = _matrix(attended)
+        a_scale = kernels.tensor_scale(kernels.group_maxima(attention_output), E4M3)
+        a = kernels.quantize_tensor(attention_output, a_scale, E4M3, "rows")
+        branch = linear_forward(a, project, flow.dtype)
+        norm = kernels.norm_forward(_matrix(hidden), branch, norm_weight, epsilon)
+        y, kept_y = _norm_output(kernels, norm, norm_weight)
+        del a, branch
+        gate_codes, up_codes, maxima = kernels.gated_forward(
+            linear_forward(y, gate, flow.dtype), linear_forward(y, up, flow.dtype)
+        )
+        del y
+        p_scale = kernels.tensor_scale(maxima, E4M3)
+        p, kept_p = _kept(kernels.gated_output(gate_codes, up_codes, p_scale, layouts_for(gate_codes.codes)))
+        out = norm.total.add_(linear_forward(p, down, flow.dtype))
+        ctx.flow, ctx.weights = flow, weights
+        ctx.save_for_backward(
+            attention_output, a_scale, *norm.codes, norm.rstd, norm_weight, *gate_codes, *up_codes, *kept_y, *kept_p
+        )
+        result: torch.Tensor = out.view(hidden.shape)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        attended, a_scale, codes, scales, rstd, norm_weight, *rest = ctx.saved_tensors
+        of_gate_and_up = GroupCodes(*rest[0:2]), GroupCodes(*rest[2:4])
+        y, p = TensorCodes(*rest[4:7]), TensorCodes(*rest[7:10])
+        flow, kernels = ctx.flow, ctx.flow.kernels
+        project, gate, up, down = ctx.weights
+        gradient = _matrix(gradients[0])
+
+        of_output = flow.output_gradient(gradient, down)
+        of_product = of_output.of_input(down, flow.dtype)
+        flow.add_weight_gradients(of_output, down, lambda: p)
+        del of_output
+        of_normalised = []
+        halves = _gated_gradients(flow, of_product, of_gate_and_up, (gate, up))
+        for weight in (gate, up):
+            of_output = next(halves)
+            of_normalised.append(of_output.of_input(weight, flow.dtype))
+            flow.add_weight_gradients(of_output, weight, lambda: y)
+            del of_output  # before the next is made
+        del of_product, halves
+        of_hidden, of_norm = kernels.norm_backward(
+            of_normalised, GroupCodes(codes, scales), rstd, norm_weight, gradient
+        )
+        of_output = flow.output_gradient(of_hidden, project)
+        of_attended = of_output.of_input(project, flow.dtype)
+
+        def a() -> TensorCodes:
+            layouts: Layouts = "columns" if layouts_for(attended) == "both" else "rows"
+            codes: TensorCodes = kernels.quantize_tensor(attended, a_scale, E4M3, layouts)
+            return codes
+
+        flow.add_weight_gradients(of_output, project, a)
+        shape = gradients[0].shape
+        of_inputs = of_attended.view(*shape[:-1], -1), of_hidden.view(shape), of_norm.to(norm_weight.dtype)
+        return *of_inputs, None, None, None
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """[B, S, C] as contiguous [T, C]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _norm_output(kernels: ModuleType, norm: NormForward, weight: torch.Tensor) -> tuple[TensorCodes, TensorCodes]:
+    scale = kernels.tensor_scale(norm.maxima, E4M3)
+    return _kept(kernels.norm_output(norm.codes, norm.rstd, weight, scale, layouts_for(norm.codes.codes)))
+
+
+def _kept(x: TensorCodes) -> tuple[TensorCodes, TensorCodes]:
+    """Codes for a forward, and those that its backward needs."""
+    return x, x if x.column_codes is None else TensorCodes(None, x.column_codes, x.scale)
+
+
+def _gated_gradients(
+    flow: _Flow,
+    gradient: torch.Tensor,
+    codes: tuple[GroupCodes, GroupCodes],
+    weights: tuple[WeightCodes, WeightCodes],
+) -> Iterator[OutputGradient]:
+    """The gradients of gate's and then of up's output, one at a time to save memory."""
+    fp8, kernels = FP8_FORMATS.get(flow.products), flow.kernels
+    if fp8 is None or any(weight.linear.bias is not None for weight in weights):
+        for weight, each in zip(weights, kernels.gated_backward(gradient, *codes), strict=True):
+            yield flow.output_gradient(each, weight)
+        return
+    for of, maxima in zip(("gate", "up"), kernels.gated_maxima(gradient, *codes), strict=True):
+        scale = kernels.tensor_scale(maxima, fp8)
+        yield OutputGradient(None, kernels.gated_gradient(gradient, *codes, of, scale, fp8, layouts_for(gradient)))
 
 
 class _Rotation(torch.autograd.Function):

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tahq.memory.galore.affine_groups import GROUP, SMALLEST_SCALE
-from tahq.memory.galore.stored_weight import FINER, MARGIN, OFFSET, STEPS, TOP_CODE
+from tahq.memory.galore.stored_weight import FINER, GROUP, MARGIN, OFFSET, SMALLEST_SCALE, STEPS, TOP_CODE
 from tahq.quant.gpu.hash import hash_words
 from tahq.quant.gpu.launch import EXACT, key_halves, on_device_of
 

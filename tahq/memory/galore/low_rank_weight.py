@@ -20,8 +20,7 @@ import torch
 
 from tahq.errors import SnapshotError
 from tahq.memory.adam.adamw import adamw8bit_states, bind_kernels, plain_adamw_states, step_in_torch
-from tahq.memory.adam.loop import StateSpecs, new_states
-from tahq.memory.adam.step import AdamwNumbers
+from tahq.memory.adam.loop import AdamwNumbers, StateSpecs, new_states
 from tahq.memory.galore.stored_weight import FullWeight, Int8Weight
 from tahq.memory.galore.subspace import (
     FLOATS,

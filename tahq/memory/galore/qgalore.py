@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 from tahq.memory.adam.loop import states_nbytes
-from tahq.memory.galore.affine_groups import affine_nbytes
 from tahq.memory.galore.low_rank_weight import LowRankSettings, LowRankWeight
+from tahq.memory.galore.stored_weight import affine_nbytes
 from tahq.memory.galore.subspace import low_rank_shape, rank_of
 from tahq.models.deferred_gradients import DeferredGradients, current_deferral, product_dtype
 from tahq.models.keyed_dropout import RandomContext

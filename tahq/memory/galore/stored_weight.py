@@ -3,6 +3,16 @@
 There is no other copy of the weight. An update is added to the decoded weight in *fp32*, and only the sum is rounded:
 adding in bf16 first would lose most updates, which are a thousandth of the weight.
 
+*Codes* are affine, in groups of 256 values with a scale and a zero-point each, for INT8 weights and INT4 projections:
+
+    value = (code − zero) · scale,  0 ≤ code ≤ levels
+
+A group's range always includes 0 (otherwise clamping the zero-point would lose the largest value of a group of one
+sign), so every group has a code for 0, and zeros that pad the last group change nothing. The scale is bf16, rounded
+*up* so that the range still fits; bf16 has fp32's exponents, so weights of 1e-30 and of 1e30 have the same relative
+error. Code minus zero has 9 bits and the scale 8: their product is exact in fp32, so decoding gives the same bits
+everywhere.
+
 *INT8*: a group's scale and zero-point are its grid. A new grid spans the group's range by 240 of 255 steps, with 7
 spare codes at either end. It is kept while all elements fit with room to be rounded either way and it is at most a
 third coarser than necessary. So no code is ever clamped, rounding is unbiased for a group's largest element too, and an
@@ -15,17 +25,25 @@ So with a key the sum is rounded stochastically, with the probability that makes
 The draw for an element is a hash of its index in the weight and of the caller's key: the same on every device, and the
 Triton kernels' codes are bit-equal.
 
-Source: Q-GaLore §3.1 and §3.4.
+Source: Q-GaLore §3.1, which leaves open how scale and zero-point are stored (3 bytes for 256 values here), and §3.4.
+Shapes: G groups of 256 values.
 """
 
+import math
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch.nn import functional
 
-from tahq.memory.galore.affine_groups import GROUP, affine_kernels, as_groups, decode, num_groups, scales
 from tahq.quant.stochastic_rounding import hashes, shift_right
 
+GROUP = 256
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal number; also the scale of a group of zeros."""
 STEPS = 240
 MARGIN = 7
 """Spare codes at either end of a new grid."""
@@ -38,6 +56,54 @@ _SLAB = 2**20
 """Elements that plain torch updates at a time, with temporaries of up to 40 bytes each."""
 _LOST_BITS = 16
 """Bits of fp32's mantissa that bf16 lacks."""
+
+
+def num_groups(numel: int) -> int:
+    """Groups of this many values, the last one possibly partial."""
+    return -(-numel // GROUP)
+
+
+def as_groups(flat: torch.Tensor) -> torch.Tensor:
+    """[N] as [G, 256], padded with zeros; a view where N is a multiple of 256."""
+    missing = -flat.numel() % GROUP
+    return (functional.pad(flat, (0, missing)) if missing else flat).view(-1, GROUP)
+
+
+def scales(groups: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the exact zero-point of groups.
+
+    scale = (max(x, 0) − min(x, 0)) / steps, rounded up to bf16; zero = −min(x, 0) / scale, in [0, steps], not yet a
+    whole number; both fp32 [G], of finite groups fp32 [G, 256].
+    """
+    high = groups.amax(1).clamp_(min=0.0)
+    low = groups.amin(1).clamp_(max=0.0)
+    # A tensor: CUDA divides by a number by multiplying with its reciprocal, which rounds differently.
+    number = torch.full((), float(steps), device=groups.device)
+    # divided before they are subtracted: the range of the largest numbers is infinite
+    exact = (high / number - low / number).clamp_(min=SMALLEST_SCALE)
+    scale = exact.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)  # up to the next bf16
+    return scale, -low / scale
+
+
+def decode(codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(code − zero) · scale in fp32 [G, 256], then rounded to `dtype`; codes and zero [G] of any integer type."""
+    return codes.float().sub_(zero.float()[:, None]).mul_(scale.float()[:, None]).to(dtype)
+
+
+def affine_nbytes(shape: tuple[int, ...], bits: int) -> int:
+    """Bytes of a tensor of this shape in codes of this many bits, with scales (2 per group) and zero-points (1)."""
+    numel = math.prod(shape)
+    return -(-numel * bits // 8) + 3 * num_groups(numel)
+
+
+def affine_kernels(codes: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels, for codes on CUDA where triton is installed; None: plain torch."""
+    return import_module("tahq.memory.galore.affine_kernels") if codes.is_cuda and _has_triton() else None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 class Int8Weight:
@@ -100,7 +166,7 @@ class Int8Weight:
         flat = update.reshape(-1)
         for first in range(0, flat.numel(), _SLAB):
             part = flat[first : first + _SLAB]
-            place = self._groups(first, part.numel())
+            place = slice(first // GROUP, first // GROUP + num_groups(part.numel()))
             zero, scale = self.zero[place], self.scale[place]
             weight = decode(as_groups(self.codes.view(-1)[first : first + _SLAB]), zero, scale, torch.float32)
             # two roundings, not fused, for the same bits on every device
@@ -116,14 +182,10 @@ class Int8Weight:
         steps = groups / scale[:, None]
         codes = steps.round_() if key is None else _round_stochastic(steps, first, key)
         codes = codes.add_(zero[:, None] - OFFSET).to(torch.int8)
-        place = self._groups(first, count)
+        place = slice(first // GROUP, first // GROUP + len(groups))
         self.codes.view(-1)[first : first + count] = codes.view(-1)[:count]
         self.zero[place] = (zero - OFFSET).to(torch.int8)
         self.scale[place] = scale.to(torch.bfloat16)
-
-    @staticmethod
-    def _groups(first: int, count: int) -> slice:
-        return slice(first // GROUP, first // GROUP + num_groups(count))
 
 
 def _new_grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,8 +30,7 @@ from typing import Literal
 
 import torch
 
-from tahq.memory.galore.affine_groups import affine_kernels, as_groups, decode, num_groups, scales
-from tahq.memory.galore.stored_weight import FullWeight
+from tahq.memory.galore.stored_weight import FullWeight, affine_kernels, as_groups, decode, num_groups, scales
 
 ProjectionType = Literal["int4", "bf16", "fp32"]
 FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
